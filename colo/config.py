@@ -1,0 +1,64 @@
+"""Settings of a runtime. Every field has a default that is right for most people; sizes are bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from colo.units import GIB, MIB
+
+
+class Offload(StrEnum):
+    """When trainer state leaves the device for a rollout."""
+
+    AUTO = "auto"
+    ALWAYS = "always"
+    NEVER = "never"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RuntimeConfig:
+    """How a runtime uses its device and its host."""
+
+    offload: Offload = Offload.AUTO
+    """`auto` moves only what would not fit, `always` parks all trainer state on every rollout, `never` refuses to."""
+
+    device_limit_bytes: int | None = None
+    """Play a device of this size: admission refuses what would exceed it. `None` takes what the device has."""
+
+    device_reserve_bytes: int = 0
+    """Bytes of the device that are never planned for, such as another process's share."""
+
+    host_limit_bytes: int | None = None
+    """The most host memory the arena may pin. `None` allows what is available when the runtime starts."""
+
+    kv_cache_bytes: int | None = None
+    """Size of the engine's KV cache. `None` derives it from the limit and what must be resident beside it."""
+
+    train_working_bytes: int = 0
+    """Activations and other transient memory of `train()` to keep free. Grows to what was measured on CUDA."""
+
+    region_bytes: int = 1 * GIB
+    """Trainer state is gathered into device regions of about this size; moving one is one unit of progress."""
+
+    chunk_bytes: int = 16 * MIB
+    """Copies between host and device are cut into pieces of this size, so that small copies get through."""
+
+    accumulation_steps: int = 1
+    """Backward passes before each `optimizer.step()`; parked state comes back during the last of them."""
+
+    verify: bool = True
+    """Check at every rollout that trainer and engine still hold the same weights."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "offload", Offload(self.offload))
+        for name in ("device_limit_bytes", "host_limit_bytes", "kv_cache_bytes"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ValueError(f"{name} must be a positive number of bytes or None, not {value}")
+        for name in ("device_reserve_bytes", "train_working_bytes"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must not be negative, but is {getattr(self, name)}")
+        for name, least in (("region_bytes", 256), ("chunk_bytes", 4096), ("accumulation_steps", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be at least {least}, but is {getattr(self, name)}")

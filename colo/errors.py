@@ -1,0 +1,52 @@
+"""What can go wrong, as nouns a caller can act on.
+
+    ColoError
+    +-- PhaseError      an operation that the current phase or state does not allow
+    +-- BudgetError     bytes that do not fit, with the ledger that shows why
+    +-- StaleWeights    generation refused: the engine's weights are not the trainer's
+    +-- TransferError   bytes that did not arrive, or arrived wrong
+    +-- EngineLost      the engine stopped answering
+    +-- Unsupported     a combination that cannot work, named before anything has changed
+
+Wrong arguments are `ValueError`, wrong types `TypeError`.
+"""
+
+from __future__ import annotations
+
+
+class ColoError(Exception):
+    """The base of every error that colo raises on purpose."""
+
+
+class PhaseError(ColoError):
+    """An operation that the current phase, or the state of a segment or engine, does not allow."""
+
+
+class BudgetError(ColoError):
+    """Bytes that do not fit. Nothing has been moved, freed or allocated when this is raised."""
+
+    def __init__(self, message: str, *, needed_bytes: int, free_bytes: int) -> None:
+        super().__init__(message)
+        self.needed_bytes = needed_bytes
+        self.free_bytes = free_bytes
+
+    @property
+    def missing_bytes(self) -> int:
+        """How many bytes would have to go before the request fits."""
+        return max(0, self.needed_bytes - self.free_bytes)
+
+
+class StaleWeights(ColoError):  # noqa: N818 - the state it reports is the name people search for
+    """Generation refused, because the engine's weights are not, or may not be, the trainer's."""
+
+
+class TransferError(ColoError):
+    """Bytes that did not arrive, or did not arrive as they were sent."""
+
+
+class EngineLost(ColoError):  # noqa: N818 - the event it reports is the name people search for
+    """The engine stopped answering within the deadline."""
+
+
+class Unsupported(ColoError):  # noqa: N818 - an adjective, as in the standard library's `UnsupportedOperation`
+    """A combination that cannot work, refused before anything has changed."""

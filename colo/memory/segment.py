@@ -1,0 +1,70 @@
+"""A segment: a named piece of memory with one owner, its bytes, and where they are. Imports no torch."""
+
+from __future__ import annotations
+
+from typing import Protocol, runtime_checkable
+
+from colo.phases.phase import Residency
+
+
+class Move(Protocol):
+    """A change of residency that has been started."""
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes that cross between host and device for this move; zero for a discard or a fresh allocation."""
+
+    def wait(self) -> None:
+        """Return when the segment has arrived; a second call returns at once.
+
+        Raises: whatever made the move fail. The segment is then back in the residency it came from.
+        """
+
+
+@runtime_checkable
+class Segment(Protocol):
+    """What the scheduler needs of a piece of memory that it moves.
+
+    Ownership: the segment owns its device and host bytes; the scheduler only asks it to move.
+    """
+
+    @property
+    def name(self) -> str:
+        """Dotted name such as `trainer.optimizer`, unique within a runtime."""
+
+    @property
+    def residency(self) -> Residency:
+        """Where the bytes are, or are going while a move is under way."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Device bytes when resident; for a discarded segment, what becoming resident will take."""
+
+    @property
+    def device_bytes(self) -> int:
+        """Device bytes held at this moment, moves under way included."""
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of the host arena held at this moment."""
+
+    @property
+    def away(self) -> Residency | None:
+        """Where the segment goes when its bytes are needed: `OFFLOADED`, `DISCARDED`, or `None` for never."""
+
+    def begin(self, target: Residency) -> Move:
+        """Start moving to `target` and return without waiting where the hardware allows it.
+
+        Ordering: work already queued on the current stream sees the segment as it was.
+        Raises: `PhaseError` for an illegal move, `BudgetError` when memory is missing; nothing has changed then.
+        """
+
+
+class Done:
+    """A move that was complete when it was returned."""
+
+    def __init__(self, moved_bytes: int = 0) -> None:
+        self.moved_bytes = moved_bytes
+
+    def wait(self) -> None:
+        """Return at once."""

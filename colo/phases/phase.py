@@ -1,0 +1,111 @@
+"""The phases of a colocated run and what each needs of every segment, as tables of data. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+from types import MappingProxyType
+
+from colo.errors import PhaseError
+
+
+class Phase(StrEnum):
+    """Who may work on the device."""
+
+    IDLE = "idle"
+    """Nobody. Segments stay where the last phase left them, since moving them now might be for nothing."""
+
+    SYNC = "sync"
+    """The runtime, making the trainer's weights visible to the engine."""
+
+    ROLLOUT = "rollout"
+    """The engine, generating."""
+
+    TRAIN = "train"
+    """The trainer: forward, backward, optimizer step."""
+
+
+class Residency(StrEnum):
+    """Where the bytes of a segment are."""
+
+    RESIDENT = "resident"
+    """On the device, and the segment's own."""
+
+    OFFLOADED = "offloaded"
+    """In the host arena; the device bytes are free."""
+
+    DISCARDED = "discarded"
+    """Nowhere. The device bytes are free and the content is gone, or was never there."""
+
+    SHARED = "shared"
+    """On the device as someone else's resident bytes, so that this segment costs nothing and never moves."""
+
+
+class Need(StrEnum):
+    """What a phase asks of a segment."""
+
+    RESIDENT = "resident"
+    """On the device from the first moment of the phase to the last."""
+
+    LATE = "late"
+    """On the device when its owner asks for it within the phase: its bytes are promised, and may be away until then."""
+
+    UNUSED = "unused"
+    """Not touched by the phase: stays where it is, unless its bytes are needed."""
+
+
+EDGES: Mapping[Phase, frozenset[Phase]] = MappingProxyType(
+    {
+        Phase.IDLE: frozenset({Phase.SYNC, Phase.ROLLOUT, Phase.TRAIN}),
+        Phase.SYNC: frozenset({Phase.ROLLOUT, Phase.IDLE}),
+        Phase.ROLLOUT: frozenset({Phase.IDLE}),
+        Phase.TRAIN: frozenset({Phase.IDLE}),
+    }
+)
+"""The legal moves from one phase to the next; everything else raises `PhaseError`."""
+
+MOVES: Mapping[Residency, frozenset[Residency]] = MappingProxyType(
+    {
+        Residency.RESIDENT: frozenset({Residency.OFFLOADED, Residency.DISCARDED}),
+        Residency.OFFLOADED: frozenset({Residency.RESIDENT, Residency.DISCARDED}),
+        Residency.DISCARDED: frozenset({Residency.RESIDENT}),
+        Residency.SHARED: frozenset(),
+    }
+)
+"""The legal moves of one segment from residency to residency."""
+
+ENGINE_WEIGHTS = "engine.weights"
+ENGINE_KV_CACHE = "engine.kv_cache"
+TRAINER_PARAMETERS = "trainer.parameters"
+TRAINER_GRADIENTS = "trainer.gradients"
+TRAINER_OPTIMIZER = "trainer.optimizer"
+TRAINER_MASTER_WEIGHTS = "trainer.master_weights"
+
+NEEDS: Mapping[Phase, Mapping[str, Need]] = MappingProxyType(
+    {
+        Phase.IDLE: {},
+        Phase.SYNC: {ENGINE_WEIGHTS: Need.RESIDENT, TRAINER_PARAMETERS: Need.RESIDENT},
+        Phase.ROLLOUT: {ENGINE_WEIGHTS: Need.RESIDENT, ENGINE_KV_CACHE: Need.RESIDENT},
+        Phase.TRAIN: {
+            TRAINER_PARAMETERS: Need.RESIDENT,
+            TRAINER_GRADIENTS: Need.LATE,
+            TRAINER_OPTIMIZER: Need.LATE,
+            TRAINER_MASTER_WEIGHTS: Need.LATE,
+        },
+    }
+)
+"""What each phase needs of each segment; a segment that is not named is `Need.UNUSED`."""
+
+
+def check_edge(source: Phase, target: Phase) -> None:
+    """Raise `PhaseError` unless `target` may follow `source`."""
+    if target not in EDGES[source]:
+        legal = ", ".join(sorted(EDGES[source]))
+        raise PhaseError(f"cannot go from phase {source} to {target}: from {source} the runtime may enter {legal}")
+
+
+def check_move(segment: str, source: Residency, target: Residency) -> None:
+    """Raise `PhaseError` unless a segment may go from `source` to `target`."""
+    if target not in MOVES[source]:
+        legal = ", ".join(sorted(MOVES[source])) or "nothing: it is someone else's memory"
+        raise PhaseError(f"segment {segment} is {source} and cannot become {target}; it may become {legal}")

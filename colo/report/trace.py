@@ -1,0 +1,171 @@
+"""Spans, memory samples and metrics of a run, recorded in memory and written as JSON lines or a Chrome trace.
+
+Imports no torch: times come from `time.perf_counter`, bytes from whoever records them.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from colo.phases.phase import Phase
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Span:
+    """Something that took time."""
+
+    name: str
+    """What was done, such as `rollout` or `offload trainer.optimizer`."""
+
+    category: str
+    """`phase`, `step` (of a transition), `copy` (asynchronous, beside other work), or `work`."""
+
+    start_s: float
+    """Seconds since the trace began."""
+
+    duration_s: float
+    phase: Phase
+    """The phase it belongs to."""
+
+    resource: str = "host"
+    """What it kept busy: `host`, `device`, `d2h`, `h2d`, `engine`. One row of a timeline each."""
+
+    num_bytes: int = 0
+    """Bytes moved, where bytes were."""
+
+    @property
+    def end_s(self) -> float:
+        """Seconds since the trace began."""
+        return self.start_s + self.duration_s
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemorySample:
+    """Who held how much at one moment."""
+
+    time_s: float
+    phase: Phase
+    segments: Mapping[str, int]
+    """Device bytes by segment name."""
+
+    host_bytes: int = 0
+    """Bytes of the host arena in use."""
+
+    device_used_bytes: int | None = None
+    """All device memory in use as the driver sees it, other processes included; `None` where there is no driver."""
+
+    @property
+    def total_bytes(self) -> int:
+        """Device bytes of all segments together."""
+        return sum(self.segments.values())
+
+
+@dataclass(slots=True)
+class Trace:
+    """Everything recorded about a run, in order of time."""
+
+    spans: list[Span] = field(default_factory=list)
+    samples: list[MemorySample] = field(default_factory=list)
+    metrics: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    """Name to one value a training step, such as `reward`."""
+
+    capacity_bytes: int | None = None
+    """The capacity line of the memory picture."""
+
+    began_s: float = field(default_factory=time.perf_counter)
+
+    def now_s(self) -> float:
+        """Seconds since the trace began."""
+        return time.perf_counter() - self.began_s
+
+    @contextmanager
+    def span(
+        self,
+        name: str,
+        *,
+        category: str = "work",
+        phase: Phase = Phase.IDLE,
+        resource: str = "host",
+        num_bytes: int = 0,
+    ) -> Iterator[None]:
+        """Record the body as one span, also when it raises."""
+        start_s = self.now_s()
+        try:
+            yield
+        finally:
+            self.add(name, start_s, category=category, phase=phase, resource=resource, num_bytes=num_bytes)
+
+    def add(
+        self,
+        name: str,
+        start_s: float,
+        *,
+        end_s: float | None = None,
+        category: str = "work",
+        phase: Phase = Phase.IDLE,
+        resource: str = "host",
+        num_bytes: int = 0,
+    ) -> None:
+        """Record a span that began at `start_s` and ends at `end_s`, or now."""
+        duration_s = max(0.0, (self.now_s() if end_s is None else end_s) - start_s)
+        span = Span(
+            name=name,
+            category=category,
+            start_s=start_s,
+            duration_s=duration_s,
+            phase=phase,
+            resource=resource,
+            num_bytes=num_bytes,
+        )
+        self.spans.append(span)
+
+    def metric(self, name: str, value: float) -> None:
+        """Append one value to a per-step series."""
+        self.metrics[name].append(float(value))
+
+    def peak_bytes(self, phase: Phase | None = None) -> int:
+        """The most device bytes all segments held together, in one phase or in any."""
+        totals = (s.total_bytes for s in self.samples if phase is None or s.phase is phase)
+        return max(totals, default=0)
+
+    def seconds(self, category: str) -> dict[str, float]:
+        """Summed duration of every span of a category, by name."""
+        sums: dict[str, float] = defaultdict(float)
+        for span in self.spans:
+            if span.category == category:
+                sums[span.name] += span.duration_s
+        return dict(sums)
+
+    def write_jsonl(self, path: str | Path) -> None:
+        """Write one JSON object a line: `{"kind": "span" | "sample" | "metric", ...}`, each kind in order of time."""
+        rows = [{"kind": "span", **asdict(s)} for s in self.spans]
+        rows += [{"kind": "sample", **asdict(s)} for s in self.samples]
+        rows += [{"kind": "metric", "name": n, "values": v} for n, v in self.metrics.items()]
+        Path(path).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def write_chrome_trace(self, path: str | Path) -> None:
+        """Write the Trace Event Format that chrome://tracing and https://ui.perfetto.dev open (times in us)."""
+        events: list[dict[str, object]] = [
+            {
+                "name": s.name,
+                "cat": s.category,
+                "ph": "X",
+                "ts": s.start_s * 1e6,
+                "dur": s.duration_s * 1e6,
+                "pid": 0,
+                "tid": s.resource,
+                "args": {"phase": s.phase, "bytes": s.num_bytes},
+            }
+            for s in self.spans
+        ]
+        events += [
+            {"name": "device bytes", "ph": "C", "ts": s.time_s * 1e6, "pid": 0, "args": dict(s.segments)}
+            for s in self.samples
+        ]
+        Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))

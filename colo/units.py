@@ -1,0 +1,47 @@
+"""Bytes and seconds as people read and write them. Units are binary (GiB) unless a name says otherwise."""
+
+from __future__ import annotations
+
+import re
+
+KIB = 1 << 10
+MIB = 1 << 20
+GIB = 1 << 30
+
+_FACTORS = {"": 1, "b": 1}
+_FACTORS |= {f"{p}ib": 1 << (10 * (i + 1)) for i, p in enumerate("kmgt")}
+_FACTORS |= {f"{p}b": 1000 ** (i + 1) for i, p in enumerate("kmgt")}
+_QUANTITY = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([a-zA-Z]*)\s*")
+
+
+def parse_bytes(text: str | int) -> int:
+    """Read a size such as `80GiB`, `24GB`, `1.5 GiB` or a plain number of bytes.
+
+    Raises: `ValueError` naming the text and the units that are understood.
+    """
+    if isinstance(text, int):
+        return text
+    match = _QUANTITY.fullmatch(text)
+    if not match or match[2].lower() not in _FACTORS:
+        raise ValueError(f"cannot read {text!r} as a size: write for example 80GiB, 24GB or 1073741824")
+    return round(float(match[1]) * _FACTORS[match[2].lower()])
+
+
+def format_bytes(num_bytes: float) -> str:
+    """A size in the binary unit that keeps it readable, such as `1.53 GiB` or `-512 B`."""
+    for factor, unit in ((1 << 40, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
+        if abs(num_bytes) >= factor:
+            return f"{num_bytes / factor:.2f} {unit}"
+    return f"{num_bytes:.0f} B"
+
+
+def format_seconds(seconds: float) -> str:
+    """A duration in the unit that keeps it readable, such as `3.1 ms` or `2.4 s`."""
+    if abs(seconds) < 1e-3:
+        return f"{seconds * 1e6:.0f} us"
+    return f"{seconds * 1e3:.1f} ms" if abs(seconds) < 1 else f"{seconds:.2f} s"
+
+
+def align_up(num_bytes: int, alignment: int) -> int:
+    """The smallest multiple of `alignment` that is at least `num_bytes`."""
+    return -(-num_bytes // alignment) * alignment
