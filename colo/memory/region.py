@@ -1,0 +1,256 @@
+"""Regions: device memory whose bytes can go back to the driver and return, while tensors over it stay valid objects.
+
+On CUDA a region is an allocation of torch-memory-saver without that library's host backup: releasing unmaps the
+physical pages, restoring maps new ones at the same address, so CUDA graphs and fused optimizers that hold the pointer
+stay right. Elsewhere a region is a storage that is resized to nothing and back, which views follow by themselves.
+
+What a region does not know: what its bytes mean, and where they are kept in between (see `colo.memory.offload`).
+"""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from functools import cache
+from typing import Any
+
+import torch
+
+from colo.errors import BudgetError, PhaseError, Unsupported
+from colo.memory.probe import free_device_bytes
+from colo.units import align_up, format_bytes
+
+ALIGNMENT_BYTES = 256
+"""Offset alignment of tensors within a region: what the CUDA allocator gives, and vectorized kernels expect."""
+
+Spec = tuple[Sequence[int], torch.dtype]
+"""Shape and dtype of a tensor to place in a region."""
+
+
+class Region(ABC):
+    """A byte range on a device that can be released and restored.
+
+    Ownership: the region owns the bytes. Tensors made over `bytes` may outlive a release, but must not be read or
+    written before the next `restore`.
+    """
+
+    def __init__(self, name: str, data: torch.Tensor) -> None:
+        self.name = name
+        self.bytes = data
+        self.size_bytes = data.numel()
+        self.device = data.device
+        self.resident = True
+        self.closed = False
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes held on the device now."""
+        return self.size_bytes if self.resident else 0
+
+    def release(self) -> None:
+        """Give the bytes back to the driver; their content is lost.
+
+        Ordering: everything that reads or writes the region must have finished, on the device too.
+        Raises: `PhaseError` when released already.
+        """
+        if not self.resident:
+            raise PhaseError(f"region {self.name} is released already ({format_bytes(self.size_bytes)})")
+        self._release()
+        self.resident = False
+
+    def restore(self) -> None:
+        """Take the bytes again; their content is undefined.
+
+        Raises: `BudgetError` when the device has not enough free memory, `PhaseError` when resident or closed.
+        """
+        if self.resident or self.closed:
+            raise PhaseError(f"region {self.name} is {'closed' if self.closed else 'resident'} and cannot be restored")
+        self._restore()
+        self.resident = True
+
+    def close(self) -> None:
+        """Give everything back for good. Idempotent."""
+        if not self.closed:
+            self.closed = True
+            if self.resident:
+                self._release()
+                self.resident = False
+            self._retire()
+
+    @abstractmethod
+    def _release(self) -> None: ...
+
+    @abstractmethod
+    def _restore(self) -> None: ...
+
+    def _retire(self) -> None:
+        self.bytes = self.bytes.new_empty(0)
+
+
+class ResizedRegion(Region):
+    """A region whose storage is resized: for devices whose allocator returns memory at once, such as the CPU."""
+
+    def __init__(self, name: str, size_bytes: int, device: torch.device) -> None:
+        super().__init__(name, torch.empty(size_bytes, dtype=torch.uint8, device=device))
+
+    def _release(self) -> None:
+        self.bytes.untyped_storage().resize_(0)
+
+    def _restore(self) -> None:
+        self.bytes.untyped_storage().resize_(self.size_bytes)
+
+
+class PausableRegion(Region):
+    """A region in torch-memory-saver, for CUDA: the address stays, the pages come and go."""
+
+    def __init__(self, name: str, size_bytes: int, device: torch.device) -> None:
+        _require_free(name, size_bytes, device)
+        self._tag, data = _pages.take(size_bytes, device)
+        super().__init__(name, data)
+
+    def _release(self) -> None:
+        # The library does not wait for work on the memory it unmaps, and ends the process on a second pause.
+        torch.cuda.current_stream(self.device).synchronize()
+        _saver().pause(self._tag)
+
+    def _restore(self) -> None:
+        # The library ends the process when memory is missing in resume, so it is asked for only when it is there.
+        _require_free(self.name, self.size_bytes, self.device)
+        _saver().resume(self._tag)
+
+    def _retire(self) -> None:
+        address = self.bytes.data_ptr()
+        super()._retire()
+        _pages.give_back(self._tag, address, self.size_bytes, self.device)
+
+
+def allocate_region(size_bytes: int, device: torch.device, *, name: str) -> Region:
+    """Take `size_bytes` of `device` as a region of the kind that suits the device.
+
+    Raises: `BudgetError` when the device has not enough free memory.
+    """
+    size_bytes = align_up(max(size_bytes, 1), ALIGNMENT_BYTES)
+    kind: type[ResizedRegion | PausableRegion] = PausableRegion if device.type == "cuda" else ResizedRegion
+    return kind(name, size_bytes, device)
+
+
+def carved_bytes(specs: Sequence[Spec]) -> int:
+    """Bytes that `carve` needs for `specs`, padding included."""
+    return sum(align_up(_spec_bytes(spec), ALIGNMENT_BYTES) for spec in specs)
+
+
+def carve(data: torch.Tensor, specs: Sequence[Spec]) -> list[torch.Tensor]:
+    """Contiguous tensors over `data` (uint8, shape [num_bytes]), one after another at 256-byte offsets.
+
+    Raises: `ValueError` when they do not fit.
+    """
+    if (needed_bytes := carved_bytes(specs)) > data.numel():
+        raise ValueError(f"{len(specs)} tensors need {needed_bytes} bytes, but the region has {data.numel()}")
+    views, offset_bytes = [], 0
+    for shape, dtype in specs:
+        size_bytes = _spec_bytes((shape, dtype))
+        views.append(data.narrow(0, offset_bytes, size_bytes).view(dtype).view(tuple(shape)))
+        offset_bytes += align_up(size_bytes, ALIGNMENT_BYTES)
+    return views
+
+
+def _spec_bytes(spec: Spec) -> int:
+    shape, dtype = spec
+    return math.prod(shape) * dtype.itemsize
+
+
+def _require_free(name: str, size_bytes: int, device: torch.device) -> None:
+    free_bytes = free_device_bytes(device)
+    if free_bytes < size_bytes:
+        torch.cuda.empty_cache()  # what PyTorch caches is invisible to the driver that maps our pages
+        free_bytes = free_device_bytes(device)
+    if free_bytes < size_bytes:
+        raise BudgetError(
+            f"region {name} needs {format_bytes(size_bytes)} of {device}, which has {format_bytes(free_bytes)} free; "
+            "release other memory of this or of other processes first",
+            needed_bytes=size_bytes,
+            free_bytes=free_bytes,
+        )
+
+
+class _Pages:
+    """Allocations of torch-memory-saver by tag, with those of closed regions kept, paused, to be taken again.
+
+    Its pools live as long as the process and never return an address range, so that a range is worth reusing; a paused
+    one holds no memory.
+    """
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count()
+        self._retired: dict[tuple[torch.device, int], list[tuple[str, int]]] = {}
+
+    def take(self, size_bytes: int, device: torch.device) -> tuple[str, torch.Tensor]:
+        spare = self._retired.get((device, size_bytes), [])
+        while spare:
+            tag, address = spare.pop()
+            _saver().resume(tag)
+            data = self._allocate(tag, size_bytes, device)
+            if data.data_ptr() == address:
+                return tag, data
+            # Somebody still holds a tensor over the old range: it cannot be reused, and goes back to sleep.
+            del data
+            _saver().pause(tag)
+        tag = f"colo.{next(self._numbers)}"
+        return tag, self._allocate(tag, size_bytes, device)
+
+    def give_back(self, tag: str, address: int, size_bytes: int, device: torch.device) -> None:
+        self._retired.setdefault((device, size_bytes), []).append((tag, address))
+
+    def _allocate(self, tag: str, size_bytes: int, device: torch.device) -> torch.Tensor:
+        with torch.cuda.device(device), _saver().region(tag=tag, enable_cpu_backup=False):
+            return torch.empty(size_bytes, dtype=torch.uint8, device=device)
+
+
+_pages = _Pages()
+
+
+@cache
+def _saver() -> Any:
+    """torch-memory-saver's singleton, in the mode that needs no LD_PRELOAD."""
+    try:
+        from torch_memory_saver import torch_memory_saver as saver
+    except ImportError as error:
+        raise Unsupported(
+            "releasing CUDA memory needs torch-memory-saver, which has wheels for Linux on x86-64: "
+            "pip install 'torch-memory-saver>=0.0.10'"
+        ) from error
+    # Once the library runs it refuses to be configured: then someone else chose its mode, and either mode serves.
+    with suppress(AttributeError, AssertionError):
+        saver.hook_mode = "torch"
+    atexit.register(_free_inside_a_region, saver)
+    return saver
+
+
+def _free_inside_a_region(saver: Any) -> None:
+    """Let the interpreter tear down torch-memory-saver's pools without ending the process with an error.
+
+    The library (0.0.10) aborts when one of its blocks is freed outside a region, which is what happens when its pools
+    are destroyed at interpreter exit. A region that is entered here and never left avoids it.
+    """
+    exit_stack = ExitStack()
+    exit_stack.enter_context(saver.region(tag="colo.exit"))
+    _kept_until_the_end.append(exit_stack)
+
+
+_kept_until_the_end: list[ExitStack] = []
+
+
+def close_all(closers: Sequence[Callable[[], None]]) -> None:
+    """Call every closer, then raise the first error, so that one failure does not keep the others' memory."""
+    errors: list[Exception] = []
+    for closer in closers:
+        try:
+            closer()
+        except Exception as error:  # noqa: BLE001 - collected and raised below
+            errors.append(error)
+    if errors:
+        raise errors[0]

@@ -1,0 +1,71 @@
+"""The one place that asks how much memory there is: the driver for a GPU, the operating system for the host."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+
+def free_device_bytes(device: torch.device) -> int:
+    """Bytes that the driver (CUDA) or the operating system (CPU) could hand out now."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return available_host_bytes()
+
+
+def total_device_bytes(device: torch.device) -> int:
+    """Bytes that the device has in all."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[1])
+    return int(psutil.virtual_memory().total)
+
+
+def used_device_bytes(device: torch.device) -> int | None:
+    """Bytes in use on a GPU as the driver sees it, other processes included; `None` on the CPU."""
+    if device.type != "cuda":
+        return None
+    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+    return int(total_bytes - free_bytes)
+
+
+def available_host_bytes() -> int:
+    """Host memory that can be taken without swapping, the limit of this control group included."""
+    available_bytes = int(psutil.virtual_memory().available)
+    limit_bytes = _cgroup_free_bytes()
+    return available_bytes if limit_bytes is None else min(available_bytes, limit_bytes)
+
+
+def local_cpus(device: torch.device) -> set[int]:
+    """CPUs on the NUMA node of a GPU, or every CPU this process may use where the node is not known."""
+    allowed = os.sched_getaffinity(0)
+    if device.type != "cuda":
+        return allowed
+    properties: Any = torch.cuda.get_device_properties(device)
+    address = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
+    try:
+        text = Path(f"/sys/bus/pci/devices/{address}/local_cpulist").read_text()
+    except OSError:
+        return allowed
+    return (_parse_cpu_list(text) & allowed) or allowed
+
+
+def _parse_cpu_list(text: str) -> set[int]:
+    cpus: set[int] = set()
+    for part in filter(None, text.strip().split(",")):
+        first, _, last = part.partition("-")
+        cpus.update(range(int(first), int(last or first) + 1))
+    return cpus
+
+
+def _cgroup_free_bytes(root: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """What is left under the memory limit of control group version 2, or `None` without a limit."""
+    try:
+        limit = (root / "memory.max").read_text().strip()
+        used_bytes = int((root / "memory.current").read_text())
+    except OSError:
+        return None
+    return None if limit == "max" else max(0, int(limit) - used_bytes)

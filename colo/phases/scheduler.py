@@ -1,0 +1,217 @@
+"""The scheduler: walks a runtime through its phases, one admitted transition at a time. Imports no torch.
+
+A transition is planned and admitted as a whole, then its steps are started in order. Departures run in the background:
+a step that needs bytes waits for just as many of them as it takes, so copies to the host overlap whatever else the
+transition and the phase after it do. When a step fails, the steps before it are undone and the phase is the old one; if
+undoing fails too, the phase is `IDLE`, which asks nothing of any segment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from colo.config import Offload
+from colo.errors import BudgetError
+from colo.memory.ledger import Holding, Ledger
+from colo.phases.phase import NEEDS, Need, Phase, Residency
+from colo.phases.transition import Action, Step, Transition, plan_transition
+from colo.report.trace import MemorySample, Trace
+
+if TYPE_CHECKING:
+    from colo.memory.segment import Move, Segment
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Budget:
+    """What the segments of a runtime may take."""
+
+    capacity_bytes: int
+    host_capacity_bytes: int
+    offload: Offload = Offload.AUTO
+
+
+class Scheduler:
+    """Moves segments so that each phase finds what it needs.
+
+    Not thread-safe: phases follow one another, and so do the calls.
+    """
+
+    def __init__(
+        self,
+        segments: Iterable[Segment],
+        budget: Budget,
+        *,
+        needs: Mapping[Phase, Mapping[str, Need]] = NEEDS,
+        trace: Trace | None = None,
+        used_device_bytes: Callable[[], int | None] = lambda: None,
+    ) -> None:
+        self.phase = Phase.IDLE
+        self.trace = trace if trace is not None else Trace(capacity_bytes=budget.capacity_bytes)
+        self.working_bytes: dict[Phase, int] = {}
+        """Memory that each phase uses beside its segments; kept free when the phase is entered."""
+
+        self._segments = {segment.name: segment for segment in segments}
+        self._budget = budget
+        self._needs = needs
+        self._departing: dict[str, Move] = {}
+        self._used_device_bytes = used_device_bytes
+        self.promised_bytes = 0
+        """Device bytes that the current phase was promised at most."""
+
+    @property
+    def segments(self) -> Mapping[str, Segment]:
+        """Every segment by name."""
+        return self._segments
+
+    def ledger(self) -> Ledger:
+        """Who holds what now; moves under way count as finished."""
+        rows = (Holding.of(segment) for segment in self._segments.values())
+        return Ledger.of(
+            rows,
+            capacity_bytes=self._budget.capacity_bytes,
+            host_capacity_bytes=self._budget.host_capacity_bytes,
+        )
+
+    def plan(self, target: Phase) -> Transition:
+        """The transition to `target` as it would run now. Raises: `PhaseError`, `BudgetError`."""
+        return plan_transition(
+            self.phase,
+            target,
+            self.ledger(),
+            needs=self._needs,
+            working_bytes=self.working_bytes.get(target, 0),
+            offload=self._budget.offload,
+        )
+
+    def enter(self, target: Phase) -> Transition:
+        """Go to `target`.
+
+        Raises: `PhaseError` for an illegal edge, `BudgetError` when it does not fit; nothing has changed then. Whatever
+        a step raises, once the steps before it are undone.
+        """
+        transition = self.plan(target)
+        with self.trace.span(f"{self.phase} -> {target}", category="transition", phase=target):
+            self._run(transition)
+        self.phase = target
+        self.promised_bytes = transition.promised_bytes
+        self.sample()
+        return transition
+
+    def anticipate(self, target: Phase) -> None:
+        """Start the departures that entering `target` would need, in the background; later calls wait for them.
+
+        Does nothing when the phase would not fit: entering it is where that is said.
+        """
+        try:
+            transition = self.plan(target)
+        except BudgetError:
+            return
+        for step in transition.steps:
+            if step.action is Action.OFFLOAD:
+                self._start(step)
+
+    def require(self, name: str) -> None:
+        """Bring one segment to the device within the current phase, and wait for it.
+
+        Raises: `BudgetError` when there is no room; nothing has changed then.
+        """
+        self.fetch(name).wait()
+        self.sample()
+
+    def fetch(self, name: str) -> Move:
+        """Start bringing one segment to the device within the current phase."""
+        segment = self._segments[name]
+        if segment.residency is Residency.OFFLOADED:
+            self._admit_one(segment)
+            self._make_room(segment.size_bytes - segment.device_bytes, keep=name)
+        self._departing.pop(name, None)
+        return segment.begin(Residency.RESIDENT)
+
+    def fits(self, name: str) -> bool:
+        """Whether a segment that is away could come to the device now, beside everything that is there."""
+        return self._segments[name].size_bytes <= self.ledger().free_bytes
+
+    def settle(self) -> None:
+        """Wait until every departure has finished and its bytes are free."""
+        for name in list(self._departing):
+            self._departing[name].wait()
+            del self._departing[name]
+        self.sample()
+
+    def sample(self) -> None:
+        """Record who holds how many bytes at this moment."""
+        self.trace.samples.append(
+            MemorySample(
+                time_s=self.trace.now_s(),
+                phase=self.phase,
+                segments={name: segment.device_bytes for name, segment in self._segments.items()},
+                host_bytes=sum(segment.host_bytes for segment in self._segments.values()),
+                device_used_bytes=self._used_device_bytes(),
+            )
+        )
+
+    def _run(self, transition: Transition) -> None:
+        done: list[Step] = []
+        arriving: list[Move] = []
+        try:
+            for step in transition.steps:
+                with self.trace.span(
+                    str(step.action) + " " + step.segment,
+                    category="step",
+                    phase=transition.target,
+                    resource=step.resource,
+                    num_bytes=step.moved_bytes,
+                ):
+                    if step.device_delta_bytes > 0:
+                        self._make_room(step.device_delta_bytes)
+                    move = self._start(step)
+                    done.append(step)
+                    if step.device_delta_bytes > 0:
+                        arriving.append(move)
+                self.sample()
+            for move in arriving:
+                move.wait()
+        except BaseException as error:
+            self._undo(done, error)
+            raise
+
+    def _start(self, step: Step) -> Move:
+        move = self._segments[step.segment].begin(step.target)
+        if step.action is Action.OFFLOAD:
+            self._departing[step.segment] = move
+        else:
+            self._departing.pop(step.segment, None)
+        return move
+
+    def _undo(self, done: list[Step], error: BaseException) -> None:
+        """Bring every moved segment back, last first. Room is there: the bytes come from undoing the later steps."""
+        for step in reversed(done):
+            try:
+                if step.device_delta_bytes < 0:
+                    self._make_room(step.size_bytes, keep=step.segment)
+                self._departing.pop(step.segment, None)
+                self._segments[step.segment].begin(step.source).wait()
+            except Exception as failure:  # noqa: BLE001 - reported with the error that made undoing necessary
+                error.add_note(f"undoing '{step}' failed too: {failure!r}; the runtime is idle")
+                self.phase = Phase.IDLE
+        self.sample()
+
+    def _make_room(self, needed_bytes: int, *, keep: str | None = None) -> None:
+        """Wait for departures under way, oldest first, until `needed_bytes` are free."""
+        for name in [n for n in self._departing if n != keep]:
+            held_bytes = sum(segment.device_bytes for segment in self._segments.values())
+            if held_bytes + needed_bytes <= self._budget.capacity_bytes:
+                return
+            self._departing.pop(name).wait()
+            self.sample()
+
+    def _admit_one(self, segment: Segment) -> None:
+        ledger = self.ledger()
+        if segment.size_bytes > ledger.free_bytes:
+            raise ledger.refuse(
+                f"bringing {segment.name} back in phase {self.phase}",
+                needed_bytes=segment.size_bytes,
+                advice="Enter the phase that needs it, or free other segments first.",
+            )

@@ -1,0 +1,243 @@
+"""Planning a transition: the ordered steps from one phase's residencies to the next, as data. Pure; imports no torch.
+
+Steps come in the order frees, moves to the device, allocations, so that the KV cache, which takes what is left, is
+last. A plan is admitted as a whole: if any step of it would not fit, planning raises and nothing has happened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from colo.config import Offload
+from colo.errors import BudgetError
+from colo.memory.ledger import Holding, Ledger
+from colo.phases.phase import NEEDS, Need, Phase, Residency, check_edge
+from colo.units import format_bytes
+
+
+class Action(StrEnum):
+    """What a step does; the order of the members is the order of the steps."""
+
+    DISCARD = "discard"
+    OFFLOAD = "offload"
+    ONLOAD = "onload"
+    ALLOCATE = "allocate"
+
+
+RESOURCES: Mapping[Action, str] = {
+    Action.DISCARD: "device",
+    Action.OFFLOAD: "d2h",
+    Action.ONLOAD: "h2d",
+    Action.ALLOCATE: "device",
+}
+"""What each action keeps busy; steps on different resources overlap."""
+
+_ACTIONS: Mapping[tuple[Residency, Residency], Action] = {
+    (Residency.RESIDENT, Residency.DISCARDED): Action.DISCARD,
+    (Residency.OFFLOADED, Residency.DISCARDED): Action.DISCARD,
+    (Residency.RESIDENT, Residency.OFFLOADED): Action.OFFLOAD,
+    (Residency.OFFLOADED, Residency.RESIDENT): Action.ONLOAD,
+    (Residency.DISCARDED, Residency.RESIDENT): Action.ALLOCATE,
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Step:
+    """One segment's move within a transition."""
+
+    segment: str
+    source: Residency
+    target: Residency
+    size_bytes: int
+
+    @property
+    def action(self) -> Action:
+        """What the move is."""
+        return _ACTIONS[self.source, self.target]
+
+    @property
+    def resource(self) -> str:
+        """What the move keeps busy."""
+        return RESOURCES[self.action]
+
+    @property
+    def device_delta_bytes(self) -> int:
+        """Change of the device bytes in use."""
+        if self.target is Residency.RESIDENT:
+            return self.size_bytes
+        return -self.size_bytes if self.source is Residency.RESIDENT else 0
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes that cross the bus."""
+        return self.size_bytes if self.action in (Action.OFFLOAD, Action.ONLOAD) else 0
+
+    def __str__(self) -> str:
+        return f"{self.action} {self.segment} ({format_bytes(self.size_bytes)})"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Transition:
+    """An admitted plan from one phase to another."""
+
+    source: Phase
+    target: Phase
+    steps: tuple[Step, ...]
+    before: Ledger
+    after: Ledger
+    peak_bytes: int
+    """The most device bytes that segments hold at any point of the transition, its two ends included."""
+
+    promised_bytes: int
+    """Device bytes of the whole target phase: resident segments, late ones and working memory."""
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes that cross the bus."""
+        return sum(step.moved_bytes for step in self.steps)
+
+
+def plan_transition(
+    source: Phase,
+    target: Phase,
+    ledger: Ledger,
+    *,
+    needs: Mapping[Phase, Mapping[str, Need]] = NEEDS,
+    working_bytes: int = 0,
+    offload: Offload = Offload.AUTO,
+) -> Transition:
+    """Plan the moves that take `ledger` from phase `source` to phase `target`.
+
+    `working_bytes` is memory that the target phase uses beside its segments, such as activations. A late segment that
+    is away is promised room beside it where there is room for both, and otherwise when the working memory has gone.
+    With `Offload.AUTO` only what must go leaves, cheapest bytes first; `ALWAYS` sends away what the phase does not use;
+    `NEVER` moves nothing out.
+
+    Raises: `PhaseError` for an illegal edge; `BudgetError`, with the ledger, when the phase does not fit.
+    """
+    check_edge(source, target)
+    request = _Request(target, ledger, needs[target], working_bytes, offload)
+    leaving, side_by_side = request.evictions()
+    moves = [(h, h.away) for h in leaving if h.away is not None] + [(h, Residency.RESIDENT) for h in request.arriving]
+    steps = sorted(
+        (Step(segment=h.name, source=h.residency, target=to, size_bytes=h.size_bytes) for h, to in moves),
+        key=lambda step: list(Action).index(step.action),
+    )
+    after, peak_bytes = _simulate(ledger, steps)
+    if after.host_bytes > after.host_capacity_bytes:
+        raise request.refusal_of_host(after)
+    late_bytes = _away_bytes(after, request.late)
+    return Transition(
+        source=source,
+        target=target,
+        steps=tuple(steps),
+        before=ledger,
+        after=after,
+        peak_bytes=peak_bytes,
+        promised_bytes=after.device_bytes
+        + (late_bytes + working_bytes if side_by_side else max(late_bytes, working_bytes)),
+    )
+
+
+class _Request:
+    """What a phase asks of one ledger, and which segments make room for it."""
+
+    def __init__(
+        self, target: Phase, ledger: Ledger, table: Mapping[str, Need], working_bytes: int, offload: Offload
+    ) -> None:
+        self.target = target
+        self.ledger = ledger
+        self.working_bytes = working_bytes
+        by_need: dict[Need, list[Holding]] = {need: [] for need in Need}
+        for holding in ledger.holdings.values():
+            by_need[table.get(holding.name, Need.UNUSED)].append(holding)
+        self.arriving = [h for h in by_need[Need.RESIDENT] if h.residency in _AWAY]
+        self.late = by_need[Need.LATE]
+        self._movable = [h for h in by_need[Need.UNUSED] if _may_leave(h, offload)]
+        self._yielding = [h for h in self.late if _may_leave(h, offload)]
+        self._eager = offload is Offload.ALWAYS and target in (Phase.ROLLOUT, Phase.TRAIN)
+
+    def evictions(self) -> tuple[list[Holding], bool]:
+        """Segments that leave, and whether late segments fit beside the working memory.
+
+        Where they do not, they take turns: late segments that are resident may leave too, and come back when the
+        working memory has gone.
+        """
+        arriving_bytes = sum(h.size_bytes for h in self.arriving)
+        late_bytes = _away_bytes(self.ledger, self.late)
+        wanted_bytes = arriving_bytes + late_bytes + self.working_bytes - self.ledger.free_bytes
+        chosen = self._movable if self._eager else _cheapest(self._movable, wanted_bytes)
+        available_bytes = self.ledger.free_bytes + sum(h.size_bytes for h in chosen)
+        if arriving_bytes + late_bytes + self.working_bytes <= available_bytes:
+            return chosen, True
+        self._require(arriving_bytes + late_bytes, available_bytes)
+        yielding = _cheapest(self._yielding, arriving_bytes + self.working_bytes - available_bytes)
+        self._require(arriving_bytes + self.working_bytes, available_bytes + sum(h.size_bytes for h in yielding))
+        return [*chosen, *yielding], False
+
+    def _require(self, needed_bytes: int, available_bytes: int) -> None:
+        if needed_bytes > available_bytes:
+            staying = [
+                h.name for h in self.ledger.holdings.values() if h.residency is Residency.RESIDENT and not h.away
+            ]
+            kept = f" {', '.join(staying)} cannot leave." if staying else ""
+            raise self.ledger.refuse(
+                f"phase {self.target}",
+                needed_bytes=needed_bytes,
+                free_bytes=available_bytes,
+                advice=f"Make the KV cache, the batch or the model smaller, or raise device_limit_bytes.{kept}",
+            )
+
+    def refusal_of_host(self, after: Ledger) -> BudgetError:
+        """The error for offloads that the host has no room for."""
+        return after.refuse(
+            f"the host arena in phase {self.target}",
+            needed_bytes=after.host_bytes,
+            free_bytes=after.host_capacity_bytes,
+            advice="Raise host_limit_bytes, or keep more on the device.",
+        )
+
+
+_AWAY = (Residency.OFFLOADED, Residency.DISCARDED)
+
+
+def _may_leave(holding: Holding, offload: Offload) -> bool:
+    if holding.residency is not Residency.RESIDENT or holding.away is None:
+        return False
+    return offload is not Offload.NEVER or holding.away is Residency.DISCARDED
+
+
+def _away_bytes(ledger: Ledger, holdings: list[Holding]) -> int:
+    """Bytes of those `holdings` that are not on the device in `ledger`."""
+    rows = (ledger.holdings[h.name] for h in holdings)
+    return sum(row.size_bytes for row in rows if row.residency in _AWAY)
+
+
+def _cheapest(candidates: list[Holding], needed_bytes: int) -> list[Holding]:
+    """The fewest bytes across the bus that free `needed_bytes`: discards first, then the smallest sufficient offload.
+
+    Returns every candidate when they are not enough together.
+    """
+    chosen: list[Holding] = []
+    for holding in sorted(candidates, key=lambda h: (h.eviction_cost_bytes, h.name)):
+        if needed_bytes <= 0:
+            break
+        chosen.append(holding)
+        needed_bytes -= holding.size_bytes
+    # An early small choice may have become unnecessary through a later large one.
+    surplus_bytes = -needed_bytes
+    for holding in sorted(chosen, key=lambda h: (-h.eviction_cost_bytes, h.name)):
+        if holding.size_bytes <= surplus_bytes:
+            chosen.remove(holding)
+            surplus_bytes -= holding.size_bytes
+    return chosen
+
+
+def _simulate(ledger: Ledger, steps: list[Step]) -> tuple[Ledger, int]:
+    peak_bytes = ledger.device_bytes
+    for step in steps:
+        ledger = ledger.moved(step.segment, step.target)
+        peak_bytes = max(peak_bytes, ledger.device_bytes)
+    return ledger, peak_bytes

@@ -1,0 +1,250 @@
+"""Load plans: what an engine's own weight loader copies, recorded once, then aliased or replayed.
+
+The engine's `load_weights` is the only authority on names, fusions, padding and tensor-parallel slices. Running it once
+under a dispatch mode that notes every `aten.copy_` out of a source tensor (and runs none of them) yields the copies as
+data. From then on a trainer's parameter can *be* the destination (alias: nothing is ever sent), or the copies can be
+replayed in a few launches. What the loader computes rather than copies is seen too, and named with a reason.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from colo.errors import TransferError, Unsupported
+
+Load = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
+"""An engine's loader: takes `(name, tensor)` in Hugging Face names."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Copy:
+    """One copy that the loader makes: a region of a source tensor into a view of engine memory."""
+
+    name: str
+    """Source tensor, in Hugging Face names."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    """Of the region within the source, in elements."""
+
+    target: torch.Tensor
+    """The engine's memory that it is copied to."""
+
+    def region_of(self, source: torch.Tensor) -> torch.Tensor:
+        """The view of `source` that this copy reads."""
+        return source.as_strided(self.shape, self.stride, source.storage_offset() + self.offset)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes written."""
+        return self.target.numel() * self.target.element_size()
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadPlan:
+    """The copies of one run of an engine's loader, and what could not be recorded.
+
+    Lifetime: valid while the engine's memory keeps its address or, where it is released and restored, its storage.
+    """
+
+    copies: tuple[Copy, ...]
+    sources: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+    """Dtype and shape of every source tensor."""
+
+    fallbacks: Mapping[str, str] = field(default_factory=dict)
+    """Source name to the reason why its copies cannot be replayed: the engine's own loader has to be used."""
+
+    @classmethod
+    def record(
+        cls, load: Load, source: Mapping[str, torch.Tensor], destinations: Mapping[str, torch.Tensor]
+    ) -> LoadPlan:
+        """Run `load` on stand-ins of `source` and note its copies; no byte of the engine is changed.
+
+        `destinations` is the engine's memory by name, without padding that no weight fills, for the check that every
+        byte of it is covered exactly once.
+        Raises: `TransferError` naming the tensors when parts of the engine's memory are written twice or never and no
+        fallback explains it; whatever the loader raises.
+        """
+        stand_ins = {
+            name: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for name, t in source.items()
+        }
+        recorder = _Recorder(stand_ins)
+        with torch.no_grad(), recorder:
+            load(iter(stand_ins.items()))
+        plan = cls(
+            copies=tuple(recorder.copies),
+            sources={name: (t.dtype, tuple(t.shape)) for name, t in source.items()},
+            fallbacks=recorder.fallbacks,
+        )
+        if not plan.fallbacks:
+            _check_coverage(plan.copies, destinations)
+        return plan
+
+    @cached_property
+    def aliases(self) -> dict[str, torch.Tensor]:
+        """Source name to engine memory that can serve as the source itself: whole, contiguous, same shape and dtype."""
+        by_name: dict[str, list[Copy]] = {}
+        for copy in self.copies:
+            by_name.setdefault(copy.name, []).append(copy)
+        return {
+            name: copies[0].target
+            for name, copies in by_name.items()
+            if name not in self.fallbacks and len(copies) == 1 and self._is_alias(copies[0])
+        }
+
+    def replay(self, source: Mapping[str, torch.Tensor]) -> int:
+        """Copy `source` into the engine's memory and return the bytes written. Dtypes are converted as in `copy_`.
+
+        Raises: `Unsupported` when the plan has fallbacks, `TransferError` when a source is missing or has another
+        shape; nothing has been written then.
+        """
+        if self.fallbacks:
+            name, reason = next(iter(self.fallbacks.items()))
+            raise Unsupported(f"{len(self.fallbacks)} tensors cannot be replayed, {name} for one: {reason}")
+        self.check_source(source)
+        with torch.no_grad():
+            torch._foreach_copy_([c.target for c in self.copies], [c.region_of(source[c.name]) for c in self.copies])
+        return sum(copy.num_bytes for copy in self.copies)
+
+    def check_source(self, source: Mapping[str, torch.Tensor]) -> None:
+        """Raise `TransferError` unless `source` holds every tensor of the plan with the recorded shape."""
+        missing = [name for name in self.sources if name not in source]
+        if missing:
+            raise TransferError(f"{len(missing)} of {len(self.sources)} tensors are missing, {missing[0]} for one")
+        for name, (_, shape) in self.sources.items():
+            if tuple(source[name].shape) != shape:
+                raise TransferError(f"{name} has shape {tuple(source[name].shape)}, but {shape} was recorded")
+
+    def differences(self, source: Mapping[str, torch.Tensor]) -> list[str]:
+        """Names whose bytes in the engine differ from `source`, converted to the engine's dtype. Reads everything."""
+        different: dict[str, None] = {}
+        for copy in self.copies:
+            expected = copy.region_of(source[copy.name]).to(copy.target.dtype)
+            if not torch.equal(_as_bytes(expected), _as_bytes(copy.target)):
+                different[copy.name] = None
+        return list(different)
+
+    def _is_alias(self, copy: Copy) -> bool:
+        dtype, shape = self.sources[copy.name]
+        target = copy.target
+        return target.dtype == dtype and tuple(target.shape) == shape == copy.shape and target.is_contiguous()
+
+
+class _Recorder(TorchDispatchMode):
+    """Notes copies out of the stand-ins, and everything else that consumes one."""
+
+    def __init__(self, stand_ins: Mapping[str, torch.Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves the mode untyped
+        self._names = {t.untyped_storage()._cdata: name for name, t in stand_ins.items()}
+        self.copies: list[Copy] = []
+        self.fallbacks: dict[str, str] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten.copy_.default and (name := self._name_of(args[1])) is not None:
+            if self._name_of(args[0]) is not None:
+                self.fallbacks.setdefault(name, "the loader writes to the tensor that it was given")
+            elif args[0].shape != args[1].shape:
+                self.fallbacks.setdefault(name, "the loader broadcasts it")
+            else:
+                self._note(name, args[1], args[0])
+            return args[0]
+        result = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            self._explain(func, args)
+        return result
+
+    def _note(self, name: str, source: torch.Tensor, target: torch.Tensor) -> None:
+        copy = Copy(
+            name=name,
+            shape=tuple(source.shape),
+            stride=tuple(source.stride()),
+            offset=_offset(source),
+            target=target.detach(),
+        )
+        self.copies.append(copy)
+
+    def _explain(self, func: Any, args: tuple[Any, ...]) -> None:
+        for arg in args:
+            for tensor in arg if isinstance(arg, (list, tuple)) else (arg,):
+                if isinstance(tensor, torch.Tensor) and (name := self._name_of(tensor)) is not None:
+                    self.fallbacks.setdefault(name, f"the loader computes with it ({func}) rather than copying it")
+
+    def _name_of(self, tensor: object) -> str | None:
+        if not isinstance(tensor, torch.Tensor) or tensor.device.type != "meta":
+            return None
+        return self._names.get(tensor.untyped_storage()._cdata)
+
+
+def _check_coverage(copies: Iterable[Copy], destinations: Mapping[str, torch.Tensor]) -> None:
+    """Raise `TransferError` unless every element of every destination is written exactly once."""
+    by_destination: dict[str, list[torch.Tensor]] = {name: [] for name in destinations}
+    index = _Index(destinations)
+    for copy in copies:
+        name = index.owner_of(copy.target)
+        if name is None:
+            raise TransferError(f"the loader copies {copy.name} to memory that is no parameter of the engine")
+        by_destination[name].append(copy.target)
+    for name, targets in by_destination.items():
+        never, twice = _count_misses(destinations[name], targets)
+        if never or twice:
+            raise TransferError(
+                f"the loader does not cover {name} exactly once: of {destinations[name].numel()} elements it leaves "
+                f"{never} unwritten and writes {twice} more than once; pass every tensor of the model"
+            )
+
+
+class _Index:
+    """Finds which destination a view belongs to, by storage and byte offset."""
+
+    def __init__(self, destinations: Mapping[str, torch.Tensor]) -> None:
+        self._by_storage: dict[int, list[tuple[int, int, str]]] = {}
+        for name, tensor in destinations.items():
+            start = _offset(tensor) * tensor.element_size()
+            row = (start, start + tensor.numel() * tensor.element_size(), name)
+            self._by_storage.setdefault(tensor.untyped_storage().data_ptr(), []).append(row)
+        for rows in self._by_storage.values():
+            rows.sort()
+
+    def owner_of(self, view: torch.Tensor) -> str | None:
+        rows = self._by_storage.get(view.untyped_storage().data_ptr(), [])
+        start = _offset(view) * view.element_size()
+        position = bisect_right(rows, start, key=lambda row: row[0]) - 1
+        if position < 0 or start >= rows[position][1]:
+            return None
+        return rows[position][2]
+
+
+def _count_misses(destination: torch.Tensor, targets: list[torch.Tensor]) -> tuple[int, int]:
+    """Elements of a contiguous `destination` that `targets` write never, and more than once."""
+    base = _offset(destination)
+    if all(target.is_contiguous() for target in targets):
+        never = twice = reached = 0
+        for start, end in sorted((_offset(t) - base, _offset(t) - base + t.numel()) for t in targets):
+            never += max(0, start - reached)
+            twice += max(0, min(end, reached) - start)
+            reached = max(reached, end)
+        return never + max(0, destination.numel() - reached), twice
+    counts = torch.zeros(destination.numel(), dtype=torch.uint8)
+    for target in targets:
+        counts.as_strided(target.shape, target.stride(), _offset(target) - base).add_(1)
+    return int((counts == 0).sum()), int((counts > 1).sum())
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The bits of a tensor, so that NaN equals itself and -0 does not equal 0."""
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def _offset(tensor: torch.Tensor) -> int:
+    """Offset of a tensor in its storage, in elements."""
+    return int(tensor.storage_offset())

@@ -1,0 +1,207 @@
+"""The scheduler over fakes that count bytes: admission, overlap, rollback, and any sequence of phases and faults."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from colo.config import Offload
+from colo.errors import BudgetError, PhaseError
+from colo.phases.phase import EDGES, NEEDS, Need, Phase, Residency
+from colo.phases.scheduler import Budget, Scheduler
+from colo.testing import FakeDevice, FakeSegment
+
+R, O, D = Residency.RESIDENT, Residency.OFFLOADED, Residency.DISCARDED  # noqa: E741
+
+
+class Fault(Exception):
+    """What a step is made to raise."""
+
+
+def build(capacity_bytes=100, *, weights=20, kv=50, optimizer=60, offload=Offload.AUTO, host=1000):
+    device = FakeDevice(capacity_bytes)
+    segments = [
+        FakeSegment("engine.weights", weights, device, away=None),
+        FakeSegment("engine.kv_cache", kv, device, away=D, residency=D),
+        FakeSegment("trainer.optimizer", optimizer, device),
+    ]
+    budget = Budget(capacity_bytes=capacity_bytes, host_capacity_bytes=host, offload=offload)
+    return device, Scheduler(segments, budget)
+
+
+def residencies(scheduler):
+    return {name: segment.residency for name, segment in scheduler.segments.items()}
+
+
+def test_a_cycle_peaks_at_the_larger_phase_not_at_the_sum():
+    device, scheduler = build()
+    for _ in range(3):
+        scheduler.enter(Phase.ROLLOUT)
+        scheduler.enter(Phase.IDLE)
+        scheduler.enter(Phase.TRAIN)
+        scheduler.require("trainer.optimizer")
+        scheduler.enter(Phase.IDLE)
+    assert device.peak_bytes == 80
+    assert scheduler.trace.peak_bytes(Phase.ROLLOUT) == 70
+    assert scheduler.trace.peak_bytes(Phase.TRAIN) == 80
+
+
+def test_a_phase_that_does_not_fit_changes_nothing():
+    device, scheduler = build(kv=90)
+    before = residencies(scheduler)
+    with pytest.raises(BudgetError, match=r"phase rollout needs 90 B.*\n.*ledger") as caught:
+        scheduler.enter(Phase.ROLLOUT)
+    assert caught.value.missing_bytes == 10
+    assert residencies(scheduler) == before
+    assert (scheduler.phase, device.used_bytes) == (Phase.IDLE, 80)
+
+
+def test_illegal_edges_are_refused_and_change_nothing():
+    _, scheduler = build()
+    scheduler.enter(Phase.ROLLOUT)
+    with pytest.raises(PhaseError, match="cannot go from phase rollout to train"):
+        scheduler.enter(Phase.TRAIN)
+    assert scheduler.phase is Phase.ROLLOUT
+
+
+def test_departures_run_on_until_their_bytes_are_needed():
+    device, scheduler = build(capacity_bytes=200, offload=Offload.ALWAYS)
+    scheduler.enter(Phase.ROLLOUT)
+    assert residencies(scheduler)["trainer.optimizer"] is O
+    assert device.used_bytes == 130, "there was room, so nobody waited for the copy"
+    scheduler.settle()
+    assert device.used_bytes == 70
+
+
+def test_departures_are_waited_for_when_their_bytes_are_needed():
+    device, scheduler = build(capacity_bytes=100)
+    scheduler.enter(Phase.ROLLOUT)
+    assert device.used_bytes == 70
+
+
+def test_anticipating_starts_the_departures_of_a_phase_without_entering_it():
+    device, scheduler = build()
+    scheduler.anticipate(Phase.ROLLOUT)
+    assert residencies(scheduler)["trainer.optimizer"] is O
+    assert (scheduler.phase, device.used_bytes) == (Phase.IDLE, 80)
+    scheduler.enter(Phase.ROLLOUT)
+    assert device.used_bytes == 70
+
+
+def test_anticipating_what_does_not_fit_does_nothing():
+    _, scheduler = build(kv=90)
+    scheduler.anticipate(Phase.ROLLOUT)
+    assert residencies(scheduler)["trainer.optimizer"] is R
+
+
+def test_requiring_a_segment_that_has_no_room_is_refused_and_changes_nothing():
+    _, scheduler = build()
+    scheduler.enter(Phase.ROLLOUT)
+    with pytest.raises(BudgetError, match="bringing trainer.optimizer back in phase rollout needs 60 B"):
+        scheduler.require("trainer.optimizer")
+    assert residencies(scheduler)["trainer.optimizer"] is O
+
+
+def test_a_failing_step_undoes_the_steps_before_it():
+    device, scheduler = build()
+
+    def fail(segment, target):
+        if target is R:
+            raise Fault
+
+    scheduler.segments["engine.kv_cache"].before_begin = fail
+    with pytest.raises(Fault):
+        scheduler.enter(Phase.ROLLOUT)
+    assert residencies(scheduler) == {"engine.weights": R, "engine.kv_cache": D, "trainer.optimizer": R}
+    assert (scheduler.phase, device.used_bytes) == (Phase.IDLE, 80)
+
+
+def test_when_undoing_fails_too_the_phase_is_idle_and_the_next_one_works():
+    _, scheduler = build()
+
+    def fail(segment, target):
+        if target is R:
+            raise Fault
+
+    kv, optimizer = scheduler.segments["engine.kv_cache"], scheduler.segments["trainer.optimizer"]
+    kv.before_begin = optimizer.before_begin = fail
+    with pytest.raises(Fault) as caught:
+        scheduler.enter(Phase.ROLLOUT)
+    assert "undoing 'offload trainer.optimizer (60 B)' failed too" in caught.value.__notes__[0]
+    assert scheduler.phase is Phase.IDLE
+    kv.before_begin = optimizer.before_begin = lambda segment, target: None
+    scheduler.enter(Phase.ROLLOUT)
+    assert residencies(scheduler)["engine.kv_cache"] is R
+
+
+def test_spans_tell_every_step_and_its_bytes():
+    _, scheduler = build()
+    scheduler.enter(Phase.ROLLOUT)
+    steps = [(s.name, s.resource, s.num_bytes) for s in scheduler.trace.spans if s.category == "step"]
+    assert steps == [("offload trainer.optimizer", "d2h", 60), ("allocate engine.kv_cache", "device", 0)]
+
+
+class Faults:
+    """Fails the moves whose turn it is, in the order in which they happen."""
+
+    def __init__(self, plan):
+        self.plan = iter(plan)
+
+    def __call__(self, segment, target):
+        if next(self.plan, False):
+            raise Fault(f"{segment.name} to {target}")
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    requests=st.lists(st.sampled_from([*Phase, "optimizer"]), min_size=1, max_size=14),
+    begin_faults=st.lists(st.booleans(), max_size=40),
+    wait_faults=st.lists(st.booleans(), max_size=20),
+    capacity_bytes=st.integers(80, 150),
+    working_bytes=st.integers(0, 60),
+    offload=st.sampled_from(Offload),
+)
+def test_any_sequence_of_requests_and_faults_ends_in_a_defined_state(
+    requests, begin_faults, wait_faults, capacity_bytes, working_bytes, offload
+):
+    device, scheduler = build(capacity_bytes, offload=offload)
+    scheduler.working_bytes[Phase.TRAIN] = working_bytes
+    begin, wait = Faults(begin_faults), Faults(wait_faults)
+    for segment in scheduler.segments.values():
+        segment.before_begin, segment.before_wait = begin, wait
+    for request in requests:
+        before = scheduler.phase
+        try:
+            scheduler.require("trainer.optimizer") if request == "optimizer" else scheduler.enter(request)
+        except Fault:
+            assert scheduler.phase in (before, Phase.IDLE)
+        except BudgetError:
+            assert scheduler.phase is before
+        except PhaseError:
+            assert scheduler.phase is before
+            assert request not in EDGES[before]
+        else:
+            if request != "optimizer":
+                assert scheduler.phase is request
+        check_state(device, scheduler)
+    scheduler_recovers(scheduler)
+
+
+def check_state(device, scheduler):
+    assert device.used_bytes == sum(s.device_bytes for s in scheduler.segments.values())
+    assert device.peak_bytes <= device.capacity_bytes
+    for name, need in NEEDS[scheduler.phase].items():
+        if need is Need.RESIDENT and name in scheduler.segments:
+            assert scheduler.segments[name].residency is R
+
+
+def scheduler_recovers(scheduler):
+    """Without further faults, the machine still works."""
+    for segment in scheduler.segments.values():
+        segment.before_begin = segment.before_wait = lambda segment, target: None
+    if scheduler.phase is not Phase.IDLE:
+        scheduler.enter(Phase.IDLE)
+    scheduler.settle()
+    scheduler.working_bytes.clear()
+    scheduler.enter(Phase.TRAIN)
+    scheduler.require("trainer.optimizer")
+    assert scheduler.segments["trainer.optimizer"].residency is R

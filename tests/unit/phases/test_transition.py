@@ -1,0 +1,192 @@
+"""The planner: exact cases first, then properties over every ledger."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from colo.config import Offload
+from colo.errors import BudgetError, PhaseError
+from colo.memory.ledger import Holding, Ledger
+from colo.phases.phase import EDGES, MOVES, NEEDS, Need, Phase, Residency, check_edge, check_move
+from colo.phases.transition import Action, plan_transition
+
+R, O, D, S = Residency.RESIDENT, Residency.OFFLOADED, Residency.DISCARDED, Residency.SHARED  # noqa: E741
+AWAY = {
+    "engine.weights": None,
+    "engine.kv_cache": D,
+    "trainer.parameters": None,
+    "trainer.gradients": O,
+    "trainer.optimizer": O,
+    "trainer.master_weights": O,
+}
+
+
+def book(capacity_bytes=100, host_capacity_bytes=1000, **rows):
+    """A ledger from `kv_cache=(40, R)` and the like."""
+    full = {name.rsplit(".", 1)[1]: name for name in AWAY if name != "engine.weights"} | {"weights": "engine.weights"}
+    holdings = [
+        Holding(name=full[key], size_bytes=size, residency=residency, away=AWAY[full[key]])
+        for key, (size, residency) in rows.items()
+    ]
+    return Ledger.of(holdings, capacity_bytes=capacity_bytes, host_capacity_bytes=host_capacity_bytes)
+
+
+def steps_of(transition):
+    return [(step.action.value, step.segment) for step in transition.steps]
+
+
+def test_what_fits_stays():
+    plan = plan_transition(Phase.IDLE, Phase.TRAIN, book(weights=(20, R), kv_cache=(30, R), optimizer=(50, R)))
+    assert plan.steps == ()
+
+
+def test_kv_cache_goes_before_anything_that_costs_a_copy():
+    ledger = book(weights=(20, R), kv_cache=(40, R), optimizer=(50, O), gradients=(10, D))
+    plan = plan_transition(Phase.IDLE, Phase.TRAIN, ledger)
+    assert steps_of(plan) == [("discard", "engine.kv_cache")]
+
+
+def test_the_kv_cache_comes_last_and_only_as_much_leaves_as_must():
+    ledger = book(weights=(20, R), kv_cache=(40, D), optimizer=(30, R), master_weights=(25, R))
+    plan = plan_transition(Phase.IDLE, Phase.ROLLOUT, ledger)
+    assert steps_of(plan) == [("offload", "trainer.master_weights"), ("allocate", "engine.kv_cache")]
+    assert plan.peak_bytes <= 100
+
+
+def test_an_eviction_that_a_larger_one_makes_unnecessary_is_taken_back():
+    ledger = book(weights=(10, R), kv_cache=(50, D), master_weights=(20, R), optimizer=(60, R))
+    plan = plan_transition(Phase.IDLE, Phase.ROLLOUT, ledger)
+    assert steps_of(plan) == [("offload", "trainer.optimizer"), ("allocate", "engine.kv_cache")]
+
+
+def test_always_offloads_what_would_fit():
+    ledger = book(weights=(20, R), kv_cache=(10, D), optimizer=(30, R))
+    plan = plan_transition(Phase.IDLE, Phase.ROLLOUT, ledger, offload=Offload.ALWAYS)
+    assert steps_of(plan) == [("offload", "trainer.optimizer"), ("allocate", "engine.kv_cache")]
+
+
+def test_never_drops_caches_but_copies_nothing():
+    ledger = book(weights=(20, R), kv_cache=(50, D), optimizer=(60, R))
+    with pytest.raises(BudgetError, match="phase rollout needs 50 B"):
+        plan_transition(Phase.IDLE, Phase.ROLLOUT, ledger, offload=Offload.NEVER)
+    ledger = book(weights=(20, R), kv_cache=(50, R), optimizer=(60, D))
+    assert steps_of(plan_transition(Phase.IDLE, Phase.TRAIN, ledger, offload=Offload.NEVER)) == [
+        ("discard", "engine.kv_cache")
+    ]
+
+
+def test_late_segments_stay_away_until_they_are_asked_for():
+    plan = plan_transition(Phase.IDLE, Phase.TRAIN, book(weights=(20, R), optimizer=(60, O)))
+    assert plan.steps == ()
+    assert plan.promised_bytes == 80
+
+
+def test_working_memory_and_late_segments_take_turns_where_both_do_not_fit():
+    ledger = book(weights=(20, R), optimizer=(50, R))
+    plan = plan_transition(Phase.IDLE, Phase.TRAIN, ledger, working_bytes=70)
+    assert steps_of(plan) == [("offload", "trainer.optimizer")]
+    assert plan.promised_bytes == 90
+
+
+def test_a_late_segment_that_could_never_come_back_is_refused_at_the_door():
+    with pytest.raises(BudgetError) as caught:
+        plan_transition(Phase.IDLE, Phase.TRAIN, book(weights=(20, R), optimizer=(90, O)))
+    assert caught.value.needed_bytes == 90
+    assert caught.value.free_bytes == 80
+    assert "trainer.optimizer" in str(caught.value)
+
+
+def test_working_memory_that_cannot_fit_is_refused():
+    with pytest.raises(BudgetError, match="phase train needs 81 B"):
+        plan_transition(Phase.IDLE, Phase.TRAIN, book(weights=(20, R)), working_bytes=81)
+
+
+def test_host_memory_is_admitted_too():
+    ledger = book(host_capacity_bytes=50, weights=(20, R), kv_cache=(40, D), optimizer=(60, R))
+    with pytest.raises(BudgetError, match="host arena in phase rollout needs 60 B") as caught:
+        plan_transition(Phase.IDLE, Phase.ROLLOUT, ledger)
+    assert caught.value.free_bytes == 50
+
+
+def test_shared_bytes_count_once_and_never_move():
+    plan = plan_transition(Phase.IDLE, Phase.TRAIN, book(weights=(90, R), parameters=(90, S)))
+    assert plan.steps == ()
+    assert plan.after.device_bytes == 90
+
+
+@pytest.mark.parametrize("source", Phase)
+@pytest.mark.parametrize("target", Phase)
+def test_every_edge_is_legal_or_refused(source, target):
+    if target in EDGES[source]:
+        assert plan_transition(source, target, book()).target is target
+    else:
+        with pytest.raises(PhaseError, match=f"cannot go from phase {source} to {target}"):
+            check_edge(source, target)
+        with pytest.raises(PhaseError, match=f"cannot go from phase {source} to {target}"):
+            plan_transition(source, target, book())
+
+
+@pytest.mark.parametrize("source", Residency)
+@pytest.mark.parametrize("target", Residency)
+def test_every_move_is_legal_or_refused(source, target):
+    if target in MOVES[source]:
+        check_move("x", source, target)
+        assert source is not target
+    else:
+        with pytest.raises(PhaseError, match=f"segment x is {source} and cannot become {target}"):
+            check_move("x", source, target)
+
+
+@st.composite
+def ledgers(draw):
+    rows = []
+    for name, away in AWAY.items():
+        if draw(st.booleans()):
+            legal = [R, D] if away is not O else [R, O, D]
+            size = draw(st.integers(0, 60))
+            rows.append(Holding(name=name, size_bytes=size, residency=draw(st.sampled_from(legal)), away=away))
+    held = sum(row.device_bytes for row in rows)
+    capacity = held + draw(st.integers(0, 80))
+    return Ledger.of(rows, capacity_bytes=capacity, host_capacity_bytes=draw(st.integers(0, 200)))
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    ledger=ledgers(),
+    target=st.sampled_from([Phase.SYNC, Phase.ROLLOUT, Phase.TRAIN]),
+    working_bytes=st.integers(0, 80),
+    offload=st.sampled_from(Offload),
+)
+def test_an_admitted_plan_gives_the_phase_what_it_needs_within_the_capacity(ledger, target, working_bytes, offload):
+    try:
+        plan = plan_transition(Phase.IDLE, target, ledger, working_bytes=working_bytes, offload=offload)
+    except BudgetError as error:
+        assert error.needed_bytes > error.free_bytes
+        return
+    for name, need in NEEDS[target].items():
+        if need is Need.RESIDENT and name in plan.after.holdings:
+            assert plan.after.holdings[name].residency in (R, S)
+    order = [list(Action).index(step.action) for step in plan.steps]
+    assert order == sorted(order)
+    running = ledger
+    for step in plan.steps:
+        running = running.moved(step.segment, step.target)
+        assert running.device_bytes <= plan.peak_bytes <= ledger.capacity_bytes
+    assert running == plan.after
+    assert plan.after.device_bytes + working_bytes <= plan.promised_bytes <= ledger.capacity_bytes
+    assert plan.after.host_bytes <= ledger.host_capacity_bytes
+    if offload is Offload.NEVER:
+        assert all(step.action is not Action.OFFLOAD for step in plan.steps)
+
+
+@settings(max_examples=300, deadline=None)
+@given(ledger=ledgers(), target=st.sampled_from([Phase.ROLLOUT, Phase.TRAIN]), working_bytes=st.integers(0, 80))
+def test_auto_moves_nothing_out_that_could_have_stayed(ledger, target, working_bytes):
+    try:
+        plan = plan_transition(Phase.IDLE, target, ledger, working_bytes=working_bytes)
+    except BudgetError:
+        return
+    for step in plan.steps:
+        if step.action is Action.OFFLOAD:
+            room_bytes = ledger.capacity_bytes - plan.promised_bytes
+            assert step.size_bytes == 0 or room_bytes < step.size_bytes
