@@ -143,24 +143,31 @@ class RegionSegment:
         if self._move is not None:
             self._move.wait()
 
-    def host_copy(self) -> list[torch.Tensor]:
-        """The bytes of every region while offloaded, as arena views (uint8), in the order of `regions`."""
+    def host_copy(self, region: Region) -> torch.Tensor:
+        """The bytes of a region while the segment is offloaded, as a view of the arena (uint8).
+
+        Lifetime: valid until the segment moves again. Raises: `PhaseError` unless offloaded.
+        """
         if self._residency is not Residency.OFFLOADED:
             raise PhaseError(f"segment {self.name} is {self._residency}; only an offloaded one has a host copy")
         self.settle()
-        return [self._host_view(region) for region in self._regions]
+        return self._host_view(region)
 
-    def drop_regions(self) -> list[Region]:
-        """Give up the regions, whose bytes become the caller's to close; the segment is then empty."""
+    def remove(self, regions: Sequence[Region]) -> None:
+        """Close some of the regions and return their extents; without any left the segment is discarded."""
         self.settle()
-        regions, self._regions = self._regions, []
-        self._release_extents()
-        self._residency = Residency.DISCARDED
-        return regions
+        for region in regions:
+            self._regions.remove(region)
+            extent = self._extents.pop(region, None)
+            if extent is not None:
+                self._mover.arena.release(extent)
+        if not self._regions:
+            self._residency = Residency.DISCARDED
+        close_all([region.close for region in regions])
 
     def close(self) -> None:
         """Release the regions and the extents. Idempotent."""
-        close_all([region.close for region in self.drop_regions()])
+        self.remove(list(self._regions))
 
     def _depart(self) -> Move:
         self.settle()
@@ -186,7 +193,8 @@ class RegionSegment:
         for region in self._regions:
             if region.resident:
                 region.release()
-        self._release_extents()
+        while self._extents:
+            self._mover.arena.release(self._extents.popitem()[1])
         self._residency = Residency.DISCARDED
         return Done()
 
@@ -195,10 +203,6 @@ class RegionSegment:
         self._mover.arena.reserve(sum(region.size_bytes for region in missing))
         for region in missing:
             self._extents[region] = self._mover.arena.allocate(region.size_bytes)
-
-    def _release_extents(self) -> None:
-        while self._extents:
-            self._mover.arena.release(self._extents.popitem()[1])
 
     def _host_view(self, region: Region) -> torch.Tensor:
         return self._mover.arena.view(self._extents[region]).narrow(0, 0, region.size_bytes)

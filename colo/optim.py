@@ -1,0 +1,220 @@
+"""fp32 master weights for models in 16 bits.
+
+A bf16 number has 8 bits of precision: an update smaller than about |w|/256 rounds away, and at the learning rates of
+reinforcement learning most do. The optimizer therefore works on fp32 masters, in which small updates add up, and the
+model's weights are the masters rounded (mixed-precision training, arXiv:1710.03740).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from colo.memory.state import MASTER_WEIGHT, detach_state
+from colo.units import MIB
+
+MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
+"""Builds an optimizer from parameters or parameter groups, such as `lambda params: AdamW(params, lr=1e-6)`."""
+
+
+class MasterWeights:
+    """Makes optimizers that keep fp32 masters: give one to `colo.launch`, or call it with the model's parameters.
+
+    optimizer = MasterWeights(lambda params: torch.optim.AdamW(params, lr=1e-6))(model.parameters())
+    """
+
+    def __init__(self, make_optimizer: MakeOptimizer, *, bucket_bytes: int | None = 512 * MIB) -> None:
+        self._make_optimizer = make_optimizer
+        self._bucket_bytes = bucket_bytes
+
+    def __call__(self, params: Any) -> MasterWeightsOptimizer:
+        """Build the optimizer over `params`: an iterable of parameters, or of parameter groups."""
+        return MasterWeightsOptimizer(params, self._make_optimizer, bucket_bytes=self._bucket_bytes)
+
+
+class MasterWeightsOptimizer(torch.optim.Optimizer):
+    """An optimizer around another one that works on fp32 copies of 16-bit parameters.
+
+    To the outside its parameters are the model's, its state holds the masters (under `master_weight`) beside the inner
+    optimizer's, and its parameter groups' hyperparameters, which schedulers change, reach the inner one at each step.
+    Parameters that are fp32 or wider are handed to the inner optimizer as they are.
+
+    A step handles `bucket_bytes` of fp32 gradients at a time, by calling the inner optimizer's `step` once for each
+    bucket with the other gradients absent. Optimizers that count steps per group rather than per parameter need
+    `bucket_bytes=None`, and then memory for all gradients in fp32.
+    """
+
+    def __init__(self, params: Any, make_optimizer: MakeOptimizer, *, bucket_bytes: int | None = 512 * MIB) -> None:
+        if bucket_bytes is not None and bucket_bytes <= 0:
+            raise ValueError(f"bucket_bytes must be positive or None, not {bucket_bytes}")
+        groups = _as_groups(params)
+        self._masters: dict[torch.Tensor, torch.Tensor] = {}
+        self._bucket_bytes = bucket_bytes
+        self._changed: torch.Tensor | None = None
+        self._num_elements = 0
+        self._loading: dict[Any, Any] = {}
+        self._inner = make_optimizer([self._with_masters(group) for group in groups])
+        super().__init__(groups, self._inner.defaults)
+        self.register_load_state_dict_pre_hook(lambda _, state_dict: self._before_load(state_dict))
+        self.register_load_state_dict_post_hook(lambda _: self._after_load())
+        self._publish_state()
+
+    @property
+    def inner(self) -> torch.optim.Optimizer:
+        """The optimizer that works on the masters."""
+        return self._inner
+
+    @property
+    def changed_fraction(self) -> float | None:
+        """Fraction of the 16-bit elements that the last step changed; `None` before the first. Waits for the device."""
+        return None if self._changed is None else float(self._changed) / max(1, self._num_elements)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, with masters of their own; see `torch.optim.Optimizer.add_param_group`."""
+        super().add_param_group(param_group)
+        if len(self.param_groups) > len(self._inner.param_groups):
+            self._inner.add_param_group(self._with_masters(self.param_groups[-1]))
+            self._publish_state()
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the masters from the parameters' gradients, and the parameters from the masters."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._copy_hyperparameters()
+        self._changed, self._num_elements = None, 0
+        for bucket in self._buckets():
+            self._step_bucket(bucket)
+        self._publish_state()
+        return loss
+
+    def _step_bucket(self, bucket: list[torch.Tensor]) -> None:
+        for parameter in bucket:
+            master = self._masters.get(parameter)
+            if master is not None and parameter.grad is not None:
+                master.grad = parameter.grad.to(torch.float32)
+        hidden = self._hide_gradients(except_for=bucket)
+        self._inner.step()
+        for parameter, gradient in hidden:
+            parameter.grad = gradient
+        for parameter in bucket:
+            self._round(parameter)
+
+    def _round(self, parameter: torch.Tensor) -> None:
+        master = self._masters.get(parameter)
+        if master is None:
+            return
+        master.grad = None
+        rounded = master.to(parameter.dtype)
+        changed = (rounded != parameter).sum(dtype=torch.float64)
+        self._changed = changed if self._changed is None else self._changed + changed.to(self._changed.device)
+        self._num_elements += parameter.numel()
+        parameter.copy_(rounded)
+
+    def _hide_gradients(self, except_for: list[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Take away the gradients of parameters without masters whose turn is not now."""
+        turn = {id(parameter) for parameter in except_for}
+        hidden = []
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter not in self._masters and id(parameter) not in turn and parameter.grad is not None:
+                    hidden.append((parameter, parameter.grad))
+                    parameter.grad = None
+        return hidden
+
+    def _buckets(self) -> Iterable[list[torch.Tensor]]:
+        bucket: list[torch.Tensor] = []
+        taken_bytes = 0
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                size_bytes = 4 * parameter.numel()
+                if bucket and self._bucket_bytes is not None and taken_bytes + size_bytes > self._bucket_bytes:
+                    yield bucket
+                    bucket, taken_bytes = [], 0
+                bucket.append(parameter)
+                taken_bytes += size_bytes
+        if bucket:
+            yield bucket
+
+    def _with_masters(self, group: dict[str, Any]) -> dict[str, Any]:
+        return {**group, "params": [self._master_of(parameter) for parameter in group["params"]]}
+
+    def _master_of(self, parameter: torch.Tensor) -> torch.Tensor:
+        if not parameter.is_floating_point() or parameter.element_size() >= 4:
+            return parameter
+        master = parameter.detach().to(torch.float32, copy=True)
+        master.requires_grad_(parameter.requires_grad)
+        self._masters[parameter] = master
+        return master
+
+    def _copy_hyperparameters(self) -> None:
+        for outer, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
+            inner.update({key: value for key, value in outer.items() if key != "params"})
+
+    def _publish_state(self) -> None:
+        """Show the inner optimizer's state, by the model's parameters and with the masters, as our own."""
+        for outer, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
+            for parameter, master in zip(outer["params"], inner["params"], strict=True):
+                state = dict(self._inner.state.get(master, {}))
+                if parameter in self._masters:
+                    state[MASTER_WEIGHT] = master
+                if state:
+                    self.state[parameter] = state
+
+    def _before_load(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Keep the state from torch's own loading, which would round fp32 state to the dtype of the parameters."""
+        indices = {index for group in state_dict["param_groups"] for index in group["params"]}
+        lacking = sorted(i for i in indices & set(state_dict["state"]) if self._lacks_master(state_dict, i))
+        if lacking:
+            raise ValueError(
+                f"the state of {len(lacking)} parameters, number {lacking[0]} for one, has no {MASTER_WEIGHT}: it was "
+                "saved by an optimizer without master weights"
+            )
+        self._loading = detach_state(state_dict)
+        return {**state_dict, "state": {}}
+
+    def _lacks_master(self, state_dict: dict[str, Any], index: int) -> bool:
+        order = [i for group in state_dict["param_groups"] for i in group["params"]]
+        own = [p for group in self.param_groups for p in group["params"]]
+        position = order.index(index)
+        needs = position < len(own) and own[position] in self._masters
+        return needs and MASTER_WEIGHT not in state_dict["state"][index]
+
+    @torch.no_grad()
+    def _after_load(self) -> None:
+        loaded, self._loading = self._loading, {}
+        order = [index for group in loaded["param_groups"] for index in group["params"]]
+        own = [p for group in self.param_groups for p in group["params"]]
+        inner_state = {}
+        for index, parameter in zip(order, own, strict=True):
+            state = dict(loaded["state"].get(index, {}))
+            master = state.pop(MASTER_WEIGHT, None)
+            if master is not None:
+                # New memory rather than a copy into the old, which may be offloaded.
+                own_master = self._masters[parameter]
+                own_master.data = master.to(device=parameter.device, dtype=torch.float32, copy=True)
+            inner_state[index] = state
+        filled = {index: state for index, state in inner_state.items() if state}
+        self._inner.load_state_dict({"state": filled, "param_groups": loaded["param_groups"]})
+        self.state.clear()
+        self._publish_state()
+
+
+def _as_groups(params: Any) -> list[dict[str, Any]]:
+    """Parameter groups with lists, from whatever a torch optimizer accepts."""
+    items = list(params)
+    if not items:
+        raise ValueError("the optimizer got an empty parameter list")
+    if not isinstance(items[0], dict):
+        items = [{"params": [item[1] if isinstance(item, tuple) else item for item in items]}]
+    groups = []
+    for item in items:
+        members = item["params"]
+        groups.append({**item, "params": [members] if isinstance(members, torch.Tensor) else list(members)})
+    return groups

@@ -1,0 +1,238 @@
+"""Offloading must not change a bit of training, for any optimizer, whatever happens in between."""
+
+import gc
+from functools import partial
+
+import pytest
+import torch
+from transformers import Adafactor
+
+from colo.memory.offload import Mover
+from colo.memory.state import StateOffloader, expected_state_bytes
+from colo.optim import MasterWeights
+from colo.phases.phase import Residency
+from colo.units import MIB
+
+R, O, D = Residency.RESIDENT, Residency.OFFLOADED, Residency.DISCARDED  # noqa: E741
+
+
+class Nested(torch.optim.Optimizer):
+    """State as optimizers in the wild keep it: nested dicts, lists, Python numbers, views of one buffer."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    both = torch.zeros(2, *p.shape, device=p.device)
+                    state["inner"] = {"moments": [both[0], both[1]], "count": 0, "name": "n", "scale": torch.ones(())}
+                inner = state["inner"]
+                inner["count"] += 1
+                inner["moments"][0].add_(p.grad)
+                inner["moments"][1].addcmul_(p.grad, p.grad)
+                p.sub_(group["lr"] * inner["moments"][0] / (inner["moments"][1].sqrt() + inner["count"]))
+
+
+OPTIMIZERS = {
+    "adamw": partial(torch.optim.AdamW, lr=1e-2, foreach=False),
+    "adamw-foreach": partial(torch.optim.AdamW, lr=1e-2, foreach=True),
+    "adamw-fused": partial(torch.optim.AdamW, lr=1e-2, fused=True),
+    "adamw-amsgrad": partial(torch.optim.AdamW, lr=1e-2, amsgrad=True),
+    "sgd-momentum": partial(torch.optim.SGD, lr=1e-2, momentum=0.9),
+    "adafactor": partial(Adafactor, lr=1e-2, relative_step=False, scale_parameter=False, beta1=0.9),
+    "nested": Nested,
+}
+
+
+def model(dtype=torch.float32):
+    torch.manual_seed(1)
+    return torch.nn.Sequential(torch.nn.Linear(33, 64), torch.nn.Tanh(), torch.nn.Linear(64, 7)).to(dtype)
+
+
+def backward(net, seed):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(5, 33, generator=generator).to(next(net.parameters()).dtype)
+    net(x).float().square().mean().backward()
+
+
+def leaves(value):
+    if isinstance(value, dict):
+        return [leaf for key in value for leaf in leaves(value[key])]
+    if isinstance(value, (list, tuple)):
+        return [leaf for child in value for leaf in leaves(child)]
+    return [value]
+
+
+def assert_same(left, right):
+    left, right = leaves(left), leaves(right)
+    assert len(left) == len(right) > 0
+    for a, b in zip(left, right, strict=True):
+        assert torch.equal(a.cpu(), b.cpu()) if isinstance(a, torch.Tensor) else a == b
+
+
+@pytest.fixture
+def mover(device):
+    mover = Mover(device, host_limit_bytes=256 * MIB)
+    yield mover
+    mover.close()
+
+
+def park(offloader):
+    for segment in offloader.segments:
+        if segment.residency is R:
+            segment.begin(O).wait()
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("region_bytes", [256, 20_000, MIB])
+def test_training_is_bit_equal_with_the_state_parked_between_steps(name, region_bytes, mover):
+    plain, parked = model(), model()
+    reference, optimizer = OPTIMIZERS[name](plain.parameters()), OPTIMIZERS[name](parked.parameters())
+    offloader = StateOffloader(optimizer, mover, region_bytes=region_bytes)
+    for step in range(4):
+        for net, opt in ((plain, reference), (parked, optimizer)):
+            backward(net, step)
+            opt.step()
+            opt.zero_grad()
+        park(offloader)
+        assert offloader.state.residency is O
+        assert offloader.state.device_bytes == 0
+        assert_same(reference.state_dict(), optimizer.state_dict())
+    assert_same(plain.state_dict(), parked.state_dict())
+    offloader.close()
+    backward(plain, 9), backward(parked, 9)
+    reference.step(), optimizer.step()
+    assert_same(plain.state_dict(), parked.state_dict())
+    assert mover.arena.used_bytes == 0
+
+
+def test_tensors_that_share_memory_still_do(mover):
+    net = model()
+    optimizer = Nested(net.parameters())
+    offloader = StateOffloader(optimizer, mover)
+    backward(net, 0)
+    optimizer.step()
+    first, second = optimizer.state[next(net.parameters())]["inner"]["moments"]
+    assert first.untyped_storage()._cdata == second.untyped_storage()._cdata
+    assert second.storage_offset() - first.storage_offset() == first.numel()
+    offloader.close()
+
+
+def test_a_snapshot_outlives_everything_that_happens_to_the_state(mover):
+    net = model()
+    optimizer = OPTIMIZERS["adamw"](net.parameters())
+    offloader = StateOffloader(optimizer, mover)
+    backward(net, 0)
+    optimizer.step()
+    resident = optimizer.state_dict()
+    park(offloader)
+    offloaded = optimizer.state_dict()
+    assert_same(resident, offloaded)
+    copies = [leaf.clone() for leaf in leaves(offloaded["state"])]
+    backward(net, 1)
+    optimizer.step()
+    offloader.close()
+    assert_same(copies, leaves(offloaded["state"]))
+    assert_same(copies, leaves(resident["state"]))
+
+
+@pytest.mark.parametrize("parked", [False, True])
+@pytest.mark.parametrize("masters", [False, True])
+def test_loading_a_checkpoint_replaces_the_state_in_any_phase_and_keeps_the_checkpoint(parked, masters, mover):
+    dtype = torch.bfloat16 if masters else torch.float32
+    make = MasterWeights(OPTIMIZERS["adamw"], bucket_bytes=4096) if masters else OPTIMIZERS["adamw"]
+    source, target = model(dtype), model(dtype)
+    saved_optimizer, optimizer = make(source.parameters()), make(target.parameters())
+    for step in range(3):
+        backward(source, step)
+        saved_optimizer.step()
+        saved_optimizer.zero_grad()
+    checkpoint = saved_optimizer.state_dict()
+    kept = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves(checkpoint["state"])]
+    offloader = StateOffloader(optimizer, mover, region_bytes=20_000)
+    backward(target, 7)
+    optimizer.step()
+    optimizer.zero_grad()
+    if parked:
+        park(offloader)
+    optimizer.load_state_dict(checkpoint)
+    target.load_state_dict(source.state_dict())
+    offloader.state.settle()
+    assert (offloader.state.residency is O) is parked
+    assert_same(optimizer.state_dict()["state"], checkpoint["state"])
+    backward(target, 11)
+    optimizer.step()
+    assert_same(kept, leaves(checkpoint["state"]))
+    backward(source, 11)
+    saved_optimizer.step()
+    assert_same(source.state_dict(), target.state_dict())
+    assert len(offloader.state.regions) * 20_000 >= offloader.state.size_bytes, "old regions are gone"
+    offloader.close()
+
+
+def test_a_new_parameter_group_joins(mover):
+    net, extra = model(), torch.nn.Parameter(torch.ones(1000))
+    optimizer = OPTIMIZERS["adamw"](net.parameters())
+    offloader = StateOffloader(optimizer, mover)
+    backward(net, 0)
+    optimizer.step()
+    before = offloader.state.size_bytes
+    optimizer.add_param_group({"params": [extra]})
+    extra.grad = torch.ones(1000)
+    park(offloader)
+    optimizer.step()
+    assert offloader.state.size_bytes >= before + 2 * 4000
+    park(offloader)
+    assert offloader.state.device_bytes == 0
+    offloader.close()
+
+
+def test_gathering_never_holds_more_than_one_region_twice(mover):
+    net = model()
+    optimizer = OPTIMIZERS["adamw"](net.parameters())
+    offloader = StateOffloader(optimizer, mover, region_bytes=10_000)
+    backward(net, 0)
+    optimizer.step()
+    largest = max(p.numel() * 4 for p in net.parameters())
+    assert len(offloader.state.regions) > 1
+    assert all(region.size_bytes <= max(10_000, largest + 256) for region in offloader.state.regions)
+    gc.collect()
+    offloader.close()
+
+
+def test_the_first_step_is_expected_before_it_happens(mover):
+    net = model()
+    for name in ("adamw", "adamw-amsgrad", "sgd-momentum"):
+        optimizer = OPTIMIZERS[name](net.parameters())
+        offloader = StateOffloader(optimizer, mover)
+        expected = offloader.state.size_bytes
+        assert (offloader.state.residency, offloader.state.device_bytes) == (D, 0)
+        backward(net, 0)
+        optimizer.step()
+        assert offloader.state.size_bytes == expected == expected_state_bytes(optimizer)
+        offloader.close()
+
+
+def test_gradients_of_an_unfinished_accumulation_are_parked_and_come_back(mover):
+    plain, parked = model(), model()
+    optimizer = OPTIMIZERS["adamw"](parked.parameters())
+    offloader = StateOffloader(optimizer, mover)
+    for net in (plain, parked):
+        backward(net, 0)
+    expected = [p.grad.clone() for p in plain.parameters()]
+    park(offloader)
+    assert all(p.grad is None for p in parked.parameters())
+    assert (offloader.gradients.residency, offloader.gradients.device_bytes) == (O, 0)
+    offloader.gradients.begin(R).wait()
+    assert_same(expected, [p.grad for p in parked.parameters()])
+    park(offloader)
+    for net in (plain, parked):
+        backward(net, 1)
+    offloader.gradients.begin(R).wait()
+    assert_same([p.grad for p in plain.parameters()], [p.grad for p in parked.parameters()])
+    assert mover.arena.used_bytes == 0
+    offloader.close()

@@ -1,0 +1,138 @@
+from copy import deepcopy
+
+import pytest
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import Adafactor
+
+from colo.optim import MasterWeights
+
+
+def parameters(dtype=torch.bfloat16, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(17, 5), (64,), (3, 3, 3)]
+    return [torch.nn.Parameter(torch.randn(s, generator=generator).to(dtype)) for s in shapes]
+
+
+def set_gradients(params, seed):
+    generator = torch.Generator().manual_seed(seed)
+    for p in params:
+        p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
+
+
+def adamw(params):
+    return torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1)
+
+
+def test_small_updates_add_up_where_bf16_swallows_them():
+    plain, mastered = ([torch.nn.Parameter(torch.ones(1000, dtype=torch.bfloat16))] for _ in range(2))
+    sgd = torch.optim.SGD(plain, lr=1e-4)
+    optimizer = MasterWeights(lambda params: torch.optim.SGD(params, lr=1e-4))(mastered)
+    for _ in range(100):
+        for params, opt in ((plain, sgd), (mastered, optimizer)):
+            params[0].grad = torch.ones_like(params[0])
+            opt.step()
+    assert plain[0].eq(1).all(), "every update of 1e-4 is under |w|/256"
+    assert torch.allclose(mastered[0].float(), torch.tensor(0.99), atol=2**-9)
+
+
+@pytest.mark.parametrize("bucket_bytes", [None, 1, 300, 1 << 20])
+def test_it_is_the_inner_optimizer_on_fp32_copies_rounded_after_each_step(bucket_bytes):
+    params = parameters()
+    copies = [torch.nn.Parameter(p.detach().float()) for p in params]
+    optimizer, reference = MasterWeights(adamw, bucket_bytes=bucket_bytes)(params), adamw(copies)
+    for step in range(5):
+        set_gradients(params, step)
+        for p, copy in zip(params, copies, strict=True):
+            copy.grad = p.grad.float()
+        optimizer.step()
+        reference.step()
+        for p, copy in zip(params, copies, strict=True):
+            assert torch.equal(p, copy.to(torch.bfloat16))
+            assert torch.equal(optimizer.state[p]["master_weight"], copy)
+            assert torch.equal(optimizer.state[p]["exp_avg"], reference.state[copy]["exp_avg"])
+
+
+def test_it_reports_the_fraction_of_elements_that_changed():
+    params = [torch.nn.Parameter(torch.ones(4, dtype=torch.bfloat16))]
+    optimizer = MasterWeights(lambda ps: torch.optim.SGD(ps, lr=1.0))(params)
+    assert optimizer.changed_fraction is None
+    params[0].grad = torch.tensor([1.0, 0.0, 1e-4, 0.5], dtype=torch.bfloat16)
+    optimizer.step()
+    assert optimizer.changed_fraction == 0.5
+
+
+def test_wide_parameters_have_no_master_and_step_once():
+    wide = torch.nn.Parameter(torch.ones(3))
+    narrow = [torch.nn.Parameter(torch.ones(100, dtype=torch.bfloat16)) for _ in range(3)]
+    optimizer = MasterWeights(lambda ps: torch.optim.SGD(ps, lr=0.5), bucket_bytes=100)([wide, *narrow])
+    for p in [wide, *narrow]:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert wide.eq(0.5).all()
+    assert all(p.eq(0.5).all() for p in narrow)
+    assert wide.grad is not None
+    assert "master_weight" not in optimizer.state[wide]
+
+
+def test_parameters_without_a_gradient_are_left_alone():
+    params = parameters()
+    before = [p.detach().clone() for p in params]
+    optimizer = MasterWeights(adamw)(params)
+    params[0].grad = torch.ones_like(params[0])
+    optimizer.step()
+    assert not torch.equal(before[0], params[0])
+    assert torch.equal(before[1], params[1])
+
+
+def test_schedulers_and_groups_reach_the_inner_optimizer():
+    a, b = parameters()[:2]
+    optimizer = MasterWeights(lambda groups: torch.optim.SGD(groups, lr=1.0))([{"params": [a]}])
+    optimizer.add_param_group({"params": [b], "lr": 0.0})
+    scheduler = LambdaLR(optimizer, lambda step: 0.5**step)
+    before = [a.detach().clone(), b.detach().clone()]
+    a.grad, b.grad = torch.ones_like(a), torch.ones_like(b)
+    optimizer.step()
+    scheduler.step()
+    assert optimizer.inner.param_groups[0]["lr"] == 1.0
+    assert torch.equal(b, before[1])
+    optimizer.step()
+    assert optimizer.inner.param_groups[0]["lr"] == 0.5
+    assert torch.allclose(optimizer.state[a]["master_weight"], before[0].float() - 1.5)
+
+
+@pytest.mark.parametrize("inner", [adamw, lambda ps: Adafactor(ps, lr=1e-3, relative_step=False)])
+def test_checkpoints_keep_fp32_state_and_resume_bit_for_bit(inner):
+    params, resumed = parameters(), parameters(seed=1)
+    optimizer, other = MasterWeights(inner)(params), MasterWeights(inner)(resumed)
+    for step in range(3):
+        set_gradients(params, step)
+        optimizer.step()
+    other.load_state_dict(deepcopy(optimizer.state_dict()))
+    for p, q in zip(params, resumed, strict=True):
+        q.data.copy_(p.data)
+        assert other.state[q]["master_weight"].dtype == torch.float32
+    for ps, opt in ((params, optimizer), (resumed, other)):
+        set_gradients(ps, 5)
+        opt.step()
+    for p, q in zip(params, resumed, strict=True):
+        assert torch.equal(p, q)
+        assert torch.equal(optimizer.state[p]["master_weight"], other.state[q]["master_weight"])
+
+
+def test_a_checkpoint_without_masters_is_refused_before_anything_is_lost():
+    params = parameters()
+    optimizer, plain = MasterWeights(adamw)(params), adamw(parameters())
+    set_gradients(plain.param_groups[0]["params"], 0)
+    plain.step()
+    before = optimizer.state_dict()
+    with pytest.raises(ValueError, match="saved by an optimizer without master weights"):
+        optimizer.load_state_dict(plain.state_dict())
+    assert before["state"].keys() == optimizer.state_dict()["state"].keys()
+
+
+def test_bad_arguments_are_refused():
+    with pytest.raises(ValueError, match="bucket_bytes must be positive or None, not 0"):
+        MasterWeights(adamw, bucket_bytes=0)(parameters())
+    with pytest.raises(ValueError, match="empty parameter list"):
+        MasterWeights(adamw)([])
