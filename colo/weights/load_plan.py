@@ -9,7 +9,7 @@ replayed in a few launches. What the loader computes rather than copies is seen 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -77,8 +77,11 @@ class LoadPlan:
             name: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for name, t in source.items()
         }
         recorder = _Recorder(stand_ins)
-        with torch.no_grad(), recorder:
-            load(iter(stand_ins.items()))
+        try:
+            with torch.no_grad(), recorder:
+                load(iter(stand_ins.items()))
+        except NotImplementedError as error:  # torch's answer to whoever reads the values of a tensor without any
+            recorder.fallbacks = {name: f"the loader looks at values ({error})" for name in stand_ins}
         plan = cls(
             copies=tuple(recorder.copies),
             sources={name: (t.dtype, tuple(t.shape)) for name, t in source.items()},
@@ -144,6 +147,7 @@ class _Recorder(TorchDispatchMode):
     def __init__(self, stand_ins: Mapping[str, torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves the mode untyped
         self._names = {t.untyped_storage()._cdata: name for name, t in stand_ins.items()}
+        self._computed: dict[int, torch.Tensor] = {}  # results by storage, kept so that no storage is confused
         self.copies: list[Copy] = []
         self.fallbacks: dict[str, str] = {}
 
@@ -158,9 +162,11 @@ class _Recorder(TorchDispatchMode):
             else:
                 self._note(name, args[1], args[0])
             return args[0]
+        if func is torch.ops.aten.copy_.default and _key(args[1]) in self._computed:
+            return args[0]
         result = func(*args, **(kwargs or {}))
         if not func.is_view:
-            self._explain(func, args)
+            self._explain(func, args, result)
         return result
 
     def _note(self, name: str, source: torch.Tensor, target: torch.Tensor) -> None:
@@ -173,16 +179,29 @@ class _Recorder(TorchDispatchMode):
         )
         self.copies.append(copy)
 
-    def _explain(self, func: Any, args: tuple[Any, ...]) -> None:
-        for arg in args:
-            for tensor in arg if isinstance(arg, (list, tuple)) else (arg,):
-                if isinstance(tensor, torch.Tensor) and (name := self._name_of(tensor)) is not None:
-                    self.fallbacks.setdefault(name, f"the loader computes with it ({func}) rather than copying it")
+    def _explain(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
+        """Note which sources went into a computation; what it yields is not copied either."""
+        inputs = [t for t in _tensors(args) if self._name_of(t) is not None or _key(t) in self._computed]
+        for tensor in inputs:
+            if (name := self._name_of(tensor)) is not None:
+                self.fallbacks.setdefault(name, f"the loader computes with it ({func}) rather than copying it")
+        if inputs:
+            self._computed.update({_key(t): t for t in _tensors((result,)) if t.device.type == "meta"})
 
-    def _name_of(self, tensor: object) -> str | None:
-        if not isinstance(tensor, torch.Tensor) or tensor.device.type != "meta":
-            return None
-        return self._names.get(tensor.untyped_storage()._cdata)
+    def _name_of(self, tensor: torch.Tensor) -> str | None:
+        return self._names.get(_key(tensor)) if tensor.device.type == "meta" else None
+
+
+def _key(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
 
 
 def _check_coverage(copies: Iterable[Copy], destinations: Mapping[str, torch.Tensor]) -> None:
