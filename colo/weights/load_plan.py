@@ -80,8 +80,8 @@ class LoadPlan:
         try:
             with torch.no_grad(), recorder:
                 load(iter(stand_ins.items()))
-        except NotImplementedError as error:  # torch's answer to whoever reads the values of a tensor without any
-            recorder.fallbacks = {name: f"the loader looks at values ({error})" for name in stand_ins}
+        except NotImplementedError as error:  # what torch, and the recorder, answer to whoever needs values
+            recorder.fallbacks = dict.fromkeys(stand_ins, f"the loader looks at values ({error})")
         plan = cls(
             copies=tuple(recorder.copies),
             sources={name: (t.dtype, tuple(t.shape)) for name, t in source.items()},
@@ -164,6 +164,8 @@ class _Recorder(TorchDispatchMode):
             return args[0]
         if func is torch.ops.aten.copy_.default and _key(args[1]) in self._computed:
             return args[0]
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].device.type == "meta":
+            raise NotImplementedError("a stand-in has none")
         result = func(*args, **(kwargs or {}))
         if not func.is_view:
             self._explain(func, args, result)
