@@ -10,6 +10,7 @@ What a region does not know: what its bytes mean, and where they are kept in bet
 from __future__ import annotations
 
 import atexit
+import ctypes
 import itertools
 import math
 from abc import ABC, abstractmethod
@@ -234,14 +235,12 @@ def _free_inside_a_region(saver: Any) -> None:
     """Let the interpreter tear down torch-memory-saver's pools without ending the process with an error.
 
     The library (0.0.10) aborts when one of its blocks is freed outside a region, which is what happens when its pools
-    are destroyed at interpreter exit. A region that is entered here and never left avoids it.
+    are destroyed at interpreter exit. A region that is entered here and never left avoids it; the extra reference keeps
+    the interpreter from leaving it while it tears modules down.
     """
     exit_stack = ExitStack()
     exit_stack.enter_context(saver.region(tag="colo.exit"))
-    _kept_until_the_end.append(exit_stack)
-
-
-_kept_until_the_end: list[ExitStack] = []
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(exit_stack))
 
 
 def close_all(closers: Sequence[Callable[[], None]]) -> None:

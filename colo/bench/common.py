@@ -1,0 +1,104 @@
+"""What every benchmark shares: timing, the machine, and the shape of its JSON."""
+
+from __future__ import annotations
+
+import gc
+import importlib.metadata
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import psutil
+import torch
+
+PACKAGES = ("colo", "torch", "transformers", "peft", "torch-memory-saver", "vllm", "trl")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Result:
+    """What a benchmark measured, in the form that is committed under `examples/bench/results/`."""
+
+    benchmark: str
+    command: str
+    """The command that prints these figures again."""
+
+    machine: Mapping[str, Any]
+    versions: Mapping[str, str]
+    limit: Mapping[str, float]
+    """What the hardware allows, measured in the same run."""
+
+    rows: Sequence[Mapping[str, Any]]
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data."""
+        return asdict(self)
+
+
+def result(benchmark: str, command: str, *, limit: Mapping[str, float], rows: Sequence[Mapping[str, Any]]) -> Result:
+    """Put a result together with the machine and the versions it ran on."""
+    return Result(benchmark=benchmark, command=command, machine=machine(), versions=versions(), limit=limit, rows=rows)
+
+
+def machine() -> dict[str, Any]:
+    """The hardware, without names that identify it."""
+    facts: dict[str, Any] = {
+        "cpu": platform.machine(),
+        "cores": os.cpu_count(),
+        "host_memory_bytes": psutil.virtual_memory().total,
+        "gpu": None,
+    }
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(0)
+        facts |= {"gpu": properties.name, "gpu_memory_bytes": properties.total_memory, "cuda": torch.version.cuda}
+    return facts
+
+
+def versions() -> dict[str, str]:
+    """Versions of the packages that matter here and are installed."""
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    found["torch"] = torch.__version__
+    return found
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for everything queued on a device."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def timed(function: Callable[[], Any], device: torch.device) -> float:
+    """Seconds that `function` and everything it queues on the device take."""
+    synchronize(device)
+    start_s = time.perf_counter()
+    function()
+    synchronize(device)
+    return time.perf_counter() - start_s
+
+
+def median_s(function: Callable[[], Any], device: torch.device, *, repeats: int = 5, warmup: int = 1) -> float:
+    """Median seconds of `repeats` calls after `warmup` unmeasured ones."""
+    for _ in range(warmup):
+        timed(function, device)
+    return statistics.median(timed(function, device) for _ in range(repeats))
+
+
+def clear(device: torch.device) -> None:
+    """Return what Python and torch's caches hold on to."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+
+
+def gigabytes_per_s(num_bytes: int, seconds: float) -> float:
+    """Decimal gigabytes a second, the unit of bus and memory datasheets."""
+    return num_bytes / seconds / 1e9

@@ -1,0 +1,179 @@
+"""`colo bench offload`: how fast state leaves the device and comes back, ours beside what people use today.
+
+Every way moves the same number of bytes in the same run. The limit is a copy between the device and pinned memory that
+exists already, which is what the bus gives.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from colo.bench.common import Result, clear, gigabytes_per_s, median_s, result, timed
+from colo.errors import Unsupported
+from colo.memory.offload import Mover, RegionSegment
+from colo.memory.probe import free_device_bytes
+from colo.memory.region import allocate_region
+from colo.phases.phase import Residency
+from colo.units import GIB, MIB, format_bytes
+
+Row = dict[str, Any]
+
+
+def run(*, device: str, size_bytes: int | None = None, cycles: int = 5, growth_cycles: int = 100) -> Result:
+    """Measure every way of moving `size_bytes` out and back; see the module's docstring.
+
+    Raises: `Unsupported` when the device has not twice that many bytes free.
+    """
+    target = torch.device(device)
+    size_bytes = size_bytes or (8 * GIB if target.type == "cuda" else 64 * MIB)
+    if free_device_bytes(target) < 2 * size_bytes:
+        raise Unsupported(f"the benchmark needs {format_bytes(2 * size_bytes)} free on {device}; pass a smaller --size")
+    limit = _limit(target, size_bytes)
+    rows = [
+        *_ours(target, size_bytes, cycles, limit),
+        _row("tensor.cpu(), then .to(device)", size_bytes, limit, *_plain(target, size_bytes)),
+        _row("fresh pinned copy each time", size_bytes, limit, *_fresh_pinned(target, size_bytes)),
+    ]
+    if target.type == "cuda":
+        rows.append(_row("torch-memory-saver, own backup", size_bytes, limit, *_saver_backup(target, size_bytes)))
+    rows.append(_growth(target, min(size_bytes, GIB), growth_cycles))
+    ours, saver = rows[1], rows[-2]
+    if target.type == "cuda":
+        ours["times_saver_out"] = saver["out_s"] / ours["out_s"]
+        ours["times_saver_back"] = saver["back_s"] / ours["back_s"]
+        ours["times_saver_round_trip"] = (saver["out_s"] + saver["back_s"]) / (ours["out_s"] + ours["back_s"])
+    return result("offload", f"colo bench offload --device {device}", limit=limit, rows=rows)
+
+
+def _limit(device: torch.device, size_bytes: int) -> dict[str, float]:
+    on_device = torch.empty(size_bytes, dtype=torch.uint8, device=device).random_()
+    on_host = torch.zeros(size_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    out_s = median_s(lambda: on_host.copy_(on_device, non_blocking=True), device)
+    back_s = median_s(lambda: on_device.copy_(on_host, non_blocking=True), device)
+    del on_device, on_host
+    clear(device)
+    return {"out_gb_per_s": gigabytes_per_s(size_bytes, out_s), "back_gb_per_s": gigabytes_per_s(size_bytes, back_s)}
+
+
+def _row(way: str, size_bytes: int, limit: dict[str, float], out_s: float, back_s: float, **more: Any) -> Row:
+    out, back = gigabytes_per_s(size_bytes, out_s), gigabytes_per_s(size_bytes, back_s)
+    return {
+        "way": way,
+        "bytes": size_bytes,
+        "out_s": out_s,
+        "back_s": back_s,
+        "out_gb_per_s": out,
+        "back_gb_per_s": back,
+        "out_of_limit": out / limit["out_gb_per_s"],
+        "back_of_limit": back / limit["back_gb_per_s"],
+        **more,
+    }
+
+
+def _ours(device: torch.device, size_bytes: int, cycles: int, limit: dict[str, float]) -> list[Row]:
+    """The first cycle, with the arena set up beforehand in the background, and the median of the later ones."""
+    mover = Mover(device)
+    setup_s = timed(lambda: mover.arena.prepare(size_bytes).result(), device)
+    num_regions = max(1, size_bytes // GIB)
+    regions = [allocate_region(size_bytes // num_regions, device, name="bench") for _ in range(num_regions)]
+    for region in regions:
+        region.bytes.random_()
+    samples = [region.bytes[::4099].clone() for region in regions]
+    segment = RegionSegment("bench", regions=regions, away=Residency.OFFLOADED, mover=mover)
+    free_before = free_device_bytes(device)
+    outs, backs, freed = [], [], []
+    for _ in range(cycles + 1):
+        outs.append(timed(lambda: segment.begin(Residency.OFFLOADED).wait(), device))
+        freed.append(free_device_bytes(device) - free_before)
+        backs.append(timed(lambda: segment.begin(Residency.RESIDENT).wait(), device))
+    equal = all(torch.equal(old, region.bytes[::4099]) for old, region in zip(samples, regions, strict=True))
+    more = {"equal": equal, "freed_bytes": min(freed) if device.type == "cuda" else segment.size_bytes}
+    first = _row("colo, first cycle", size_bytes, limit, outs[0], backs[0], arena_setup_s=setup_s, **more)
+    later = _row("colo", size_bytes, limit, statistics.median(outs[1:]), statistics.median(backs[1:]), **more)
+    segment.close()
+    mover.close()
+    clear(device)
+    return [first, later]
+
+
+def _plain(device: torch.device, size_bytes: int) -> tuple[float, float]:
+    tensor = torch.empty(size_bytes, dtype=torch.uint8, device=device).random_()
+    return _out_and_back(
+        device, lambda: tensor.cpu() if device.type == "cuda" else tensor.clone(), lambda h: h.to(device)
+    )
+
+
+def _fresh_pinned(device: torch.device, size_bytes: int) -> tuple[float, float]:
+    tensor = torch.empty(size_bytes, dtype=torch.uint8, device=device).random_()
+
+    def out() -> torch.Tensor:
+        host = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        return host.copy_(tensor, non_blocking=True)
+
+    return _out_and_back(device, out, lambda host: host.to(device, non_blocking=True), fresh=True)
+
+
+def _out_and_back(
+    device: torch.device,
+    out: Callable[[], torch.Tensor],
+    back: Callable[[torch.Tensor], torch.Tensor],
+    *,
+    fresh: bool = False,
+) -> tuple[float, float]:
+    """Medians of three rounds; `fresh` empties torch's cache of pinned memory before each."""
+    outs, backs = [], []
+    for _ in range(3):
+        clear(device)
+        if fresh and device.type == "cuda":
+            torch.accelerator.empty_host_cache() if hasattr(torch.accelerator, "empty_host_cache") else None
+        kept: list[torch.Tensor] = []
+        outs.append(timed(lambda kept=kept: kept.append(out()), device))  # type: ignore[misc]
+        backs.append(timed(lambda kept=kept: kept.append(back(kept[0])), device))  # type: ignore[misc]
+        del kept
+    return statistics.median(outs), statistics.median(backs)
+
+
+def _saver_backup(device: torch.device, size_bytes: int) -> tuple[float, float]:
+    from torch_memory_saver import torch_memory_saver as saver
+
+    with saver.region(tag="bench.backup", enable_cpu_backup=True):
+        tensor = torch.empty(size_bytes, dtype=torch.uint8, device=device)
+    tensor.random_()
+    outs, backs = [], []
+    for _ in range(3):
+        outs.append(timed(lambda: saver.pause("bench.backup"), device))
+        backs.append(timed(lambda: saver.resume("bench.backup"), device))
+    del tensor
+    saver.pause("bench.backup")
+    return statistics.median(outs), statistics.median(backs)
+
+
+def _growth(device: torch.device, size_bytes: int, cycles: int) -> Row:
+    """Device, host and pinned bytes after many cycles against those after two."""
+    import psutil
+
+    mover = Mover(device)
+    region = allocate_region(size_bytes, device, name="growth")
+    segment = RegionSegment("growth", regions=[region], away=Residency.OFFLOADED, mover=mover)
+    process = psutil.Process()
+    readings = []
+    for cycle in range(cycles):
+        segment.begin(Residency.OFFLOADED).wait()
+        segment.begin(Residency.RESIDENT).wait()
+        if cycle in (1, cycles - 1):
+            clear(device)
+            readings.append((free_device_bytes(device), process.memory_info().rss, mover.arena.pinned_bytes))
+    segment.close()
+    mover.close()
+    (free_a, rss_a, pinned_a), (free_b, rss_b, pinned_b) = readings
+    return {
+        "way": f"colo, growth over {cycles} cycles",
+        "bytes": size_bytes,
+        "device_growth_bytes": free_a - free_b if device.type == "cuda" else 0,
+        "host_growth_bytes": rss_b - rss_a,
+        "pinned_growth_bytes": pinned_b - pinned_a,
+    }
