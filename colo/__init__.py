@@ -1,1 +1,47 @@
 """colo: one GPU, an inference engine and a trainer that take turns on one copy of the weights."""
+
+from typing import TYPE_CHECKING, Any
+
+from colo.config import Offload, RuntimeConfig
+from colo.engines.base import Completion, SamplingParams, SleepLevel
+from colo.errors import BudgetError, ColoError, EngineLost, PhaseError, StaleWeights, TransferError, Unsupported
+from colo.phases.phase import Phase, Residency
+
+if TYPE_CHECKING:
+    from colo.assembly import launch, share
+    from colo.runtime import Runtime
+
+__all__ = [
+    "BudgetError",
+    "ColoError",
+    "Completion",
+    "EngineLost",
+    "Offload",
+    "Phase",
+    "PhaseError",
+    "Residency",
+    "Runtime",
+    "RuntimeConfig",
+    "SamplingParams",
+    "SleepLevel",
+    "StaleWeights",
+    "TransferError",
+    "Unsupported",
+    "launch",
+    "share",
+]
+
+_HEAVY = {"launch": "colo.assembly", "share": "colo.assembly", "Runtime": "colo.runtime"}
+"""Names whose modules import torch and transformers, which takes seconds: loaded when they are first used."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HEAVY:
+        raise AttributeError(f"module 'colo' has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(_HEAVY[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HEAVY])

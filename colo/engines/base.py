@@ -201,6 +201,12 @@ class Engine(Protocol):
     def record_plan(self, source: Mapping[str, torch.Tensor]) -> LoadPlan:
         """Record what the engine's own loader does with `source`, in Hugging Face names; no byte is moved."""
 
+    def share_weights(self) -> None:
+        """Let a trainer work on the engine's own memory (`LoadPlan.aliases`): from now on it never leaves the device.
+
+        Raises: `PhaseError` unless the weights are resident.
+        """
+
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Run the engine's own loader, the authority on names, fusion and padding. `PhaseError` while asleep."""
 

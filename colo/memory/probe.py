@@ -39,6 +39,25 @@ def available_host_bytes() -> int:
     return available_bytes if limit_bytes is None else min(available_bytes, limit_bytes)
 
 
+class PeakMeter:
+    """How far torch's allocations on a CUDA device rise above where they were at `start`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._base_bytes: int | None = None
+
+    def start(self) -> None:
+        """Begin to measure. Resets torch's peak statistics, as `torch.cuda.reset_peak_memory_stats` does."""
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+            self._base_bytes = torch.cuda.memory_allocated(self._device)
+
+    def stop(self) -> int | None:
+        """Bytes above the start; `None` on the CPU, which does not count them, or without a start."""
+        base_bytes, self._base_bytes = self._base_bytes, None
+        return None if base_bytes is None else torch.cuda.max_memory_allocated(self._device) - base_bytes
+
+
 def local_cpus(device: torch.device) -> set[int]:
     """CPUs on the NUMA node of a GPU, or every CPU this process may use where the node is not known."""
     allowed = os.sched_getaffinity(0)

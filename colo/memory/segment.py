@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol, runtime_checkable
 
-from colo.phases.phase import Residency
+from colo.phases.phase import Residency, check_move
 
 
 class Move(Protocol):
@@ -68,3 +68,26 @@ class Done:
 
     def wait(self) -> None:
         """Return at once."""
+
+
+class FixedSegment:
+    """A segment that never moves: memory that stays resident, or that is someone else's (`SHARED`)."""
+
+    away = None
+    host_bytes = 0
+
+    def __init__(self, name: str, size_bytes: int, residency: Residency) -> None:
+        self.name = name
+        self.size_bytes = size_bytes
+        self.residency = residency
+
+    @property
+    def device_bytes(self) -> int:
+        """Device bytes of its own."""
+        return self.size_bytes if self.residency is Residency.RESIDENT else 0
+
+    def begin(self, target: Residency) -> Move:
+        """Refuse every move. Raises: `PhaseError`."""
+        if target is not self.residency:
+            check_move(self.name, Residency.SHARED, target)
+        return Done()

@@ -60,6 +60,9 @@ class Scheduler:
         self.promised_bytes = 0
         """Device bytes that the current phase was promised at most."""
 
+        self.side_by_side = True
+        """Whether late segments of the current phase fit beside its working memory."""
+
     @property
     def segments(self) -> Mapping[str, Segment]:
         """Every segment by name."""
@@ -96,6 +99,7 @@ class Scheduler:
             self._run(transition)
         self.phase = target
         self.promised_bytes = transition.promised_bytes
+        self.side_by_side = transition.side_by_side
         self.sample()
         return transition
 

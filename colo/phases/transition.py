@@ -93,6 +93,9 @@ class Transition:
     promised_bytes: int
     """Device bytes of the whole target phase: resident segments, late ones and working memory."""
 
+    side_by_side: bool
+    """Whether late segments fit beside the working memory, rather than after it."""
+
     @property
     def moved_bytes(self) -> int:
         """Bytes that cross the bus."""
@@ -136,6 +139,7 @@ def plan_transition(
         before=ledger,
         after=after,
         peak_bytes=peak_bytes,
+        side_by_side=side_by_side,
         promised_bytes=after.device_bytes
         + (late_bytes + working_bytes if side_by_side else max(late_bytes, working_bytes)),
     )

@@ -1,0 +1,260 @@
+"""`launch` and `share`: the two ways to get a runtime."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
+
+from colo.config import RuntimeConfig
+from colo.engines.layout import bind, empty_model
+from colo.engines.torch import TorchEngine
+from colo.errors import BudgetError, Unsupported
+from colo.memory.offload import Mover
+from colo.memory.probe import free_device_bytes
+from colo.optim import MakeOptimizer, MasterWeights
+from colo.runtime import Runtime
+from colo.units import GIB, MIB, format_bytes
+from colo.weights.load_plan import LoadPlan
+from colo.weights.sources.module import ModuleSource
+from colo.weights.sources.peft import check_lora_config
+from colo.weights.transports.base import Transport
+from colo.weights.transports.local import LocalTransport
+from colo.weights.transports.shared import SharedTransport, is_same_memory
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
+    from colo.engines.base import Engine
+
+FULL_LEARNING_RATE = 1e-6
+LORA_LEARNING_RATE = 1e-5
+MAX_DEFAULT_SEQUENCES = 64
+"""The KV cache holds so many sequences of the model's full length unless told otherwise."""
+
+_UNPLANNED_FRACTION = 0.03
+"""Share of a GPU left to workspaces and fragmentation when no limit is given."""
+
+
+def launch(
+    model: str | os.PathLike[str] | PretrainedConfig,
+    *,
+    lora: LoraConfig | None = None,
+    optimizer: MakeOptimizer | None = None,
+    device: str | torch.device | None = None,
+    dtype: torch.dtype | None = None,
+    tokenizer: Any = None,
+    config: RuntimeConfig | None = None,
+) -> Runtime:
+    """Start an engine and build a model to train on one copy of the weights.
+
+    `model` is a folder or a hub id with a checkpoint, or a transformers config for random weights. With `lora` the base
+    is frozen and shared, and an adapter is trained. `optimizer` builds the optimizer from the trainable parameters; by
+    default see `default_optimizer`. `dtype` defaults to bf16 on CUDA and to fp32 on the CPU, where bf16 is slow.
+
+    Raises: `BudgetError` before anything is allocated when weights and KV cache do not fit; `Unsupported` for a LoRA
+    setting that an engine cannot apply; whatever transformers raises for a checkpoint it cannot read.
+    """
+    config = config or RuntimeConfig()
+    target = _device(device)
+    dtype = dtype or (torch.bfloat16 if target.type == "cuda" else torch.float32)
+    if lora is not None:
+        check_lora_config(lora)
+    checkpoint = _load_checkpoint(model, dtype)
+    capacity_bytes = _capacity(config, target, held_bytes=0)
+    kv_cache_bytes = config.kv_cache_bytes or _default_kv_bytes(checkpoint, dtype, capacity_bytes, target)
+    _admit(checkpoint, kv_cache_bytes, capacity_bytes)
+    mover = Mover(target, host_limit_bytes=config.host_limit_bytes, chunk_bytes=config.chunk_bytes)
+    engine = TorchEngine(checkpoint.config, device=target, dtype=dtype, kv_cache_bytes=kv_cache_bytes, mover=mover)
+    engine.module.generation_config = checkpoint.generation_config
+    engine.load_weights(checkpoint.named_parameters())
+    trained = _model_over(engine, checkpoint, dtype)
+    del checkpoint
+    if lora is not None:
+        from peft import get_peft_model
+
+        trained = get_peft_model(trained, lora)
+    return _assemble(
+        engine,
+        trained,
+        (optimizer or default_optimizer)([p for p in trained.parameters() if p.requires_grad]),
+        mover=mover,
+        config=config,
+        capacity_bytes=capacity_bytes,
+        tokenizer=tokenizer if tokenizer is not None else _tokenizer(model),
+        owns_model=True,
+    )
+
+
+def share(
+    engine: TorchEngine,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    tokenizer: Any = None,
+    config: RuntimeConfig | None = None,
+) -> Runtime:
+    """Let your own engine, model and optimizer take turns.
+
+    Where the engine's memory can hold the model's parameters as they are (same dtype, every byte by a plain copy), they
+    move there, under the same `nn.Parameter` objects, and nothing is ever sent; otherwise each side keeps its own and
+    the weights are copied at every rollout that follows a step. `rt.transport.reason` says which, and why.
+
+    Raises: `Unsupported` when model and engine are on different devices, `TransferError` when the model lacks weights
+    that the engine needs.
+    """
+    config = config or RuntimeConfig()
+    devices = {p.device for p in model.parameters()}
+    if devices != {engine.device}:
+        names = ", ".join(sorted(map(str, devices)))
+        raise Unsupported(f"the engine is on {engine.device} and the model on {names}: they share one device")
+    held_bytes = sum(s.device_bytes for s in engine.segments) + sum(p.nbytes for p in model.parameters())
+    return _assemble(
+        engine,
+        model,
+        optimizer,
+        mover=engine.mover,
+        config=config,
+        capacity_bytes=_capacity(config, engine.device, held_bytes=held_bytes),
+        tokenizer=tokenizer,
+        owns_model=False,
+    )
+
+
+def default_optimizer(params: Any) -> torch.optim.Optimizer:
+    """AdamW with fp32 masters for 16-bit parameters (learning rate 1e-6), or without for fp32 ones (1e-5)."""
+    params = list(params)
+    fused = all(p.device.type == "cuda" for p in params)
+    if any(p.element_size() < 4 for p in params):
+        return MasterWeights(lambda ps: torch.optim.AdamW(ps, lr=FULL_LEARNING_RATE, fused=fused))(params)
+    return torch.optim.AdamW(params, lr=LORA_LEARNING_RATE, fused=fused)
+
+
+def choose_transport(engine: Engine, model: nn.Module) -> Transport:
+    """Share memory where every parameter can be the engine's own, and copy, with the reason, where not."""
+    source = ModuleSource(model)
+    tensors = source.tensors()
+    plan = engine.record_plan(tensors)
+    aliases = plan.aliases
+    why_not = _why_not_shared(plan, aliases, tensors)
+    if why_not is not None:
+        return LocalTransport(source, engine, plan, why_not_shared=why_not)
+    _move_in(tensors, aliases)
+    engine.share_weights()
+    return SharedTransport(source, aliases)
+
+
+def _assemble(
+    engine: TorchEngine,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    **options: Any,
+) -> Runtime:
+    return Runtime(
+        engine=engine, model=model, optimizer=optimizer, transport=choose_transport(engine, model), **options
+    )
+
+
+def _why_not_shared(
+    plan: LoadPlan, aliases: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]
+) -> str | None:
+    """Why some parameter cannot be the engine's memory, or `None` when all can."""
+    for name, tensor in tensors.items():
+        if name not in aliases:
+            copies = [copy for copy in plan.copies if copy.name == name]
+            if name in plan.fallbacks:
+                return f"{name} cannot be shared: {plan.fallbacks[name]}"
+            if not copies:
+                return f"{name} cannot be shared: the engine does not load it"
+            if copies[0].target.dtype != tensor.dtype:
+                return f"{name} cannot be shared: it is {tensor.dtype} here and {copies[0].target.dtype} in the engine"
+            return f"{name} cannot be shared: the engine lays it out differently"
+    return None
+
+
+def _move_in(tensors: Mapping[str, torch.Tensor], aliases: Mapping[str, torch.Tensor]) -> None:
+    """Make every parameter the engine's memory, with the values it has now. Parameters stay the same objects."""
+    with torch.no_grad():
+        for name, parameter in tensors.items():
+            if not is_same_memory(parameter, aliases[name]):
+                aliases[name].copy_(parameter)
+                parameter.data = aliases[name]
+
+
+def _model_over(engine: TorchEngine, checkpoint: Any, dtype: torch.dtype) -> Any:
+    """A transformers model to train whose parameters are the engine's memory."""
+    model = empty_model(checkpoint.config, dtype=dtype, attn_implementation=None)
+    bind(model, engine.weights.hf_views(), engine.weights.layout.tied)
+    model.generation_config = checkpoint.generation_config
+    model.requires_grad_(True)
+    return model.train()
+
+
+def _load_checkpoint(model: str | os.PathLike[str] | PretrainedConfig, dtype: torch.dtype) -> Any:
+    """The model on the host, with the weights of a checkpoint or random ones."""
+    if isinstance(model, PretrainedConfig):
+        return AutoModelForCausalLM.from_config(model, dtype=dtype)
+    return AutoModelForCausalLM.from_pretrained(os.fspath(model), dtype=dtype)
+
+
+def _tokenizer(model: str | os.PathLike[str] | PretrainedConfig) -> Any:
+    """The checkpoint's tokenizer, or `None` where it has none."""
+    if isinstance(model, PretrainedConfig):
+        return None
+    folder = Path(model)
+    if folder.is_dir() and not any(folder.glob("tokenizer*")):
+        return None
+    return AutoTokenizer.from_pretrained(os.fspath(model))
+
+
+def _device(device: str | torch.device | None) -> torch.device:
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise Unsupported("device='cuda' was asked for, but torch sees no CUDA device: run `colo doctor`")
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def _capacity(config: RuntimeConfig, device: torch.device, *, held_bytes: int) -> int:
+    """Bytes that segments may take: the given limit, or what is free and what they hold already."""
+    if config.device_limit_bytes is not None:
+        return config.device_limit_bytes - config.device_reserve_bytes
+    available_bytes = free_device_bytes(device) + held_bytes
+    unplanned = _UNPLANNED_FRACTION if device.type == "cuda" else 0.0
+    return int(available_bytes * (1 - unplanned)) - config.device_reserve_bytes
+
+
+def _weights_bytes(model: nn.Module) -> int:
+    return sum(p.numel() * p.element_size() for p in model.parameters())
+
+
+def _default_kv_bytes(model: Any, dtype: torch.dtype, capacity_bytes: int, device: torch.device) -> int:
+    """Room for many sequences of full length, within what the weights leave; a CPU is given a GiB at most."""
+    text = model.config.get_text_config()
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    bytes_per_token = 2 * text.num_hidden_layers * heads * head_dim * dtype.itemsize
+    wanted_bytes = MAX_DEFAULT_SEQUENCES * text.max_position_embeddings * bytes_per_token
+    left_bytes = int(0.9 * (capacity_bytes - _weights_bytes(model)))
+    most_bytes = left_bytes if device.type == "cuda" else min(left_bytes, GIB)
+    return max(min(wanted_bytes, most_bytes), min(16 * MIB, bytes_per_token * text.max_position_embeddings))
+
+
+def _admit(model: nn.Module, kv_cache_bytes: int, capacity_bytes: int) -> None:
+    weights_bytes = _weights_bytes(model)
+    if weights_bytes + kv_cache_bytes > capacity_bytes:
+        raise BudgetError(
+            f"weights of {format_bytes(weights_bytes)} and a KV cache of {format_bytes(kv_cache_bytes)} do not fit in "
+            f"{format_bytes(capacity_bytes)}: pass a smaller kv_cache_bytes, a smaller model, or raise "
+            "device_limit_bytes (`colo plan MODEL` shows what fits)",
+            needed_bytes=weights_bytes + kv_cache_bytes,
+            free_bytes=capacity_bytes,
+        )

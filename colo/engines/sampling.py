@@ -1,0 +1,196 @@
+"""Drawing tokens from logits, and keeping what was drawn.
+
+Knows token ids, rows and steps; knows nothing about engines, caches or text.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import secrets
+from collections.abc import Callable, Collection, Sequence
+
+import torch
+
+from colo.engines.base import SamplingParams
+
+_BLOCK_STEPS = 64
+"""Uniforms drawn for a row at a time. Fixed, so that a row's numbers do not depend on how many of them are used."""
+
+_CHUNK_ELEMENTS = 1 << 23
+"""Logits processed at a time: about 200 MB of workspace, whatever the number of rows and the vocabulary."""
+
+
+def processed_logprobs(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    """Log-probabilities (float32, shape of `logits`: [rows, vocab]) of the distribution that `params` draws from.
+
+    Temperature comes first, then min-p, then top-k, then top-p on what top-k has left, the order of vLLM's sampler.
+    Tokens that are equally likely are ranked by id. Temperature 0 gives the unscaled softmax, without filters.
+    """
+    scores = logits.float()
+    if params.temperature == 0:
+        return scores.log_softmax(-1)
+    # Relative to the largest, so that a tiny temperature overflows to -inf (probability zero) and never to inf.
+    scores = (scores - scores.amax(-1, keepdim=True)) / params.temperature
+    if params.min_p > 0:
+        scores = scores.masked_fill(scores < math.log(params.min_p), -math.inf)
+    if 0 < params.top_k < scores.shape[-1] or params.top_p < 1:
+        scores = _keep_top(scores, params.top_k, params.top_p)
+    return scores.log_softmax(-1)
+
+
+def _keep_top(scores: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
+    """`scores` [rows, vocab] with -inf where a token is neither among the `top_k` nor within `top_p`."""
+    ordered, order = scores.sort(dim=-1, descending=True, stable=True)
+    if top_k > 0:
+        ordered[..., top_k:] = -math.inf
+    if top_p < 1:
+        probabilities = ordered.softmax(-1, dtype=torch.float64)
+        more_likely = probabilities.cumsum(-1) - probabilities
+        ordered = ordered.masked_fill(more_likely >= top_p, -math.inf)
+    return scores.scatter(-1, order, ordered)
+
+
+def invert_cdf(probabilities: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+    """Token ids (int64 [rows]) where the cumulative `probabilities` [rows, vocab] pass `uniforms` [rows] in [0, 1).
+
+    Never a token of probability zero. Sums are taken in float64: in float32 the tail of a large vocabulary is lost.
+    """
+    cumulative = probabilities.cumsum(-1, dtype=torch.float64)
+    targets = uniforms[:, None] * cumulative[:, -1:]
+    tokens = torch.searchsorted(cumulative, targets, right=True).clamp_max(probabilities.shape[-1] - 1)
+    # A parallel scan may round two equal sums differently, so that about once in 1e15 draws it points at a token of
+    # probability zero.
+    possible = probabilities.gather(-1, tokens) > 0
+    return torch.where(possible, tokens, probabilities.argmax(-1, keepdim=True))[:, 0]
+
+
+def row_seed(seed: int, prompt_index: int, sample_index: int) -> int:
+    """A seed in [0, 2**63) for one completion: the same in every process, on every platform and in every batch."""
+    key = f"{seed}/{prompt_index}/{sample_index}".encode()
+    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 1
+
+
+class Sampler:
+    """Draws one token a step for each row of a batch.
+
+    Every row has a generator of its own, so that what it draws depends on `(seed, prompt index, sample index, step)`
+    and on its logits, and not on the rows beside it. Torch's global generators are not touched.
+    """
+
+    def __init__(self, params: SamplingParams, rows: Sequence[tuple[int, int]], device: torch.device) -> None:
+        """`rows` are (prompt index, sample index) of the completions, in the order of the rows of the logits."""
+        self._params = params
+        self._greedy = params.temperature == 0
+        self._step = 0
+        self._device = device
+        self._uniforms = torch.zeros(len(rows), _BLOCK_STEPS, dtype=torch.float64, device=device)
+        self._generators: list[torch.Generator] = []
+        if not self._greedy:
+            seed = secrets.randbits(63) if params.seed is None else params.seed
+            self._generators = [torch.Generator().manual_seed(row_seed(seed, *row)) for row in rows]
+
+    def sample(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Draw from `logits` [rows, vocab]: token ids (int64 [rows]) and their log-probabilities (float32 [rows])."""
+        num_rows = max(1, _CHUNK_ELEMENTS // logits.shape[-1])
+        chunks = zip(logits.split(num_rows), self._next_uniforms().split(num_rows), strict=True)
+        tokens, logprobs = zip(*(self._draw(*chunk) for chunk in chunks), strict=True)
+        return torch.cat(tokens), torch.cat(logprobs)
+
+    def keep(self, index: torch.Tensor) -> None:
+        """Go on with the rows `index` (int64) only, in that order."""
+        self._uniforms = self._uniforms[index]
+        if self._generators:
+            self._generators = [self._generators[row] for row in index.tolist()]
+
+    def _draw(self, logits: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        logprobs = processed_logprobs(logits, self._params)
+        tokens = logits.argmax(-1) if self._greedy else invert_cdf(logprobs.exp(), uniforms)
+        return tokens, logprobs.gather(-1, tokens[:, None])[:, 0]
+
+    def _next_uniforms(self) -> torch.Tensor:
+        """One number in [0, 1) for each row (float64 [rows])."""
+        column = self._step % _BLOCK_STEPS
+        if column == 0 and self._generators:
+            blocks = torch.empty(len(self._generators), _BLOCK_STEPS, dtype=torch.float64, device="cpu")
+            for block, generator in zip(blocks, self._generators, strict=True):
+                block.uniform_(generator=generator)
+            self._uniforms = blocks.to(self._device)
+        self._step += 1
+        return self._uniforms[:, column]
+
+
+class Transcript:
+    """What has been drawn for each row so far, and which rows go on.
+
+    A row ends with the first of the stop tokens, which it keeps, or at `max_tokens`. Rows that have ended may stay in
+    the batch: what is drawn for them afterwards is dropped.
+    """
+
+    def __init__(self, num_rows: int, max_tokens: int, stop_token_ids: Collection[int], device: torch.device) -> None:
+        self._tokens = torch.zeros(num_rows, max_tokens, dtype=torch.int64, device=device)
+        self._logprobs = torch.zeros(num_rows, max_tokens, dtype=torch.float32, device=device)
+        self._lengths = torch.full((num_rows,), max_tokens, device=device)
+        self._stopped = torch.zeros(num_rows, dtype=torch.bool, device=device)
+        self._rows = torch.arange(num_rows, device=device)
+        self._stop_token_ids = torch.tensor(sorted(stop_token_ids), dtype=torch.int64, device=device)
+        self._step = 0
+
+    def append(self, tokens: torch.Tensor, logprobs: torch.Tensor) -> int:
+        """Note one step of the rows in the batch (int64 and float32 [rows]) and return how many of them go on.
+
+        Waits for the device once, unless nothing can stop a row.
+        """
+        self._tokens[self._rows, self._step] = tokens
+        self._logprobs[self._rows, self._step] = logprobs
+        self._step += 1
+        if self._step == self._tokens.shape[1]:
+            return 0
+        if not self._stop_token_ids.numel():
+            return len(self._rows)
+        stopped = self._stopped[self._rows]
+        stops_now = torch.isin(tokens, self._stop_token_ids) & ~stopped
+        self._lengths[self._rows] = torch.where(stops_now, self._step, self._lengths[self._rows])
+        self._stopped[self._rows] = stopped | stops_now
+        return len(self._rows) - int((stopped | stops_now).sum())
+
+    def shrink(self) -> torch.Tensor:
+        """Drop the rows that have ended from the batch; returns the positions (int64) of those that go on."""
+        index = (~self._stopped[self._rows]).nonzero()[:, 0]
+        self._rows = self._rows[index]
+        return index
+
+    def results(self) -> list[tuple[tuple[int, ...], tuple[float, ...]]]:
+        """Tokens and their log-probabilities of every row, in the order of the first batch."""
+        tokens, logprobs = self._tokens[:, : self._step].tolist(), self._logprobs[:, : self._step].tolist()
+        lengths = self._lengths.tolist()
+        return [(tuple(t[:n]), tuple(p[:n])) for t, p, n in zip(tokens, logprobs, lengths, strict=True)]
+
+
+def sample_rows(
+    logits: torch.Tensor,
+    rows: Sequence[tuple[int, int]],
+    params: SamplingParams,
+    stop_token_ids: Collection[int],
+    *,
+    advance: Callable[[torch.Tensor], torch.Tensor],
+    keep: Callable[[torch.Tensor], None],
+) -> Transcript:
+    """Draw until every row has ended, starting from `logits` [rows, vocab].
+
+    `advance` takes the tokens just drawn (int64 [rows in the batch]) and returns the next logits. `keep` is told which
+    rows (int64 positions) stay in the batch, whenever half of them have ended, before `advance` is next called.
+    """
+    sampler = Sampler(params, rows, logits.device)
+    transcript = Transcript(len(rows), params.max_tokens, stop_token_ids, logits.device)
+    while True:
+        tokens, logprobs = sampler.sample(logits)
+        num_running = transcript.append(tokens, logprobs)
+        if num_running == 0:
+            return transcript
+        if 2 * num_running <= len(tokens):
+            index = transcript.shrink()
+            sampler.keep(index)
+            keep(index)
+            tokens = tokens[index]
+        logits = advance(tokens)

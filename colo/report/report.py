@@ -1,0 +1,89 @@
+"""What `rt.report()` returns and `rt.plot()` writes: the tables, the picture, and the runtime's reasons."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.text import Text
+
+from colo.phases.phase import Phase
+from colo.report.plot import write_html, write_png
+from colo.report.table import report_tables, summary
+from colo.report.trace import Trace
+from colo.units import format_bytes
+
+if TYPE_CHECKING:
+    from colo.runtime import Runtime
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """A run so far: printable, showable in a notebook, and plain data through `to_json`."""
+
+    facts: Mapping[str, str]
+    """What the runtime is and chose, name to sentence."""
+
+    trace: Trace
+
+    @classmethod
+    def of(cls, runtime: Runtime) -> Report:
+        """The report of a runtime as it stands."""
+        return cls(facts=_facts(runtime), trace=runtime.trace)
+
+    def to_json(self) -> dict[str, object]:
+        """Facts and figures as plain data."""
+        return {"facts": dict(self.facts), **summary(self.trace)}
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        width = max(map(len, self.facts))
+        for name, sentence in self.facts.items():
+            yield Text.assemble((f"{name:<{width}}  ", "bold"), sentence)
+        yield from report_tables(self.trace)
+
+    def __str__(self) -> str:
+        console = Console(width=100, no_color=True, force_terminal=False, record=False)
+        with console.capture() as capture:
+            console.print(self)
+        return capture.get()
+
+
+def write_picture(runtime: Runtime, path: Path, *, title: str) -> Path:
+    """Write the run as a static HTML file or, for `.png`, as a picture. Raises: `ValueError` for another suffix."""
+    if path.suffix == ".png":
+        write_png(runtime.trace, path, title=title)
+    elif path.suffix == ".html":
+        write_html(runtime.trace, path, title=title, facts=_facts(runtime))
+    else:
+        raise ValueError(f"cannot plot to {path}: name a file that ends in .html or .png")
+    return path
+
+
+def _facts(runtime: Runtime) -> dict[str, str]:
+    rollout, train = (runtime.trace.peak_bytes(phase) for phase in (Phase.ROLLOUT, Phase.TRAIN))
+    facts = {
+        "engine": f"{runtime.engine.name} on {runtime.device}",
+        "weights": f"{runtime.transport.name}: {runtime.transport.reason}",
+        "version": f"{runtime.weights_version} published in {len(runtime.publications)} times, "
+        f"{format_bytes(runtime.bytes_synced)} copied",
+        "peak": f"rollout {format_bytes(rollout)}, train {format_bytes(train)}, "
+        f"ever {format_bytes(runtime.trace.peak_bytes())}",
+        "offload": f"{runtime.config.offload}: {_why_offload(runtime)}",
+    }
+    changed = runtime.trace.metrics.get("changed_fraction")
+    if changed:
+        facts["changed"] = f"{changed[-1]:.1%} of the 16-bit weights in the last step"
+    mismatch = runtime.trace.metrics.get("mismatch")
+    if mismatch:
+        facts["mismatch"] = f"{mismatch[-1]:.2g} mean |log p(engine) - log p(trainer)| in the last step"
+    return facts
+
+
+def _why_offload(runtime: Runtime) -> str:
+    moved = sorted({s.name.removeprefix("out ") for s in runtime.trace.spans if s.name.startswith("out ")})
+    if moved:
+        return f"{', '.join(moved)} left the device for rollouts"
+    return "nothing had to leave the device"

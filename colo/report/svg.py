@@ -1,0 +1,345 @@
+"""Drawing with strings: escaped markup, a plotting frame with axes, and the look of the report page.
+
+Knows nothing of traces. Colours are those of Okabe and Ito (https://jfly.uni-koeln.de/color/), which stay apart for
+readers with any kind of colour blindness; they are the same on light and on dark paper.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from html import escape
+from itertools import pairwise
+from typing import NamedTuple
+
+from colo.units import GIB, KIB, MIB
+
+BLUE, SKY, GREEN, YELLOW = "#0072b2", "#56b4e9", "#009e73", "#f0e442"
+ORANGE, VERMILLION, PURPLE, GREY = "#e69f00", "#d55e00", "#cc79a7", "#b3bac2"
+DARK = frozenset({BLUE, GREEN, VERMILLION})
+"""Colours that white text can be read on; black text on the others."""
+
+STYLE = """
+:root { color-scheme: light dark; --paper: #ffffff; --ink: #1a1f26; --muted: #5a6572; --line: #dde2e7;
+  --soft: #f5f7f9; --curve: #0072b2; }
+@media (prefers-color-scheme: dark) { :root { --paper: #13171c; --ink: #e6eaee; --muted: #98a4b1; --line: #2b323a;
+  --soft: #1b2127; --curve: #56b4e9; } }
+@media print { :root { --paper: #ffffff; --ink: #000000; --muted: #444444; --line: #cccccc; --soft: #f5f5f5;
+  --curve: #0072b2; }  figure, table, .tiles { break-inside: avoid; }
+  * { print-color-adjust: exact; -webkit-print-color-adjust: exact; } }
+@media (max-width: 720px) { figure { overflow-x: auto; }  figure > svg { min-width: 640px; } }
+* { box-sizing: border-box; }
+body { margin: 0 auto; padding: 40px 24px 56px; max-width: 1048px; background: var(--paper); color: var(--ink);
+  font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif;
+  font-variant-numeric: tabular-nums; }
+h1 { margin: 0; font-size: 28px; line-height: 1.2; }  h2 { margin: 0; font-size: 17px; line-height: 1.3; }
+p { margin: 4px 0 0; color: var(--muted); max-width: 110ch; }
+footer { margin-top: 44px; color: var(--muted); font-size: 13px; }
+figure { margin: 40px 0 0; min-width: 0; }
+figure svg { display: block; width: 100%; height: auto; margin-top: 10px; overflow: visible; }
+.pair { display: grid; grid-template-columns: repeat(auto-fit, minmax(420px, 1fr)); gap: 0 32px; }
+.pair figure { display: flex; flex-direction: column; }  .pair svg { margin-top: auto; padding-top: 10px; }
+.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(170px, 1fr)); gap: 16px; margin: 28px 0 0; }
+.tiles div { padding: 14px 16px; border-radius: 8px; background: var(--soft); }
+.tiles dt, .facts dt { color: var(--muted); font-size: 13px; }
+.tiles dd { margin: 0; font-size: 24px; font-weight: 600; line-height: 1.3; }
+.tiles dd + dd { color: var(--muted); font-size: 13px; font-weight: 400; }
+.facts { display: grid; grid-template-columns: repeat(auto-fill, minmax(280px, 1fr)); gap: 10px 24px;
+  margin: 24px 0 0; }  .facts dd { margin: 0; overflow-wrap: anywhere; }
+.legend { display: flex; flex-wrap: wrap; gap: 4px 22px; margin: 10px 0 0; padding: 0; list-style: none;
+  font-size: 13px; }  .legend b { margin-left: 6px; color: var(--muted); font-weight: 400; }
+.legend i { display: inline-block; width: 11px; height: 11px; margin-right: 7px; border-radius: 2px; }
+.wide { overflow-x: auto; }
+table { width: 100%; margin-top: 10px; border-collapse: collapse; font-size: 14px; }
+th { color: var(--muted); font-weight: 500; }
+th, td { padding: 5px 0 5px 18px; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap; }
+th:first-child, td:first-child { padding-left: 0; text-align: left; }
+svg text { fill: var(--muted); font-size: 12px; }  svg .ink { fill: var(--ink); }
+svg .on { font-size: 11px; pointer-events: none; }
+svg .grid { stroke: var(--line); stroke-width: 1; }
+svg .limit { stroke: var(--ink); stroke-width: 1.25; stroke-dasharray: 6 4; }
+svg .trace { fill: none; stroke: var(--ink); stroke-width: 1; stroke-opacity: 0.65; }
+svg .cut { stroke: var(--paper); stroke-width: 0.5; }
+"""
+"""Style sheet of the page: light, dark and printed."""
+
+
+class Markup(str):
+    """Text that is markup already and is not escaped again."""
+
+    __slots__ = ()
+
+
+def markup(*parts: str) -> Markup:
+    """Join parts; those that are not `Markup` are escaped."""
+    return Markup("".join(part if isinstance(part, Markup) else escape(part) for part in parts))
+
+
+def element(tag: str, *children: str, **attributes: str | float) -> Markup:
+    """One element. Children that are not `Markup` and all attributes are escaped.
+
+    An attribute's name may end in an underscore (`class_`) and has `-` where Python needs `_`; numbers are written
+    with at most two decimals.
+    """
+    written = "".join(
+        f' {name.rstrip("_").replace("_", "-")}="{escape(value if isinstance(value, str) else number(value))}"'
+        for name, value in attributes.items()
+    )
+    return Markup(f"<{tag}{written}>{markup(*children)}</{tag}>")
+
+
+def number(value: float) -> str:
+    """A coordinate with at most two decimals."""
+    return f"{value:.2f}".rstrip("0").rstrip(".")
+
+
+def rect(x: float, y: float, width: float, height: float, *, title: str = "", **attributes: str | float) -> Markup:
+    """A rectangle; `title` shows when the pointer rests on it."""
+    children = [element("title", title)] if title else []
+    return element("rect", *children, x=x, y=y, width=width, height=height, **attributes)
+
+
+def text(x: float, y: float, content: str, **attributes: str | float) -> Markup:
+    """A line of text whose baseline starts at (x, y)."""
+    return element("text", content, x=x, y=y, **attributes)
+
+
+def line(x1: float, y1: float, x2: float, y2: float, **attributes: str | float) -> Markup:
+    """A straight line."""
+    return element("line", x1=x1, y1=y1, x2=x2, y2=y2, **attributes)
+
+
+def path(points: Iterable[tuple[float, float]], *, closed: bool = False) -> str:
+    """The `d` of a path through points."""
+    body = "L".join(f"{number(x)} {number(y)}" for x, y in points)
+    return f"M{body}{'Z' if closed else ''}"
+
+
+def staircase(points: Sequence[tuple[float, float]], end_x: float) -> list[tuple[float, float]]:
+    """The corners of a series that keeps each value until the next point, the last one until `end_x`."""
+    corners = list(points[:1])
+    for (_, before), (x, y) in pairwise(points):
+        if y != before:
+            corners += [(x, before), (x, y)]
+    return [*corners, (max(end_x, corners[-1][0]), corners[-1][1])] if corners else []
+
+
+def ticks(low: float, high: float, count: int = 5) -> list[float]:
+    """About `count` round values (1, 2 or 5 times a power of ten apart) from `low` to `high`."""
+    if not high > low:
+        return [low]
+    rough = (high - low) / count
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = min((factor * power for factor in (1, 2, 5, 10)), key=lambda step: abs(math.log(rough / step)))
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return [round(i * step, 12) for i in range(first, last + 1)]
+
+
+Unit = tuple[float, float, str]
+"""From which size on a unit is used, what one of it is, and its name."""
+
+TIME_UNITS: Sequence[Unit] = ((10800, 3600, "h"), (600, 60, "min"), (1, 1, "s"), (1e-3, 1e-3, "ms"), (0, 1e-6, "us"))
+BYTE_UNITS: Sequence[Unit] = ((GIB, GIB, "GiB"), (MIB, MIB, "MiB"), (KIB, KIB, "KiB"), (0, 1, "B"))
+PLAIN_UNITS: Sequence[Unit] = ((-math.inf, 1, ""),)
+
+
+def count_ticks(count: int) -> list[tuple[float, str]]:
+    """Round whole numbers from 1 to `count`, each in the middle of its unit: 1 at 0.5."""
+    return [(tick - 0.5, f"{tick:g}") for tick in ticks(1, count) if tick == int(tick)]
+
+
+def unit_ticks(low: float, high: float, units: Sequence[Unit], count: int = 5) -> list[tuple[float, str]]:
+    """Round values from `low` to `high` in the unit that suits `high`, each with its label."""
+    _, factor, name = next(unit for unit in units if high >= unit[0])
+    values = ticks(low / factor, high / factor, count)
+    return [(tick * factor, f"{tick:g} {name}".rstrip() if tick else "0") for tick in values]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Frame:
+    """The area of a chart between its axes: values in, pixels out."""
+
+    width: float
+    height: float
+    """Pixels of the whole drawing, axes included."""
+
+    x_max: float
+    """Value at the right edge; the left edge is `x_min`."""
+
+    y_max: float
+    """Value at the upper edge; the lower edge is `y_min`."""
+
+    x_min: float = 0.0
+    y_min: float = 0.0
+    left: float = 64.0
+    right: float = 8.0
+    top: float = 12.0
+    bottom: float = 26.0
+
+    @property
+    def floor(self) -> float:
+        """Pixel row of the lower edge."""
+        return self.height - self.bottom
+
+    @property
+    def end(self) -> float:
+        """Pixel column of the right edge."""
+        return self.width - self.right
+
+    def x(self, value: float) -> float:
+        """Pixel column of a value."""
+        return self.left + (value - self.x_min) / (self.x_max - self.x_min or 1.0) * (self.end - self.left)
+
+    def y(self, value: float) -> float:
+        """Pixel row of a value."""
+        return self.floor - (value - self.y_min) / (self.y_max - self.y_min or 1.0) * (self.floor - self.top)
+
+    def time_ticks(self) -> list[tuple[float, str]]:
+        """Labels for an x axis in seconds, counted from its left edge."""
+        ticks = unit_ticks(0, self.x_max - self.x_min, TIME_UNITS, 8)
+        return [(self.x_min + value, label) for value, label in ticks]
+
+    def axes(self, x_ticks: Iterable[tuple[float, str]], y_ticks: Iterable[tuple[float, str]]) -> Markup:
+        """Grid lines and labels for pairs of a value and its label."""
+        parts = []
+        for value, label in y_ticks:
+            row = self.y(value)
+            parts.append(line(self.left, row, self.end, row, class_="grid"))
+            parts.append(text(self.left - 8, row + 4, label, text_anchor="end"))
+        for value, label in x_ticks:
+            column = self.x(value)
+            parts.append(line(column, self.floor, column, self.floor + 4, class_="grid"))
+            parts.append(text(column, self.floor + 18, label, text_anchor="middle"))
+        return markup(*parts)
+
+    def drawing(self, label: str, *children: str) -> Markup:
+        """The finished `svg` element; `label` is what a screen reader says."""
+        box = f"0 0 {number(self.width)} {number(self.height)}"
+        return element("svg", *children, viewBox=box, role="img", aria_label=label, width=self.width)
+
+
+class Series(NamedTuple):
+    """Values of one kind, how they are drawn, and what is said of them."""
+
+    values: Sequence[float]
+    colour: str
+    label: str
+    detail: str
+
+    @property
+    def title(self) -> str:
+        """What shows when the pointer rests on it."""
+        return f"{self.label}: {self.detail}"
+
+
+def areas(frame: Frame, xs: Sequence[float], stack: Iterable[Series]) -> Markup:
+    """Series on top of each other at common places `xs`; a value holds until the next place, the last to the end."""
+    parts, columns, base = [], [frame.x(x) for x in xs], [0.0] * len(xs)
+    for series in stack:
+        top = [below + value for below, value in zip(base, series.values, strict=True)]
+        lower, upper = (staircase(list(zip(columns, map(frame.y, v), strict=True)), frame.end) for v in (base, top))
+        outline = path([*upper, *reversed(lower)], closed=True)
+        title = element("title", series.title)
+        parts.append(element("path", title, d=outline, fill=series.colour, fill_opacity=0.9, class_="cut"))
+        base = top
+    return markup(*parts)
+
+
+def stacked_bar(frame: Frame, left: float, right: float, stack: Iterable[Series]) -> Markup:
+    """The first value of each series on top of the one before, between two places of the x axis."""
+    parts, base, inset = [], 0.0, 0.08 * (frame.x(right) - frame.x(left))
+    for series in stack:
+        top = base + series.values[0]
+        place = (frame.x(left) + inset, frame.y(top), frame.x(right) - frame.x(left) - 2 * inset)
+        parts.append(rect(*place, frame.y(base) - frame.y(top), title=series.title, fill=series.colour))
+        base = top
+    return markup(*parts)
+
+
+def extremes(values: Sequence[float], num_bins: int = 400) -> list[int]:
+    """Which values of a series to draw: the finite ones; of many the first, the last, and each bin's least and most."""
+    finite = [i for i, value in enumerate(values) if math.isfinite(value)]
+    size = max(1, len(finite) // num_bins)
+    keep = {*finite[:1], *finite[-1:]}
+    for first in range(0, len(finite), size):
+        part = finite[first : first + size]
+        keep |= {min(part, key=values.__getitem__), max(part, key=values.__getitem__)}
+    return sorted(keep)
+
+
+def curve(series: Series, units: Sequence[Unit], *, width: float, height: float) -> Markup:
+    """A drawing of a line through one value for each step, with a dot on each where there is room for them.
+
+    Values that are not finite are gaps in what is drawn; at least one must be finite.
+    """
+    values, count = series.values, len(series.values)
+    shown = extremes(values)
+    low, high = min(values[i] for i in shown), max(values[i] for i in shown)
+    margin = (high - low) * 0.08 or abs(high) * 0.1 or 1.0
+    frame = Frame(width=width, height=height, x_max=count, y_min=low - margin, y_max=high + margin)
+    points = [(frame.x(i + 0.5), frame.y(values[i])) for i in shown]
+    parts = [element("path", element("title", series.title), d=path(points), fill="none", stroke_width=1.75)]
+    if len(points) <= (frame.end - frame.left) / 8:
+        parts += [element("circle", cx=x, cy=y, r=3) for x, y in points]
+    axes = frame.axes(count_ticks(count), unit_ticks(frame.y_min, frame.y_max, units))
+    group = element("g", *parts, style=f"fill:{series.colour};stroke:{series.colour}")
+    return frame.drawing(series.title, axes, group)
+
+
+def visible(
+    frame: Frame, stretches: Sequence[tuple[float, float]], least: float = 1.0
+) -> Iterator[tuple[int, float, float]]:
+    """Stretches of the x axis as bars: the index of each, its left edge and its width in pixels, at least `least`.
+
+    Those outside the frame are left out, and of shorter ones those that begin where another was just drawn, so that
+    any number of stretches gives at most one short bar for each `least` pixels.
+    """
+    taken = -math.inf
+    for index in sorted(range(len(stretches)), key=lambda i: (stretches[i][0], -stretches[i][1])):
+        start, end = stretches[index]
+        left, right = frame.x(max(start, frame.x_min)), frame.x(min(end, frame.x_max))
+        short = right - left < least
+        if end < frame.x_min or start > frame.x_max or (short and left < taken):
+            continue
+        taken = left + least if short else taken
+        yield index, left, max(right - left, least)
+
+
+def legend(items: Iterable[tuple[str, str, str]]) -> Markup:
+    """Entries of a colour, a label and a figure beside it."""
+    entries = (
+        element("li", element("i", style=f"background:{colour}"), label, *([element("b", detail)] if detail else []))
+        for colour, label, detail in items
+    )
+    return element("ul", *entries, class_="legend")
+
+
+def tiles(items: Iterable[tuple[str, str, str]]) -> Markup:
+    """Large figures: a caption, the figure, and a line below it."""
+    parts = (element("div", element("dt", a), element("dd", b), element("dd", c)) for a, b, c in items)
+    return element("dl", *parts, class_="tiles")
+
+
+def table(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> Markup:
+    """A table; the first column is text, the others are figures."""
+    head = element("tr", *(element("th", column) for column in columns))
+    body = (element("tr", *(element("td", cell) for cell in row)) for row in rows)
+    whole = element("table", element("thead", head), element("tbody", *body))
+    return element("div", whole, class_="wide")
+
+
+def figure(title: str, caption: str, *children: str) -> Markup:
+    """A heading, a line that explains, and a picture or a table."""
+    about = [element("p", caption)] if caption else []
+    return element("figure", element("figcaption", element("h2", title), *about), *children)
+
+
+def page(title: str, *children: str) -> str:
+    """A whole HTML document that needs nothing but itself."""
+    head = (
+        Markup('<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'),
+        element("title", title),
+        element("style", Markup(STYLE)),
+    )
+    return "<!doctype html>\n" + element("html", element("head", *head), element("body", *children), lang="en") + "\n"

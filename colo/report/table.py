@@ -1,0 +1,358 @@
+"""A trace as figures, and the figures as tables for a terminal.
+
+`summary` is for machines, `report_tables` and `render_text` for people; all three show the same numbers. Sizes are
+binary (GiB), rates decimal (GB/s), as elsewhere in colo.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import statistics
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import islice, pairwise
+from typing import NamedTuple
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from colo.phases.phase import Phase
+from colo.report.trace import MemorySample, Span, Trace
+from colo.units import format_bytes, format_seconds
+
+PHASES = (Phase.ROLLOUT, Phase.SYNC, Phase.TRAIN, Phase.IDLE)
+"""The order in which phases are reported."""
+
+PARTS = ("rollout", "sync", "train", "switch", "idle")
+"""What the seconds of one training step are divided into; `switch` is transitions outside of every phase."""
+
+EMPTY = "Nothing was recorded: this trace has no spans, no memory samples and no metrics."
+
+_SWITCHING = ("step", "transition", "switch")
+_BARS = "".join(map(chr, range(0x2581, 0x2589)))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PhaseFigures:
+    """One row of the phase table."""
+
+    phase: Phase
+    count: int
+    total_s: float
+    mean_s: float
+    share: float
+    """Of the seconds of all training steps, 0 to 1; what is missing from 1 is switching and idling."""
+
+    peak_bytes: int
+    """The most device bytes that all segments held together during the phase."""
+
+    moved_bytes: int
+    """Bytes of the phase's transition steps and copies."""
+
+    gb_per_s: float | None
+    """Moved bytes over the seconds in which at least one of them was under way; `None` when nothing moved."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepFigures:
+    """All transition steps, or all copies, of one name."""
+
+    name: str
+    category: str
+    count: int
+    median_s: float
+    total_s: float
+    moved_bytes: int
+    gb_per_s: float | None
+    """Moved bytes over total seconds; `None` when nothing moved."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cycle:
+    """One training step: from the end of the training before it to the end of its own."""
+
+    start_s: float
+    end_s: float
+    parts_s: Mapping[str, float]
+    """Seconds by name, for each of `PARTS`; they add up to the length of the cycle."""
+
+    @property
+    def duration_s(self) -> float:
+        """Wall-clock seconds of the step."""
+        return self.end_s - self.start_s
+
+
+class Sheet(NamedTuple):
+    """A table before it is drawn: text in the first column, then figures, then maybe a curve."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+def phase_figures(trace: Trace) -> list[PhaseFigures]:
+    """Time, peak and traffic of each phase that occurred, in the order of `PHASES`."""
+    spans, moves = phase_spans(trace), moves_once(trace)
+    seconds = {phase: [s.duration_s for s in spans if s.phase is phase] for phase in PHASES}
+    whole_s = sum(c.duration_s for c in cycles(trace)) or sum(s.duration_s for s in spans)
+    return [_phase_row(trace, phase, seconds[phase], whole_s, moves) for phase in PHASES if seconds[phase]]
+
+
+def _phase_row(trace: Trace, phase: Phase, seconds: list[float], whole_s: float, moves: list[Span]) -> PhaseFigures:
+    moved = [s for s in moves if s.phase is phase and s.num_bytes]
+    moved_bytes = sum(s.num_bytes for s in moved)
+    return PhaseFigures(
+        phase=phase,
+        count=len(seconds),
+        total_s=sum(seconds),
+        mean_s=statistics.fmean(seconds),
+        share=sum(seconds) / (whole_s or 1.0),
+        peak_bytes=trace.peak_bytes(phase),
+        moved_bytes=moved_bytes,
+        gb_per_s=_rate(moved_bytes, sum(end - start for start, end in _union(moved))),
+    )
+
+
+def moves_once(trace: Trace) -> list[Span]:
+    """The transition steps and copies, with every moved byte counted once and in the phase that it was moved for.
+
+    A step that started a copy leaves its bytes to that copy, which says how long they took. What was recorded without
+    a phase belongs to the phase during which, or else before which, it began.
+    """
+    phases = [span for span in phase_spans(trace) if span.phase is not Phase.IDLE]
+    ends = [span.end_s for span in phases]
+    starts: dict[tuple[str, int], list[float]] = defaultdict(list)
+    for span in sorted((s for s in trace.spans if s.category == "copy"), key=lambda s: s.start_s):
+        starts[span.resource, span.num_bytes].append(span.start_s)
+    moves = []
+    for span in trace.spans:
+        if span.category in ("step", "copy"):
+            same = starts[span.resource, span.num_bytes] if span.category == "step" else []
+            copied = bisect_left(same, span.start_s) < bisect_right(same, span.end_s)
+            index = bisect_right(ends, span.start_s)
+            phase = phases[index].phase if span.phase is Phase.IDLE and index < len(phases) else span.phase
+            moves.append(replace(span, phase=phase, num_bytes=0 if copied else span.num_bytes))
+    return moves
+
+
+def step_figures(trace: Trace) -> list[StepFigures]:
+    """Transition steps and copies by name, those that took longest in all first."""
+    groups: dict[tuple[str, str], list[Span]] = defaultdict(list)
+    for span in moves_once(trace):
+        groups[span.name, span.category].append(span)
+    return sorted((_step_row(*key, spans) for key, spans in groups.items()), key=lambda row: -row.total_s)
+
+
+def _step_row(name: str, category: str, spans: Sequence[Span]) -> StepFigures:
+    seconds, moved_bytes = [s.duration_s for s in spans], sum(s.num_bytes for s in spans)
+    return StepFigures(
+        name=name,
+        category=category,
+        count=len(spans),
+        median_s=statistics.median(seconds),
+        total_s=sum(seconds),
+        moved_bytes=moved_bytes,
+        gb_per_s=_rate(moved_bytes, sum(seconds)),
+    )
+
+
+def phase_spans(trace: Trace) -> list[Span]:
+    """The spans of category `phase`, in order of their start."""
+    return sorted((s for s in trace.spans if s.category == "phase"), key=lambda s: s.start_s)
+
+
+def segment_peaks(trace: Trace) -> dict[str, int]:
+    """The most device bytes each segment ever held: the engine's first, then others, in order of appearance."""
+    names = dict.fromkeys(name for sample in trace.samples for name in sample.segments)
+    ordered = sorted(names, key=lambda name: not name.startswith("engine."))
+    return {name: max(s.segments.get(name, 0) for s in trace.samples) for name in ordered}
+
+
+def peak_samples(trace: Trace) -> dict[Phase, MemorySample]:
+    """For each phase that was sampled, the first sample at which all segments together held most."""
+    by_phase = {phase: [s for s in trace.samples if s.phase is phase] for phase in PHASES}
+    return {phase: max(samples, key=lambda s: s.total_bytes) for phase, samples in by_phase.items() if samples}
+
+
+def cycles(trace: Trace) -> list[Cycle]:
+    """The training steps of a trace, from its `phase` spans; the last one may be unfinished.
+
+    A step ends where its last training phase ends. What comes between (parking state, the user's own code) belongs
+    to the step that it prepares. What a phase does within itself is its own time, moves included.
+    """
+    groups: list[list[Span]] = []
+    for span in (s for s in phase_spans(trace) if s.phase is not Phase.IDLE):
+        if not groups or (groups[-1][-1].phase is Phase.TRAIN and span.phase is not Phase.TRAIN):
+            groups.append([])
+        groups[-1].append(span)
+    switches = _union(s for s in trace.spans if s.category in _SWITCHING)
+    if not groups:
+        return []
+    first_s = min([groups[0][0].start_s, *(start for start, _ in switches[:1])])
+    starts = [first_s, *(group[-1].end_s for group in groups[:-1])]
+    return [_cycle(group, switches, start) for group, start in zip(groups, starts, strict=True)]
+
+
+def _cycle(spans: Sequence[Span], switches: Sequence[tuple[float, float]], start_s: float) -> Cycle:
+    end_s = spans[-1].end_s
+    parts_s = dict.fromkeys(PARTS, 0.0)
+    parts_s["switch"] = _covered(switches, start_s, end_s)
+    for span in spans:
+        parts_s[span.phase] += span.duration_s
+        parts_s["switch"] -= _covered(switches, span.start_s, span.end_s)
+    parts_s["switch"] = max(0.0, parts_s["switch"])
+    parts_s["idle"] = max(0.0, end_s - start_s - sum(parts_s.values()))
+    return Cycle(start_s=start_s, end_s=end_s, parts_s=parts_s)
+
+
+def _union(spans: Iterable[Span]) -> list[tuple[float, float]]:
+    """The stretches of time covered by at least one span, in order and apart."""
+    merged: list[tuple[float, float]] = []
+    for start, end in sorted((s.start_s, s.end_s) for s in spans):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def _covered(stretches: Sequence[tuple[float, float]], start_s: float, end_s: float) -> float:
+    """Seconds of `start_s` to `end_s` that lie within the stretches, which are in order and apart."""
+    seconds = 0.0
+    for start, end in islice(stretches, bisect_right(stretches, start_s, key=lambda s: s[1]), None):
+        if start >= end_s:
+            break
+        seconds += min(end, end_s) - max(start, start_s)
+    return seconds
+
+
+def _rate(num_bytes: int, seconds: float) -> float | None:
+    return num_bytes / seconds / 1e9 if num_bytes and seconds > 0 else None
+
+
+def summary(trace: Trace) -> dict[str, object]:
+    """The figures of `report_tables` as plain JSON values: seconds, bytes, GB/s; null for what is not finite."""
+    steps = cycles(trace)
+    return {
+        "num_steps": len(steps),
+        "median_step_s": statistics.median(c.duration_s for c in steps) if steps else None,
+        "parts_s": {part: sum(c.parts_s[part] for c in steps) for part in PARTS},
+        "capacity_bytes": trace.capacity_bytes,
+        "peak_bytes": trace.peak_bytes(),
+        "peak_host_bytes": max((s.host_bytes for s in trace.samples), default=0),
+        "peak_device_used_bytes": max((s.device_used_bytes or 0 for s in trace.samples), default=0) or None,
+        "phases": {str(row.phase): asdict(row) | {"phase": str(row.phase)} for row in phase_figures(trace)},
+        "steps": [asdict(row) for row in step_figures(trace)],
+        "segments_at_peak": {str(phase): dict(s.segments) for phase, s in peak_samples(trace).items()},
+        "segment_peaks": segment_peaks(trace),
+        "metrics": {n: {"count": len(v), **_metric_figures(v)} for n, v in trace.metrics.items() if v},
+    }
+
+
+def _metric_figures(values: Sequence[float]) -> dict[str, float | None]:
+    """First, last, least and greatest value; `None` for what is not finite."""
+    finite = [v for v in values if math.isfinite(v)] or [math.nan]
+    figures = {"first": values[0], "last": values[-1], "lowest": min(finite), "highest": max(finite)}
+    return {name: value if math.isfinite(value) else None for name, value in figures.items()}
+
+
+def sparkline(values: Iterable[float], width: int = 24) -> str:
+    """A series as at most `width` block characters; neighbours are averaged, values that are not finite left out."""
+    finite = [v for v in values if math.isfinite(v)]
+    count = min(width, len(finite))
+    edges = [i * len(finite) // count for i in range(count + 1)] if count else []
+    means = [statistics.fmean(finite[a:b]) for a, b in pairwise(edges)]
+    low, high = min(means, default=0.0), max(means, default=0.0)
+    scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_BARS[round((mean - low) * scale)] for mean in means)
+
+
+def sheets(trace: Trace) -> list[Sheet]:
+    """The phases, the transitions, the memory and the metrics of a trace, each if there is any."""
+    every = (_phase_sheet(trace), _step_sheet(trace), _memory_sheet(trace), _metric_sheet(trace))
+    return [sheet for sheet in every if sheet.rows]
+
+
+def report_tables(trace: Trace) -> list[RenderableType]:
+    """The sheets as tables, for `rich.print(*report_tables(trace))`; a line that says so when there is nothing."""
+    return [_table(sheet) for sheet in sheets(trace)] or [Text(EMPTY)]
+
+
+def render_text(trace: Trace, width: int = 100) -> str:
+    """The tables as plain text of at most `width` columns, without colour."""
+    console = Console(file=io.StringIO(), width=width, color_system=None)
+    with console.capture() as capture:
+        for table in report_tables(trace):
+            console.print(table)
+    return "\n".join(line.rstrip() for line in capture.get().rstrip().splitlines()) + "\n"
+
+
+def _table(sheet: Sheet) -> Group:
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True)
+    for column in sheet.columns:
+        figures = column not in (sheet.columns[0], "curve")
+        table.add_column(column, justify="right" if figures else "left", no_wrap=figures)
+    for row in sheet.rows:
+        table.add_row(*row)
+    return Group(Text(sheet.title, style="bold"), table, "")
+
+
+def _phase_sheet(trace: Trace) -> Sheet:
+    columns = ("phase", "count", "total", "mean", "share", "peak", "moved", "GB/s")
+    rows, steps = [], cycles(trace)
+    for row in phase_figures(trace):
+        traffic = (format_bytes(row.peak_bytes), *_moved(row.moved_bytes, row.gb_per_s))
+        rows.append((str(row.phase), *_times(row.count, row.total_s, row.share), *traffic))
+    if not steps:
+        return Sheet("Phases", columns, rows)
+    whole_s = sum(step.duration_s for step in steps)
+    for part in ("switch", "idle") if whole_s else ():
+        total_s = sum(step.parts_s[part] for step in steps)
+        rows.append((part, *_times(len(steps), total_s, total_s / whole_s), "-", "-", "-"))
+    median = format_seconds(statistics.median(step.duration_s for step in steps))
+    return Sheet(
+        f"Phases of {len(steps)} training step{'s' * (len(steps) != 1)}, {median} at the median", columns, rows
+    )
+
+
+def _times(count: int, total_s: float, share: float) -> tuple[str, ...]:
+    return str(count), format_seconds(total_s), format_seconds(total_s / count), f"{share:.1%}"
+
+
+def _moved(num_bytes: int, gb_per_s: float | None) -> tuple[str, str]:
+    return format_bytes(num_bytes) if num_bytes else "-", "-" if gb_per_s is None else f"{gb_per_s:.1f}"
+
+
+def _step_sheet(trace: Trace) -> Sheet:
+    columns = ("transition", "kind", "count", "median", "total", "moved", "GB/s")
+    rows = []
+    for row in step_figures(trace):
+        times = (f"{row.median_s * 1e3:.1f} ms", format_seconds(row.total_s))
+        rows.append((row.name, row.category, str(row.count), *times, *_moved(row.moved_bytes, row.gb_per_s)))
+    return Sheet("Where the seconds of the transitions went (a copy runs beside other work)", columns, rows)
+
+
+def _memory_sheet(trace: Trace) -> Sheet:
+    peaks = peak_samples(trace)
+    held: dict[str, list[int | None]] = {n: [s.segments.get(n) for s in peaks.values()] for n in segment_peaks(trace)}
+    held["all segments"] = [s.total_bytes for s in peaks.values()]
+    held["device (driver's view)"] = [s.device_used_bytes for s in peaks.values()]
+    held["host arena"] = [s.host_bytes for s in peaks.values()]
+    rows = [(name, *(format_bytes(v) if v else "-" for v in values)) for name, values in held.items() if any(values)]
+    capacity = f" of {format_bytes(trace.capacity_bytes)}" if trace.capacity_bytes else ""
+    return Sheet(f"Memory{capacity}, at the peak of each phase", ("segment", *map(str, peaks)), rows)
+
+
+def _metric_sheet(trace: Trace) -> Sheet:
+    columns = ("metric", "steps", "first", "last", "lowest", "highest", "curve")
+    rows = []
+    for name, values in trace.metrics.items():
+        if values:
+            figures = ("-" if v is None else f"{v:.3g}" for v in _metric_figures(values).values())
+            rows.append((name, str(len(values)), *figures, sparkline(values)))
+    return Sheet("Metrics", columns, rows)

@@ -1,0 +1,441 @@
+"""The runtime: an engine and a trainer that take turns on one device, through two verbs.
+
+    with rt.rollout():            # weights current, KV cache there, trainer state out of the way
+        completions = rt.generate(prompts, n=8)
+    with rt.train():              # KV cache gone, trainer state back by the time the optimizer steps
+        loss(...).backward()
+        rt.optimizer.step()       # raises the version of the weights: nothing else to call
+
+The runtime wires engine, trainer state, scheduler and publisher together. It has no loss, no data and no launcher.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import nn
+
+from colo.config import Offload, RuntimeConfig
+from colo.engines.base import Completion, Engine, EngineState, SamplingParams, SleepLevel
+from colo.errors import BudgetError, PhaseError
+from colo.memory.offload import Mover
+from colo.memory.probe import PeakMeter, free_device_bytes, used_device_bytes
+from colo.memory.region import close_all
+from colo.memory.segment import FixedSegment, Segment
+from colo.memory.state import StateOffloader
+from colo.phases.phase import (
+    TRAINER_GRADIENTS,
+    TRAINER_MASTER_WEIGHTS,
+    TRAINER_OPTIMIZER,
+    TRAINER_PARAMETERS,
+    Phase,
+    Residency,
+)
+from colo.phases.scheduler import Budget, Scheduler
+from colo.report.trace import Trace
+from colo.weights.publish import Publication, Publisher
+from colo.weights.sources.module import ModuleSource
+from colo.weights.sources.peft import adapter_weights, is_peft_model
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+
+    from colo.report.report import Report
+    from colo.weights.transports.base import Transport
+
+_LATE = (TRAINER_OPTIMIZER, TRAINER_MASTER_WEIGHTS)
+
+_runtimes: weakref.WeakValueDictionary[int, Runtime] = weakref.WeakValueDictionary()
+"""The open runtime of every model, by the model's identity."""
+
+
+class Runtime:
+    """An engine, a model and its optimizer on one device. Made by `colo.launch` or `colo.share`.
+
+    Ownership: owns the engine, the host arena and the memory of the trainer's state until `close`.
+    Not thread-safe: one caller at a time.
+    """
+
+    def __init__(
+        self,
+        *,
+        engine: Engine,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        transport: Transport,
+        mover: Mover,
+        config: RuntimeConfig,
+        capacity_bytes: int,
+        tokenizer: Any = None,
+        owns_model: bool = False,
+    ) -> None:
+        if id(model) in _runtimes:
+            raise PhaseError("this model has a runtime already: close() that one before building another")
+        if is_peft_model(model):
+            adapter_weights(cast("PeftModel", model))  # refuse what an engine could not apply
+        self.engine = engine
+        self.model = model
+        self.optimizer = optimizer
+        self.tokenizer = tokenizer
+        self.config = config
+        self.transport = transport
+        self.trace = Trace(capacity_bytes=capacity_bytes)
+        self._owns_model = owns_model
+        self._device = mover.device
+        self._mover = mover
+        mover.trace = self.trace
+        self._offloader = StateOffloader(
+            optimizer,
+            mover,
+            region_bytes=config.region_bytes,
+            before_step=self._before_step,
+            after_step=self._after_step,
+        )
+        self.scheduler = Scheduler(
+            self._all_segments(),
+            Budget(
+                capacity_bytes=capacity_bytes,
+                host_capacity_bytes=mover.arena.limit_bytes,
+                offload=config.offload,
+            ),
+            trace=self.trace,
+            used_device_bytes=lambda: used_device_bytes(self._device),
+        )
+        self.scheduler.working_bytes[Phase.TRAIN] = config.train_working_bytes
+        adapter = (lambda: adapter_weights(cast("PeftModel", model))) if is_peft_model(model) else None
+        self._publisher = Publisher(engine, transport, self.trace, adapter=adapter, verify=config.verify)
+        self._gradient_hooks = self._watch_gradients()
+        self._backward_passes: dict[int, int] = {}  # gradients that each parameter has got since the last step
+        self._passes = 0
+        self._writes_seen = self._writes()
+        self._inside: str | None = None
+        self._stepped = False
+        self._implicit_train = False
+        self._closed = False
+        self._meter = PeakMeter(self._device)
+        self._prepare_arena()
+        self._publish()
+        _runtimes[id(model)] = self
+
+    # ---- what a loop calls --------------------------------------------------------------------------------------
+
+    @contextmanager
+    def rollout(self) -> Iterator[Runtime]:
+        """Let the engine generate: publish the weights if they have changed, and make room for the KV cache.
+
+        Raises: `PhaseError` inside another phase; `BudgetError` when the phase does not fit (nothing has changed);
+        `StaleWeights` when trainer and engine cannot be shown to hold the same weights (generation then refuses).
+        """
+        self._enter_rollout()
+        try:
+            with self._inside_phase(Phase.ROLLOUT):
+                yield self
+        finally:
+            self.scheduler.enter(Phase.IDLE)
+
+    @contextmanager
+    def train(self) -> Iterator[Runtime]:
+        """Let the trainer work: the KV cache goes if its bytes are needed, parked state comes back for the step.
+
+        Gradients that a step inside the block has consumed are dropped when it ends; others are kept.
+        Raises: `PhaseError` inside another phase; `BudgetError` when the phase does not fit (nothing has changed).
+        """
+        self._enter_train()
+        try:
+            with self._inside_phase(Phase.TRAIN):
+                yield self
+        finally:
+            self._leave_train()
+
+    def generate(
+        self, prompts: Sequence[str] | Sequence[Sequence[int]], params: SamplingParams | None = None, **sampling: Any
+    ) -> list[Completion]:
+        """Sample completions from the current weights, in prompt order, then sample order.
+
+        `prompts` are texts (the runtime needs a tokenizer then) or lists of token ids. Sampling options are those of
+        `SamplingParams`, given as one or by name: `rt.generate(prompts, n=8, max_tokens=512, temperature=0.7)`.
+        Outside any phase the call is a rollout of its own.
+
+        Raises: `PhaseError` inside `train()` or after `close()`; as `Engine.generate` for everything else.
+        """
+        self._require_open()
+        if self._inside == Phase.TRAIN:
+            raise PhaseError("generate() inside train(): leave the block first, then use `with rt.rollout():`")
+        if self._inside is None:
+            with self.rollout():
+                return self.generate(prompts, params, **sampling)
+        params = replace(params, **sampling) if params is not None else SamplingParams(**sampling)
+        token_ids = [self._encode(prompt) for prompt in prompts]
+        completions = self.engine.generate(token_ids, params, adapter=self._publisher.adapter_name)
+        return [self._with_text(completion) for completion in completions]
+
+    def log(self, **metrics: float) -> None:
+        """Add one value to each of the named series of the report, such as `reward`."""
+        for name, value in metrics.items():
+            self.trace.metric(name, value)
+
+    def report(self) -> Report:
+        """Where time and memory went, and why the runtime chose what it did; print it, or show it in a notebook."""
+        from colo.report.report import Report
+
+        return Report.of(self)
+
+    def plot(self, path: str | Path, *, title: str = "colo run") -> Path:
+        """Write the memory timeline, step times and rewards: one static HTML file, or a picture for `.png`.
+
+        Raises: `ValueError` for another suffix, `Unsupported` for `.png` without matplotlib.
+        """
+        from colo.report.report import write_picture
+
+        return write_picture(self, Path(path), title=title)
+
+    def close(self) -> None:
+        """End the runtime and give its memory back. Idempotent.
+
+        The optimizer keeps its state and the model its weights, in ordinary memory: on the device when they were yours
+        (`share`), on the host when the runtime made the model (`launch`), so that the device is free.
+        Raises: `PhaseError` inside a phase.
+        """
+        if self._closed:
+            return
+        if self._inside is not None:
+            raise PhaseError(f"close() inside {self._inside}(): leave the block first")
+        self._closed = True
+        _runtimes.pop(id(self.model), None)
+        while self._gradient_hooks:
+            self._gradient_hooks.pop().remove()
+        close_all(
+            [
+                self._drop_kv_cache,
+                self._offloader.close,
+                self._take_weights_home,
+                self.engine.close,
+                self._mover.close,
+            ]
+        )
+
+    def __enter__(self) -> Runtime:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # ---- what a report reads ------------------------------------------------------------------------------------
+
+    @property
+    def phase(self) -> Phase:
+        """The phase the runtime is in."""
+        return self.scheduler.phase
+
+    @property
+    def weights_version(self) -> int:
+        """Version of the trainer's weights: the number of optimizer steps, or of other changes it has noticed."""
+        return self._publisher.version
+
+    @property
+    def bytes_synced(self) -> int:
+        """Bytes copied to the engine by all publications together; 0 where memory is shared."""
+        return self._publisher.bytes_synced
+
+    @property
+    def publications(self) -> Sequence[Publication]:
+        """Every publication so far."""
+        return tuple(self._publisher.published)
+
+    @property
+    def device(self) -> torch.device:
+        """The device that engine and trainer share."""
+        return self._device
+
+    # ---- phases -------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _inside_phase(self, phase: Phase) -> Iterator[None]:
+        self._inside = phase
+        try:
+            with self.trace.span(phase, category="phase", phase=phase, resource=_RESOURCES[phase]):
+                yield
+        finally:
+            self._inside = None
+
+    def _enter_rollout(self) -> None:
+        self._require_idle(Phase.ROLLOUT)
+        with self.trace.span("switch to rollout", category="switch", phase=Phase.ROLLOUT):
+            self._notice_writes()
+            self._publisher.check()
+            self.scheduler.plan(Phase.ROLLOUT)  # refuse before publishing, while nothing has changed
+            if not self._publisher.is_current:
+                self._publish()
+            self.scheduler.enter(Phase.ROLLOUT)
+            self.engine.resume()
+
+    def _publish(self) -> None:
+        self.scheduler.enter(Phase.SYNC)
+        try:
+            with self.trace.span(Phase.SYNC, category="phase", phase=Phase.SYNC, resource="device"):
+                self._publisher.publish()
+        finally:
+            self.scheduler.enter(Phase.IDLE)
+
+    def _enter_train(self) -> None:
+        self._require_idle(Phase.TRAIN)
+        with self.trace.span("switch to train", category="switch", phase=Phase.TRAIN):
+            if self.engine.state is EngineState.AWAKE:
+                self.engine.pause()
+            self.scheduler.enter(Phase.TRAIN)
+        self._stepped = False
+        self._forget_passes()
+        self._meter.start()
+
+    def _leave_train(self) -> None:
+        with self.trace.span("switch from train", category="switch", phase=Phase.TRAIN):
+            self._learn_working_bytes()
+            if self._stepped:
+                self._offloader.gradients.drop()
+            self.scheduler.enter(Phase.IDLE)
+            if self._stepped:
+                # A rollout is what follows a step: what has to leave for it starts leaving now, beside other work.
+                self.scheduler.anticipate(Phase.ROLLOUT)
+
+    def _before_step(self) -> None:
+        if self._inside == Phase.ROLLOUT:
+            raise PhaseError("optimizer.step() inside rollout(): leave the block first, then use `with rt.train():`")
+        self._require_open()
+        self._implicit_train = self._inside is None
+        if self._implicit_train:
+            self._enter_train()
+        for name in (*_LATE, TRAINER_GRADIENTS):
+            self.scheduler.require(name)
+
+    def _after_step(self) -> None:
+        self._publisher.version += 1
+        self._writes_seen = self._writes()
+        self._stepped = True
+        self._forget_passes()
+        fraction = getattr(self.optimizer, "changed_fraction", None)
+        if fraction is not None:
+            self.log(changed_fraction=fraction)
+        self.scheduler.sample()
+        if self._implicit_train:
+            self._implicit_train = False
+            self.scheduler.enter(Phase.IDLE)
+
+    def _forget_passes(self) -> None:
+        self._backward_passes.clear()
+        self._passes = 0
+
+    def _watch_gradients(self) -> list[torch.utils.hooks.RemovableHandle]:
+        trainable = [p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
+        return [p.register_post_accumulate_grad_hook(self._on_gradient) for p in trainable]
+
+    def _on_gradient(self, parameter: torch.Tensor) -> None:
+        """Runs within the backward pass, once for each parameter."""
+        if self._inside == Phase.ROLLOUT:
+            parameter.grad = None
+            raise PhaseError("backward() inside rollout(): leave the block first, then use `with rt.train():`")
+        count = self._backward_passes.get(id(parameter), 0) + 1
+        self._backward_passes[id(parameter)] = count
+        if count > self._passes:
+            self._passes = count
+            self.scheduler.sample()
+            if count == self.config.accumulation_steps:
+                self._prefetch()
+
+    def _prefetch(self) -> None:
+        """Start bringing parked state back beside the backward pass, where there is room for both."""
+        if self._inside != Phase.TRAIN or not self.scheduler.side_by_side:
+            return
+        for name in _LATE:
+            if self.scheduler.segments[name].residency is Residency.OFFLOADED and self.scheduler.fits(name):
+                try:
+                    self.scheduler.fetch(name)
+                except BudgetError:
+                    return  # the driver has less than the plan assumed: the step will ask again, without activations
+
+    # ---- helpers ------------------------------------------------------------------------------------------------
+
+    def _all_segments(self) -> list[Segment]:
+        parameters = [tensor for _, tensor in ModuleSource(self.model)]
+        size_bytes = sum(p.numel() * p.element_size() for p in parameters)
+        is_shared = self.transport.name == "shared"
+        residency = Residency.SHARED if is_shared else Residency.RESIDENT
+        own = FixedSegment(TRAINER_PARAMETERS, size_bytes, residency)
+        return [*self.engine.segments, own, *self._offloader.segments]
+
+    def _prepare_arena(self) -> None:
+        """Pin host memory in the background when state will have to leave, so that no step waits for it."""
+        expected_bytes = sum(s.size_bytes for s in self._offloader.segments[:2])
+        wanted_bytes = sum(
+            s.size_bytes for s in self.scheduler.segments.values() if s.residency is not Residency.SHARED
+        )
+        will_leave = self.config.offload is Offload.ALWAYS or wanted_bytes > self.scheduler.ledger().capacity_bytes
+        if self._device.type == "cuda" and will_leave and 0 < expected_bytes <= self._mover.arena.limit_bytes:
+            self._mover.arena.prepare(expected_bytes)
+
+    def _learn_working_bytes(self) -> None:
+        """What the phase used beside its segments is kept free the next time; CUDA counts it."""
+        peak_bytes = self._meter.stop()
+        if peak_bytes is not None and self.weights_version > 1:  # the first step makes the optimizer's state
+            beside_bytes = peak_bytes - self._offloader.gradients.device_bytes
+            known_bytes = self.scheduler.working_bytes[Phase.TRAIN]
+            self.scheduler.working_bytes[Phase.TRAIN] = max(known_bytes, beside_bytes)
+
+    def _writes(self) -> int:
+        """Grows whenever torch writes to a weight or an adapter in place."""
+        return sum(parameter._version for parameter in self.model.parameters())
+
+    def _notice_writes(self) -> None:
+        """Weights that were changed without the optimizer, by `load_state_dict` for one, are a new version too."""
+        writes = self._writes()
+        if writes != self._writes_seen:
+            self._writes_seen = writes
+            self._publisher.version += 1
+
+    def _encode(self, prompt: str | Sequence[int]) -> list[int]:
+        if not isinstance(prompt, str):
+            return list(prompt)
+        if self.tokenizer is None:
+            raise ValueError("prompts are texts, but the runtime has no tokenizer: pass token ids, or launch with one")
+        return list(self.tokenizer(prompt)["input_ids"])
+
+    def _with_text(self, completion: Completion) -> Completion:
+        if self.tokenizer is None:
+            return completion
+        return replace(completion, text=self.tokenizer.decode(completion.token_ids, skip_special_tokens=True))
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise PhaseError("the runtime is closed: build a new one with colo.launch or colo.share")
+
+    def _require_idle(self, wanted: Phase) -> None:
+        self._require_open()
+        if self._inside is not None:
+            raise PhaseError(f"{wanted}() inside {self._inside}(): phases do not nest, leave the block first")
+        if self.scheduler.phase is not Phase.IDLE:
+            self.scheduler.enter(Phase.IDLE)  # a step outside train() failed on its way
+
+    def _drop_kv_cache(self) -> None:
+        self.scheduler.settle()
+        self.engine.sleep(SleepLevel.KEEP_WEIGHTS)
+
+    def _take_weights_home(self) -> None:
+        """Give the model memory of its own again, where it has been living in the engine's."""
+        if self.transport.name != "shared":
+            return
+        for _, parameter in ModuleSource(self.model):
+            size_bytes = parameter.numel() * parameter.element_size()
+            fits = self._device.type != "cuda" or free_device_bytes(self._device) > 2 * size_bytes
+            stays = fits and not self._owns_model
+            parameter.data = parameter.data.clone() if stays else parameter.data.to("cpu", copy=True)
+
+
+_RESOURCES = {Phase.ROLLOUT: "engine", Phase.TRAIN: "device"}

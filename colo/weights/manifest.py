@@ -1,0 +1,234 @@
+"""What a set of weights consists of: names, dtypes, shapes and a version, and whether all of it arrived.
+
+Imports no torch: dtypes are torch's own short names (`str(tensor.dtype).removeprefix("torch.")`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from types import MappingProxyType
+from typing import Any
+
+from colo.errors import TransferError
+
+DTYPE_BYTES: Mapping[str, int] = MappingProxyType(
+    {
+        **dict.fromkeys(("bool", "int8", "uint8"), 1),
+        **dict.fromkeys(("int16", "uint16", "float16", "bfloat16"), 2),
+        **dict.fromkeys(("int32", "uint32", "float32", "complex32"), 4),
+        **dict.fromkeys(("int64", "uint64", "float64", "complex64"), 8),
+        "complex128": 16,
+        **dict.fromkeys(("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"), 1),
+        "float4_e2m1fn_x2": 1,
+    }
+)
+"""Bytes of one element by torch's short dtype name. `float4_e2m1fn_x2` holds two values in an element, as in torch."""
+
+_NUM_SHOWN = 5
+_WIRE_FIELDS = ("digest", "num_tensors", "specs", "total_bytes", "version")
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One tensor of a set of weights, without its values."""
+
+    name: str
+    """The name the sender uses, such as `model.layers.0.mlp.down_proj.weight`."""
+
+    dtype: str
+    """A key of `DTYPE_BYTES`, such as `bfloat16`."""
+
+    shape: tuple[int, ...]
+    """Sizes of the dimensions; `()` is a scalar of one element, a zero anywhere makes the tensor empty."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not isinstance(self.dtype, str):
+            raise TypeError(f"name and dtype of a TensorSpec are strings, not {self.name!r} and {self.dtype!r}")
+        if not self.name:
+            raise ValueError("a TensorSpec needs a name")
+        if self.dtype not in DTYPE_BYTES:
+            raise ValueError(f"{self.name}: unknown dtype {self.dtype!r}; known are {', '.join(sorted(DTYPE_BYTES))}")
+        shape = tuple(self.shape)
+        for size in shape:
+            if isinstance(size, bool) or not isinstance(size, int):
+                raise TypeError(f"{self.name}: the sizes of a shape are integers, not {size!r} in {shape}")
+            if size < 0:
+                raise ValueError(f"{self.name}: the sizes of a shape are not negative, as {size} in {shape} is")
+        object.__setattr__(self, "shape", shape)
+
+    @property
+    def num_elements(self) -> int:
+        """Product of the shape; 1 for a scalar."""
+        return math.prod(self.shape)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the tensor when contiguous."""
+        return self.num_elements * DTYPE_BYTES[self.dtype]
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.dtype}[{', '.join(map(str, self.shape))}]"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """The tensors that make up one version of a model's weights, in the order in which they travel.
+
+    Sender and receiver each build one; whatever the receiver lacks, has twice or has differently is a
+    `TransferError`, so that an update can be complete or refused, and nothing else.
+    """
+
+    specs: tuple[TensorSpec, ...]
+    """Every tensor once, in order."""
+
+    version: int
+    """Version of the weights that these tensors carry, counted by the trainer from 0."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "specs", tuple(self.specs))
+        if isinstance(self.version, bool) or not isinstance(self.version, int):
+            raise TypeError(f"a manifest's version is an integer, not {self.version!r}")
+        if self.version < 0:
+            raise ValueError(f"a manifest's version must not be negative, but is {self.version}")
+        doubled = _doubled(self.names)
+        if doubled:
+            raise ValueError(f"a manifest names every tensor once, but {_some(doubled)} came more than once")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Tensor names in order."""
+        return tuple(spec.name for spec in self.specs)
+
+    @cached_property
+    def total_bytes(self) -> int:
+        """Bytes of all tensors together."""
+        return sum(spec.size_bytes for spec in self.specs)
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256, in hexadecimal, over the canonical JSON of the specs in order.
+
+        The version is left out: two versions of one model have the same digest, so that whatever was planned for
+        one (buckets, a load plan) is known to be valid for the other.
+        """
+        return hashlib.sha256(_canonical(_rows(self.specs)).encode()).hexdigest()
+
+    def to_json(self) -> str:
+        """The manifest as one line of JSON, with the totals that let the other side check it."""
+        return _canonical(
+            {
+                "digest": self.digest,
+                "num_tensors": len(self.specs),
+                "specs": _rows(self.specs),
+                "total_bytes": self.total_bytes,
+                "version": self.version,
+            }
+        )
+
+    @classmethod
+    def from_json(cls, text: str) -> Manifest:
+        """Read what `to_json` wrote.
+
+        Raises: `TransferError` for text that is no manifest, or whose totals or digest are not those of its tensors.
+        """
+        wire = _wire_object(text)
+        try:
+            specs = tuple(TensorSpec(name, dtype, tuple(shape)) for name, dtype, shape in wire["specs"])
+            manifest = cls(specs=specs, version=wire["version"])
+        except (TypeError, ValueError) as error:
+            raise TransferError(f"the manifest that arrived is not valid: {error}") from error
+        for field, expected in (
+            ("num_tensors", len(manifest.specs)),
+            ("total_bytes", manifest.total_bytes),
+            ("digest", manifest.digest),
+        ):
+            if wire[field] != expected:
+                raise TransferError(
+                    f"the manifest of version {manifest.version} was changed on its way: expected {field} "
+                    f"{expected} for the {len(specs)} tensors it lists, got {wire[field]!r}; send it again"
+                )
+        return manifest
+
+    def compare(self, other: Manifest) -> None:
+        """Check that `other`, what the other side has, is what this manifest expects: version, tensors and order.
+
+        Raises: `TransferError` naming every kind of difference with its count, and the first few of each.
+        """
+        problems = []
+        if other.version != self.version:
+            problems.append(f"version: expected {self.version}, got {other.version}")
+        problems += self._problems(other.specs)
+        if not problems and other.names != self.names:
+            pairs = zip(self.names, other.names, strict=True)
+            position, (expected, got) = next((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
+            problems.append(f"order: expected {expected} at position {position}, got {got}")
+        self._raise(problems)
+
+    def check_received(self, received: Iterable[str | TensorSpec]) -> None:
+        """Check that what arrived is each tensor of this manifest, once, in any order.
+
+        A bare name is checked for being there; a `TensorSpec` for its dtype and shape as well.
+        Raises: `TransferError` naming every kind of difference with its count, and the first few of each.
+        """
+        self._raise(self._problems(received))
+
+    def _problems(self, received: Iterable[str | TensorSpec]) -> list[str]:
+        """One line for each kind of difference between this manifest and what arrived."""
+        items = list(received)
+        expected = {spec.name: spec for spec in self.specs}
+        counts = Counter(item if isinstance(item, str) else item.name for item in items)
+        known = [(expected[i.name], i) for i in items if isinstance(i, TensorSpec) and i.name in expected]
+        kinds = {
+            "missing": [name for name in expected if name not in counts],
+            "doubled": [f"{name} ({count} times)" for name, count in counts.items() if count > 1],
+            "unknown": [name for name in counts if name not in expected],
+            "wrong dtype": [f"{e.name} (expected {e.dtype}, got {g.dtype})" for e, g in known if e.dtype != g.dtype],
+            "wrong shape": [
+                f"{e.name} (expected {list(e.shape)}, got {list(g.shape)})" for e, g in known if e.shape != g.shape
+            ],
+        }
+        return [f"{len(found)} {kind}: {_some(found)}" for kind, found in kinds.items() if found]
+
+    def _raise(self, problems: list[str]) -> None:
+        if problems:
+            raise TransferError(
+                f"weights version {self.version} did not arrive as its manifest says ({len(self.specs)} tensors, "
+                f"{self.total_bytes} bytes): {'; '.join(problems)}. Nothing may be generated from them; send all again"
+            )
+
+
+def _rows(specs: Iterable[TensorSpec]) -> list[list[object]]:
+    return [[spec.name, spec.dtype, list(spec.shape)] for spec in specs]
+
+
+def _canonical(value: object) -> str:
+    """JSON with one spelling for one value: sorted keys, no spaces, ASCII."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"))
+
+
+def _wire_object(text: str) -> dict[str, Any]:
+    """The fields of a manifest's JSON, of whatever type they arrived in."""
+    try:
+        wire = json.loads(text)
+    except ValueError as error:
+        raise TransferError(f"the manifest that arrived is not JSON: {error}") from error
+    got = sorted(wire) if isinstance(wire, dict) else f"a {type(wire).__name__}"
+    if got != list(_WIRE_FIELDS):
+        raise TransferError(f"a manifest is a JSON object with the fields {list(_WIRE_FIELDS)}, but got {got}")
+    return dict(wire)
+
+
+def _doubled(names: Iterable[str]) -> list[str]:
+    return [name for name, count in Counter(names).items() if count > 1]
+
+
+def _some(items: list[str]) -> str:
+    """The first few of a list, and how many more there are."""
+    more = len(items) - _NUM_SHOWN
+    return ", ".join(items[:_NUM_SHOWN]) + (f" and {more} more" if more > 0 else "")

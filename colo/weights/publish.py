@@ -1,0 +1,135 @@
+"""Publication: making version N of the weights what an engine generates from, or making it refuse to generate.
+
+    pause -> reset prefix cache -> transfer -> verify -> commit N
+
+Any failure on the way poisons the engine, with the cause, until a later publication succeeds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from colo.engines.base import AdapterWeights, Engine, EngineState
+from colo.errors import StaleWeights
+from colo.phases.phase import Phase
+from colo.report.trace import Trace
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from colo.weights.transports.base import Transport
+
+ADAPTER = "policy"
+"""Adapters are called `policy@N` in the engine: prefix caches are keyed by name, so every version has its own."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Publication:
+    """What one publication did."""
+
+    version: int
+    transport: str
+    num_bytes: int
+    """Bytes copied; 0 where memory is shared."""
+
+    seconds: float
+
+
+class Publisher:
+    """Keeps an engine's weights at the trainer's version."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        transport: Transport,
+        trace: Trace,
+        *,
+        adapter: Callable[[], AdapterWeights] | None = None,
+        verify: bool = True,
+    ) -> None:
+        self.version = 0
+        """Version of the trainer's weights: raised by every optimizer step."""
+
+        self.published: list[Publication] = []
+        self._engine = engine
+        self._transport = transport
+        self._trace = trace
+        self._adapter = adapter
+        self._verify = verify
+        self._loaded_adapter: str | None = None
+
+    @property
+    def bytes_synced(self) -> int:
+        """Bytes copied by all publications together."""
+        return sum(publication.num_bytes for publication in self.published)
+
+    @property
+    def adapter_name(self) -> str | None:
+        """Name of the adapter of the published version; `None` without LoRA."""
+        return self._loaded_adapter
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the engine holds the trainer's version."""
+        return self._engine.weights_version == self.version
+
+    def check(self) -> None:
+        """Raise `StaleWeights`, and poison the engine, unless trainer and engine still hold the same weights."""
+        if not self._verify:
+            return
+        try:
+            if self._adapter is not None:
+                self._adapter()
+            if self._transport.name == "shared":
+                self._transport.verify()
+        except StaleWeights as error:
+            self._engine.poison(str(error))
+            raise
+
+    def publish(self) -> Publication:
+        """Make the trainer's version the engine's.
+
+        The engine must be able to take weights (its `engine.weights` resident), and is left paused.
+        Raises: whatever failed; the engine is then poisoned with that cause.
+        """
+        start_s = self._trace.now_s()
+        try:
+            num_bytes = self._transfer()
+        except Exception as error:
+            self._engine.poison(f"publishing version {self.version} failed: {error}")
+            raise
+        end_s = self._trace.now_s()
+        self._trace.add(
+            f"publish ({self._transport.name})",
+            start_s,
+            end_s=end_s,
+            category="step",
+            phase=Phase.SYNC,
+            num_bytes=num_bytes,
+        )
+        done = Publication(
+            version=self.version, transport=self._transport.name, num_bytes=num_bytes, seconds=end_s - start_s
+        )
+        self.published.append(done)
+        return done
+
+    def _transfer(self) -> int:
+        if self._engine.state is EngineState.AWAKE:
+            self._engine.pause()
+        self._engine.reset_prefix_cache()
+        num_bytes = self._transport.transfer()
+        if self._verify:
+            self._transport.verify()
+        if self._adapter is not None:
+            self._load_adapter(self._adapter())
+        self._engine.commit(self.version)
+        return num_bytes
+
+    def _load_adapter(self, adapter: AdapterWeights) -> None:
+        name = f"{ADAPTER}@{self.version}"
+        if self._loaded_adapter is not None:
+            self._engine.remove_adapter(self._loaded_adapter)
+            self._loaded_adapter = None
+        self._engine.load_adapter(name, adapter)
+        self._loaded_adapter = name

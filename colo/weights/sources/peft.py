@@ -1,0 +1,81 @@
+"""A PEFT model's LoRA adapter as tensors for an engine, and what is refused before training starts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from colo.engines.base import AdapterWeights
+from colo.errors import StaleWeights, Unsupported
+from colo.weights.sources.module import plain_name
+
+if TYPE_CHECKING:
+    from peft import LoraConfig, PeftModel
+
+_REFUSED = {
+    "use_dora": "DoRA changes the weight's magnitude too",
+    "modules_to_save": "whole modules would have to be trained and sent beside the adapter",
+    "lora_bias": "a bias beside B has no place in the engine",
+    "trainable_token_indices": "the engine shares the embedding as it is",
+    "layer_replication": "the engine has the model's own layers",
+    "target_parameters": "the engine adapts modules, not single parameters",
+    "alora_invocation_tokens": "the engine applies an adapter to every token",
+}
+
+
+def check_lora_config(config: LoraConfig) -> None:
+    """Raise `Unsupported`, naming the setting and the reason, for what an engine could not apply exactly."""
+    for name, reason in _REFUSED.items():
+        if getattr(config, name, None):
+            raise Unsupported(f"LoraConfig({name}={getattr(config, name)!r}) is not supported: {reason}")
+    if getattr(config, "bias", "none") != "none":
+        raise Unsupported(f"LoraConfig(bias={config.bias!r}) is not supported: it would change the shared base weights")
+
+
+def is_peft_model(model: nn.Module) -> bool:
+    """Whether PEFT has wrapped this model, without importing PEFT."""
+    return hasattr(model, "peft_config") and hasattr(model, "base_model")
+
+
+def active_adapter(model: PeftModel) -> str:
+    """The one active adapter. Raises: `Unsupported` when there are several, or another kind than LoRA."""
+    names = list(getattr(model, "active_adapters", None) or [model.active_adapter])
+    if len(names) != 1:
+        raise Unsupported(f"{len(names)} adapters are active ({', '.join(names)}): activate one with set_adapter")
+    kind = str(getattr(model.peft_config[names[0]].peft_type, "value", model.peft_config[names[0]].peft_type))
+    if kind != "LORA":
+        raise Unsupported(f"adapter {names[0]} is {kind}: only LoRA reaches an engine")
+    return str(names[0])
+
+
+def adapter_weights(model: PeftModel) -> AdapterWeights:
+    """The active adapter's live tensors by engine module name, with PEFT's own scaling of each module.
+
+    The tensors are the trainer's parameters, neither copied nor changed.
+    Raises: `StaleWeights` when the adapter is merged into the base, which the engine shares: it would count twice;
+    `Unsupported` for layers that are not plain LoRA on a linear module.
+    """
+    adapter = active_adapter(model)
+    check_lora_config(model.peft_config[adapter])
+    a: dict[str, torch.Tensor] = {}
+    b: dict[str, torch.Tensor] = {}
+    scalings: dict[str, float] = {}
+    for name, module in model.named_modules():
+        if not _has_adapter(module, adapter):
+            continue
+        plain = plain_name(name)
+        if module.merged:
+            raise StaleWeights(
+                f"adapter {adapter} is merged into {plain}.weight, which the engine shares: call unmerge_adapter()"
+            )
+        if adapter not in module.lora_A:
+            raise Unsupported(f"{plain} is adapted as an embedding; only linear modules are supported")
+        a[plain], b[plain] = module.lora_A[adapter].weight, module.lora_B[adapter].weight
+        scalings[plain] = float(module.scaling[adapter])
+    return AdapterWeights(a=a, b=b, scalings=scalings, shared=True)
+
+
+def _has_adapter(module: Any, adapter: str) -> bool:
+    return hasattr(module, "lora_A") and (adapter in module.lora_A or adapter in module.lora_embedding_A)

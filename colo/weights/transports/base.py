@@ -1,0 +1,27 @@
+"""How weights get from the trainer to an engine: what every transport can do."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+
+class Transport(Protocol):
+    """One way for weights to reach an engine."""
+
+    @property
+    def name(self) -> str:
+        """Short name for reports, such as `shared`."""
+
+    @property
+    def reason(self) -> str:
+        """Why this transport was chosen, in a sentence for the user."""
+
+    def transfer(self) -> int:
+        """Make the trainer's weights the engine's, and return the bytes that were copied.
+
+        The engine is paused, and its weights are resident. Raises: `StaleWeights`, `TransferError`; the engine's
+        weights may then be neither the old nor the new ones.
+        """
+
+    def verify(self) -> None:
+        """Raise `StaleWeights` or `TransferError`, naming a tensor, unless the engine holds the trainer's weights."""

@@ -1,0 +1,42 @@
+"""The transport within one process where trainer and engine must each own their weights: recorded copies, replayed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from colo.errors import TransferError
+from colo.weights.load_plan import LoadPlan
+from colo.weights.sources.module import ModuleSource
+
+if TYPE_CHECKING:
+    from colo.engines.base import Engine
+
+
+class LocalTransport:
+    """Copies every weight by the engine's load plan or, where the plan has fallbacks, through the engine's loader."""
+
+    name = "local"
+
+    def __init__(self, source: ModuleSource, engine: Engine, plan: LoadPlan, *, why_not_shared: str) -> None:
+        self._source = source
+        self._engine = engine
+        self._plan = plan
+        how = f"{len(plan.copies)} recorded copies are replayed"
+        if plan.fallbacks:
+            name, cause = next(iter(plan.fallbacks.items()))
+            how = f"the engine's own loader is used, because of {name}: {cause}"
+        self.reason = f"{why_not_shared}; {how}"
+
+    def transfer(self) -> int:
+        """Copy everything and return the bytes written to, or sent through, the engine."""
+        tensors = self._source.tensors()
+        if not self._plan.fallbacks:
+            return self._plan.replay(tensors)
+        self._engine.load_weights(tensors.items())
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+
+    def verify(self) -> None:
+        """Compare every byte that the plan copied. Raises: `TransferError` naming the tensors that differ."""
+        different = [] if self._plan.fallbacks else self._plan.differences(self._source.tensors())
+        if different:
+            raise TransferError(f"{len(different)} tensors differ after the transfer, {different[0]} for one")

@@ -1,0 +1,551 @@
+"""What users do with a runtime, through the public API, on a CPU that plays a small device."""
+
+import gc
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch.optim import AdamW
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+import colo
+from colo.config import Offload, RuntimeConfig
+from colo.engines.torch import TorchEngine
+from colo.memory.offload import Mover
+from colo.optim import MasterWeights
+from colo.phases.phase import Phase, Residency
+from colo.units import MIB
+
+PROMPTS = [[1, 2, 3], [4, 5, 6, 7], [8, 9]]
+
+
+def qwen3(**changes):
+    options = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "vocab_size": 100,
+        "max_position_embeddings": 128,
+        "tie_word_embeddings": True,
+        "eos_token_id": None,
+    }
+    return Qwen3Config(**(options | changes))
+
+
+def adamw(params):
+    return AdamW(params, lr=1e-2)
+
+
+def launch(**options):
+    options = {"optimizer": adamw, "config": RuntimeConfig(kv_cache_bytes=MIB), "device": "cpu"} | options
+    return colo.launch(qwen3(), **options)
+
+
+def train_step(rt, tokens=((1, 2, 3, 4),)):
+    ids = torch.tensor(tokens)
+    loss = rt.model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    rt.optimizer.step()
+    rt.optimizer.zero_grad()
+    return float(loss.detach())
+
+
+def engine_logits(rt, ids):
+    with torch.no_grad():
+        return rt.engine.module(input_ids=torch.tensor([ids])).logits
+
+
+def segment(rt, name):
+    return rt.scheduler.segments[name]
+
+
+@pytest.fixture
+def rt():
+    runtime = launch()
+    yield runtime
+    runtime.close()
+
+
+# ---- the job -------------------------------------------------------------------------------------------------------
+
+
+def test_what_the_trainer_writes_is_what_the_engine_samples_from_and_nothing_is_sent(rt):
+    with rt.rollout():
+        before = rt.generate(PROMPTS, n=2, max_tokens=4, temperature=0)
+    for _ in range(3):
+        with rt.train():
+            train_step(rt)
+    with rt.rollout():
+        after = rt.generate(PROMPTS, n=2, max_tokens=4, temperature=0)
+    assert [c.weights_version for c in before] == [0] * 6
+    assert [c.weights_version for c in after] == [3] * 6
+    assert [c.token_ids for c in before] != [c.token_ids for c in after]
+    assert rt.bytes_synced == 0
+    assert rt.transport.name == "shared"
+    ids = [1, 2, 3, 4]
+    with torch.no_grad():
+        trainer = rt.model.eval()(input_ids=torch.tensor([ids])).logits
+    assert torch.equal(trainer, engine_logits(rt, ids))
+
+
+def test_log_probabilities_of_engine_and_trainer_agree_before_and_after_training(rt):
+    for _ in range(2):
+        with rt.rollout():
+            completion = rt.generate([[5, 6, 7]], max_tokens=8, seed=1)[0]
+        ids = torch.tensor([[*completion.prompt_token_ids, *completion.token_ids]])
+        with torch.no_grad():
+            logprobs = rt.model(input_ids=ids).logits[0, 2:-1].float().log_softmax(-1)
+        expected = logprobs.gather(-1, ids[0, 3:, None]).squeeze(-1)
+        assert torch.allclose(torch.tensor(completion.logprobs), expected, atol=1e-4)
+        with rt.train():
+            train_step(rt)
+
+
+def test_training_through_the_runtime_is_bit_equal_to_training_without_it():
+    torch.manual_seed(3)
+    limited = RuntimeConfig(kv_cache_bytes=MIB, offload=Offload.ALWAYS, region_bytes=50_000)
+    rt = launch(config=limited)
+    twin = AutoModelForCausalLM.from_config(qwen3())
+    twin.load_state_dict({name: p.detach().clone() for name, p in rt.model.state_dict().items()})
+    optimizer = adamw(twin.parameters())
+    for step in range(3):
+        ids = torch.tensor([[step, 2, 3, 4, 5]])
+        with rt.rollout():
+            rt.generate(PROMPTS, max_tokens=2)
+        with rt.train():
+            train_step(rt, ids.tolist())
+        twin(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for (name, mine), (_, other) in zip(rt.model.named_parameters(), twin.named_parameters(), strict=True):
+        assert torch.equal(mine, other), name
+    rt.close()
+
+
+def test_a_small_device_peaks_at_the_larger_phase_and_not_at_the_sum():
+    model_bytes = sum(p.numel() * 4 for p in AutoModelForCausalLM.from_config(qwen3()).parameters())
+    kv_bytes = 2 * model_bytes
+    limit_bytes = int(4.2 * model_bytes)  # train: weights, gradients, two moments; rollout: weights, KV cache
+    rt = launch(config=RuntimeConfig(kv_cache_bytes=kv_bytes, device_limit_bytes=limit_bytes))
+    for _ in range(3):
+        with rt.rollout():
+            rt.generate(PROMPTS, max_tokens=2)
+        assert segment(rt, "trainer.optimizer").device_bytes == 0
+        with rt.train():
+            train_step(rt)
+            assert segment(rt, "engine.kv_cache").device_bytes == 0
+    rollout, train = rt.trace.peak_bytes(Phase.ROLLOUT), rt.trace.peak_bytes(Phase.TRAIN)
+    assert rt.trace.peak_bytes() <= limit_bytes
+    assert rt.trace.peak_bytes() <= 1.05 * max(rollout, train)
+    assert rt.trace.peak_bytes() < 0.75 * (3 * model_bytes + 4 * model_bytes)
+    rt.close()
+
+
+def test_what_fits_stays_where_it_is(rt):
+    for _ in range(2):
+        with rt.rollout():
+            rt.generate(PROMPTS, max_tokens=2)
+        with rt.train():
+            train_step(rt)
+    assert not [span for span in rt.trace.spans if span.category == "copy"]
+
+
+def test_a_phase_never_holds_more_than_its_plan_promised():
+    rt = launch(config=RuntimeConfig(kv_cache_bytes=MIB, device_limit_bytes=3 * MIB))
+    for _ in range(2):
+        with rt.rollout():
+            rt.generate(PROMPTS, max_tokens=2)
+            assert rt.trace.peak_bytes(Phase.ROLLOUT) <= rt.scheduler.promised_bytes <= 3 * MIB
+        with rt.train():
+            train_step(rt)
+            assert rt.trace.peak_bytes(Phase.TRAIN) <= rt.scheduler.promised_bytes <= 3 * MIB
+    rt.close()
+
+
+def test_a_hundred_cycles_grow_nothing():
+    rt = launch(config=RuntimeConfig(kv_cache_bytes=MIB, offload=Offload.ALWAYS))
+    readings = []
+    for cycle in range(100):
+        with rt.rollout():
+            rt.generate([[1]], max_tokens=1)
+        with rt.train():
+            train_step(rt)
+        if cycle in (2, 99):
+            gc.collect()
+            tensors = sum(1 for o in gc.get_objects() if issubclass(type(o), torch.Tensor))
+            arena = rt._mover.arena
+            readings.append((arena.pinned_bytes, arena.used_bytes, rt.trace.samples[-1].total_bytes, tensors))
+    assert readings[0][:3] == readings[1][:3]
+    assert readings[1][3] <= readings[0][3] + 2
+    rt.close()
+
+
+def test_parked_state_comes_back_beside_the_last_backward_pass():
+    rt = launch(config=RuntimeConfig(kv_cache_bytes=MIB, offload=Offload.ALWAYS, accumulation_steps=2))
+    with rt.train():
+        train_step(rt)
+    with rt.rollout():
+        rt.generate([[1]], max_tokens=1)
+    ids = torch.tensor([[1, 2, 3]])
+    with rt.train():
+        optimizer = segment(rt, "trainer.optimizer")
+        rt.model(input_ids=ids, labels=ids).loss.backward()
+        assert optimizer.residency is Residency.OFFLOADED, "one more backward pass is to come"
+        rt.model(input_ids=ids, labels=ids).loss.backward()
+        assert optimizer.residency is Residency.RESIDENT
+        rt.optimizer.step()
+    rt.close()
+
+
+def test_gradients_that_a_step_used_are_dropped_and_others_are_kept(rt):
+    ids = torch.tensor([[1, 2, 3]])
+    with rt.train():
+        rt.model(input_ids=ids, labels=ids).loss.backward()
+    kept = [p.grad.clone() for p in rt.model.parameters()]
+    with rt.rollout():
+        rt.generate([[1]], max_tokens=1)
+    with rt.train():
+        assert all(torch.equal(a, p.grad) for a, p in zip(kept, rt.model.parameters(), strict=True))
+        rt.optimizer.step()
+    assert all(p.grad is None for p in rt.model.parameters())
+
+
+def test_unfinished_gradients_leave_a_full_device_and_the_step_sees_them():
+    model_bytes = sum(p.numel() * 4 for p in AutoModelForCausalLM.from_config(qwen3()).parameters())
+    config = RuntimeConfig(kv_cache_bytes=3 * model_bytes, device_limit_bytes=int(4.2 * model_bytes))
+    rt, twin = launch(config=config), AutoModelForCausalLM.from_config(qwen3())
+    twin.load_state_dict({name: p.detach().clone() for name, p in rt.model.state_dict().items()})
+    optimizer = adamw(twin.parameters())
+    first, second = torch.tensor([[1, 2, 3]]), torch.tensor([[4, 5, 6]])
+    with rt.train():
+        rt.model(input_ids=first, labels=first).loss.backward()
+    with rt.rollout():
+        assert all(p.grad is None for p in rt.model.parameters())
+    with rt.train():
+        rt.model(input_ids=second, labels=second).loss.backward()
+        rt.optimizer.step()
+    for ids in (first, second):
+        twin(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+    for mine, other in zip(rt.model.parameters(), twin.parameters(), strict=True):
+        assert torch.allclose(mine, other, atol=1e-6)
+    rt.close()
+
+
+def test_master_weights_train_a_bf16_model_and_leave_with_the_optimizer():
+    rt = launch(
+        dtype=torch.bfloat16,
+        optimizer=MasterWeights(lambda ps: AdamW(ps, lr=1e-5)),
+        config=RuntimeConfig(kv_cache_bytes=MIB, offload=Offload.ALWAYS),
+    )
+    for _ in range(3):
+        with rt.train():
+            train_step(rt)
+        with rt.rollout():
+            rt.generate(PROMPTS, max_tokens=2)
+        assert segment(rt, "trainer.master_weights").residency is Residency.OFFLOADED
+    assert 0 < rt.trace.metrics["changed_fraction"][-1] < 1
+    assert rt.bytes_synced == 0
+    rt.close()
+
+
+def test_checkpoints_can_be_taken_in_every_phase():
+    rt = launch(config=RuntimeConfig(kv_cache_bytes=MIB, offload=Offload.ALWAYS))
+    with rt.train():
+        train_step(rt)
+        in_train = rt.optimizer.state_dict()
+    idle = rt.optimizer.state_dict()
+    with rt.rollout():
+        in_rollout = rt.optimizer.state_dict()
+        weights = {name: t.clone() for name, t in rt.model.state_dict().items()}
+    for index in in_train["state"]:
+        for other in (idle, in_rollout):
+            assert torch.equal(in_train["state"][index]["exp_avg"], other["state"][index]["exp_avg"])
+    assert all(torch.equal(weights[name], t) for name, t in rt.model.state_dict().items())
+    rt.close()
+
+
+# ---- share ---------------------------------------------------------------------------------------------------------
+
+
+def make_engine(dtype=torch.float32):
+    return TorchEngine(qwen3(), device="cpu", dtype=dtype, kv_cache_bytes=MIB, mover=Mover(torch.device("cpu")))
+
+
+def test_sharing_your_own_model_keeps_its_parameters_objects_values_and_optimizer():
+    model = AutoModelForCausalLM.from_config(qwen3())
+    optimizer = adamw(model.parameters())
+    objects = list(model.parameters())
+    values = [p.detach().clone() for p in objects]
+    rt = colo.share(make_engine(), model, optimizer)
+    assert [id(p) for p in model.parameters()] == [id(p) for p in objects]
+    assert all(torch.equal(a, p) for a, p in zip(values, objects, strict=True))
+    assert rt.transport.name == "shared"
+    with rt.train():
+        train_step(rt)
+    trained = [p.detach().clone() for p in objects]
+    rt.close()
+    assert all(torch.equal(a, p) for a, p in zip(trained, model.parameters(), strict=True))
+    ids = torch.tensor([[1, 2, 3]])
+    model(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+
+
+def test_a_model_that_cannot_share_is_copied_and_the_reason_is_given():
+    model = AutoModelForCausalLM.from_config(qwen3())
+    rt = colo.share(make_engine(torch.bfloat16), model, adamw(model.parameters()))
+    assert rt.transport.name == "local"
+    assert "torch.float32 here and torch.bfloat16 in the engine" in rt.transport.reason
+    sent = rt.bytes_synced
+    with rt.train():
+        train_step(rt)
+    with rt.rollout():
+        completion = rt.generate(PROMPTS, max_tokens=2)[0]
+    assert completion.weights_version == 1
+    assert rt.bytes_synced == 2 * sent == 2 * sum(p.numel() * 2 for p in model.parameters())
+    expected = model.model.embed_tokens.weight.to(torch.bfloat16)
+    assert torch.equal(rt.engine.module.model.embed_tokens.weight[:100], expected)
+    with rt.rollout():
+        pass
+    assert len(rt.publications) == 2, "nothing changed, so nothing was sent"
+    rt.close()
+
+
+# ---- never silently stale ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("breaks", [lambda m: m.to(torch.float64), lambda m: m.half()], ids=["to", "half"])
+def test_a_broken_alias_is_noticed_at_the_next_rollout_and_names_the_parameter(rt, breaks):
+    breaks(rt.model)
+    with pytest.raises(colo.StaleWeights, match=r"model.embed_tokens.weight is no longer the engine's memory"):
+        with rt.rollout():
+            pytest.fail("the rollout must not begin")
+    assert rt.phase is Phase.IDLE
+    with pytest.raises(colo.StaleWeights):
+        rt.engine.resume()
+        rt.engine.generate([[1]], colo.SamplingParams())
+
+
+def test_one_replaced_parameter_is_enough(rt):
+    layer = rt.model.model.layers[1].mlp
+    layer.up_proj.weight = torch.nn.Parameter(layer.up_proj.weight.detach().clone())
+    with pytest.raises(colo.StaleWeights, match=r"model.layers.1.mlp.up_proj.weight is no longer"):
+        rt.generate([[1]])
+
+
+def test_weights_changed_without_the_optimizer_are_a_new_version(rt):
+    with rt.rollout():
+        first = rt.generate([[1, 2]], max_tokens=3, temperature=0)[0]
+    state = {name: torch.randn_like(t) for name, t in rt.model.state_dict().items()}
+    rt.model.load_state_dict(state)
+    with rt.rollout():
+        second = rt.generate([[1, 2]], max_tokens=3, temperature=0)[0]
+    assert (first.weights_version, second.weights_version) == (0, 1)
+    assert first.logprobs != second.logprobs
+
+
+def test_a_publication_that_fails_poisons_the_engine_until_one_succeeds():
+    model = AutoModelForCausalLM.from_config(qwen3())
+    rt = colo.share(make_engine(torch.bfloat16), model, adamw(model.parameters()))
+    with rt.train():
+        train_step(rt)
+    removed = model.model.norm.weight
+    model.model.norm.weight = torch.nn.Parameter(torch.ones(65))
+    with pytest.raises(colo.TransferError, match=r"model.norm.weight has shape \(65,\), but \(64,\) was recorded"):
+        rt.generate([[1]])
+    rt.engine.resume()
+    with pytest.raises(colo.StaleWeights, match="publishing version 2 failed"):
+        rt.engine.generate([[1]], colo.SamplingParams())
+    model.model.norm.weight = removed
+    assert rt.generate([[1]])[0].weights_version == rt.weights_version
+    rt.close()
+
+
+# ---- LoRA ----------------------------------------------------------------------------------------------------------
+
+
+def lora_runtime(**options):
+    return launch(lora=LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False), **options)
+
+
+def test_lora_trains_an_adapter_over_the_shared_base_and_the_engine_applies_it():
+    rt = lora_runtime()
+    base = {name: p.detach().clone() for name, p in rt.model.named_parameters() if "lora_" not in name}
+    for version in range(3):
+        with rt.rollout():
+            completion = rt.generate([[5, 6, 7]], max_tokens=6, seed=1)[0]
+        assert (completion.weights_version, completion.adapter) == (version, f"policy@{version}")
+        ids = torch.tensor([[*completion.prompt_token_ids, *completion.token_ids]])
+        with torch.no_grad():
+            logprobs = rt.model(input_ids=ids).logits[0, 2:-1].log_softmax(-1)
+        expected = logprobs.gather(-1, ids[0, 3:, None]).squeeze(-1)
+        assert torch.allclose(torch.tensor(completion.logprobs), expected, atol=1e-4)
+        with rt.train():
+            train_step(rt)
+    assert rt.bytes_synced == 0
+    for name, parameter in rt.model.named_parameters():
+        if name in base:
+            assert torch.equal(base[name], parameter), name
+    rt.close()
+
+
+def test_merging_the_adapter_is_noticed_and_named():
+    rt = lora_runtime()
+    rt.model.merge_adapter()
+    with pytest.raises(colo.StaleWeights, match=r"merged into model.layers.0.self_attn.q_proj.weight"):
+        rt.generate([[1]])
+    rt.model.unmerge_adapter()
+    rt.generate([[1]])
+    rt.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"use_dora": True}, "use_dora=True"),
+        ({"bias": "all"}, "bias='all'"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+    ],
+)
+def test_what_an_engine_cannot_apply_is_refused_by_name_before_anything_is_built(options, words):
+    with pytest.raises(colo.Unsupported, match=words):
+        launch(lora=LoraConfig(r=4, target_modules=["q_proj"], **options))
+
+
+def test_a_users_own_peft_model_is_shared():
+    model = get_peft_model(AutoModelForCausalLM.from_config(qwen3()), LoraConfig(r=2, target_modules=["q_proj"]))
+    rt = colo.share(make_engine(), model, adamw([p for p in model.parameters() if p.requires_grad]))
+    assert rt.transport.name == "shared"
+    with rt.train():
+        train_step(rt)
+    assert rt.generate([[1]])[0].adapter == "policy@1"
+    rt.close()
+
+
+# ---- misuse --------------------------------------------------------------------------------------------------------
+
+
+def test_training_inside_rollout_says_what_to_do(rt):
+    ids = torch.tensor([[1, 2, 3]])
+    with rt.rollout():
+        with pytest.raises(colo.PhaseError, match=r"backward\(\) inside rollout\(\).*with rt.train\(\)"):
+            rt.model(input_ids=ids, labels=ids).loss.backward()
+        with pytest.raises(colo.PhaseError, match=r"optimizer.step\(\) inside rollout\(\)"):
+            rt.optimizer.step()
+    assert rt.weights_version == 0
+
+
+def test_generating_inside_train_says_what_to_do(rt):
+    with rt.train(), pytest.raises(colo.PhaseError, match=r"generate\(\) inside train\(\).*with rt.rollout\(\)"):
+        rt.generate([[1]])
+
+
+@pytest.mark.parametrize("outer", ["rollout", "train"])
+@pytest.mark.parametrize("inner", ["rollout", "train"])
+def test_phases_do_not_nest(rt, outer, inner):
+    with getattr(rt, outer)():
+        with pytest.raises(colo.PhaseError, match=rf"{inner}\(\) inside {outer}\(\): phases do not nest"):
+            with getattr(rt, inner)():
+                pytest.fail("entered")
+        assert rt.phase == outer
+    assert rt.phase is Phase.IDLE
+
+
+def test_a_model_has_one_runtime_at_a_time(rt):
+    with pytest.raises(colo.PhaseError, match="has a runtime already"):
+        colo.share(make_engine(), rt.model, rt.optimizer)
+
+
+def test_nothing_works_after_close_and_closing_twice_is_fine():
+    rt = launch()
+    with rt.train():
+        train_step(rt)
+    rt.close()
+    rt.close()
+    for use in (lambda: rt.generate([[1]]), lambda: rt.rollout().__enter__(), lambda: rt.train().__enter__()):
+        with pytest.raises(colo.PhaseError, match="the runtime is closed"):
+            use()
+    ids = torch.tensor([[1, 2, 3]])
+    rt.model(input_ids=ids, labels=ids).loss.backward()
+    rt.optimizer.step()
+
+
+def test_closing_inside_a_phase_is_refused(rt):
+    with rt.train(), pytest.raises(colo.PhaseError, match=r"close\(\) inside train\(\)"):
+        rt.close()
+
+
+def test_an_exception_inside_a_phase_leaves_it_and_the_next_one_works(rt):
+    for verb in (rt.rollout, rt.train):
+        with pytest.raises(KeyError):
+            with verb():
+                raise KeyError("user")
+        assert rt.phase is Phase.IDLE
+    with rt.train():
+        train_step(rt)
+    assert rt.generate([[1]])[0].weights_version == 1
+
+
+def test_steps_outside_train_are_a_train_phase_of_their_own(rt):
+    ids = torch.tensor([[1, 2, 3]])
+    rt.model(input_ids=ids, labels=ids).loss.backward()
+    rt.optimizer.step()
+    assert (rt.phase, rt.weights_version) == (Phase.IDLE, 1)
+
+
+def test_a_rollout_that_does_not_fit_changes_nothing():
+    model_bytes = sum(p.numel() * 4 for p in AutoModelForCausalLM.from_config(qwen3()).parameters())
+    config = RuntimeConfig(
+        kv_cache_bytes=3 * model_bytes, device_limit_bytes=int(4.5 * model_bytes), offload=Offload.NEVER
+    )
+    rt = launch(config=config)
+    with rt.train():
+        train_step(rt)
+    before = {name: s.residency for name, s in rt.scheduler.segments.items()}
+    with pytest.raises(colo.BudgetError, match=r"phase rollout needs .*\n.*ledger of the device") as caught:
+        with rt.rollout():
+            pytest.fail("entered")
+    assert caught.value.missing_bytes > 0
+    assert {name: s.residency for name, s in rt.scheduler.segments.items()} == before
+    with rt.train():
+        train_step(rt)
+    rt.close()
+
+
+def test_weights_and_cache_that_cannot_fit_are_refused_before_the_engine_is_built():
+    with pytest.raises(colo.BudgetError, match="do not fit in 512.00 KiB: pass a smaller kv_cache_bytes"):
+        launch(config=RuntimeConfig(kv_cache_bytes=MIB, device_limit_bytes=512 * 1024))
+
+
+def test_texts_need_a_tokenizer(rt):
+    with pytest.raises(ValueError, match="the runtime has no tokenizer"):
+        rt.generate(["hello"])
+
+
+def test_cuda_is_refused_with_advice_where_there_is_none():
+    if torch.cuda.is_available():
+        pytest.skip("there is a CUDA device")
+    with pytest.raises(colo.Unsupported, match="colo doctor"):
+        launch(device="cuda")
+
+
+# ---- report --------------------------------------------------------------------------------------------------------
+
+
+def test_the_report_names_engine_weights_peaks_and_reasons(rt, tmp_path):
+    with rt.rollout():
+        rt.generate(PROMPTS, max_tokens=2)
+    with rt.train():
+        train_step(rt)
+    rt.log(reward=0.5)
+    text = str(rt.report())
+    for words in ("torch on cpu", "shared: all", "rollout", "nothing had to leave the device", "reward"):
+        assert words in text
+    assert rt.report().to_json()["facts"]["engine"] == "torch on cpu"
+    page = rt.plot(tmp_path / "run.html").read_text()
+    assert page.startswith("<!doctype html>") and "engine.kv_cache" in page
+    with pytest.raises(ValueError, match="ends in .html or .png"):
+        rt.plot(tmp_path / "run.txt")
