@@ -164,11 +164,8 @@ class TorchEngine:
         token_ids = [tuple(map(int, prompt)) for prompt in prompts]
         _check_prompts(token_ids, self.module.config.get_text_config().vocab_size)
         waves = self._slab.plan(token_ids, n=params.n, max_tokens=params.max_tokens)
-        completions: list[Completion] = []
         with torch.no_grad(), self._adapters.applied(adapter):
-            for wave in waves:
-                completions += self._run(wave, params, adapter, self._version)
-        return completions
+            return [c for wave in waves for c in self._run(wave, params, adapter, self._version)]
 
     def pause(self) -> None:
         """Stop generating, so that weights may change. Idempotent; `PhaseError` when asleep or closed."""
