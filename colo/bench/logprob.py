@@ -1,0 +1,141 @@
+"""Time and memory of `colo.rl.logprob.token_logprobs`, forward and backward, beside the full computation."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from colo.rl.logprob import token_logprobs
+
+Inputs = tuple[Tensor, Tensor, Tensor]
+"""Hidden states (tokens, hidden), LM head (vocab, hidden) and token ids (tokens,)."""
+
+Compute = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Log-probabilities (tokens,) from these."""
+
+
+def run(
+    *,
+    device: str,
+    tokens: int = 65_536,
+    vocab: int = 151_936,
+    hidden: int = 4096,
+    full_tokens: int = 8192,
+    repeats: int = 5,
+) -> list[dict[str, Any]]:
+    """Measure in bfloat16 on random data, with a trained head and with a frozen one.
+
+    Three rows for each: chunked at `tokens`, chunked at `full_tokens`, and full at `full_tokens`. Keys of a row:
+
+        case               "chunked" or "full"
+        weight_gradient    whether the head is trained
+        device, dtype, tokens, vocab, hidden
+        fits               False when the device ran out of memory; everything below is then None
+        seconds            median of `repeats` forward and backward passes, after one that is not counted
+        extra_bytes        peak above the inputs
+        extra_beyond_gradients_bytes   peak above the inputs and the gradients that backward returns
+        ratio_to_full      seconds over those of the full computation at the same size, where that was measured
+
+    The byte counts are torch's own (`torch.cuda.max_memory_allocated`) and None on other devices. Full means
+    `log_softmax(hidden @ weight.T)` with float32 softmax, gathered at the tokens.
+
+    Raises: `ValueError` for a size below 1.
+    """
+    sizes = {"tokens": tokens, "vocab": vocab, "hidden": hidden, "full_tokens": full_tokens, "repeats": repeats}
+    for name, value in sizes.items():
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, but is {value}")
+    rows = []
+    for weight_gradient in (True, False):
+        measure = partial(
+            _measure, device=device, vocab=vocab, hidden=hidden, weight_gradient=weight_gradient, repeats=repeats
+        )
+        large = measure("chunked", token_logprobs, tokens=tokens)
+        small = measure("chunked", token_logprobs, tokens=full_tokens)
+        full = measure("full", _full_logprobs, tokens=full_tokens)
+        if small["fits"] and full["fits"]:
+            small["ratio_to_full"] = small["seconds"] / full["seconds"]
+        rows += [large, small, full]
+    return rows
+
+
+def _full_logprobs(hidden_states: Tensor, weight: Tensor, token_ids: Tensor) -> Tensor:
+    logprobs = (hidden_states @ weight.T).log_softmax(-1, dtype=torch.float32)
+    return logprobs.gather(1, token_ids[:, None]).squeeze(1)
+
+
+def _measure(
+    case: str,
+    compute: Compute,
+    *,
+    device: str,
+    tokens: int,
+    vocab: int,
+    hidden: int,
+    weight_gradient: bool,
+    repeats: int,
+) -> dict[str, Any]:
+    """One row, with `ratio_to_full` left open."""
+    row: dict[str, Any] = {"case": case, "weight_gradient": weight_gradient, "device": _device_name(device)}
+    row |= {"dtype": "bfloat16", "tokens": tokens, "vocab": vocab, "hidden": hidden, "fits": True}
+    row |= dict.fromkeys(("seconds", "extra_bytes", "extra_beyond_gradients_bytes", "ratio_to_full"))
+    inputs = _inputs(device, tokens, vocab, hidden, weight_gradient)
+    try:
+        extra_bytes = _peak_bytes(compute, inputs, device)
+        row["seconds"] = statistics.median(_seconds(compute, inputs, device) for _ in range(repeats))
+    except torch.OutOfMemoryError:
+        return row | {"fits": False}
+    if extra_bytes is not None:
+        gradient_bytes = sum(t.nbytes for t in inputs if t.requires_grad)
+        row |= {"extra_bytes": extra_bytes, "extra_beyond_gradients_bytes": extra_bytes - gradient_bytes}
+    return row
+
+
+def _device_name(device: str) -> str:
+    return torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else device
+
+
+def _inputs(device: str, tokens: int, vocab: int, hidden: int, weight_gradient: bool) -> Inputs:
+    """Hidden states of unit variance and a head that gives logits of about the spread of a trained model's."""
+    generator = torch.Generator(device).manual_seed(0)
+    hidden_states = torch.randn((tokens, hidden), generator=generator, device=device, dtype=torch.bfloat16)
+    weight = torch.randn((vocab, hidden), generator=generator, device=device, dtype=torch.bfloat16)
+    weight.mul_(3.0 / hidden**0.5)
+    token_ids = torch.randint(vocab, (tokens,), generator=generator, device=device)
+    return hidden_states.requires_grad_(), weight.requires_grad_(weight_gradient), token_ids
+
+
+def _step(compute: Compute, inputs: Inputs) -> None:
+    """Forward and backward; the gradients are dropped."""
+    hidden_states, weight, token_ids = inputs
+    compute(hidden_states, weight, token_ids).mean().backward()
+    hidden_states.grad = weight.grad = None
+
+
+def _peak_bytes(compute: Compute, inputs: Inputs, device: str) -> int | None:
+    if torch.device(device).type != "cuda":
+        _step(compute, inputs)
+        return None
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before_bytes = torch.cuda.memory_allocated(device)
+    _step(compute, inputs)
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before_bytes
+
+
+def _seconds(compute: Compute, inputs: Inputs, device: str) -> float:
+    on_cuda = torch.device(device).type == "cuda"
+    if on_cuda:
+        torch.cuda.synchronize(device)
+    start_s = time.perf_counter()
+    _step(compute, inputs)
+    if on_cuda:
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start_s

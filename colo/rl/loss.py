@@ -1,0 +1,258 @@
+"""GRPO and its common variants: group-relative advantages, and a clipped policy loss over log-probabilities.
+
+Shape suffixes: B batch (completions, those of one prompt next to each other), T time (positions of a completion).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+import torch
+from torch import Tensor
+
+
+class AdvantageScale(StrEnum):
+    """What the centred rewards of a group are divided by."""
+
+    GROUP = "group"
+    """The standard deviation of the group's rewards (GRPO, arXiv:2402.03300)."""
+
+    NONE = "none"
+    """Nothing, so that questions with nearly equal rewards weigh no more than others (Dr. GRPO, arXiv:2503.20783)."""
+
+
+class Aggregation(StrEnum):
+    """How the losses of all tokens become one number. l is the loss of a token, B the number of completions."""
+
+    TOKEN = "token"
+    """Sum of l over all tokens / number of tokens: every token weighs the same (DAPO, arXiv:2503.14476)."""
+
+    SEQUENCE = "sequence"
+    """Mean of l within each completion, then over completions that have a token (GRPO, arXiv:2402.03300)."""
+
+    CONSTANT = "constant"
+    """Sum of l over all tokens / (B * max_length): no dependence on lengths (Dr. GRPO, arXiv:2503.20783)."""
+
+
+class ImportanceLevel(StrEnum):
+    """What the weight that corrects for the engine's own probabilities belongs to."""
+
+    NONE = "none"
+    """No correction; the mismatch is still measured where the engine's log-probabilities are given."""
+
+    TOKEN = "token"
+    """Each token its own ratio."""
+
+    SEQUENCE = "sequence"
+    """Every token of a completion the product of the completion's ratios."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GRPOLossConfig:
+    """What `grpo_loss` computes. The defaults are GRPO with DAPO's aggregation and without a KL term."""
+
+    epsilon_low: float = 0.2
+    """The ratio is clipped from below at `1 - epsilon_low`; in [0, 1)."""
+
+    epsilon_high: float = 0.2
+    """The ratio is clipped from above at `1 + epsilon_high`; DAPO's clip-higher takes 0.28."""
+
+    kl_coefficient: float = 0.0
+    """Weight of the KL divergence from the reference, added to the loss of every token; beta in arXiv:2402.03300."""
+
+    importance_level: ImportanceLevel = ImportanceLevel.TOKEN
+    """Correction for what the engine samples from not being quite what the trainer computes."""
+
+    importance_clip_max: float = 2.0
+    """Importance weights are truncated here; C in truncated importance sampling."""
+
+    aggregation: Aggregation = Aggregation.TOKEN
+    """How token losses become one number."""
+
+    max_length: int | None = None
+    """The constant of `Aggregation.CONSTANT`: the most tokens that a completion may have."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "importance_level", ImportanceLevel(self.importance_level))
+        object.__setattr__(self, "aggregation", Aggregation(self.aggregation))
+        checks = {
+            "epsilon_low must be in [0, 1)": 0 <= self.epsilon_low < 1,
+            "epsilon_high must be at least 0 and finite": 0 <= self.epsilon_high < math.inf,
+            "kl_coefficient must be at least 0 and finite": 0 <= self.kl_coefficient < math.inf,
+            "importance_clip_max must be positive and finite": 0 < self.importance_clip_max < math.inf,
+            "max_length must be at least 1": self.max_length is None or self.max_length >= 1,
+        }
+        for message, holds in checks.items():
+            if not holds:
+                raise ValueError(f"{message}, but is {getattr(self, message.split()[0])}")
+        if (self.max_length is None) == (self.aggregation is Aggregation.CONSTANT):
+            raise ValueError(
+                f"max_length goes with aggregation 'constant' and with no other, but is {self.max_length} with "
+                f"'{self.aggregation}'"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class GRPOLossOutput:
+    """A loss to call `backward()` on, and what was seen on the way."""
+
+    loss: Tensor
+    """0-dimensional, differentiable in `logprobs_BT`."""
+
+    metrics: Mapping[str, Tensor]
+    """Detached 0-dimensional tensors on the loss's device, so that reading them is the caller's choice of moment."""
+
+
+def group_advantages(
+    rewards_B: Tensor, group_size: int, *, scale: AdvantageScale | str = AdvantageScale.GROUP, epsilon: float = 1e-4
+) -> Tensor:
+    """How much better each completion was than the others of its group.
+
+    `A_i = (r_i - mean(r)) / (std(r) + epsilon)` over the group (arXiv:2402.03300, section 4.1.2), std with Bessel's
+    correction; `scale="none"` leaves out the division (arXiv:2503.20783). `rewards_B` (B,) holds `group_size`
+    consecutive completions of each prompt. Returns (B,) in the rewards' dtype, float32 for integers; a group of equal
+    rewards gets zeros.
+
+    Raises: `ValueError` for a group of fewer than 2, which has nothing to compare, or a batch of incomplete groups.
+    """
+    scale = AdvantageScale(scale)
+    if group_size < 2:
+        raise ValueError(f"group_size must be at least 2, since advantages compare within a group, but is {group_size}")
+    if rewards_B.dim() != 1 or len(rewards_B) % group_size:
+        raise ValueError(f"rewards {tuple(rewards_B.shape)} must be one row of whole groups of {group_size}")
+    rewards_GS = (rewards_B if rewards_B.is_floating_point() else rewards_B.float()).view(-1, group_size)
+    centred_GS = rewards_GS - rewards_GS.mean(1, keepdim=True)
+    if scale is AdvantageScale.GROUP:
+        centred_GS = centred_GS / (rewards_GS.std(1, keepdim=True) + epsilon)
+    return centred_GS.flatten()
+
+
+def grpo_loss(
+    logprobs_BT: Tensor,
+    old_logprobs_BT: Tensor | None,
+    advantages_B: Tensor,
+    mask_BT: Tensor,
+    *,
+    config: GRPOLossConfig | None = None,
+    engine_logprobs_BT: Tensor | None = None,
+    reference_logprobs_BT: Tensor | None = None,
+) -> GRPOLossOutput:
+    """The clipped policy loss of GRPO, with the truncated correction for the engine's own probabilities.
+
+    For each token that `mask_BT` selects, with p the policy of `logprobs_BT`, p_old the trainer's policy that the
+    completion was sampled with, p_engine the same as the engine computed it, and p_ref a reference:
+
+        r = p / p_old
+        w = min(p_old / p_engine, importance_clip_max), detached; 1 without `engine_logprobs_BT`
+        k = p_ref / p - log(p_ref / p) - 1; without `reference_logprobs_BT` left out
+        l = -w * min(r * A, clip(r, 1 - epsilon_low, 1 + epsilon_high) * A) + kl_coefficient * k
+
+    The clipped term and the unbiased KL estimate k are those of GRPO (arXiv:2402.03300, equations 3 and 4), separate
+    epsilons those of DAPO (arXiv:2503.14476). The weight w is truncated importance sampling (Ionides 2008, Journal of
+    Computational and Graphical Statistics 17(2)) as Yao et al. 2025 apply it between engine and trainer
+    (https://fengyao.notion.site/off-policy-rl); at sequence level p_old / p_engine is the product over the completion.
+    `Aggregation` says how all l become one number.
+
+    `logprobs_BT`, `old_logprobs_BT`, `engine_logprobs_BT` and `reference_logprobs_BT` are (B, T) floating point, in
+    nats, at the same temperature; only the first is differentiated. `old_logprobs_BT` may be `None` when nothing was
+    updated since sampling: p_old is then p, detached. `advantages_B` is (B,), `mask_BT` (B, T), nonzero at the tokens
+    of completions; what else the other tensors hold there, NaN included, has no effect. An empty mask gives 0.
+
+    Metrics, means over tokens: `num_tokens`, `ratio_mean` (r) and `clip_fraction` (tokens whose gradient was clipped);
+    with a reference `kl` (k); with the engine's log-probabilities `mismatch_mean` and `mismatch_max` (of the absolute
+    difference between log p_old and log p_engine) and `importance_weight_mean` (w). To weigh micro-batches as one batch
+    under `Aggregation.TOKEN`, multiply each loss by its `num_tokens` and divide by their sum.
+
+    Raises: `ValueError` for shapes that do not fit, or a KL coefficient without a reference.
+    """
+    config = GRPOLossConfig() if config is None else config
+    if config.kl_coefficient and reference_logprobs_BT is None:
+        raise ValueError(
+            f"kl_coefficient {config.kl_coefficient} needs reference_logprobs_BT: give them, or set it to 0"
+        )
+    others = {"old": old_logprobs_BT, "engine": engine_logprobs_BT, "reference": reference_logprobs_BT}
+    _check_shapes(logprobs_BT, advantages_B, mask_BT, others)
+    mask_BT = mask_BT.bool()
+    old_BT = (logprobs_BT if old_logprobs_BT is None else old_logprobs_BT).detach()
+    loss_BT, metrics = _policy_loss(_masked_difference(logprobs_BT, old_BT, mask_BT), advantages_B, mask_BT, config)
+    if engine_logprobs_BT is not None:
+        difference_BT = _masked_difference(old_BT, engine_logprobs_BT.detach(), mask_BT)
+        weight_BT = _importance_weight(difference_BT, config)
+        loss_BT = loss_BT * weight_BT
+        metrics |= _mismatch_metrics(difference_BT, weight_BT, mask_BT)
+    if reference_logprobs_BT is not None:
+        log_ratio_BT = _masked_difference(reference_logprobs_BT.detach(), logprobs_BT, mask_BT)
+        kl_BT = log_ratio_BT.exp() - log_ratio_BT - 1
+        metrics["kl"] = _masked_mean(kl_BT.detach(), mask_BT)
+        if config.kl_coefficient:
+            loss_BT = loss_BT + config.kl_coefficient * kl_BT
+    return GRPOLossOutput(_aggregate(loss_BT, mask_BT, config), metrics)
+
+
+def _check_shapes(
+    logprobs_BT: Tensor, advantages_B: Tensor, mask_BT: Tensor, others: Mapping[str, Tensor | None]
+) -> None:
+    if logprobs_BT.dim() != 2:
+        raise ValueError(f"log-probabilities must be (batch, time), but are {tuple(logprobs_BT.shape)}")
+    if advantages_B.shape != logprobs_BT.shape[:1]:
+        raise ValueError(f"advantages must be ({len(logprobs_BT)},), but are {tuple(advantages_B.shape)}")
+    matrices = {f"{name} log-probabilities": tensor for name, tensor in others.items()} | {"mask": mask_BT}
+    for name, tensor in matrices.items():
+        if tensor is not None and tensor.shape != logprobs_BT.shape:
+            raise ValueError(f"{name} must be {tuple(logprobs_BT.shape)}, but is {tuple(tensor.shape)}")
+
+
+def _masked_difference(left_BT: Tensor, right_BT: Tensor, mask_BT: Tensor) -> Tensor:
+    """`left - right` where the mask is set, and 0, whatever they hold, where it is not."""
+    return (left_BT - right_BT).masked_fill(~mask_BT, 0.0)
+
+
+def _masked_mean(values_BT: Tensor, mask_BT: Tensor) -> Tensor:
+    return (values_BT * mask_BT).sum() / mask_BT.sum().clamp(min=1)
+
+
+def _policy_loss(
+    log_ratio_BT: Tensor, advantages_B: Tensor, mask_BT: Tensor, config: GRPOLossConfig
+) -> tuple[Tensor, dict[str, Tensor]]:
+    ratio_BT, advantages_B1 = log_ratio_BT.exp(), advantages_B.detach()[:, None]
+    low, high = 1 - config.epsilon_low, 1 + config.epsilon_high
+    loss_BT = -torch.minimum(ratio_BT * advantages_B1, ratio_BT.clamp(low, high) * advantages_B1)
+    clipped_BT = ((ratio_BT < low) & (advantages_B1 < 0)) | ((ratio_BT > high) & (advantages_B1 > 0))
+    metrics = {
+        "num_tokens": mask_BT.sum(),
+        "ratio_mean": _masked_mean(ratio_BT.detach(), mask_BT),
+        "clip_fraction": _masked_mean(clipped_BT.to(ratio_BT.dtype), mask_BT),
+    }
+    return loss_BT, metrics
+
+
+def _importance_weight(difference_BT: Tensor, config: GRPOLossConfig) -> Tensor:
+    """(B, T), or (B, 1) at sequence level."""
+    if config.importance_level is ImportanceLevel.NONE:
+        return torch.ones_like(difference_BT)
+    if config.importance_level is ImportanceLevel.SEQUENCE:
+        difference_BT = difference_BT.sum(1, keepdim=True)
+    return difference_BT.exp().clamp(max=config.importance_clip_max)
+
+
+def _mismatch_metrics(difference_BT: Tensor, weight_BT: Tensor, mask_BT: Tensor) -> dict[str, Tensor]:
+    absolute_BT = difference_BT.abs()
+    largest = absolute_BT.max() if absolute_BT.numel() else absolute_BT.sum()
+    return {
+        "mismatch_mean": _masked_mean(absolute_BT, mask_BT),
+        "mismatch_max": largest,
+        "importance_weight_mean": _masked_mean(weight_BT, mask_BT),
+    }
+
+
+def _aggregate(loss_BT: Tensor, mask_BT: Tensor, config: GRPOLossConfig) -> Tensor:
+    loss_B, num_tokens_B = (loss_BT * mask_BT).sum(1), mask_BT.sum(1)
+    if config.aggregation is Aggregation.TOKEN:
+        return loss_B.sum() / num_tokens_B.sum().clamp(min=1)
+    if config.aggregation is Aggregation.SEQUENCE:
+        return (loss_B / num_tokens_B.clamp(min=1)).sum() / (num_tokens_B > 0).sum().clamp(min=1)
+    assert config.max_length is not None
+    return loss_B.sum() / max(1, len(loss_B) * config.max_length)

@@ -1,0 +1,298 @@
+"""The logits of an LM head in tiles: the forward and backward passes behind `colo.rl.logprob.token_logprobs`.
+
+Forward keeps a running maximum and sum of exponentials for each token (online softmax, arXiv:1805.02867), and beside
+them the running average of weight rows that is, but for a factor a token, the gradient in the hidden state. Backward
+multiplies that factor in; only a head that is trained has its tiles computed again. In matrix products: two for a
+frozen head, as in full, and four in place of three for a trained one.
+
+Shape suffixes: N tokens, V vocabulary, D hidden size; K the tokens that count, R and C the rows and columns of a tile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from colo.units import align_up
+
+_ROWS_AT_MOST = 4096
+"""Rows of a tile from which on a matrix product no longer gains from more of them."""
+
+_ALIGNMENT = 128
+"""Derived tile sides are multiples of this, so that tensor cores are used without padding."""
+
+
+def _statistics_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def tile_sides(num_tokens: int, vocab_size: int, hidden: Tensor, workspace_bytes: int) -> tuple[int, int]:
+    """Rows and columns of a tile such that what is allocated to work on one fits into `workspace_bytes`.
+
+    For an input of i bytes an element, statistics of s and a hidden size of D, a tile of r rows and c columns needs
+    (i + s) r c for logits and exponentials, in backward (i + s) c D for an accumulator and what is added to it, and
+    (2 i + s) r D for rows of hidden states, accumulator and addend. The last may take half of the workspace.
+    """
+    if workspace_bytes < 1:
+        raise ValueError(f"workspace_bytes must be at least 1, but is {workspace_bytes}")
+    item, stat = hidden.element_size(), _statistics_dtype(hidden.dtype).itemsize
+    row_bytes = (2 * item + stat) * max(1, hidden.shape[-1])
+    rows = max(_ALIGNMENT, min(_ROWS_AT_MOST, workspace_bytes // (2 * row_bytes) // _ALIGNMENT * _ALIGNMENT))
+    column_bytes = (item + stat) * (rows + hidden.shape[-1])
+    columns = max(_ALIGNMENT, (workspace_bytes - rows * row_bytes) // column_bytes // _ALIGNMENT * _ALIGNMENT)
+    num_tiles = -(-vocab_size // columns)
+    even_columns = align_up(-(-vocab_size // num_tiles), _ALIGNMENT)
+    return max(1, min(rows, num_tokens)), min(even_columns, vocab_size)
+
+
+def _slices(length: int, step: int) -> Iterator[slice]:
+    for start in range(0, length, step):
+        yield slice(start, min(start + step, length))
+
+
+def _accumulate(sums: Tensor, left: Tensor, right: Tensor, *, first: bool = False) -> None:
+    """`sums += left @ right`, or `=` for the first; the sums may be of a wider dtype."""
+    beta = 0 if first else 1
+    if sums.dtype == left.dtype:
+        sums.addmm_(left, right, beta=beta)
+    elif sums.is_cuda:
+        torch.addmm(sums, left, right, out_dtype=sums.dtype, beta=beta, out=sums)
+    elif first:
+        sums.copy_(left @ right)
+    else:
+        sums.add_(left @ right)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Head:
+    """What the head does to hidden states, how its logits are cut, and what is wanted of them."""
+
+    vocab_size: int
+    inverse_temperature: float
+    tile_rows: int
+    tile_columns: int
+    with_entropy: bool
+    with_slope: bool
+
+
+class _Tiles:
+    """Tiles of the logits of the tokens that count, in two buffers that every tile reuses."""
+
+    def __init__(
+        self, head: Head, hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, rows_K: Tensor, ids_K: Tensor
+    ) -> None:
+        self.head, self.hidden_ND, self.weight_VD, self.bias_V = head, hidden_ND, weight_VD, bias_V
+        self.rows_K, self.ids_K = rows_K, ids_K
+        self.dtype = _statistics_dtype(hidden_ND.dtype)
+        area = min(head.tile_rows, len(rows_K)) * min(head.tile_columns, head.vocab_size)
+        self._narrow = hidden_ND.new_empty(area)
+        same = hidden_ND.dtype == self.dtype
+        self._wide = self._narrow if same else hidden_ND.new_empty(area, dtype=self.dtype)
+
+    def rows(self) -> Iterator[slice]:
+        return _slices(len(self.rows_K), self.head.tile_rows)
+
+    def columns(self) -> Iterator[slice]:
+        return _slices(self.head.vocab_size, self.head.tile_columns)
+
+    def hidden(self, rows: slice) -> Tensor:
+        """A copy of the hidden states (R, D) of these tokens."""
+        return self.hidden_ND.index_select(0, self.rows_K[rows])
+
+    def logits(self, hidden_RD: Tensor, columns: slice) -> Tensor:
+        """Logits (R, C) before the temperature, in the inputs' dtype. Overwrites the tile before."""
+        weight_DC = self.weight_VD[columns].T
+        out_RC = self._narrow[: len(hidden_RD) * weight_DC.shape[1]].view(len(hidden_RD), -1)
+        if self.bias_V is None:
+            return torch.mm(hidden_RD, weight_DC, out=out_RC)
+        return torch.addmm(self.bias_V[columns], hidden_RD, weight_DC, out=out_RC)
+
+    def add_shift(self, logits_RC: Tensor, shift_R: Tensor) -> Tensor:
+        """`logits / temperature + shift` in the statistics dtype; where that is the inputs' it replaces the logits."""
+        out_RC = self._wide[: logits_RC.numel()].view(logits_RC.shape)
+        return torch.add(shift_R[:, None], logits_RC, alpha=self.head.inverse_temperature, out=out_RC)
+
+    def narrow(self, wide_RC: Tensor) -> Tensor:
+        """The place for a tile in the inputs' dtype: that of the logits, or the tile itself where dtypes are equal."""
+        return wide_RC if self._wide is self._narrow else self._narrow[: wide_RC.numel()].view(wide_RC.shape)
+
+    def locate(self, rows: slice, columns: slice) -> tuple[Tensor, Tensor]:
+        """For each row the column (R, 1) of its token, and whether that is in this tile; an end column if not."""
+        index_R1 = self.ids_K[rows, None] - columns.start
+        column_R1 = index_R1.clamp(0, columns.stop - columns.start - 1)
+        return column_R1, column_R1 == index_R1
+
+
+class _Running:
+    """What is known of rows whose logits arrive a tile at a time.
+
+    With `e = exp((logit - top) / temperature)`, over all tokens but the target: `total` is the sum of e, `spread` the
+    sum of -e log e, and `pull` (R, D) the sum of e times the weight row. The target joins at the end: the little that
+    is left beside a nearly certain token then keeps its precision.
+    """
+
+    def __init__(self, num_rows: int, tiles: _Tiles) -> None:
+        self._tiles = tiles
+        # finite, so that a tile which is -inf throughout adds nothing instead of inf - inf
+        lowest = max(torch.finfo(tiles.hidden_ND.dtype).min, -1e30)
+        self._top_R = tiles.hidden_ND.new_full((num_rows,), lowest)
+        self._target_R1 = torch.zeros_like(self._top_R)[:, None]
+        self._shift_R = self._negated(self._top_R)
+        self._total_R, self._spread_R = torch.zeros_like(self._shift_R), torch.zeros_like(self._shift_R)
+        width = tiles.hidden_ND.shape[1] if tiles.head.with_slope else 0
+        self._pull_RD = self._shift_R.new_zeros((num_rows, width))
+
+    def add(self, hidden_RD: Tensor, rows: slice, columns: slice) -> None:
+        """Compute one tile and take it in."""
+        tiles, head = self._tiles, self._tiles.head
+        logits_RC = tiles.logits(hidden_RD, columns)
+        column_R1, inside_R1 = tiles.locate(rows, columns)
+        found_R1 = logits_RC.gather(1, column_R1)
+        self._target_R1 = torch.where(inside_R1, found_R1, self._target_R1)
+        logits_RC.scatter_(1, column_R1, found_R1.masked_fill_(inside_R1, -torch.inf))
+        self._raise_top(torch.maximum(self._top_R, logits_RC.amax(1)))
+        e_RC = tiles.add_shift(logits_RC, self._shift_R).exp_()
+        self._total_R += e_RC.sum(1)
+        if head.with_slope:
+            narrow_RC = tiles.narrow(e_RC)
+            _accumulate(self._pull_RD, narrow_RC.copy_(e_RC), tiles.weight_VD[columns])
+        if head.with_entropy:
+            self._spread_R += torch.special.entr(e_RC, out=e_RC).sum(1)
+
+    def finish(self, ids_R: Tensor, results_3R: Tensor) -> Tensor:
+        """Write log-probability, log-sum-exp and entropy; return the slope (R, D) and spend `pull` on it."""
+        self._raise_top(torch.maximum(self._top_R, self._target_R1.squeeze(1)))
+        distance_R = self._shift_R - self._negated(self._target_R1.squeeze(1))
+        log_total_R = (self._total_R + distance_R.expm1()).log1p()
+        e_R = distance_R.exp()
+        total_R = self._total_R + e_R
+        results_3R[0] = distance_R - log_total_R
+        results_3R[1] = log_total_R - self._shift_R
+        results_3R[2] = (self._spread_R + torch.special.entr(e_R)) / total_R + log_total_R
+        if not self._tiles.head.with_slope:
+            return self._pull_RD
+        weight_RD = self._tiles.weight_VD.index_select(0, ids_R)
+        return self._pull_RD.div_(total_R[:, None]).addcmul_(weight_RD, results_3R[0].expm1()[:, None])
+
+    def _negated(self, logits_R: Tensor) -> Tensor:
+        return logits_R.to(self._tiles.dtype) * -self._tiles.head.inverse_temperature
+
+    def _raise_top(self, top_R: Tensor) -> None:
+        shift_R = self._negated(top_R)
+        rise_R = self._shift_R - shift_R
+        keep_R = torch.exp(-rise_R)
+        if self._tiles.head.with_entropy:
+            self._spread_R = keep_R * (self._spread_R + rise_R * self._total_R)
+        self._total_R *= keep_R
+        self._pull_RD *= keep_R[:, None]
+        self._top_R, self._shift_R = top_R, shift_R
+
+
+def _scan(tiles: _Tiles) -> tuple[Tensor, Tensor]:
+    """Log-probability, log-sum-exp and entropy (3, K), and the slope (K, D) where wanted, otherwise (K, 0).
+
+    The slope is the gradient of minus the log-probability in the hidden state, times the temperature: the weight rows
+    averaged under the model's distribution, minus the row of the token.
+    """
+    width = tiles.hidden_ND.shape[1] if tiles.head.with_slope else 0
+    slope_KD = tiles.hidden_ND.new_empty((len(tiles.rows_K), width))
+    results_3K = tiles.hidden_ND.new_empty((3, len(tiles.rows_K)), dtype=tiles.dtype)
+    for rows in tiles.rows():
+        hidden_RD = tiles.hidden(rows)
+        running = _Running(len(hidden_RD), tiles)
+        for columns in tiles.columns():
+            running.add(hidden_RD, rows, columns)
+        slope_KD[rows] = running.finish(tiles.ids_K[rows], results_3K[:, rows])
+    return results_3K, slope_KD
+
+
+def _head_gradients(
+    tiles: _Tiles, results_3K: Tensor, scale_K: Tensor, weight_grad_VD: Tensor, bias_grad_V: Tensor
+) -> None:
+    """Fill the gradients of weight and bias; one of length 0 is not wanted.
+
+    Every tile is computed again. A stripe of columns is finished before the next begins, so that a weight gradient in
+    16 bits needs a float32 accumulator of one stripe only.
+    """
+    narrow = tiles.hidden_ND.dtype
+    # from the log-probability, since p - 1 would lose what p lost to rounding
+    at_target_K1, shift_K = results_3K[0].expm1().to(narrow)[:, None], -results_3K[1]
+    for columns in tiles.columns():
+        grad_CD, grad_C1 = weight_grad_VD[columns], bias_grad_V[columns, None]
+        sums_CD = grad_CD if narrow == tiles.dtype else torch.empty_like(grad_CD, dtype=tiles.dtype)
+        for rows in tiles.rows():
+            hidden_RD, scale_R1 = tiles.hidden(rows), scale_K[rows, None]
+            residual_RC = _residual(tiles, tiles.logits(hidden_RD, columns), rows, columns, at_target_K1, shift_K)
+            if len(grad_C1):
+                _accumulate(grad_C1, residual_RC.T, scale_R1.to(narrow))
+            if len(grad_CD):
+                _accumulate(sums_CD, residual_RC.T, hidden_RD.mul_(scale_R1), first=rows.start == 0)
+        if sums_CD is not grad_CD:
+            grad_CD.copy_(sums_CD)
+    weight_grad_VD[tiles.head.vocab_size :] = 0
+
+
+def _residual(
+    tiles: _Tiles, logits_RC: Tensor, rows: slice, columns: slice, at_target_K1: Tensor, shift_K: Tensor
+) -> Tensor:
+    """Probabilities minus the one-hot target (R, C), in the inputs' dtype. Replaces the logits."""
+    exponent_RC = tiles.add_shift(logits_RC, shift_K[rows])
+    p_RC = torch.exp(exponent_RC, out=tiles.narrow(exponent_RC))
+    column_R1, inside_R1 = tiles.locate(rows, columns)
+    return p_RC.scatter_(1, column_R1, torch.where(inside_R1, at_target_K1[rows], p_RC.gather(1, column_R1)))
+
+
+class TokenLogprobs(torch.autograd.Function):
+    """Forward leaves the hidden gradient but for its scale; backward computes the tiles again for the head's."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, token_ids_N: Tensor, head: Head
+    ) -> tuple[Tensor, Tensor]:
+        """Log-probabilities and entropies (N,), both 0 at negative ids."""
+        rows_K = (token_ids_N >= 0).nonzero().squeeze(1)
+        ids_K = token_ids_N.index_select(0, rows_K).long()
+        results_3K, slope_KD = _scan(_Tiles(head, hidden_ND, weight_VD, bias_V, rows_K, ids_K))
+        with_head = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
+        ctx.save_for_backward(hidden_ND if with_head else None, weight_VD, bias_V, rows_K, ids_K, results_3K, slope_KD)
+        ctx.head = head
+        zeros_N = results_3K.new_zeros(len(token_ids_N))
+        entropy_N = zeros_N.index_copy(0, rows_K, results_3K[2])
+        ctx.mark_non_differentiable(entropy_N)
+        return zeros_N.index_copy(0, rows_K, results_3K[0]), entropy_N
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_N: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients of hidden, weight and bias, `None` for those that nobody asked for."""
+        hidden_ND, weight_VD, bias_V, rows_K, ids_K, results_3K, slope_KD = ctx.saved_tensors
+        scale_K = grad_N.index_select(0, rows_K) * -ctx.head.inverse_temperature
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        weight_grad_VD = weight_VD.new_empty(weight_VD.shape if needs_weight else (0, 0))
+        bias_grad_V = scale_K.new_zeros(len(weight_VD) if needs_bias else 0)
+        if not len(rows_K):
+            weight_grad_VD.zero_()
+        elif needs_weight or needs_bias:
+            tiles = _Tiles(ctx.head, hidden_ND, weight_VD, bias_V, rows_K, ids_K)
+            _head_gradients(tiles, results_3K, scale_K, weight_grad_VD, bias_grad_V)
+            del tiles
+        return (
+            _scaled_rows(len(grad_N), rows_K, slope_KD, scale_K, ctx.head.tile_rows) if needs_hidden else None,
+            weight_grad_VD if needs_weight else None,
+            bias_grad_V.to(weight_VD.dtype) if needs_bias else None,
+            None,
+            None,
+        )
+
+
+def _scaled_rows(num_rows: int, rows_K: Tensor, slope_KD: Tensor, scale_K: Tensor, tile_rows: int) -> Tensor:
+    """The slopes times their scales, at their rows of (N, D), and zeros elsewhere."""
+    grad_ND = slope_KD.new_zeros((num_rows, slope_KD.shape[1]))
+    for rows in _slices(len(rows_K), tile_rows):
+        grad_ND.index_copy_(0, rows_K[rows], (slope_KD[rows] * scale_K[rows, None]).to(grad_ND.dtype))
+    return grad_ND
