@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
 
 from colo.config import RuntimeConfig
 from colo.engines.layout import bind, empty_model
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
     from colo.engines.base import Engine
 
+Checkpoint: TypeAlias = str | os.PathLike[str] | PretrainedConfig | PreTrainedModel
+
 FULL_LEARNING_RATE = 1e-6
 LORA_LEARNING_RATE = 1e-5
 MAX_DEFAULT_SEQUENCES = 64
@@ -42,7 +44,7 @@ _UNPLANNED_FRACTION = 0.03
 
 
 def launch(
-    model: str | os.PathLike[str] | PretrainedConfig,
+    model: Checkpoint,
     *,
     lora: LoraConfig | None = None,
     optimizer: MakeOptimizer | None = None,
@@ -53,9 +55,10 @@ def launch(
 ) -> Runtime:
     """Start an engine and build a model to train on one copy of the weights.
 
-    `model` is a folder or a hub id with a checkpoint, or a transformers config for random weights. With `lora` the base
-    is frozen and shared, and an adapter is trained. `optimizer` builds the optimizer from the trainable parameters; by
-    default see `default_optimizer`. `dtype` defaults to bf16 on CUDA and to fp32 on the CPU, where bf16 is slow.
+    `model` is a folder or a hub id with a checkpoint, a transformers config for random weights, or a transformers model
+    whose weights are copied and which is otherwise left alone. With `lora` the base is frozen and shared, and an
+    adapter is trained. `optimizer` builds the optimizer from the trainable parameters; by default see
+    `default_optimizer`. `dtype` defaults to bf16 on CUDA and to fp32 on the CPU, where bf16 is slow.
 
     Raises: `BudgetError` before anything is allocated when weights and KV cache do not fit; `Unsupported` for a LoRA
     setting that an engine cannot apply; whatever transformers raises for a checkpoint it cannot read.
@@ -195,16 +198,18 @@ def _model_over(engine: TorchEngine, checkpoint: Any, dtype: torch.dtype) -> Any
     return model.train()
 
 
-def _load_checkpoint(model: str | os.PathLike[str] | PretrainedConfig, dtype: torch.dtype) -> Any:
-    """The model on the host, with the weights of a checkpoint or random ones."""
+def _load_checkpoint(model: Checkpoint, dtype: torch.dtype) -> Any:
+    """A model with the weights of a checkpoint or random ones, on the host unless it was given."""
+    if isinstance(model, PreTrainedModel):
+        return model
     if isinstance(model, PretrainedConfig):
         return AutoModelForCausalLM.from_config(model, dtype=dtype)
     return AutoModelForCausalLM.from_pretrained(os.fspath(model), dtype=dtype)
 
 
-def _tokenizer(model: str | os.PathLike[str] | PretrainedConfig) -> Any:
+def _tokenizer(model: Checkpoint) -> Any:
     """The checkpoint's tokenizer, or `None` where it has none."""
-    if isinstance(model, PretrainedConfig):
+    if isinstance(model, (PretrainedConfig, PreTrainedModel)):
         return None
     folder = Path(model)
     if folder.is_dir() and not any(folder.glob("tokenizer*")):
@@ -215,12 +220,10 @@ def _tokenizer(model: str | os.PathLike[str] | PretrainedConfig) -> Any:
 def _device(device: str | torch.device | None) -> torch.device:
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(device)
-    if device.type == "cuda" and not torch.cuda.is_available():
+    found = torch.device(device)
+    if found.type == "cuda" and not torch.cuda.is_available():
         raise Unsupported("device='cuda' was asked for, but torch sees no CUDA device: run `colo doctor`")
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
-    return device
+    return torch.device("cuda", torch.cuda.current_device()) if str(found) == "cuda" else found
 
 
 def _capacity(config: RuntimeConfig, device: torch.device, *, held_bytes: int) -> int:
@@ -241,11 +244,11 @@ def _default_kv_bytes(model: Any, dtype: torch.dtype, capacity_bytes: int, devic
     text = model.config.get_text_config()
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    bytes_per_token = 2 * text.num_hidden_layers * heads * head_dim * dtype.itemsize
-    wanted_bytes = MAX_DEFAULT_SEQUENCES * text.max_position_embeddings * bytes_per_token
+    bytes_per_token = int(2 * text.num_hidden_layers * heads * head_dim * dtype.itemsize)
+    wanted_bytes = MAX_DEFAULT_SEQUENCES * int(text.max_position_embeddings) * bytes_per_token
     left_bytes = int(0.9 * (capacity_bytes - _weights_bytes(model)))
     most_bytes = left_bytes if device.type == "cuda" else min(left_bytes, GIB)
-    return max(min(wanted_bytes, most_bytes), min(16 * MIB, bytes_per_token * text.max_position_embeddings))
+    return max(min(wanted_bytes, most_bytes), min(16 * MIB, bytes_per_token * int(text.max_position_embeddings)))
 
 
 def _admit(model: nn.Module, kv_cache_bytes: int, capacity_bytes: int) -> None:

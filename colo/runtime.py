@@ -31,6 +31,7 @@ from colo.memory.region import close_all
 from colo.memory.segment import FixedSegment, Segment
 from colo.memory.state import StateOffloader
 from colo.phases.phase import (
+    TRAINER_ADAPTER,
     TRAINER_GRADIENTS,
     TRAINER_MASTER_WEIGHTS,
     TRAINER_OPTIMIZER,
@@ -155,7 +156,7 @@ class Runtime:
             self._leave_train()
 
     def generate(
-        self, prompts: Sequence[str] | Sequence[Sequence[int]], params: SamplingParams | None = None, **sampling: Any
+        self, prompts: Sequence[str | Sequence[int]], params: SamplingParams | None = None, **sampling: Any
     ) -> list[Completion]:
         """Sample completions from the current weights, in prompt order, then sample order.
 
@@ -368,8 +369,11 @@ class Runtime:
         size_bytes = sum(p.numel() * p.element_size() for p in parameters)
         is_shared = self.transport.name == "shared"
         residency = Residency.SHARED if is_shared else Residency.RESIDENT
-        own = FixedSegment(TRAINER_PARAMETERS, size_bytes, residency)
-        return [*self.engine.segments, own, *self._offloader.segments]
+        fixed = [FixedSegment(TRAINER_PARAMETERS, size_bytes, residency)]
+        adapter_bytes = sum(p.numel() * p.element_size() for p in self.model.parameters()) - size_bytes
+        if adapter_bytes:
+            fixed.append(FixedSegment(TRAINER_ADAPTER, adapter_bytes, Residency.RESIDENT))
+        return [*self.engine.segments, *fixed, *self._offloader.segments]
 
     def _prepare_arena(self) -> None:
         """Pin host memory in the background when state will have to leave, so that no step waits for it."""

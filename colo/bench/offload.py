@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,13 +51,16 @@ def run(*, device: str, size_bytes: int | None = None, cycles: int = 5, growth_c
 
 
 def _limit(device: torch.device, size_bytes: int) -> dict[str, float]:
+    out_s, back_s = _pinned_copies(device, size_bytes)
+    clear(device)
+    return {"out_gb_per_s": gigabytes_per_s(size_bytes, out_s), "back_gb_per_s": gigabytes_per_s(size_bytes, back_s)}
+
+
+def _pinned_copies(device: torch.device, size_bytes: int) -> tuple[float, float]:
     on_device = torch.empty(size_bytes, dtype=torch.uint8, device=device).random_()
     on_host = torch.zeros(size_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
     out_s = median_s(lambda: on_host.copy_(on_device, non_blocking=True), device)
-    back_s = median_s(lambda: on_device.copy_(on_host, non_blocking=True), device)
-    del on_device, on_host
-    clear(device)
-    return {"out_gb_per_s": gigabytes_per_s(size_bytes, out_s), "back_gb_per_s": gigabytes_per_s(size_bytes, back_s)}
+    return out_s, median_s(lambda: on_device.copy_(on_host, non_blocking=True), device)
 
 
 def _row(way: str, size_bytes: int, limit: dict[str, float], out_s: float, back_s: float, **more: Any) -> Row:
@@ -102,39 +106,36 @@ def _ours(device: torch.device, size_bytes: int, cycles: int, limit: dict[str, f
 
 def _plain(device: torch.device, size_bytes: int) -> tuple[float, float]:
     tensor = torch.empty(size_bytes, dtype=torch.uint8, device=device).random_()
-    return _out_and_back(
-        device, lambda: tensor.cpu() if device.type == "cuda" else tensor.clone(), lambda h: h.to(device)
-    )
+    return _out_and_back(device, lambda: tensor.to("cpu", copy=True), lambda host: host.to(device, copy=True))
 
 
 def _fresh_pinned(device: torch.device, size_bytes: int) -> tuple[float, float]:
+    """As with `torch.empty(pin_memory=True)` in a step; what was pinned is kept, or torch would hand it out again."""
     tensor = torch.empty(size_bytes, dtype=torch.uint8, device=device).random_()
+    pinned: list[torch.Tensor] = []
 
     def out() -> torch.Tensor:
-        host = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
-        return host.copy_(tensor, non_blocking=True)
+        pinned.append(torch.empty(size_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda"))
+        return pinned[-1].copy_(tensor, non_blocking=True)
 
-    return _out_and_back(device, out, lambda host: host.to(device, non_blocking=True), fresh=True)
+    return _out_and_back(device, out, lambda host: host.to(device, non_blocking=True, copy=True))
 
 
 def _out_and_back(
-    device: torch.device,
-    out: Callable[[], torch.Tensor],
-    back: Callable[[torch.Tensor], torch.Tensor],
-    *,
-    fresh: bool = False,
+    device: torch.device, out: Callable[[], torch.Tensor], back: Callable[[torch.Tensor], torch.Tensor]
 ) -> tuple[float, float]:
-    """Medians of three rounds; `fresh` empties torch's cache of pinned memory before each."""
+    """Medians of three rounds."""
     outs, backs = [], []
     for _ in range(3):
         clear(device)
-        if fresh and device.type == "cuda":
-            torch.accelerator.empty_host_cache() if hasattr(torch.accelerator, "empty_host_cache") else None
         kept: list[torch.Tensor] = []
-        outs.append(timed(lambda kept=kept: kept.append(out()), device))  # type: ignore[misc]
-        backs.append(timed(lambda kept=kept: kept.append(back(kept[0])), device))  # type: ignore[misc]
-        del kept
+        outs.append(timed(partial(_keep, kept, out), device))
+        backs.append(timed(partial(back, kept[0]), device))
     return statistics.median(outs), statistics.median(backs)
+
+
+def _keep(kept: list[torch.Tensor], out: Callable[[], torch.Tensor]) -> None:
+    kept.append(out())
 
 
 def _saver_backup(device: torch.device, size_bytes: int) -> tuple[float, float]:

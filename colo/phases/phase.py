@@ -77,6 +77,7 @@ MOVES: Mapping[Residency, frozenset[Residency]] = MappingProxyType(
 ENGINE_WEIGHTS = "engine.weights"
 ENGINE_KV_CACHE = "engine.kv_cache"
 TRAINER_PARAMETERS = "trainer.parameters"
+TRAINER_ADAPTER = "trainer.adapter"
 TRAINER_GRADIENTS = "trainer.gradients"
 TRAINER_OPTIMIZER = "trainer.optimizer"
 TRAINER_MASTER_WEIGHTS = "trainer.master_weights"

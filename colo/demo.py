@@ -1,0 +1,261 @@
+"""`colo demo`: a small model learns one-digit addition by GRPO, on a device that is too small for both tenants.
+
+Everything is made on the spot: a Qwen3-shaped model, a tokenizer of single characters, problems such as `3+5=`. The
+model is warmed up until it answers about a fifth of them, then an engine and a trainer take turns on one copy of its
+weights while the trainer's state leaves the device for every rollout.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from colo.assembly import launch
+from colo.config import RuntimeConfig
+from colo.engines.base import Completion
+from colo.phases.phase import TRAINER_MASTER_WEIGHTS, TRAINER_OPTIMIZER, Phase
+from colo.rl.loop import GRPOConfig, Problem, grpo
+from colo.runtime import Runtime
+from colo.units import KIB
+
+ALPHABET = "0123456789+=;"
+END = ALPHABET.index(";")
+NUM_DIGITS = 10
+GROUP_SIZE = 8
+PROBLEMS_PER_STEP = 50
+MAX_TOKENS = 3
+WARM_UP_ACCURACY = 0.2
+WARM_UP_STEPS = 400
+WARM_UP_CHECK_EVERY = 4
+WARM_UP_LEARNING_RATE = 3e-3
+LEARNING_RATE = {"full": 1e-3, "lora": 2e-3}
+LORA_RANK = 16
+KV_CACHE_WEIGHTS = 2.5
+"""Size of the KV cache, in sizes of the model: rollout and train then need about the same."""
+
+Tell = Callable[[str], None]
+
+
+class CharTokenizer:
+    """Every character of the alphabet is a token."""
+
+    eos_token_id = END
+
+    def __call__(self, text: str) -> dict[str, list[int]]:
+        """Token ids of a text. Raises: `ValueError` for a character outside the alphabet."""
+        return {"input_ids": [ALPHABET.index(character) for character in text]}
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """The text of token ids, without the end mark if asked."""
+        text = "".join(ALPHABET[token] for token in token_ids)
+        return text.replace(";", "") if skip_special_tokens else text
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DemoResult:
+    """What the demo measured; `to_json` is what `--json` writes."""
+
+    engine: str
+    device: str
+    mode: str
+    rewards: list[float]
+    """Mean reward of each step."""
+
+    weights_bytes: int
+    bytes_synced: int
+    weights_version: int
+    phase_peak_bytes: dict[str, int]
+    peak_bytes: int
+    optimizer_bytes: int
+    """Optimizer state, fp32 masters included."""
+
+    seconds: dict[str, float]
+    runtime: Runtime = field(repr=False)
+
+    @property
+    def gained(self) -> float:
+        """Mean of the last five rewards above the mean of the first five."""
+        return sum(self.rewards[-5:]) / len(self.rewards[-5:]) - sum(self.rewards[:5]) / len(self.rewards[:5])
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data."""
+        names = (
+            "engine", "device", "mode", "rewards", "weights_bytes", "bytes_synced", "weights_version",
+            "phase_peak_bytes", "peak_bytes", "optimizer_bytes", "seconds",
+        )  # fmt: skip
+        return {"steps": len(self.rewards)} | {name: getattr(self, name) for name in names}
+
+
+def run(
+    *,
+    steps: int = 150,
+    device: str | None = None,
+    mode: str = "full",
+    seed: int = 0,
+    tell: Tell = lambda text: None,
+    on_step: Callable[[dict[str, float]], None] = lambda metrics: None,
+) -> DemoResult:
+    """Warm a model up, train it for `steps`, and return what was measured with the runtime still open.
+
+    Raises: `ValueError` for an unknown mode or fewer than one step.
+    """
+    if mode not in LEARNING_RATE:
+        raise ValueError(f"mode must be one of {', '.join(LEARNING_RATE)}, not {mode!r}")
+    if steps < 1:
+        raise ValueError(f"steps must be at least 1, but is {steps}")
+    torch.manual_seed(seed)
+    target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    rt = _runtime(warm_up(target, seed, tell), target, mode)
+    config = GRPOConfig(group_size=GROUP_SIZE, max_tokens=MAX_TOKENS, micro_batch_size=1024, seed=seed)
+    rewards = []
+    start_s = time.perf_counter()
+    for metrics in grpo(rt, _batches(steps, seed), reward, config):
+        rewards.append(metrics["reward"])
+        on_step(metrics)
+    return _result(rt, mode, rewards, time.perf_counter() - start_s)
+
+
+def reward(completion: Completion, answer: str) -> float:
+    """1 for the right sum, ended; else 0."""
+    return float(completion.token_ids == tuple(ALPHABET.index(c) for c in answer + ";"))
+
+
+def warm_up(device: torch.device, seed: int, tell: Tell) -> Any:
+    """A model that has seen sums until it samples about a fifth of them right."""
+    model = AutoModelForCausalLM.from_config(_model_config()).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=WARM_UP_LEARNING_RATE)
+    ids, labels = (t.to(device) for t in _all_sums())
+    generator = random.Random(seed)
+    accuracy = 0.0
+    for step in range(WARM_UP_STEPS):
+        rows = torch.tensor(generator.sample(range(len(ids)), 64), device=device)
+        logits = model(input_ids=ids[rows]).logits[:, :-1]
+        F.cross_entropy(logits.flatten(0, 1), labels[rows, 1:].flatten(), ignore_index=-100).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % WARM_UP_CHECK_EVERY == WARM_UP_CHECK_EVERY - 1:
+            accuracy = _sampled_accuracy(model, ids, labels)
+            if accuracy >= WARM_UP_ACCURACY:
+                break
+    tell(f"warmed up for {step + 1} steps: a sampled answer is right with probability {accuracy:.2f}")
+    return model
+
+
+@torch.no_grad()
+def _sampled_accuracy(model: Any, ids: torch.Tensor, labels: torch.Tensor) -> float:
+    """Probability that a sampled answer is right, averaged over all sums: the product over its tokens."""
+    logprobs = model(input_ids=ids).logits[:, :-1].log_softmax(-1)
+    targets = labels[:, 1:]
+    picked = logprobs.gather(-1, targets.clamp(min=0)[..., None])[..., 0] * (targets >= 0)
+    return float(picked.sum(-1).exp().mean())
+
+
+def _all_sums() -> tuple[torch.Tensor, torch.Tensor]:
+    """Every sum of two digits as token ids, padded, and labels that count the answer only."""
+    encode = CharTokenizer()
+    sums = [(f"{a}+{b}=", f"{a + b};") for a in range(NUM_DIGITS) for b in range(NUM_DIGITS)]
+    length = max(len(prompt + answer) for prompt, answer in sums)
+    ids = torch.full((len(sums), length), END)
+    labels = torch.full_like(ids, -100)
+    for row, (prompt, answer) in enumerate(sums):
+        tokens = encode(prompt + answer)["input_ids"]
+        ids[row, : len(tokens)] = torch.tensor(tokens)
+        labels[row, len(prompt) : len(tokens)] = ids[row, len(prompt) : len(tokens)]
+    return ids, labels
+
+
+def _model_config() -> Qwen3Config:
+    return Qwen3Config(
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        vocab_size=len(ALPHABET),
+        max_position_embeddings=32,
+        tie_word_embeddings=True,
+        eos_token_id=END,
+        bos_token_id=None,
+    )
+
+
+def _runtime(model: Any, device: torch.device, mode: str) -> Runtime:
+    """A runtime on a device just large enough for the larger of the two phases."""
+    lora = _lora() if mode == "lora" else None
+    weights_bytes, trained_bytes = _sizes(lora)
+    kv_cache_bytes = int(KV_CACHE_WEIGHTS * weights_bytes)
+    adapter_bytes = trained_bytes if lora else 0
+    train_bytes = weights_bytes + adapter_bytes + 3 * trained_bytes  # gradients and two moments
+    larger_bytes = max(train_bytes, weights_bytes + adapter_bytes + kv_cache_bytes)
+    config = RuntimeConfig(
+        kv_cache_bytes=kv_cache_bytes,
+        device_limit_bytes=larger_bytes + 64 * KIB,  # alignment of some dozens of tensors
+        region_bytes=256 * KIB,
+    )
+    return launch(
+        model,
+        lora=lora,
+        optimizer=lambda params: torch.optim.AdamW(params, lr=LEARNING_RATE[mode], weight_decay=0.0),
+        device=device,
+        dtype=torch.float32,
+        tokenizer=CharTokenizer(),
+        config=config,
+    )
+
+
+def _lora() -> Any:
+    from peft import LoraConfig
+
+    return LoraConfig(r=LORA_RANK, lora_alpha=2 * LORA_RANK, target_modules="all-linear")
+
+
+def _sizes(lora: Any) -> tuple[int, int]:
+    """Bytes of the weights, and of what is trained."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(_model_config())
+    weights_bytes = sum(4 * p.numel() for p in model.parameters())
+    if lora is None:
+        return weights_bytes, weights_bytes
+    linears = [m for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and "lm_head" not in n]
+    return weights_bytes, sum(4 * LORA_RANK * (m.in_features + m.out_features) for m in linears)
+
+
+def _batches(steps: int, seed: int) -> Iterator[list[Problem]]:
+    """Every sum once in every `NUM_DIGITS ** 2` problems, in random order."""
+    generator = random.Random(seed)
+    deck: list[tuple[int, int]] = []
+    for _ in range(steps):
+        if len(deck) < PROBLEMS_PER_STEP:
+            fresh = [(a, b) for a in range(NUM_DIGITS) for b in range(NUM_DIGITS)]
+            generator.shuffle(fresh)
+            deck += fresh
+        hand, deck = deck[:PROBLEMS_PER_STEP], deck[PROBLEMS_PER_STEP:]
+        yield [Problem(prompt=f"{a}+{b}=", answer=str(a + b)) for a, b in hand]
+
+
+def _result(rt: Runtime, mode: str, rewards: list[float], total_s: float) -> DemoResult:
+    phases = rt.trace.seconds("phase")
+    working_s = {name: phases.get(name, 0.0) for name in (Phase.ROLLOUT.value, Phase.TRAIN.value)}
+    segments = rt.scheduler.segments
+    return DemoResult(
+        engine=rt.engine.name,
+        device=rt.device.type,
+        mode=mode,
+        rewards=rewards,
+        weights_bytes=segments["engine.weights"].size_bytes,
+        bytes_synced=rt.bytes_synced,
+        weights_version=rt.weights_version,
+        phase_peak_bytes={name: rt.trace.peak_bytes(Phase(name)) for name in working_s},
+        peak_bytes=rt.trace.peak_bytes(),
+        optimizer_bytes=sum(segments[name].size_bytes for name in (TRAINER_OPTIMIZER, TRAINER_MASTER_WEIGHTS)),
+        seconds=working_s | {"switch": total_s - sum(working_s.values())},
+        runtime=rt,
+    )
