@@ -18,7 +18,7 @@ from colo.errors import Unsupported
 from colo.phases import phase as known
 from colo.report import svg
 from colo.report.svg import Frame, Markup
-from colo.report.table import EMPTY, PARTS, Cycle, cycles, phase_spans, segment_peaks, sheets
+from colo.report.table import EMPTY, PARTS, Cycle, cycles, moves_once, phase_spans, segment_peaks, sheets
 from colo.report.trace import MemorySample, Span, Trace
 from colo.units import format_bytes, format_seconds
 
@@ -66,11 +66,11 @@ def write_html(
 def _tiles(trace: Trace) -> Markup:
     """The figures that answer the first questions: what fits, what sharing saves, how long, how much of it is lost."""
     items = []
-    peak, peaks = trace.peak_bytes(), segment_peaks(trace)
-    if peak:
+    if peak := trace.peak_bytes():
         capacity = f"of {format_bytes(trace.capacity_bytes)} on the device" if trace.capacity_bytes else "on the device"
         items.append(("Peak of all segments", format_bytes(peak), capacity))
-        items.append(("Without taking turns", format_bytes(sum(peaks.values())), "every segment's own peak, added up"))
+        apart = format_bytes(sum(segment_peaks(trace).values()))
+        items.append(("Without taking turns", apart, "every segment's own peak, added up"))
     if steps := cycles(trace):
         switch_s = statistics.fmean(step.parts_s["switch"] for step in steps)
         share = switch_s / (statistics.fmean(step.duration_s for step in steps) or 1.0)
@@ -149,6 +149,7 @@ def _memory_stack(trace: Trace, frame: Frame) -> tuple[list[MemorySample], list[
     return samples, [
         svg.Series([s.segments.get(name, 0) for s in samples], colour, name, f"peak {format_bytes(peaks[name])}")
         for name, colour in segment_colours(peaks).items()
+        if peaks[name]
     ]
 
 
@@ -253,12 +254,15 @@ def _gantt_figure(trace: Trace) -> Markup:
     steps = sorted(enumerate(cycles(trace), start=1), key=lambda item: item[1].duration_s)
     number, window = steps[(len(steps) - 1) // 2] if steps else (0, None)
     start_s, end_s = (window.start_s, window.end_s) if window else time_range(trace)
-    inside = [s for s in trace.spans if s.category != "phase" and s.end_s > start_s and s.start_s < end_s]
+    spans = moves_once(trace) + [s for s in phase_spans(trace) if s.resource != "host"]
+    spans += [s for s in trace.spans if s.category not in ("phase", "step", "copy")]
+    inside = [s for s in spans if s.end_s > start_s and s.start_s < end_s]
     if not inside:
         return Markup()
     rows = sorted({s.resource for s in inside}, key=lambda name: [*_ROWS, name].index(name))
-    height = 26 + _ROW_HEIGHT * len(rows) + 26
-    frame = Frame(width=_WIDTH, height=height, x_min=start_s, x_max=end_s, y_max=1, left=110, top=26)
+    frame = Frame(
+        width=_WIDTH, height=52 + _ROW_HEIGHT * len(rows), x_min=start_s, x_max=end_s, y_max=1, left=110, top=26
+    )
     parts = [_phase_bands(trace, frame), frame.axes(frame.time_ticks(), ())]
     for index, row in enumerate(rows):
         top = frame.top + index * _ROW_HEIGHT
@@ -290,10 +294,7 @@ def write_png(trace: Trace, path: str | Path, *, title: str = "colo run", dpi: i
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise Unsupported(
-            "a PNG is drawn by matplotlib, which is not installed: run pip install 'colo[plot]', or write the HTML "
-            "page, which needs nothing else"
-        ) from error
+        raise Unsupported("a PNG needs matplotlib: run pip install 'colo[plot]', or write HTML instead") from error
     lower = ["Step time"] * bool(cycles(trace)) + ["Reward"] * any(map(math.isfinite, trace.metrics.get("reward", ())))
     rows = [row for row in (["Device memory"] * max(1, len(lower)) if trace.samples else [], lower) if row]
     figure = Figure(figsize=(10, 4 * max(1, len(rows))), layout="constrained")
@@ -335,12 +336,16 @@ def _png_steps(axes: Any, trace: Trace) -> None:
         seconds = [steps[i].parts_s[part] for i in shown]
         axes.bar([a + 0.58 for a in firsts], seconds, widths, below, align="edge", color=colour, label=part)
         below = [b + s for b, s in zip(below, seconds, strict=True)]
-    axes.set(xlabel="training step", ylabel="seconds", xlim=(0.4, len(steps) + 0.6))
+    ticks = svg.unit_ticks(0, max(below), svg.TIME_UNITS)
+    axes.set_yticks([value for value, _ in ticks], [label for _, label in ticks])
+    numbers = [value + 0.5 for value, _ in svg.count_ticks(len(steps))]
+    axes.set(xlabel="training step", xlim=(0.4, len(steps) + 0.6), xticks=numbers)
     axes.legend(ncols=5, fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(0, -0.15))
 
 
 def _png_rewards(axes: Any, trace: Trace) -> None:
     rewards = trace.metrics["reward"]
-    axes.plot(range(1, len(rewards) + 1), rewards, color=svg.BLUE, marker="." if len(rewards) <= 50 else None)
-    axes.set(xlabel="training step", xlim=(0.4, len(rewards) + 0.6))
+    axes.plot(range(1, len(rewards) + 1), rewards, color=svg.BLUE, marker=".")
+    numbers = [value + 0.5 for value, _ in svg.count_ticks(len(rewards))]
+    axes.set(xlabel="training step", xlim=(0.4, len(rewards) + 0.6), xticks=numbers)
     axes.grid(axis="y", alpha=0.3)

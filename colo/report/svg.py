@@ -25,10 +25,7 @@ STYLE = """
   --soft: #f5f7f9; --curve: #0072b2; }
 @media (prefers-color-scheme: dark) { :root { --paper: #13171c; --ink: #e6eaee; --muted: #98a4b1; --line: #2b323a;
   --soft: #1b2127; --curve: #56b4e9; } }
-@media print { :root { --paper: #ffffff; --ink: #000000; --muted: #444444; --line: #cccccc; --soft: #f5f5f5;
-  --curve: #0072b2; }  figure, table, .tiles { break-inside: avoid; }
-  * { print-color-adjust: exact; -webkit-print-color-adjust: exact; } }
-@media (max-width: 720px) { figure { overflow-x: auto; }  figure > svg { min-width: 640px; } }
+@media (max-width: 720px) { figure { overflow-x: auto; }  body > figure > svg { min-width: 640px; } }
 * { box-sizing: border-box; }
 body { margin: 0 auto; padding: 40px 24px 56px; max-width: 1048px; background: var(--paper); color: var(--ink);
   font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif;
@@ -38,13 +35,13 @@ p { margin: 4px 0 0; color: var(--muted); max-width: 110ch; }
 footer { margin-top: 44px; color: var(--muted); font-size: 13px; }
 figure { margin: 40px 0 0; min-width: 0; }
 figure svg { display: block; width: 100%; height: auto; margin-top: 10px; overflow: visible; }
-.pair { display: grid; grid-template-columns: repeat(auto-fit, minmax(420px, 1fr)); gap: 0 32px; }
+.pair { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(420px, 100%), 1fr)); gap: 0 32px; }
 .pair figure { display: flex; flex-direction: column; }  .pair svg { margin-top: auto; padding-top: 10px; }
 .tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(170px, 1fr)); gap: 16px; margin: 28px 0 0; }
 .tiles div { padding: 14px 16px; border-radius: 8px; background: var(--soft); }
 .tiles dt, .facts dt { color: var(--muted); font-size: 13px; }
-.tiles dd { margin: 0; font-size: 24px; font-weight: 600; line-height: 1.3; }
-.tiles dd + dd { color: var(--muted); font-size: 13px; font-weight: 400; }
+.tiles dd { margin: 0; font-size: 23px; font-weight: 600; line-height: 1.3; white-space: nowrap; }
+.tiles dd + dd { color: var(--muted); font-size: 13px; font-weight: 400; white-space: normal; }
 .facts { display: grid; grid-template-columns: repeat(auto-fill, minmax(280px, 1fr)); gap: 10px 24px;
   margin: 24px 0 0; }  .facts dd { margin: 0; overflow-wrap: anywhere; }
 .legend { display: flex; flex-wrap: wrap; gap: 4px 22px; margin: 10px 0 0; padding: 0; list-style: none;
@@ -61,6 +58,12 @@ svg .grid { stroke: var(--line); stroke-width: 1; }
 svg .limit { stroke: var(--ink); stroke-width: 1.25; stroke-dasharray: 6 4; }
 svg .trace { fill: none; stroke: var(--ink); stroke-width: 1; stroke-opacity: 0.65; }
 svg .cut { stroke: var(--paper); stroke-width: 0.5; }
+@media print {
+  :root { --paper: #ffffff; --ink: #000000; --muted: #444444; --line: #cccccc; --soft: #f5f5f5; --curve: #0072b2; }
+  * { print-color-adjust: exact; -webkit-print-color-adjust: exact; }  body { padding: 0; font-size: 12px; }
+  figure, table, .tiles { break-inside: avoid; }  figure { margin-top: 22px; }
+  table, .legend { font-size: 11px; }  footer { margin-top: 16px; }  .tiles dd:first-of-type { font-size: 17px; }
+  .pair { grid-template-columns: 1fr 1fr; }  .tiles { grid-template-columns: repeat(4, 1fr); } }
 """
 """Style sheet of the page: light, dark and printed."""
 
@@ -133,7 +136,7 @@ def ticks(low: float, high: float, count: int = 5) -> list[float]:
     power = 10.0 ** math.floor(math.log10(rough))
     step = min((factor * power for factor in (1, 2, 5, 10)), key=lambda step: abs(math.log(rough / step)))
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
-    return [round(i * step, 12) for i in range(first, last + 1)]
+    return [float(f"{i * step:.15g}") for i in range(first, last + 1)]
 
 
 Unit = tuple[float, float, str]
@@ -197,8 +200,8 @@ class Frame:
 
     def time_ticks(self) -> list[tuple[float, str]]:
         """Labels for an x axis in seconds, counted from its left edge."""
-        ticks = unit_ticks(0, self.x_max - self.x_min, TIME_UNITS, 8)
-        return [(self.x_min + value, label) for value, label in ticks]
+        labels = unit_ticks(0, self.x_max - self.x_min, TIME_UNITS, 8)
+        return [(self.x_min + value, label) for value, label in labels]
 
     def axes(self, x_ticks: Iterable[tuple[float, str]], y_ticks: Iterable[tuple[float, str]]) -> Markup:
         """Grid lines and labels for pairs of a value and its label."""
@@ -271,12 +274,13 @@ def extremes(values: Sequence[float], num_bins: int = 400) -> list[int]:
 def curve(series: Series, units: Sequence[Unit], *, width: float, height: float) -> Markup:
     """A drawing of a line through one value for each step, with a dot on each where there is room for them.
 
-    Values that are not finite are gaps in what is drawn; at least one must be finite.
+    Values that are not finite are left out; at least one must be finite. The axis spans at least 2 % of the values'
+    size, so that rounding does not look like a trend.
     """
     values, count = series.values, len(series.values)
     shown = extremes(values)
     low, high = min(values[i] for i in shown), max(values[i] for i in shown)
-    margin = (high - low) * 0.08 or abs(high) * 0.1 or 1.0
+    margin = max((high - low) * 0.08, abs(high) * 0.01) or 1.0
     frame = Frame(width=width, height=height, x_max=count, y_min=low - margin, y_max=high + margin)
     points = [(frame.x(i + 0.5), frame.y(values[i])) for i in shown]
     parts = [element("path", element("title", series.title), d=path(points), fill="none", stroke_width=1.75)]
@@ -300,7 +304,7 @@ def visible(
         start, end = stretches[index]
         left, right = frame.x(max(start, frame.x_min)), frame.x(min(end, frame.x_max))
         short = right - left < least
-        if end < frame.x_min or start > frame.x_max or (short and left < taken):
+        if end <= frame.x_min or start >= frame.x_max or (short and left < taken):
             continue
         taken = left + least if short else taken
         yield index, left, max(right - left, least)

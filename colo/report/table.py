@@ -1,7 +1,6 @@
-"""A trace as figures, and the figures as tables for a terminal.
+"""A trace as figures, and the figures as tables: `summary` for machines, `report_tables` and `render_text` for people.
 
-`summary` is for machines, `report_tables` and `render_text` for people; all three show the same numbers. Sizes are
-binary (GiB), rates decimal (GB/s), as elsewhere in colo.
+All show the same numbers. Sizes are binary (GiB), rates decimal (GB/s).
 """
 
 from __future__ import annotations
@@ -25,9 +24,6 @@ from colo.phases.phase import Phase
 from colo.report.trace import MemorySample, Span, Trace
 from colo.units import format_bytes, format_seconds
 
-PHASES = (Phase.ROLLOUT, Phase.SYNC, Phase.TRAIN, Phase.IDLE)
-"""The order in which phases are reported."""
-
 PARTS = ("rollout", "sync", "train", "switch", "idle")
 """What the seconds of one training step are divided into; `switch` is transitions outside of every phase."""
 
@@ -39,14 +35,16 @@ _BARS = "".join(map(chr, range(0x2581, 0x2589)))
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PhaseFigures:
-    """One row of the phase table."""
+    """One row of the phase table: a phase, the switching between phases, or the idle time outside of both."""
 
-    phase: Phase
+    phase: str
+    """One of `PARTS`."""
+
     count: int
     total_s: float
     mean_s: float
     share: float
-    """Of the seconds of all training steps, 0 to 1; what is missing from 1 is switching and idling."""
+    """Of all recorded seconds, 0 to 1."""
 
     peak_bytes: int
     """The most device bytes that all segments held together during the phase."""
@@ -96,23 +94,24 @@ class Sheet(NamedTuple):
 
 
 def phase_figures(trace: Trace) -> list[PhaseFigures]:
-    """Time, peak and traffic of each phase that occurred, in the order of `PHASES`."""
-    spans, moves = phase_spans(trace), moves_once(trace)
-    seconds = {phase: [s.duration_s for s in spans if s.phase is phase] for phase in PHASES}
-    whole_s = sum(c.duration_s for c in cycles(trace)) or sum(s.duration_s for s in spans)
-    return [_phase_row(trace, phase, seconds[phase], whole_s, moves) for phase in PHASES if seconds[phase]]
+    """Time, peak and traffic of each of `PARTS` that took time."""
+    spans, moves, steps = phase_spans(trace), moves_once(trace), cycles(trace)
+    seconds = {part: [s.duration_s for s in spans if s.phase == part] for part in PARTS}
+    seconds |= {part: [step.parts_s[part] for step in steps] for part in ("switch", "idle")}
+    whole_s = sum(map(sum, seconds.values()))
+    return [_phase_row(trace, part, seconds[part], whole_s, moves) for part in PARTS if sum(seconds[part])]
 
 
-def _phase_row(trace: Trace, phase: Phase, seconds: list[float], whole_s: float, moves: list[Span]) -> PhaseFigures:
-    moved = [s for s in moves if s.phase is phase and s.num_bytes]
+def _phase_row(trace: Trace, part: str, seconds: list[float], whole_s: float, moves: list[Span]) -> PhaseFigures:
+    moved = [s for s in moves if s.phase == part and s.num_bytes]
     moved_bytes = sum(s.num_bytes for s in moved)
     return PhaseFigures(
-        phase=phase,
+        phase=part,
         count=len(seconds),
         total_s=sum(seconds),
         mean_s=statistics.fmean(seconds),
-        share=sum(seconds) / (whole_s or 1.0),
-        peak_bytes=trace.peak_bytes(phase),
+        share=sum(seconds) / whole_s,
+        peak_bytes=max((s.total_bytes for s in trace.samples if s.phase == part), default=0),
         moved_bytes=moved_bytes,
         gb_per_s=_rate(moved_bytes, sum(end - start for start, end in _union(moved))),
     )
@@ -124,7 +123,7 @@ def moves_once(trace: Trace) -> list[Span]:
     A step that started a copy leaves its bytes to that copy, which says how long they took. What was recorded without
     a phase belongs to the phase during which, or else before which, it began.
     """
-    phases = [span for span in phase_spans(trace) if span.phase is not Phase.IDLE]
+    phases = phase_spans(trace)
     ends = [span.end_s for span in phases]
     starts: dict[tuple[str, int], list[float]] = defaultdict(list)
     for span in sorted((s for s in trace.spans if s.category == "copy"), key=lambda s: s.start_s):
@@ -162,8 +161,9 @@ def _step_row(name: str, category: str, spans: Sequence[Span]) -> StepFigures:
 
 
 def phase_spans(trace: Trace) -> list[Span]:
-    """The spans of category `phase`, in order of their start."""
-    return sorted((s for s in trace.spans if s.category == "phase"), key=lambda s: s.start_s)
+    """The spans of category `phase`, those of the idle phase left out, in order of their start."""
+    spans = (s for s in trace.spans if s.category == "phase" and s.phase is not Phase.IDLE)
+    return sorted(spans, key=lambda s: s.start_s)
 
 
 def segment_peaks(trace: Trace) -> dict[str, int]:
@@ -175,7 +175,7 @@ def segment_peaks(trace: Trace) -> dict[str, int]:
 
 def peak_samples(trace: Trace) -> dict[Phase, MemorySample]:
     """For each phase that was sampled, the first sample at which all segments together held most."""
-    by_phase = {phase: [s for s in trace.samples if s.phase is phase] for phase in PHASES}
+    by_phase = {Phase(name): [s for s in trace.samples if s.phase == name] for name in PARTS if name != "switch"}
     return {phase: max(samples, key=lambda s: s.total_bytes) for phase, samples in by_phase.items() if samples}
 
 
@@ -186,7 +186,7 @@ def cycles(trace: Trace) -> list[Cycle]:
     to the step that it prepares. What a phase does within itself is its own time, moves included.
     """
     groups: list[list[Span]] = []
-    for span in (s for s in phase_spans(trace) if s.phase is not Phase.IDLE):
+    for span in phase_spans(trace):
         if not groups or (groups[-1][-1].phase is Phase.TRAIN and span.phase is not Phase.TRAIN):
             groups.append([])
         groups[-1].append(span)
@@ -246,7 +246,7 @@ def summary(trace: Trace) -> dict[str, object]:
         "peak_bytes": trace.peak_bytes(),
         "peak_host_bytes": max((s.host_bytes for s in trace.samples), default=0),
         "peak_device_used_bytes": max((s.device_used_bytes or 0 for s in trace.samples), default=0) or None,
-        "phases": {str(row.phase): asdict(row) | {"phase": str(row.phase)} for row in phase_figures(trace)},
+        "phases": {row.phase: asdict(row) for row in phase_figures(trace)},
         "steps": [asdict(row) for row in step_figures(trace)],
         "segments_at_peak": {str(phase): dict(s.segments) for phase, s in peak_samples(trace).items()},
         "segment_peaks": segment_peaks(trace),
@@ -264,12 +264,12 @@ def _metric_figures(values: Sequence[float]) -> dict[str, float | None]:
 def sparkline(values: Iterable[float], width: int = 24) -> str:
     """A series as at most `width` block characters; neighbours are averaged, values that are not finite left out."""
     finite = [v for v in values if math.isfinite(v)]
+    largest = max(map(abs, finite), default=0.0) or 1.0
     count = min(width, len(finite))
     edges = [i * len(finite) // count for i in range(count + 1)] if count else []
-    means = [statistics.fmean(finite[a:b]) for a, b in pairwise(edges)]
+    means = [statistics.fmean(v / largest for v in finite[a:b]) for a, b in pairwise(edges)]
     low, high = min(means, default=0.0), max(means, default=0.0)
-    scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
-    return "".join(_BARS[round((mean - low) * scale)] for mean in means)
+    return "".join(_BARS[round((mean - low) / ((high - low) or 1.0) * (len(_BARS) - 1))] for mean in means)
 
 
 def sheets(trace: Trace) -> list[Sheet]:
@@ -298,30 +298,21 @@ def _table(sheet: Sheet) -> Group:
         figures = column not in (sheet.columns[0], "curve")
         table.add_column(column, justify="right" if figures else "left", no_wrap=figures)
     for row in sheet.rows:
-        table.add_row(*row)
+        table.add_row(*map(Text, row))  # a name may look like markup
     return Group(Text(sheet.title, style="bold"), table, "")
 
 
 def _phase_sheet(trace: Trace) -> Sheet:
     columns = ("phase", "count", "total", "mean", "share", "peak", "moved", "GB/s")
-    rows, steps = [], cycles(trace)
+    rows = []
     for row in phase_figures(trace):
-        traffic = (format_bytes(row.peak_bytes), *_moved(row.moved_bytes, row.gb_per_s))
-        rows.append((str(row.phase), *_times(row.count, row.total_s, row.share), *traffic))
-    if not steps:
-        return Sheet("Phases", columns, rows)
-    whole_s = sum(step.duration_s for step in steps)
-    for part in ("switch", "idle") if whole_s else ():
-        total_s = sum(step.parts_s[part] for step in steps)
-        rows.append((part, *_times(len(steps), total_s, total_s / whole_s), "-", "-", "-"))
-    median = format_seconds(statistics.median(step.duration_s for step in steps))
-    return Sheet(
-        f"Phases of {len(steps)} training step{'s' * (len(steps) != 1)}, {median} at the median", columns, rows
-    )
-
-
-def _times(count: int, total_s: float, share: float) -> tuple[str, ...]:
-    return str(count), format_seconds(total_s), format_seconds(total_s / count), f"{share:.1%}"
+        times = (format_seconds(row.total_s), format_seconds(row.mean_s), f"{row.share:.1%}")
+        peak = format_bytes(row.peak_bytes) if row.peak_bytes else "-"
+        rows.append((row.phase, str(row.count), *times, peak, *_moved(row.moved_bytes, row.gb_per_s)))
+    steps = cycles(trace)
+    title = f"Phases of {len(steps)} training step{'s' * (len(steps) != 1)}" if steps else "Phases"
+    median = f", {format_seconds(statistics.median(c.duration_s for c in steps))} at the median" if steps else ""
+    return Sheet(title + median, columns, rows)
 
 
 def _moved(num_bytes: int, gb_per_s: float | None) -> tuple[str, str]:

