@@ -35,7 +35,7 @@ WARM_UP_ACCURACY = 0.2
 WARM_UP_STEPS = 400
 WARM_UP_CHECK_EVERY = 4
 WARM_UP_LEARNING_RATE = 3e-3
-LEARNING_RATE = {"full": 1e-3, "lora": 2e-3}
+LEARNING_RATE = {"full": 5e-4, "lora": 1e-3}
 LORA_RANK = 16
 KV_CACHE_WEIGHTS = 2.5
 """Size of the KV cache, in sizes of the model: rollout and train then need about the same."""
@@ -95,7 +95,7 @@ class DemoResult:
 
 def run(
     *,
-    steps: int = 150,
+    steps: int = 200,
     device: str | None = None,
     mode: str = "full",
     seed: int = 0,
@@ -116,10 +116,14 @@ def run(
     config = GRPOConfig(group_size=GROUP_SIZE, max_tokens=MAX_TOKENS, micro_batch_size=1024, seed=seed)
     rewards = []
     start_s = time.perf_counter()
-    for metrics in grpo(rt, _batches(steps, seed), reward, config):
-        rewards.append(metrics["reward"])
-        on_step(metrics)
-    return _result(rt, mode, rewards, time.perf_counter() - start_s)
+    try:
+        for metrics in grpo(rt, _batches(steps, seed), reward, config):
+            rewards.append(metrics["reward"])
+            on_step(metrics)
+        return _result(rt, mode, rewards, time.perf_counter() - start_s)
+    except BaseException:
+        rt.close()
+        raise
 
 
 def reward(completion: Completion, answer: str) -> float:

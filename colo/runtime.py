@@ -175,6 +175,7 @@ class Runtime:
         params = replace(params, **sampling) if params is not None else SamplingParams(**sampling)
         token_ids = [self._encode(prompt) for prompt in prompts]
         completions = self.engine.generate(token_ids, params, adapter=self._publisher.adapter_name)
+        self.scheduler.sample()
         return [self._with_text(completion) for completion in completions]
 
     def log(self, **metrics: float) -> None:

@@ -115,3 +115,6 @@ class _FakeDeparture:
     def wait(self) -> None:
         if self._segment._departure is self:
             self._segment._finish_departure()
+
+    def poll(self) -> bool:
+        return self._segment._departure is not self  # its bytes stay until somebody waits for them

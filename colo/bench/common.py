@@ -14,6 +14,13 @@ from typing import Any
 
 import psutil
 import torch
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from colo.units import format_bytes, format_seconds
+
+_COLUMNS_AT_MOST = 8
+"""What fits side by side in a terminal; the JSON has all of them."""
 
 PACKAGES = ("colo", "torch", "transformers", "peft", "torch-memory-saver", "vllm", "trl")
 
@@ -102,3 +109,32 @@ def clear(device: torch.device) -> None:
 def gigabytes_per_s(num_bytes: int, seconds: float) -> float:
     """Decimal gigabytes a second, the unit of bus and memory datasheets."""
     return num_bytes / seconds / 1e9
+
+
+def rows_tables(measured: Result) -> list[Table]:
+    """The rows of a result for the terminal: one table for the rows that have the same columns."""
+    limits = ", ".join(f"{name} {value:.3g}" for name, value in measured.limit.items())
+    groups: dict[tuple[str, ...], list[Mapping[str, Any]]] = {}
+    for row in measured.rows:
+        groups.setdefault(tuple(row)[:_COLUMNS_AT_MOST], []).append(row)
+    tables = []
+    for columns, rows in groups.items():
+        table = Table(box=SIMPLE_HEAD)
+        for column in columns:
+            table.add_column(column.replace("_", " "), justify="left" if column == columns[0] else "right")
+        for row in rows:
+            table.add_row(*(_cell(column, row[column]) for column in columns))
+        tables.append(table)
+    if tables:
+        tables[0].title = f"{measured.benchmark} on {measured.machine['gpu'] or 'the CPU'}; limit: {limits or 'none'}"
+    return tables
+
+
+def _cell(column: str, value: Any) -> str:
+    if value is None:
+        return ""
+    if column.endswith("bytes") and isinstance(value, int):
+        return format_bytes(value)
+    if column.endswith("_s") and not column.endswith("per_s") and isinstance(value, float):
+        return format_seconds(value)
+    return f"{value:.3g}" if isinstance(value, float) else str(value)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from colo.bench import overlap
 from colo.bench.common import Result, clear, gigabytes_per_s, median_s, result, timed
 from colo.errors import Unsupported
 from colo.memory.offload import Mover, RegionSegment
@@ -24,7 +25,14 @@ from colo.units import GIB, MIB, format_bytes
 Row = dict[str, Any]
 
 
-def run(*, device: str, size_bytes: int | None = None, cycles: int = 5, growth_cycles: int = 100) -> Result:
+def run(
+    *,
+    device: str,
+    size_bytes: int | None = None,
+    cycles: int = 5,
+    growth_cycles: int = 100,
+    tell: Callable[[str], None] = lambda part: None,
+) -> Result:
     """Measure every way of moving `size_bytes` out and back; see the module's docstring.
 
     Raises: `Unsupported` when the device has not twice that many bytes free.
@@ -33,21 +41,37 @@ def run(*, device: str, size_bytes: int | None = None, cycles: int = 5, growth_c
     size_bytes = size_bytes or (8 * GIB if target.type == "cuda" else 64 * MIB)
     if free_device_bytes(target) < 2 * size_bytes:
         raise Unsupported(f"the benchmark needs {format_bytes(2 * size_bytes)} free on {device}; pass a smaller --size")
+    tell("the limit: pinned copies")
     limit = _limit(target, size_bytes)
-    rows = [
-        *_ours(target, size_bytes, cycles, limit),
-        _row("tensor.cpu(), then .to(device)", size_bytes, limit, *_plain(target, size_bytes)),
-        _row("fresh pinned copy each time", size_bytes, limit, *_fresh_pinned(target, size_bytes)),
-    ]
+    tell("colo")
+    rows = _ours(target, size_bytes, cycles, limit)
+    for way, measure in _peers(target).items():
+        tell(way)
+        rows.append(_row(way, size_bytes, limit, *measure(target, size_bytes)))
     if target.type == "cuda":
-        rows.append(_row("torch-memory-saver, own backup", size_bytes, limit, *_saver_backup(target, size_bytes)))
+        rows[1] |= _against(rows[1], rows[-1])
+    tell(f"growth over {growth_cycles} cycles")
     rows.append(_growth(target, min(size_bytes, GIB), growth_cycles))
-    ours, saver = rows[1], rows[-2]
-    if target.type == "cuda":
-        ours["times_saver_out"] = saver["out_s"] / ours["out_s"]
-        ours["times_saver_back"] = saver["back_s"] / ours["back_s"]
-        ours["times_saver_round_trip"] = (saver["out_s"] + saver["back_s"]) / (ours["out_s"] + ours["back_s"])
+    tell("generation beside an offload")
+    rows.append(overlap.beside_an_offload(target))
+    tell("the exposed time of a step")
+    rows.append(overlap.exposed_time(target))
     return result("offload", f"colo bench offload --device {device}", limit=limit, rows=rows)
+
+
+def _peers(device: torch.device) -> dict[str, Callable[[torch.device, int], tuple[float, float]]]:
+    ways: dict[str, Callable[[torch.device, int], tuple[float, float]]]
+    ways = {"tensor.cpu(), then .to(device)": _plain, "fresh pinned copy each time": _fresh_pinned}
+    return ways | ({"torch-memory-saver, own backup": _saver_backup} if device.type == "cuda" else {})
+
+
+def _against(ours: Row, saver: Row) -> Row:
+    """How many times faster than torch-memory-saver's own backup."""
+    return {
+        "times_saver_out": saver["out_s"] / ours["out_s"],
+        "times_saver_back": saver["back_s"] / ours["back_s"],
+        "times_saver_round_trip": (saver["out_s"] + saver["back_s"]) / (ours["out_s"] + ours["back_s"]),
+    }
 
 
 def _limit(device: torch.device, size_bytes: int) -> dict[str, float]:

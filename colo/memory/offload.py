@@ -6,7 +6,8 @@ what the scheduler moves. Which tensors live in the regions is its maker's busin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,6 +21,38 @@ from colo.units import MIB
 
 if TYPE_CHECKING:
     from colo.report.trace import Trace
+
+
+class Transfer:
+    """A copy between host and device that has been queued, or, on the CPU, made."""
+
+    def __init__(
+        self,
+        *,
+        started: torch.cuda.Event | None = None,
+        finished: torch.cuda.Event | None = None,
+        seconds: float = 0.0,
+    ) -> None:
+        self._started = started
+        self._finished = finished
+        self._seconds = seconds
+
+    @property
+    def done(self) -> bool:
+        """Whether the bytes have arrived."""
+        return self._finished is None or bool(self._finished.query())
+
+    def wait(self) -> None:
+        """Return when the bytes have arrived."""
+        if self._finished is not None:
+            self._finished.synchronize()
+
+    @property
+    def seconds(self) -> float:
+        """What the copy itself took. Ordering: after `wait`."""
+        if self._started is None or self._finished is None:
+            return self._seconds
+        return float(self._started.elapsed_time(self._finished)) / 1e3
 
 
 class Mover:
@@ -44,32 +77,33 @@ class Mover:
         if device.type == "cuda":
             self._streams = {lane: torch.cuda.Stream(device) for lane in ("d2h", "h2d")}
 
-    def copy_out(self, source: torch.Tensor, target: torch.Tensor) -> torch.cuda.Event | None:
+    def copy_out(self, source: torch.Tensor, target: torch.Tensor) -> Transfer:
         """Queue a copy from the device to the host (both uint8, same length) and return at once.
 
-        Ordering: kernels queued on the current stream finish before the copy reads. The returned event is complete when
-        the bytes have arrived; `None` says that they have already.
+        Ordering: kernels queued on the current stream finish before the copy reads.
         """
         return self._copy("d2h", source, target)
 
-    def copy_in(self, source: torch.Tensor, target: torch.Tensor) -> torch.cuda.Event | None:
+    def copy_in(self, source: torch.Tensor, target: torch.Tensor) -> Transfer:
         """Queue a copy from the host to the device; as `copy_out` in all else."""
         return self._copy("h2d", source, target)
 
-    def _copy(self, lane: str, source: torch.Tensor, target: torch.Tensor) -> torch.cuda.Event | None:
+    def _copy(self, lane: str, source: torch.Tensor, target: torch.Tensor) -> Transfer:
         if not self._streams:
+            start_s = time.perf_counter()
             target.copy_(source)
-            return None
+            return Transfer(seconds=time.perf_counter() - start_s)
+        started, finished = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         stream = self._streams[lane]
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
+            started.record(stream)
             # One huge copy holds up every small copy behind it on the same engine, a token's way to the host for one.
             for offset in range(0, source.numel(), self._chunk_bytes):
                 length = min(self._chunk_bytes, source.numel() - offset)
                 target.narrow(0, offset, length).copy_(source.narrow(0, offset, length), non_blocking=True)
-            event = torch.cuda.Event()
-            event.record(stream)
-        return event
+            finished.record(stream)
+        return Transfer(started=started, finished=finished)
 
     def close(self) -> None:
         """Wait for the streams and release the arena. Idempotent."""
@@ -213,22 +247,24 @@ class _Departure:
 
     def __init__(self, segment: RegionSegment) -> None:
         self._segment = segment
-        self._mover = segment._mover
         self.moved_bytes = segment.size_bytes
-        self._record = _recorder(self._mover, f"out {segment.name}", "d2h", self.moved_bytes)
-        self._pending = [(r, self._mover.copy_out(r.bytes, segment._host_view(r))) for r in segment._regions]
+        self._record = _Recorder(segment._mover, f"out {segment.name}", "d2h", self.moved_bytes)
+        copy = segment._mover.copy_out
+        self._pending = [(region, copy(region.bytes, segment._host_view(region))) for region in segment._regions]
+        self._transfers = [transfer for _, transfer in self._pending]
 
     def wait(self) -> None:
-        self.poll(block=True)
-
-    def poll(self, *, block: bool = False) -> bool:
-        """Release the regions whose copies have finished; with `block`, all of them. True when none is left."""
         while self._pending:
-            region, event = self._pending[0]
-            if event is not None and not block and not event.query():
+            self._pending[0][1].wait()
+            self.poll()
+        self._finish()
+
+    def poll(self) -> bool:
+        """Release the regions whose copies have finished; true when none is left."""
+        while self._pending:
+            region, transfer = self._pending[0]
+            if not transfer.done:
                 return False
-            if event is not None:
-                event.synchronize()
             region.release()
             self._pending.pop(0)
         self._finish()
@@ -236,9 +272,8 @@ class _Departure:
 
     def cancel(self) -> int:
         """Stop releasing and return the bytes that never left the device; the copies run out unused."""
-        for _, event in self._pending:
-            if event is not None:
-                event.synchronize()
+        for _, transfer in self._pending:
+            transfer.wait()
         kept_bytes = sum(region.size_bytes for region, _ in self._pending)
         self._pending.clear()
         self._finish()
@@ -247,7 +282,7 @@ class _Departure:
     def _finish(self) -> None:
         if self._segment._move is self:
             self._segment._move = None
-            self._record()
+            self._record(self._transfers)
 
 
 class _Arrival:
@@ -255,7 +290,6 @@ class _Arrival:
 
     def __init__(self, segment: RegionSegment, *, copies: bool) -> None:
         self._segment = segment
-        self._mover = segment._mover
         regions = [region for region in segment._regions if not region.resident]
         self.moved_bytes = sum(region.size_bytes for region in regions) if copies else 0
         restored: list[Region] = []
@@ -267,28 +301,42 @@ class _Arrival:
             for region in restored:
                 region.release()
             raise
-        self._record = _recorder(self._mover, f"back {segment.name}", "h2d", self.moved_bytes)
-        self._events = [self._mover.copy_in(segment._host_view(r), r.bytes) for r in regions] if copies else []
+        self._record = _Recorder(segment._mover, f"back {segment.name}", "h2d", self.moved_bytes)
+        copy = segment._mover.copy_in
+        self._transfers = [copy(segment._host_view(r), r.bytes) for r in regions] if copies else []
 
     def wait(self) -> None:
-        """Let the current stream wait for the copies; the host does not."""
         if self._segment._move is not self:
             return
-        for event in self._events:
-            if event is not None:
-                event.synchronize()
+        for transfer in self._transfers:
+            transfer.wait()
         self._segment._move = None
-        self._record()
+        self._record(self._transfers)
 
     def poll(self) -> bool:
         """True when every copy has finished."""
-        return all(event is None or event.query() for event in self._events)
+        return all(transfer.done for transfer in self._transfers)
 
 
-def _recorder(mover: Mover, name: str, resource: str, num_bytes: int) -> Callable[[], None]:
-    """A function that adds the span from now to its call to the mover's trace."""
-    trace = mover.trace
-    if trace is None or num_bytes == 0:
-        return lambda: None
-    start_s = trace.now_s()
-    return lambda: trace.add(name, start_s, category="copy", resource=resource, num_bytes=num_bytes)
+class _Recorder:
+    """Adds one span for a group of copies to the mover's trace, once they have finished."""
+
+    def __init__(self, mover: Mover, name: str, resource: str, num_bytes: int) -> None:
+        self._trace = mover.trace
+        self._name = name
+        self._resource = resource
+        self._num_bytes = num_bytes
+        self._start_s = self._trace.now_s() if self._trace is not None else 0.0
+
+    def __call__(self, transfers: Sequence[Transfer]) -> None:
+        if self._trace is None or not transfers:
+            return
+        end_s = self._start_s + sum(transfer.seconds for transfer in transfers)
+        self._trace.add(
+            self._name,
+            self._start_s,
+            end_s=end_s,
+            category="copy",
+            resource=self._resource,
+            num_bytes=self._num_bytes,
+        )

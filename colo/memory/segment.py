@@ -20,6 +20,9 @@ class Move(Protocol):
         Raises: whatever made the move fail. The segment is then back in the residency it came from.
         """
 
+    def poll(self) -> bool:
+        """Give back what a departure has freed so far, without waiting; true when the segment has arrived."""
+
 
 @runtime_checkable
 class Segment(Protocol):
@@ -68,6 +71,10 @@ class Done:
 
     def wait(self) -> None:
         """Return at once."""
+
+    def poll(self) -> bool:
+        """True."""
+        return True
 
 
 class FixedSegment:

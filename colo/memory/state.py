@@ -221,27 +221,27 @@ class GradientSegment:
         offsets = _offsets(gradients)
         self._extent = self._mover.arena.allocate(offsets[-1])
         host = self._mover.arena.view(self._extent)
-        events = []
+        transfers = []
         for parameter, gradient, offset in zip(with_gradient, gradients, offsets, strict=False):
             flat = _as_bytes(gradient)
             view = host.narrow(0, offset, flat.numel())
-            events.append(self._mover.copy_out(flat, view))
+            transfers.append(self._mover.copy_out(flat, view))
             self._parked.append((parameter, view.view(gradient.dtype).view(gradient.shape)))
-        for event in filter(None, events):
-            event.synchronize()
+        for transfer in transfers:
+            transfer.wait()
         self.drop()
         return Done(offsets[-1])
 
     def _unpark(self) -> Move:
-        moved_bytes, events = 0, []
+        moved_bytes, transfers = 0, []
         for parameter, view in self._parked:
             gradient = torch.empty(view.shape, dtype=view.dtype, device=self._mover.device)
-            events.append(self._mover.copy_in(_as_bytes(view), _as_bytes(gradient)))
+            transfers.append(self._mover.copy_in(_as_bytes(view), _as_bytes(gradient)))
             # Backward passes since then have only added to what was parked.
             parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
             moved_bytes += gradient.numel() * gradient.element_size()
-        for event in filter(None, events):
-            event.synchronize()
+        for transfer in transfers:
+            transfer.wait()
         self._forget_parked()
         return Done(moved_bytes)
 

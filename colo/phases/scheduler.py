@@ -130,8 +130,9 @@ class Scheduler:
         if segment.residency is Residency.OFFLOADED:
             self._admit_one(segment)
             self._make_room(segment.size_bytes - segment.device_bytes, keep=name)
+        move = segment.begin(Residency.RESIDENT)
         self._departing.pop(name, None)
-        return segment.begin(Residency.RESIDENT)
+        return move
 
     def fits(self, name: str) -> bool:
         """Whether a segment that is away could come to the device now, beside everything that is there."""
@@ -145,7 +146,8 @@ class Scheduler:
         self.sample()
 
     def sample(self) -> None:
-        """Record who holds how many bytes at this moment."""
+        """Take back what departures have freed, and record who holds how many bytes at this moment."""
+        self._departing = {name: move for name, move in self._departing.items() if not move.poll()}
         self.trace.samples.append(
             MemorySample(
                 time_s=self.trace.now_s(),
@@ -177,6 +179,7 @@ class Scheduler:
                 self.sample()
             for move in arriving:
                 move.wait()
+            self._make_room(self.working_bytes.get(transition.target, 0))
         except BaseException as error:
             self._undo(done, error)
             raise
@@ -195,8 +198,8 @@ class Scheduler:
             try:
                 if step.device_delta_bytes < 0:
                     self._make_room(step.size_bytes, keep=step.segment)
-                self._departing.pop(step.segment, None)
                 self._segments[step.segment].begin(step.source).wait()
+                self._departing.pop(step.segment, None)
             except Exception as failure:  # noqa: BLE001 - reported with the error that made undoing necessary
                 error.add_note(f"undoing '{step}' failed too: {failure!r}; the runtime is idle")
                 self.phase = Phase.IDLE

@@ -260,9 +260,8 @@ def _gantt_figure(trace: Trace) -> Markup:
     if not inside:
         return Markup()
     rows = sorted({s.resource for s in inside}, key=lambda name: [*_ROWS, name].index(name))
-    frame = Frame(
-        width=_WIDTH, height=52 + _ROW_HEIGHT * len(rows), x_min=start_s, x_max=end_s, y_max=1, left=110, top=26
-    )
+    height = 52 + _ROW_HEIGHT * len(rows)
+    frame = Frame(width=_WIDTH, height=height, x_min=start_s, x_max=end_s, y_max=1, left=110, top=26)
     parts = [_phase_bands(trace, frame), frame.axes(frame.time_ticks(), ())]
     for index, row in enumerate(rows):
         top = frame.top + index * _ROW_HEIGHT
@@ -270,8 +269,8 @@ def _gantt_figure(trace: Trace) -> Markup:
         parts.append(svg.line(frame.left, top + _ROW_HEIGHT, frame.end, top + _ROW_HEIGHT, class_="grid"))
         bars = _visible([s for s in inside if s.resource == row], frame, least=2)
         parts += [_span_bar(span, left, width, top + 4) for span, left, width in bars]
-    title = f"Training step {number} in detail" if window else "What was busy when"
-    caption = "The step of median length: what kept each resource busy, coloured by phase." if window else ""
+    title = f"Training step {number} in detail" if window else "The run in detail"
+    caption = f"What kept each resource busy, coloured by phase{', in the step of median length' if window else ''}."
     return svg.figure(title, caption, frame.drawing("Busy resources over time", *parts))
 
 
@@ -325,7 +324,8 @@ def _png_memory(axes: Any, trace: Trace) -> None:
     for axis, ticks in ((axes.xaxis, frame.time_ticks()), (axes.yaxis, byte_ticks)):
         axis.set_ticks([value for value, _ in ticks], [label for _, label in ticks])
     axes.set(xlim=(frame.x_min, frame.x_max if frame.x_max > frame.x_min else None), ylim=(0, frame.y_max))
-    axes.legend(ncols=3, fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(0, -0.08))
+    handles, _ = axes.get_legend_handles_labels()
+    axes.legend(handles=handles, ncols=3, fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(0, -0.08))
 
 
 def _png_steps(axes: Any, trace: Trace) -> None:
@@ -338,14 +338,12 @@ def _png_steps(axes: Any, trace: Trace) -> None:
         below = [b + s for b, s in zip(below, seconds, strict=True)]
     ticks = svg.unit_ticks(0, max(below), svg.TIME_UNITS)
     axes.set_yticks([value for value, _ in ticks], [label for _, label in ticks])
-    numbers = [value + 0.5 for value, _ in svg.count_ticks(len(steps))]
-    axes.set(xlabel="training step", xlim=(0.4, len(steps) + 0.6), xticks=numbers)
+    axes.set(xlabel="training step", xticks=[value + 0.5 for value, _ in svg.count_ticks(len(steps))])
     axes.legend(ncols=5, fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(0, -0.15))
 
 
 def _png_rewards(axes: Any, trace: Trace) -> None:
     rewards = trace.metrics["reward"]
     axes.plot(range(1, len(rewards) + 1), rewards, color=svg.BLUE, marker=".")
-    numbers = [value + 0.5 for value, _ in svg.count_ticks(len(rewards))]
-    axes.set(xlabel="training step", xlim=(0.4, len(rewards) + 0.6), xticks=numbers)
+    axes.set(xlabel="training step", xticks=[value + 0.5 for value, _ in svg.count_ticks(len(rewards))])
     axes.grid(axis="y", alpha=0.3)

@@ -24,7 +24,8 @@ class Span:
     """What was done, such as `rollout` or `offload trainer.optimizer`."""
 
     category: str
-    """`phase`, `step` (of a transition), `copy` (asynchronous, beside other work), or `work`."""
+    """`phase`, `switch` (entering or leaving one), `transition` (within a switch), `step` (of a transition), `copy`
+    (asynchronous, beside other work), or `work`."""
 
     start_s: float
     """Seconds since the trace began."""
@@ -143,8 +144,9 @@ class Trace:
         return dict(sums)
 
     def write_jsonl(self, path: str | Path) -> None:
-        """Write one JSON object a line: `{"kind": "span" | "sample" | "metric", ...}`, each kind in order of time."""
-        rows = [{"kind": "span", **asdict(s)} for s in self.spans]
+        """Write one JSON object a line: `{"kind": "capacity" | "span" | "sample" | "metric", ...}`, in that order."""
+        rows: list[dict[str, object]] = [{"kind": "capacity", "num_bytes": self.capacity_bytes}]
+        rows += [{"kind": "span", **asdict(s)} for s in self.spans]
         rows += [{"kind": "sample", **asdict(s)} for s in self.samples]
         rows += [{"kind": "metric", "name": n, "values": v} for n, v in self.metrics.items()]
         Path(path).write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -101,6 +101,31 @@ def test_requiring_a_segment_that_has_no_room_is_refused_and_changes_nothing():
     assert residencies(scheduler)["trainer.optimizer"] is O
 
 
+def test_a_departure_that_could_not_be_called_back_is_still_waited_for():
+    device, scheduler = build(capacity_bytes=80)
+    scheduler.working_bytes[Phase.TRAIN] = 1
+    optimizer = scheduler.segments["trainer.optimizer"]
+    optimizer.before_wait = lambda segment, target: None
+    scheduler.anticipate(Phase.TRAIN)
+
+    def fail(segment, target):
+        raise Fault
+
+    optimizer.before_begin = fail
+    with pytest.raises(Fault):
+        scheduler.require("trainer.optimizer")
+    scheduler.working_bytes.clear()
+    scheduler.enter(Phase.ROLLOUT)
+    assert device.used_bytes == 70
+
+
+def test_working_memory_is_free_when_the_phase_begins():
+    device, scheduler = build(capacity_bytes=80)
+    scheduler.working_bytes[Phase.TRAIN] = 30
+    scheduler.enter(Phase.TRAIN)
+    assert device.used_bytes == 20
+
+
 def test_a_failing_step_undoes_the_steps_before_it():
     device, scheduler = build()
 

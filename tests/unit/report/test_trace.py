@@ -115,9 +115,9 @@ def test_jsonl_holds_everything(tmp_path):
     ]
 
 
-def test_jsonl_of_an_empty_trace_is_an_empty_file(tmp_path):
-    Trace().write_jsonl(tmp_path / "empty.jsonl")
-    assert (tmp_path / "empty.jsonl").read_text() == ""
+def test_jsonl_of_an_empty_trace_has_the_capacity_only(tmp_path):
+    Trace(capacity_bytes=7).write_jsonl(tmp_path / "empty.jsonl")
+    assert json.loads((tmp_path / "empty.jsonl").read_text()) == {"kind": "capacity", "num_bytes": 7}
 
 
 def test_chrome_trace_has_microseconds_rows_and_counters(tmp_path):

@@ -1,0 +1,179 @@
+"""What an offload costs those who work meanwhile: generation beside it, and the time a whole loop waits for it.
+
+Part of `colo bench offload`. The model has random weights in Qwen3's shape; the embedded engine generates.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import Qwen3Config
+
+from colo.assembly import launch
+from colo.bench.common import clear, synchronize, timed
+from colo.config import Offload, RuntimeConfig
+from colo.engines.base import SamplingParams
+from colo.memory.offload import RegionSegment
+from colo.memory.region import allocate_region
+from colo.optim import MasterWeights
+from colo.phases.phase import TRAINER_MASTER_WEIGHTS, TRAINER_OPTIMIZER, Residency
+from colo.runtime import Runtime
+from colo.units import GIB, MIB
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Size:
+    """How much of everything."""
+
+    hidden: int
+    layers: int
+    heads: int
+    vocab: int
+    kv_cache_bytes: int
+    offload_bytes: int
+    sequences: int
+    new_tokens: int
+    train_batch: int
+    train_length: int
+
+
+SIZES = {
+    "cuda": Size(
+        hidden=1024,
+        layers=28,
+        heads=16,
+        vocab=151936,
+        kv_cache_bytes=8 * GIB,
+        offload_bytes=32 * GIB,
+        sequences=64,
+        new_tokens=16,
+        train_batch=8,
+        train_length=1024,
+    ),
+    "cpu": Size(
+        hidden=64,
+        layers=2,
+        heads=4,
+        vocab=128,
+        kv_cache_bytes=MIB,
+        offload_bytes=16 * MIB,
+        sequences=4,
+        new_tokens=4,
+        train_batch=2,
+        train_length=16,
+    ),
+}
+"""On CUDA the 0.6B shape; on a CPU something that ends soon."""
+
+
+def beside_an_offload(device: torch.device, *, repeats: int = 5) -> Row:
+    """Seconds of the same generation alone, and while a large offload runs from its first token to its last."""
+    size = SIZES[device.type]
+    rt = _runtime(device, size, Offload.NEVER)
+    params = SamplingParams(n=1, max_tokens=size.new_tokens, temperature=0, ignore_eos=True)
+    prompts = [[i + 1, i + 2, i + 3] for i in range(size.sequences)]
+    mover = rt._mover
+    num_regions = max(1, size.offload_bytes // GIB)
+    regions = [allocate_region(size.offload_bytes // num_regions, device, name="beside") for _ in range(num_regions)]
+    segment = RegionSegment("beside", regions=regions, away=Residency.OFFLOADED, mover=mover)
+    mover.arena.reserve(size.offload_bytes)
+    alone, beside, left = [], [], []
+    with rt.rollout():
+        for _ in range(repeats + 1):
+            alone.append(timed(lambda: rt.generate(prompts, params), device))
+            start_s = time.perf_counter()
+            departure = segment.begin(Residency.OFFLOADED)
+            rt.generate(prompts, params)
+            beside.append(time.perf_counter() - start_s)
+            departure.wait()
+            left.append(time.perf_counter() - start_s)
+            segment.begin(Residency.RESIDENT).wait()
+    segment.close()
+    rt.close()
+    clear(device)
+    alone_s, beside_s = statistics.median(alone[1:]), statistics.median(beside[1:])
+    return {
+        "way": "generation beside an offload",
+        "bytes": size.offload_bytes,
+        "alone_s": alone_s,
+        "beside_s": beside_s,
+        "offload_s": statistics.median(left[1:]),
+        "times_slower": beside_s / alone_s,
+    }
+
+
+def exposed_time(device: torch.device, *, steps: int = 6) -> Row:
+    """What a loop of rollout and train waits for moving trainer state, as a share of the raw copies' time.
+
+    The same loop runs with all state resident and with all of it parked for every rollout; the difference of their
+    median steps is what is exposed. The raw time is what the copies take by themselves.
+    """
+    size = SIZES[device.type]
+    resident_s, _, _ = _loop(device, size, Offload.NEVER, steps)
+    parked_s, copies_s, moved_bytes = _loop(device, size, Offload.ALWAYS, steps)
+    exposed_s = max(0.0, parked_s - resident_s)
+    return {
+        "way": "exposed time of a step",
+        "bytes": moved_bytes,
+        "step_resident_s": resident_s,
+        "step_parked_s": parked_s,
+        "raw_copies_s": copies_s,
+        "exposed_s": exposed_s,
+        "exposed_of_raw": exposed_s / copies_s,
+    }
+
+
+def _loop(device: torch.device, size: Size, offload: Offload, steps: int) -> tuple[float, float, int]:
+    """Median seconds of a step, seconds of its copies, and the bytes they move."""
+    rt = _runtime(device, size, offload)
+    params = SamplingParams(n=1, max_tokens=size.new_tokens, temperature=0, ignore_eos=True)
+    prompts = [[i + 1, i + 2, i + 3] for i in range(size.sequences)]
+    ids = torch.randint(1, size.vocab, (size.train_batch, size.train_length), device=device)
+    seconds = []
+    for _ in range(steps + 2):
+        synchronize(device)
+        start_s = time.perf_counter()
+        with rt.rollout():
+            rt.generate(prompts, params)
+        with rt.train():
+            rt.model(input_ids=ids, labels=ids).loss.backward()
+            rt.optimizer.step()
+        synchronize(device)
+        seconds.append(time.perf_counter() - start_s)
+    copies = [s for s in rt.trace.spans if s.category == "copy"]
+    moved_bytes = 2 * sum(rt.scheduler.segments[n].size_bytes for n in (TRAINER_OPTIMIZER, TRAINER_MASTER_WEIGHTS))
+    total_bytes = sum(s.num_bytes for s in copies)
+    copies_s = sum(s.duration_s for s in copies) * moved_bytes / total_bytes if total_bytes else 0.0
+    rt.close()
+    clear(device)
+    return statistics.median(seconds[2:]), copies_s, moved_bytes
+
+
+def _runtime(device: torch.device, size: Size, offload: Offload) -> Runtime:
+    config = Qwen3Config(
+        hidden_size=size.hidden,
+        intermediate_size=3 * size.hidden,
+        num_hidden_layers=size.layers,
+        num_attention_heads=size.heads,
+        num_key_value_heads=size.heads // 2,
+        head_dim=size.hidden // 8 if device.type == "cuda" else size.hidden // size.heads,
+        vocab_size=size.vocab,
+        tie_word_embeddings=True,
+        max_position_embeddings=4096,
+        eos_token_id=None,
+        bos_token_id=None,
+    )
+    fused = device.type == "cuda"
+    return launch(
+        config,
+        optimizer=MasterWeights(lambda params: torch.optim.AdamW(params, lr=1e-5, fused=fused)),
+        device=device,
+        dtype=torch.bfloat16,
+        config=RuntimeConfig(kv_cache_bytes=size.kv_cache_bytes, offload=offload),
+    )

@@ -1,0 +1,201 @@
+import json
+import re
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from colo.errors import TransferError
+from colo.weights.manifest import DTYPE_BYTES, Manifest, TensorSpec
+
+SHAPES = st.lists(st.integers(0, 7), max_size=4).map(tuple)
+SPECS = st.lists(
+    st.builds(TensorSpec, st.text(min_size=1, max_size=8), st.sampled_from(sorted(DTYPE_BYTES)), SHAPES),
+    unique_by=lambda spec: spec.name,
+    max_size=8,
+)
+MANIFESTS = st.builds(lambda specs, version: Manifest(specs=tuple(specs), version=version), SPECS, st.integers(0, 9))
+
+
+def small(version: int = 3) -> Manifest:
+    specs = (TensorSpec("a", "bfloat16", (2, 3)), TensorSpec("b", "float32", ()), TensorSpec("c", "int8", (0, 4)))
+    return Manifest(specs=specs, version=version)
+
+
+def test_dtype_table_agrees_with_torch():
+    for name, size_bytes in DTYPE_BYTES.items():
+        dtype = getattr(torch, name)
+        assert (str(dtype), dtype.itemsize) == (f"torch.{name}", size_bytes)
+
+
+def test_dtype_table_knows_every_dtype_of_torch_that_fills_bytes():
+    every = {str(v).removeprefix("torch.") for v in vars(torch).values() if isinstance(v, torch.dtype)}
+    assert {name for name in every if not re.fullmatch(r"q.*|bits.*|u?int[1-7]", name)} == set(DTYPE_BYTES)
+
+
+@pytest.mark.parametrize("name", ["bool", "bfloat16", "float8_e4m3fn", "float4_e2m1fn_x2", "complex128", "uint32"])
+@pytest.mark.parametrize("shape", [(), (3, 2), (0, 4)])
+def test_sizes_agree_with_torch(name, shape):
+    tensor = torch.empty(shape, dtype=getattr(torch, name))
+    spec = TensorSpec("w", name, tensor.shape)
+    assert (spec.num_elements, spec.size_bytes) == (tensor.numel(), tensor.nbytes)
+
+
+def test_shape_becomes_a_plain_tuple():
+    assert type(TensorSpec("w", "int8", torch.Size([2, 3])).shape) is tuple
+    assert hash(TensorSpec("w", "int8", [2, 3])) == hash(TensorSpec("w", "int8", (2, 3)))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("args", "error", "words"),
+    [
+        (("", "int8", ()), ValueError, "needs a name"),
+        (("w", "torch.int8", ()), ValueError, "known are bfloat16"),
+        (("w", "int8", (2, -1)), ValueError, "-1 in"),
+        (("w", "int8", (2.0,)), TypeError, "2.0 in"),
+        (("w", "int8", (True,)), TypeError, "True in"),
+        ((1, "int8", ()), TypeError, "strings"),
+        (("w", torch.int8, ()), TypeError, "strings"),
+    ],
+)
+def test_bad_specs_are_refused(args, error, words):
+    with pytest.raises(error, match=words):
+        TensorSpec(*args)
+
+
+def test_totals_of_a_manifest():
+    assert small().names == ("a", "b", "c")
+    assert small().total_bytes == 12 + 4 + 0
+
+
+def test_manifest_refuses_doubled_names_and_bad_versions():
+    spec = TensorSpec("w", "int8", (1,))
+    with pytest.raises(ValueError, match="w came more than once"):
+        Manifest(specs=(spec, spec), version=0)
+    with pytest.raises(ValueError, match="must not be negative, but is -1"):
+        Manifest(specs=(spec,), version=-1)
+    with pytest.raises(TypeError, match="'7'"):
+        Manifest(specs=(spec,), version="7")  # type: ignore[arg-type]
+
+
+def test_digest_is_stable_across_processes_and_versions():
+    assert small().digest == "4818d8fd69cd4a672417251c6b41c55d530241cfccec0db751dc003f02f9b470"
+    assert small(version=4).digest == small().digest
+
+
+def test_digest_depends_on_name_dtype_shape_and_order():
+    a, b, c = small().specs
+    others = [
+        (b, a, c),
+        (a, b),
+        (TensorSpec("A", a.dtype, a.shape), b, c),
+        (TensorSpec("a", "float16", a.shape), b, c),
+        (TensorSpec("a", a.dtype, (3, 2)), b, c),
+    ]
+    digests = {Manifest(specs=specs, version=3).digest for specs in others}
+    assert len(digests) == len(others)
+    assert small().digest not in digests
+
+
+@settings(max_examples=60)
+@given(MANIFESTS)
+def test_json_round_trip(manifest):
+    again = Manifest.from_json(manifest.to_json())
+    assert again == manifest
+    assert again.to_json() == manifest.to_json()
+
+
+def test_json_is_ascii_and_one_line():
+    text = Manifest(specs=(TensorSpec("poids d'\u00e9t\u00e9\n", "int8", ()),), version=0).to_json()
+    assert text.isascii()
+    assert "\n" not in text
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"num_tensors": 2}, "expected num_tensors 3 .* got 2"),
+        ({"total_bytes": 15}, "expected total_bytes 16 .* got 15"),
+        ({"digest": "00"}, "expected digest [0-9a-f]{64} .* got '00'"),
+        ({"specs": [["a", "bfloat16", [2, 3]]]}, "expected num_tensors 1 .* got 3"),
+        ({"specs": [["a", "bfloat17", [2, 3]]]}, "not valid: a: unknown dtype 'bfloat17'"),
+        ({"specs": [["a", "int8"]]}, "not valid"),
+        ({"specs": 3}, "not valid"),
+        ({"version": None}, "not valid: a manifest's version is an integer"),
+        ({"extra": 1}, r"fields \['digest', .*got \['digest', 'extra'"),
+    ],
+)
+def test_json_that_was_changed_is_refused(change, words):
+    text = json.dumps(json.loads(small().to_json()) | change)
+    with pytest.raises(TransferError, match=words):
+        Manifest.from_json(text)
+
+
+@pytest.mark.parametrize(("text", "words"), [("{", "not JSON"), ("[1]", "got a list"), ("", "not JSON")])
+def test_json_that_is_no_manifest_is_refused(text, words):
+    with pytest.raises(TransferError, match=words):
+        Manifest.from_json(text)
+
+
+def test_reordered_json_is_noticed():
+    wire = json.loads(small().to_json())
+    wire["specs"].reverse()
+    with pytest.raises(TransferError, match="expected digest"):
+        Manifest.from_json(json.dumps(wire))
+
+
+@settings(max_examples=40)
+@given(MANIFESTS, st.randoms(use_true_random=False))
+def test_everything_received_once_is_accepted_in_any_order(manifest, random):
+    received = [random.choice((spec, spec.name)) for spec in manifest.specs]
+    random.shuffle(received)
+    manifest.check_received(received)
+    manifest.compare(Manifest.from_json(manifest.to_json()))
+
+
+@settings(max_examples=60)
+@given(MANIFESTS.filter(lambda m: m.specs), st.data())
+def test_a_lost_a_doubled_and_a_strange_name_are_each_noticed(manifest, data):
+    names = list(manifest.names)
+    index = data.draw(st.integers(0, len(names) - 1))
+    with pytest.raises(TransferError, match="1 missing"):
+        manifest.check_received(names[:index] + names[index + 1 :])
+    with pytest.raises(TransferError, match="1 doubled"):
+        manifest.check_received([*names, names[index]])
+    with pytest.raises(TransferError, match="1 unknown: a stranger"):
+        manifest.check_received([*names, "a stranger"])
+
+
+def test_one_error_lists_every_kind_of_difference():
+    got = [TensorSpec("a", "float16", (3, 2)), "c", "c", "d"]
+    with pytest.raises(TransferError) as error:
+        small().check_received(got)
+    message = str(error.value)
+    assert "version 3" in message
+    assert "1 missing: b;" in message
+    assert "1 doubled: c (2 times);" in message
+    assert "1 unknown: d;" in message
+    assert "1 wrong dtype: a (expected bfloat16, got float16);" in message
+    assert "1 wrong shape: a (expected [2, 3], got [3, 2])" in message
+
+
+def test_long_lists_are_cut_and_counted():
+    manifest = Manifest(specs=tuple(TensorSpec(f"w{i}", "int8", ()) for i in range(300)), version=0)
+    with pytest.raises(TransferError, match=r"300 missing: w0, w1, w2, w3, w4 and 295 more") as error:
+        manifest.check_received([])
+    assert len(str(error.value)) < 300
+
+
+def test_compare_notices_version_and_order():
+    a, b, c = small().specs
+    with pytest.raises(TransferError, match="version: expected 3, got 2"):
+        small().compare(small(version=2))
+    with pytest.raises(TransferError, match="order: expected a at position 0, got b"):
+        small().compare(Manifest(specs=(b, a, c), version=3))
+    with pytest.raises(TransferError, match="1 wrong dtype: b"):
+        small().compare(Manifest(specs=(a, TensorSpec("b", "int32", ()), c), version=3))
+
+
+def test_spec_reads_well():
+    assert str(TensorSpec("w", "int8", (2, 3))) == "w int8[2, 3]"
