@@ -12,56 +12,58 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import click
-import typer
 from rich.console import Console
+from rich.markup import escape
 
 from colo.errors import ColoError
 from colo.units import parse_bytes
 
-app = typer.Typer(
-    name="colo",
-    help="One GPU, two tenants: an inference engine and a trainer take turns on one copy of the weights.",
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode=None,
-)
-bench = typer.Typer(help="Measure this machine, ours beside what people use today.", no_args_is_help=True)
-app.add_typer(bench, name="bench")
 out = Console()
 err = Console(stderr=True)
 
-JsonPath = Annotated[Path | None, typer.Option("--json", metavar="PATH", help="Write the figures as JSON.")]
-Device = Annotated[str | None, typer.Option(help="cpu or cuda; by default cuda where there is one.")]
+json_option = click.option(
+    "--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Write the figures as JSON."
+)
+device_option = click.option(
+    "--device", type=click.Choice(["cpu", "cuda"]), help="By default cuda where there is one, else cpu."
+)
 
 
 def main() -> None:
     """Run the command line and exit."""
     try:
-        code = app(standalone_mode=False)
-    except (KeyboardInterrupt, click.exceptions.Abort):
+        code = app(prog_name="colo", standalone_mode=False)
+    except (KeyboardInterrupt, click.Abort):
         err.print("interrupted: everything is released")
         sys.exit(130)
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)
     except (ColoError, ValueError, OSError) as error:
-        err.print(f"[bold red]error:[/] {_escape(str(error))}", highlight=False)
+        err.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
         sys.exit(1)
     sys.exit(code if isinstance(code, int) else 0)
 
 
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
+@click.version_option(package_name="colo")
+def app() -> None:
+    """One GPU, two tenants: an inference engine and a trainer take turns on one copy of the weights."""
+
+
 @app.command()
-def demo(
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 200,
-    device: Device = None,
-    mode: Annotated[str, typer.Option(help="full: train every weight; lora: train an adapter.")] = "full",
-    seed: Annotated[int, typer.Option(help="Makes model, problems and samples repeatable.")] = 0,
-    html: Annotated[Path, typer.Option(help="Where the picture goes.")] = Path("colo-demo.html"),
-    json_path: JsonPath = None,
-) -> None:
+@click.option("--steps", type=click.IntRange(min=1), default=200, help="Optimizer steps.")
+@device_option
+@click.option("--mode", type=click.Choice(["full", "lora"]), default="full", help="Train every weight, or an adapter.")
+@click.option("--seed", type=int, default=0, help="Makes model, problems and samples repeatable.")
+@click.option(
+    "--html", type=click.Path(dir_okay=False, path_type=Path), default=Path("colo-demo.html"), help="Picture."
+)
+@json_option
+def demo(steps: int, device: str | None, mode: str, seed: int, html: Path, json_path: Path | None) -> None:
     """Let a small model learn addition by GRPO on a device too small for both tenants."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -86,29 +88,39 @@ def demo(
         rt.close()
     first, last = (sum(part) / len(part) for part in (result.rewards[:5], result.rewards[-5:]))
     out.print(f"\nreward: {first:.2f} in the first five steps, {last:.2f} in the last five")
-    out.print(f"picture: {html}")
+    out.print(f"picture: {html}", highlight=False)
     _write_json(json_path, result.to_json())
 
 
 @app.command()
+@click.argument("model")
+@click.option("--gpu-memory", default="80GiB", help="Size of the GPU, such as 80GiB or 24GB.")
+@click.option("--mode", type=click.Choice(["full", "lora", "qlora"]), default="full")
+@click.option("--optimizer", type=click.Choice(["adamw", "sgd", "adafactor"]), default="adamw")
+@click.option("--context", type=click.IntRange(min=1), default=4096, help="Tokens of prompt and completion together.")
+@click.option("--generations", type=click.IntRange(min=1), default=8, help="Sequences generated at the same time.")
+@click.option("--tp", type=click.IntRange(min=1), default=1, help="GPUs that share the model by tensor parallelism.")
+@json_option
 def plan(
-    model: Annotated[str, typer.Argument(help="A hub id, or a folder with a config.json.")],
-    gpu_memory: Annotated[str, typer.Option(help="Size of the GPU, such as 80GiB or 24GB.")] = "80GiB",
-    mode: Annotated[str, typer.Option(help="full, lora or qlora.")] = "full",
-    optimizer: Annotated[str, typer.Option(help="adamw, sgd or adafactor.")] = "adamw",
-    context: Annotated[int, typer.Option(min=1, help="Tokens of a sequence, prompt and completion.")] = 4096,
-    generations: Annotated[int, typer.Option(min=1, help="Sequences generated at the same time.")] = 8,
-    tp: Annotated[int, typer.Option(min=1, help="GPUs that share the model by tensor parallelism.")] = 1,
-    json_path: JsonPath = None,
+    model: str,
+    gpu_memory: str,
+    mode: str,
+    optimizer: str,
+    context: int,
+    generations: int,
+    tp: int,
+    json_path: Path | None,
 ) -> None:
-    """Say what fits, before anything is allocated."""
+    """Say what fits, before anything is allocated.
+
+    MODEL is a hub id, or a folder with a config.json.
+    """
     from colo.memory.estimate import estimate
     from colo.memory.model_config import ModelShape, load_model_config
     from colo.report.plan_table import plan_tables
 
-    shape = ModelShape.from_config(load_model_config(model))
     found = estimate(
-        shape,
+        ModelShape.from_config(load_model_config(model)),
         gpu_memory_bytes=parse_bytes(gpu_memory),
         mode=mode,
         optimizer=optimizer,
@@ -122,24 +134,28 @@ def plan(
 
 
 @app.command()
-def doctor(json_path: JsonPath = None) -> None:
-    """Examine this machine, and say what to do about what is found."""
+@json_option
+def doctor(json_path: Path | None) -> int:
+    """Examine this machine, and say what to do about what is found; exits with 1 when there is a problem."""
     from colo import doctor as examiner
 
     findings = examiner.examine()
     out.print(examiner.findings_table(findings))
     _write_json(json_path, examiner.to_json(findings))
-    if any(finding.status == "problem" for finding in findings):
-        raise typer.Exit(1)
+    return int(any(finding.status == "problem" for finding in findings))
+
+
+@app.group()
+def bench() -> None:
+    """Measure this machine: ours beside what people use today."""
 
 
 @bench.command("offload")
-def bench_offload(
-    device: Device = None,
-    size: Annotated[str | None, typer.Option(help="Bytes to move, such as 16GiB.")] = None,
-    json_path: JsonPath = None,
-) -> None:
-    """How fast trainer state leaves the device and comes back, against the bus and against other ways."""
+@device_option
+@click.option("--size", help="Bytes to move, such as 16GiB.")
+@json_option
+def bench_offload(device: str | None, size: str | None, json_path: Path | None) -> None:
+    """How fast trainer state leaves the device and comes back, and what that costs those who work meanwhile."""
     from colo.bench import offload
 
     size_bytes = parse_bytes(size) if size else None
@@ -147,11 +163,10 @@ def bench_offload(
 
 
 @bench.command("logprob")
-def bench_logprob(
-    device: Device = None,
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens in the chunked case.")] = 65536,
-    json_path: JsonPath = None,
-) -> None:
+@device_option
+@click.option("--tokens", type=click.IntRange(min=1), default=65536, help="Tokens in the chunked case.")
+@json_option
+def bench_logprob(device: str | None, tokens: int, json_path: Path | None) -> None:
     """Memory and time of chunked log-probabilities, against full logits."""
     from colo.bench import logprob
     from colo.bench.common import result
@@ -200,12 +215,6 @@ def _write_json(path: Path | None, data: Any) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(data, indent=1) + "\n")
         err.print(f"figures: {path}", highlight=False)
-
-
-def _escape(text: str) -> str:
-    from rich.markup import escape
-
-    return escape(text)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import ctypes
 import mmap
 import os
 import threading
+import weakref
 from bisect import insort
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -172,7 +173,7 @@ class _Slab:
             self._map.madvise(mmap.MADV_HUGEPAGE)
         self.data = torch.frombuffer(self._map, dtype=torch.uint8)
         self._free: list[tuple[int, int]] = [(0, size_bytes)]  # (offset, size), sorted, never adjacent
-        self._registered = False
+        self._unregister: weakref.finalize[..., _Slab] | None = None
         _touch(self.data, local_cpus(device))
         if device.type == "cuda":
             self._register(device)
@@ -202,18 +203,27 @@ class _Slab:
         self._free = merged
 
     def close(self) -> None:
-        if self._registered:
-            _check_cuda(torch.cuda.cudart().cudaHostUnregister(self.data.data_ptr()), "cudaHostUnregister")
-            self._registered = False
+        if self._unregister is not None:
+            self._unregister()
+            self._unregister = None
         # The mapping goes with the last tensor over it; dropping ours is enough when nobody else holds one.
         self.data = torch.empty(0, dtype=torch.uint8)
         del self._map
 
     def _register(self, device: torch.device) -> None:
+        address = self.data.data_ptr()
         with torch.cuda.device(device):
-            result = torch.cuda.cudart().cudaHostRegister(self.data.data_ptr(), self.size_bytes, 0)
+            result = torch.cuda.cudart().cudaHostRegister(address, self.size_bytes, 0)
         _check_cuda(result, f"cudaHostRegister of {format_bytes(self.size_bytes)}")
-        self._registered = True
+        # Pages that are unmapped while registered make the driver refuse the address for good (checkpoint-engine#67),
+        # so a slab that nobody closed is unregistered when it is collected; the argument keeps the mapping until then.
+        self._unregister = weakref.finalize(self, _unregister, address, self._map)
+        self._unregister.atexit = False
+
+
+def _unregister(address: int, mapping: mmap.mmap) -> None:
+    _check_cuda(torch.cuda.cudart().cudaHostUnregister(address), "cudaHostUnregister")
+    del mapping
 
 
 def _touch(data: torch.Tensor, cpus: set[int]) -> None:

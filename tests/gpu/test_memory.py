@@ -139,7 +139,7 @@ def test_a_departure_can_be_called_back():
     for wait_for in (0, 2):
         departure = segment.begin(O)
         for _ in range(wait_for):
-            departure._pending[0][1].synchronize()
+            departure._pending[0][1].wait()
             departure.poll()
         segment.begin(R).wait()
         assert segment.device_bytes == segment.size_bytes
