@@ -24,7 +24,8 @@ class RuntimeConfig:
     """`auto` moves only what would not fit, `always` parks all trainer state on every rollout, `never` refuses to."""
 
     device_limit_bytes: int | None = None
-    """Play a device of this size: admission refuses what would exceed it. `None` takes what the device has."""
+    """Play a device of this size: segments and `train_working_bytes` together may take so much. `None` takes what the
+    device has, and counts the working memory that training was seen to use."""
 
     device_reserve_bytes: int = 0
     """Bytes of the device that are never planned for, such as another process's share."""
@@ -36,7 +37,7 @@ class RuntimeConfig:
     """Size of the engine's KV cache. `None` derives it from the limit and what must be resident beside it."""
 
     train_working_bytes: int = 0
-    """Activations and other transient memory of `train()` to keep free. Grows to what was measured on CUDA."""
+    """Activations and other transient memory of `train()` to keep free; the least, where it is measured too."""
 
     region_bytes: int = 1 * GIB
     """Trainer state is gathered into device regions of about this size; moving one is one unit of progress."""

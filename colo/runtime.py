@@ -387,9 +387,11 @@ class Runtime:
             self._mover.arena.prepare(expected_bytes)
 
     def _learn_working_bytes(self) -> None:
-        """What the phase used beside its segments is kept free the next time; CUDA counts it."""
+        """What the phase used beside its segments is kept free the next time, on a CUDA device without a set limit."""
         peak_bytes = self._meter.stop()
-        if peak_bytes is not None and self.weights_version > 1:  # the first step makes the optimizer's state
+        if self.config.device_limit_bytes is not None or peak_bytes is None:
+            return
+        if self.weights_version > 1:  # the first step makes the optimizer's state
             beside_bytes = peak_bytes - self._offloader.gradients.device_bytes
             known_bytes = self.scheduler.working_bytes[Phase.TRAIN]
             self.scheduler.working_bytes[Phase.TRAIN] = max(known_bytes, beside_bytes)

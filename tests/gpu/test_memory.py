@@ -109,12 +109,12 @@ def test_cycles_keep_every_bit_and_a_cuda_graph_stays_valid():
         region.bytes.random_()
     before = [region.bytes.cpu() for region in regions]
     segment = RegionSegment("s", regions=regions, away=O, mover=mover)
-    view = regions[0].bytes.view(torch.float32)[:1024]
-    total = torch.zeros((), device=CUDA)
+    view = regions[0].bytes[:4096]
+    total = torch.zeros((), dtype=torch.int64, device=CUDA)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        total.copy_(view.nan_to_num().sum())
+        total.copy_(view.sum(dtype=torch.int64))
     graph.replay()
     expected = total.clone()
     for _ in range(3):

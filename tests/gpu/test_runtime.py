@@ -53,8 +53,9 @@ def train_step(rt, step):
     return ids
 
 
-def test_training_through_the_runtime_is_bit_equal_to_training_without_it():
-    torch.use_deterministic_algorithms(True, warn_only=True)
+def test_training_through_the_runtime_is_bit_equal_to_training_without_it(monkeypatch):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
     rt = launch(optimizer=MasterWeights(fused))
     twin = AutoModelForCausalLM.from_config(config(), dtype=torch.bfloat16).to(CUDA)
     twin.load_state_dict({name: p.detach().clone() for name, p in rt.model.state_dict().items()})
