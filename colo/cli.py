@@ -55,7 +55,7 @@ def app() -> None:
 
 
 @app.command()
-@click.option("--steps", type=click.IntRange(min=1), default=200, help="Optimizer steps.")
+@click.option("--steps", type=click.IntRange(min=1), default=300, help="Optimizer steps.")
 @device_option
 @click.option("--mode", type=click.Choice(["full", "lora"]), default="full", help="Train every weight, or an adapter.")
 @click.option("--seed", type=int, default=0, help="Makes model, problems and samples repeatable.")

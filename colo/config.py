@@ -42,7 +42,7 @@ class RuntimeConfig:
     region_bytes: int = 1 * GIB
     """Trainer state is gathered into device regions of about this size; moving one is one unit of progress."""
 
-    chunk_bytes: int = 16 * MIB
+    chunk_bytes: int = 64 * MIB
     """Copies between host and device are cut into pieces of this size, so that small copies get through."""
 
     accumulation_steps: int = 1

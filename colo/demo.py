@@ -95,7 +95,7 @@ class DemoResult:
 
 def run(
     *,
-    steps: int = 200,
+    steps: int = 300,
     device: str | None = None,
     mode: str = "full",
     seed: int = 0,

@@ -56,7 +56,8 @@ def run(
     rows.append(overlap.beside_an_offload(target))
     tell("the exposed time of a step")
     rows.append(overlap.exposed_time(target))
-    return result("offload", f"colo bench offload --device {device}", limit=limit, rows=rows)
+    command = f"colo bench offload --device {device} --size {size_bytes // MIB}MiB"
+    return result("offload", command, limit=limit, rows=rows)
 
 
 def _peers(device: torch.device) -> dict[str, Callable[[torch.device, int], tuple[float, float]]]:

@@ -233,17 +233,15 @@ class GradientSegment:
         return Done(offsets[-1])
 
     def _unpark(self) -> Move:
-        moved_bytes, transfers = 0, []
-        for parameter, view in self._parked:
-            gradient = torch.empty(view.shape, dtype=view.dtype, device=self._mover.device)
-            transfers.append(self._mover.copy_in(_as_bytes(view), _as_bytes(gradient)))
+        back = [torch.empty(view.shape, dtype=view.dtype, device=self._mover.device) for _, view in self._parked]
+        pairs = list(zip(self._parked, back, strict=True))
+        for transfer in [self._mover.copy_in(_as_bytes(view), _as_bytes(grad)) for (_, view), grad in pairs]:
+            transfer.wait()
+        for (parameter, _), gradient in pairs:
             # Backward passes since then have only added to what was parked.
             parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
-            moved_bytes += gradient.numel() * gradient.element_size()
-        for transfer in transfers:
-            transfer.wait()
         self._forget_parked()
-        return Done(moved_bytes)
+        return Done(sum(gradient.numel() * gradient.element_size() for gradient in back))
 
     def _forget_parked(self) -> None:
         self._parked.clear()

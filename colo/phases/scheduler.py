@@ -53,6 +53,9 @@ class Scheduler:
         """Memory that each phase uses beside its segments; kept free when the phase is entered."""
 
         self._segments = {segment.name: segment for segment in segments}
+        self.offload = budget.offload
+        """When trainer state leaves for a rollout; may be changed between phases."""
+
         self._budget = budget
         self._needs = needs
         self._departing: dict[str, Move] = {}
@@ -85,7 +88,7 @@ class Scheduler:
             self.ledger(),
             needs=self._needs,
             working_bytes=self.working_bytes.get(target, 0),
-            offload=self._budget.offload,
+            offload=self.offload,
         )
 
     def enter(self, target: Phase) -> Transition:

@@ -179,3 +179,19 @@ def test_training_on_cuda_is_bit_equal_with_the_state_parked_between_steps(fused
         assert torch.equal(reference.state[plain.weight][key].cpu(), parked_state)
     offloader.close()
     mover.close()
+
+
+def test_gradients_of_an_unfinished_accumulation_are_parked_and_come_back():
+    mover = Mover(CUDA, host_limit_bytes=GIB)
+    net = torch.nn.Linear(2048, 2048, device=CUDA)
+    offloader = StateOffloader(torch.optim.AdamW(net.parameters(), fused=True), mover)
+    x = torch.randn(64, 2048, device=CUDA)
+    net(x).square().mean().backward()
+    expected = [2 * p.grad for p in net.parameters()]
+    offloader.gradients.begin(O).wait()
+    assert net.weight.grad is None
+    net(x).square().mean().backward()
+    offloader.gradients.begin(R).wait()
+    assert all(torch.equal(a, p.grad) for a, p in zip(expected, net.parameters(), strict=True))
+    offloader.close()
+    mover.close()
