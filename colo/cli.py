@@ -62,8 +62,13 @@ def app() -> None:
 @click.option(
     "--html", type=click.Path(dir_okay=False, path_type=Path), default=Path("colo-demo.html"), help="Picture."
 )
+@click.option(
+    "--png", type=click.Path(dir_okay=False, path_type=Path), help="The picture as PNG too; needs matplotlib."
+)
 @json_option
-def demo(steps: int, device: str | None, mode: str, seed: int, html: Path, json_path: Path | None) -> None:
+def demo(
+    steps: int, device: str | None, mode: str, seed: int, html: Path, png: Path | None, json_path: Path | None
+) -> None:
     """Let a small model learn addition by GRPO on a device too small for both tenants."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -83,7 +88,8 @@ def demo(steps: int, device: str | None, mode: str, seed: int, html: Path, json_
         out.print(rt.report())
         out.print("Memory, event by event, over the last three steps")
         out.print(memory_timeline(rt.trace, width=out.width))
-        rt.plot(html, title=f"colo demo, {mode}, seed {seed}")
+        for path in filter(None, (html, png)):
+            rt.plot(path, title=f"colo demo, {mode}, seed {seed}")
     finally:
         rt.close()
     first, last = (sum(part) / len(part) for part in (result.rewards[:5], result.rewards[-5:]))

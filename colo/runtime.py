@@ -51,6 +51,9 @@ if TYPE_CHECKING:
     from colo.report.report import Report
     from colo.weights.transports.base import Transport
 
+_SAMPLES_OF_A_BACKWARD = 8
+"""How often the growing gradients are looked at during a backward pass."""
+
 _LATE = (TRAINER_OPTIMIZER, TRAINER_MASTER_WEIGHTS)
 
 _runtimes: weakref.WeakValueDictionary[int, Runtime] = weakref.WeakValueDictionary()
@@ -115,6 +118,8 @@ class Runtime:
         self._gradient_hooks = self._watch_gradients()
         self._backward_passes: dict[int, int] = {}  # gradients that each parameter has got since the last step
         self._passes = 0
+        self._gradients_seen = 0
+        self._sample_every = max(1, len(self._gradient_hooks) // _SAMPLES_OF_A_BACKWARD)
         self._writes_seen = self._writes()
         self._inside: str | None = None
         self._stepped = False
@@ -346,9 +351,11 @@ class Runtime:
             raise PhaseError("backward() inside rollout(): leave the block first, then use `with rt.train():`")
         count = self._backward_passes.get(id(parameter), 0) + 1
         self._backward_passes[id(parameter)] = count
+        self._gradients_seen += 1
+        if self._gradients_seen % self._sample_every == 0:
+            self.scheduler.sample()
         if count > self._passes:
             self._passes = count
-            self.scheduler.sample()
             if count == self.config.accumulation_steps:
                 self._prefetch()
 

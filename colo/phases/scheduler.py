@@ -135,6 +135,7 @@ class Scheduler:
             self._make_room(segment.size_bytes - segment.device_bytes, keep=name)
         move = segment.begin(Residency.RESIDENT)
         self._departing.pop(name, None)
+        self.sample()
         return move
 
     def fits(self, name: str) -> bool:
