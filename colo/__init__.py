@@ -9,6 +9,7 @@ from colo.phases.phase import Phase, Residency
 
 if TYPE_CHECKING:
     from colo.assembly import launch, share
+    from colo.memory.estimate import plan
     from colo.runtime import Runtime
 
 __all__ = [
@@ -28,10 +29,16 @@ __all__ = [
     "TransferError",
     "Unsupported",
     "launch",
+    "plan",
     "share",
 ]
 
-_HEAVY = {"launch": "colo.assembly", "share": "colo.assembly", "Runtime": "colo.runtime"}
+_HEAVY = {
+    "launch": "colo.assembly",
+    "share": "colo.assembly",
+    "plan": "colo.memory.estimate",
+    "Runtime": "colo.runtime",
+}
 """Names whose modules import torch and transformers, which takes seconds: loaded when they are first used."""
 
 

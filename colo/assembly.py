@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -18,7 +19,7 @@ from colo.errors import BudgetError, Unsupported
 from colo.memory.offload import Mover
 from colo.memory.probe import free_device_bytes
 from colo.optim import MakeOptimizer, MasterWeights
-from colo.runtime import Runtime
+from colo.runtime import Runtime, check_free
 from colo.units import GIB, MIB, format_bytes
 from colo.weights.load_plan import LoadPlan
 from colo.weights.sources.module import ModuleSource
@@ -72,26 +73,31 @@ def launch(
     capacity_bytes = _capacity(config, target, held_bytes=0)
     kv_cache_bytes = config.kv_cache_bytes or _default_kv_bytes(checkpoint, dtype, capacity_bytes, target)
     _admit(checkpoint, kv_cache_bytes, capacity_bytes)
-    mover = Mover(target, host_limit_bytes=config.host_limit_bytes, chunk_bytes=config.chunk_bytes)
-    engine = TorchEngine(checkpoint.config, device=target, dtype=dtype, kv_cache_bytes=kv_cache_bytes, mover=mover)
-    engine.module.generation_config = checkpoint.generation_config
-    engine.load_weights(checkpoint.named_parameters())
-    trained = _model_over(engine, checkpoint, dtype)
-    del checkpoint
-    if lora is not None:
-        from peft import get_peft_model
+    with ExitStack() as undo:
+        mover = Mover(target, host_limit_bytes=config.host_limit_bytes, chunk_bytes=config.chunk_bytes)
+        undo.callback(mover.close)
+        engine = TorchEngine(checkpoint.config, device=target, dtype=dtype, kv_cache_bytes=kv_cache_bytes, mover=mover)
+        undo.callback(engine.close)
+        engine.module.generation_config = checkpoint.generation_config
+        engine.load_weights(checkpoint.named_parameters())
+        trained = _model_over(engine, checkpoint, dtype)
+        del checkpoint
+        if lora is not None:
+            from peft import get_peft_model
 
-        trained = get_peft_model(trained, lora)
-    return _assemble(
-        engine,
-        trained,
-        (optimizer or default_optimizer)([p for p in trained.parameters() if p.requires_grad]),
-        mover=mover,
-        config=config,
-        capacity_bytes=capacity_bytes,
-        tokenizer=tokenizer if tokenizer is not None else _tokenizer(model),
-        owns_model=True,
-    )
+            trained = get_peft_model(trained, lora)
+        rt = _assemble(
+            engine,
+            trained,
+            (optimizer or default_optimizer)([p for p in trained.parameters() if p.requires_grad]),
+            mover=mover,
+            config=config,
+            capacity_bytes=capacity_bytes,
+            tokenizer=tokenizer if tokenizer is not None else _tokenizer(model),
+            owns_model=True,
+        )
+        undo.pop_all()
+    return rt
 
 
 def share(
@@ -108,9 +114,10 @@ def share(
     move there, under the same `nn.Parameter` objects, and nothing is ever sent; otherwise each side keeps its own and
     the weights are copied at every rollout that follows a step. `rt.transport.reason` says which, and why.
 
-    Raises: `Unsupported` when model and engine are on different devices, `TransferError` when the model lacks weights
-    that the engine needs.
+    Raises: `PhaseError` when the model has a runtime already, `Unsupported` when model and engine are on different
+    devices, `TransferError` when the model lacks weights that the engine needs. Nothing has changed then.
     """
+    check_free(model)
     config = config or RuntimeConfig()
     devices = {p.device for p in model.parameters()}
     if devices != {engine.device}:

@@ -121,13 +121,12 @@ def plan(
 
     MODEL is a hub id, or a folder with a config.json.
     """
-    from colo.memory.estimate import estimate
-    from colo.memory.model_config import ModelShape, load_model_config
+    from colo.memory.estimate import plan as estimated
     from colo.report.plan_table import plan_tables
 
-    found = estimate(
-        ModelShape.from_config(load_model_config(model)),
-        gpu_memory_bytes=parse_bytes(gpu_memory),
+    found = estimated(
+        model,
+        gpu_memory=gpu_memory,
         mode=mode,
         optimizer=optimizer,
         context=context,

@@ -26,7 +26,7 @@ from colo.config import Offload, RuntimeConfig
 from colo.engines.base import Completion, Engine, EngineState, SamplingParams, SleepLevel
 from colo.errors import BudgetError, PhaseError
 from colo.memory.offload import Mover
-from colo.memory.probe import PeakMeter, free_device_bytes, used_device_bytes
+from colo.memory.probe import PeakMeter, free_device_bytes, total_device_bytes, used_device_bytes
 from colo.memory.region import close_all
 from colo.memory.segment import FixedSegment, Segment
 from colo.memory.state import StateOffloader
@@ -54,10 +54,19 @@ if TYPE_CHECKING:
 _SAMPLES_OF_A_BACKWARD = 8
 """How often the growing gradients are looked at during a backward pass."""
 
+_SPARE_FRACTION = 0.05
+"""Share of a GPU that stays free when state comes back beside a backward pass."""
+
 _LATE = (TRAINER_OPTIMIZER, TRAINER_MASTER_WEIGHTS)
 
 _runtimes: weakref.WeakValueDictionary[int, Runtime] = weakref.WeakValueDictionary()
 """The open runtime of every model, by the model's identity."""
+
+
+def check_free(model: nn.Module) -> None:
+    """Raise `PhaseError` when a model has an open runtime."""
+    if id(model) in _runtimes:
+        raise PhaseError("this model has a runtime already: close() that one before building another")
 
 
 class Runtime:
@@ -80,8 +89,7 @@ class Runtime:
         tokenizer: Any = None,
         owns_model: bool = False,
     ) -> None:
-        if id(model) in _runtimes:
-            raise PhaseError("this model has a runtime already: close() that one before building another")
+        check_free(model)
         if is_peft_model(model):
             adapter_weights(cast("PeftModel", model))  # refuse what an engine could not apply
         self.engine = engine
@@ -126,8 +134,12 @@ class Runtime:
         self._implicit_train = False
         self._closed = False
         self._meter = PeakMeter(self._device)
-        self._prepare_arena()
-        self._publish()
+        try:
+            self._prepare_arena()
+            self._publish()
+        except BaseException:
+            self._detach()
+            raise
         _runtimes[id(model)] = self
 
     # ---- what a loop calls --------------------------------------------------------------------------------------
@@ -216,12 +228,10 @@ class Runtime:
             raise PhaseError(f"close() inside {self._inside}(): leave the block first")
         self._closed = True
         _runtimes.pop(id(self.model), None)
-        while self._gradient_hooks:
-            self._gradient_hooks.pop().remove()
         close_all(
             [
                 self._drop_kv_cache,
-                self._offloader.close,
+                self._detach,
                 self._take_weights_home,
                 self.engine.close,
                 self._mover.close,
@@ -364,11 +374,17 @@ class Runtime:
         if self._inside != Phase.TRAIN or not self.scheduler.side_by_side:
             return
         for name in _LATE:
-            if self.scheduler.segments[name].residency is Residency.OFFLOADED and self.scheduler.fits(name):
+            segment = self.scheduler.segments[name]
+            if segment.residency is Residency.OFFLOADED and self.scheduler.fits(name) and self._is_roomy(segment):
                 try:
                     self.scheduler.fetch(name)
                 except BudgetError:
                     return  # the driver has less than the plan assumed: the step will ask again, without activations
+
+    def _is_roomy(self, segment: Segment) -> bool:
+        """Whether the driver has the segment's bytes and some to spare, which the backward pass may yet ask for."""
+        spare_bytes = int(_SPARE_FRACTION * total_device_bytes(self._device))
+        return self._device.type != "cuda" or free_device_bytes(self._device) > segment.size_bytes + spare_bytes
 
     # ---- helpers ------------------------------------------------------------------------------------------------
 
@@ -436,6 +452,12 @@ class Runtime:
             raise PhaseError(f"{wanted}() inside {self._inside}(): phases do not nest, leave the block first")
         if self.scheduler.phase is not Phase.IDLE:
             self.scheduler.enter(Phase.IDLE)  # a step outside train() failed on its way
+
+    def _detach(self) -> None:
+        """Take every hook back and return the optimizer's state to ordinary memory."""
+        while self._gradient_hooks:
+            self._gradient_hooks.pop().remove()
+        self._offloader.close()
 
     def _drop_kv_cache(self) -> None:
         self.scheduler.settle()

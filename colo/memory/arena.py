@@ -233,7 +233,8 @@ def _touch(data: torch.Tensor, cpus: set[int]) -> None:
     address, size_bytes = data.data_ptr(), data.numel()
 
     def touch(start_bytes: int) -> None:
-        os.sched_setaffinity(0, cpus)  # 0 is the calling thread
+        if hasattr(os, "sched_setaffinity"):
+            os.sched_setaffinity(0, cpus)  # 0 is the calling thread
         ctypes.memset(address + start_bytes, 0, min(step_bytes, size_bytes - start_bytes))  # releases the GIL
 
     with ThreadPoolExecutor(max_workers=num_threads) as pool:

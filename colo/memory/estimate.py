@@ -15,8 +15,9 @@ from math import prod
 from typing import Any
 
 from colo.memory.model_config import ModelShape as ModelShape
+from colo.memory.model_config import load_model_config
 from colo.phases import phase as names
-from colo.units import GIB, MIB, format_bytes
+from colo.units import GIB, MIB, format_bytes, parse_bytes
 
 ACTIVATIONS, LOGITS, RESIDUAL = "activations", "logits", "residual"
 MOVABLE = (names.TRAINER_GRADIENTS, names.TRAINER_OPTIMIZER, names.TRAINER_MASTER_WEIGHTS)
@@ -163,6 +164,28 @@ def estimate(
     options |= {"gpu_memory_bytes": gpu_memory_bytes, "mode": mode, "context": context, "generations": generations}
     found = _evaluate(shape, Workload(**options))
     return found if found.fits else replace(found, suggestions=tuple(_suggestions(found)))
+
+
+def plan(
+    model: str,
+    *,
+    gpu_memory: str | int = "80GiB",
+    mode: Mode | str = Mode.FULL,
+    context: int = 4096,
+    generations: int = 8,
+    **options: Any,
+) -> Estimate:
+    """What a run would take, before anything is allocated: `estimate` for a hub id or a folder with a `config.json`.
+
+    `gpu_memory` is a size such as `80GiB`; `options` are the other fields of `Workload`, such as `optimizer` or `tp`.
+
+    Raises: as `load_model_config`, `ModelShape.from_config` and `estimate`.
+    """
+    shape = ModelShape.from_config(load_model_config(model))
+    gpu_memory_bytes = parse_bytes(gpu_memory)
+    return estimate(
+        shape, gpu_memory_bytes=gpu_memory_bytes, mode=mode, context=context, generations=generations, **options
+    )
 
 
 def max_generations(shape: ModelShape, *, resident: bool = False, **workload: Any) -> int:

@@ -60,7 +60,7 @@ class PeakMeter:
 
 def local_cpus(device: torch.device) -> set[int]:
     """CPUs on the NUMA node of a GPU, or every CPU this process may use where the node is not known."""
-    allowed = os.sched_getaffinity(0)
+    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
     if device.type != "cuda":
         return allowed
     properties: Any = torch.cuda.get_device_properties(device)
@@ -81,10 +81,15 @@ def _parse_cpu_list(text: str) -> set[int]:
 
 
 def _cgroup_free_bytes(root: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """What is left under the memory limit of control group version 2, or `None` without a limit."""
+    """What is left under the memory limit of control group version 2, or `None` without a limit.
+
+    Files that were read once are counted as used until somebody needs the memory; they do not count here.
+    """
     try:
         limit = (root / "memory.max").read_text().strip()
         used_bytes = int((root / "memory.current").read_text())
+        statistics = dict(line.split() for line in (root / "memory.stat").read_text().splitlines())
     except OSError:
         return None
-    return None if limit == "max" else max(0, int(limit) - used_bytes)
+    cached_bytes = int(statistics.get("inactive_file", 0))
+    return None if limit == "max" else max(0, int(limit) - used_bytes + cached_bytes)

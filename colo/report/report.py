@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -43,6 +44,10 @@ class Report:
         for name, sentence in self.facts.items():
             yield Text.assemble((f"{name:<{width}}  ", "bold"), sentence)
         yield from report_tables(self.trace)
+
+    def _repr_html_(self) -> str:
+        """The report in a notebook: the terminal's tables, in a fixed-width font."""
+        return f"<pre style='line-height:1.2'>{escape(str(self))}</pre>"
 
     def __str__(self) -> str:
         console = Console(width=100, no_color=True, force_terminal=False, record=False)

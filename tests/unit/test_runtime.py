@@ -271,8 +271,9 @@ def test_checkpoints_can_be_taken_in_every_phase():
 # ---- share ---------------------------------------------------------------------------------------------------------
 
 
-def make_engine(dtype=torch.float32):
-    return TorchEngine(qwen3(), device="cpu", dtype=dtype, kv_cache_bytes=MIB, mover=Mover(torch.device("cpu")))
+def make_engine(dtype=torch.float32, config=None):
+    mover = Mover(torch.device("cpu"))
+    return TorchEngine(config or qwen3(), device="cpu", dtype=dtype, kv_cache_bytes=MIB, mover=mover)
 
 
 def test_sharing_your_own_model_keeps_its_parameters_objects_values_and_optimizer():
@@ -457,6 +458,22 @@ def test_phases_do_not_nest(rt, outer, inner):
 def test_a_model_has_one_runtime_at_a_time(rt):
     with pytest.raises(colo.PhaseError, match="has a runtime already"):
         colo.share(make_engine(), rt.model, rt.optimizer)
+    with rt.train():
+        train_step(rt)
+    assert rt.generate([[1]])[0].weights_version == 1, "the first runtime is as it was"
+
+
+def test_a_runtime_that_cannot_be_built_leaves_model_and_optimizer_as_they_were():
+    config = qwen3(tie_word_embeddings=False)
+    model = get_peft_model(AutoModelForCausalLM.from_config(config), LoraConfig(r=2, target_modules=["embed_tokens"]))
+    optimizer = adamw([p for p in model.parameters() if p.requires_grad])
+    with pytest.raises(colo.Unsupported, match="adapted as an embedding"):
+        colo.share(make_engine(config=config), model, optimizer)
+    ids = torch.tensor([[1, 2, 3]])
+    model(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+    rt = colo.launch(qwen3(), device="cpu", config=RuntimeConfig(kv_cache_bytes=MIB))
+    rt.close()
 
 
 def test_nothing_works_after_close_and_closing_twice_is_fine():
