@@ -33,7 +33,7 @@ __all__ = [
     "share",
 ]
 
-_HEAVY = {
+_LAZY = {
     "launch": "colo.assembly",
     "share": "colo.assembly",
     "plan": "colo.memory.estimate",
@@ -43,12 +43,12 @@ _HEAVY = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HEAVY:
+    if name not in _LAZY:
         raise AttributeError(f"module 'colo' has no attribute {name!r}")
     import importlib
 
-    return getattr(importlib.import_module(_HEAVY[name]), name)
+    return getattr(importlib.import_module(_LAZY[name]), name)
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_HEAVY])
+    return sorted([*globals(), *_LAZY])

@@ -1,0 +1,79 @@
+"""The examples, run as a reader would run them: each in a process of its own, in an empty folder, without flags."""
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Runs an example on the CPU to its end and returns what it printed."""
+
+    def start(name):
+        done = subprocess.run(
+            [sys.executable, str(EXAMPLES / name), "--device", "cpu"],
+            cwd=tmp_path,
+            env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+            capture_output=True,
+            text=True,
+            timeout=240,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    return start
+
+
+def rewards(text):
+    return [float(value) for value in re.findall(r"^step +\d+  reward (\d\.\d\d)$", text, re.MULTILINE)]
+
+
+def figure(text, pattern):
+    (value,) = re.findall(pattern, text)
+    return int(value)
+
+
+@pytest.mark.slow
+def test_grpo_on_every_weight_learns_and_sends_nothing(run, tmp_path):
+    text = run("grpo_full.py")
+    assert rewards(text)[-1] >= rewards(text)[0] + 0.15
+    assert figure(text, r"bytes copied from trainer to engine: (\d+)") == 0
+    assert "trainer.optimizer left the device for rollouts" in text
+    assert (tmp_path / "grpo_full.html").stat().st_size > 1000
+
+
+@pytest.mark.slow
+def test_grpo_on_an_adapter_answers_more_sums_than_its_base(run, tmp_path):
+    text = run("grpo_lora.py")
+    assert rewards(text)[-1] >= rewards(text)[0] + 0.1
+    base = figure(text, r"right answers, base: (\d+) of 100")
+    tuned = figure(text, r"right answers, tuned: (\d+) of 100")
+    assert tuned >= base + 10
+    assert figure(text, r"bytes copied from trainer to engine: (\d+)") == 0
+    assert (tmp_path / "grpo_lora.html").stat().st_size > 1000
+
+
+@pytest.mark.slow
+def test_what_is_your_own_is_shared_learns_and_resumes_bit_for_bit(run):
+    text = run("share_your_own.py")
+    first, last = re.search(r"reward (\d\.\d\d) in the first step, (\d\.\d\d) in the last", text).groups()
+    assert float(last) >= float(first) + 0.3
+    assert figure(text, r"bytes copied from trainer to engine: (\d+)") == 0
+    assert "resumed at step 15: rewards equal: True" in text
+    assert "resumed at step 15: weights equal, bit for bit: True" in text
+    assert "trainer.master_weights, trainer.optimizer left the device for rollouts" in text
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
+def test_every_example_is_short_explains_itself_and_has_the_same_flags(path):
+    text = path.read_text()
+    assert len(text.splitlines()) < 150
+    assert f"python examples/{path.name} " in ast.get_docstring(ast.parse(text))
+    assert re.findall(r'add_argument\("(--\w+)"', text) == ["--model", "--steps", "--device"]

@@ -1,0 +1,107 @@
+import io
+import json
+
+import pytest
+import torch
+from rich.console import Console
+
+from colo.bench import common
+from colo.bench.common import Result, gigabytes_per_s, machine, median_s, result, rows_tables, timed, versions
+
+CPU = torch.device("cpu")
+
+
+def measured(rows, **changes):
+    facts = {"gpu": None, "cores": 2}
+    options = {"benchmark": "offload", "command": "colo bench offload", "limit": {}, "machine": facts, "versions": {}}
+    return Result(**(options | changes), rows=rows)
+
+
+def rendered(tables):
+    console = Console(file=io.StringIO(), width=160)
+    for table in tables:
+        console.print(table)
+    return console.file.getvalue()
+
+
+def test_a_result_as_json_has_the_figures_and_their_circumstances():
+    rows = [{"way": "colo", "bytes": 8}]
+    found = json.loads(json.dumps(result("offload", "colo bench offload", limit={"out": 1.5}, rows=rows).to_json()))
+    assert set(found) == {"benchmark", "command", "machine", "versions", "limit", "rows"}
+    assert (found["benchmark"], found["command"]) == ("offload", "colo bench offload")
+    assert (found["limit"], found["rows"]) == ({"out": 1.5}, rows)
+
+
+def test_the_machine_is_described_without_names_that_identify_it():
+    facts = machine()
+    assert {"cpu", "cores", "host_memory_bytes", "gpu"} <= set(facts)
+    assert facts["host_memory_bytes"] > 1 << 20
+    assert not any("host_name" in key or "user" in key for key in facts)
+
+
+def test_versions_name_what_is_installed_only(monkeypatch):
+    monkeypatch.setattr(common, "PACKAGES", ("transformers", "no-such-package-anywhere"))
+    found = versions()
+    assert set(found) == {"python", "transformers", "torch"}
+    assert found["torch"] == torch.__version__
+
+
+def test_time_is_measured_around_the_call():
+    moments = []
+    assert timed(lambda: moments.append(1), CPU) >= 0
+    assert moments == [1]
+
+
+def test_the_median_leaves_out_warm_up_and_outliers(monkeypatch):
+    durations = iter([50.0, 3.0, 1.0, 100.0])
+    monkeypatch.setattr(common, "timed", lambda function, device: next(durations))
+    assert median_s(lambda: None, CPU, repeats=3, warmup=1) == 3.0
+
+
+def test_the_function_runs_once_for_each_repeat_and_warm_up():
+    calls = []
+    median_s(lambda: calls.append(1), CPU, repeats=4, warmup=2)
+    assert len(calls) == 6
+
+
+def test_rates_are_decimal():
+    assert gigabytes_per_s(5_000_000_000, 2.5) == pytest.approx(2.0)
+
+
+def test_rows_with_the_same_columns_share_a_table():
+    rows = [{"way": "a", "bytes": 1}, {"way": "growth", "device_growth_bytes": 0}, {"way": "b", "bytes": 2}]
+    tables = rows_tables(measured(rows))
+    assert [table.row_count for table in tables] == [2, 1]
+    assert [[column.header for column in table.columns] for table in tables] == [
+        ["way", "bytes"],
+        ["way", "device growth bytes"],
+    ]
+
+
+def test_cells_are_written_in_the_units_of_their_columns():
+    row = {"way": "colo", "bytes": 8 << 20, "out_s": 0.25, "out_gb_per_s": 12.3456, "equal": True, "note": None}
+    text = rendered(rows_tables(measured([row])))
+    for cell in ("colo", "8.00 MiB", "250.0 ms", "12.3", "True"):
+        assert cell in text
+    assert "None" not in text.replace("limit: none", "")
+
+
+def test_the_first_table_names_benchmark_machine_and_limit():
+    row = {"way": "colo"}
+    first, second = rows_tables(measured([row, {"way": "x", "more": 1}], limit={"out_gb_per_s": 53.21}))
+    assert first.title == "offload on the CPU; limit: out_gb_per_s 53.2"
+    assert second.title is None
+    assert (
+        rows_tables(measured([row], machine={"gpu": "NVIDIA H200"}))[0].title == "offload on NVIDIA H200; limit: none"
+    )
+
+
+def test_wide_rows_are_cut_for_the_terminal_and_kept_in_the_json():
+    row = {f"column_{n}": n for n in range(12)}
+    found = measured([row])
+    assert len(rows_tables(found)[0].columns) == 8
+    assert found.to_json()["rows"] == [row]
+
+
+def test_no_rows_no_table():
+    assert rows_tables(measured([])) == []

@@ -1,0 +1,282 @@
+"""The command line as people use it: what it prints, what it writes, how it ends."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+
+import pytest
+import torch
+
+from colo import cli, demo
+from colo.bench import logprob
+
+QWEN3_8B = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "tie_word_embeddings": False,
+    "dtype": "bfloat16",
+}
+DEMO_KEYS = {
+    "engine",
+    "device",
+    "mode",
+    "steps",
+    "rewards",
+    "weights_bytes",
+    "bytes_synced",
+    "weights_version",
+    "phase_peak_bytes",
+    "peak_bytes",
+    "optimizer_bytes",
+    "seconds",
+}
+
+
+@pytest.fixture
+def colo(monkeypatch, capsys):
+    """Runs `colo ARGUMENTS` in this process and returns its exit code, standard output and standard error."""
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["colo", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        return ended.value.code, *capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def qwen3_8b(tmp_path):
+    folder = tmp_path / "qwen3-8b"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(QWEN3_8B))
+    return folder
+
+
+def python(code, *arguments):
+    """Runs code in a process of its own, which nothing has been imported into and no handler been taken from."""
+    return subprocess.Popen(
+        [sys.executable, "-u", "-c", code, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+# ---- help, usage and errors ----------------------------------------------------------------------------------------
+
+
+def test_help_lists_the_commands(colo):
+    code, out, err = colo("--help")
+    assert (code, err) == (0, "")
+    for command in ("demo", "plan", "doctor", "bench"):
+        assert f"\n  {command} " in out
+
+
+@pytest.mark.parametrize("command", [["demo"], ["plan"], ["doctor"], ["bench", "offload"], ["bench", "logprob"]])
+def test_every_command_has_help_and_writes_json(colo, command):
+    code, out, _ = colo(*command, "--help")
+    assert code == 0
+    assert "--json" in out
+
+
+def test_help_does_not_wait_for_torch():
+    code = (
+        "import sys\n"
+        "from colo import cli\n"
+        "try:\n"
+        "    cli.main()\n"
+        "except SystemExit as ended:\n"
+        "    print(ended.code, {'torch', 'transformers', 'peft'} & set(sys.modules))\n"
+    )
+    out, err = python(code, "--help").communicate(timeout=60)
+    assert out.splitlines()[-1] == "0 set()"
+    assert err == ""
+
+
+def test_the_module_is_the_command():
+    done = subprocess.run([sys.executable, "-m", "colo.cli", "plan", "--gpu-memory"], capture_output=True, timeout=60)
+    assert done.returncode == 2
+    assert b"--gpu-memory" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["nonsense"],
+        ["demo", "--stepz", "3"],
+        ["demo", "--steps", "0"],
+        ["demo", "--steps", "many"],
+        ["demo", "--mode", "half"],
+        ["plan"],
+        ["plan", "folder", "--optimizer", "magic"],
+        ["bench", "offload", "--device", "abacus"],
+    ],
+)
+def test_wrong_usage_ends_with_2_and_names_what_was_wrong(colo, arguments):
+    code, out, err = colo(*arguments)
+    assert (code, out) == (2, "")
+    assert "Usage: colo" in err
+    assert arguments[-1] in err or "MODEL" in err or arguments[-2] in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["plan", "/no/such/folder"], "/no/such/folder"),
+        (["plan", "."], "config.json"),
+        (["plan", "MODEL", "--gpu-memory", "80 parsecs"], "80 parsecs"),
+        (["bench", "offload", "--device", "cpu", "--size", "large"], "large"),
+        (["bench", "offload", "--device", "cpu", "--size", "1000TiB"], "smaller --size"),
+    ],
+)
+def test_errors_end_with_1_in_one_line_without_a_traceback(colo, qwen3_8b, tmp_path, monkeypatch, arguments, words):
+    monkeypatch.chdir(tmp_path)
+    code, out, err = colo(*(str(qwen3_8b) if a == "MODEL" else a for a in arguments))
+    assert (code, out) == (1, "")
+    assert err.startswith("error: ") and len(err.splitlines()) == 1
+    assert words in err
+
+
+def test_an_error_that_is_a_bug_keeps_its_traceback(monkeypatch):
+    def broken(**options):
+        raise KeyError("a bug")
+
+    monkeypatch.setattr(cli, "app", broken)
+    with pytest.raises(KeyError, match="a bug"):
+        cli.main()
+
+
+# ---- demo ----------------------------------------------------------------------------------------------------------
+
+
+def test_demo_writes_what_it_promises(colo, tmp_path):
+    html, figures = tmp_path / "demo.html", tmp_path / "new" / "demo.json"
+    code, out, _ = colo("demo", "--steps", 2, "--device", "cpu", "--html", html, "--json", figures)
+    found = json.loads(figures.read_text())
+    assert code == 0
+    assert set(found) == DEMO_KEYS
+    assert (found["engine"], found["device"], found["mode"], found["steps"]) == ("torch", "cpu", "full", 2)
+    assert (found["bytes_synced"], found["weights_version"], len(found["rewards"])) == (0, 2, 2)
+    assert set(found["phase_peak_bytes"]) == {"rollout", "train"}
+    assert found["peak_bytes"] == max(found["phase_peak_bytes"].values()) > found["weights_bytes"]
+    assert found["optimizer_bytes"] > 2 * found["weights_bytes"] * 0.97
+    assert set(found["seconds"]) == {"rollout", "train", "switch"}
+    assert min(found["seconds"].values()) > 0
+    assert html.read_text().lower().startswith("<!doctype html>")
+    assert "0 B copied" in out
+    assert f"reward: {sum(found['rewards']) / 2:.2f}" in out
+
+
+def test_demo_leaves_the_number_of_threads_as_it_was(colo, monkeypatch):
+    seen = []
+
+    def run(**options):
+        raise ValueError("far enough")
+
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
+    monkeypatch.setattr(torch, "set_num_threads", seen.append)
+    monkeypatch.setattr(demo, "run", run)
+    code, _, err = colo("demo")
+    assert (code, err) == (1, "error: far enough\n")
+    assert seen == [1, 7]
+
+
+def test_ctrl_c_ends_with_130_and_leaves_no_process_behind(tmp_path):
+    # A parent that ignores SIGINT, as shells do for background jobs, would pass that on.
+    code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); from colo import cli; cli.main()"
+    html = tmp_path / "demo.html"
+    process = python(code, "demo", "--steps", "100000", "--device", "cpu", "--html", str(html))
+    try:
+        assert "warmed up" in process.stdout.readline()
+        time.sleep(1)  # into the training loop
+        os.kill(process.pid, signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    assert err.strip() == "interrupted: everything is released"
+    assert not html.exists()
+    with pytest.raises(ProcessLookupError):
+        os.killpg(process.pid, 0)
+
+
+# ---- the others ----------------------------------------------------------------------------------------------------
+
+
+def test_plan_of_a_known_model(colo, qwen3_8b, tmp_path):
+    figures = tmp_path / "plan.json"
+    code, out, _ = colo("plan", qwen3_8b, "--gpu-memory", "141GB", "--json", figures)
+    found = json.loads(figures.read_text())
+    assert code == 0
+    assert found["segments"]["engine.weights"] == 16_381_470_720
+    assert found["kv_bytes_per_token"] == 147_456
+    assert found["peak_bytes"] < found["naive_peak_bytes"]
+    assert "8.19 billion parameters" in out
+
+
+def test_plan_says_whether_it_fits(colo, qwen3_8b, tmp_path):
+    fits = {}
+    for size in ("24GiB", "640GiB"):
+        colo("plan", qwen3_8b, "--gpu-memory", size, "--json", tmp_path / "plan.json")
+        fits[size] = json.loads((tmp_path / "plan.json").read_text())["fits"]
+    assert fits == {"24GiB": False, "640GiB": True}
+
+
+def test_doctor_examines_this_machine(colo, tmp_path):
+    figures = tmp_path / "doctor.json"
+    code, out, _ = colo("doctor", "--json", figures)
+    findings = json.loads(figures.read_text())
+    assert code == int(any(finding["status"] == "problem" for finding in findings))
+    names = {finding["name"] for finding in findings}
+    assert {"python", "torch", "cuda", "host memory"} <= names
+    assert all(name in out for name in names)
+
+
+def test_a_problem_that_doctor_finds_is_its_exit_code(colo, monkeypatch):
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    code, out, _ = colo("doctor")
+    assert code == 1
+    assert "expandable_segments" in out
+
+
+def test_bench_offload_writes_figures_with_their_circumstances(colo, tmp_path):
+    figures = tmp_path / "offload.json"
+    code, out, _ = colo("bench", "offload", "--device", "cpu", "--size", "8MiB", "--json", figures)
+    found = json.loads(figures.read_text())
+    assert code == 0
+    assert set(found) == {"benchmark", "command", "machine", "versions", "limit", "rows"}
+    assert found["benchmark"] == "offload"
+    assert found["command"].startswith("colo bench offload --device cpu")
+    ours = next(row for row in found["rows"] if row["way"] == "colo")
+    assert (ours["bytes"], ours["equal"], ours["freed_bytes"]) == (8 << 20, True, 8 << 20)
+    assert "growth over 100" in out
+
+
+def test_bench_logprob_writes_figures(colo, tmp_path, monkeypatch):
+    sizes = {"vocab": 64, "hidden": 8, "full_tokens": 32, "repeats": 1}  # of a model, they would take hours on a CPU
+    monkeypatch.setattr(logprob, "run", partial(logprob.run, **sizes))
+    figures = tmp_path / "logprob.json"
+    code, _, _ = colo("bench", "logprob", "--device", "cpu", "--tokens", 64, "--json", figures)
+    found = json.loads(figures.read_text())
+    assert code == 0
+    assert (found["benchmark"], found["command"]) == ("logprob", "colo bench logprob --device cpu --tokens 64")
+    assert [(row["case"], row["tokens"]) for row in found["rows"]] == 2 * [
+        ("chunked", 64),
+        ("chunked", 32),
+        ("full", 32),
+    ]

@@ -1,0 +1,52 @@
+import dataclasses
+
+import pytest
+
+from colo.config import Offload, RuntimeConfig
+
+
+def test_the_defaults_take_what_the_device_has_and_check_at_every_rollout():
+    config = RuntimeConfig()
+    assert config.offload is Offload.AUTO
+    assert (config.device_limit_bytes, config.host_limit_bytes, config.kv_cache_bytes) == (None, None, None)
+    assert config.verify
+    assert config.accumulation_steps == 1
+
+
+@pytest.mark.parametrize("policy", list(Offload))
+def test_the_policy_may_be_given_by_name(policy):
+    assert RuntimeConfig(offload=policy.value).offload is policy
+
+
+def test_an_unknown_policy_is_refused():
+    with pytest.raises(ValueError, match="sometimes"):
+        RuntimeConfig(offload="sometimes")
+
+
+@pytest.mark.parametrize("name", ["device_limit_bytes", "host_limit_bytes", "kv_cache_bytes"])
+@pytest.mark.parametrize("value", [0, -1])
+def test_limits_are_positive(name, value):
+    with pytest.raises(ValueError, match=f"{name} must be a positive number of bytes or None, not {value}"):
+        RuntimeConfig(**{name: value})
+    assert getattr(RuntimeConfig(**{name: 1}), name) == 1
+
+
+@pytest.mark.parametrize("name", ["device_reserve_bytes", "train_working_bytes"])
+def test_shares_kept_free_are_not_negative(name):
+    with pytest.raises(ValueError, match=f"{name} must not be negative, but is -1"):
+        RuntimeConfig(**{name: -1})
+    assert getattr(RuntimeConfig(**{name: 0}), name) == 0
+
+
+@pytest.mark.parametrize(("name", "least"), [("region_bytes", 256), ("chunk_bytes", 4096), ("accumulation_steps", 1)])
+def test_sizes_of_pieces_have_a_least_value(name, least):
+    with pytest.raises(ValueError, match=f"{name} must be at least {least}, but is {least - 1}"):
+        RuntimeConfig(**{name: least - 1})
+    assert getattr(RuntimeConfig(**{name: least}), name) == least
+
+
+def test_a_config_does_not_change_and_is_given_by_name():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        RuntimeConfig().verify = False
+    with pytest.raises(TypeError, match="positional"):
+        RuntimeConfig("auto")

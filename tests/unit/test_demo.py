@@ -1,0 +1,181 @@
+"""The demo is the package's first promise: it learns, sends nothing, and peaks at the larger phase."""
+
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from colo import demo
+from colo.demo import ALPHABET, END, CharTokenizer
+from colo.engines.base import Completion
+from colo.phases.phase import TRAINER_OPTIMIZER, Phase
+
+MODES = ["full", "lora"]
+
+
+@pytest.fixture
+def run():
+    """Runs the demo on the CPU and closes its runtime after the test."""
+    results = []
+
+    def start(**options):
+        results.append(demo.run(**({"steps": 2, "device": "cpu"} | options)))
+        return results[-1]
+
+    yield start
+    for result in results:
+        result.runtime.close()
+
+
+def completion(text):
+    token_ids = tuple(CharTokenizer()(text)["input_ids"])
+    return Completion(
+        prompt_index=0,
+        sample_index=0,
+        prompt_token_ids=(1,),
+        token_ids=token_ids,
+        logprobs=(-1.0,) * len(token_ids),
+        finish_reason="stop",
+        weights_version=0,
+    )
+
+
+def check_promises(result, steps):
+    """What holds for any number of steps, in both modes."""
+    rt = result.runtime
+    assert (result.bytes_synced, result.weights_version, len(result.rewards)) == (0, steps, steps)
+    assert rt.transport.name == "shared"
+    larger_bytes = max(result.phase_peak_bytes.values())
+    assert result.peak_bytes <= 1.05 * larger_bytes
+    held_bytes = sum(segment.size_bytes for segment in rt.scheduler.segments.values())
+    assert result.peak_bytes <= rt.trace.capacity_bytes < held_bytes
+    for sample in rt.trace.samples:
+        if sample.phase is Phase.ROLLOUT:
+            assert sample.segments["engine.kv_cache"] > 0
+        if sample.phase is Phase.TRAIN:
+            assert sample.total_bytes <= rt.trace.capacity_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+def test_the_demo_learns(run, mode):
+    result = run(steps=200, mode=mode, seed=0)
+    assert result.gained >= 0.3
+    check_promises(result, steps=200)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_two_steps_keep_every_promise_but_learning(run, mode):
+    steps = []
+    result = run(mode=mode, on_step=steps.append)
+    check_promises(result, steps=2)
+    assert (result.engine, result.device, result.mode) == ("torch", "cpu", mode)
+    assert [metrics["reward"] for metrics in steps] == result.rewards
+    assert all(metrics["mismatch"] < 1e-5 for metrics in steps)
+    assert 0 < result.rewards[0] < 0.5
+
+
+def test_trainer_state_leaves_the_device_in_full_mode(run):
+    rollouts = [s for s in run().runtime.trace.samples if s.phase is Phase.ROLLOUT and s.segments["engine.kv_cache"]]
+    assert rollouts
+    assert {sample.segments[TRAINER_OPTIMIZER] for sample in rollouts} == {0}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_seed_makes_a_run_repeatable(run, mode):
+    assert run(mode=mode, seed=3).rewards == run(mode=mode, seed=3).rewards
+
+
+def test_seeds_differ(run):
+    assert run(seed=3).rewards != run(seed=4).rewards
+
+
+def test_seconds_of_the_phases_and_between_them_are_told(run):
+    seconds = run().seconds
+    assert set(seconds) == {"rollout", "train", "switch"}
+    assert min(seconds.values()) > 0
+    assert seconds["switch"] < seconds["rollout"] + seconds["train"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"mode": "half"}, "mode must be one of full, lora, not 'half'"), ({"steps": 0}, "at least 1, but is 0")],
+)
+def test_bad_arguments_are_refused(run, options, message):
+    with pytest.raises(ValueError, match=message):
+        run(**options)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_whatever_ends_a_run_closes_its_runtime(run, monkeypatch, error):
+    closed = []
+    close = demo.Runtime.close
+
+    def record(rt):
+        closed.append(rt)
+        close(rt)
+
+    def stop(metrics):
+        raise error
+
+    monkeypatch.setattr(demo.Runtime, "close", record)
+    with pytest.raises(error):
+        run(on_step=stop)
+    assert len(closed) == 1
+
+
+def test_the_result_as_plain_data_leaves_the_runtime_out(run):
+    result = run()
+    data = result.to_json()
+    assert "runtime" not in data
+    assert (data["steps"], data["rewards"], data["peak_bytes"]) == (2, result.rewards, result.peak_bytes)
+
+
+def test_every_character_is_a_token_and_the_end_mark_can_be_left_out():
+    tokenizer = CharTokenizer()
+    token_ids = tokenizer("3+5=8;")["input_ids"]
+    assert len(token_ids) == 6
+    assert token_ids[-1] == END == tokenizer.eos_token_id
+    assert tokenizer.decode(token_ids) == "3+5=8;"
+    assert tokenizer.decode(token_ids, skip_special_tokens=True) == "3+5=8"
+    with pytest.raises(ValueError, match="substring not found"):
+        tokenizer("3-5")
+
+
+@pytest.mark.parametrize(("text", "expected"), [("12;", 1.0), ("12", 0.0), ("21;", 0.0), (";", 0.0), ("112;", 0.0)])
+def test_the_reward_is_one_for_the_right_sum_that_has_ended(text, expected):
+    assert demo.reward(completion(text), "12") == expected
+
+
+def test_every_sum_comes_once_before_any_comes_again():
+    problems = [problem for batch in demo._batches(4, seed=1) for problem in batch]
+    assert len(problems) == 200
+    for half in (problems[:100], problems[100:]):
+        assert len({problem.prompt for problem in half}) == 100
+    for problem in problems:
+        a, b = problem.prompt.removesuffix("=").split("+")
+        assert problem.answer == str(int(a) + int(b))
+
+
+def test_the_model_is_warmed_up_to_sample_about_a_fifth_right():
+    lines = []
+    torch.manual_seed(0)
+    model = demo.warm_up(torch.device("cpu"), 0, lines.append)
+    ids, labels = demo._all_sums()
+    assert 0.2 <= demo._sampled_accuracy(model, ids, labels) < 0.5
+    assert len(lines) == 1 and lines[0].startswith("warmed up for ")
+
+
+def test_the_probability_of_a_right_answer_is_the_product_over_its_tokens():
+    class Uniform(torch.nn.Module):
+        def forward(self, input_ids):
+            logits = torch.zeros(*input_ids.shape, len(ALPHABET))
+            return SimpleNamespace(logits=logits)
+
+    ids, labels = demo._all_sums()
+    answers = [len(str(a + b)) + 1 for a in range(10) for b in range(10)]
+    expected = sum(len(ALPHABET) ** -n for n in answers) / 100
+    assert demo._sampled_accuracy(Uniform(), ids, labels) == pytest.approx(expected)
+    row = random.Random(0).randrange(100)
+    assert (labels[row] >= 0).sum() == answers[row]

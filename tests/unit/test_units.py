@@ -1,0 +1,70 @@
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from colo.units import GIB, KIB, MIB, align_up, format_bytes, format_seconds, parse_bytes
+
+SIZES = st.integers(0, 1 << 50)
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [
+        ("80GiB", 80 * GIB),
+        ("24GB", 24 * 10**9),
+        ("1.5 GiB", 3 * GIB // 2),
+        (" .5kib ", 512),
+        ("512 b", 512),
+        ("1073741824", GIB),
+        ("2TiB", 2048 * GIB),
+        ("3tb", 3 * 10**12),
+        (12345, 12345),
+    ],
+)
+def test_sizes_are_read_as_people_write_them(text, num_bytes):
+    assert parse_bytes(text) == num_bytes
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "12 parsecs", "-1GiB", "1e9", "1.2.3GB", "80 Gi B", "eighty"])
+def test_what_is_not_a_size_is_refused_with_an_example(text):
+    with pytest.raises(ValueError, match=re.escape(repr(text))) as caught:
+        parse_bytes(text)
+    assert "80GiB" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (KIB, "1.00 KiB"),
+        (-512, "-512 B"),
+        (-3 * MIB, "-3.00 MiB"),
+        (1.53 * GIB, "1.53 GiB"),
+        (2048 * GIB, "2.00 TiB"),
+    ],
+)
+def test_sizes_are_written_in_the_unit_that_keeps_them_readable(num_bytes, text):
+    assert format_bytes(num_bytes) == text
+
+
+@given(SIZES)
+def test_a_written_size_reads_back_to_three_digits(num_bytes):
+    assert parse_bytes(format_bytes(num_bytes)) == pytest.approx(num_bytes, rel=0.006)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0 us"), (2.5e-4, "250 us"), (0.0031, "3.1 ms"), (-0.5, "-500.0 ms"), (1, "1.00 s"), (75.25, "75.25 s")],
+)
+def test_durations(seconds, text):
+    assert format_seconds(seconds) == text
+
+
+@given(SIZES, st.integers(1, 1 << 30))
+def test_alignment_is_the_smallest_multiple_that_holds_the_bytes(num_bytes, alignment):
+    aligned = align_up(num_bytes, alignment)
+    assert aligned % alignment == 0
+    assert num_bytes <= aligned < num_bytes + alignment

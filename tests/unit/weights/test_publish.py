@@ -1,0 +1,246 @@
+"""Publication over an engine and a transport that record what they are asked, and fail where they are told to."""
+
+import pytest
+
+from colo.engines.base import AdapterWeights, EngineState
+from colo.errors import StaleWeights, TransferError
+from colo.phases.phase import Phase
+from colo.report.trace import Trace
+from colo.weights.publish import Publisher
+
+STEPS = ["pause", "reset_prefix_cache", "transfer", "verify", "commit"]
+ADAPTER_STEPS = ["pause", "reset_prefix_cache", "transfer", "verify", "gather", "load_adapter", "commit"]
+
+
+class Recorder:
+    """Names of calls in order; `failing` is the one that raises."""
+
+    def __init__(self):
+        self.calls = []
+        self.failing = None
+
+    def note(self, name):
+        self.calls.append(name)
+        if name == self.failing:
+            raise TransferError(f"{name} broke")
+
+
+class RecordingEngine:
+    """The part of an `Engine` that publication drives."""
+
+    def __init__(self, recorder):
+        self.recorder = recorder
+        self.state = EngineState.AWAKE
+        self.weights_version = None
+        self.cause = None
+        self.adapters = []
+
+    def pause(self):
+        self.recorder.note("pause")
+        self.state = EngineState.PAUSED
+
+    def reset_prefix_cache(self):
+        self.recorder.note("reset_prefix_cache")
+
+    def load_adapter(self, name, adapter):
+        self.recorder.note("load_adapter")
+        self.adapters.append(name)
+
+    def remove_adapter(self, name):
+        self.recorder.note("remove_adapter")
+        self.adapters.remove(name)
+
+    def commit(self, version):
+        self.recorder.note("commit")
+        self.weights_version, self.cause = version, None
+
+    def poison(self, cause):
+        self.weights_version, self.cause = None, cause
+
+
+class RecordingTransport:
+    """Copies 40 bytes, or none when it shares."""
+
+    reason = "the test says so"
+
+    def __init__(self, recorder, name="local"):
+        self.recorder = recorder
+        self.name = name
+        self.error = None
+
+    def transfer(self):
+        self.recorder.note("transfer")
+        return 0 if self.name == "shared" else 40
+
+    def verify(self):
+        self.recorder.note("verify")
+        if self.error is not None:
+            raise self.error
+
+
+class World:
+    """A publisher and what it drives."""
+
+    def __init__(self, *, transport="local", adapter=False, verify=True):
+        self.recorder = Recorder()
+        self.engine = RecordingEngine(self.recorder)
+        self.transport = RecordingTransport(self.recorder, transport)
+        self.trace = Trace()
+        self.publisher = Publisher(
+            self.engine, self.transport, self.trace, adapter=self.gather if adapter else None, verify=verify
+        )
+
+    @property
+    def calls(self):
+        return self.recorder.calls
+
+    def gather(self):
+        self.recorder.note("gather")
+        return AdapterWeights(a={}, b={}, scalings={})
+
+    def publish(self, version=0):
+        self.calls.clear()
+        self.publisher.version = version
+        return self.publisher.publish()
+
+
+# ---- order ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_order_is_pause_reset_transfer_verify_commit():
+    world = World()
+    world.publish()
+    assert world.calls == STEPS
+
+
+def test_an_adapter_is_loaded_after_the_base_and_before_the_commit():
+    world = World(adapter=True)
+    world.publish()
+    assert world.calls == ADAPTER_STEPS
+
+
+@pytest.mark.parametrize("state", [EngineState.PAUSED, EngineState.ASLEEP])
+def test_an_engine_that_is_not_awake_is_not_paused(state):
+    world = World()
+    world.engine.state = state
+    world.publish()
+    assert world.calls == STEPS[1:]
+    assert world.engine.state is state
+
+
+def test_verification_can_be_left_out():
+    world = World(verify=False)
+    world.publish()
+    assert "verify" not in world.calls
+
+
+# ---- what is kept of it --------------------------------------------------------------------------------------------
+
+
+def test_a_publication_makes_the_version_the_engines_and_is_recorded():
+    world = World()
+    assert not world.publisher.is_current
+    done = world.publish(version=7)
+    assert world.publisher.is_current
+    assert world.engine.weights_version == 7
+    assert (done.version, done.transport, done.num_bytes) == (7, "local", 40)
+    assert world.publisher.published == [done]
+    (span,) = world.trace.spans
+    assert (span.name, span.category, span.phase, span.num_bytes) == ("publish (local)", "step", Phase.SYNC, 40)
+    assert span.duration_s == pytest.approx(done.seconds)
+
+
+def test_a_later_version_of_the_trainer_is_not_the_engines():
+    world = World()
+    world.publish(version=1)
+    world.publisher.version += 1
+    assert not world.publisher.is_current
+
+
+@pytest.mark.parametrize(("transport", "num_bytes"), [("local", 80), ("shared", 0)])
+def test_copied_bytes_add_up(transport, num_bytes):
+    world = World(transport=transport)
+    world.publish(0)
+    world.publish(1)
+    assert world.publisher.bytes_synced == num_bytes
+
+
+def test_every_version_of_an_adapter_has_its_own_name_and_replaces_the_one_before():
+    world = World(adapter=True)
+    assert world.publisher.adapter_name is None
+    for version in (0, 1, 5):
+        world.publish(version)
+        assert world.engine.adapters == [f"policy@{version}"] == [world.publisher.adapter_name]
+    assert world.calls == [*ADAPTER_STEPS[1:5], "remove_adapter", *ADAPTER_STEPS[5:]]
+
+
+# ---- failure -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("failing", [*ADAPTER_STEPS, "remove_adapter"])
+def test_a_failure_anywhere_poisons_with_its_cause_until_a_publication_succeeds(failing):
+    world = World(adapter=True)
+    world.publish(version=0)
+    world.engine.state = EngineState.AWAKE
+    world.recorder.failing = failing
+    with pytest.raises(TransferError, match=f"{failing} broke"):
+        world.publish(version=1)
+    assert world.calls[-1] == failing
+    assert world.engine.cause == f"publishing version 1 failed: {failing} broke"
+    assert not world.publisher.is_current
+    assert [publication.version for publication in world.publisher.published] == [0]
+    world.recorder.failing = None
+    world.publish(version=1)
+    assert world.publisher.is_current
+    assert world.engine.cause is None
+    assert world.engine.adapters == ["policy@1"]
+
+
+def test_the_old_version_is_not_current_again_after_a_failure():
+    world = World()
+    world.publish(version=3)
+    world.recorder.failing = "transfer"
+    with pytest.raises(TransferError):
+        world.publish(version=3)
+    assert not world.publisher.is_current
+
+
+# ---- the check before a rollout ------------------------------------------------------------------------------------
+
+
+def test_the_check_compares_what_is_shared_and_asks_no_one_else():
+    world = World(transport="shared")
+    world.publisher.check()
+    assert world.calls == ["verify"]
+    copied = World(transport="local")
+    copied.publisher.check()
+    assert copied.calls == []
+
+
+def test_weights_that_are_no_longer_shared_poison_the_engine():
+    world = World(transport="shared")
+    world.publish(version=2)
+    world.transport.error = StaleWeights("norm.weight is no longer the engine's memory")
+    with pytest.raises(StaleWeights, match=r"norm\.weight"):
+        world.publisher.check()
+    assert world.engine.cause == "norm.weight is no longer the engine's memory"
+    assert not world.publisher.is_current
+
+
+def test_a_merged_adapter_is_noticed_by_the_check():
+    world = World(adapter=True)
+    world.publish()
+
+    def merged():
+        raise StaleWeights("adapter default is merged")
+
+    publisher = Publisher(world.engine, world.transport, world.trace, adapter=merged)
+    with pytest.raises(StaleWeights, match="merged"):
+        publisher.check()
+    assert world.engine.cause == "adapter default is merged"
+
+
+def test_without_verification_nothing_is_checked():
+    world = World(transport="shared", adapter=True, verify=False)
+    world.publisher.check()
+    assert world.calls == []

@@ -1,0 +1,233 @@
+"""Weights as an engine wants them, out of transformers models and PEFT's wrappers of them."""
+
+import pytest
+import torch
+from peft import LoraConfig, VeraConfig, get_peft_model
+from torch import nn
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from colo.errors import StaleWeights, Unsupported
+from colo.weights.sources.module import ModuleSource, plain_name
+from colo.weights.sources.peft import active_adapter, adapter_weights, check_lora_config, is_peft_model
+
+PATTERNS = {
+    "plain": {},
+    "rank and alpha patterns": {
+        "rank_pattern": {"q_proj": 2, r"layers\.1\.mlp\.down_proj": 8},
+        "alpha_pattern": {"v_proj": 3, "q_proj": 64},
+    },
+    "rank-stabilized": {"use_rslora": True, "rank_pattern": {"k_proj": 9}},
+}
+
+
+def base_model(tied=False):
+    config = Qwen3Config(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        vocab_size=40,
+        max_position_embeddings=32,
+        tie_word_embeddings=tied,
+        eos_token_id=None,
+        bos_token_id=None,
+    )
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+def lora(**changes):
+    return LoraConfig(**({"r": 4, "lora_alpha": 12, "target_modules": "all-linear"} | changes))
+
+
+def peft_model(config=None, **changes):
+    """A model with an adapter that has been trained: B is not zero any more."""
+    model = get_peft_model(base_model(), config or lora(**changes)).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.3)
+    return model
+
+
+# ---- models --------------------------------------------------------------------------------------------------------
+
+
+def test_a_plain_model_is_its_own_names_and_live_parameters():
+    model = base_model()
+    tensors = ModuleSource(model).tensors()
+    assert list(tensors) == [name for name, _ in model.named_parameters()]
+    assert all(tensors[name] is parameter for name, parameter in model.named_parameters())
+
+
+def test_tied_weights_come_once():
+    names = list(ModuleSource(base_model(tied=True)).tensors())
+    assert "model.embed_tokens.weight" in names and "lm_head.weight" not in names
+
+
+@pytest.mark.parametrize("target", ["all-linear", ["q_proj", "lm_head"], ["embed_tokens", "v_proj"]])
+def test_a_wrapped_model_has_the_names_of_the_plain_one_without_adapters(target):
+    model = peft_model(target_modules=target)
+    tensors = ModuleSource(model).tensors()
+    assert {name: t.shape for name, t in tensors.items()} == {n: p.shape for n, p in base_model().named_parameters()}
+
+
+def test_whole_modules_that_an_adapter_saves_are_no_base_weights():
+    model = get_peft_model(base_model(), lora(target_modules=["q_proj"], modules_to_save=["embed_tokens"]))
+    trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+    assert not any(id(tensor) in trained for tensor in ModuleSource(model).tensors().values())
+
+
+def test_a_replaced_parameter_is_noticed():
+    model = base_model()
+    source = ModuleSource(model)
+    before = source.tensors()["model.norm.weight"]
+    model.model.norm.weight = nn.Parameter(torch.ones(32))
+    after = source.tensors()["model.norm.weight"]
+    assert after is model.model.norm.weight and after is not before
+
+
+@pytest.mark.parametrize(
+    ("name", "plain"),
+    [
+        ("model.norm.weight", "model.norm.weight"),
+        ("base_model.model.model.norm.weight", "model.norm.weight"),
+        ("base_model.model.model.layers.0.mlp.up_proj.base_layer.weight", "model.layers.0.mlp.up_proj.weight"),
+    ],
+)
+def test_plain_names(name, plain):
+    assert plain_name(name) == plain
+
+
+# ---- adapters ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", PATTERNS.values(), ids=PATTERNS)
+def test_ranks_and_scalings_are_those_that_peft_has_for_each_module(options):
+    model = peft_model(**options)
+    adapter = adapter_weights(model)
+    modules = {plain_name(name): module for name, module in model.named_modules() if hasattr(module, "lora_A")}
+    assert set(adapter.a) == set(adapter.b) == set(adapter.scalings) == set(modules)
+    assert len(modules) == 14
+    for name, module in modules.items():
+        assert adapter.scalings[name] == module.scaling["default"]
+        assert adapter.a[name].shape == (module.r["default"], module.in_features)
+        assert adapter.b[name].shape == (module.out_features, module.r["default"])
+
+
+def test_patterns_change_what_they_name_only():
+    scalings = adapter_weights(peft_model(**PATTERNS["rank and alpha patterns"])).scalings
+    assert scalings["model.layers.0.self_attn.q_proj"] == 64 / 2
+    assert scalings["model.layers.1.self_attn.v_proj"] == 3 / 4
+    assert scalings["model.layers.1.mlp.down_proj"] == 12 / 8
+    assert scalings["model.layers.0.mlp.down_proj"] == 12 / 4
+    stabilized = adapter_weights(peft_model(**PATTERNS["rank-stabilized"])).scalings
+    assert stabilized["model.layers.0.self_attn.k_proj"] == 12 / 3
+    assert stabilized["model.layers.0.self_attn.q_proj"] == 12 / 2
+
+
+@pytest.mark.parametrize("options", PATTERNS.values(), ids=PATTERNS)
+def test_base_weights_and_adapter_together_compute_what_the_peft_model_computes(options):
+    model = peft_model(**options)
+    adapter, weights = adapter_weights(model), ModuleSource(model).tensors()
+    merged = base_model()
+    with torch.no_grad():
+        for name, parameter in merged.named_parameters():
+            parameter.copy_(weights[name])
+            module = name.removesuffix(".weight")
+            if module in adapter.a:
+                parameter += adapter.scalings[module] * adapter.b[module] @ adapter.a[module]
+        ids = torch.tensor([[1, 2, 3, 4, 5]])
+        expected, plain = model(input_ids=ids).logits, base_model_logits(model, ids)
+        assert torch.allclose(merged(input_ids=ids).logits, expected, atol=1e-4)
+    assert not torch.allclose(plain, expected, atol=1e-2)
+
+
+def base_model_logits(model, ids):
+    with model.disable_adapter():
+        return model(input_ids=ids).logits
+
+
+def test_the_tensors_are_the_trainers_own():
+    model = peft_model()
+    adapter = adapter_weights(model)
+    owned = {id(p) for p in model.parameters() if p.requires_grad}
+    assert adapter.shared
+    assert {id(t) for t in (*adapter.a.values(), *adapter.b.values())} == owned
+
+
+def test_the_active_adapter_is_the_one_that_is_sent():
+    model = peft_model()
+    model.add_adapter("second", lora(r=2, target_modules=["q_proj"]))
+    assert active_adapter(model) == "default"
+    model.set_adapter("second")
+    adapter = adapter_weights(model)
+    assert set(adapter.a) == {f"model.layers.{n}.self_attn.q_proj" for n in range(2)}
+    assert {tensor.shape[0] for tensor in adapter.a.values()} == {2}
+
+
+# ---- what is refused -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("use_dora", True),
+        ("modules_to_save", ["embed_tokens"]),
+        ("lora_bias", True),
+        ("trainable_token_indices", [1]),
+        ("layer_replication", [(0, 2), (1, 2)]),
+        ("target_parameters", ["mlp.experts.gate_up_proj"]),
+        ("bias", "all"),
+        ("bias", "lora_only"),
+    ],
+)
+def test_settings_that_an_engine_cannot_apply_are_refused_by_name(name, value):
+    with pytest.raises(Unsupported, match=rf"LoraConfig\({name}=.*not supported"):
+        check_lora_config(lora(**{name: value}))
+
+
+@pytest.mark.parametrize("options", [*PATTERNS.values(), {"lora_dropout": 0.1}, {"init_lora_weights": False}])
+def test_settings_that_change_no_more_than_a_b_and_scaling_are_fine(options):
+    check_lora_config(lora(**options))
+
+
+@pytest.mark.parametrize("options", [{"use_dora": True}, {"modules_to_save": ["lm_head"]}, {"bias": "all"}])
+def test_a_model_that_was_made_with_such_a_setting_is_refused(options):
+    with pytest.raises(Unsupported, match=next(iter(options))):
+        adapter_weights(peft_model(target_modules=["q_proj"], **options))
+
+
+def test_an_adapter_of_the_embedding_is_refused():
+    with pytest.raises(Unsupported, match=r"model\.embed_tokens is adapted as an embedding"):
+        adapter_weights(peft_model(target_modules=["embed_tokens"]))
+
+
+def test_another_kind_of_adapter_is_refused():
+    model = get_peft_model(base_model(), VeraConfig(r=4, target_modules=["q_proj"]))
+    with pytest.raises(Unsupported, match="default is VERA: only LoRA"):
+        adapter_weights(model)
+
+
+def test_two_active_adapters_are_refused():
+    model = peft_model()
+    model.add_adapter("second", lora())
+    model.base_model.set_adapter(["default", "second"])
+    with pytest.raises(Unsupported, match="2 adapters are active"):
+        adapter_weights(model)
+
+
+def test_a_merged_adapter_would_count_twice():
+    model = peft_model()
+    model.merge_adapter()
+    with pytest.raises(StaleWeights, match=r"default is merged into model\.layers\.0\.self_attn\.q_proj\.weight"):
+        adapter_weights(model)
+    model.unmerge_adapter()
+    assert adapter_weights(model).scalings
+
+
+def test_peft_models_are_told_from_others():
+    assert is_peft_model(peft_model())
+    assert not is_peft_model(base_model())
+    assert not is_peft_model(nn.Linear(2, 2))
