@@ -36,7 +36,7 @@ WARM_UP_STEPS = 400
 WARM_UP_CHECK_EVERY = 4
 WARM_UP_LEARNING_RATE = 3e-3
 LEARNING_RATE = {"full": 5e-4, "lora": 1e-3}
-LORA_RANK = 16
+LORA_RANK = 32
 KV_CACHE_WEIGHTS = 2.5
 """Size of the KV cache, in sizes of the model: rollout and train then need about the same."""
 

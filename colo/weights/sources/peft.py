@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +15,46 @@ from colo.weights.sources.module import plain_name
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
 
-_REFUSED = {
+_EXACT = frozenset(
+    {
+        # how it is kept
+        "task_type",
+        "peft_type",
+        "auto_mapping",
+        "peft_version",
+        "base_model_name_or_path",
+        "revision",
+        "inference_mode",
+        "runtime_config",
+        # where it sits
+        "target_modules",
+        "exclude_modules",
+        "layers_to_transform",
+        "layers_pattern",
+        "fan_in_fan_out",
+        "megatron_core",
+        "ensure_weight_tying",
+        # how it scales
+        "r",
+        "lora_alpha",
+        "rank_pattern",
+        "alpha_pattern",
+        "use_rslora",
+        "bias",
+        "lora_dropout",
+        # how it begins
+        "init_lora_weights",
+        "loftq_config",
+        "eva_config",
+        "corda_config",
+        "lora_ga_config",
+        "qalora_group_size",
+    }
+)
+"""Settings of `LoraConfig` that change how an adapter begins, where it sits or how it scales, all of which reaches the
+engine. Whatever else is set, now or in a later PEFT, computes something an engine's `W x + s B (A x)` does not."""
+
+_REASONS = {
     "use_dora": "DoRA changes the weight's magnitude too",
     "modules_to_save": "whole modules would have to be trained and sent beside the adapter",
     "lora_bias": "a bias beside B has no place in the engine",
@@ -27,9 +67,11 @@ _REFUSED = {
 
 def check_lora_config(config: LoraConfig) -> None:
     """Raise `Unsupported`, naming the setting and the reason, for what an engine could not apply exactly."""
-    for name, reason in _REFUSED.items():
-        if getattr(config, name, None):
-            raise Unsupported(f"LoraConfig({name}={getattr(config, name)!r}) is not supported: {reason}")
+    for setting in fields(config):
+        value = getattr(config, setting.name)
+        if setting.name not in _EXACT and value:
+            reason = _REASONS.get(setting.name, "an engine computes W x + scaling * B (A x) and nothing else")
+            raise Unsupported(f"LoraConfig({setting.name}={value!r}) is not supported: {reason}")
     if getattr(config, "bias", "none") != "none":
         raise Unsupported(f"LoraConfig(bias={config.bias!r}) is not supported: it would change the shared base weights")
 

@@ -96,11 +96,11 @@ def test_the_first_table_names_benchmark_machine_and_limit():
     )
 
 
-def test_wide_rows_are_cut_for_the_terminal_and_kept_in_the_json():
-    row = {f"column_{n}": n for n in range(12)}
-    found = measured([row])
-    assert len(rows_tables(found)[0].columns) == 8
-    assert found.to_json()["rows"] == [row]
+def test_what_is_the_same_in_every_row_stands_in_the_caption():
+    rows = [{"way": way, "bytes": 8 << 20, "note": None, "out_s": seconds} for way, seconds in (("a", 1.0), ("b", 2.0))]
+    (table,) = rows_tables(measured(rows))
+    assert [column.header for column in table.columns] == ["way", "out s"]
+    assert table.caption == "all: bytes 8.00 MiB"
 
 
 def test_no_rows_no_table():

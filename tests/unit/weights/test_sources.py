@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from peft import LoraConfig, VeraConfig, get_peft_model
+from peft import BdLoraConfig, KasaConfig, LoraConfig, VeraConfig, get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM, Qwen3Config
 
@@ -179,6 +179,8 @@ def test_the_active_adapter_is_the_one_that_is_sent():
         ("trainable_token_indices", [1]),
         ("layer_replication", [(0, 2), (1, 2)]),
         ("target_parameters", ["mlp.experts.gate_up_proj"]),
+        ("use_bdlora", BdLoraConfig()),
+        ("kasa_config", KasaConfig()),
         ("bias", "all"),
         ("bias", "lora_only"),
     ],
