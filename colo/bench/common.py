@@ -125,10 +125,8 @@ def rows_tables(measured: Result) -> list[Table]:
 
 def _table(columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> Table:
     same = {c: rows[0][c] for c in columns[1:] if len(rows) > 1 and all(row[c] == rows[0][c] for row in rows)}
-    caption = ", ".join(
-        f"{column.replace('_', ' ')} {_cell(column, value)}" for column, value in same.items() if value is not None
-    )
-    table = Table(box=SIMPLE_HEAD, caption=f"all: {caption}" if same else None)
+    facts = [f"{c.replace('_', ' ')} {_cell(c, value)}" for c, value in same.items() if value is not None]
+    table = Table(box=SIMPLE_HEAD, caption=f"all: {', '.join(facts)}" if facts else None)
     shown = [column for column in columns if column not in same]
     for column in shown:
         table.add_column(column.replace("_", " "), justify="left" if column == columns[0] else "right")
