@@ -125,7 +125,7 @@ class Runtime:
         self._publisher = Publisher(engine, transport, self.trace, adapter=adapter, verify=config.verify)
         self._gradient_hooks = self._watch_gradients()
         self._backward_passes: dict[int, int] = {}  # gradients that each parameter has got since the last step
-        self._passes = 0
+        self._passes = 0  # the most of them
         self._gradients_seen = 0
         self._sample_every = max(1, len(self._gradient_hooks) // _SAMPLES_OF_A_BACKWARD)
         self._writes_seen = self._writes()
@@ -310,13 +310,12 @@ class Runtime:
                 self.engine.pause()
             self.scheduler.enter(Phase.TRAIN)
         self._stepped = False
-        self._forget_passes()
         self._meter.start()
 
     def _leave_train(self) -> None:
         with self.trace.span("switch from train", category="switch", phase=Phase.TRAIN):
             self._learn_working_bytes()
-            if self._stepped:
+            if self._stepped and self._passes == 0:
                 self._offloader.gradients.drop()
             self.scheduler.enter(Phase.IDLE)
             if self._stepped:
@@ -457,7 +456,7 @@ class Runtime:
         """Take every hook back and return the optimizer's state to ordinary memory."""
         while self._gradient_hooks:
             self._gradient_hooks.pop().remove()
-        self._offloader.close()
+        self._offloader.close(torch.device("cpu") if self._owns_model else None)
 
     def _drop_kv_cache(self) -> None:
         self.scheduler.settle()
@@ -465,13 +464,14 @@ class Runtime:
 
     def _take_weights_home(self) -> None:
         """Give the model memory of its own again, where it has been living in the engine's."""
-        if self.transport.name != "shared":
-            return
-        for _, parameter in ModuleSource(self.model):
-            size_bytes = parameter.numel() * parameter.element_size()
-            fits = self._device.type != "cuda" or free_device_bytes(self._device) > 2 * size_bytes
-            stays = fits and not self._owns_model
-            parameter.data = parameter.data.clone() if stays else parameter.data.to("cpu", copy=True)
+        if self.transport.name == "shared":
+            for _, parameter in ModuleSource(self.model):
+                size_bytes = parameter.numel() * parameter.element_size()
+                fits = self._device.type != "cuda" or free_device_bytes(self._device) > 2 * size_bytes
+                stays = fits and not self._owns_model
+                parameter.data = parameter.data.clone() if stays else parameter.data.to("cpu", copy=True)
+        if self._owns_model:
+            self.model.to("cpu")
 
 
 _RESOURCES = {Phase.ROLLOUT: "engine", Phase.TRAIN: "device"}

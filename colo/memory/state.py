@@ -101,9 +101,10 @@ class StateOffloader:
             if was_offloaded:
                 segment.begin(Residency.OFFLOADED)
 
-    def close(self) -> None:
+    def close(self, device: torch.device | None = None) -> None:
         """Bring the state back, move it to ordinary memory, remove the hooks and release the regions. Idempotent.
 
+        The memory is on `device`, by default where the state has been.
         Raises: `BudgetError` when the device has no room for the state; it is then offloaded as before.
         """
         if not self._hooks:
@@ -114,7 +115,7 @@ class StateOffloader:
         for segment, is_master in ((self.state, False), (self.masters, True)):
             storages = _by_storage(self._tensors(is_master))
             for region in segment.regions:
-                _evacuate(region, storages.get(_storage_key(region.bytes), []))
+                _evacuate(region, storages.get(_storage_key(region.bytes), []), device or self._mover.device)
                 segment.remove([region])
 
     def _stepped(self) -> None:
@@ -344,10 +345,13 @@ def _gather_storages(groups: Sequence[Sequence[torch.Tensor]], device: torch.dev
 
 
 @torch.no_grad()
-def _evacuate(region: Region, tensors: Sequence[torch.Tensor]) -> None:
-    """Point `tensors` at an ordinary copy of the region."""
+def _evacuate(region: Region, tensors: Sequence[torch.Tensor], device: torch.device) -> None:
+    """Point `tensors` at an ordinary copy of the region on `device`."""
     if tensors:
-        _repoint(tensors, region.bytes.clone().untyped_storage(), 0)
+        copy = region.bytes.to(device, copy=True)
+        for tensor in tensors:
+            flat = copy.view(tensor.dtype)
+            tensor.data = flat.as_strided(tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
 
 def _repoint(tensors: Sequence[torch.Tensor], storage: torch.UntypedStorage, start_bytes: int) -> None:

@@ -152,7 +152,7 @@ class Scheduler:
     def sample(self) -> None:
         """Take back what departures have freed, and record who holds how many bytes at this moment."""
         self._departing = {name: move for name, move in self._departing.items() if not move.poll()}
-        self.trace.samples.append(
+        self.trace.record(
             MemorySample(
                 time_s=self.trace.now_s(),
                 phase=self.phase,

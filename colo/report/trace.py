@@ -15,6 +15,9 @@ from pathlib import Path
 
 from colo.phases.phase import Phase
 
+MAX_SAMPLES = 100_000
+"""Memory samples kept of a run: some thousand steps in full, longer runs thinner the further back."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Span:
@@ -125,6 +128,22 @@ class Trace:
             num_bytes=num_bytes,
         )
         self.spans.append(span)
+
+    def record(self, sample: MemorySample) -> None:
+        """Append a memory sample. Past `MAX_SAMPLES` the older half is thinned; the peaks of all phases stay."""
+        self.samples.append(sample)
+        if len(self.samples) > MAX_SAMPLES:
+            half = len(self.samples) // 2
+            peaks = {id(max(g, key=lambda s: s.total_bytes)) for g in self._by_phase(self.samples[:half])}
+            kept = [s for i, s in enumerate(self.samples[:half]) if i % 2 == 0 or id(s) in peaks]
+            self.samples[:half] = kept
+
+    @staticmethod
+    def _by_phase(samples: list[MemorySample]) -> list[list[MemorySample]]:
+        groups: dict[Phase, list[MemorySample]] = defaultdict(list)
+        for sample in samples:
+            groups[sample.phase].append(sample)
+        return list(groups.values())
 
     def metric(self, name: str, value: float) -> None:
         """Append one value to a per-step series."""

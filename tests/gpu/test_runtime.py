@@ -140,7 +140,8 @@ def test_closing_gives_the_device_back():
     train_step(rt, 0)
     assert before - free_device_bytes(CUDA) >= 4 * GIB
     rt.close()
-    del rt
+    assert {p.device.type for p in rt.model.parameters()} == {"cpu"}
+    assert {b.device.type for b in rt.model.buffers()} == {"cpu"}
     gc.collect()
     torch.cuda.empty_cache()
     assert before - free_device_bytes(CUDA) < 64 * MIB

@@ -213,6 +213,29 @@ def test_gradients_that_a_step_used_are_dropped_and_others_are_kept(rt):
     assert all(p.grad is None for p in rt.model.parameters())
 
 
+def test_gradients_that_came_after_the_last_step_are_kept(rt):
+    ids = torch.tensor([[1, 2, 3]])
+    with rt.train():
+        train_step(rt)
+        rt.model(input_ids=ids, labels=ids).loss.backward()
+        kept = [p.grad.clone() for p in rt.model.parameters()]
+    assert all(torch.equal(a, p.grad) for a, p in zip(kept, rt.model.parameters(), strict=True))
+
+
+def test_accumulation_may_go_on_over_several_train_blocks_and_still_prefetches():
+    rt = launch(config=RuntimeConfig(kv_cache_bytes=MIB, offload=Offload.ALWAYS, accumulation_steps=2))
+    with rt.train():
+        train_step(rt)
+    ids = torch.tensor([[1, 2, 3]])
+    for is_last in (False, True):
+        with rt.rollout():
+            rt.generate([[1]], max_tokens=1)
+        with rt.train():
+            rt.model(input_ids=ids, labels=ids).loss.backward()
+            assert (segment(rt, "trainer.optimizer").residency is Residency.RESIDENT) is is_last
+    rt.close()
+
+
 def test_unfinished_gradients_leave_a_full_device_and_the_step_sees_them():
     model_bytes = sum(p.numel() * 4 for p in AutoModelForCausalLM.from_config(qwen3()).parameters())
     config = RuntimeConfig(kv_cache_bytes=3 * model_bytes, device_limit_bytes=int(4.2 * model_bytes))

@@ -130,3 +130,16 @@ def test_chrome_trace_has_microseconds_rows_and_counters(tmp_path):
     counters = [event for event in events if event["ph"] == "C"]
     assert [event["args"] for event in counters] == [{"engine.weights": 3, "engine.kv_cache": 4}, {"a": 5}]
     assert [event["ts"] for event in counters] == [0.0, 2_500_000.0]
+
+
+def test_a_long_run_keeps_its_peaks_and_not_every_sample(monkeypatch):
+    monkeypatch.setattr("colo.report.trace.MAX_SAMPLES", 100)
+    trace = Trace()
+    for number in range(1000):
+        phase = Phase.TRAIN if number % 2 else Phase.ROLLOUT
+        size = {101: 5000, 200: 4000}.get(number, number)
+        trace.record(MemorySample(time_s=number, phase=phase, segments={"a": size}))
+    assert len(trace.samples) <= 100
+    assert (trace.peak_bytes(Phase.TRAIN), trace.peak_bytes(Phase.ROLLOUT)) == (5000, 4000)
+    assert [s.time_s for s in trace.samples] == sorted(s.time_s for s in trace.samples)
+    assert trace.samples[-1].time_s == 999
