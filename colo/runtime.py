@@ -25,6 +25,7 @@ from torch import nn
 from colo.config import Offload, RuntimeConfig
 from colo.engines.base import Completion, Engine, EngineState, SamplingParams, SleepLevel
 from colo.errors import BudgetError, PhaseError
+from colo.memory.backward import BackwardWatch
 from colo.memory.offload import Mover
 from colo.memory.probe import PeakMeter, free_device_bytes, total_device_bytes, used_device_bytes
 from colo.memory.region import close_all
@@ -44,15 +45,13 @@ from colo.report.trace import Trace
 from colo.weights.publish import Publication, Publisher
 from colo.weights.sources.module import ModuleSource
 from colo.weights.sources.peft import adapter_weights, is_peft_model
+from colo.weights.transports.shared import SharedTransport
 
 if TYPE_CHECKING:
     from peft import PeftModel
 
     from colo.report.report import Report
     from colo.weights.transports.base import Transport
-
-_SAMPLES_OF_A_BACKWARD = 8
-"""How often the growing gradients are looked at during a backward pass."""
 
 _SPARE_FRACTION = 0.05
 """Share of a GPU that stays free when state comes back beside a backward pass."""
@@ -110,24 +109,15 @@ class Runtime:
             before_step=self._before_step,
             after_step=self._after_step,
         )
-        self.scheduler = Scheduler(
-            self._all_segments(),
-            Budget(
-                capacity_bytes=capacity_bytes,
-                host_capacity_bytes=mover.arena.limit_bytes,
-                offload=config.offload,
-            ),
-            trace=self.trace,
-            used_device_bytes=lambda: used_device_bytes(self._device),
-        )
-        self.scheduler.working_bytes[Phase.TRAIN] = config.train_working_bytes
+        self.scheduler = self._make_scheduler(capacity_bytes)
         adapter = (lambda: adapter_weights(cast("PeftModel", model))) if is_peft_model(model) else None
         self._publisher = Publisher(engine, transport, self.trace, adapter=adapter, verify=config.verify)
-        self._gradient_hooks = self._watch_gradients()
-        self._backward_passes: dict[int, int] = {}  # gradients that each parameter has got since the last step
-        self._passes = 0  # the most of them
-        self._gradients_seen = 0
-        self._sample_every = max(1, len(self._gradient_hooks) // _SAMPLES_OF_A_BACKWARD)
+        self._backward = BackwardWatch(
+            (p for group in optimizer.param_groups for p in group["params"]),
+            admit=self._admit_gradient,
+            on_pass=self._on_backward,
+            on_progress=self.scheduler.sample,
+        )
         self._writes_seen = self._writes()
         self._inside: str | None = None
         self._stepped = False
@@ -315,7 +305,7 @@ class Runtime:
     def _leave_train(self) -> None:
         with self.trace.span("switch from train", category="switch", phase=Phase.TRAIN):
             self._learn_working_bytes()
-            if self._stepped and self._passes == 0:
+            if self._stepped and self._backward.passes == 0:
                 self._offloader.gradients.drop()
             self.scheduler.enter(Phase.IDLE)
             if self._stepped:
@@ -336,7 +326,7 @@ class Runtime:
         self._publisher.version += 1
         self._writes_seen = self._writes()
         self._stepped = True
-        self._forget_passes()
+        self._backward.forget()
         fraction = getattr(self.optimizer, "changed_fraction", None)
         if fraction is not None:
             self.log(changed_fraction=fraction)
@@ -345,28 +335,14 @@ class Runtime:
             self._implicit_train = False
             self.scheduler.enter(Phase.IDLE)
 
-    def _forget_passes(self) -> None:
-        self._backward_passes.clear()
-        self._passes = 0
-
-    def _watch_gradients(self) -> list[torch.utils.hooks.RemovableHandle]:
-        trainable = [p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
-        return [p.register_post_accumulate_grad_hook(self._on_gradient) for p in trainable]
-
-    def _on_gradient(self, parameter: torch.Tensor) -> None:
-        """Runs within the backward pass, once for each parameter."""
+    def _admit_gradient(self, parameter: torch.Tensor) -> None:
         if self._inside == Phase.ROLLOUT:
             parameter.grad = None
             raise PhaseError("backward() inside rollout(): leave the block first, then use `with rt.train():`")
-        count = self._backward_passes.get(id(parameter), 0) + 1
-        self._backward_passes[id(parameter)] = count
-        self._gradients_seen += 1
-        if self._gradients_seen % self._sample_every == 0:
-            self.scheduler.sample()
-        if count > self._passes:
-            self._passes = count
-            if count == self.config.accumulation_steps:
-                self._prefetch()
+
+    def _on_backward(self, number: int) -> None:
+        if number == self.config.accumulation_steps:
+            self._prefetch()
 
     def _prefetch(self) -> None:
         """Start bringing parked state back beside the backward pass, where there is room for both."""
@@ -386,6 +362,21 @@ class Runtime:
         return self._device.type != "cuda" or free_device_bytes(self._device) > segment.size_bytes + spare_bytes
 
     # ---- helpers ------------------------------------------------------------------------------------------------
+
+    def _make_scheduler(self, capacity_bytes: int) -> Scheduler:
+        budget = Budget(
+            capacity_bytes=capacity_bytes,
+            host_capacity_bytes=self._mover.arena.limit_bytes,
+            offload=self.config.offload,
+        )
+        scheduler = Scheduler(
+            self._all_segments(),
+            budget,
+            trace=self.trace,
+            used_device_bytes=lambda: used_device_bytes(self._device),
+        )
+        scheduler.working_bytes[Phase.TRAIN] = self.config.train_working_bytes
+        return scheduler
 
     def _all_segments(self) -> list[Segment]:
         parameters = [tensor for _, tensor in ModuleSource(self.model)]
@@ -454,8 +445,7 @@ class Runtime:
 
     def _detach(self) -> None:
         """Take every hook back and return the optimizer's state to ordinary memory."""
-        while self._gradient_hooks:
-            self._gradient_hooks.pop().remove()
+        self._backward.remove()
         self._offloader.close(torch.device("cpu") if self._owns_model else None)
 
     def _drop_kv_cache(self) -> None:
@@ -464,12 +454,8 @@ class Runtime:
 
     def _take_weights_home(self) -> None:
         """Give the model memory of its own again, where it has been living in the engine's."""
-        if self.transport.name == "shared":
-            for _, parameter in ModuleSource(self.model):
-                size_bytes = parameter.numel() * parameter.element_size()
-                fits = self._device.type != "cuda" or free_device_bytes(self._device) > 2 * size_bytes
-                stays = fits and not self._owns_model
-                parameter.data = parameter.data.clone() if stays else parameter.data.to("cpu", copy=True)
+        if isinstance(self.transport, SharedTransport):
+            self.transport.move_out(torch.device("cpu") if self._owns_model else self._device)
         if self._owns_model:
             self.model.to("cpu")
 

@@ -80,7 +80,10 @@ class LoadPlan:
         try:
             with torch.no_grad(), recorder:
                 load(iter(stand_ins.items()))
-        except NotImplementedError as error:  # what torch, and the recorder, answer to whoever needs values
+        except (
+            NotImplementedError,
+            _NeedsValuesError,
+        ) as error:  # what torch and the recorder answer to who needs values
             recorder.fallbacks = dict.fromkeys(stand_ins, f"the loader looks at values ({error})")
         plan = cls(
             copies=tuple(recorder.copies),
@@ -141,6 +144,10 @@ class LoadPlan:
         return target.dtype == dtype and tuple(target.shape) == shape == copy.shape and target.is_contiguous()
 
 
+class _NeedsValuesError(Exception):
+    """Raised to whoever asks a stand-in for values."""
+
+
 class _Recorder(TorchDispatchMode):
     """Notes copies out of the stand-ins, and everything else that consumes one."""
 
@@ -165,7 +172,7 @@ class _Recorder(TorchDispatchMode):
         if func is torch.ops.aten.copy_.default and _key(args[1]) in self._computed:
             return args[0]
         if func is torch.ops.aten._local_scalar_dense.default and args[0].device.type == "meta":
-            raise NotImplementedError("a stand-in has none")
+            raise _NeedsValuesError("a stand-in has none")
         result = func(*args, **(kwargs or {}))
         if not func.is_view:
             self._explain(func, args, result)

@@ -99,6 +99,7 @@ def test_memory_that_torch_only_caches_is_given_up_for_a_restore():
     hog = torch.empty(free_device_bytes(CUDA) - GIB, dtype=torch.uint8, device=CUDA)
     del hog
     region.restore()
+    assert region.resident
     region.close()
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from colo.errors import StaleWeights
+from colo.memory.probe import free_device_bytes
 from colo.weights.sources.module import ModuleSource
 
 
@@ -37,6 +38,16 @@ class SharedTransport:
                     "something replaced it, such as model.to(dtype), half() or a quantizer. Undo that, or build the "
                     "runtime from the model as it is now"
                 )
+
+    def move_out(self, device: torch.device) -> None:
+        """Give every parameter memory of its own on `device`, one at a time, and on the host where there is no room.
+
+        Parameters stay the same objects with the same values; the engine's memory is left as it is.
+        """
+        for _, parameter in self._source:
+            size_bytes = parameter.numel() * parameter.element_size()
+            fits = device.type != "cuda" or free_device_bytes(device) > 2 * size_bytes
+            parameter.data = parameter.data.to(device if fits else "cpu", copy=True)
 
 
 def is_same_memory(left: torch.Tensor, right: torch.Tensor) -> bool:

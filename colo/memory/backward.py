@@ -1,0 +1,59 @@
+"""Watching backward passes: which one of a step it is, and how far it has come."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+
+PROGRESS_CALLS = 8
+"""How often a backward pass reports progress."""
+
+
+class BackwardWatch:
+    """Counts the backward passes since the last step, through hooks that torch calls as each gradient is complete.
+
+    `admit(parameter)` is called for every gradient, and may raise, which ends the pass; `on_pass(n)` when the first
+    gradient of the n-th pass appears; `on_progress()` some times in each pass. All run within `backward()`.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[torch.Tensor],
+        *,
+        admit: Callable[[torch.Tensor], None],
+        on_pass: Callable[[int], None],
+        on_progress: Callable[[], None],
+    ) -> None:
+        self.passes = 0
+        """Backward passes that have begun since `forget`."""
+
+        self._admit = admit
+        self._on_pass = on_pass
+        self._on_progress = on_progress
+        self._counts: dict[int, int] = {}  # gradients by parameter
+        self._seen = 0
+        trainable = [parameter for parameter in parameters if parameter.requires_grad]
+        self._every = max(1, len(trainable) // PROGRESS_CALLS)
+        self._hooks = [p.register_post_accumulate_grad_hook(self._on_gradient) for p in trainable]
+
+    def forget(self) -> None:
+        """Begin to count anew: a step has consumed the gradients."""
+        self._counts.clear()
+        self.passes = 0
+
+    def remove(self) -> None:
+        """Take the hooks back. Idempotent."""
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    def _on_gradient(self, parameter: torch.Tensor) -> None:
+        self._admit(parameter)
+        count = self._counts.get(id(parameter), 0) + 1
+        self._counts[id(parameter)] = count
+        self._seen += 1
+        if self._seen % self._every == 0:
+            self._on_progress()
+        if count > self.passes:
+            self.passes = count
+            self._on_pass(count)
