@@ -37,8 +37,8 @@ Checkpoint: TypeAlias = str | os.PathLike[str] | PretrainedConfig | PreTrainedMo
 
 FULL_LEARNING_RATE = 1e-6
 LORA_LEARNING_RATE = 1e-5
-MAX_DEFAULT_SEQUENCES = 64
-"""The KV cache holds so many sequences of the model's full length unless told otherwise."""
+DEFAULT_SEQUENCES, DEFAULT_LENGTH = 64, 4096
+"""The KV cache holds so many sequences of so many tokens unless told otherwise."""
 
 _UNPLANNED_FRACTION = 0.03
 """Share of a GPU left to workspaces and fragmentation when no limit is given."""
@@ -247,15 +247,16 @@ def _weights_bytes(model: nn.Module) -> int:
 
 
 def _default_kv_bytes(model: Any, dtype: torch.dtype, capacity_bytes: int, device: torch.device) -> int:
-    """Room for many sequences of full length, within what the weights leave; a CPU is given a GiB at most."""
+    """Room for `DEFAULT_SEQUENCES`, within what the weights leave; a CPU is given a GiB at most."""
     text = model.config.get_text_config()
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     bytes_per_token = int(2 * text.num_hidden_layers * heads * head_dim * dtype.itemsize)
-    wanted_bytes = MAX_DEFAULT_SEQUENCES * int(text.max_position_embeddings) * bytes_per_token
+    length = min(DEFAULT_LENGTH, int(text.max_position_embeddings))
+    wanted_bytes = DEFAULT_SEQUENCES * length * bytes_per_token
     left_bytes = int(0.9 * (capacity_bytes - _weights_bytes(model)))
     most_bytes = left_bytes if device.type == "cuda" else min(left_bytes, GIB)
-    return max(min(wanted_bytes, most_bytes), min(16 * MIB, bytes_per_token * int(text.max_position_embeddings)))
+    return max(min(wanted_bytes, most_bytes), min(16 * MIB, bytes_per_token * length))
 
 
 def _admit(model: nn.Module, kv_cache_bytes: int, capacity_bytes: int) -> None:
