@@ -114,16 +114,21 @@ def share(
     move there, under the same `nn.Parameter` objects, and nothing is ever sent; otherwise each side keeps its own and
     the weights are copied at every rollout that follows a step. `rt.transport.reason` says which, and why.
 
-    Raises: `PhaseError` when the model has a runtime already, `Unsupported` when model and engine are on different
-    devices, `TransferError` when the model lacks weights that the engine needs. Nothing has changed then.
+    Raises: `PhaseError` when one of the three has a runtime already; `Unsupported` when model and engine are on
+    different devices, or the optimizer is not one of the model's; `TransferError` when the model lacks weights that the
+    engine needs. Nothing has changed then.
     """
-    check_free(model)
+    check_free(model, optimizer, engine)
+    _check_optimizer(optimizer, model)
     config = config or RuntimeConfig()
     devices = {p.device for p in model.parameters()}
     if devices != {engine.device}:
         names = ", ".join(sorted(map(str, devices)))
         raise Unsupported(f"the engine is on {engine.device} and the model on {names}: they share one device")
     held_bytes = sum(s.device_bytes for s in engine.segments) + sum(p.nbytes for p in model.parameters())
+    engine.mover.chunk_bytes = config.chunk_bytes
+    if config.host_limit_bytes is not None:
+        engine.mover.arena.limit_bytes = config.host_limit_bytes
     return _assemble(
         engine,
         model,
@@ -165,9 +170,29 @@ def _assemble(
     optimizer: torch.optim.Optimizer,
     **options: Any,
 ) -> Runtime:
-    return Runtime(
-        engine=engine, model=model, optimizer=optimizer, transport=choose_transport(engine, model), **options
-    )
+    transport = choose_transport(engine, model)
+    try:
+        return Runtime(engine=engine, model=model, optimizer=optimizer, transport=transport, **options)
+    except BaseException:
+        if isinstance(transport, SharedTransport):
+            transport.move_out(engine.device)
+        raise
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    """Raise `Unsupported` for an optimizer without torch's hooks, or one that trains something else."""
+    if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        raise Unsupported(
+            f"{type(optimizer).__name__} wraps an optimizer without torch's own hooks: share first and prepare after, "
+            "or pass the wrapped one (optimizer.optimizer)"
+        )
+    own = {id(p) for p in model.parameters()}
+    foreign = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in own]
+    if foreign:
+        raise Unsupported(
+            f"{len(foreign)} parameters of the optimizer are not the model's, one with shape "
+            f"{tuple(foreign[0].shape)}: build the optimizer from this model's parameters"
+        )
 
 
 def _why_not_shared(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import StrEnum
 
 from colo.units import GIB, MIB
@@ -52,7 +52,13 @@ class RuntimeConfig:
     """Check at every rollout that trainer and engine still hold the same weights."""
 
     def __post_init__(self) -> None:
+        if self.offload not in tuple(Offload):
+            raise ValueError(f"offload must be one of {', '.join(Offload)}, not {self.offload!r}")
         object.__setattr__(self, "offload", Offload(self.offload))
+        for entry in fields(self):
+            value = getattr(self, entry.name)
+            if entry.name not in ("offload", "verify") and value is not None and not isinstance(value, int):
+                raise TypeError(f"{entry.name} must be a whole number, not {value!r}")
         for name in ("device_limit_bytes", "host_limit_bytes", "kv_cache_bytes"):
             value = getattr(self, name)
             if value is not None and value <= 0:

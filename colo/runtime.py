@@ -44,7 +44,7 @@ from colo.phases.scheduler import Budget, Scheduler
 from colo.report.trace import Trace
 from colo.weights.publish import Publication, Publisher
 from colo.weights.sources.module import ModuleSource
-from colo.weights.sources.peft import adapter_weights, is_peft_model
+from colo.weights.sources.peft import active_adapter, adapter_weights, is_disabled, is_peft_model
 from colo.weights.transports.shared import SharedTransport
 
 if TYPE_CHECKING:
@@ -59,13 +59,17 @@ _SPARE_FRACTION = 0.05
 _LATE = (TRAINER_OPTIMIZER, TRAINER_MASTER_WEIGHTS)
 
 _runtimes: weakref.WeakValueDictionary[int, Runtime] = weakref.WeakValueDictionary()
-"""The open runtime of every model, by the model's identity."""
+"""The open runtime of every model, optimizer and engine, by their identity."""
 
 
-def check_free(model: nn.Module) -> None:
-    """Raise `PhaseError` when a model has an open runtime."""
-    if id(model) in _runtimes:
-        raise PhaseError("this model has a runtime already: close() that one before building another")
+def check_free(model: nn.Module, optimizer: torch.optim.Optimizer, engine: Engine) -> None:
+    """Raise `PhaseError` when a model, an optimizer or an engine has an open runtime."""
+    for name, part in (("model", model), ("optimizer", optimizer), ("engine", engine)):
+        if id(part) in _runtimes:
+            raise PhaseError(
+                f"this {name} has a runtime already: close that one before building another; colo.Runtime.of({name}) "
+                "finds it, which lives as long as what it works on"
+            )
 
 
 class Runtime:
@@ -88,7 +92,7 @@ class Runtime:
         tokenizer: Any = None,
         owns_model: bool = False,
     ) -> None:
-        check_free(model)
+        check_free(model, optimizer, engine)
         if is_peft_model(model):
             adapter_weights(cast("PeftModel", model))  # refuse what an engine could not apply
         self.engine = engine
@@ -130,7 +134,15 @@ class Runtime:
         except BaseException:
             self._detach()
             raise
-        _runtimes[id(model)] = self
+        _runtimes.update({id(part): self for part in (model, optimizer, engine)})
+
+    @classmethod
+    def of(cls, part: object) -> Runtime:
+        """The open runtime of a model, an optimizer or an engine. Raises: `ValueError` when it has none."""
+        runtime = _runtimes.get(id(part))
+        if runtime is None:
+            raise ValueError(f"this {type(part).__name__} has no open runtime")
+        return runtime
 
     # ---- what a loop calls --------------------------------------------------------------------------------------
 
@@ -180,8 +192,9 @@ class Runtime:
             with self.rollout():
                 return self.generate(prompts, params, **sampling)
         params = replace(params, **sampling) if params is not None else SamplingParams(**sampling)
-        token_ids = [self._encode(prompt) for prompt in prompts]
-        completions = self.engine.generate(token_ids, params, adapter=self._publisher.adapter_name)
+        token_ids = self._encode_all(prompts)
+        self._refresh()
+        completions = self.engine.generate(token_ids, params, adapter=self._adapter_to_apply())
         self.scheduler.sample()
         return [self._with_text(completion) for completion in completions]
 
@@ -217,7 +230,8 @@ class Runtime:
         if self._inside is not None:
             raise PhaseError(f"close() inside {self._inside}(): leave the block first")
         self._closed = True
-        _runtimes.pop(id(self.model), None)
+        for part in (self.model, self.optimizer, self.engine):
+            _runtimes.pop(id(part), None)
         close_all(
             [
                 self._drop_kv_cache,
@@ -279,6 +293,7 @@ class Runtime:
         with self.trace.span("switch to rollout", category="switch", phase=Phase.ROLLOUT):
             self._notice_writes()
             self._publisher.check()
+            self.engine.reset_prefix_cache()  # writes through `.data` raise no version that could be noticed
             self.scheduler.plan(Phase.ROLLOUT)  # refuse before publishing, while nothing has changed
             if not self._publisher.is_current:
                 self._publish()
@@ -299,8 +314,19 @@ class Runtime:
             if self.engine.state is EngineState.AWAKE:
                 self.engine.pause()
             self.scheduler.enter(Phase.TRAIN)
+            self._bring_gradients_back()
         self._stepped = False
         self._meter.start()
+
+    def _bring_gradients_back(self) -> None:
+        """Gradients that a rollout parked are there from the start: to be added to, clipped, read or zeroed."""
+        if self._offloader.gradients.residency is not Residency.OFFLOADED:
+            return
+        try:
+            self.scheduler.require(TRAINER_GRADIENTS)
+        except BaseException:
+            self.scheduler.enter(Phase.IDLE)
+            raise
 
     def _leave_train(self) -> None:
         with self.trace.span("switch from train", category="switch", phase=Phase.TRAIN):
@@ -409,16 +435,37 @@ class Runtime:
             known_bytes = self.scheduler.working_bytes[Phase.TRAIN]
             self.scheduler.working_bytes[Phase.TRAIN] = max(known_bytes, beside_bytes)
 
-    def _writes(self) -> int:
-        """Grows whenever torch writes to a weight or an adapter in place."""
-        return sum(parameter._version for parameter in self.model.parameters())
+    def _writes(self) -> tuple[object, ...]:
+        """Changes whenever torch writes to a weight or an adapter in place, or another adapter becomes active."""
+        adapter = active_adapter(cast("PeftModel", self.model)) if is_peft_model(self.model) else None
+        return sum(parameter._version for parameter in self.model.parameters()), adapter
 
     def _notice_writes(self) -> None:
         """Weights that were changed without the optimizer, by `load_state_dict` for one, are a new version too."""
         writes = self._writes()
-        if writes != self._writes_seen:
+        changed = writes != self._writes_seen
+        if not changed and self.config.verify and self._publisher.is_current:
+            changed = not self.transport.is_current()
+        if changed:
             self._writes_seen = writes
             self._publisher.version += 1
+
+    def _refresh(self) -> None:
+        """Publish what has changed since the rollout began, so that no call samples from older weights."""
+        self._notice_writes()
+        self._publisher.check()
+        if not self._publisher.is_current:
+            self._publisher.publish()
+            self.engine.resume()
+
+    def _adapter_to_apply(self) -> str | None:
+        """The published adapter, or none within PEFT's `disable_adapter()`."""
+        return None if is_peft_model(self.model) and is_disabled(self.model) else self._publisher.adapter_name
+
+    def _encode_all(self, prompts: Sequence[str | Sequence[int]]) -> list[list[int]]:
+        if isinstance(prompts, str) or any(isinstance(prompt, int) for prompt in prompts):
+            raise TypeError("prompts is a list of prompts, each a text or a list of token ids: pass [prompt] for one")
+        return [self._encode(prompt) for prompt in prompts]
 
     def _encode(self, prompt: str | Sequence[int]) -> list[int]:
         if not isinstance(prompt, str):

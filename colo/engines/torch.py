@@ -6,6 +6,7 @@ is views of that memory, and so may be a trainer's. Its KV cache is one slab tha
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
@@ -161,10 +162,12 @@ class TorchEngine:
             raise StaleWeights(f"the engine does not generate: {self._cause}")
         if adapter is not None:
             self._adapters.require(adapter)
-        token_ids = [tuple(map(int, prompt)) for prompt in prompts]
-        _check_prompts(token_ids, self.module.config.get_text_config().vocab_size)
+        token_ids = [tuple(map(operator.index, prompt)) for prompt in prompts]
+        text = self.module.config.get_text_config()
+        _check_prompts(token_ids, text.vocab_size, text.max_position_embeddings)
         waves = self._slab.plan(token_ids, n=params.n, max_tokens=params.max_tokens)
-        with torch.no_grad(), self._adapters.applied(adapter):
+        plain = torch.autocast(self.device.type, enabled=False)  # a caller's autocast is for training
+        with torch.no_grad(), plain, self._adapters.applied(adapter):
             return [c for wave in waves for c in self._run(wave, params, adapter, self._version)]
 
     def pause(self) -> None:
@@ -337,11 +340,13 @@ class TorchEngine:
         segment.settle()
 
 
-def _check_prompts(prompts: Sequence[tuple[int, ...]], vocab_size: int) -> None:
-    """Raise `ValueError` for an empty prompt or a token id outside the vocabulary."""
+def _check_prompts(prompts: Sequence[tuple[int, ...]], vocab_size: int, num_positions: int) -> None:
+    """Raise `ValueError` for an empty prompt, one longer than the model knows, or an id outside the vocabulary."""
     for index, prompt in enumerate(prompts):
         if not prompt:
             raise ValueError(f"prompt {index} is empty: there is nothing to continue")
+        if len(prompt) > num_positions:
+            raise ValueError(f"prompt {index} has {len(prompt)} tokens, the model knows {num_positions} positions")
         if min(prompt) < 0 or max(prompt) >= vocab_size:
             token = next(t for t in prompt if not 0 <= t < vocab_size)
             raise ValueError(f"prompt {index} has token id {token}, outside the vocabulary of {vocab_size}")

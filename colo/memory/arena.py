@@ -56,16 +56,13 @@ class PinnedArena:
 
     def __init__(self, device: torch.device, *, limit_bytes: int | None = None) -> None:
         self._device = device
-        self._limit_bytes = limit_bytes if limit_bytes is not None else available_host_bytes()
+        self.limit_bytes = limit_bytes if limit_bytes is not None else available_host_bytes()
+        """The most the arena may ever hold; what it holds already stays."""
+
         self._slabs: list[_Slab] = []
         self._lock = threading.RLock()
         self._setup: ThreadPoolExecutor | None = None
         self._closed = False
-
-    @property
-    def limit_bytes(self) -> int:
-        """The most the arena may ever hold."""
-        return self._limit_bytes
 
     @property
     def pinned_bytes(self) -> int:
@@ -146,12 +143,12 @@ class PinnedArena:
 
     def _grow(self, num_bytes: int, max_slab_bytes: int) -> None:
         num_bytes = align_up(num_bytes, SLAB_ALIGNMENT_BYTES)
-        allowed_bytes = min(self._limit_bytes - self.pinned_bytes, available_host_bytes())
+        allowed_bytes = min(self.limit_bytes - self.pinned_bytes, available_host_bytes())
         if num_bytes > allowed_bytes:
             raise BudgetError(
                 f"the host arena holds {format_bytes(self.pinned_bytes)} and would have to grow by "
                 f"{format_bytes(num_bytes)}, but only {format_bytes(max(0, allowed_bytes))} are allowed: "
-                f"its limit is {format_bytes(self._limit_bytes)}, and the host has "
+                f"its limit is {format_bytes(self.limit_bytes)}, and the host has "
                 f"{format_bytes(available_host_bytes())} available. Raise host_limit_bytes, or offload less",
                 needed_bytes=num_bytes,
                 free_bytes=max(0, allowed_bytes),

@@ -326,6 +326,8 @@ def load_model_config(model: str, *, download: Callable[[str, str], str] = _hub_
     Raises: `ValueError` when there is no such folder, model or file, or it holds no JSON object.
     """
     folder = Path(model).expanduser()
+    if folder.is_file():
+        raise ValueError(f"{model} is a file: pass the folder that holds the model's {CONFIG_FILE}")
     path = folder / CONFIG_FILE if folder.is_dir() else _fetch(model, download)
     if not path.is_file():
         raise ValueError(f"the folder {folder} has no {CONFIG_FILE}: pass the folder of a Hugging Face model")

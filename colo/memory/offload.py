@@ -73,7 +73,7 @@ class Mover:
         self.device = device
         self.arena = PinnedArena(device, limit_bytes=host_limit_bytes)
         self.trace = trace
-        self._chunk_bytes = chunk_bytes
+        self.chunk_bytes = chunk_bytes
         self._streams: dict[str, torch.cuda.Stream] = {}
         if device.type == "cuda":
             self._streams = {lane: torch.cuda.Stream(device, priority=-1) for lane in ("d2h", "h2d")}
@@ -105,8 +105,8 @@ class Mover:
         started, finished = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         with torch.cuda.stream(stream):
             started.record(stream)
-            for offset in range(0, source.numel(), self._chunk_bytes):
-                length = min(self._chunk_bytes, source.numel() - offset)
+            for offset in range(0, source.numel(), self.chunk_bytes):
+                length = min(self.chunk_bytes, source.numel() - offset)
                 target.narrow(0, offset, length).copy_(source.narrow(0, offset, length), non_blocking=True)
                 # A copy engine serves one stream as long as that has copies ready, and small copies of others, a
                 # token's way to the host for one, wait. A kernel between two chunks makes the next one not ready:

@@ -50,3 +50,13 @@ def test_a_config_does_not_change_and_is_given_by_name():
         RuntimeConfig().verify = False
     with pytest.raises(TypeError, match="positional"):
         RuntimeConfig("auto")
+
+
+def test_a_policy_that_does_not_exist_is_answered_with_those_that_do():
+    with pytest.raises(ValueError, match="offload must be one of auto, always, never, not 'sometimes'"):
+        RuntimeConfig(offload="sometimes")
+
+
+def test_bytes_are_whole_numbers():
+    with pytest.raises(TypeError, match="device_limit_bytes must be a whole number, not 1.5"):
+        RuntimeConfig(device_limit_bytes=1.5)

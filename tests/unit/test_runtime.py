@@ -589,3 +589,163 @@ def test_the_report_names_engine_weights_peaks_and_reasons(rt, tmp_path):
     assert page.startswith("<!doctype html>") and "engine.kv_cache" in page
     with pytest.raises(ValueError, match="ends in .html or .png"):
         rt.plot(tmp_path / "run.txt")
+
+
+# ---- what a newcomer broke -----------------------------------------------------------------------------------------
+
+
+def parked_gradients():
+    """A runtime whose gradients of one block were parked by a rollout, its plain twin, and a batch for each block."""
+    rt = launch(optimizer=lambda ps: torch.optim.SGD(ps, lr=1.0), config=ALWAYS)
+    twin = AutoModelForCausalLM.from_config(qwen3())
+    twin.load_state_dict({name: p.detach().clone() for name, p in rt.model.state_dict().items()})
+    first, second = torch.tensor([[1, 2, 3]]), torch.tensor([[4, 5, 6]])
+    with rt.train():
+        rt.model(input_ids=first, labels=first).loss.backward()
+    rt.generate([[1]], max_tokens=1)
+    assert segment(rt, "trainer.gradients").residency is Residency.OFFLOADED
+    return rt, twin, first, second
+
+
+ALWAYS = RuntimeConfig(kv_cache_bytes=MIB, offload=Offload.ALWAYS)
+
+
+def assert_same_weights(model, twin):
+    for mine, other in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.allclose(mine, other, atol=1e-6)
+
+
+def test_zero_grad_clears_gradients_that_a_rollout_had_parked():
+    rt, twin, _, second = parked_gradients()
+    with rt.train():
+        rt.optimizer.zero_grad()
+        rt.model(input_ids=second, labels=second).loss.backward()
+        rt.optimizer.step()
+    twin(input_ids=second, labels=second).loss.backward()
+    torch.optim.SGD(twin.parameters(), lr=1.0).step()
+    assert_same_weights(rt.model, twin)
+    rt.close()
+
+
+def test_clipping_sees_gradients_that_a_rollout_had_parked():
+    rt, twin, first, second = parked_gradients()
+    with rt.train():
+        rt.model(input_ids=second, labels=second).loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(rt.model.parameters(), 0.1)
+        rt.optimizer.step()
+    for ids in (first, second):
+        twin(input_ids=ids, labels=ids).loss.backward()
+    expected = torch.nn.utils.clip_grad_norm_(twin.parameters(), 0.1)
+    torch.optim.SGD(twin.parameters(), lr=1.0).step()
+    assert torch.allclose(norm, expected)
+    assert_same_weights(rt.model, twin)
+    rt.close()
+
+
+def test_an_engine_and_an_optimizer_have_one_runtime_at_a_time_too(rt):
+    other = AutoModelForCausalLM.from_config(qwen3())
+    with pytest.raises(colo.PhaseError, match="this engine has a runtime already"):
+        colo.share(rt.engine, other, adamw(other.parameters()))
+    with pytest.raises(colo.PhaseError, match="this optimizer has a runtime already"):
+        colo.share(make_engine(), other, rt.optimizer)
+    assert colo.Runtime.of(rt.model) is colo.Runtime.of(rt.engine) is rt
+    with pytest.raises(ValueError, match="has no open runtime"):
+        colo.Runtime.of(other)
+
+
+def test_an_optimizer_of_something_else_is_refused_before_anything_moves():
+    model, other = (AutoModelForCausalLM.from_config(qwen3()) for _ in range(2))
+    address = next(model.parameters()).data_ptr()
+    with pytest.raises(colo.Unsupported, match="parameters of the optimizer are not the model's"):
+        colo.share(make_engine(), model, adamw(other.parameters()))
+    assert next(model.parameters()).data_ptr() == address
+
+
+def test_weights_loaded_within_a_rollout_are_published_before_the_next_sample(rt):
+    state = {name: torch.randn_like(t) for name, t in rt.model.state_dict().items()}
+    with rt.rollout():
+        rt.generate([[1, 2, 3]], max_tokens=1)
+        rt.model.load_state_dict(state)
+        inside = rt.generate([[1, 2, 3]], max_tokens=6, temperature=0)[0]
+    with rt.rollout():
+        after = rt.generate([[1, 2, 3]], max_tokens=6, temperature=0)[0]
+    assert (inside.token_ids, inside.weights_version) == (after.token_ids, 1)
+
+
+def test_writes_through_data_reach_the_next_rollout_shared_and_copied():
+    for dtype in (torch.float32, torch.bfloat16):
+        model = AutoModelForCausalLM.from_config(qwen3())
+        rt = colo.share(make_engine(dtype), model, adamw(model.parameters()))
+        before = rt.generate([[1, 2, 3]], max_tokens=4, temperature=0)[0]
+        for parameter in model.parameters():
+            parameter.data.copy_(torch.randn_like(parameter))
+        after = rt.generate([[1, 2, 3]], max_tokens=4, temperature=0)[0]
+        with torch.no_grad():
+            first = model(input_ids=torch.tensor([[1, 2, 3]])).logits[0, -1].log_softmax(-1).max()
+        assert before.logprobs != after.logprobs
+        assert abs(after.logprobs[0] - float(first)) < (1e-4 if dtype is torch.float32 else 0.5)
+        rt.close()
+
+
+def test_the_active_adapter_is_the_one_that_is_applied():
+    rt = lora_runtime(config=ALWAYS)
+    rt.model.add_adapter("other", LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False))
+
+    def sample():
+        completion = rt.generate([[5, 6, 7]], max_tokens=4, temperature=0)[0]
+        ids = torch.tensor([[*completion.prompt_token_ids, *completion.token_ids]])
+        with torch.no_grad():
+            logprobs = rt.model(input_ids=ids).logits[0, 2:-1].log_softmax(-1)
+        expected = logprobs.gather(-1, ids[0, 3:, None]).squeeze(-1)
+        assert torch.allclose(torch.tensor(completion.logprobs), expected, atol=1e-4)
+        return completion
+
+    texts = [sample().token_ids]
+    rt.model.set_adapter("other")
+    texts.append(sample().token_ids)
+    rt.model.set_adapter("default")
+    assert sample().token_ids == texts[0] != texts[1]
+    with rt.rollout():
+        rt.model.set_adapter("other")
+        assert sample().token_ids == texts[1]
+    with rt.model.disable_adapter():
+        assert sample().adapter is None
+    rt.close()
+
+
+def test_a_callers_autocast_does_not_change_what_is_sampled(rt):
+    plain = rt.generate([[1, 2, 3]], max_tokens=8, temperature=0)[0]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert rt.generate([[1, 2, 3]], max_tokens=8, temperature=0)[0].logprobs == plain.logprobs
+
+
+def test_one_prompt_is_not_taken_for_many(rt):
+    for prompt in ("1+2=", [1, 2, 3]):
+        with pytest.raises(TypeError, match=r"prompts is a list of prompts.*pass \[prompt\] for one"):
+            rt.generate(prompt)
+    with pytest.raises(TypeError):
+        rt.generate([[1.5]])
+
+
+def test_a_prompt_longer_than_the_model_knows_is_refused(rt):
+    with pytest.raises(ValueError, match="prompt 0 has 129 tokens, the model knows 128 positions"):
+        rt.generate([[1] * 129], max_tokens=1)
+
+
+def test_the_host_limit_holds_for_a_users_own_engine_too():
+    model = AutoModelForCausalLM.from_config(qwen3())
+    config = RuntimeConfig(host_limit_bytes=1000, offload=Offload.ALWAYS)
+    rt = colo.share(make_engine(), model, adamw(model.parameters()), config=config)
+    with rt.train():
+        train_step(rt)
+    with pytest.raises(colo.BudgetError, match="host arena in phase rollout needs"), rt.rollout():
+        pytest.fail("entered")
+    rt.close()
+
+
+def test_a_compiled_model_keeps_its_names():
+    model = AutoModelForCausalLM.from_config(qwen3())
+    optimizer = adamw(model.parameters())
+    rt = colo.share(make_engine(), torch.compile(model, backend="eager"), optimizer)
+    assert rt.transport.name == "shared"
+    rt.close()

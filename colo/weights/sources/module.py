@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+_COMPILED = "_orig_mod."
 _PEFT_PREFIX = "base_model.model."
 _PEFT_BASE = ".base_layer."
 _ADAPTER_PARTS = (".lora_", ".modules_to_save.", ".lora_magnitude_vector.")
@@ -33,5 +34,5 @@ class ModuleSource:
 
 
 def plain_name(name: str) -> str:
-    """The name that a parameter or module has without PEFT around the model."""
-    return name.removeprefix(_PEFT_PREFIX).replace(_PEFT_BASE, ".")
+    """The name that a parameter or module has without PEFT or `torch.compile` around the model."""
+    return name.replace(_COMPILED, "").removeprefix(_PEFT_PREFIX).replace(_PEFT_BASE, ".")

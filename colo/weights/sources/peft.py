@@ -81,6 +81,11 @@ def is_peft_model(model: nn.Module) -> bool:
     return hasattr(model, "peft_config") and hasattr(model, "base_model")
 
 
+def is_disabled(model: nn.Module) -> bool:
+    """Whether adapters are switched off, as within PEFT's `disable_adapter()`."""
+    return any(getattr(module, "disable_adapters", False) is True for module in model.modules())
+
+
 def active_adapter(model: PeftModel) -> str:
     """The one active adapter. Raises: `Unsupported` when there are several, or another kind than LoRA."""
     names = list(getattr(model, "active_adapters", None) or [model.active_adapter])

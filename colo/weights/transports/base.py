@@ -25,3 +25,6 @@ class Transport(Protocol):
 
     def verify(self) -> None:
         """Raise `StaleWeights` or `TransferError`, naming a tensor, unless the engine holds the trainer's weights."""
+
+    def is_current(self) -> bool:
+        """Whether the engine's weights are the trainer's at this moment, as far as can be told. Sends nothing."""

@@ -40,3 +40,7 @@ class LocalTransport:
         different = [] if self._plan.fallbacks else self._plan.differences(self._source.tensors())
         if different:
             raise TransferError(f"{len(different)} tensors differ after the transfer, {different[0]} for one")
+
+    def is_current(self) -> bool:
+        """Whether every byte that the plan copies is equal; true where the plan has fallbacks and cannot tell."""
+        return bool(self._plan.fallbacks) or not self._plan.differences(self._source.tensors())

@@ -39,6 +39,10 @@ class SharedTransport:
                     "runtime from the model as it is now"
                 )
 
+    def is_current(self) -> bool:
+        """True: what the trainer holds is what the engine holds (`verify` checks that it is still so)."""
+        return True
+
     def move_out(self, device: torch.device) -> None:
         """Give every parameter memory of its own on `device`, one at a time, and on the host where there is no room.
 
