@@ -73,8 +73,8 @@ class EngineSegment(RegionSegment):
 class TorchEngine:
     """An `Engine` (see `colo.engines.base`) that runs a transformers model in this process.
 
-    Ownership: owns the memory of its weights and of its KV cache until `close`; the mover is the caller's. Rotary
-    buffers, adapters and the logits of cached prompts are ordinary tensors beside them, and survive every sleep.
+    Ownership: owns the memory of its weights and of its KV cache until `close`, and its mover where none was given.
+    Rotary buffers, adapters and the logits of cached prompts are ordinary tensors beside them, and survive every sleep.
 
     It starts awake and poisoned: load weights and `commit` a version. `load_weights` withdraws the version, since what
     it leaves is neither the old weights nor, before `commit`, known to be all of the new ones.
@@ -94,7 +94,7 @@ class TorchEngine:
         device: torch.device | str,
         dtype: torch.dtype,
         kv_cache_bytes: int,
-        mover: Mover,
+        mover: Mover | None = None,
         attn_implementation: str | None = None,
     ) -> None:
         """Take the memory for a model of `config`. No checkpoint is read.
@@ -102,7 +102,8 @@ class TorchEngine:
         `module.generation_config`, made from `config`, names the end-of-sequence tokens: replace it by a checkpoint's.
         Raises: `ValueError` when `kv_cache_bytes` holds no token, `BudgetError` when memory is missing.
         """
-        self.mover = mover
+        self.mover = mover or Mover(torch.device(device))
+        self._owns_mover = mover is None
         self.module: PreTrainedModel = empty_model(config, dtype=dtype, attn_implementation=attn_implementation)
         # A trainer may compute gradients over this memory, which tensors made in inference mode do not allow.
         with torch.inference_mode(False), ExitStack() as undo:
@@ -118,11 +119,11 @@ class TorchEngine:
             ENGINE_WEIGHTS,
             regions=self.weights.regions,
             away=Residency.OFFLOADED,
-            mover=mover,
+            mover=self.mover,
             on_move=self._on_weights_move,
         )
         self._kv_segment = EngineSegment(
-            ENGINE_KV_CACHE, regions=[region], away=Residency.DISCARDED, mover=mover, on_move=self._on_kv_move
+            ENGINE_KV_CACHE, regions=[region], away=Residency.DISCARDED, mover=self.mover, on_move=self._on_kv_move
         )
         self._adapters = Adapters(self.module)
         self._paused = self._closed = False
@@ -270,6 +271,8 @@ class TorchEngine:
         self.module.to_empty(device="meta")
         self.weights.drop_views()
         close_all([self._weights_segment.close, self._kv_segment.close])
+        if self._owns_mover:
+            self.mover.close()
 
     def _run(self, wave: Wave, params: SamplingParams, adapter: str | None, version: int) -> list[Completion]:
         prompts, rows = self._slab.open(wave)

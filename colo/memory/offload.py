@@ -70,6 +70,8 @@ class Mover:
         chunk_bytes: int = 64 * MIB,
         trace: Trace | None = None,
     ) -> None:
+        if str(device) == "cuda":  # tensors name their device with its number
+            device = torch.device("cuda", torch.cuda.current_device())
         self.device = device
         self.arena = PinnedArena(device, limit_bytes=host_limit_bytes)
         self.trace = trace

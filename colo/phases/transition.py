@@ -187,8 +187,13 @@ class _Request:
                 h.name for h in self.ledger.holdings.values() if h.residency is Residency.RESIDENT and not h.away
             ]
             kept = f" {', '.join(staying)} cannot leave." if staying else ""
+            what = f"phase {self.target}"
+            if available_bytes < 0:  # the capacity is smaller than what stays in any case
+                held_bytes = self.ledger.capacity_bytes - available_bytes
+                what, needed_bytes = f"{what}, with what stays,", needed_bytes + held_bytes
+                available_bytes = self.ledger.capacity_bytes
             raise self.ledger.refuse(
-                f"phase {self.target}",
+                what,
                 needed_bytes=needed_bytes,
                 free_bytes=available_bytes,
                 advice=f"Make the KV cache, the batch or the model smaller, or raise device_limit_bytes.{kept}",

@@ -101,6 +101,11 @@ def test_working_memory_that_cannot_fit_is_refused():
         plan_transition(Phase.IDLE, Phase.TRAIN, book(weights=(20, R)), working_bytes=81)
 
 
+def test_a_capacity_smaller_than_what_stays_is_said_in_whole_numbers():
+    with pytest.raises(BudgetError, match="phase sync, with what stays, needs 120 B, but 100 B could be made free"):
+        plan_transition(Phase.IDLE, Phase.SYNC, book(weights=(120, R)))
+
+
 def test_host_memory_is_admitted_too():
     ledger = book(host_capacity_bytes=50, weights=(20, R), kv_cache=(40, D), optimizer=(60, R))
     with pytest.raises(BudgetError, match="host arena in phase rollout needs 60 B") as caught:
