@@ -291,7 +291,7 @@ class Runtime:
     def _enter_rollout(self) -> None:
         self._require_idle(Phase.ROLLOUT)
         with self.trace.span("switch to rollout", category="switch", phase=Phase.ROLLOUT):
-            self._notice_writes()
+            self._notice_writes(compare=True)
             self._publisher.check()
             self.engine.reset_prefix_cache()  # writes through `.data` raise no version that could be noticed
             self.scheduler.plan(Phase.ROLLOUT)  # refuse before publishing, while nothing has changed
@@ -440,11 +440,14 @@ class Runtime:
         adapter = active_adapter(cast("PeftModel", self.model)) if is_peft_model(self.model) else None
         return sum(parameter._version for parameter in self.model.parameters()), adapter
 
-    def _notice_writes(self) -> None:
-        """Weights that were changed without the optimizer, by `load_state_dict` for one, are a new version too."""
+    def _notice_writes(self, *, compare: bool) -> None:
+        """Weights that were changed without the optimizer, by `load_state_dict` for one, are a new version too.
+
+        With `compare`, copied weights are compared byte for byte, since writes through `.data` leave no other trace.
+        """
         writes = self._writes()
         changed = writes != self._writes_seen
-        if not changed and self.config.verify and self._publisher.is_current:
+        if not changed and compare and self.config.verify and self._publisher.is_current:
             changed = not self.transport.is_current()
         if changed:
             self._writes_seen = writes
@@ -452,7 +455,7 @@ class Runtime:
 
     def _refresh(self) -> None:
         """Publish what has changed since the rollout began, so that no call samples from older weights."""
-        self._notice_writes()
+        self._notice_writes(compare=False)
         self._publisher.check()
         if not self._publisher.is_current:
             self._publisher.publish()
