@@ -24,6 +24,7 @@ from torch import nn
 
 from colo.config import Offload, RuntimeConfig
 from colo.engines.base import Completion, Engine, EngineState, SamplingParams, SleepLevel
+from colo.engines.text import encode_prompts, with_text
 from colo.errors import BudgetError, PhaseError
 from colo.memory.backward import BackwardWatch
 from colo.memory.offload import Mover
@@ -44,8 +45,9 @@ from colo.phases.scheduler import Budget, Scheduler
 from colo.report.trace import Trace
 from colo.weights.publish import Publication, Publisher
 from colo.weights.sources.module import ModuleSource
-from colo.weights.sources.peft import active_adapter, adapter_weights, is_disabled, is_peft_model
+from colo.weights.sources.peft import adapter_weights, is_disabled, is_peft_model
 from colo.weights.transports.shared import SharedTransport
+from colo.weights.watch import WriteWatch
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -122,7 +124,7 @@ class Runtime:
             on_pass=self._on_backward,
             on_progress=self.scheduler.sample,
         )
-        self._writes_seen = self._writes()
+        self._writes = WriteWatch(model)
         self._inside: str | None = None
         self._stepped = False
         self._implicit_train = False
@@ -192,11 +194,11 @@ class Runtime:
             with self.rollout():
                 return self.generate(prompts, params, **sampling)
         params = replace(params, **sampling) if params is not None else SamplingParams(**sampling)
-        token_ids = self._encode_all(prompts)
+        token_ids = encode_prompts(prompts, self.tokenizer)
         self._refresh()
         completions = self.engine.generate(token_ids, params, adapter=self._adapter_to_apply())
         self.scheduler.sample()
-        return [self._with_text(completion) for completion in completions]
+        return [with_text(completion, self.tokenizer) for completion in completions]
 
     def log(self, **metrics: float) -> None:
         """Add one value to each of the named series of the report, such as `reward`."""
@@ -350,7 +352,7 @@ class Runtime:
 
     def _after_step(self) -> None:
         self._publisher.version += 1
-        self._writes_seen = self._writes()
+        self._writes.accept()
         self._stepped = True
         self._backward.forget()
         fraction = getattr(self.optimizer, "changed_fraction", None)
@@ -435,22 +437,15 @@ class Runtime:
             known_bytes = self.scheduler.working_bytes[Phase.TRAIN]
             self.scheduler.working_bytes[Phase.TRAIN] = max(known_bytes, beside_bytes)
 
-    def _writes(self) -> tuple[object, ...]:
-        """Changes whenever torch writes to a weight or an adapter in place, or another adapter becomes active."""
-        adapter = active_adapter(cast("PeftModel", self.model)) if is_peft_model(self.model) else None
-        return sum(parameter._version for parameter in self.model.parameters()), adapter
-
     def _notice_writes(self, *, compare: bool) -> None:
         """Weights that were changed without the optimizer, by `load_state_dict` for one, are a new version too.
 
         With `compare`, copied weights are compared byte for byte, since writes through `.data` leave no other trace.
         """
-        writes = self._writes()
-        changed = writes != self._writes_seen
+        changed = self._writes.has_changed()
         if not changed and compare and self.config.verify and self._publisher.is_current:
             changed = not self.transport.is_current()
         if changed:
-            self._writes_seen = writes
             self._publisher.version += 1
 
     def _refresh(self) -> None:
@@ -464,23 +459,6 @@ class Runtime:
     def _adapter_to_apply(self) -> str | None:
         """The published adapter, or none within PEFT's `disable_adapter()`."""
         return None if is_peft_model(self.model) and is_disabled(self.model) else self._publisher.adapter_name
-
-    def _encode_all(self, prompts: Sequence[str | Sequence[int]]) -> list[list[int]]:
-        if isinstance(prompts, str) or any(isinstance(prompt, int) for prompt in prompts):
-            raise TypeError("prompts is a list of prompts, each a text or a list of token ids: pass [prompt] for one")
-        return [self._encode(prompt) for prompt in prompts]
-
-    def _encode(self, prompt: str | Sequence[int]) -> list[int]:
-        if not isinstance(prompt, str):
-            return list(prompt)
-        if self.tokenizer is None:
-            raise ValueError("prompts are texts, but the runtime has no tokenizer: pass token ids, or launch with one")
-        return list(self.tokenizer(prompt)["input_ids"])
-
-    def _with_text(self, completion: Completion) -> Completion:
-        if self.tokenizer is None:
-            return completion
-        return replace(completion, text=self.tokenizer.decode(completion.token_ids, skip_special_tokens=True))
 
     def _require_open(self) -> None:
         if self._closed:

@@ -1,0 +1,39 @@
+import pytest
+
+from colo.demo import CharTokenizer
+from colo.engines.base import Completion
+from colo.engines.text import encode_prompts, with_text
+
+
+def completion(token_ids):
+    return Completion(
+        prompt_index=0,
+        sample_index=0,
+        prompt_token_ids=(1,),
+        token_ids=token_ids,
+        logprobs=(0.0,) * len(token_ids),
+        finish_reason="stop",
+        weights_version=0,
+    )
+
+
+def test_texts_are_encoded_and_token_ids_kept():
+    assert encode_prompts(["1+2", (3, 4)], CharTokenizer()) == [[1, 10, 2], [3, 4]]
+    assert encode_prompts([[3, 4]], None) == [[3, 4]]
+    assert encode_prompts([], None) == []
+
+
+@pytest.mark.parametrize("prompts", ["1+2", [1, 2]])
+def test_one_prompt_is_not_taken_for_many(prompts):
+    with pytest.raises(TypeError, match="pass \\[prompt\\] for one"):
+        encode_prompts(prompts, CharTokenizer())
+
+
+def test_a_text_needs_a_tokenizer():
+    with pytest.raises(ValueError, match="has no tokenizer"):
+        encode_prompts(["1"], None)
+
+
+def test_text_is_added_where_there_is_a_tokenizer():
+    assert with_text(completion((8, 12)), CharTokenizer()).text == "8"
+    assert with_text(completion((8, 12)), None).text is None
