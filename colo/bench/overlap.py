@@ -8,7 +8,6 @@ from __future__ import annotations
 import statistics
 import time
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -116,18 +115,20 @@ def exposed_time(device: torch.device, *, rounds: int = 4, steps: int = 5) -> Ro
     """What a loop of rollout and train waits for moving trainer state, as a share of the raw copies' time.
 
     Blocks of `steps` steps with all state resident and with all of it parked for every rollout take turns, so that both
-    see the same machine; the difference of the two median steps is what is exposed. The first step of a block, which
-    still finds the other block's residencies, is left out. The raw time is what the copies take by themselves.
+    see the same machine; the difference of the two median steps is what is exposed. Left out are the first round, in
+    which host memory is pinned, and the first step of a block, which still finds the other block's residencies. A step
+    ends when its own stream has: waiting for the whole device would wait for copies that the next rollout hides. The
+    raw time is what the copies take by themselves.
     """
     size = SIZES[device.type]
     rt = _runtime(device, size, Offload.NEVER)
     ids = torch.randint(1, size.vocab, (size.train_batch, size.train_length), device=device)
-    _step(rt, size, ids)
     seconds: dict[Offload, list[float]] = {Offload.NEVER: [], Offload.ALWAYS: []}
-    for _ in range(rounds):
+    for i in range(rounds):
         for offload, taken in seconds.items():
             rt.scheduler.offload = offload
-            taken += [timed(partial(_step, rt, size, ids), device) for _ in range(steps)][1:]
+            block = [_timed_step(rt, size, ids) for _ in range(steps)]
+            taken += block[1:] if i else []
     resident_s, parked_s = (statistics.median(taken) for taken in seconds.values())
     state_bytes = sum(rt.scheduler.segments[n].size_bytes for n in (TRAINER_OPTIMIZER, TRAINER_MASTER_WEIGHTS))
     copies = [span for span in rt.trace.spans if span.category == "copy"]
@@ -143,6 +144,15 @@ def exposed_time(device: torch.device, *, rounds: int = 4, steps: int = 5) -> Ro
         "exposed_s": parked_s - resident_s,
         "exposed_of_raw": (parked_s - resident_s) / raw_s,
     }
+
+
+def _timed_step(rt: Runtime, size: Size, ids_BT: torch.Tensor) -> float:
+    """Seconds of one step, on the clock of the stream that computes it."""
+    start_s = time.perf_counter()
+    _step(rt, size, ids_BT)
+    if ids_BT.is_cuda:
+        torch.cuda.current_stream().synchronize()
+    return time.perf_counter() - start_s
 
 
 def _step(rt: Runtime, size: Size, ids_BT: torch.Tensor) -> None:
