@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
 
 from colo.config import RuntimeConfig
+from colo.engines.base import Engine
 from colo.engines.layout import bind, empty_model
 from colo.engines.torch import TorchEngine
 from colo.errors import BudgetError, Unsupported
@@ -31,8 +35,6 @@ from colo.weights.transports.shared import SharedTransport, is_same_memory
 if TYPE_CHECKING:
     from peft import LoraConfig
 
-    from colo.engines.base import Engine
-
 Checkpoint: TypeAlias = str | os.PathLike[str] | PretrainedConfig | PreTrainedModel
 
 FULL_LEARNING_RATE = 1e-6
@@ -47,6 +49,8 @@ _UNPLANNED_FRACTION = 0.03
 def launch(
     model: Checkpoint,
     *,
+    engine: Literal["torch", "vllm"] = "torch",
+    engine_options: Mapping[str, Any] | None = None,
     lora: LoraConfig | None = None,
     optimizer: MakeOptimizer | None = None,
     device: str | torch.device | None = None,
@@ -57,7 +61,9 @@ def launch(
     """Start an engine and build a model to train on one copy of the weights.
 
     `model` is a folder or a hub id with a checkpoint, a transformers config for random weights, or a transformers model
-    whose weights are copied and which is otherwise left alone. With `lora` the base is frozen and shared, and an
+    whose weights are copied and which is otherwise left alone. `engine` is the embedded one, or vLLM, which runs in its
+    own process unless `engine_options` has `own_process=False`; the rest of `engine_options` are those of `vllm.LLM`.
+    With `lora` the base is frozen and shared, and an
     adapter is trained. `optimizer` builds the optimizer from the trainable parameters; by default see
     `default_optimizer`. `dtype` defaults to bf16 on CUDA and to fp32 on the CPU, where bf16 is slow.
 
@@ -69,25 +75,23 @@ def launch(
     dtype = dtype or (torch.bfloat16 if target.type == "cuda" else torch.float32)
     if lora is not None:
         check_lora_config(lora)
-    checkpoint = _load_checkpoint(model, dtype)
+    if engine not in ("torch", "vllm"):
+        raise ValueError(f"engine must be 'torch' or 'vllm', not {engine!r}")
+    if engine == "torch" and engine_options:
+        raise ValueError(f"engine_options are those of vLLM: pass engine='vllm' with {sorted(engine_options)}")
+    start = _start_vllm if engine == "vllm" else _start_torch
     capacity_bytes = _capacity(config, target, held_bytes=0)
-    kv_cache_bytes = config.kv_cache_bytes or _default_kv_bytes(checkpoint, dtype, capacity_bytes, target)
-    _admit(checkpoint, kv_cache_bytes, capacity_bytes)
     with ExitStack() as undo:
         mover = Mover(target, host_limit_bytes=config.host_limit_bytes, chunk_bytes=config.chunk_bytes)
         undo.callback(mover.close)
-        engine = TorchEngine(checkpoint.config, device=target, dtype=dtype, kv_cache_bytes=kv_cache_bytes, mover=mover)
-        undo.callback(engine.close)
-        engine.module.generation_config = checkpoint.generation_config
-        engine.load_weights(checkpoint.named_parameters())
-        trained = _model_over(engine, checkpoint, dtype)
-        del checkpoint
+        order = _Order(model, target, dtype, config, capacity_bytes, mover, lora, dict(engine_options or {}))
+        started, trained = start(order, undo)
         if lora is not None:
             from peft import get_peft_model
 
             trained = get_peft_model(trained, lora)
         rt = _assemble(
-            engine,
+            started,
             trained,
             (optimizer or default_optimizer)([p for p in trained.parameters() if p.requires_grad]),
             mover=mover,
@@ -100,15 +104,124 @@ def launch(
     return rt
 
 
+@dataclass(frozen=True, slots=True)
+class _Order:
+    """What `launch` was asked for."""
+
+    model: Checkpoint
+    device: torch.device
+    dtype: torch.dtype
+    config: RuntimeConfig
+    capacity_bytes: int
+    mover: Mover
+    lora: LoraConfig | None
+    engine_options: dict[str, Any]
+
+    def kv_cache_bytes(self, model: nn.Module) -> int:
+        """Size of the KV cache beside `model`. Raises: `BudgetError` when the two do not fit."""
+        size_bytes = self.config.kv_cache_bytes or _default_kv_bytes(
+            model, self.dtype, self.capacity_bytes, self.device
+        )
+        _admit(model, size_bytes, self.capacity_bytes)
+        return size_bytes
+
+
+def _start_torch(order: _Order, undo: ExitStack) -> tuple[Engine, Any]:
+    """The embedded engine, and a model over its memory."""
+    checkpoint = _load_checkpoint(order.model, order.dtype)
+    engine = TorchEngine(
+        checkpoint.config,
+        device=order.device,
+        dtype=order.dtype,
+        kv_cache_bytes=order.kv_cache_bytes(checkpoint),
+        mover=order.mover,
+    )
+    undo.callback(engine.close)
+    engine.module.generation_config = checkpoint.generation_config
+    engine.load_weights(checkpoint.named_parameters())
+    model = empty_model(checkpoint.config, dtype=order.dtype, attn_implementation=None)
+    bind(model, engine.weights.hf_views(), engine.weights.layout.tied)
+    model.generation_config = checkpoint.generation_config
+    return engine, model.requires_grad_(True).train()
+
+
+def _start_vllm(order: _Order, undo: ExitStack) -> tuple[Engine, Any]:
+    """vLLM, which reads the checkpoint itself, and a model over its memory, or one of its own where that cannot be."""
+    from colo.engines.vllm.engine import VLLMEngine
+
+    options = order.engine_options
+    folder: str | os.PathLike[str]
+    if isinstance(order.model, (PretrainedConfig, PreTrainedModel)):
+        folder = undo.enter_context(TemporaryDirectory(prefix="colo-"))
+        _save_config(order.model, folder)
+        options.setdefault("load_format", "dummy")
+    else:
+        folder = order.model
+    if order.lora is not None:
+        options.setdefault("max_lora_rank", _engine_rank(order.lora))
+    config = AutoConfig.from_pretrained(os.fspath(folder))
+    model = empty_model(config, dtype=order.dtype, attn_implementation=None)
+    engine = VLLMEngine(
+        folder,
+        kv_cache_bytes=order.kv_cache_bytes(model),
+        device=order.device,
+        dtype=order.dtype,
+        mover=order.mover,
+        **options,
+    )
+    undo.callback(engine.close)
+    tensors = dict(model.named_parameters())
+    plan = engine.record_plan(tensors)
+    if _why_not_shared(plan, plan.aliases, tensors) is None:
+        bind(model, plan.aliases, _tied(model))
+        if isinstance(order.model, PreTrainedModel):
+            _copy_weights(order.model, model)
+        elif isinstance(order.model, PretrainedConfig):
+            model.init_weights()
+    else:
+        model = _load_checkpoint(order.model, order.dtype).to(order.device)
+    return engine, model.requires_grad_(True).train()
+
+
+def _save_config(model: PretrainedConfig | PreTrainedModel, folder: str) -> None:
+    """Write the configuration from which vLLM builds the same model, and what ends its sequences."""
+    config = copy.deepcopy(model if isinstance(model, PretrainedConfig) else model.config)
+    if not config.architectures:
+        config.architectures = [AutoModelForCausalLM._model_mapping[type(config)].__name__]
+    config.save_pretrained(folder)
+    if isinstance(model, PreTrainedModel) and model.generation_config is not None:
+        model.generation_config.save_pretrained(folder)
+
+
+def _engine_rank(lora: LoraConfig) -> int:
+    """The smallest rank limit of vLLM's that every module of the adapter fits under."""
+    rank = max([lora.r, *(lora.rank_pattern or {}).values()])
+    return next((limit for limit in (8, 16, 32, 64, 128, 256, 320, 512) if limit >= rank), rank)
+
+
+def _tied(model: nn.Module) -> dict[str, str]:
+    """Parameters that are others under a second name."""
+    first = {id(p): name for name, p in model.named_parameters()}
+    names = model.named_parameters(remove_duplicate=False)
+    return {name: first[id(p)] for name, p in names if first[id(p)] != name}
+
+
+@torch.no_grad()
+def _copy_weights(source: nn.Module, target: nn.Module) -> None:
+    tensors = dict(source.named_parameters())
+    for name, parameter in target.named_parameters():
+        parameter.copy_(tensors[name])
+
+
 def share(
-    engine: TorchEngine,
+    engine: Any,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     *,
     tokenizer: Any = None,
     config: RuntimeConfig | None = None,
 ) -> Runtime:
-    """Let your own engine, model and optimizer take turns.
+    """Let your own engine, model and optimizer take turns. `engine` is a `vllm.LLM`, or one of colo's engines.
 
     Where the engine's memory can hold the model's parameters as they are (same dtype, every byte by a plain copy), they
     move there, under the same `nn.Parameter` objects, and nothing is ever sent; otherwise each side keeps its own and
@@ -118,6 +231,10 @@ def share(
     different devices, or the optimizer is not one of the model's; `TransferError` when the model lacks weights that the
     engine needs. Nothing has changed then.
     """
+    if not isinstance(engine, Engine):
+        from colo.engines.vllm.engine import VLLMEngine
+
+        engine = VLLMEngine.around(engine)
     check_free(model, optimizer, engine)
     _check_optimizer(optimizer, model)
     config = config or RuntimeConfig()
@@ -165,7 +282,7 @@ def choose_transport(engine: Engine, model: nn.Module) -> Transport:
 
 
 def _assemble(
-    engine: TorchEngine,
+    engine: Engine,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     **options: Any,
@@ -219,15 +336,6 @@ def _move_in(tensors: Mapping[str, torch.Tensor], aliases: Mapping[str, torch.Te
             if not is_same_memory(parameter, aliases[name]):
                 aliases[name].copy_(parameter)
                 parameter.data = aliases[name]
-
-
-def _model_over(engine: TorchEngine, checkpoint: Any, dtype: torch.dtype) -> Any:
-    """A transformers model to train whose parameters are the engine's memory."""
-    model = empty_model(checkpoint.config, dtype=dtype, attn_implementation=None)
-    bind(model, engine.weights.hf_views(), engine.weights.layout.tied)
-    model.generation_config = checkpoint.generation_config
-    model.requires_grad_(True)
-    return model.train()
 
 
 def _load_checkpoint(model: Checkpoint, dtype: torch.dtype) -> Any:

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import click
 from rich.console import Console
@@ -56,6 +56,8 @@ def app() -> None:
 
 @app.command()
 @click.option("--steps", type=click.IntRange(min=1), default=300, help="Optimizer steps.")
+@click.option("--engine", type=click.Choice(["torch", "vllm"]), default="torch", help="The embedded engine, or vLLM.")
+@click.option("--own-process/--same-process", default=True, help="Where vLLM runs.")
 @device_option
 @click.option("--mode", type=click.Choice(["full", "lora"]), default="full", help="Train every weight, or an adapter.")
 @click.option("--seed", type=int, default=0, help="Makes model, problems and samples repeatable.")
@@ -67,7 +69,15 @@ def app() -> None:
 )
 @json_option
 def demo(
-    steps: int, device: str | None, mode: str, seed: int, html: Path, png: Path | None, json_path: Path | None
+    steps: int,
+    engine: Literal["torch", "vllm"],
+    own_process: bool,
+    device: str | None,
+    mode: str,
+    seed: int,
+    html: Path,
+    png: Path | None,
+    json_path: Path | None,
 ) -> None:
     """Let a small model learn addition by GRPO on a device too small for both tenants."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -82,7 +92,16 @@ def demo(
         def on_step(metrics: dict[str, float]) -> None:
             progress.update(task, advance=1, description=f"reward {metrics['reward']:.2f}")
 
-        result = run(steps=steps, device=device, mode=mode, seed=seed, tell=out.print, on_step=on_step)
+        result = run(
+            steps=steps,
+            engine=engine,
+            own_process=own_process,
+            device=device,
+            mode=mode,
+            seed=seed,
+            tell=out.print,
+            on_step=on_step,
+        )
     rt = result.runtime
     try:
         out.print(rt.report())

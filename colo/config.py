@@ -48,6 +48,9 @@ class RuntimeConfig:
     accumulation_steps: int = 1
     """Backward passes before each `optimizer.step()`; parked state comes back during the last of them."""
 
+    mismatch_sequences: int = 2
+    """Sequences of each rollout whose log-probabilities are computed by the trainer too, to report the difference."""
+
     verify: bool = True
     """Check at every rollout that trainer and engine still hold the same weights."""
 
@@ -63,7 +66,7 @@ class RuntimeConfig:
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ValueError(f"{name} must be a positive number of bytes or None, not {value}")
-        for name in ("device_reserve_bytes", "train_working_bytes"):
+        for name in ("device_reserve_bytes", "train_working_bytes", "mismatch_sequences"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, but is {getattr(self, name)}")
         for name, least in (("region_bytes", 256), ("chunk_bytes", 4096), ("accumulation_steps", 1)):

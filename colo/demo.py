@@ -11,7 +11,7 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.nn import functional as F
@@ -39,6 +39,8 @@ LEARNING_RATE = {"full": 5e-4, "lora": 1e-3}
 LORA_RANK = 32
 KV_CACHE_WEIGHTS = 2.5
 """Size of the KV cache, in sizes of the model: rollout and train then need about the same."""
+
+VLLM_OPTIONS = {"enforce_eager": True, "max_model_len": 32, "max_num_seqs": 512, "disable_log_stats": True}
 
 Tell = Callable[[str], None]
 
@@ -96,6 +98,8 @@ class DemoResult:
 def run(
     *,
     steps: int = 300,
+    engine: Literal["torch", "vllm"] = "torch",
+    own_process: bool = True,
     device: str | None = None,
     mode: str = "full",
     seed: int = 0,
@@ -112,7 +116,8 @@ def run(
         raise ValueError(f"steps must be at least 1, but is {steps}")
     torch.manual_seed(seed)
     target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    rt = _runtime(warm_up(target, seed, tell), target, mode)
+    options = {"own_process": own_process, **VLLM_OPTIONS} if engine == "vllm" else {}
+    rt = _runtime(warm_up(target, seed, tell), target, mode, engine, options)
     config = GRPOConfig(group_size=GROUP_SIZE, max_tokens=MAX_TOKENS, micro_batch_size=1024, seed=seed)
     rewards = []
     start_s = time.perf_counter()
@@ -191,7 +196,9 @@ def _model_config() -> Qwen3Config:
     )
 
 
-def _runtime(model: Any, device: torch.device, mode: str) -> Runtime:
+def _runtime(
+    model: Any, device: torch.device, mode: str, engine: Literal["torch", "vllm"], options: dict[str, Any]
+) -> Runtime:
     """A runtime on a device just large enough for the larger of the two phases."""
     lora = _lora() if mode == "lora" else None
     weights_bytes, trained_bytes = _sizes(lora)
@@ -206,6 +213,8 @@ def _runtime(model: Any, device: torch.device, mode: str) -> Runtime:
     )
     return launch(
         model,
+        engine=engine,
+        engine_options=options,
         lora=lora,
         optimizer=lambda params: torch.optim.AdamW(params, lr=LEARNING_RATE[mode], weight_decay=0.0),
         device=device,

@@ -14,16 +14,16 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from colo.config import Offload, RuntimeConfig
-from colo.engines.base import Completion, Engine, EngineState, SamplingParams, SleepLevel
+from colo.engines.base import Completion, Engine, EngineState, SleepLevel
 from colo.engines.text import encode_prompts, with_text
 from colo.errors import BudgetError, PhaseError
 from colo.memory.backward import BackwardWatch
@@ -43,6 +43,7 @@ from colo.phases.phase import (
 )
 from colo.phases.scheduler import Budget, Scheduler
 from colo.report.trace import Trace
+from colo.weights.mismatch import logprob_difference
 from colo.weights.publish import Publication, Publisher
 from colo.weights.sources.module import ModuleSource
 from colo.weights.sources.peft import adapter_weights, is_disabled, is_peft_model
@@ -127,6 +128,8 @@ class Runtime:
         self._writes = WriteWatch(model)
         self._inside: str | None = None
         self._stepped = False
+        self._to_compare: tuple[float | None, list[Completion]] = (None, [])
+        self._writes_logits = isinstance(model, PreTrainedModel) or is_peft_model(model)
         self._implicit_train = False
         self._closed = False
         self._meter = PeakMeter(self._device)
@@ -176,13 +179,11 @@ class Runtime:
         finally:
             self._leave_train()
 
-    def generate(
-        self, prompts: Sequence[str | Sequence[int]], params: SamplingParams | None = None, **sampling: Any
-    ) -> list[Completion]:
+    def generate(self, prompts: Sequence[str | Sequence[int]], params: Any = None, **sampling: Any) -> list[Completion]:
         """Sample completions from the current weights, in prompt order, then sample order.
 
-        `prompts` are texts (the runtime needs a tokenizer then) or lists of token ids. Sampling options are those of
-        `SamplingParams`, given as one or by name: `rt.generate(prompts, n=8, max_tokens=512, temperature=0.7)`.
+        `prompts` are texts (the runtime needs a tokenizer then) or lists of token ids. Sampling options are the
+        engine's, given as its `SamplingParams` or by name: `rt.generate(prompts, n=8, max_tokens=512)`.
         Outside any phase the call is a rollout of its own.
 
         Raises: `PhaseError` inside `train()` or after `close()`; as `Engine.generate` for everything else.
@@ -193,12 +194,27 @@ class Runtime:
         if self._inside is None:
             with self.rollout():
                 return self.generate(prompts, params, **sampling)
-        params = replace(params, **sampling) if params is not None else SamplingParams(**sampling)
+        params = self.engine.sampling_params(params, **sampling)
         token_ids = encode_prompts(prompts, self.tokenizer)
         self._refresh()
         completions = self.engine.generate(token_ids, params, adapter=self._adapter_to_apply())
         self.scheduler.sample()
+        self._to_compare = (self.engine.sampling_temperature(params), completions[: self.config.mismatch_sequences])
         return [with_text(completion, self.tokenizer) for completion in completions]
+
+    def recover(self) -> None:
+        """Start a lost engine again on the trainer's weights, and publish their present version to it.
+
+        Raises: `PhaseError` inside a phase, or for an engine that is not lost or not ours to start; `BudgetError` when
+        its KV cache does not fit; whatever the engine raises.
+        """
+        self._require_idle(Phase.ROLLOUT)
+        self.scheduler.plan(Phase.ROLLOUT)  # refuse while nothing has changed
+        self.scheduler.anticipate(Phase.ROLLOUT)
+        self.scheduler.settle()
+        self.engine.recover()
+        self._publisher.forget_adapter()
+        self._publish()
 
     def log(self, **metrics: float) -> None:
         """Add one value to each of the named series of the report, such as `reward`."""
@@ -319,6 +335,18 @@ class Runtime:
             self._bring_gradients_back()
         self._stepped = False
         self._meter.start()
+        self._measure_mismatch()
+
+    def _measure_mismatch(self) -> None:
+        """Compare the engine's log-probabilities of the last rollout with the trainer's, on the same weights."""
+        temperature, completions = self._to_compare
+        self._to_compare = (None, [])
+        if temperature is None or not self._writes_logits:
+            return
+        completions = [c for c in completions if c.weights_version == self.weights_version]
+        difference = logprob_difference(self.model, completions, temperature=temperature, device=self._device)
+        if difference is not None:
+            self.log(mismatch_sampled=difference)
 
     def _bring_gradients_back(self) -> None:
         """Gradients that a rollout parked are there from the start: to be added to, clipped, read or zeroed."""

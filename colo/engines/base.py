@@ -7,6 +7,7 @@ States of an engine, and what each allows:
     AWAKE or PAUSED --sleep--> ASLEEP   some of its memory is away; generating and updating raise
     ASLEEP   --wake-->   PAUSED      once every segment is resident again; resume() lets it generate
     any      --close-->  CLOSED
+    any      --its process ends-->  LOST  --recover-->  AWAKE
 
 Whether it may generate is a second, independent question: `weights_version` names what it holds, and `poison(cause)`
 withdraws it (after a failed update, or a wake from level 2) until `commit(version)` gives it a new one.
@@ -17,11 +18,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     import torch
 
+    from colo.memory.offload import Mover
     from colo.memory.segment import Segment
     from colo.weights.load_plan import LoadPlan
 
@@ -33,6 +35,8 @@ class EngineState(StrEnum):
     PAUSED = "paused"
     ASLEEP = "asleep"
     CLOSED = "closed"
+    LOST = "lost"
+    """Its process has ended, or does not answer: `recover()` starts it again."""
 
 
 class SleepLevel(StrEnum):
@@ -125,7 +129,10 @@ class Completion:
     """Name of the LoRA adapter that was applied, if any."""
 
     text: str | None = None
-    """Decoded text, where the runtime has a tokenizer."""
+    """Decoded text, where the runtime or the engine has a tokenizer."""
+
+    output: Any = None
+    """The engine's own object for this sample, where it has one (`vllm.CompletionOutput`)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -159,6 +166,18 @@ class Engine(Protocol):
         """Short name for reports, such as `torch` or `vllm`."""
 
     @property
+    def device(self) -> torch.device:
+        """The device that it shares with a trainer."""
+
+    @property
+    def mover(self) -> Mover:
+        """What moves memory of this process between that device and the host."""
+
+    @property
+    def placement(self) -> str:
+        """Where the engine runs and its weights lie, in a phrase for reports."""
+
+    @property
     def state(self) -> EngineState:
         """What the engine can do now."""
 
@@ -170,8 +189,14 @@ class Engine(Protocol):
     def segments(self) -> Sequence[Segment]:
         """`engine.weights` and `engine.kv_cache`, for the scheduler to move."""
 
+    def sampling_params(self, params: Any = None, **sampling: Any) -> Any:
+        """What `generate` takes, from `SamplingParams`, from the engine's own kind, or from options by name."""
+
+    def sampling_temperature(self, params: Any) -> float | None:
+        """The temperature at which softmax gives a completion's `logprobs`; `None` where filters change them too."""
+
     def generate(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams, *, adapter: str | None = None
+        self, prompts: Sequence[Sequence[int]], params: Any, *, adapter: str | None = None
     ) -> list[Completion]:
         """Sample `params.n` completions for each prompt of token ids, in prompt order, then sample order.
 
@@ -222,6 +247,9 @@ class Engine(Protocol):
 
     def remove_adapter(self, name: str) -> None:
         """Forget an adapter. `ValueError` when there is none of that name."""
+
+    def recover(self) -> None:
+        """Start a lost engine again; it is awake and poisoned then. `PhaseError` for one that is not lost."""
 
     def close(self) -> None:
         """Release everything. Idempotent."""

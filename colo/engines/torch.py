@@ -9,7 +9,8 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -140,6 +141,11 @@ class TorchEngine:
         return EngineState.PAUSED if self._paused else EngineState.AWAKE
 
     @property
+    def placement(self) -> str:
+        """Where the engine runs and its weights lie, in a phrase for reports."""
+        return "transformers in this process"
+
+    @property
     def weights_version(self) -> int | None:
         """Version of the weights it holds; `None` while poisoned."""
         return self._version
@@ -153,6 +159,16 @@ class TorchEngine:
     def kv_bytes_per_token(self) -> int:
         """Bytes of KV cache for each token of a sequence."""
         return self._slab.bytes_per_token
+
+    def sampling_params(self, params: SamplingParams | None = None, **sampling: Any) -> SamplingParams:
+        """`SamplingParams`, with the options given by name in place of those of `params`."""
+        return replace(params, **sampling) if params is not None else SamplingParams(**sampling)
+
+    def sampling_temperature(self, params: SamplingParams) -> float | None:
+        """The temperature that `logprobs` have in them; `None` where filters change them too."""
+        if params.top_p < 1 or params.top_k > 0 or params.min_p > 0:
+            return None
+        return params.temperature or 1.0
 
     def generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, *, adapter: str | None = None
@@ -259,6 +275,10 @@ class TorchEngine:
         """Forget an adapter, and prompts computed with it. `ValueError` when there is none of that name."""
         self._adapters.remove(name)
         self._slab.forget()
+
+    def recover(self) -> None:
+        """Refuse: an engine in this process is never lost. Raises: `PhaseError`."""
+        raise PhaseError("the engine runs in this process and is not lost: nothing to recover")
 
     def close(self) -> None:
         """Release everything, also what `weights.hf_views()` returned. Idempotent."""

@@ -109,7 +109,7 @@ class PausableRegion(Region):
     """A region in torch-memory-saver, for CUDA: the address stays, the pages come and go."""
 
     def __init__(self, name: str, size_bytes: int, device: torch.device) -> None:
-        _require_free(name, size_bytes, device)
+        require_free(name, size_bytes, device)
         self._tag, data = _pages.take(size_bytes, device)
         super().__init__(name, data)
 
@@ -120,7 +120,7 @@ class PausableRegion(Region):
 
     def _restore(self) -> None:
         # The library ends the process when memory is missing in resume, so it is asked for only when it is there.
-        _require_free(self.name, self.size_bytes, self.device)
+        require_free(self.name, self.size_bytes, self.device)
         _saver().resume(self._tag)
 
     def _retire(self) -> None:
@@ -164,7 +164,8 @@ def _spec_bytes(spec: Spec) -> int:
     return math.prod(shape) * dtype.itemsize
 
 
-def _require_free(name: str, size_bytes: int, device: torch.device) -> None:
+def require_free(name: str, size_bytes: int, device: torch.device) -> None:
+    """Raise `BudgetError` unless the driver has `size_bytes` free, after what torch caches has been given back."""
     free_bytes = free_device_bytes(device)
     if free_bytes < size_bytes:
         torch.cuda.empty_cache()  # what PyTorch caches is invisible to the driver that maps our pages

@@ -70,7 +70,7 @@ def write_picture(runtime: Runtime, path: Path, *, title: str) -> Path:
 def _facts(runtime: Runtime) -> dict[str, str]:
     rollout, train = (runtime.trace.peak_bytes(phase) for phase in (Phase.ROLLOUT, Phase.TRAIN))
     facts = {
-        "engine": f"{runtime.engine.name} on {runtime.device}",
+        "engine": f"{runtime.engine.name} on {runtime.device}: {runtime.engine.placement}",
         "weights": f"{runtime.transport.name}: {runtime.transport.reason}",
         "version": f"{runtime.weights_version}, {len(runtime.publications)} publications, "
         f"{format_bytes(runtime.bytes_synced)} copied",
@@ -81,7 +81,7 @@ def _facts(runtime: Runtime) -> dict[str, str]:
     changed = runtime.trace.metrics.get("changed_fraction")
     if changed:
         facts["changed"] = f"{changed[-1]:.1%} of the 16-bit weights in the last step"
-    mismatch = runtime.trace.metrics.get("mismatch")
+    mismatch = runtime.trace.metrics.get("mismatch") or runtime.trace.metrics.get("mismatch_sampled")
     if mismatch:
         facts["mismatch"] = f"{mismatch[-1]:.2g} mean |log p(engine) - log p(trainer)| in the last step"
     return facts

@@ -9,9 +9,10 @@ replayed in a few launches. What the loader computes rather than copies is seen 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import prod
 from typing import Any
 
 import torch
@@ -20,7 +21,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from colo.errors import TransferError, Unsupported
 
 Load = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
-"""An engine's loader: takes `(name, tensor)` in Hugging Face names."""
+"""An engine's loader: takes `(name, tensor)` in the names of a checkpoint."""
+
+Views = Callable[[Mapping[str, torch.Tensor]], Iterable[tuple[str, torch.Tensor]]]
+"""Gives parameters, or views of them, in the names of a checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,7 +32,7 @@ class Copy:
     """One copy that the loader makes: a region of a source tensor into a view of engine memory."""
 
     name: str
-    """Source tensor, in Hugging Face names."""
+    """Source tensor: the trainer's parameter, whatever the loader calls the part of it that it was given."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -59,17 +63,27 @@ class LoadPlan:
     sources: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
     """Dtype and shape of every source tensor."""
 
+    strides: Mapping[str, tuple[int, ...]]
+    """Strides of every source tensor, in elements."""
+
     fallbacks: Mapping[str, str] = field(default_factory=dict)
     """Source name to the reason why its copies cannot be replayed: the engine's own loader has to be used."""
 
     @classmethod
     def record(
-        cls, load: Load, source: Mapping[str, torch.Tensor], destinations: Mapping[str, torch.Tensor]
+        cls,
+        load: Load,
+        source: Mapping[str, torch.Tensor],
+        destinations: Mapping[str, torch.Tensor],
+        *,
+        as_checkpoint: Views | None = None,
     ) -> LoadPlan:
         """Run `load` on stand-ins of `source` and note its copies; no byte of the engine is changed.
 
         `destinations` is the engine's memory by name, without padding that no weight fills, for the check that every
-        byte of it is covered exactly once.
+        byte of it is covered exactly once. `as_checkpoint` turns the stand-ins into what the loader is given, for
+        loaders that want other names or parts than `source` has (`checkpoint_views`); copies are noted for the tensors
+        of `source` all the same.
         Raises: `TransferError` naming the tensors when parts of the engine's memory are written twice or never and no
         fallback explains it; whatever the loader raises.
         """
@@ -79,7 +93,7 @@ class LoadPlan:
         recorder = _Recorder(stand_ins)
         try:
             with torch.no_grad(), recorder:
-                load(iter(stand_ins.items()))
+                load(iter(stand_ins.items() if as_checkpoint is None else as_checkpoint(stand_ins)))
         except (
             NotImplementedError,
             _NeedsValuesError,
@@ -88,6 +102,7 @@ class LoadPlan:
         plan = cls(
             copies=tuple(recorder.copies),
             sources={name: (t.dtype, tuple(t.shape)) for name, t in source.items()},
+            strides={name: tuple(t.stride()) for name, t in source.items()},
             fallbacks=recorder.fallbacks,
         )
         if not plan.fallbacks:
@@ -96,15 +111,16 @@ class LoadPlan:
 
     @cached_property
     def aliases(self) -> dict[str, torch.Tensor]:
-        """Source name to engine memory that can serve as the source itself: whole, contiguous, same shape and dtype."""
+        """Source name to engine memory that can serve as the source itself: contiguous, same shape and dtype.
+
+        So it is where the copies of a source, however many, leave its elements as they lie: all of them, each once,
+        shifted by one offset within one storage.
+        """
         by_name: dict[str, list[Copy]] = {}
         for copy in self.copies:
             by_name.setdefault(copy.name, []).append(copy)
-        return {
-            name: copies[0].target
-            for name, copies in by_name.items()
-            if name not in self.fallbacks and len(copies) == 1 and self._is_alias(copies[0])
-        }
+        found = {name: self._alias(name, copies) for name, copies in by_name.items() if name not in self.fallbacks}
+        return {name: alias for name, alias in found.items() if alias is not None}
 
     def replay(self, source: Mapping[str, torch.Tensor]) -> int:
         """Copy `source` into the engine's memory and return the bytes written. Dtypes are converted as in `copy_`.
@@ -121,13 +137,17 @@ class LoadPlan:
         return sum(copy.num_bytes for copy in self.copies)
 
     def check_source(self, source: Mapping[str, torch.Tensor]) -> None:
-        """Raise `TransferError` unless `source` holds every tensor of the plan with the recorded shape."""
+        """Raise `TransferError` unless `source` holds every tensor of the plan with the recorded shape and strides."""
         missing = [name for name in self.sources if name not in source]
         if missing:
             raise TransferError(f"{len(missing)} of {len(self.sources)} tensors are missing, {missing[0]} for one")
         for name, (_, shape) in self.sources.items():
             if tuple(source[name].shape) != shape:
                 raise TransferError(f"{name} has shape {tuple(source[name].shape)}, but {shape} was recorded")
+            if not _same_strides(shape, source[name].stride(), self.strides[name]):
+                raise TransferError(
+                    f"{name} has strides {source[name].stride()}, but {self.strides[name]} were recorded"
+                )
 
     def differences(self, source: Mapping[str, torch.Tensor]) -> list[str]:
         """Names whose bytes in the engine differ from `source`, converted to the engine's dtype. Reads everything."""
@@ -138,10 +158,24 @@ class LoadPlan:
                 different[copy.name] = None
         return list(different)
 
-    def _is_alias(self, copy: Copy) -> bool:
-        dtype, shape = self.sources[copy.name]
-        target = copy.target
-        return target.dtype == dtype and tuple(target.shape) == shape == copy.shape and target.is_contiguous()
+    def _alias(self, name: str, copies: list[Copy]) -> torch.Tensor | None:
+        """The memory that `copies`, all those of one source, make the same as the source, if there is one."""
+        (dtype, shape), stride = self.sources[name], self.strides[name]
+        first = copies[0]
+        if any(copy.target.dtype != dtype for copy in copies):
+            return None
+        if len(copies) == 1 and first.offset == 0 and first.shape == shape and first.target.is_contiguous():
+            return first.target if _same_strides(shape, first.stride, stride) else None
+        storage, shift = _key(first.target), _offset(first.target) - first.offset
+        if not _is_contiguous(shape, stride) or not all(_shifts(copy, storage, shift) for copy in copies):
+            return None
+        if _count_misses(prod(shape), [(copy.offset, copy.shape, copy.stride) for copy in copies]) != (0, 0):
+            return None
+        return first.target.as_strided(shape, _contiguous_stride(shape), shift)
+
+
+_Part = tuple[int, Sequence[int], Sequence[int]]
+"""Offset, shape and strides of a view, in elements."""
 
 
 class _NeedsValuesError(Exception):
@@ -223,10 +257,11 @@ def _check_coverage(copies: Iterable[Copy], destinations: Mapping[str, torch.Ten
             raise TransferError(f"the loader copies {copy.name} to memory that is no parameter of the engine")
         by_destination[name].append(copy.target)
     for name, targets in by_destination.items():
-        never, twice = _count_misses(destinations[name], targets)
+        base, num_elements = _offset(destinations[name]), destinations[name].numel()
+        never, twice = _count_misses(num_elements, [(_offset(t) - base, t.shape, t.stride()) for t in targets])
         if never or twice:
             raise TransferError(
-                f"the loader does not cover {name} exactly once: of {destinations[name].numel()} elements it leaves "
+                f"the loader does not cover {name} exactly once: of {num_elements} elements it leaves "
                 f"{never} unwritten and writes {twice} more than once; pass every tensor of the model"
             )
 
@@ -252,20 +287,42 @@ class _Index:
         return rows[position][2]
 
 
-def _count_misses(destination: torch.Tensor, targets: list[torch.Tensor]) -> tuple[int, int]:
-    """Elements of a contiguous `destination` that `targets` write never, and more than once."""
-    base = _offset(destination)
-    if all(target.is_contiguous() for target in targets):
+def _count_misses(num_elements: int, parts: list[_Part]) -> tuple[int, int]:
+    """Elements, of as many that lie in a row, that `parts` hold never, and more than once."""
+    if all(_is_contiguous(shape, stride) for _, shape, stride in parts):
         never = twice = reached = 0
-        for start, end in sorted((_offset(t) - base, _offset(t) - base + t.numel()) for t in targets):
+        for start, end in sorted((offset, offset + prod(shape)) for offset, shape, _ in parts):
             never += max(0, start - reached)
             twice += max(0, min(end, reached) - start)
             reached = max(reached, end)
-        return never + max(0, destination.numel() - reached), twice
-    counts = torch.zeros(destination.numel(), dtype=torch.uint8)
-    for target in targets:
-        counts.as_strided(target.shape, target.stride(), _offset(target) - base).add_(1)
+        return never + max(0, num_elements - reached), twice
+    counts = torch.zeros(num_elements, dtype=torch.uint8)
+    for offset, shape, stride in parts:
+        counts.as_strided(shape, stride, offset).add_(1)
     return int((counts == 0).sum()), int((counts > 1).sum())
+
+
+def _shifts(copy: Copy, storage: int, shift: int) -> bool:
+    """Whether `copy` puts its region into `storage` with the same strides, `shift` elements further on."""
+    target = copy.target
+    return (
+        _offset(target) - copy.offset == shift
+        and _same_strides(copy.shape, copy.stride, target.stride())
+        and _key(target) == storage
+    )
+
+
+def _same_strides(shape: Sequence[int], left: Sequence[int], right: Sequence[int]) -> bool:
+    """Whether two strides place the elements of `shape` alike; those of single elements do not count."""
+    return all(size == 1 or a == b for size, a, b in zip(shape, left, right, strict=True))
+
+
+def _is_contiguous(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    return 0 in shape or _same_strides(shape, stride, _contiguous_stride(shape))
+
+
+def _contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:

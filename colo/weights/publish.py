@@ -87,6 +87,10 @@ class Publisher:
             self._engine.poison(str(error))
             raise
 
+    def forget_adapter(self) -> None:
+        """Know that the engine has lost the adapter it was given."""
+        self._loaded_adapter = None
+
     def publish(self) -> Publication:
         """Make the trainer's version the engine's.
 

@@ -584,7 +584,7 @@ def test_the_report_names_engine_weights_peaks_and_reasons(rt, tmp_path):
     text = str(rt.report())
     for words in ("torch on cpu", "shared: all", "rollout", "nothing had to leave the device", "reward"):
         assert words in text
-    assert rt.report().to_json()["facts"]["engine"] == "torch on cpu"
+    assert rt.report().to_json()["facts"]["engine"] == "torch on cpu: transformers in this process"
     page = rt.plot(tmp_path / "run.html").read_text()
     assert page.startswith("<!doctype html>") and "engine.kv_cache" in page
     with pytest.raises(ValueError, match="ends in .html or .png"):

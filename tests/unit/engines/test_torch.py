@@ -334,7 +334,8 @@ def test_a_removed_adapter_is_gone_with_what_was_computed_with_it(make_engine):
 
 # ---- states and sleep -----------------------------------------------------------------------------------------------
 
-AWAKE, PAUSED, ASLEEP, CLOSED = EngineState
+STATES = [state for state in EngineState if state is not EngineState.LOST]
+AWAKE, PAUSED, ASLEEP, CLOSED = STATES
 RESIDENT, OFFLOADED, DISCARDED = Residency.RESIDENT, Residency.OFFLOADED, Residency.DISCARDED
 ENTER = {
     AWAKE: lambda engine: None,
@@ -367,11 +368,11 @@ LEGAL = {
     "commit": STAY,
     "record_plan": STAY,
     "load_adapter": {**STAY, ASLEEP: ASLEEP},
-    "close": dict.fromkeys(EngineState, CLOSED),
+    "close": dict.fromkeys(STATES, CLOSED),
 }
 
 
-@pytest.mark.parametrize("state", EngineState)
+@pytest.mark.parametrize("state", STATES)
 @pytest.mark.parametrize("verb", VERBS)
 def test_every_state_allows_what_it_should_and_refuses_the_rest(make_engine, verb, state):
     engine = make_engine()
@@ -383,6 +384,11 @@ def test_every_state_allows_what_it_should_and_refuses_the_rest(make_engine, ver
         with pytest.raises(PhaseError, match="and (it )?cannot"):
             VERBS[verb](engine)
     assert engine.state is LEGAL[verb].get(state, state)
+
+
+def test_an_engine_in_this_process_is_never_lost(make_engine):
+    with pytest.raises(PhaseError, match="not lost"):
+        make_engine().recover()
 
 
 def residencies(engine: TorchEngine) -> list[Residency]:

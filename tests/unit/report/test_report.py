@@ -60,7 +60,7 @@ def test_the_facts_say_what_was_chosen_and_why(launch):
     rt = launch()
     step(rt, 2)
     facts = rt.report().facts
-    assert facts["engine"] == "torch on cpu"
+    assert facts["engine"] == "torch on cpu: transformers in this process"
     assert facts["weights"] == f"shared: {rt.transport.reason}"
     assert facts["version"].startswith("2, 2 publications") and facts["version"].endswith("0 B copied")
     assert facts["offload"] == "auto: nothing had to leave the device"
@@ -88,7 +88,7 @@ def test_a_printed_report_has_facts_phases_memory_and_metrics(launch):
     step(rt)
     rt.log(reward=0.5)
     text = str(rt.report())
-    for part in ("torch on cpu", "rollout", "train", "engine.kv_cache", "reward"):
+    for part in ("torch on cpu: transformers in this process", "rollout", "train", "engine.kv_cache", "reward"):
         assert part in text
     assert max(map(len, text.splitlines())) <= 100
     console = Console(width=100, no_color=True)
@@ -108,7 +108,7 @@ def test_a_report_is_plain_data_too(launch):
 
 def test_a_report_before_the_first_step_and_after_close_is_no_error(launch):
     rt = launch()
-    assert "torch on cpu" in str(rt.report())
+    assert "torch on cpu: transformers in this process" in str(rt.report())
     step(rt)
     before = rt.report().facts["version"]
     rt.close()
@@ -129,7 +129,7 @@ def test_the_picture_is_one_html_file_with_the_facts(launch, tmp_path):
     path = rt.plot(tmp_path / "run.html", title="one & only")
     text = path.read_text()
     assert text.lower().startswith("<!doctype html>")
-    assert "one &amp; only" in text and "torch on cpu" in text
+    assert "one &amp; only" in text and "torch on cpu: transformers in this process" in text
     assert "http://" not in text.replace("http://www.w3.org/", "") and "<script src" not in text
 
 

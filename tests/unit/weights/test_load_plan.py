@@ -1,5 +1,7 @@
 """Recording what a loader does, on loaders that do what real ones do."""
 
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -7,6 +9,7 @@ from hypothesis import strategies as st
 
 from colo.errors import TransferError, Unsupported
 from colo.weights.load_plan import LoadPlan
+from colo.weights.sources.checkpoint import checkpoint_views
 
 
 class FusedLoader:
@@ -154,6 +157,14 @@ def test_a_source_that_changed_shape_or_is_gone_is_refused_before_anything_is_wr
     assert not engine.qkv.any() and not engine.norm.any()
 
 
+def test_a_source_whose_strides_changed_is_refused_rather_than_misread():
+    engine, source = FusedLoader(), weights()
+    plan = LoadPlan.record(engine.load, source, engine.destinations)
+    with pytest.raises(TransferError, match=r"q has strides \(1, 4\), but \(4, 1\) were recorded"):
+        plan.replay(source | {"q": torch.randn(4, 4).t()})
+    assert not engine.qkv.any()
+
+
 def test_nan_and_negative_zero_are_compared_as_bits():
     engine, source = FusedLoader(), weights()
     source["norm"] = torch.tensor([float("nan"), -0.0, 1.0, 2.0])
@@ -190,3 +201,224 @@ def test_coverage_counts_every_element_however_the_parts_lie(rows, columns, by_c
     else:
         with pytest.raises(TransferError, match=f"leaves {rows[drop] * columns} unwritten"):
             LoadPlan.record(load, kept, {"t": target})
+
+
+# ---- sources that reach the engine in parts --------------------------------------------------------------------------
+
+
+class ExpertsLoader:
+    """Experts one by one into `w13` [E, 2I, H] and `w2` [E, H, I], with the cuts of vLLM's `RoutedExperts`."""
+
+    def __init__(self, num_experts=3, intermediate=4, hidden=5, *, first="gate_proj"):
+        self.w13 = torch.zeros(num_experts, 2 * intermediate, hidden)
+        self.w2 = torch.zeros(num_experts, hidden, intermediate)
+        self.first = first
+
+    def load(self, pairs):
+        for name, tensor in pairs:
+            expert, projection = name.removeprefix("mlp.experts.").removesuffix(".weight").split(".")
+            data = (self.w2 if projection == "down_proj" else self.w13).data[int(expert)]
+            if projection != "down_proj":
+                size = data.shape[0] // 2
+                data = data.narrow(0, 0 if projection == self.first else size, size)
+            data.copy_(tensor.unsqueeze(0).unbind()[0].narrow(0, 0, tensor.shape[0]))
+
+    @property
+    def destinations(self):
+        return {"w13": self.w13, "w2": self.w2}
+
+    def record(self, source, load=None):
+        names = partial(checkpoint_views, model_type="qwen3_moe")
+        return LoadPlan.record(load or self.load, source, self.destinations, as_checkpoint=names)
+
+
+def stacked(engine):
+    up, down = torch.randn(engine.w13.shape), torch.randn(engine.w2.shape)
+    return {"mlp.experts.gate_up_proj": up, "mlp.experts.down_proj": down}
+
+
+def test_stacked_experts_are_the_engines_memory_as_a_whole():
+    engine = ExpertsLoader()
+    source = stacked(engine)
+    plan = engine.record(source)
+    assert [copy.name for copy in plan.copies] == ["mlp.experts.gate_up_proj"] * 6 + ["mlp.experts.down_proj"] * 3
+    assert plan.aliases.keys() == source.keys()
+    for name, memory in zip(source, (engine.w13, engine.w2), strict=True):
+        alias = plan.aliases[name]
+        assert (alias.data_ptr(), alias.shape, alias.stride()) == (memory.data_ptr(), memory.shape, memory.stride())
+        alias.copy_(source[name])
+        assert torch.equal(memory, source[name])
+    assert plan.differences(source) == []
+
+
+def test_experts_whose_halves_the_engine_swaps_are_replayed_and_not_aliased():
+    engine = ExpertsLoader(first="up_proj")
+    source = stacked(engine)
+    plan = engine.record(source)
+    assert list(plan.aliases) == ["mlp.experts.down_proj"]
+    gate, up = source["mlp.experts.gate_up_proj"].chunk(2, dim=1)
+    assert plan.replay(source) == sum(t.numel() * 4 for t in source.values())
+    assert torch.equal(engine.w13, torch.cat([up, gate], dim=1))
+    assert torch.equal(engine.w2, source["mlp.experts.down_proj"])
+    source["mlp.experts.gate_up_proj"][2, 0, 0] += 1
+    assert plan.differences(source) == ["mlp.experts.gate_up_proj"]
+
+
+def test_an_expert_that_is_never_loaded_is_reported():
+    engine = ExpertsLoader()
+
+    def load(pairs):
+        engine.load((name, tensor) for name, tensor in pairs if ".2.up_proj." not in name)
+
+    with pytest.raises(TransferError, match="does not cover w13 exactly once: of 120 elements it leaves 20 unwritten"):
+        engine.record(stacked(engine), load)
+
+
+def test_experts_in_the_order_that_another_rank_would_hold_are_not_aliased():
+    engine = ExpertsLoader()
+    source = stacked(engine)
+
+    def load(pairs):
+        engine.load((name.replace(".1.", ".x.").replace(".2.", ".1.").replace(".x.", ".2."), t) for name, t in pairs)
+
+    plan = engine.record(source, load)
+    assert plan.aliases == {}
+    plan.replay(source)
+    assert torch.equal(engine.w2, source["mlp.experts.down_proj"][[0, 2, 1]])
+
+
+def test_views_that_are_computed_are_fallbacks_of_their_parameter():
+    engine, source = FusedLoader(), weights()
+
+    def doubled(tensors):
+        return [(name, tensor * 2 if name == "k" else tensor) for name, tensor in tensors.items()]
+
+    plan = LoadPlan.record(engine.load, source, engine.destinations, as_checkpoint=doubled)
+    assert list(plan.fallbacks) == ["k"]
+
+
+def record_one(load, source, target):
+    return LoadPlan.record(load, {"t": source}, {"t": target})
+
+
+def test_a_square_tensor_that_is_transposed_is_no_alias():
+    source, target = torch.randn(4, 4), torch.zeros(4, 4)
+    plan = record_one(lambda pairs: [target.copy_(t.t()) for _, t in pairs], source, target)
+    assert plan.aliases == {}
+    plan.replay({"t": source})
+    assert torch.equal(target, source.t())
+
+
+def test_columns_that_keep_their_place_are_an_alias_and_transposed_blocks_are_not():
+    source, target = torch.randn(4, 4), torch.zeros(4, 4)
+
+    def columns(pairs):
+        for _, t in pairs:
+            for part, place in zip(t.split([1, 3], dim=1), target.split([1, 3], dim=1), strict=True):
+                place.copy_(part)
+
+    def blocks(pairs):
+        for _, t in pairs:
+            for part, place in zip(t.split(2), target.split(2), strict=True):
+                place.view(2, 2, 2).copy_(part.view(2, 2, 2).transpose(1, 2))
+
+    assert record_one(columns, source, target).aliases["t"].data_ptr() == target.data_ptr()
+    assert record_one(blocks, source, target).aliases == {}
+
+
+def test_another_shape_of_the_same_elements_is_an_alias_in_the_shape_of_the_source():
+    source, target = torch.randn(4, 6), torch.zeros(24)
+    alias = record_one(lambda pairs: [target.copy_(t.view(-1)) for _, t in pairs], source, target).aliases["t"]
+    assert alias.shape == (4, 6) and alias.data_ptr() == target.data_ptr()
+
+
+def test_parts_of_a_source_in_two_storages_or_with_a_gap_between_them_are_no_alias():
+    source, padded = torch.randn(4, 2), torch.zeros(6, 2)
+    apart = {"top": torch.zeros(2, 2), "bottom": torch.zeros(4, 2)[2:]}
+
+    def load(pairs, places):
+        for _, t in pairs:
+            for part, place in zip(t.split(2), places, strict=True):
+                place.copy_(part)
+
+    assert LoadPlan.record(partial(load, places=apart.values()), {"t": source}, apart).aliases == {}
+    places = {"top": padded[:2], "bottom": padded[4:]}
+    assert LoadPlan.record(partial(load, places=places.values()), {"t": source}, places).aliases == {}
+
+
+def test_a_source_with_an_element_that_is_not_read_is_no_alias():
+    source, target = torch.randn(4, 2), torch.zeros(3, 2)
+    plan = record_one(
+        lambda pairs: [p.copy_(s) for _, t in pairs for p, s in zip(target, t, strict=False)], source, target
+    )
+    assert plan.aliases == {}
+
+
+def test_half_of_a_source_twice_is_no_alias():
+    """As many elements as the source has, all in their place, and still not the source."""
+    source, target = {"t": torch.randn(4, 2), "other": torch.randn(2)}, torch.zeros(4, 2)
+
+    def load(pairs):
+        for name, t in pairs:
+            for _ in range(2 if name == "t" else 0):
+                target[:2].copy_(t[:2])
+            if name == "other":
+                target[3].copy_(t + 1)
+
+    plan = LoadPlan.record(load, source, {"t": target})
+    assert list(plan.fallbacks) == ["other"] and len(plan.copies) == 2
+    assert plan.aliases == {}
+
+
+def test_a_transposed_source_is_an_alias_as_a_whole_and_not_in_parts():
+    source, target = torch.randn(2, 4).t(), torch.zeros(4, 2)
+    whole = record_one(lambda pairs: [target.copy_(t) for _, t in pairs], source, target)
+    rows = record_one(
+        lambda pairs: [p.copy_(s) for _, t in pairs for p, s in zip(target, t, strict=True)], source, target
+    )
+    back = record_one(lambda pairs: [target.view(2, 4).copy_(t.t()) for _, t in pairs], source, target)
+    assert whole.aliases["t"].is_contiguous() and whole.aliases["t"].shape == (4, 2)
+    assert rows.aliases == back.aliases == {}
+
+
+def test_parts_that_lie_in_a_row_are_counted_without_looking_at_elements():
+    """A destination on the meta device, larger than any memory."""
+    source, target = torch.empty(8, 1 << 40, device="meta"), torch.empty(8, 1 << 40, device="meta")
+    plan = record_one(
+        lambda pairs: [p.copy_(s) for _, t in pairs for p, s in zip(target, t, strict=True)], source, target
+    )
+    assert plan.aliases["t"].shape == source.shape
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    rows=st.lists(st.integers(1, 4), min_size=1, max_size=6),
+    columns=st.integers(1, 5),
+    before=st.integers(0, 3),
+    order=st.randoms(use_true_random=False),
+    swap=st.booleans(),
+)
+def test_row_blocks_are_an_alias_if_and_only_if_each_keeps_its_place(rows, columns, before, order, swap):
+    """Blocks, in any order, to their own places or two of them to each other's, behind `before` rows of others."""
+    total = sum(rows)
+    source = torch.randn(total, columns)
+    memory = torch.zeros(before + total, columns)
+    target, blocks, lengths = memory[before:], list(range(len(rows))), list(rows)
+    if swap:
+        i, j = order.choice(blocks), order.choice(blocks)
+        blocks[i], blocks[j] = blocks[j], blocks[i]
+        lengths = [rows[block] for block in blocks]
+    places = dict(zip(blocks, target.split(lengths), strict=True))
+    visited = sorted(blocks, key=lambda _: order.random())
+
+    def load(pairs):
+        for _, t in pairs:
+            for block in visited:
+                places[block].copy_(t.split(rows)[block])
+
+    plan = record_one(load, source, target)
+    plan.replay({"t": source})
+    assert torch.equal(target, torch.cat([source.split(rows)[block] for block in blocks]))
+    assert bool(plan.aliases) == (blocks == sorted(blocks))
+    if plan.aliases:
+        assert plan.aliases["t"].data_ptr() == target.data_ptr() and torch.equal(plan.aliases["t"], source)

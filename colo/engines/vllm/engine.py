@@ -1,0 +1,777 @@
+"""vLLM as an engine, in this process or in one of its own, through its documented extension points.
+
+The weights lie in slabs that the trainer owns (`colo.engines.vllm.store`): a trainer's parameters can be that memory,
+in one process and across two, and the engine may be killed and started again on it. What can be given back in between
+is the KV cache and, where the weights are vLLM's own, the weights.
+"""
+
+from __future__ import annotations
+
+import gc
+import operator
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as DeadlineError
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from colo import errors
+from colo.engines.base import AdapterWeights, Completion, EngineState, SamplingParams, SleepLevel
+from colo.engines.vllm import compat, plugin
+from colo.engines.vllm.loader_options import FORMAT_KEY, STORE_KEY
+from colo.engines.vllm.store import WeightStore, device_id
+from colo.errors import BudgetError, EngineLost, PhaseError, StaleWeights, TransferError, Unsupported
+from colo.memory.offload import Mover
+from colo.memory.region import carve, carved_bytes
+from colo.memory.segment import Done, Move, Segment
+from colo.memory.slab import Slab, open_slab
+from colo.phases.phase import ENGINE_KV_CACHE, ENGINE_WEIGHTS, Residency, check_move
+from colo.units import MIB
+from colo.weights.load_plan import Copy, LoadPlan
+
+PauseMode = Literal["abort", "wait", "keep"]
+
+DEADLINE_S = 300.0
+"""How long an operation in the engine's process may take before the engine counts as lost."""
+
+_STAGING_BYTES = 256 * MIB
+
+
+class WorkerSegment:
+    """A segment of the engine's memory, moved by its workers."""
+
+    def __init__(self, engine: VLLMEngine, name: str) -> None:
+        self.name = name
+        self.size_bytes = self.device_bytes = self.host_bytes = 0
+        self.away: Residency | None = None
+        self.residency = Residency.RESIDENT
+        self._engine = engine
+
+    def reset(self, size_bytes: int, away: Residency | None) -> None:
+        """Be what an engine that has just started holds."""
+        self.size_bytes = self.device_bytes = size_bytes
+        self.away = away
+        self.residency = Residency.RESIDENT
+
+    def vanish(self) -> None:
+        """Be gone, with the process that held it."""
+        self.residency, self.device_bytes, self.host_bytes = Residency.DISCARDED, 0, 0
+
+    def begin(self, target: Residency) -> Move:
+        """Start moving to `target`; the engine is paused before anything leaves.
+
+        Raises: as `Segment.begin`, and `PhaseError` when it must not leave.
+        """
+        source = self.residency
+        if target is source:
+            return Done()
+        if self.away is None:
+            raise PhaseError(
+                f"segment {self.name} cannot become {target}: it is {self._engine.why_it_stays(self.name)}. Level "
+                f"'{SleepLevel.KEEP_WEIGHTS}' drops the KV cache only"
+            )
+        check_move(self.name, source, target)
+        self._engine._before_move(self.name, target)
+        self._engine._begin(self.name, source, target)
+        self.residency = target
+        if target is Residency.DISCARDED:
+            self.settle()
+            return Done()
+        return _WorkerMove(self, self.size_bytes if Residency.OFFLOADED in (source, target) else 0)
+
+    def settle(self) -> None:
+        """Wait until the workers have moved it."""
+        self.device_bytes = self._engine._wait(self.name)
+        self.host_bytes = max(self.host_bytes, self.size_bytes if self.residency is Residency.OFFLOADED else 0)
+
+
+class _WorkerMove:
+    def __init__(self, segment: WorkerSegment, moved_bytes: int) -> None:
+        self._segment = segment
+        self.moved_bytes = moved_bytes
+        self._target = segment.residency
+        self._done = False
+        if self._target is Residency.RESIDENT:
+            segment.device_bytes = segment.size_bytes
+
+    def wait(self) -> None:
+        if not self._done and self._segment.residency is self._target:
+            self._segment.settle()
+        self._done = True
+
+    def poll(self) -> bool:
+        return self._done
+
+
+class VLLMEngine:
+    """An `Engine` (see `colo.engines.base`) that runs vLLM.
+
+    Ownership: owns the `vllm.LLM` it has started and the memory of its weights until `close`; of an engine made by
+    `around` it owns neither. It starts awake and poisoned, until `commit` names what it holds.
+    Not thread-safe: one caller at a time.
+    """
+
+    name = "vllm"
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str],
+        *,
+        kv_cache_bytes: int,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        own_process: bool = True,
+        share_memory: bool = True,
+        max_lora_rank: int = 0,
+        mover: Mover | None = None,
+        deadline_s: float = DEADLINE_S,
+        **options: Any,
+    ) -> None:
+        """Start vLLM.
+
+        `model` is a folder or a hub id. With `share_memory` the weights lie where a trainer can map them and stay on
+        the device; without, they are vLLM's own and may leave (levels 1 and 2). `options` are those of `vllm.LLM`, such
+        as `max_model_len`, `enforce_eager` or `load_format`; what colo sets itself may be overridden.
+
+        Raises: `Unsupported` without vLLM, or when it runs on another device; whatever vLLM raises.
+        """
+        compat.warn_if_untested()
+        plugin.register()
+        self.device = _device(device)
+        self.mover = mover or Mover(self.device)
+        self._owns_mover = mover is None
+        self._deadline_s = deadline_s
+        self._own_process = own_process
+        self._store = WeightStore(self.device) if share_memory else None
+        self._options = _llm_options(
+            os.fspath(model),
+            self._store.address if self._store is not None else None,
+            kv_cache_bytes=kv_cache_bytes,
+            device=self.device,
+            dtype=dtype or (torch.bfloat16 if self.device.type == "cuda" else torch.float32),
+            max_lora_rank=max_lora_rank,
+            options=options,
+        )
+        self._begin_life()
+        try:
+            self._start()
+        except BaseException:
+            self._close_memory()
+            raise
+
+    @classmethod
+    def around(cls, llm: Any, *, mover: Mover | None = None, deadline_s: float = DEADLINE_S) -> VLLMEngine:
+        """An engine over your own `vllm.LLM`, which stays yours: `close` leaves it awake and running.
+
+        Raises: `Unsupported` for an engine in its own process without colo's worker extension.
+        """
+        compat.warn_if_untested()
+        engine = cls.__new__(cls)
+        engine._own_process = not compat.is_in_this_process(llm)
+        kind = str(llm.llm_engine.vllm_config.device_config.device)
+        engine.device = _device(kind)
+        engine.mover = mover or Mover(engine.device)
+        engine._owns_mover = mover is None
+        engine._deadline_s = deadline_s
+        engine._store = None
+        engine._options = {}
+        engine._begin_life()
+        engine._connect(llm)
+        return engine
+
+    def _begin_life(self) -> None:
+        self.llm: Any = None
+        self._calls: ThreadPoolExecutor | None = None
+        self._opened: dict[int, list[torch.Tensor]] = {}
+        self._staging: Slab | None = None
+        self._adapters: dict[str, int] = {}
+        self._last_adapter = 0
+        self._paused = self._closed = self._shared = False
+        self._lost: str | None = None
+        self._version: int | None = None
+        self._cause = "no weights have been committed yet"
+        self._segments: dict[str, WorkerSegment] = {}
+
+    # ---- what a runtime asks -----------------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> EngineState:
+        """What the engine can do now."""
+        if self._closed:
+            return EngineState.CLOSED
+        if self._lost is not None:
+            return EngineState.LOST
+        if any(segment.residency is not Residency.RESIDENT for segment in self._segments.values()):
+            return EngineState.ASLEEP
+        return EngineState.PAUSED if self._paused else EngineState.AWAKE
+
+    @property
+    def weights_version(self) -> int | None:
+        """Version of the weights it holds; `None` while poisoned."""
+        return self._version
+
+    @property
+    def segments(self) -> Sequence[Segment]:
+        """`engine.weights` and `engine.kv_cache`."""
+        return tuple(self._segments.values())
+
+    @property
+    def pids(self) -> Sequence[int]:
+        """Process of every worker."""
+        return tuple(info["pid"] for info in self._infos)
+
+    @property
+    def placement(self) -> str:
+        """Where the engine runs and its weights lie, in a phrase for reports."""
+        where = "in its own process" if self._own_process else "in this process"
+        memory = {
+            "slabs": "memory that the trainer owns"
+            if self._store is not None
+            else "memory of its own that can be mapped",
+            "pool": "vLLM's sleep pool",
+            "memory": "vLLM's own memory",
+        }
+        return f"vLLM {compat.vllm_version()} {where}, weights in {memory[self._infos[0]['weights_in']]}"
+
+    def why_it_stays(self, name: str) -> str:
+        """Why a segment never leaves, in words that follow `it is`."""
+        if name == ENGINE_KV_CACHE:
+            return "not in vLLM's sleep pool (start vLLM with enable_sleep_mode=True to let it go)"
+        if self._shared:
+            return "the trainer's memory too"
+        return "in memory that outlives the engine (start it with share_memory=False to let it go)"
+
+    def sampling_params(self, params: Any = None, **sampling: Any) -> Any:
+        """vLLM's `SamplingParams` from options by name, from colo's or from vLLM's own."""
+        from vllm import SamplingParams as VLLMSamplingParams
+
+        if params is not None and sampling:
+            raise TypeError(f"give {sorted(sampling)} within the sampling parameters, or all options by name")
+        if isinstance(params, SamplingParams):
+            sampling = {field: getattr(params, field) for field in params.__dataclass_fields__}
+            sampling["stop_token_ids"] = list(params.stop_token_ids)
+            params = None
+        params = VLLMSamplingParams(**sampling) if params is None else params.clone()
+        if params.logprobs is None:
+            params.logprobs = 0  # that of the sampled token
+        return params
+
+    def sampling_temperature(self, params: Any) -> float | None:
+        """The temperature that `logprobs` have in them; `None` where filters or penalties change them too."""
+        if self.llm.llm_engine.vllm_config.model_config.logprobs_mode != "processed_logprobs":
+            return 1.0
+        plain = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+        plain |= {"presence_penalty": 0.0, "frequency_penalty": 0.0}
+        if any(getattr(params, name) not in (value, -1) for name, value in plain.items()):
+            return None
+        return params.temperature or 1.0
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], params: Any, *, adapter: str | None = None
+    ) -> list[Completion]:
+        """Sample `params.n` completions for each prompt; see `Engine.generate`. `params` may be vLLM's own."""
+        self._require("generate", EngineState.AWAKE)
+        if self._version is None:
+            raise StaleWeights(f"the engine does not generate: {self._cause}")
+        params = self.sampling_params(params)
+        token_ids = [tuple(map(operator.index, prompt)) for prompt in prompts]
+        self._check_prompts(token_ids)
+        with self._guarded():
+            outputs = self.llm.generate(
+                [{"prompt_token_ids": list(ids)} for ids in token_ids],
+                params,
+                use_tqdm=False,
+                lora_request=self._lora_request(adapter),
+            )
+        return [
+            _completion(prompt_index, output, sample, self._version, adapter)
+            for prompt_index, output in enumerate(outputs)
+            for sample in sorted(output.outputs, key=lambda sample: sample.index)
+        ]
+
+    def pause(self, mode: PauseMode = "abort") -> None:
+        """Stop generating, so that weights may change. Idempotent; `PhaseError` when asleep or closed.
+
+        `mode` says what becomes of requests in flight: `abort` ends them, `wait` lets them finish (own process only),
+        `keep` continues them after `resume`.
+        """
+        self._require("pause", EngineState.AWAKE, EngineState.PAUSED)
+        self._pause(mode)
+
+    def resume(self) -> None:
+        """Generate again. Idempotent; `PhaseError` unless every segment is resident."""
+        self._require("resume", EngineState.AWAKE, EngineState.PAUSED)
+        for segment in self._segments.values():
+            if segment.device_bytes != segment.size_bytes:
+                segment.settle()
+        if self._paused:
+            with self._guarded():
+                self.llm.wake_up(tags=["scheduling"])
+            self._paused = False
+
+    def sleep(self, level: SleepLevel | int, mode: PauseMode = "abort") -> None:
+        """Give memory back, unless it is given back already; see `Engine.sleep`."""
+        self._require_open("sleep")
+        weights_at = _WEIGHTS_AT[SleepLevel(str(level))]
+        targets = ((ENGINE_WEIGHTS, weights_at), (ENGINE_KV_CACHE, Residency.DISCARDED))
+        moving = [(self._segments[n], t) for n, t in targets if _is_deeper(t, self._segments[n].residency)]
+        stuck = next((s for s, _ in moving if s.away is None), None)
+        if stuck is not None and not (stuck.name == ENGINE_KV_CACHE and stuck.size_bytes == 0):
+            raise PhaseError(f"level {level} would move {stuck.name}, which is {self.why_it_stays(stuck.name)}")
+        if not self._paused:
+            self._pause(mode)
+        for move in [segment.begin(target) for segment, target in moving]:
+            move.wait()
+
+    def wake(self, tags: Iterable[str] | None = None) -> None:
+        """Bring back `weights`, `kv_cache`, or both (`None`); see `Engine.wake`. `ValueError` for another tag."""
+        self._require_open("wake")
+        by_tag = {"weights": self._segments[ENGINE_WEIGHTS], "kv_cache": self._segments[ENGINE_KV_CACHE]}
+        wanted = set(by_tag if tags is None else tags)
+        if unknown := sorted(wanted - by_tag.keys()):
+            raise ValueError(f"unknown tags {unknown}: wake takes {sorted(by_tag)}")
+        woken: list[tuple[WorkerSegment, Residency]] = []
+        try:
+            for segment in (by_tag[tag] for tag in by_tag if tag in wanted):
+                source = segment.residency
+                segment.begin(Residency.RESIDENT).wait()
+                woken.append((segment, source))
+        except BudgetError:
+            for segment, source in woken:
+                segment.begin(source).wait()
+            raise
+
+    def reset_prefix_cache(self) -> None:
+        """Forget everything computed from earlier weights. Raises: `TransferError` when vLLM does not let go of it."""
+        self._require_open("reset its prefix cache")
+        with self._guarded():
+            if not self.llm.reset_prefix_cache() and not self.llm.reset_prefix_cache(reset_running_requests=True):
+                raise TransferError("vLLM did not reset its prefix cache: requests still hold blocks of it")
+
+    def record_plan(self, source: Mapping[str, torch.Tensor]) -> LoadPlan:
+        """Record what vLLM's loader does with `source`; see `Engine.record_plan`. Every worker records its own."""
+        self._require_weights("record a load plan")
+        parameters = [
+            [name, str(t.dtype).removeprefix("torch."), list(t.shape), list(t.stride())] for name, t in source.items()
+        ]
+        plans: list[Any] = self._call(
+            "record", parameters=parameters, model_type=self._model_type, same_process=not self._own_process
+        )
+        if not self._own_process:
+            plan: LoadPlan = plans[0]  # one worker a process
+            return plan
+        copies = tuple(
+            Copy(
+                name=name,
+                shape=tuple(shape),
+                stride=tuple(stride),
+                offset=offset,
+                target=self._mapped(rank, place, dtype, target_shape, target_stride),
+            )
+            for rank, plan in enumerate(plans)
+            for name, shape, stride, offset, place, dtype, target_shape, target_stride in plan["copies"]
+        )
+        fallbacks = {name: why for plan in plans for name, why in plan["fallbacks"].items()}
+        return LoadPlan(
+            copies=copies,
+            sources={name: (t.dtype, tuple(t.shape)) for name, t in source.items()},
+            strides={name: tuple(t.stride()) for name, t in source.items()},
+            fallbacks=fallbacks,
+        )
+
+    def share_weights(self) -> None:
+        """Let a trainer work on the same memory: from now on it never leaves the device."""
+        self._require_weights("share its weights")
+        self._shared = True
+        self._segments[ENGINE_WEIGHTS].away = None
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Run vLLM's layerwise reload, post-processing and quantization included. Poisons until the next `commit`.
+
+        Every tensor of the model has to be given. Raises: `PhaseError` while the weights are away; whatever a worker
+        raised, with its traceback, after which all of it has to be loaded again.
+        """
+        self._require_weights("load weights")
+        self.poison("weights have been loaded into it and not committed: call commit(version) once all of them have")
+        self._call("begin_reload")
+        if not self._own_process:
+            self._call(
+                "reload", tensors=[[n, t.detach()] for n, t in weights], model_type=self._model_type, staging=None
+            )
+        else:
+            for tensors, staging in self._staged(weights):
+                self._call("reload", tensors=tensors, model_type=self._model_type, staging=staging)
+        self._call("finish_reload")
+
+    def commit(self, version: int) -> None:
+        """Declare that the engine now holds `version`; lifts a poisoning. `PhaseError` unless they are resident."""
+        self._require_weights(f"hold version {version}")
+        self._version = version
+
+    def poison(self, cause: str) -> None:
+        """Refuse to generate, with `cause`, until the next `commit`."""
+        self._version, self._cause = None, cause
+
+    def load_adapter(self, name: str, adapter: AdapterWeights) -> None:
+        """Make a LoRA adapter available by name, from memory; see `Engine.load_adapter`."""
+        self._require_open("load an adapter")
+        if name in self._adapters:
+            raise ValueError(f"adapter {name} is loaded already: remove it first, or give each version its own name")
+        self._last_adapter += 1
+        prefix = "base_model.model."
+        tensors = [(f"{prefix}{m}.lora_A.weight", t.detach()) for m, t in adapter.a.items()]
+        tensors += [(f"{prefix}{m}.lora_B.weight", t.detach()) for m, t in adapter.b.items()]
+        scalings = {prefix + module: scaling for module, scaling in adapter.scalings.items()}
+        common: dict[str, Any] = {"number": self._last_adapter, "scalings": scalings}
+        if not self._own_process:
+            self._call("add_adapter", tensors=[list(pair) for pair in tensors], staging=None, **common)
+        else:
+            (staged, staging), *rest = self._staged(tensors, at_once=True)
+            assert not rest
+            self._call("add_adapter", tensors=staged, staging=staging, **common)
+        self._adapters[name] = self._last_adapter
+
+    def remove_adapter(self, name: str) -> None:
+        """Forget an adapter. `ValueError` when there is none of that name."""
+        if name not in self._adapters:
+            raise ValueError(f"there is no adapter {name}; loaded are {sorted(self._adapters) or 'none'}")
+        self._call("remove_adapter", number=self._adapters.pop(name))
+
+    def recover(self) -> None:
+        """Start a lost engine again, on the same weights. It is awake and poisoned then.
+
+        Raises: `PhaseError` for an engine that is not lost, or that is not ours to start; whatever vLLM raises.
+        """
+        if self._lost is None:
+            raise PhaseError("the engine is not lost: nothing to recover")
+        if not self._options:
+            raise PhaseError(f"the engine is your own and is lost ({self._lost}): start another and share it")
+        self._shut_down()
+        self._lost = None
+        self._paused = False
+        self._adapters.clear()
+        self._start()
+        self.poison("it has been started again: publish to it")
+
+    def close(self) -> None:
+        """Release everything; a `vllm.LLM` of the caller's is left awake and running. Idempotent."""
+        if self._closed:
+            return
+        if self._lost is None:
+            self._call("release")
+            for segment in self._segments.values():
+                segment.residency, segment.device_bytes = Residency.RESIDENT, segment.size_bytes
+            if not self._options:
+                self.resume()
+        self._closed = True
+        self.poison("it is closed")
+        if self._options:
+            self._shut_down()
+        self.llm = None
+        self._opened.clear()
+        self._close_memory()
+
+    # ---- start and end -----------------------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        from vllm import LLM
+
+        with compat.in_this_process(not self._own_process):
+            llm = LLM(**self._options)
+        self._connect(llm)
+
+    def _connect(self, llm: Any) -> None:
+        self.llm = llm
+        if self._own_process:
+            self._calls = ThreadPoolExecutor(1, thread_name_prefix="colo-vllm")
+        hf_config = llm.llm_engine.vllm_config.model_config.hf_config
+        self._model_type: str | None = getattr(hf_config, "model_type", None)
+        self._vocab_size = int(llm.llm_engine.vllm_config.model_config.get_vocab_size())
+        self._infos: list[dict[str, Any]] = self._call("describe")
+        info = self._infos[0]
+        if info["device"] != device_id(self.device):
+            raise Unsupported(
+                f"vLLM runs on {info['device']} and the trainer on {device_id(self.device)}: set CUDA_VISIBLE_DEVICES "
+                "so that both see the same GPU first"
+            )
+        if info["weights_in"] == "slabs" and self._own_process and self._store is None:
+            for rank, descriptions in enumerate(self._call("export", to_pid=os.getpid())):
+                self._opened[rank] = [open_slab(description, self.device) for description in descriptions]
+        weights_away = Residency.OFFLOADED if info["weights_can_leave"] and not self._shared else None
+        kv_away = Residency.DISCARDED if info["kv_cache_bytes"] else None
+        for name, size_bytes, away in (
+            (ENGINE_WEIGHTS, info["weights_bytes"], weights_away),
+            (ENGINE_KV_CACHE, info["kv_cache_bytes"], kv_away),
+        ):
+            # A scheduler holds on to segments, so those of an engine that is started again are the same objects.
+            self._segments.setdefault(name, WorkerSegment(self, name)).reset(size_bytes, away)
+        if weights_away is not None:
+            self._call("prepare")
+
+    def _shut_down(self) -> None:
+        llm, self.llm = self.llm, None
+        if self._calls is not None:
+            self._calls.shutdown(wait=False)
+        if llm is not None:
+            llm.llm_engine.engine_core.shutdown()
+            del llm
+            gc.collect()
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
+
+    def _close_memory(self) -> None:
+        if self._staging is not None:
+            self._staging.close()
+            self._staging = None
+        if self._store is not None:
+            self._store.close()
+        if self._owns_mover:
+            self.mover.close()
+
+    # ---- calls -------------------------------------------------------------------------------------------------------
+
+    def _call(self, operation: str, **arguments: Any) -> list[Any]:
+        """Run an operation in every worker and return their answers. Raises: what the first failing one raised."""
+        answers = self._ask(operation, arguments)
+        for answer in answers:
+            if "error" in answer:
+                raise _error_from(answer["error"])
+        return [answer["value"] for answer in answers]
+
+    def _ask(self, operation: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
+        if self._lost is not None:
+            raise EngineLost(f"the engine is lost: {self._lost}. Call recover()")
+        rpc = self.llm.collective_rpc
+        if not self._own_process:
+            from colo.engines.vllm.worker import call
+
+            # A function of this module needs no worker extension, which a caller's own engine may lack.
+            return list(rpc(call, args=(operation, arguments)))
+        assert self._calls is not None
+        with self._guarded(operation):
+            future = self._calls.submit(rpc, "colo", args=(operation, arguments))
+            return list(future.result(timeout=self._deadline_s))
+
+    @contextmanager
+    def _guarded(self, operation: str = "generate") -> Iterator[None]:
+        """Turn the end of the engine's process, or its silence, into `EngineLost`."""
+        if self._lost is not None:
+            raise EngineLost(f"the engine is lost: {self._lost}. Call recover()")
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        try:
+            yield
+        except EngineDeadError as error:
+            self._lose(f"its process ended during {operation}", error)
+        except DeadlineError as error:
+            self._lose(f"it did not answer {operation} within {self._deadline_s:.0f} s", error)
+        except Exception as error:
+            if "has no attribute 'colo'" in str(error):
+                raise Unsupported(
+                    "this vllm.LLM runs in a process of its own, where colo has no foothold: start it with "
+                    f"worker_extension_cls='{plugin.WORKER_EXTENSION}' and load_format='colo', or set "
+                    "VLLM_ENABLE_V1_MULTIPROCESSING=0 before"
+                ) from error
+            raise
+
+    def _lose(self, cause: str, error: BaseException) -> None:
+        self._lost = cause
+        self.poison(f"it is lost: {cause}")
+        self._segments[ENGINE_KV_CACHE].vanish()
+        if self._infos[0]["weights_in"] != "slabs" or self._store is None:
+            self._segments[ENGINE_WEIGHTS].vanish()
+        raise EngineLost(
+            f"the engine is lost: {cause}. The trainer's weights are intact; call recover() to start it again"
+        ) from error
+
+    def _pause(self, mode: PauseMode = "abort") -> None:
+        if self._paused:
+            return
+        with self._guarded("pause"):
+            self.llm.sleep(level=0, mode=mode)
+        self._paused = True
+
+    def _before_move(self, name: str, target: Residency) -> None:
+        if target is not Residency.RESIDENT:
+            self._pause()
+            self.reset_prefix_cache()
+            if name == ENGINE_WEIGHTS and target is Residency.DISCARDED:
+                self.poison("its weights have been dropped: wake it and publish weights to it")
+
+    def _begin(self, name: str, source: Residency, target: Residency) -> None:
+        """Start a move in every worker; where one refuses, the others go back."""
+        answers = self._ask("begin", {"segment": name, "target": str(target)})
+        failed = [answer["error"] for answer in answers if "error" in answer]
+        if failed:
+            if len(failed) < len(answers):
+                self._ask("begin", {"segment": name, "target": str(source)})
+            raise _error_from(failed[0])
+
+    def _wait(self, name: str) -> int:
+        return int(self._call("wait", segment=name)[0])
+
+    # ---- memory ------------------------------------------------------------------------------------------------------
+
+    def _mapped(self, rank: int, place: Any, dtype: str, shape: Any, stride: Any) -> torch.Tensor:
+        """Engine memory of one worker, as a tensor of this process."""
+        index, offset = place
+        slab = self._store.slab(rank, index) if self._store is not None else self._opened[rank][index]
+        kind: torch.dtype = getattr(torch, dtype)
+        return slab.view(kind).as_strided(tuple(shape), tuple(stride), offset // kind.itemsize)
+
+    def _staged(
+        self, weights: Iterable[tuple[str, torch.Tensor]], *, at_once: bool = False
+    ) -> Iterator[tuple[list[list[Any]], dict[str, Any]]]:
+        """Groups of tensors in memory that the workers can map: [name, dtype, shape, offset] each, and the slab."""
+        group: list[tuple[str, torch.Tensor]] = []
+        specs: list[tuple[tuple[int, ...], torch.dtype]] = []
+        for name, tensor in weights:
+            spec = (tuple(tensor.shape), tensor.dtype)
+            if group and not at_once and carved_bytes([*specs, spec]) > _STAGING_BYTES:
+                yield self._stage(group, specs)
+                group, specs = [], []
+            group.append((name, tensor))
+            specs.append(spec)
+        if group:
+            yield self._stage(group, specs)
+
+    def _stage(
+        self, group: list[tuple[str, torch.Tensor]], specs: list[tuple[tuple[int, ...], torch.dtype]]
+    ) -> tuple[list[list[Any]], dict[str, Any]]:
+        needed_bytes = carved_bytes(specs)
+        if self._staging is None or self._staging.size_bytes < needed_bytes:
+            if self._staging is not None:
+                self._staging.close()
+            self._staging = Slab(max(needed_bytes, MIB), self.device)
+        views = carve(self._staging.bytes, specs)
+        with torch.no_grad():
+            for view, (_, tensor) in zip(views, group, strict=True):
+                view.copy_(tensor)
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+        base = self._staging.bytes.data_ptr()
+        tensors = [
+            [name, str(v.dtype).removeprefix("torch."), list(v.shape), v.data_ptr() - base]
+            for (name, _), v in zip(group, views, strict=True)
+        ]
+        return tensors, self._staging.describe(to_pid=self.pids[0])
+
+    # ---- checks ------------------------------------------------------------------------------------------------------
+
+    def _lora_request(self, adapter: str | None) -> Any:
+        if adapter is None:
+            return None
+        if adapter not in self._adapters:
+            raise ValueError(f"there is no adapter {adapter}; loaded are {sorted(self._adapters) or 'none'}")
+        from vllm.lora.request import LoRARequest
+
+        # The path is never opened, since the workers know the number; vLLM asks for one.
+        return LoRARequest(lora_name=adapter, lora_int_id=self._adapters[adapter], lora_path="in-memory")
+
+    def _check_prompts(self, prompts: Sequence[tuple[int, ...]]) -> None:
+        for index, prompt in enumerate(prompts):
+            if not prompt:
+                raise ValueError(f"prompt {index} is empty: there is nothing to continue")
+            if min(prompt) < 0 or max(prompt) >= self._vocab_size:
+                token = next(t for t in prompt if not 0 <= t < self._vocab_size)
+                raise ValueError(f"prompt {index} has token id {token}, outside the vocabulary of {self._vocab_size}")
+
+    def _require(self, verb: str, *states: EngineState) -> None:
+        if self._lost is not None:
+            raise EngineLost(f"the engine is lost: {self._lost}. Call recover()")
+        if self.state not in states:
+            raise PhaseError(f"the engine is {self.state} and cannot {verb}: {_ADVICE[self.state]}")
+
+    def _require_open(self, verb: str) -> None:
+        self._require(verb, EngineState.AWAKE, EngineState.PAUSED, EngineState.ASLEEP)
+
+    def _require_weights(self, verb: str) -> None:
+        self._require_open(verb)
+        residency = self._segments[ENGINE_WEIGHTS].residency
+        if residency is not Residency.RESIDENT:
+            raise PhaseError(f"the engine's weights are {residency} and it cannot {verb}: wake them first")
+
+
+_WEIGHTS_AT: Mapping[SleepLevel, Residency] = {
+    SleepLevel.KEEP_WEIGHTS: Residency.RESIDENT,
+    SleepLevel.LEVEL_1: Residency.OFFLOADED,
+    SleepLevel.LEVEL_2: Residency.DISCARDED,
+}
+_DEPTH = (Residency.RESIDENT, Residency.OFFLOADED, Residency.DISCARDED)
+
+_ADVICE = {
+    EngineState.PAUSED: "call resume() first",
+    EngineState.ASLEEP: "call wake() first",
+    EngineState.CLOSED: "make a new one",
+}
+
+
+def _is_deeper(target: Residency, source: Residency) -> bool:
+    return _DEPTH.index(target) > _DEPTH.index(source)
+
+
+def _device(device: torch.device | str | None) -> torch.device:
+    found = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    return torch.device("cuda", torch.cuda.current_device()) if str(found) == "cuda" else found
+
+
+def _llm_options(
+    model: str,
+    store: str | None,
+    *,
+    kv_cache_bytes: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    max_lora_rank: int,
+    options: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Arguments for `vllm.LLM`."""
+    given = dict(options)
+    chosen: dict[str, Any] = {
+        "model": model,
+        "dtype": str(dtype).removeprefix("torch."),
+        "kv_cache_memory_bytes": kv_cache_bytes,
+        "gpu_memory_utilization": compat.smallest_utilization(),
+        "worker_extension_cls": plugin.WORKER_EXTENSION,
+        "logprobs_mode": "processed_logprobs",  # of the distribution that was sampled from
+        "enable_sleep_mode": device.type == "cuda",
+        "skip_tokenizer_init": Path(model).is_dir() and not any(Path(model).glob("tokenizer*")),
+    }
+    if store is not None:
+        extra = dict(given.pop("model_loader_extra_config", None) or {})
+        extra |= {STORE_KEY: store, FORMAT_KEY: given.pop("load_format", "auto")}
+        chosen |= {"load_format": plugin.NAME, "model_loader_extra_config": extra}
+    if max_lora_rank:
+        chosen |= {"enable_lora": True, "max_lora_rank": max_lora_rank, "max_loras": 2}
+    return chosen | given
+
+
+def _completion(prompt_index: int, output: Any, sample: Any, version: int, adapter: str | None) -> Completion:
+    token_ids = tuple(sample.token_ids)
+    return Completion(
+        prompt_index=prompt_index,
+        sample_index=sample.index,
+        prompt_token_ids=tuple(output.prompt_token_ids),
+        token_ids=token_ids,
+        logprobs=tuple(row[token].logprob for token, row in zip(token_ids, sample.logprobs or (), strict=True)),
+        finish_reason=sample.finish_reason or "abort",
+        weights_version=version,
+        adapter=adapter,
+        text=sample.text or None,
+        output=sample,
+    )
+
+
+def _error_from(error: Mapping[str, Any]) -> Exception:
+    """The error that a worker described."""
+    kind: Callable[..., Exception] = getattr(errors, error["kind"], ValueError)
+    if kind is BudgetError:
+        return BudgetError(error["message"], needed_bytes=error["needed_bytes"], free_bytes=error["free_bytes"])
+    raised = kind(error["message"])
+    if "traceback" in error:
+        raised.add_note("in the worker:\n" + error["traceback"])
+    return raised

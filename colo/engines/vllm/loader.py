@@ -1,0 +1,205 @@
+"""The model loader named `colo`: vLLM's own loading, into memory that trainer and engine can both map.
+
+Parameters are moved to that memory as they are registered, before anything has been read into them, so that the weights
+exist once. With the address of a `WeightStore` (`model_loader_extra_config={"colo_store": ...}`) the memory is the
+trainer's; without, it is the worker's own and can be exported later.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from vllm.model_executor.model_loader import get_model_loader
+from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+
+from colo.engines.vllm import compat
+from colo.engines.vllm.loader_options import FORMAT_KEY, STORE_KEY
+from colo.engines.vllm.store import StoreClient
+from colo.memory.region import ALIGNMENT_BYTES
+from colo.memory.slab import Description, Slab
+from colo.units import MIB, align_up
+
+_FIRST_SLAB_BYTES, _SLAB_BYTES = 2 * MIB, 64 * MIB
+"""Small parameters share slabs, each twice the last up to this size; a large one gets a slab of its own size."""
+
+
+class Source(Protocol):
+    """Where slabs come from."""
+
+    fill: bool
+    """Whether a checkpoint has to be read into them."""
+
+    def take(self, size_bytes: int) -> torch.Tensor:
+        """More memory, uint8, shape [size_bytes]."""
+
+    def done(self) -> None:
+        """All of it holds weights."""
+
+
+class OwnMemory:
+    """Slabs of this process, kept so that they can be exported."""
+
+    fill = True
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._slabs: list[Slab] = []
+
+    def take(self, size_bytes: int) -> torch.Tensor:
+        """More memory, uint8, shape [size_bytes]."""
+        self._slabs.append(Slab(size_bytes, self._device))
+        return self._slabs[-1].bytes
+
+    def done(self) -> None:
+        """Do nothing."""
+
+    def describe(self, *, to_pid: int) -> list[Description]:
+        """Every slab for another process."""
+        return [slab.describe(to_pid=to_pid) for slab in self._slabs]
+
+
+@dataclass
+class Placement:
+    """Where the parameters of one model lie."""
+
+    source: Source
+    slabs: list[torch.Tensor] = field(default_factory=list)
+    outside: dict[str, str] = field(default_factory=dict)
+    """Parameters, or tensors derived from them, that are not in the slabs, with the reason."""
+
+    pool: Any = None
+    """What the model's other tensors were allocated in; it lives as long as the model."""
+
+    _room: torch.Tensor | None = None
+    _room_bytes: int = _FIRST_SLAB_BYTES // 2
+
+    def place(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Memory for `parameter`, with its dtype, shape and strides."""
+        size_bytes = align_up(parameter.numel() * parameter.element_size(), ALIGNMENT_BYTES)
+        if size_bytes > _SLAB_BYTES // 2:
+            room = self._take(size_bytes)
+        else:
+            if self._room is None or self._room.numel() < size_bytes:
+                last_bytes = self._room_bytes
+                self._room_bytes = max(min(2 * last_bytes, _SLAB_BYTES), align_up(size_bytes, _FIRST_SLAB_BYTES))
+                self._room = self._take(self._room_bytes)
+            room, self._room = self._room[:size_bytes], self._room[size_bytes:]
+        return room[: parameter.numel() * parameter.element_size()].view(parameter.dtype).view(parameter.shape)
+
+    def locate(self, tensor: torch.Tensor) -> tuple[int, int] | None:
+        """Index of the slab and offset in bytes, or `None` for a tensor elsewhere."""
+        address = tensor.data_ptr()
+        for index, slab in enumerate(self.slabs):
+            offset = address - slab.data_ptr()
+            if 0 <= offset < slab.numel():
+                return index, offset
+        return None
+
+    def _take(self, size_bytes: int) -> torch.Tensor:
+        self.slabs.append(self.source.take(size_bytes))
+        return self.slabs[-1]
+
+
+_placements: WeakKeyDictionary[nn.Module, Placement] = WeakKeyDictionary()
+
+
+def placement_of(model: nn.Module) -> Placement | None:
+    """Where the parameters of `model` lie, if this loader built it."""
+    return _placements.get(model)
+
+
+class ColoModelLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM ships no types that mypy reads
+    """Loads a model as vLLM does, with its parameters in shared memory."""
+
+    def __init__(self, load_config: Any) -> None:
+        super().__init__(load_config)
+        extra = dict(load_config.model_loader_extra_config or {})
+        self._address = extra.pop(STORE_KEY, None)
+        load_format = extra.pop(FORMAT_KEY, "auto")
+        self._inner = get_model_loader(replace(load_config, load_format=load_format, model_loader_extra_config=extra))
+        self._placement: Placement | None = None
+        self._tensors_before: set[tuple[int, str]] = set()
+
+    def download_model(self, model_config: Any) -> None:
+        """As vLLM's own loader."""
+        self._inner.download_model(model_config)
+
+    def load_weights(self, model: nn.Module, model_config: Any) -> None:
+        """As vLLM's own loader, unless the memory holds the weights already."""
+        if self._placement is None or self._placement.source.fill:
+            self._inner.load_weights(model, model_config)
+        if self._placement is not None:
+            compat.keep_weights_plain(model)
+            self._tensors_before = {(id(module), name) for module, name, _ in _plain_tensors(model)}
+
+    def load_model(self, vllm_config: Any, model_config: Any, *args: Any, **kwargs: Any) -> nn.Module:
+        """Build the model over shared memory, and read the checkpoint into it where it is not there yet."""
+        device = torch.device(vllm_config.device_config.device)
+        if device.type == "cuda":
+            device = torch.device("cuda", torch.cuda.current_device())
+        rank = vllm_config.parallel_config.rank
+        source: Source = OwnMemory(device)
+        if self._address is not None:
+            source = StoreClient(self._address, rank=rank, pid=os.getpid(), device=device)
+        placement = self._placement = Placement(source)
+        compat.prefer_sleep_backend(model_config)
+        with _plain_pool(placement, device), _parameters_in(placement, device):
+            model: nn.Module = super().load_model(vllm_config, model_config, *args, **kwargs)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+            torch.cuda.empty_cache()
+        for name, parameter in model.named_parameters():
+            if parameter.numel() and placement.locate(parameter) is None:
+                placement.outside[name] = "vLLM's post-processing replaces it"
+        for module, name, tensor in _plain_tensors(model):
+            if (id(module), name) not in self._tensors_before and tensor.numel() > 1:
+                placement.outside[name] = f"{type(module).__name__} keeps a tensor derived from weights"
+        source.done()
+        _placements[model] = placement
+        return model
+
+
+@contextmanager
+def _parameters_in(placement: Placement, device: torch.device) -> Iterator[None]:
+    """Move every parameter that is registered meanwhile to shared memory, before anything is read into it."""
+    seen: dict[int, nn.Parameter] = {}  # also keeps ids from being reused
+
+    def move(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is None or id(parameter) in seen or parameter.device.type != device.type:
+            return
+        if parameter.numel() and parameter.is_contiguous() and placement.locate(parameter) is None:
+            parameter.data = placement.place(parameter)
+        seen[id(parameter)] = parameter
+
+    handle = register_module_parameter_registration_hook(move)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def _plain_pool(placement: Placement, device: torch.device) -> Iterator[None]:
+    """Keep what loading allocates beside the parameters out of vLLM's sleep pool, which sleeping would unmap."""
+    if device.type != "cuda":
+        yield
+        return
+    placement.pool = torch.cuda.MemPool()
+    with torch.cuda.use_mem_pool(placement.pool):
+        yield
+
+
+def _plain_tensors(model: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
+    """Tensors that are attributes of modules, neither parameters nor buffers."""
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if isinstance(value, torch.Tensor):
+                yield module, name, value

@@ -1,0 +1,184 @@
+"""The weights of a vLLM engine in memory that the trainer owns.
+
+While vLLM builds its model, each of its workers asks for the memory of the parameters, over a socket that only this
+user can reach, and maps it. The engine can then live in another process, be killed and come back: the trainer still has
+the weights, and a new worker asks for the same pieces in the same order and finds them filled.
+
+    worker                                     store (trainer)
+    {"op": "hello", "rank", "pid", "device"}   -> {"fill": true}          whether a checkpoint has to be read
+    {"op": "slab", "size_bytes"}               -> a slab's description    as often as it takes
+    {"op": "done"}                             -> {}                      from here on the content counts
+
+One JSON object a line; an answer with "error" ends the conversation.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import tempfile
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from colo.errors import ColoError, TransferError
+from colo.memory.slab import Slab, open_slab
+from colo.units import format_bytes
+
+DEADLINE_S = 60.0
+"""How long either side waits for an answer of the other."""
+
+
+@dataclass
+class _Memory:
+    """The slabs of one worker, in the order in which it asked for them."""
+
+    device: torch.device
+    slabs: list[Slab] = field(default_factory=list)
+    filled: bool = False
+    given: int = 0
+
+
+class WeightStore:
+    """Owns the memory of an engine's weights, one sequence of slabs for every worker.
+
+    Ownership: owns the slabs until `close`; tensors over them keep them longer. Thread-safe.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._lock = threading.Lock()
+        self._by_rank: dict[int, _Memory] = {}
+        self._folder = Path(tempfile.mkdtemp(prefix="colo-"))  # mode 0700: the socket in it is this user's alone
+        self.address = str(self._folder / "store")
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind(self.address)
+        self._listener.listen()
+        threading.Thread(target=self._accept, name="colo-store", daemon=True).start()
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all slabs."""
+        return sum(slab.size_bytes for memory in self._by_rank.values() for slab in memory.slabs)
+
+    def slab(self, rank: int, index: int) -> torch.Tensor:
+        """The bytes of one slab of one worker, uint8."""
+        return self._by_rank[rank].slabs[index].bytes
+
+    def close(self) -> None:
+        """Stop answering and let go of the memory. Idempotent."""
+        self._listener.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+        for memory in self._by_rank.values():
+            for slab in memory.slabs:
+                slab.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return  # closed
+            threading.Thread(target=self._serve, args=(connection,), name="colo-store", daemon=True).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        connection.settimeout(DEADLINE_S)
+        with connection, connection.makefile("rw", encoding="utf-8") as stream:
+            hello: dict[str, Any] = {}
+            for line in stream:
+                request = json.loads(line)
+                hello = request if request["op"] == "hello" else hello
+                try:
+                    with self._lock:
+                        answer = self._answer(hello, request)
+                except (ColoError, LookupError, ValueError) as error:
+                    answer = {"error": str(error)}
+                stream.write(json.dumps(answer) + "\n")
+                stream.flush()
+
+    def _answer(self, hello: Mapping[str, Any], request: Mapping[str, Any]) -> dict[str, Any]:
+        rank = hello["rank"]
+        if request["op"] == "hello":
+            memory = self._by_rank.get(rank)
+            if memory is None or not memory.filled:
+                memory = self._by_rank[rank] = _Memory(self._device_of(hello["device"]))
+            memory.given = 0
+            return {"fill": not memory.filled}
+        memory = self._by_rank[rank]
+        if request["op"] == "slab":
+            return self._next_slab(memory, request["size_bytes"]).describe(to_pid=hello["pid"])
+        memory.filled = True
+        return {}
+
+    def _next_slab(self, memory: _Memory, size_bytes: int) -> Slab:
+        index, memory.given = memory.given, memory.given + 1
+        if not memory.filled:
+            memory.slabs.append(Slab(size_bytes, memory.device))
+            return memory.slabs[-1]
+        known = [slab.size_bytes for slab in memory.slabs]
+        if index >= len(known) or known[index] != size_bytes:
+            raise TransferError(
+                f"piece {index} of the weights has {format_bytes(size_bytes)} now, which is not what the first engine "
+                "asked for: start it with the same model and options, or build a new runtime"
+            )
+        return memory.slabs[index]
+
+    def _device_of(self, name: str) -> torch.device:
+        """The device that another process calls by `name`: `cpu`, or the UUID of a GPU."""
+        if name == "cpu":
+            return torch.device("cpu")
+        for index in range(torch.cuda.device_count()):
+            if device_id(torch.device("cuda", index)) == name:
+                return torch.device("cuda", index)
+        raise TransferError(
+            f"this process does not see the GPU {name} that the engine runs on: check CUDA_VISIBLE_DEVICES"
+        )
+
+
+def device_id(device: torch.device) -> str:
+    """A name for a device that all processes of a machine agree on."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else "cpu"
+
+
+class StoreClient:
+    """A worker's side of the conversation."""
+
+    def __init__(self, address: str, *, rank: int, pid: int, device: torch.device) -> None:
+        """Introduce the worker. Raises: `TransferError` when nobody answers within the deadline."""
+        self._device = device
+        self._address = address
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket.settimeout(DEADLINE_S)
+        try:
+            self._socket.connect(address)
+        except OSError as error:
+            raise TransferError(f"the trainer's weight store does not answer at {address}: {error}") from error
+        self._stream = self._socket.makefile("rw", encoding="utf-8")
+        self.fill = bool(self._ask(op="hello", rank=rank, pid=pid, device=device_id(device))["fill"])
+
+    def take(self, size_bytes: int) -> torch.Tensor:
+        """The next piece of memory, uint8, shape [size_bytes]."""
+        return open_slab(self._ask(op="slab", size_bytes=size_bytes), self._device)
+
+    def done(self) -> None:
+        """Say that all of it holds weights, and end the conversation."""
+        self._ask(op="done")
+        self._stream.close()
+        self._socket.close()
+
+    def _ask(self, **request: Any) -> dict[str, Any]:
+        try:
+            self._stream.write(json.dumps(request) + "\n")
+            self._stream.flush()
+            line = self._stream.readline()
+        except OSError as error:
+            raise TransferError(f"the trainer's weight store at {self._address} stopped answering: {error}") from error
+        answer: dict[str, Any] = json.loads(line or '{"error": "the trainer has ended"}')
+        if "error" in answer:
+            raise TransferError(f"the trainer's weight store refused: {answer['error']}")
+        return answer

@@ -1,0 +1,243 @@
+"""What colo does inside a vLLM worker: the other end of every call of `VLLMEngine`.
+
+    vllm serve MODEL --load-format colo --worker-extension-cls colo.engines.vllm.worker.ColoWorker
+
+One method is added to the worker, `colo(operation, arguments)`. Arguments and results are strings, numbers, bytes,
+lists and dictionaries, which vLLM carries between processes without its insecure-serialization flag; within one process
+they may hold tensors. Errors come back as results, so that their kind and figures survive the way.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import traceback
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from colo import errors
+from colo.engines.vllm import adapters, compat, plugin
+from colo.engines.vllm.loader import OwnMemory, Placement, placement_of
+from colo.engines.vllm.sleep import WorkerSegments
+from colo.engines.vllm.store import StoreClient, device_id
+from colo.memory.slab import open_slab
+from colo.phases.phase import ENGINE_KV_CACHE, ENGINE_WEIGHTS, Residency
+from colo.weights.load_plan import LoadPlan
+from colo.weights.sources.checkpoint import checkpoint_views
+
+plugin.register()
+
+
+class ColoWorker:
+    """The worker extension: pass its name as `worker_extension_cls`."""
+
+    def colo(self, operation: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Run one operation of `WorkerAgent` and return `{"value": ...}` or `{"error": ...}`."""
+        return call(self, operation, arguments)
+
+
+def call(worker: Any, operation: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Run one operation on a worker, or on what vLLM wraps around one."""
+    worker = getattr(worker, "worker", worker)
+    try:
+        # Kept on the worker itself, so that both go when vLLM lets go of it.
+        agent = worker._colo_agent = getattr(worker, "_colo_agent", None) or WorkerAgent(worker)
+        return {"value": getattr(agent, operation)(**arguments)}
+    except Exception as error:  # noqa: BLE001 - travels to the caller, who raises it
+        return {"error": _describe(error)}
+
+
+def _describe(error: Exception) -> dict[str, Any]:
+    kind = type(error).__name__ if isinstance(error, (errors.ColoError, ValueError)) else "TransferError"
+    described: dict[str, Any] = {"kind": kind, "message": str(error)}
+    if isinstance(error, errors.BudgetError):
+        described |= {"needed_bytes": error.needed_bytes, "free_bytes": error.free_bytes}
+    if not isinstance(error, (errors.ColoError, ValueError)):
+        described["message"] = f"{type(error).__name__}: {error}"
+        described["traceback"] = "".join(traceback.format_exception(error))
+    return described
+
+
+class WorkerAgent:
+    """The operations, each a method whose arguments and results travel."""
+
+    def __init__(self, worker: Any) -> None:
+        self._worker = worker
+        self._model = worker.get_model()
+        self._placement: Placement | None = placement_of(self._model)
+        self._segments: WorkerSegments | None = None
+        self._staging: tuple[dict[str, Any], torch.Tensor] | None = None
+        self._adapters = adapters.WorkerAdapters(worker)
+
+    def describe(self) -> dict[str, Any]:
+        """Who this is, where its weights lie and what it can give back."""
+        segments = self._segments_now()
+        pooled_bytes = segments.by_name[ENGINE_WEIGHTS].size_bytes
+        parameters_bytes = sum({p.data_ptr(): p.numel() * p.element_size() for p in self._model.parameters()}.values())
+        in_slabs = self._placement is not None
+        return {
+            "pid": os.getpid(),
+            "rank": self._worker.rank,
+            "device": device_id(torch.device(self._worker.device)),
+            "weights_bytes": parameters_bytes if in_slabs else max(pooled_bytes, parameters_bytes),
+            "weights_in": "slabs" if in_slabs else ("pool" if pooled_bytes else "memory"),
+            "weights_are_mapped": in_slabs and isinstance(self._placement.source, StoreClient),  # type: ignore[union-attr]
+            "weights_can_leave": bool(pooled_bytes) and not in_slabs,
+            "outside": dict(self._placement.outside) if self._placement is not None else {},
+            "kv_cache_bytes": segments.by_name[ENGINE_KV_CACHE].size_bytes,
+            "max_adapters": self._adapters.capacity,
+        }
+
+    def export(self, to_pid: int) -> list[dict[str, Any]]:
+        """The slabs of this worker's own weights, for process `to_pid` to map."""
+        if self._placement is None or not isinstance(self._placement.source, OwnMemory):
+            raise errors.Unsupported(
+                "the engine's weights are in memory that no other process can map (vLLM's sleep pool, or torch's "
+                "allocator): start it with load_format='colo'"
+            )
+        return self._placement.source.describe(to_pid=to_pid)
+
+    def record(
+        self, parameters: list[list[Any]], model_type: str | None, same_process: bool
+    ) -> dict[str, Any] | LoadPlan:
+        """The load plan of parameters given as [name, dtype, shape, stride], with targets as places in slabs.
+
+        Within one process it is the plan itself, targets as tensors.
+        """
+        source = {
+            name: torch.empty_strided(tuple(shape), tuple(stride), dtype=getattr(torch, dtype), device="meta")
+            for name, dtype, shape, stride in parameters
+        }
+        plan = self._record(source, model_type)
+        if same_process:
+            return plan
+        fallbacks = dict(plan.fallbacks)
+        copies = []
+        for copy in plan.copies:
+            place = self._placement.locate(copy.target) if self._placement is not None else None
+            if place is None:
+                fallbacks.setdefault(copy.name, "the engine keeps it in memory that this process cannot map")
+                continue
+            target = [place, _dtype_name(copy.target.dtype), tuple(copy.target.shape), copy.target.stride()]
+            copies.append([copy.name, copy.shape, copy.stride, copy.offset, *target])
+        return {"copies": copies, "fallbacks": fallbacks}
+
+    def _record(self, source: dict[str, torch.Tensor], model_type: str | None) -> LoadPlan:
+        rename = compat.renamer(self._model)
+
+        def as_checkpoint(tensors: Any) -> Iterable[tuple[str, torch.Tensor]]:
+            return ((rename(name), view) for name, view in checkpoint_views(tensors, model_type))
+
+        why = self._why_not_recorded()
+        if why:
+            return LoadPlan(
+                copies=(),
+                sources={name: (t.dtype, tuple(t.shape)) for name, t in source.items()},
+                strides={name: tuple(t.stride()) for name, t in source.items()},
+                fallbacks=dict.fromkeys(source, why),
+            )
+        return LoadPlan.record(
+            self._model.load_weights, source, compat.unpadded_parameters(self._model), as_checkpoint=as_checkpoint
+        )
+
+    def _why_not_recorded(self) -> str | None:
+        """Why copies alone cannot bring new weights to this model, or `None`."""
+        if self._placement is not None and self._placement.outside:
+            name, reason = next(iter(self._placement.outside.items()))
+            return f"{reason} ({name})"
+        if self._worker.model_config.quantization is not None:
+            return f"the engine quantizes its weights ({self._worker.model_config.quantization})"
+        if self._placement is None and torch.device(self._worker.device).type == "cpu":
+            return "vLLM packs its weights on a CPU: start the engine with load_format='colo'"
+        return None
+
+    # ---- sleep -------------------------------------------------------------------------------------------------------
+
+    def prepare(self) -> None:
+        """Pin host memory for a level-1 sleep in the background."""
+        self._segments_now().prepare()
+
+    def begin(self, segment: str, target: str) -> None:
+        """Start moving a segment."""
+        self._segments_now().begin(segment, Residency(target))
+
+    def wait(self, segment: str) -> int:
+        """Return, when a segment has arrived, the bytes that it holds on the device."""
+        segments = self._segments_now()
+        segments.wait(segment)
+        return segments.by_name[segment].device_bytes
+
+    def release(self) -> None:
+        """Bring everything back and forget it: the engine is about to end."""
+        if self._segments is not None:
+            self._segments.close()
+            self._segments = None
+
+    def _segments_now(self) -> WorkerSegments:
+        if self._segments is None:
+            self._segments = WorkerSegments(self._worker)
+        return self._segments
+
+    # ---- vLLM's own reload, where copies alone do not do -------------------------------------------------------------
+
+    def begin_reload(self) -> None:
+        """Begin a layerwise reload: until `finish_reload` the model cannot compute."""
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+        with torch.no_grad():
+            initialize_layerwise_reload(self._model)
+
+    def reload(self, tensors: list[Any], model_type: str | None, staging: dict[str, Any] | None) -> None:
+        """Load tensors: [name, tensor] within one process, else [name, dtype, shape, offset in the staging slab].
+
+        Ordering: the staging slab is the caller's again when this returns.
+        """
+        given = self._in_staging(tensors, staging)
+        if staging is not None:
+            # The reload keeps what it is given until a layer is complete; the staging memory is used again before.
+            given = {name: tensor.clone() for name, tensor in given.items()}
+        rename = compat.renamer(self._model)
+        with torch.no_grad():
+            self._model.load_weights((rename(name), view) for name, view in checkpoint_views(given, model_type))
+
+    def finish_reload(self) -> None:
+        """Finish a layerwise reload: post-processing has run, addresses are as before."""
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        with torch.no_grad():
+            finalize_layerwise_reload(self._model, self._worker.model_config)
+        if torch.device(self._worker.device).type == "cuda":
+            torch.cuda.synchronize()
+
+    def _in_staging(self, tensors: list[Any], staging: dict[str, Any] | None) -> dict[str, torch.Tensor]:
+        """Tensors by name: given themselves (`staging` is `None`), or as [dtype, shape, offset] in the staging slab."""
+        if staging is None:
+            return dict(tensors)
+        if self._staging is None or self._staging[0] != staging:
+            self._staging = None
+            self._staging = (staging, open_slab(staging, torch.device(self._worker.device)))
+        memory = self._staging[1]
+        named = {}
+        for name, dtype_name, shape, offset in tensors:
+            dtype = getattr(torch, dtype_name)
+            num_bytes = math.prod(shape) * dtype.itemsize
+            named[name] = memory[offset : offset + num_bytes].view(dtype).view(tuple(shape))
+        return named
+
+    # ---- adapters ----------------------------------------------------------------------------------------------------
+
+    def add_adapter(
+        self, number: int, tensors: list[Any], scalings: dict[str, float], staging: dict[str, Any] | None
+    ) -> None:
+        """Load a LoRA adapter from memory; see `colo.engines.vllm.adapters`."""
+        self._adapters.add(number, self._in_staging(tensors, staging), scalings)
+
+    def remove_adapter(self, number: int) -> None:
+        """Forget a LoRA adapter."""
+        self._adapters.remove(number)
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

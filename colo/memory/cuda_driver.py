@@ -1,0 +1,121 @@
+"""Plain device memory that another process can map: the few calls of the CUDA driver that torch does not offer.
+
+Memory from torch's allocator may be a part of a larger block, and with expandable segments, in torch-memory-saver or in
+vLLM's sleep pool it cannot be exported at all. What is allocated here always can, is freed when its last tensor dies,
+and needs no reference counts on the other side, so that a peer may be killed without holding on to it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from functools import cache
+from typing import Any
+
+import torch
+
+from colo.errors import BudgetError, TransferError
+from colo.memory.probe import free_device_bytes
+from colo.units import format_bytes
+
+HANDLE_BYTES = 64
+_LAZY_PEER_ACCESS = 1
+_OUT_OF_MEMORY = 2
+
+
+class _Handle(ctypes.Structure):
+    _fields_ = [("reserved", ctypes.c_char * HANDLE_BYTES)]
+
+
+class _Memory:
+    """A range of device memory, as the interface through which torch makes a tensor over it."""
+
+    def __init__(self, address: int, size_bytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (size_bytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+            "strides": None,
+        }
+
+
+def allocate(size_bytes: int, device: torch.device) -> torch.Tensor:
+    """Exportable device memory as a tensor, uint8, shape [size_bytes]. Freed with the last tensor over it.
+
+    Raises: `BudgetError` when the device has not enough free memory.
+    """
+    address = ctypes.c_uint64()
+    with torch.cuda.device(device):
+        _ensure_context()
+        code = _driver().cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(size_bytes))
+        if code == _OUT_OF_MEMORY:
+            torch.cuda.empty_cache()  # what torch caches is invisible to the driver
+            code = _driver().cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(size_bytes))
+    if code == _OUT_OF_MEMORY:
+        free_bytes = free_device_bytes(device)
+        raise BudgetError(
+            f"weights need {format_bytes(size_bytes)} of {device}, which has {format_bytes(free_bytes)} free",
+            needed_bytes=size_bytes,
+            free_bytes=free_bytes,
+        )
+    _check(code, "cuMemAlloc")
+    return _tensor(address.value, size_bytes, device, "cuMemFree_v2")
+
+
+def export(data: torch.Tensor) -> bytes:
+    """The handle, 64 bytes, with which another process maps memory that `allocate` returned."""
+    handle = _Handle()
+    with torch.cuda.device(data.device):
+        _ensure_context()  # the call may come from a thread that has none yet
+        _check(_driver().cuIpcGetMemHandle(ctypes.byref(handle), ctypes.c_uint64(data.data_ptr())), "cuIpcGetMemHandle")
+    return ctypes.string_at(ctypes.byref(handle), HANDLE_BYTES)
+
+
+def open_exported(handle: bytes, size_bytes: int, device: torch.device) -> torch.Tensor:
+    """Memory that another process of this machine exported, as a tensor, uint8, shape [size_bytes].
+
+    Lifetime: mapped until the last tensor over it dies. Raises: `TransferError` when it cannot be mapped.
+    """
+    address = ctypes.c_uint64()
+    with torch.cuda.device(device):
+        _ensure_context()
+        code = _driver().cuIpcOpenMemHandle_v2(
+            ctypes.byref(address), _Handle.from_buffer_copy(handle), ctypes.c_uint(_LAZY_PEER_ACCESS)
+        )
+    _check(code, "cuIpcOpenMemHandle")
+    return _tensor(address.value, size_bytes, device, "cuIpcCloseMemHandle")
+
+
+def view(address: int, size_bytes: int, device: torch.device) -> torch.Tensor:
+    """Device memory at `address`, owned by someone else, as a tensor, uint8, shape [size_bytes]."""
+    return torch.as_tensor(_Memory(address, size_bytes), device=device)
+
+
+def _tensor(address: int, size_bytes: int, device: torch.device, release: str) -> torch.Tensor:
+    memory = _Memory(address, size_bytes)
+    finalizer = weakref.finalize(memory, _release, release, address, device.index or 0)
+    finalizer.atexit = False  # the driver frees what a process leaves behind
+    return torch.as_tensor(memory, device=device)
+
+
+def _release(call: str, address: int, device_index: int) -> None:
+    with torch.cuda.device(device_index):
+        torch.cuda.synchronize()
+        getattr(_driver(), call)(ctypes.c_uint64(address))
+
+
+def _ensure_context() -> None:
+    torch.cuda.current_stream().synchronize()
+
+
+def _check(code: int, call: str) -> None:
+    if code != 0:
+        name = ctypes.c_char_p()
+        _driver().cuGetErrorName(code, ctypes.byref(name))
+        raise TransferError(f"{call} failed: {(name.value or b'unknown').decode()} ({code})")
+
+
+@cache
+def _driver() -> Any:
+    return ctypes.CDLL("libcuda.so.1")

@@ -1,0 +1,90 @@
+"""Slabs: memory that one process owns and others of the same user map, on a GPU or on the host.
+
+The owner allocates and describes; a peer opens the description. Both then hold the same bytes, until the last tensor
+over them dies on either side. Nothing has a name in a file system, so that nothing is left behind when a process is
+killed.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import weakref
+from typing import Any
+
+import torch
+
+from colo.errors import TransferError
+from colo.memory import cuda_driver
+from colo.units import format_bytes
+
+Description = dict[str, Any]
+"""A slab for a peer: strings and numbers only, so that it travels as JSON."""
+
+_local: weakref.WeakValueDictionary[int, Slab] = weakref.WeakValueDictionary()
+
+
+class Slab:
+    """Memory of this process that others may map.
+
+    Ownership: owns the bytes until `close`; tensors over `bytes` keep them longer.
+    """
+
+    def __init__(self, size_bytes: int, device: torch.device) -> None:
+        """Take the memory. Raises: `BudgetError` when the device has not enough free memory."""
+        self.size_bytes = size_bytes
+        self.device = device
+        self._file: int | None = None
+        if device.type == "cuda":
+            self.bytes = cuda_driver.allocate(size_bytes, device)
+        else:
+            self._file = os.memfd_create("colo")
+            os.ftruncate(self._file, size_bytes)
+            self.bytes = _map(self._file, size_bytes)
+        _local[id(self)] = self
+
+    def describe(self, *, to_pid: int) -> Description:
+        """What process `to_pid` passes to `open_slab`; the same process gets the memory itself."""
+        common = {"size_bytes": self.size_bytes, "pid": os.getpid()}
+        if to_pid == os.getpid():
+            return {"kind": "local", "key": id(self), **common}
+        if self._file is not None:
+            return {"kind": "host", "path": f"/proc/{os.getpid()}/fd/{self._file}", **common}
+        return {"kind": "cuda", "handle": cuda_driver.export(self.bytes).hex(), **common}
+
+    def close(self) -> None:
+        """Let go of the memory. Idempotent."""
+        self.bytes = self.bytes.new_empty(0)
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+
+def open_slab(description: Description, device: torch.device) -> torch.Tensor:
+    """The memory of a slab, uint8, shape [size_bytes], as `Slab.describe` described it to this process.
+
+    Raises: `TransferError` when the owner has gone or the memory cannot be mapped.
+    """
+    kind, size_bytes = description["kind"], int(description["size_bytes"])
+    if kind == "local":
+        slab = _local.get(description["key"])
+        if slab is None or slab.size_bytes != size_bytes:
+            raise TransferError("the slab has been closed by its owner")
+        return slab.bytes
+    if kind == "cuda":
+        return cuda_driver.open_exported(bytes.fromhex(description["handle"]), size_bytes, device)
+    try:
+        file = os.open(description["path"], os.O_RDWR)
+    except OSError as error:
+        raise TransferError(
+            f"cannot map {format_bytes(size_bytes)} of process {description['pid']}: {error}; it has ended, or runs as "
+            "another user"
+        ) from error
+    try:
+        return _map(file, size_bytes)
+    finally:
+        os.close(file)
+
+
+def _map(file: int, size_bytes: int) -> torch.Tensor:
+    return torch.frombuffer(mmap.mmap(file, size_bytes), dtype=torch.uint8)

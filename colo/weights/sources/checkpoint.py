@@ -1,0 +1,58 @@
+"""A transformers model's parameters under the names that its checkpoints use: what an engine's loader expects.
+
+Since version 5 transformers stacks the experts of a layer, while checkpoints name each expert's matrices. Its own way
+back (`revert_weight_conversion`) copies them; these are views, so that a load plan can follow them to the parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+
+_EXPERTS = ".experts."
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Names:
+    """How the checkpoints of a model type name what transformers has in `mlp`."""
+
+    block: str = "mlp"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+
+
+_NAMES = {
+    "mixtral": _Names(block="block_sparse_moe", gate="w1", up="w3", down="w2"),
+    "olmoe": _Names(),
+    "qwen2_moe": _Names(),
+    "qwen3_moe": _Names(),
+}
+"""By `model_type` of the configuration."""
+
+
+def checkpoint_views(tensors: Mapping[str, torch.Tensor], model_type: str | None) -> list[tuple[str, torch.Tensor]]:
+    """Views that together are `tensors`, by their names in a checkpoint; in order, experts in a parameter's place.
+
+    For the model types above `experts.gate_up_proj` [E, 2I, H] becomes E pairs of a gate and an up projection [I, H],
+    and `experts.down_proj` [E, H, I] becomes E matrices [H, I]. Everything else is passed through as it is, stacked
+    experts of another or no model type too. Meta tensors will do.
+    """
+    names = _NAMES.get(model_type or "")
+    if names is None:
+        return list(tensors.items())
+    return [view for name, tensor in tensors.items() for view in _views(name, tensor, names)]
+
+
+def _views(name: str, tensor: torch.Tensor, names: _Names) -> Iterator[tuple[str, torch.Tensor]]:
+    name = name.replace(".mlp.", f".{names.block}.")
+    prefix, _, projection = name.rpartition(_EXPERTS)
+    if not prefix or tensor.dim() != 3 or projection not in ("gate_up_proj", "down_proj"):
+        yield name, tensor
+        return
+    parts = (names.gate, names.up) if projection == "gate_up_proj" else (names.down,)
+    for index, expert in enumerate(tensor.unbind()):
+        for part, matrix in zip(parts, expert.chunk(len(parts)), strict=True):
+            yield f"{prefix}{_EXPERTS}{index}.{part}.weight", matrix
