@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
@@ -150,19 +148,11 @@ def _start_vllm(order: _Order, undo: ExitStack) -> tuple[Engine, Any]:
     from colo.engines.vllm.engine import VLLMEngine
 
     options = order.engine_options
-    folder: str | os.PathLike[str]
-    if isinstance(order.model, (PretrainedConfig, PreTrainedModel)):
-        folder = undo.enter_context(TemporaryDirectory(prefix="colo-"))
-        _save_config(order.model, folder)
-        options.setdefault("load_format", "dummy")
-    else:
-        folder = order.model
     if order.lora is not None:
         options.setdefault("max_lora_rank", _engine_rank(order.lora))
-    config = AutoConfig.from_pretrained(os.fspath(folder))
-    model = empty_model(config, dtype=order.dtype, attn_implementation=None)
+    model = empty_model(_config(order.model), dtype=order.dtype, attn_implementation=None)
     engine = VLLMEngine(
-        folder,
+        order.model,
         kv_cache_bytes=order.kv_cache_bytes(model),
         device=order.device,
         dtype=order.dtype,
@@ -177,20 +167,23 @@ def _start_vllm(order: _Order, undo: ExitStack) -> tuple[Engine, Any]:
         if isinstance(order.model, PreTrainedModel):
             _copy_weights(order.model, model)
         elif isinstance(order.model, PretrainedConfig):
-            model.init_weights()
+            _draw_weights(model)
     else:
         model = _load_checkpoint(order.model, order.dtype).to(order.device)
     return engine, model.requires_grad_(True).train()
 
 
-def _save_config(model: PretrainedConfig | PreTrainedModel, folder: str) -> None:
-    """Write the configuration from which vLLM builds the same model, and what ends its sequences."""
-    config = copy.deepcopy(model if isinstance(model, PretrainedConfig) else model.config)
-    if not config.architectures:
-        config.architectures = [AutoModelForCausalLM._model_mapping[type(config)].__name__]
-    config.save_pretrained(folder)
-    if isinstance(model, PreTrainedModel) and model.generation_config is not None:
-        model.generation_config.save_pretrained(folder)
+def _draw_weights(model: PreTrainedModel) -> None:
+    """Random weights as transformers draws them, in place."""
+    for module in model.modules():  # which believe that they were initialized when they were empty
+        module._is_hf_initialized = False
+    model.init_weights()
+
+
+def _config(model: Checkpoint) -> PretrainedConfig:
+    if isinstance(model, PretrainedConfig):
+        return model
+    return model.config if isinstance(model, PreTrainedModel) else AutoConfig.from_pretrained(os.fspath(model))
 
 
 def _engine_rank(lora: LoraConfig) -> int:

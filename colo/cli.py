@@ -186,6 +186,21 @@ def bench_offload(device: str | None, size: str | None, json_path: Path | None) 
     _run_bench(lambda tell: offload.run(device=_default_device(device), size_bytes=size_bytes, tell=tell), json_path)
 
 
+@bench.command("vllm")
+@click.argument("part", type=click.Choice(["switch", "sleep", "experts"]))
+@device_option
+@json_option
+def bench_vllm(part: str, device: str | None, json_path: Path | None) -> None:
+    """vLLM driven by colo beside vLLM as it is.
+
+    PART is switch (0.6B: publication, generation, restart, a loop), sleep (8B: level 1, a whole cycle's memory) or
+    experts (30B-A3B: replay against load_weights). Tiny models on a CPU.
+    """
+    from colo.bench import vllm
+
+    _run_bench(lambda tell: vllm.run(part, device=_default_device(device), tell=tell), json_path)
+
+
 @bench.command("logprob")
 @device_option
 @json_option

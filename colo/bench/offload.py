@@ -42,7 +42,7 @@ def run(
     if free_device_bytes(target) < 2 * size_bytes:
         raise Unsupported(f"the benchmark needs {format_bytes(2 * size_bytes)} free on {device}; pass a smaller --size")
     tell("the limit: pinned copies")
-    limit = _limit(target, size_bytes)
+    limit = copy_limit(target, size_bytes)
     tell("colo")
     rows = _ours(target, size_bytes, cycles, limit)
     for way, measure in _peers(target).items():
@@ -75,7 +75,8 @@ def _against(ours: Row, saver: Row) -> Row:
     }
 
 
-def _limit(device: torch.device, size_bytes: int) -> dict[str, float]:
+def copy_limit(device: torch.device, size_bytes: int = GIB) -> dict[str, float]:
+    """What copies between the device and pinned host memory reach, each way."""
     out_s, back_s = _pinned_copies(device, size_bytes)
     clear(device)
     return {"out_gb_per_s": gigabytes_per_s(size_bytes, out_s), "back_gb_per_s": gigabytes_per_s(size_bytes, back_s)}

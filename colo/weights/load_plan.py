@@ -133,8 +133,19 @@ class LoadPlan:
             raise Unsupported(f"{len(self.fallbacks)} tensors cannot be replayed, {name} for one: {reason}")
         self.check_source(source)
         with torch.no_grad():
-            torch._foreach_copy_([c.target for c in self.copies], [c.region_of(source[c.name]) for c in self.copies])
-        return sum(copy.num_bytes for copy in self.copies)
+            torch._foreach_copy_([c.target for c in self._runs], [c.region_of(source[c.name]) for c in self._runs])
+        return sum(copy.num_bytes for copy in self._runs)
+
+    @cached_property
+    def _runs(self) -> tuple[Copy, ...]:
+        """The copies, with those that continue one another on both sides made one: experts of a layer, for one."""
+        runs: list[list[Copy]] = []
+        for copy in sorted(self.copies, key=lambda copy: (copy.name, copy.offset)):
+            if runs and _continues(runs[-1][-1], copy):
+                runs[-1].append(copy)
+            else:
+                runs.append([copy])
+        return tuple(run[0] if len(run) == 1 else _joined(run) for run in runs)
 
     def check_source(self, source: Mapping[str, torch.Tensor]) -> None:
         """Raise `TransferError` unless `source` holds every tensor of the plan with the recorded shape and strides."""
@@ -172,6 +183,25 @@ class LoadPlan:
         if _count_misses(prod(shape), [(copy.offset, copy.shape, copy.stride) for copy in copies]) != (0, 0):
             return None
         return first.target.as_strided(shape, _contiguous_stride(shape), shift)
+
+
+def _continues(copy: Copy, following: Copy) -> bool:
+    """Whether `following` begins, in source and target alike, where `copy` ends."""
+    return (
+        copy.name == following.name
+        and copy.offset + copy.target.numel() == following.offset
+        and _key(copy.target) == _key(following.target)
+        and copy.target.dtype == following.target.dtype
+        and _offset(copy.target) + copy.target.numel() == _offset(following.target)
+        and all(c.target.is_contiguous() and _is_contiguous(c.shape, c.stride) for c in (copy, following))
+    )
+
+
+def _joined(run: list[Copy]) -> Copy:
+    """One flat copy in place of several that continue one another."""
+    first, count = run[0], sum(copy.target.numel() for copy in run)
+    target = first.target.as_strided((count,), (1,), _offset(first.target))
+    return Copy(name=first.name, shape=(count,), stride=(1,), offset=first.offset, target=target)
 
 
 _Part = tuple[int, Sequence[int], Sequence[int]]

@@ -7,6 +7,7 @@ is the KV cache and, where the weights are vLLM's own, the weights.
 
 from __future__ import annotations
 
+import copy
 import gc
 import operator
 import os
@@ -15,9 +16,11 @@ from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as DeadlineError
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 import torch
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from colo import errors
 from colo.engines.base import AdapterWeights, Completion, EngineState, SamplingParams, SleepLevel
@@ -119,7 +122,7 @@ class VLLMEngine:
 
     def __init__(
         self,
-        model: str | os.PathLike[str],
+        model: str | os.PathLike[str] | PretrainedConfig | PreTrainedModel,
         *,
         kv_cache_bytes: int,
         device: torch.device | str | None = None,
@@ -133,7 +136,8 @@ class VLLMEngine:
     ) -> None:
         """Start vLLM.
 
-        `model` is a folder or a hub id. With `share_memory` the weights lie where a trainer can map them and stay on
+        `model` is a folder or a hub id; of a transformers config or model it takes the shape, with random weights.
+        With `share_memory` the weights lie where a trainer can map them and stay on
         the device; without, they are vLLM's own and may leave (levels 1 and 2). `options` are those of `vllm.LLM`, such
         as `max_model_len`, `enforce_eager` or `load_format`; what colo sets itself may be overridden.
 
@@ -147,6 +151,12 @@ class VLLMEngine:
         self._deadline_s = deadline_s
         self._own_process = own_process
         self._store = WeightStore(self.device) if share_memory else None
+        self._folder: TemporaryDirectory[str] | None = None
+        if isinstance(model, (PretrainedConfig, PreTrainedModel)):
+            self._folder = TemporaryDirectory(prefix="colo-")
+            _save_config(model, self._folder.name)
+            options.setdefault("load_format", "dummy")
+            model = self._folder.name
         self._options = _llm_options(
             os.fspath(model),
             self._store.address if self._store is not None else None,
@@ -177,7 +187,7 @@ class VLLMEngine:
         engine.mover = mover or Mover(engine.device)
         engine._owns_mover = mover is None
         engine._deadline_s = deadline_s
-        engine._store = None
+        engine._store = engine._folder = None
         engine._options = {}
         engine._begin_life()
         engine._connect(llm)
@@ -529,6 +539,8 @@ class VLLMEngine:
             self._staging = None
         if self._store is not None:
             self._store.close()
+        if self._folder is not None:
+            self._folder.cleanup()
         if self._owns_mover:
             self.mover.close()
 
@@ -717,6 +729,16 @@ def _is_deeper(target: Residency, source: Residency) -> bool:
 def _device(device: torch.device | str | None) -> torch.device:
     found = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     return torch.device("cuda", torch.cuda.current_device()) if str(found) == "cuda" else found
+
+
+def _save_config(model: PretrainedConfig | PreTrainedModel, folder: str) -> None:
+    """Write the configuration from which vLLM builds the same model, and what ends its sequences."""
+    config = copy.deepcopy(model if isinstance(model, PretrainedConfig) else model.config)
+    if not config.architectures:
+        config.architectures = [AutoModelForCausalLM._model_mapping[type(config)].__name__]
+    config.save_pretrained(folder)
+    if isinstance(model, PreTrainedModel) and model.generation_config is not None:
+        model.generation_config.save_pretrained(folder)
 
 
 def _llm_options(

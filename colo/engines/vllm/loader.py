@@ -8,6 +8,7 @@ trainer's; without, it is the worker's own and can be exported later.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -75,6 +76,9 @@ class Placement:
     outside: dict[str, str] = field(default_factory=dict)
     """Parameters, or tensors derived from them, that are not in the slabs, with the reason."""
 
+    placing_s: float = 0.0
+    """Seconds that asking for memory and mapping it took."""
+
     pool: Any = None
     """What the model's other tensors were allocated in; it lives as long as the model."""
 
@@ -104,7 +108,9 @@ class Placement:
         return None
 
     def _take(self, size_bytes: int) -> torch.Tensor:
+        start_s = time.perf_counter()
         self.slabs.append(self.source.take(size_bytes))
+        self.placing_s += time.perf_counter() - start_s
         return self.slabs[-1]
 
 

@@ -85,6 +85,7 @@ class WorkerAgent:
             "weights_in": "slabs" if in_slabs else ("pool" if pooled_bytes else "memory"),
             "weights_are_mapped": in_slabs and isinstance(self._placement.source, StoreClient),  # type: ignore[union-attr]
             "weights_can_leave": bool(pooled_bytes) and not in_slabs,
+            "placing_s": self._placement.placing_s if self._placement is not None else 0.0,
             "outside": dict(self._placement.outside) if self._placement is not None else {},
             "kv_cache_bytes": segments.by_name[ENGINE_KV_CACHE].size_bytes,
             "max_adapters": self._adapters.capacity,

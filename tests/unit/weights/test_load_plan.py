@@ -422,3 +422,18 @@ def test_row_blocks_are_an_alias_if_and_only_if_each_keeps_its_place(rows, colum
     assert bool(plan.aliases) == (blocks == sorted(blocks))
     if plan.aliases:
         assert plan.aliases["t"].data_ptr() == target.data_ptr() and torch.equal(plan.aliases["t"], source)
+
+
+def test_copies_that_continue_one_another_are_replayed_as_one():
+    engine = {"w": torch.zeros(6, 4), "swapped": torch.zeros(6, 4)}
+
+    def load(weights):
+        for name, tensor in weights:
+            for row in range(6):
+                engine[name][5 - row if name == "swapped" else row].copy_(tensor[row])
+
+    source = {name: torch.randn(6, 4) for name in engine}
+    plan = LoadPlan.record(load, source, engine)
+    assert [copy.name for copy in plan._runs] == ["swapped"] * 6 + ["w"]
+    assert plan.replay(source) == 2 * 6 * 4 * 4
+    assert torch.equal(engine["w"], source["w"]) and torch.equal(engine["swapped"], source["swapped"].flip(0))
