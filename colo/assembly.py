@@ -84,6 +84,9 @@ def launch(
         undo.callback(mover.close)
         order = _Order(model, target, dtype, config, capacity_bytes, mover, lora, dict(engine_options or {}))
         started, trained = start(order, undo)
+        if config.device_limit_bytes is None:  # what the engine took beside its segments is known now
+            held_bytes = sum(segment.device_bytes for segment in started.segments)
+            capacity_bytes = _capacity(config, target, held_bytes=held_bytes)
         if lora is not None:
             from peft import get_peft_model
 

@@ -310,7 +310,8 @@ class Runtime:
         self._require_idle(Phase.ROLLOUT)
         with self.trace.span("switch to rollout", category="switch", phase=Phase.ROLLOUT):
             self._notice_writes(compare=True)
-            self._publisher.check()
+            if self._publisher.is_current:  # else publishing checks
+                self._publisher.check()
             self.engine.reset_prefix_cache()  # writes through `.data` raise no version that could be noticed
             self.scheduler.plan(Phase.ROLLOUT)  # refuse before publishing, while nothing has changed
             if not self._publisher.is_current:

@@ -1,7 +1,7 @@
 """`colo bench vllm`: vLLM driven by colo, beside vLLM as it is, on random weights of real shapes.
 
-Three parts, each a run of its own since a GPU holds one at a time: `switch` (0.6B: publication, generation, restart,
-a loop), `sleep` (8B: level 1, and the memory of a whole cycle of full fine-tuning), `experts` (30B-A3B: replay).
+Four parts, each a run of its own: `switch` (0.6B: publication, generation, a loop), `life` (0.6B: growth, restart, one
+process), `sleep` (8B: level 1, and the memory of a whole cycle of full fine-tuning), `experts` (30B-A3B: replay).
 """
 
 from __future__ import annotations
@@ -89,14 +89,16 @@ def run(part: str, *, device: str, tell: Tell = lambda text: None) -> Result:
 
 
 def switch(device: torch.device, size: Size, folder: str, tell: Tell) -> Iterator[Row]:
-    """Publication, keep-weights sleep, generation against stock vLLM, a restart, a GRPO-like loop, growth."""
+    """Publication, keep-weights sleep, generation against stock vLLM, and a GRPO-like loop, across processes."""
     config = _save(_shape("0.6b", device), folder)
     tell("stock vLLM: generation")
-    stock, stock_start_s = _stock_generation(folder, device, size)
+    llm = _stock(folder, device, size)
+    stock = _tokens_per_s(llm, size)
+    llm.llm_engine.engine_core.shutdown()
+    del llm
+    clear(device)
     tell("engine in its own process")
-    start_s = time.perf_counter()
     rt = _launch(config, device, size, own_process=True)
-    started_s = time.perf_counter() - start_s
     yield _publication(rt, "own process")
     yield _keep_weights(rt, "own process")
     ours = _tokens_per_s(rt.engine.llm, size)  # type: ignore[attr-defined]
@@ -108,6 +110,20 @@ def switch(device: torch.device, size: Size, folder: str, tell: Tell) -> Iterato
     }
     tell("a loop of rollout and train")
     yield _loop(rt, size)
+    rt.close()
+
+
+def life(device: torch.device, size: Size, folder: str, tell: Tell) -> Iterator[Row]:
+    """Growth over many cycles, a restart after a kill, and the same figures for an engine in this process."""
+    config = _save(_shape("0.6b", device), folder)
+    eager = replace(size, enforce_eager=True)
+    tell("stock vLLM: start")
+    stock_start_s = _seconds(lambda: _stock(folder, device, eager).llm_engine.engine_core.shutdown())
+    clear(device)
+    tell("engine in its own process")
+    start_s = time.perf_counter()
+    rt = _launch(config, device, eager, own_process=True)
+    started_s = time.perf_counter() - start_s
     tell(f"{size.cycles} cycles")
     yield _growth(rt, size)
     tell("kill and restart")
@@ -115,7 +131,7 @@ def switch(device: torch.device, size: Size, folder: str, tell: Tell) -> Iterato
     rt.close()
     clear(device)
     tell("engine in this process")
-    rt = _launch(config, device, size, own_process=False, enforce_eager=True)
+    rt = _launch(config, device, eager, own_process=False)
     yield _publication(rt, "in process")
     yield _keep_weights(rt, "in process") | _driver_time(rt)
     rt.close()
@@ -180,18 +196,6 @@ def _remap(worker: Any) -> tuple[float, float]:
         torch.cuda.synchronize()
         pairs.append((middle_s - start_s, time.perf_counter() - middle_s))
     return statistics.median(p[0] for p in pairs), statistics.median(p[1] for p in pairs)
-
-
-def _stock_generation(folder: str, device: torch.device, size: Size) -> tuple[float, float]:
-    """Tokens a second of vLLM without colo, in its own process, and the seconds that it took to start."""
-    start_s = time.perf_counter()
-    llm = _stock(folder, device, size)
-    started_s = time.perf_counter() - start_s
-    tokens_per_s = _tokens_per_s(llm, size)
-    llm.llm_engine.engine_core.shutdown()
-    del llm
-    clear(device)
-    return tokens_per_s, started_s
 
 
 def _stock(folder: str, device: torch.device, size: Size, **options: Any) -> Any:
@@ -489,6 +493,7 @@ def _device_copy_bytes_per_s(device: torch.device) -> float:
 
 PARTS: Mapping[str, Callable[[torch.device, Size, str, Tell], Iterator[Row]]] = {
     "switch": switch,
+    "life": life,
     "sleep": sleep,
     "experts": experts,
 }

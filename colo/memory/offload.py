@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -304,18 +303,22 @@ class _Arrival:
         self._segment = segment
         regions = [region for region in segment._regions if not region.resident]
         self.moved_bytes = sum(region.size_bytes for region in regions) if copies else 0
+        self._record = _Recorder(segment._mover, f"back {segment.name}", "h2d", self.moved_bytes)
+        self._transfers: list[Transfer] = []
         restored: list[Region] = []
         try:
             for region in regions:
                 region.restore()
                 restored.append(region)
+                if copies:  # while it is under way, the driver maps the next region
+                    view = segment._host_view(region)
+                    self._transfers.append(segment._mover.copy_in(view, region.bytes, after_queued=False))
         except BaseException:
+            for transfer in self._transfers:
+                transfer.wait()
             for region in restored:
                 region.release()
             raise
-        self._record = _Recorder(segment._mover, f"back {segment.name}", "h2d", self.moved_bytes)
-        copy = partial(segment._mover.copy_in, after_queued=False)
-        self._transfers = [copy(segment._host_view(r), r.bytes) for r in regions] if copies else []
 
     def wait(self) -> None:
         if self._segment._move is not self:

@@ -39,6 +39,7 @@ class Slab:
             self.bytes = cuda_driver.allocate(size_bytes, device)
         else:
             self._file = os.memfd_create("colo")
+            self._close_file = weakref.finalize(self, os.close, self._file)
             os.ftruncate(self._file, size_bytes)
             self.bytes = _map(self._file, size_bytes)
         _local[id(self)] = self
@@ -55,8 +56,9 @@ class Slab:
     def close(self) -> None:
         """Let go of the memory. Idempotent."""
         self.bytes = self.bytes.new_empty(0)
+        _local.pop(id(self), None)
         if self._file is not None:
-            os.close(self._file)
+            self._close_file()
             self._file = None
 
 

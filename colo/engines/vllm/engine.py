@@ -12,12 +12,9 @@ import gc
 import operator
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from concurrent.futures import TimeoutError as DeadlineError
-from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn, TypeVar
 
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
@@ -25,16 +22,20 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from colo import errors
 from colo.engines.base import AdapterWeights, Completion, EngineState, SamplingParams, SleepLevel
 from colo.engines.vllm import compat, plugin
+from colo.engines.vllm.calls import Caller, NoAnswer, ProcessEnded
 from colo.engines.vllm.loader_options import FORMAT_KEY, STORE_KEY
 from colo.engines.vllm.store import WeightStore, device_id
 from colo.errors import BudgetError, EngineLost, PhaseError, StaleWeights, TransferError, Unsupported
 from colo.memory.offload import Mover
+from colo.memory.probe import free_device_bytes
 from colo.memory.region import carve, carved_bytes
 from colo.memory.segment import Done, Move, Segment
 from colo.memory.slab import Slab, open_slab
 from colo.phases.phase import ENGINE_KV_CACHE, ENGINE_WEIGHTS, Residency, check_move
 from colo.units import MIB
 from colo.weights.load_plan import Copy, LoadPlan
+
+T = TypeVar("T")
 
 PauseMode = Literal["abort", "wait", "keep"]
 
@@ -195,7 +196,7 @@ class VLLMEngine:
 
     def _begin_life(self) -> None:
         self.llm: Any = None
-        self._calls: ThreadPoolExecutor | None = None
+        self._calls: Caller | None = None
         self._opened: dict[int, list[torch.Tensor]] = {}
         self._staging: Slab | None = None
         self._adapters: dict[str, int] = {}
@@ -290,13 +291,13 @@ class VLLMEngine:
         params = self.sampling_params(params)
         token_ids = [tuple(map(operator.index, prompt)) for prompt in prompts]
         self._check_prompts(token_ids)
-        with self._guarded():
-            outputs = self.llm.generate(
-                [{"prompt_token_ids": list(ids)} for ids in token_ids],
-                params,
-                use_tqdm=False,
-                lora_request=self._lora_request(adapter),
-            )
+        request = self._lora_request(adapter)
+        inputs = [{"prompt_token_ids": list(ids)} for ids in token_ids]
+        outputs = self._in_engine(
+            "generate",
+            lambda: self.llm.generate(inputs, params, use_tqdm=False, lora_request=request),
+            deadline=False,
+        )
         return [
             _completion(prompt_index, output, sample, self._version, adapter)
             for prompt_index, output in enumerate(outputs)
@@ -319,8 +320,7 @@ class VLLMEngine:
             if segment.device_bytes != segment.size_bytes:
                 segment.settle()
         if self._paused:
-            with self._guarded():
-                self.llm.wake_up(tags=["scheduling"])
+            self._in_engine("resume", lambda: self.llm.wake_up(tags=["scheduling"]))
             self._paused = False
 
     def sleep(self, level: SleepLevel | int, mode: PauseMode = "abort") -> None:
@@ -358,9 +358,12 @@ class VLLMEngine:
     def reset_prefix_cache(self) -> None:
         """Forget everything computed from earlier weights. Raises: `TransferError` when vLLM does not let go of it."""
         self._require_open("reset its prefix cache")
-        with self._guarded():
-            if not self.llm.reset_prefix_cache() and not self.llm.reset_prefix_cache(reset_running_requests=True):
-                raise TransferError("vLLM did not reset its prefix cache: requests still hold blocks of it")
+        llm = self.llm
+        if not (
+            self._in_engine("reset_prefix_cache", llm.reset_prefix_cache)
+            or self._in_engine("reset_prefix_cache", lambda: llm.reset_prefix_cache(reset_running_requests=True))
+        ):
+            raise TransferError("vLLM did not reset its prefix cache: requests still hold blocks of it")
 
     def record_plan(self, source: Mapping[str, torch.Tensor]) -> LoadPlan:
         """Record what vLLM's loader does with `source`; see `Engine.record_plan`. Every worker records its own."""
@@ -497,11 +500,13 @@ class VLLMEngine:
     def _connect(self, llm: Any) -> None:
         self.llm = llm
         if self._own_process:
-            self._calls = ThreadPoolExecutor(1, thread_name_prefix="colo-vllm")
+            self._calls = Caller()
         hf_config = llm.llm_engine.vllm_config.model_config.hf_config
         self._model_type: str | None = getattr(hf_config, "model_type", None)
         self._vocab_size = int(llm.llm_engine.vllm_config.model_config.get_vocab_size())
         self._infos: list[dict[str, Any]] = self._call("describe")
+        if self._calls is not None:
+            self._calls.watch(self.pids)
         info = self._infos[0]
         if info["device"] != device_id(self.device):
             raise Unsupported(
@@ -525,7 +530,8 @@ class VLLMEngine:
     def _shut_down(self) -> None:
         llm, self.llm = self.llm, None
         if self._calls is not None:
-            self._calls.shutdown(wait=False)
+            self._calls.close()
+            self._calls = None
         if llm is not None:
             llm.llm_engine.engine_core.shutdown()
             del llm
@@ -558,28 +564,26 @@ class VLLMEngine:
         if self._lost is not None:
             raise EngineLost(f"the engine is lost: {self._lost}. Call recover()")
         rpc = self.llm.collective_rpc
-        if not self._own_process:
-            from colo.engines.vllm.worker import call
+        if self._own_process:
+            return self._in_engine(operation, lambda: list(rpc("colo", args=(operation, arguments))))
+        from colo.engines.vllm.worker import call
 
-            # A function of this module needs no worker extension, which a caller's own engine may lack.
-            return list(rpc(call, args=(operation, arguments)))
-        assert self._calls is not None
-        with self._guarded(operation):
-            future = self._calls.submit(rpc, "colo", args=(operation, arguments))
-            return list(future.result(timeout=self._deadline_s))
+        # A function of this module needs no worker extension, which a caller's own engine may lack.
+        return list(rpc(call, args=(operation, arguments)))
 
-    @contextmanager
-    def _guarded(self, operation: str = "generate") -> Iterator[None]:
-        """Turn the end of the engine's process, or its silence, into `EngineLost`."""
+    def _in_engine(self, operation: str, function: Callable[[], T], *, deadline: bool = True) -> T:
+        """Call into vLLM; the end of its process, or its silence, becomes `EngineLost`."""
         if self._lost is not None:
             raise EngineLost(f"the engine is lost: {self._lost}. Call recover()")
+        if self._calls is None:
+            return function()
         from vllm.v1.engine.exceptions import EngineDeadError
 
         try:
-            yield
-        except EngineDeadError as error:
+            return self._calls.call(function, deadline_s=self._deadline_s if deadline else None)
+        except (ProcessEnded, EngineDeadError) as error:
             self._lose(f"its process ended during {operation}", error)
-        except DeadlineError as error:
+        except NoAnswer as error:
             self._lose(f"it did not answer {operation} within {self._deadline_s:.0f} s", error)
         except Exception as error:
             if "has no attribute 'colo'" in str(error):
@@ -590,7 +594,7 @@ class VLLMEngine:
                 ) from error
             raise
 
-    def _lose(self, cause: str, error: BaseException) -> None:
+    def _lose(self, cause: str, error: BaseException) -> NoReturn:
         self._lost = cause
         self.poison(f"it is lost: {cause}")
         self._segments[ENGINE_KV_CACHE].vanish()
@@ -603,16 +607,22 @@ class VLLMEngine:
     def _pause(self, mode: PauseMode = "abort") -> None:
         if self._paused:
             return
-        with self._guarded("pause"):
-            self.llm.sleep(level=0, mode=mode)
+        self._in_engine("pause", lambda: self.llm.sleep(level=0, mode=mode))
         self._paused = True
 
     def _before_move(self, name: str, target: Residency) -> None:
-        if target is not Residency.RESIDENT:
+        if target is Residency.RESIDENT:
+            self._make_room(self._segments[name].size_bytes)
+        else:
             self._pause()
             self.reset_prefix_cache()
             if name == ENGINE_WEIGHTS and target is Residency.DISCARDED:
                 self.poison("its weights have been dropped: wake it and publish weights to it")
+
+    def _make_room(self, size_bytes: int) -> None:
+        """Return what torch caches in this process to the driver, when the engine's process will need it."""
+        if self.device.type == "cuda" and free_device_bytes(self.device) < size_bytes:
+            torch.cuda.empty_cache()
 
     def _begin(self, name: str, source: Residency, target: Residency) -> None:
         """Start a move in every worker; where one refuses, the others go back."""

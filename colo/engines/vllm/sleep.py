@@ -100,6 +100,8 @@ class WorkerSegments:
         if name == ENGINE_WEIGHTS and target is Residency.DISCARDED and source is Residency.RESIDENT:
             self._keep_what_no_loader_brings()
         segment.begin(target)
+        if target is not Residency.RESIDENT and self.mover.device.type == "cuda":
+            torch.cuda.empty_cache()  # another process cannot use what torch caches in this one
         if target is Residency.RESIDENT and source is Residency.DISCARDED and name == ENGINE_WEIGHTS:
             self._bring_back_what_was_kept()
 

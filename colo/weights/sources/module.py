@@ -21,10 +21,10 @@ class ModuleSource:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._model = model
+        self.model = model
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, parameter in self._model.named_parameters():
+        for name, parameter in self.model.named_parameters():
             if not any(part in name for part in _ADAPTER_PARTS):
                 yield plain_name(name), parameter
 

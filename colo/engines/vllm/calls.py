@@ -1,0 +1,82 @@
+"""Calls into an engine in another process that end when that process does.
+
+vLLM's client waits for an answer without a deadline, also when the process is killed in between. So the call is made in
+a thread, and whoever waits for it looks at the process, and at the clock, meanwhile.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import TypeVar
+
+import psutil
+
+T = TypeVar("T")
+
+_LOOK_EVERY_S = 0.2
+
+
+class ProcessEnded(Exception):  # noqa: N818 - an event, which the engine turns into `EngineLost`
+    """The engine's process ended before it answered."""
+
+
+class NoAnswer(Exception):  # noqa: N818 - as above
+    """The engine's process did not answer within the deadline."""
+
+
+class Caller:
+    """Makes one call after another in a thread of its own.
+
+    Ordering: calls run in the order in which they were made, also when the wait for one was interrupted.
+    """
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._processes: list[psutil.Process] = []
+        threading.Thread(target=self._run, name="colo-vllm", daemon=True).start()
+
+    def watch(self, pids: Sequence[int]) -> None:
+        """Give up on calls when one of these processes ends."""
+        self._processes = [psutil.Process(pid) for pid in pids]
+
+    def call(self, function: Callable[[], T], *, deadline_s: float | None) -> T:
+        """What `function` returns or raises. Raises: `ProcessEnded`, or `NoAnswer` after the deadline."""
+        future: Future[T] = Future()
+
+        def answer() -> None:
+            try:
+                future.set_result(function())
+            except BaseException as error:  # noqa: BLE001 - raised where the answer is waited for
+                future.set_exception(error)
+
+        self._queue.put(answer)
+        give_up_s = time.monotonic() + deadline_s if deadline_s is not None else float("inf")
+        while True:
+            try:
+                return future.result(timeout=_LOOK_EVERY_S)
+            except TimeoutError:
+                if future.done():
+                    raise
+            if not all(_lives(process) for process in self._processes):
+                raise ProcessEnded
+            if time.monotonic() > give_up_s:
+                raise NoAnswer
+
+    def close(self) -> None:
+        """End the thread once the calls before have returned, if they ever do."""
+        self._queue.put(None)
+
+    def _run(self) -> None:
+        while (task := self._queue.get()) is not None:
+            task()
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return bool(process.is_running()) and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

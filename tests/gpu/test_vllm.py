@@ -1,0 +1,218 @@
+"""vLLM on CUDA: one copy of the weights in one process and in two, sleep that keeps every bit, a killed engine."""
+
+import os
+import signal
+
+import pytest
+import torch
+from torch.optim import AdamW
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+import colo
+from colo.config import RuntimeConfig
+from colo.engines.base import EngineState
+from colo.errors import BudgetError, EngineLost, PhaseError, StaleWeights
+from colo.memory.probe import free_device_bytes
+from colo.units import GIB, MIB
+
+pytestmark = pytest.mark.gpu
+CUDA = torch.device("cuda", 0)
+PROMPTS = [[(7 * i + j * j) % 900 + 1 for j in range(24)] for i in range(8)]
+KV_CACHE_BYTES = 4 * GIB
+OPTIONS = {"max_model_len": 256, "disable_log_stats": True}
+
+
+def config(**changes):
+    sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4, "vocab_size": 1000}
+    return Qwen3Config(
+        **(sizes | changes),
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=64,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        eos_token_id=None,
+        bos_token_id=None,
+        architectures=["Qwen3ForCausalLM"],
+        dtype="bfloat16",
+    )
+
+
+def engine_of(model, **options):
+    pytest.importorskip("vllm")
+    from colo.engines.vllm.engine import VLLMEngine
+
+    return VLLMEngine(model, kv_cache_bytes=KV_CACHE_BYTES, device=CUDA, **(OPTIONS | options))
+
+
+def launch(**options):
+    pytest.importorskip("vllm")
+    return colo.launch(
+        config(),
+        engine="vllm",
+        engine_options=OPTIONS | options,
+        optimizer=lambda params: AdamW(params, lr=1e-3, fused=True),
+        device=CUDA,
+        config=RuntimeConfig(kv_cache_bytes=KV_CACHE_BYTES, offload="always"),
+    )
+
+
+def train_step(rt, step):
+    ids = torch.randint(1, 1000, (4, 64), generator=torch.Generator().manual_seed(step)).to(CUDA)
+    with rt.train():
+        rt.model(input_ids=ids, labels=ids).loss.backward()
+        rt.optimizer.step()
+        rt.optimizer.zero_grad()
+
+
+def greedy(engine, **options):
+    engine.reset_prefix_cache()
+    return engine.generate(PROMPTS, engine.sampling_params(max_tokens=16, temperature=0, **options))
+
+
+def difference(model, completions):
+    """Mean |log p(engine) - log p(model)| of greedy completions."""
+    ids = torch.tensor([c.prompt_token_ids + c.token_ids for c in completions], device=CUDA)
+    start = len(PROMPTS[0])
+    with torch.no_grad():
+        logprobs = model(input_ids=ids).logits[:, start - 1 : -1].float().log_softmax(-1)
+    mine = logprobs.gather(-1, ids[:, start:, None])[..., 0].cpu()
+    return float((mine - torch.tensor([c.logprobs for c in completions])).abs().mean())
+
+
+@pytest.fixture(scope="module", params=["its own process, CUDA graphs and torch.compile", "this process"])
+def rt(request):
+    own = request.param != "this process"
+    rt = launch(own_process=own, enforce_eager=not own)
+    yield rt
+    rt.close()
+
+
+def test_training_is_what_vllm_samples_from_next_and_nothing_is_sent(rt):
+    with rt.rollout():
+        before = rt.generate(PROMPTS, max_tokens=16, temperature=0)
+    assert difference(rt.model, before) < 0.02
+    for step in range(3):
+        train_step(rt, step)
+    with rt.rollout():
+        after = rt.generate(PROMPTS, max_tokens=16, temperature=0)
+    assert difference(rt.model, after) < 0.02
+    assert [c.token_ids for c in before] != [c.token_ids for c in after]
+    assert after[0].weights_version == before[0].weights_version + 3
+    assert rt.bytes_synced == 0 and rt.transport.name == "shared"
+    assert "mismatch" in rt.report().facts
+
+
+def test_the_kv_cache_is_with_the_driver_while_training(rt):
+    with rt.rollout():
+        during = free_device_bytes(CUDA)
+    with rt.train():
+        assert free_device_bytes(CUDA) - during > 0.9 * KV_CACHE_BYTES
+        with pytest.raises(PhaseError, match="inside train"):
+            rt.generate(PROMPTS)
+
+
+def test_a_killed_engine_comes_back_on_the_same_weights():
+    rt = launch(enforce_eager=True)
+    train_step(rt, 0)
+    with rt.rollout():
+        gap = difference(rt.model, rt.generate(PROMPTS, max_tokens=16, temperature=0))
+    weights = [p.detach().clone() for p in rt.model.parameters()]
+    (pid,) = rt.engine.pids
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(EngineLost, match="recover"):
+        rt.generate(PROMPTS)
+    assert rt.engine.state is EngineState.LOST
+    assert all(torch.equal(a, b) for a, b in zip(weights, rt.model.parameters(), strict=True))
+    train_step(rt, 1)
+    rt.recover()
+    assert rt.engine.pids != (pid,)
+    with rt.rollout():
+        again = rt.generate(PROMPTS, max_tokens=16, temperature=0)
+    assert difference(rt.model, again) < 2 * gap + 0.01
+    rt.close()
+
+
+@pytest.fixture(scope="module")
+def pooled():
+    """An engine whose weights are vLLM's own, in its sleep pool, with LoRA buffers beside them."""
+    engine = engine_of(config(), share_memory=False, enforce_eager=True, max_lora_rank=16)
+    engine.commit(0)
+    yield engine
+    engine.close()
+
+
+@pytest.mark.parametrize("level", [1, "keep-weights", 1])
+def test_what_slept_generates_what_it_did(pooled, level):
+    before = greedy(pooled)
+    free_bytes = free_device_bytes(CUDA)
+    pooled.sleep(level)
+    assert free_device_bytes(CUDA) - free_bytes > 0.9 * KV_CACHE_BYTES
+    with pytest.raises(PhaseError, match="asleep"):
+        pooled.generate(PROMPTS, None)
+    pooled.wake()
+    pooled.resume()
+    after = greedy(pooled)
+    assert [c.token_ids for c in after] == [c.token_ids for c in before]
+    assert [c.logprobs for c in after] == [c.logprobs for c in before]
+
+
+def test_a_wake_that_cannot_succeed_leaves_the_engine_asleep_and_usable(pooled):
+    before = greedy(pooled)
+    pooled.sleep(1)
+    hog = torch.empty(free_device_bytes(CUDA) - 2 * GIB, dtype=torch.uint8, device=CUDA)
+    with pytest.raises(BudgetError, match="free"):
+        pooled.wake()
+    assert pooled.state is EngineState.ASLEEP
+    del hog
+    torch.cuda.empty_cache()
+    pooled.wake()
+    pooled.resume()
+    assert [c.token_ids for c in greedy(pooled)] == [c.token_ids for c in before]
+
+
+def test_level_2_asks_for_weights_and_keeps_what_no_loader_brings(pooled):
+    pooled.sleep(2)
+    with pytest.raises(PhaseError, match="wake"):
+        pooled.load_weights([])
+    pooled.wake()
+    pooled.resume()
+    with pytest.raises(StaleWeights, match="dropped"):
+        pooled.generate(PROMPTS, None)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config(), dtype=torch.bfloat16).to(CUDA)
+    pooled.pause()
+    pooled.load_weights(model.named_parameters())
+    pooled.commit(1)
+    pooled.resume()
+    assert difference(model, greedy(pooled)) < 0.02  # wrong rotary buffers would show here
+
+
+def test_an_engine_that_quantizes_is_reloaded_exactly(tmp_path):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config(), dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    engine = engine_of(tmp_path, own_process=False, share_memory=False, enforce_eager=True, quantization="fp8")
+    engine.commit(0)
+    loaded = greedy(engine)
+    plan = engine.record_plan(dict(model.named_parameters()))
+    assert "fp8" in next(iter(plan.fallbacks.values()))
+    engine.pause()
+    engine.load_weights((n, torch.randn_like(p).to(CUDA) * 0.02) for n, p in model.named_parameters())
+    engine.load_weights((n, p.to(CUDA)) for n, p in model.named_parameters())
+    engine.commit(1)
+    engine.resume()
+    again = greedy(engine)
+    assert [c.token_ids for c in again] == [c.token_ids for c in loaded]
+    assert [c.logprobs for c in again] == [c.logprobs for c in loaded]
+    engine.close()
+
+
+def test_close_gives_the_memory_back():
+    torch.cuda.empty_cache()
+    before = free_device_bytes(CUDA)
+    rt = launch(own_process=False, enforce_eager=True)
+    train_step(rt, 0)
+    rt.close()
+    del rt
+    assert before - free_device_bytes(CUDA) < 600 * MIB  # workspaces of vLLM's libraries stay

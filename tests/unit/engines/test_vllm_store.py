@@ -1,0 +1,169 @@
+"""The conversation between a vLLM worker and the store of its weights, over a real socket, without vLLM."""
+
+import os
+import stat
+import threading
+import time
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+import torch
+
+from colo.engines.vllm import store as module
+from colo.engines.vllm.store import StoreClient, WeightStore
+from colo.errors import TransferError
+from colo.units import MIB
+
+CPU = torch.device("cpu")
+SIZES = [2 * MIB, MIB, 3 * MIB]
+
+
+@pytest.fixture
+def store():
+    store = WeightStore(CPU)
+    yield store
+    store.close()
+
+
+@contextmanager
+def worker(store, *, rank=0, pid=1):
+    """A worker that ends, as a process would, whether it has finished or not."""
+    client = StoreClient(store.address, rank=rank, pid=pid, device=CPU)
+    try:
+        yield client
+    finally:
+        with suppress(OSError):
+            client._stream.close()
+        client._socket.close()
+
+
+def load(store, sizes=SIZES, *, rank=0, pid=1):
+    """A worker that takes its pieces, writes its number of the piece into each and finishes."""
+    with worker(store, rank=rank, pid=pid) as client:
+        pieces = [client.take(size_bytes) for size_bytes in sizes]
+        for index, piece in enumerate(pieces):
+            piece.fill_(10 * rank + index)
+        client.done()
+    return pieces
+
+
+def has_to_fill(store, **who):
+    with worker(store, **who) as client:
+        return client.fill
+
+
+def store_threads():
+    return [thread for thread in threading.enumerate() if thread.name == "colo-store"]
+
+
+def open_files():
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def wait_until(condition, seconds=5.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("pid", [1, os.getpid()], ids=["another process", "the same process"])
+def test_the_first_worker_fills_and_the_next_finds_its_weights(store, pid):
+    first = load(store, pid=pid)
+    with worker(store, pid=pid) as again:
+        assert not again.fill
+        found = [again.take(size_bytes) for size_bytes in SIZES]
+        again.done()
+    assert [piece.unique().tolist() for piece in found] == [[0], [1], [2]]
+    assert (found[0].data_ptr() == first[0].data_ptr()) is (pid == os.getpid())
+    found[1].fill_(99)
+    assert (first[1] == 99).all()
+
+
+def test_the_trainer_sees_what_the_worker_has_written(store):
+    assert has_to_fill(store)
+    load(store)
+    assert [store.slab(0, index).unique().tolist() for index in range(3)] == [[0], [1], [2]]
+    assert store.size_bytes == sum(SIZES)
+
+
+def test_every_rank_has_its_own_memory(store):
+    load(store, rank=0)
+    assert has_to_fill(store, rank=1)
+    load(store, rank=1)
+    assert store.slab(0, 2).unique().tolist() == [2]
+    assert store.slab(1, 2).unique().tolist() == [12]
+    assert store.size_bytes == 2 * sum(SIZES)
+
+
+def test_an_unfinished_first_start_starts_over(store):
+    with worker(store) as unfinished:
+        unfinished.take(MIB).fill_(50)
+    with worker(store) as again:
+        assert again.fill
+        assert not again.take(2 * MIB).any()
+        again.done()
+    assert store.size_bytes == 2 * MIB
+    assert not has_to_fill(store)
+
+
+def test_an_unfinished_first_start_keeps_no_file_open(store):
+    threads = len(store_threads())
+    files = []
+    for _ in range(3):
+        with worker(store) as client:
+            client.take(MIB)
+        wait_until(lambda: len(store_threads()) == threads)
+        files.append(open_files())
+    assert files == files[:1] * 3
+
+
+@pytest.mark.parametrize("sizes", [[2 * MIB, 2 * MIB], [*SIZES, MIB]], ids=["another size", "one more"])
+def test_a_worker_that_asks_for_other_pieces_is_refused(store, sizes):
+    load(store)
+    message = rf"piece {len(sizes) - 1} of the weights has {sizes[-1] // MIB}.00 MiB now, which is not"
+    with worker(store) as client, pytest.raises(TransferError, match=message):
+        for size_bytes in sizes:
+            client.take(size_bytes)
+
+
+def test_a_checkpoint_may_take_longer_to_read_than_an_answer(store, monkeypatch):
+    monkeypatch.setattr(module, "DEADLINE_S", 0.2)
+    with worker(store) as client:
+        client.take(MIB)
+        time.sleep(0.6)
+        client.done()
+    assert not has_to_fill(store)
+
+
+def test_nobody_answering_is_an_error(store, tmp_path):
+    with pytest.raises(TransferError, match="weight store does not answer at"):
+        StoreClient(str(tmp_path / "nobody"), rank=0, pid=1, device=CPU)
+    store.close()
+    with pytest.raises(TransferError, match="weight store does not answer at"):
+        has_to_fill(store)
+
+
+def test_a_gpu_that_the_trainer_does_not_see_is_refused_by_name(store):
+    with (
+        worker(store) as client,
+        pytest.raises(TransferError, match="does not see the GPU some-uuid.*CUDA_VISIBLE_DEVICES"),
+    ):
+        client._ask(op="hello", rank=0, pid=1, device="some-uuid")
+
+
+def test_only_this_user_reaches_it(store):
+    folder = Path(store.address).parent
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+def test_closing_is_idempotent_and_leaves_no_folder_and_no_thread(store):
+    before = len(store_threads())
+    mine = WeightStore(CPU)
+    (kept,) = load(mine, [MIB])
+    mine.close()
+    mine.close()
+    assert not Path(mine.address).parent.exists()
+    assert (kept == 0).all()
+    wait_until(lambda: len(store_threads()) <= before)

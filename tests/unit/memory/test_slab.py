@@ -1,0 +1,149 @@
+"""Slabs, between processes that really are two."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from colo.errors import TransferError
+from colo.memory.slab import Slab, open_slab
+
+CPU = torch.device("cpu")
+SIZE_BYTES = 1 << 16
+
+PEER = """
+import json, sys, torch
+from colo.memory.slab import open_slab
+
+memory = open_slab(json.loads(sys.stdin.readline()), torch.device("cpu"))
+print("mapped", flush=True)
+for line in sys.stdin:
+    command, value = line.split()
+    if command == "fill":
+        memory.fill_(int(value))
+    print(int(memory[int(value) % memory.numel()]), flush=True)
+"""
+
+OWNER = """
+import json, sys, torch
+from colo.memory.slab import Slab
+
+slab = Slab(int(sys.argv[1]), torch.device("cpu"))
+slab.bytes.fill_(7)
+print(json.dumps(slab.describe(to_pid=int(sys.argv[2]))), flush=True)
+sys.stdin.readline()
+"""
+
+
+class Process:
+    """A Python process that is talked to by lines."""
+
+    def __init__(self, code, *arguments):
+        command = [sys.executable, "-c", code, *map(str, arguments)]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.pid = self._process.pid
+
+    def ask(self, line):
+        self._process.stdin.write(f"{line}\n")
+        self._process.stdin.flush()
+        return self.answer()
+
+    def answer(self):
+        return self._process.stdout.readline().strip()
+
+    def end(self):
+        self._process.kill()
+        self._process.communicate()
+
+
+@pytest.fixture
+def start():
+    processes = []
+
+    def begin(code, *arguments):
+        processes.append(Process(code, *arguments))
+        return processes[-1]
+
+    yield begin
+    for process in processes:
+        process.end()
+
+
+@pytest.fixture
+def slab():
+    slab = Slab(SIZE_BYTES, CPU)
+    yield slab
+    slab.close()
+
+
+def open_files():
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_two_processes_see_what_the_other_writes_and_the_peer_keeps_what_the_owner_lets_go_of(slab, start):
+    peer = start(PEER)
+    assert peer.ask(json.dumps(slab.describe(to_pid=peer.pid))) == "mapped"
+    slab.bytes.fill_(5)
+    assert peer.ask("read 100") == "5"
+    assert peer.ask("fill 9") == "9"
+    assert (slab.bytes == 9).all()
+    slab.bytes[3] = 77
+    slab.close()
+    assert peer.ask("read 3") == "77"
+    assert peer.ask("fill 1") == "1"
+
+
+def test_memory_outlives_its_owner_where_it_is_mapped_and_cannot_be_mapped_after(start):
+    owner = start(OWNER, SIZE_BYTES, os.getpid())
+    description = json.loads(owner.answer())
+    memory = open_slab(description, CPU)
+    owner.end()
+    assert memory.shape == (SIZE_BYTES,)
+    assert (memory == 7).all()
+    memory.fill_(8)
+    with pytest.raises(TransferError, match=rf"cannot map 64.00 KiB of process {owner.pid}: .*; it has ended"):
+        open_slab(description, CPU)
+
+
+def test_a_description_for_another_process_is_mapped_too_and_for_the_same_one_is_the_memory_itself(slab):
+    same = open_slab(slab.describe(to_pid=os.getpid()), CPU)
+    assert same.data_ptr() == slab.bytes.data_ptr()
+    other = open_slab(slab.describe(to_pid=1), CPU)
+    assert other.data_ptr() != slab.bytes.data_ptr()
+    other.fill_(3)
+    assert (slab.bytes == 3).all()
+
+
+@pytest.mark.parametrize("to_pid", [1, os.getpid()], ids=["another process", "the same process"])
+def test_what_its_owner_has_closed_cannot_be_opened(slab, to_pid):
+    description = slab.describe(to_pid=to_pid)
+    slab.close()
+    with pytest.raises(TransferError, match="cannot map|has been closed by its owner"):
+        open_slab(description, CPU)
+
+
+def test_a_description_travels_as_json(slab):
+    description = slab.describe(to_pid=1)
+    assert json.loads(json.dumps(description)) == description
+
+
+def test_closing_is_idempotent_leaves_tensors_alone_and_keeps_no_file_open():
+    before = open_files()
+    slab = Slab(SIZE_BYTES, CPU)
+    held = slab.bytes[:4].fill_(6)
+    mapped = open_slab(slab.describe(to_pid=1), CPU)
+    slab.close()
+    slab.close()
+    assert held.tolist() == mapped[:4].tolist() == [6] * 4
+    del held, mapped
+    assert open_files() == before
+
+
+def test_a_slab_that_nobody_holds_keeps_no_file_open():
+    before = open_files()
+    Slab(SIZE_BYTES, CPU)
+    assert open_files() == before
