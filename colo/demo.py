@@ -18,12 +18,12 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from colo.assembly import launch
-from colo.config import RuntimeConfig
+from colo.config import Offload, RuntimeConfig
 from colo.engines.base import Completion
 from colo.phases.phase import TRAINER_MASTER_WEIGHTS, TRAINER_OPTIMIZER, Phase
 from colo.rl.loop import GRPOConfig, Problem, grpo
 from colo.runtime import Runtime
-from colo.units import KIB
+from colo.units import KIB, MIB
 
 ALPHABET = "0123456789+=;"
 END = ALPHABET.index(";")
@@ -41,6 +41,8 @@ KV_CACHE_WEIGHTS = 2.5
 """Size of the KV cache, in sizes of the model: rollout and train then need about the same."""
 
 VLLM_OPTIONS = {"enforce_eager": True, "max_model_len": 32, "max_num_seqs": 512, "disable_log_stats": True}
+VLLM_POOL_BYTES = 20 * MIB
+"""Size of vLLM's KV cache on a GPU, where its pool gives memory in pieces of this size."""
 
 Tell = Callable[[str], None]
 
@@ -203,12 +205,17 @@ def _runtime(
     lora = _lora() if mode == "lora" else None
     weights_bytes, trained_bytes = _sizes(lora)
     kv_cache_bytes = int(KV_CACHE_WEIGHTS * weights_bytes)
+    in_pool = engine == "vllm" and device.type == "cuda"
+    if in_pool:
+        kv_cache_bytes = VLLM_POOL_BYTES
     adapter_bytes = trained_bytes if lora else 0
     train_bytes = weights_bytes + adapter_bytes + 3 * trained_bytes  # gradients and two moments
     larger_bytes = max(train_bytes, weights_bytes + adapter_bytes + kv_cache_bytes)
     config = RuntimeConfig(
         kv_cache_bytes=kv_cache_bytes,
-        device_limit_bytes=larger_bytes + 64 * KIB,  # alignment of some dozens of tensors
+        # Alignment of some dozens of tensors; of vLLM's sleep pool, whose pieces are larger than this model.
+        device_limit_bytes=larger_bytes + (8 * MIB if in_pool else 64 * KIB),
+        offload=Offload.ALWAYS if in_pool else Offload.AUTO,
         region_bytes=256 * KIB,
     )
     return launch(

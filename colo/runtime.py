@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast
@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from colo.config import Offload, RuntimeConfig
 from colo.engines.base import Completion, Engine, EngineState, SleepLevel
 from colo.engines.text import encode_prompts, with_text
-from colo.errors import BudgetError, PhaseError
+from colo.errors import BudgetError, EngineLost, PhaseError
 from colo.memory.backward import BackwardWatch
 from colo.memory.offload import Mover
 from colo.memory.probe import PeakMeter, free_device_bytes, total_device_bytes, used_device_bytes
@@ -507,7 +507,8 @@ class Runtime:
 
     def _drop_kv_cache(self) -> None:
         self.scheduler.settle()
-        self.engine.sleep(SleepLevel.KEEP_WEIGHTS)
+        with suppress(EngineLost):  # its memory went with it
+            self.engine.sleep(SleepLevel.KEEP_WEIGHTS)
 
     def _take_weights_home(self) -> None:
         """Give the model memory of its own again, where it has been living in the engine's."""

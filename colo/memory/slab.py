@@ -83,6 +83,8 @@ def open_slab(description: Description, device: torch.device) -> torch.Tensor:
             "another user"
         ) from error
     try:
+        if os.fstat(file).st_size != size_bytes:  # the number has been given to another file
+            raise TransferError("the slab has been closed by its owner")
         return _map(file, size_bytes)
     finally:
         os.close(file)

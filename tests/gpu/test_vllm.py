@@ -15,7 +15,15 @@ from colo.errors import BudgetError, EngineLost, PhaseError, StaleWeights
 from colo.memory.probe import free_device_bytes
 from colo.units import GIB, MIB
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of vLLM's own imports
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),  # of its sockets
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
 CUDA = torch.device("cuda", 0)
 PROMPTS = [[(7 * i + j * j) % 900 + 1 for j in range(24)] for i in range(8)]
 KV_CACHE_BYTES = 4 * GIB

@@ -61,10 +61,14 @@ class Caller:
             except TimeoutError:
                 if future.done():
                     raise
-            if not all(_lives(process) for process in self._processes):
+            if self.has_ended():
                 raise ProcessEnded
             if time.monotonic() > give_up_s:
                 raise NoAnswer
+
+    def has_ended(self) -> bool:
+        """Whether one of the watched processes has ended."""
+        return not all(_lives(process) for process in self._processes)
 
     def close(self) -> None:
         """End the thread once the calls before have returned, if they ever do."""

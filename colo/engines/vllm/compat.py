@@ -67,6 +67,26 @@ def keep_weights_plain(model: nn.Module) -> None:
             module.quant_method = PlainEmbeddingMethod()
 
 
+def before_reload(model: nn.Module) -> None:
+    """On a CPU, let a layerwise reload pack experts again, which vLLM does only while it has no kernel for them."""
+    from vllm.platforms import current_platform
+
+    for module in model.modules() if current_platform.is_cpu() else ():
+        method = getattr(module, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None:
+            setattr(method, "moe_kernel", None)  # noqa: B010 - untyped
+
+
+def after_reload(model: nn.Module) -> None:
+    """On a CPU, pack again what a layerwise reload skips: an output layer that is the embedding has nothing loaded."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+
+    for module in model.modules():
+        method: Any = getattr(module, "quant_method", None)
+        if hasattr(module, "cpu_linear") and type(method) is UnquantizedEmbeddingMethod:
+            method.process_weights_after_loading(module)
+
+
 def renamer(model: nn.Module) -> Callable[[str], str]:
     """How `model.load_weights` wants a checkpoint's names.
 

@@ -12,6 +12,7 @@ import gc
 import operator
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal, NoReturn, TypeVar
@@ -43,6 +44,9 @@ DEADLINE_S = 300.0
 """How long an operation in the engine's process may take before the engine counts as lost."""
 
 _STAGING_BYTES = 256 * MIB
+
+_FIRST_ADAPTER = 1 << 20
+"""Adapters are numbered from here, out of the way of those that a user loads by hand."""
 
 
 class WorkerSegment:
@@ -200,7 +204,7 @@ class VLLMEngine:
         self._opened: dict[int, list[torch.Tensor]] = {}
         self._staging: Slab | None = None
         self._adapters: dict[str, int] = {}
-        self._last_adapter = 0
+        self._last_adapter = _FIRST_ADAPTER
         self._paused = self._closed = self._shared = False
         self._lost: str | None = None
         self._version: int | None = None
@@ -254,7 +258,9 @@ class VLLMEngine:
             return "not in vLLM's sleep pool (start vLLM with enable_sleep_mode=True to let it go)"
         if self._shared:
             return "the trainer's memory too"
-        return "in memory that outlives the engine (start it with share_memory=False to let it go)"
+        if self._infos[0]["weights_in"] == "slabs":
+            return "in memory that outlives the engine (start it with share_memory=False to let it go)"
+        return "not in vLLM's sleep pool (on a GPU, start vLLM with enable_sleep_mode=True to let it go)"
 
     def sampling_params(self, params: Any = None, **sampling: Any) -> Any:
         """vLLM's `SamplingParams` from options by name, from colo's or from vLLM's own."""
@@ -434,6 +440,12 @@ class VLLMEngine:
         self._require_open("load an adapter")
         if name in self._adapters:
             raise ValueError(f"adapter {name} is loaded already: remove it first, or give each version its own name")
+        capacity = self._infos[0]["max_adapters"]
+        if capacity and len(self._adapters) >= capacity:
+            raise Unsupported(
+                f"the engine holds {len(self._adapters)} adapters and takes no more: remove one, or start it with a "
+                "larger max_loras"
+            )
         self._last_adapter += 1
         prefix = "base_model.model."
         tensors = [(f"{prefix}{m}.lora_A.weight", t.detach()) for m, t in adapter.a.items()]
@@ -475,10 +487,11 @@ class VLLMEngine:
         if self._closed:
             return
         if self._lost is None:
-            self._call("release")
+            with suppress(EngineLost):  # nothing is left to release then
+                self._call("release")
             for segment in self._segments.values():
                 segment.residency, segment.device_bytes = Residency.RESIDENT, segment.size_bytes
-            if not self._options:
+            if not self._options and self._lost is None:
                 self.resume()
         self._closed = True
         self.poison("it is closed")
@@ -586,6 +599,8 @@ class VLLMEngine:
         except NoAnswer as error:
             self._lose(f"it did not answer {operation} within {self._deadline_s:.0f} s", error)
         except Exception as error:
+            if self._calls.has_ended():  # a dying engine may still answer, with whatever it died of
+                self._lose(f"its process ended during {operation}", error)
             if "has no attribute 'colo'" in str(error):
                 raise Unsupported(
                     "this vllm.LLM runs in a process of its own, where colo has no foothold: start it with "

@@ -24,6 +24,7 @@ from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from colo.engines.vllm import compat
 from colo.engines.vllm.loader_options import FORMAT_KEY, STORE_KEY
 from colo.engines.vllm.store import StoreClient
+from colo.memory.checksum import checksum
 from colo.memory.region import ALIGNMENT_BYTES
 from colo.memory.slab import Description, Slab
 from colo.units import MIB, align_up
@@ -42,7 +43,10 @@ class Source(Protocol):
         """More memory, uint8, shape [size_bytes]."""
 
     def done(self) -> None:
-        """All of it holds weights."""
+        """All of it holds weights as they were loaded."""
+
+    def close(self) -> None:
+        """No more will be asked for."""
 
 
 class OwnMemory:
@@ -61,6 +65,9 @@ class OwnMemory:
 
     def done(self) -> None:
         """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing: the memory is the model's."""
 
     def describe(self, *, to_pid: int) -> list[Description]:
         """Every slab for another process."""
@@ -81,6 +88,9 @@ class Placement:
 
     pool: Any = None
     """What the model's other tensors were allocated in; it lives as long as the model."""
+
+    loaded_as: tuple[int, ...] | None = None
+    """Checksums of the slabs once the weights had been read into them; parameters stay where they are from then on."""
 
     _room: torch.Tensor | None = None
     _room_bytes: int = _FIRST_SLAB_BYTES // 2
@@ -106,6 +116,10 @@ class Placement:
             if 0 <= offset < slab.numel():
                 return index, offset
         return None
+
+    def checksums(self) -> tuple[int, ...]:
+        """Of every slab."""
+        return tuple(checksum(slab) for slab in self.slabs)
 
     def _take(self, size_bytes: int) -> torch.Tensor:
         start_s = time.perf_counter()
@@ -144,6 +158,7 @@ class ColoModelLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM ships no t
             self._inner.load_weights(model, model_config)
         if self._placement is not None:
             compat.keep_weights_plain(model)
+            self._placement.loaded_as = self._placement.checksums()
             self._tensors_before = {(id(module), name) for module, name, _ in _plain_tensors(model)}
 
     def load_model(self, vllm_config: Any, model_config: Any, *args: Any, **kwargs: Any) -> nn.Module:
@@ -168,7 +183,11 @@ class ColoModelLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM ships no t
         for module, name, tensor in _plain_tensors(model):
             if (id(module), name) not in self._tensors_before and tensor.numel() > 1:
                 placement.outside[name] = f"{type(module).__name__} keeps a tensor derived from weights"
-        source.done()
+        if placement.checksums() != placement.loaded_as:
+            placement.outside["weights"] = "vLLM's post-processing changes weights in place"
+        if not placement.outside:  # else a restart has to load and process anew
+            source.done()
+        source.close()
         _placements[model] = placement
         return model
 
@@ -181,6 +200,8 @@ def _parameters_in(placement: Placement, device: torch.device) -> Iterator[None]
     def move(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         if parameter is None or id(parameter) in seen or parameter.device.type != device.type:
             return
+        if placement.loaded_as is not None:
+            return  # what post-processing registers has values already
         if parameter.numel() and parameter.is_contiguous() and placement.locate(parameter) is None:
             parameter.data = placement.place(parameter)
         seen[id(parameter)] = parameter

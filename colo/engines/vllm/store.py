@@ -9,6 +9,7 @@ the weights, and a new worker asks for the same pieces in the same order and fin
     {"op": "slab", "size_bytes"}               -> a slab's description    as often as it takes
     {"op": "done"}                             -> {}                      from here on the content counts
 
+Nothing is sent while the worker reads its checkpoint, so the store waits for as long as the worker lives.
 One JSON object a line; an answer with "error" ends the conversation.
 """
 
@@ -20,6 +21,7 @@ import socket
 import tempfile
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,7 +33,7 @@ from colo.memory.slab import Slab, open_slab
 from colo.units import format_bytes
 
 DEADLINE_S = 60.0
-"""How long either side waits for an answer of the other."""
+"""How long a worker waits for an answer."""
 
 
 @dataclass
@@ -72,6 +74,8 @@ class WeightStore:
 
     def close(self) -> None:
         """Stop answering and let go of the memory. Idempotent."""
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
         self._listener.close()
         shutil.rmtree(self._folder, ignore_errors=True)
         for memory in self._by_rank.values():
@@ -87,7 +91,6 @@ class WeightStore:
             threading.Thread(target=self._serve, args=(connection,), name="colo-store", daemon=True).start()
 
     def _serve(self, connection: socket.socket) -> None:
-        connection.settimeout(DEADLINE_S)
         with connection, connection.makefile("rw", encoding="utf-8") as stream:
             hello: dict[str, Any] = {}
             for line in stream:
@@ -106,6 +109,8 @@ class WeightStore:
         if request["op"] == "hello":
             memory = self._by_rank.get(rank)
             if memory is None or not memory.filled:
+                for slab in memory.slabs if memory is not None else ():
+                    slab.close()
                 memory = self._by_rank[rank] = _Memory(self._device_of(hello["device"]))
             memory.given = 0
             return {"fill": not memory.filled}
@@ -157,6 +162,7 @@ class StoreClient:
         try:
             self._socket.connect(address)
         except OSError as error:
+            self._socket.close()
             raise TransferError(f"the trainer's weight store does not answer at {address}: {error}") from error
         self._stream = self._socket.makefile("rw", encoding="utf-8")
         self.fill = bool(self._ask(op="hello", rank=rank, pid=pid, device=device_id(device))["fill"])
@@ -166,8 +172,11 @@ class StoreClient:
         return open_slab(self._ask(op="slab", size_bytes=size_bytes), self._device)
 
     def done(self) -> None:
-        """Say that all of it holds weights, and end the conversation."""
+        """Say that all of it holds weights as they were loaded."""
         self._ask(op="done")
+
+    def close(self) -> None:
+        """End the conversation. Idempotent."""
         self._stream.close()
         self._socket.close()
 

@@ -188,6 +188,7 @@ class WorkerAgent:
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
         with torch.no_grad():
+            compat.before_reload(self._model)
             initialize_layerwise_reload(self._model)
 
     def reload(self, tensors: list[Any], model_type: str | None, staging: dict[str, Any] | None) -> None:
@@ -209,6 +210,7 @@ class WorkerAgent:
 
         with torch.no_grad():
             finalize_layerwise_reload(self._model, self._worker.model_config)
+            compat.after_reload(self._model)
         if torch.device(self._worker.device).type == "cuda":
             torch.cuda.synchronize()
 

