@@ -187,14 +187,14 @@ def bench_offload(device: str | None, size: str | None, json_path: Path | None) 
 
 
 @bench.command("vllm")
-@click.argument("part", type=click.Choice(["switch", "life", "sleep", "experts"]))
+@click.argument("part", type=click.Choice(["switch", "life", "sleep", "cycle", "experts"]))
 @device_option
 @json_option
 def bench_vllm(part: str, device: str | None, json_path: Path | None) -> None:
     """vLLM driven by colo beside vLLM as it is.
 
     PART is switch (0.6B: publication, generation, a loop), life (0.6B: growth, restart, one process), sleep (8B: level
-    1, a whole cycle's memory) or experts (30B-A3B: replay against load_weights). Tiny models on a CPU.
+    1), cycle (8B: memory of full fine-tuning) or experts (30B-A3B: replay against load_weights). Tiny models on a CPU.
     """
     from colo.bench import vllm
 

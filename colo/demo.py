@@ -40,7 +40,13 @@ LORA_RANK = 32
 KV_CACHE_WEIGHTS = 2.5
 """Size of the KV cache, in sizes of the model: rollout and train then need about the same."""
 
-VLLM_OPTIONS = {"enforce_eager": True, "max_model_len": 32, "max_num_seqs": 512, "disable_log_stats": True}
+VLLM_OPTIONS = {
+    "enforce_eager": True,
+    "block_size": 32,
+    "max_model_len": 32,
+    "max_num_seqs": 512,
+    "disable_log_stats": True,
+}
 VLLM_POOL_BYTES = 20 * MIB
 """Size of vLLM's KV cache on a GPU, where its pool gives memory in pieces of this size."""
 

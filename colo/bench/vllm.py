@@ -1,7 +1,7 @@
 """`colo bench vllm`: vLLM driven by colo, beside vLLM as it is, on random weights of real shapes.
 
-Four parts, each a run of its own: `switch` (0.6B: publication, generation, a loop), `life` (0.6B: growth, restart, one
-process), `sleep` (8B: level 1, and the memory of a whole cycle of full fine-tuning), `experts` (30B-A3B: replay).
+Parts, each a run of its own: `switch` (0.6B: publication, generation, a loop), `life` (0.6B: growth, restart, one
+process), `sleep` (8B: level 1), `cycle` (8B: the memory of full fine-tuning), `experts` (30B-A3B: replay).
 """
 
 from __future__ import annotations
@@ -327,8 +327,8 @@ def _restart(rt: Runtime, stock_start_s: float, started_s: float) -> Row:
 
 
 def sleep(device: torch.device, size: Size, folder: str, tell: Tell) -> Iterator[Row]:
-    """Level 1 beside vLLM's own, and the memory of full fine-tuning."""
-    config = _save(_shape("8b", device), folder)
+    """Level 1 beside vLLM's own. On a CPU vLLM's weights do not leave, and there is nothing to measure."""
+    _save(_shape("8b", device), folder)
     eager = replace(size, enforce_eager=True)
     if device.type == "cuda":
         tell("vLLM's own level 1")
@@ -336,9 +336,12 @@ def sleep(device: torch.device, size: Size, folder: str, tell: Tell) -> Iterator
         clear(device)
         tell("level 1")
         yield _level_1(folder, device, eager, peer)
-        clear(device)
+
+
+def cycle(device: torch.device, size: Size, folder: str, tell: Tell) -> Iterator[Row]:
+    """The memory of full fine-tuning with fp32 masters."""
     tell("a cycle of full fine-tuning")
-    yield _cycle(config, device, eager)
+    yield _cycle(_save(_shape("8b", device), folder), device, replace(size, enforce_eager=True))
 
 
 def _peer_level_1(folder: str, device: torch.device, size: Size) -> dict[str, list[float]]:
@@ -495,6 +498,7 @@ PARTS: Mapping[str, Callable[[torch.device, Size, str, Tell], Iterator[Row]]] = 
     "switch": switch,
     "life": life,
     "sleep": sleep,
+    "cycle": cycle,
     "experts": experts,
 }
 

@@ -134,6 +134,9 @@ def test_sampling_takes_vllms_own_parameters_and_gives_its_objects(rt, prompts):
 
 
 def test_the_kv_cache_leaves_the_other_process_and_comes_back(rt, prompts):
+    rt.engine.sleep("keep-weights")
+    rt.engine.wake()  # which writes to all of it, so that it counts as resident
+    rt.engine.resume()
     before = rt.generate(prompts, **GREEDY)
     before_kib = resident_kib(rt.engine.pids[0])
     rt.engine.sleep("keep-weights")

@@ -85,7 +85,9 @@ def test_help_lists_the_commands(colo):
         assert f"\n  {command} " in out
 
 
-@pytest.mark.parametrize("command", [["demo"], ["plan"], ["doctor"], ["bench", "offload"], ["bench", "logprob"]])
+@pytest.mark.parametrize(
+    "command", [["demo"], ["plan"], ["doctor"], ["bench", "offload"], ["bench", "logprob"], ["bench", "vllm"]]
+)
 def test_every_command_has_help_and_writes_json(colo, command):
     code, out, _ = colo(*command, "--help")
     assert code == 0
