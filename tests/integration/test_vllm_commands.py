@@ -1,8 +1,13 @@
 """The command line with vLLM, as a user calls it."""
 
 import json
+import os
+import socket
 import subprocess
 import sys
+import time
+import urllib.request
+from urllib.error import URLError
 
 import pytest
 
@@ -34,3 +39,39 @@ def test_the_benchmark_compares_replay_with_vllms_loader(tmp_path):
     assert found["command"] == "colo bench vllm experts --device cpu"
     (row,) = found["rows"]
     assert "fallback" in row or (row["different_tensors"] == 0 and row["load_weights_s"] > 0)
+
+
+def test_vllms_server_starts_with_the_loader_and_the_extension(tiny, tmp_path):
+    tiny(architectures=["Qwen3ForCausalLM"]).save_pretrained(tmp_path)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    server = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(tmp_path)]  # `vllm serve`
+    server += ["--load-format", "colo", "--model-loader-extra-config", '{"colo_load_format": "dummy"}']
+    server += ["--worker-extension-cls", "colo.engines.vllm.worker.ColoWorker", "--skip-tokenizer-init"]
+    server += ["--enforce-eager", "--max-model-len", "128", "--block-size", "32", "--kv-cache-memory-bytes", "8000000"]
+    server += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"]
+    environment = os.environ | {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    with (tmp_path / "log").open("w") as log:
+        process = subprocess.Popen(server, env=environment, stdout=log, stderr=log)
+    try:
+        answer = complete(port, {"model": str(tmp_path), "prompt": [1, 2, 3], "max_tokens": 3}, process)
+    finally:
+        process.terminate()
+        process.wait(timeout=60)
+    assert answer["usage"]["completion_tokens"] == 3
+
+
+def complete(port, body, process, deadline_s=180.0):
+    """The server's answer, once it is up."""
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"}
+    )
+    give_up_s = time.monotonic() + deadline_s
+    while time.monotonic() < give_up_s and process.poll() is None:
+        try:
+            with urllib.request.urlopen(request, timeout=60) as response:
+                return json.load(response)
+        except (URLError, ConnectionError):
+            time.sleep(0.5)
+    raise AssertionError("the server did not come up")
