@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from colo.engines.base import AdapterWeights, Completion, EngineState, SamplingParams, SleepLevel
+from colo.engines.common import ADVICE, WEIGHTS_AT, check_prompts, is_deeper, wake_segments
 from colo.engines.kv_slab import KVSlab, Wave, forward, prefill
 from colo.engines.layout import Adapters, FusedWeights, Layout, bind, empty_model
 from colo.engines.sampling import sample_rows
-from colo.errors import BudgetError, PhaseError, StaleWeights
+from colo.errors import PhaseError, StaleWeights
 from colo.memory.offload import Mover, RegionSegment
 from colo.memory.region import Region, allocate_region, close_all
 from colo.memory.segment import Move, Segment
@@ -27,22 +28,6 @@ from colo.weights.load_plan import LoadPlan
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
-
-_WEIGHTS_AT: Mapping[SleepLevel, Residency] = {
-    SleepLevel.KEEP_WEIGHTS: Residency.RESIDENT,
-    SleepLevel.LEVEL_1: Residency.OFFLOADED,
-    SleepLevel.LEVEL_2: Residency.DISCARDED,
-}
-"""Where each sleep level leaves the weights. All of them discard the KV cache."""
-
-_DEPTH = (Residency.RESIDENT, Residency.OFFLOADED, Residency.DISCARDED)
-"""Residencies from lightest to deepest: falling asleep moves memory down only."""
-
-_ADVICE = {
-    EngineState.PAUSED: "call resume() first",
-    EngineState.ASLEEP: "call wake() first",
-    EngineState.CLOSED: "make a new one",
-}
 
 OnMove = Callable[[Residency, Residency], None]
 """Told where a segment was and where it is going, once it is on its way."""
@@ -181,7 +166,7 @@ class TorchEngine:
             self._adapters.require(adapter)
         token_ids = [tuple(map(operator.index, prompt)) for prompt in prompts]
         text = self.module.config.get_text_config()
-        _check_prompts(token_ids, text.vocab_size, text.max_position_embeddings)
+        check_prompts(token_ids, text.vocab_size, text.max_position_embeddings)
         waves = self._slab.plan(token_ids, n=params.n, max_tokens=params.max_tokens)
         plain = torch.autocast(self.device.type, enabled=False)  # a caller's autocast is for training
         with torch.no_grad(), plain, self._adapters.applied(adapter):
@@ -206,29 +191,16 @@ class TorchEngine:
         when the host arena cannot take the weights; `ValueError` for an unknown level. Nothing has changed then.
         """
         self._require_open("sleep")
-        weights_at = _WEIGHTS_AT[SleepLevel(str(level))]
+        weights_at = WEIGHTS_AT[SleepLevel(str(level))]
         targets = ((self._weights_segment, weights_at), (self._kv_segment, Residency.DISCARDED))
-        moves = [s.begin(target) for s, target in targets if _DEPTH.index(target) > _DEPTH.index(s.residency)]
+        moves = [s.begin(target) for s, target in targets if is_deeper(target, s.residency)]
         for move in moves:
             move.wait()
 
     def wake(self, tags: Iterable[str] | None = None) -> None:
         """Bring back `weights`, `kv_cache`, or both (`None`); see `Engine.wake`. `ValueError` for another tag."""
         self._require_open("wake")
-        by_tag = {"weights": self._weights_segment, "kv_cache": self._kv_segment}
-        wanted = set(by_tag if tags is None else tags)
-        if unknown := sorted(wanted - by_tag.keys()):
-            raise ValueError(f"unknown tags {unknown}: wake takes {sorted(by_tag)}")
-        woken: list[tuple[EngineSegment, Residency]] = []
-        try:
-            for segment in (by_tag[tag] for tag in by_tag if tag in wanted):
-                source = segment.residency
-                segment.begin(Residency.RESIDENT).wait()
-                woken.append((segment, source))
-        except BudgetError:
-            for segment, source in woken:
-                segment.begin(source).wait()
-            raise
+        wake_segments(self.segments, tags)
 
     def share_weights(self) -> None:
         """Let a trainer work on the same memory (`weights.hf_views()`): from now on it never leaves the device.
@@ -349,7 +321,7 @@ class TorchEngine:
 
     def _require(self, verb: str, *states: EngineState) -> None:
         if self.state not in states:
-            raise PhaseError(f"the engine is {self.state} and cannot {verb}: {_ADVICE[self.state]}")
+            raise PhaseError(f"the engine is {self.state} and cannot {verb}: {ADVICE[self.state]}")
 
     def _require_open(self, verb: str) -> None:
         self._require(verb, EngineState.AWAKE, EngineState.PAUSED, EngineState.ASLEEP)
@@ -361,15 +333,3 @@ class TorchEngine:
         if segment.residency is not Residency.RESIDENT:
             raise PhaseError(f"the engine's weights are {segment.residency} and it cannot {verb}: wake them first")
         segment.settle()
-
-
-def _check_prompts(prompts: Sequence[tuple[int, ...]], vocab_size: int, num_positions: int) -> None:
-    """Raise `ValueError` for an empty prompt, one longer than the model knows, or an id outside the vocabulary."""
-    for index, prompt in enumerate(prompts):
-        if not prompt:
-            raise ValueError(f"prompt {index} is empty: there is nothing to continue")
-        if len(prompt) > num_positions:
-            raise ValueError(f"prompt {index} has {len(prompt)} tokens, the model knows {num_positions} positions")
-        if min(prompt) < 0 or max(prompt) >= vocab_size:
-            token = next(t for t in prompt if not 0 <= t < vocab_size)
-            raise ValueError(f"prompt {index} has token id {token}, outside the vocabulary of {vocab_size}")

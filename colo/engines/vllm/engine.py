@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from colo import errors
 from colo.engines.base import AdapterWeights, Completion, EngineState, SamplingParams, SleepLevel
+from colo.engines.common import ADVICE, WEIGHTS_AT, check_prompts, is_deeper, wake_segments
 from colo.engines.vllm import compat, plugin
 from colo.engines.vllm.calls import Caller, NoAnswer, ProcessEnded
 from colo.engines.vllm.loader_options import FORMAT_KEY, STORE_KEY
@@ -296,7 +297,7 @@ class VLLMEngine:
             raise StaleWeights(f"the engine does not generate: {self._cause}")
         params = self.sampling_params(params)
         token_ids = [tuple(map(operator.index, prompt)) for prompt in prompts]
-        self._check_prompts(token_ids)
+        check_prompts(token_ids, self._vocab_size, self._max_length)
         request = self._lora_request(adapter)
         inputs = [{"prompt_token_ids": list(ids)} for ids in token_ids]
         outputs = self._in_engine(
@@ -332,9 +333,9 @@ class VLLMEngine:
     def sleep(self, level: SleepLevel | int, mode: PauseMode = "abort") -> None:
         """Give memory back, unless it is given back already; see `Engine.sleep`."""
         self._require_open("sleep")
-        weights_at = _WEIGHTS_AT[SleepLevel(str(level))]
+        weights_at = WEIGHTS_AT[SleepLevel(str(level))]
         targets = ((ENGINE_WEIGHTS, weights_at), (ENGINE_KV_CACHE, Residency.DISCARDED))
-        moving = [(self._segments[n], t) for n, t in targets if _is_deeper(t, self._segments[n].residency)]
+        moving = [(self._segments[n], t) for n, t in targets if is_deeper(t, self._segments[n].residency)]
         stuck = next((s for s, _ in moving if s.away is None), None)
         if stuck is not None and not (stuck.name == ENGINE_KV_CACHE and stuck.size_bytes == 0):
             raise PhaseError(f"level {level} would move {stuck.name}, which is {self.why_it_stays(stuck.name)}")
@@ -346,20 +347,7 @@ class VLLMEngine:
     def wake(self, tags: Iterable[str] | None = None) -> None:
         """Bring back `weights`, `kv_cache`, or both (`None`); see `Engine.wake`. `ValueError` for another tag."""
         self._require_open("wake")
-        by_tag = {"weights": self._segments[ENGINE_WEIGHTS], "kv_cache": self._segments[ENGINE_KV_CACHE]}
-        wanted = set(by_tag if tags is None else tags)
-        if unknown := sorted(wanted - by_tag.keys()):
-            raise ValueError(f"unknown tags {unknown}: wake takes {sorted(by_tag)}")
-        woken: list[tuple[WorkerSegment, Residency]] = []
-        try:
-            for segment in (by_tag[tag] for tag in by_tag if tag in wanted):
-                source = segment.residency
-                segment.begin(Residency.RESIDENT).wait()
-                woken.append((segment, source))
-        except BudgetError:
-            for segment, source in woken:
-                segment.begin(source).wait()
-            raise
+        wake_segments(self.segments, tags)
 
     def reset_prefix_cache(self) -> None:
         """Forget everything computed from earlier weights. Raises: `TransferError` when vLLM does not let go of it."""
@@ -516,7 +504,8 @@ class VLLMEngine:
             self._calls = Caller()
         hf_config = llm.llm_engine.vllm_config.model_config.hf_config
         self._model_type: str | None = getattr(hf_config, "model_type", None)
-        self._vocab_size = int(llm.llm_engine.vllm_config.model_config.get_vocab_size())
+        model_config = llm.llm_engine.vllm_config.model_config
+        self._vocab_size, self._max_length = int(model_config.get_vocab_size()), int(model_config.max_model_len)
         self._infos: list[dict[str, Any]] = self._call("describe")
         if self._calls is not None:
             self._calls.watch(self.pids)
@@ -709,19 +698,11 @@ class VLLMEngine:
         # The path is never opened, since the workers know the number; vLLM asks for one.
         return LoRARequest(lora_name=adapter, lora_int_id=self._adapters[adapter], lora_path="in-memory")
 
-    def _check_prompts(self, prompts: Sequence[tuple[int, ...]]) -> None:
-        for index, prompt in enumerate(prompts):
-            if not prompt:
-                raise ValueError(f"prompt {index} is empty: there is nothing to continue")
-            if min(prompt) < 0 or max(prompt) >= self._vocab_size:
-                token = next(t for t in prompt if not 0 <= t < self._vocab_size)
-                raise ValueError(f"prompt {index} has token id {token}, outside the vocabulary of {self._vocab_size}")
-
     def _require(self, verb: str, *states: EngineState) -> None:
         if self._lost is not None:
             raise EngineLost(f"the engine is lost: {self._lost}. Call recover()")
         if self.state not in states:
-            raise PhaseError(f"the engine is {self.state} and cannot {verb}: {_ADVICE[self.state]}")
+            raise PhaseError(f"the engine is {self.state} and cannot {verb}: {ADVICE[self.state]}")
 
     def _require_open(self, verb: str) -> None:
         self._require(verb, EngineState.AWAKE, EngineState.PAUSED, EngineState.ASLEEP)
@@ -731,24 +712,6 @@ class VLLMEngine:
         residency = self._segments[ENGINE_WEIGHTS].residency
         if residency is not Residency.RESIDENT:
             raise PhaseError(f"the engine's weights are {residency} and it cannot {verb}: wake them first")
-
-
-_WEIGHTS_AT: Mapping[SleepLevel, Residency] = {
-    SleepLevel.KEEP_WEIGHTS: Residency.RESIDENT,
-    SleepLevel.LEVEL_1: Residency.OFFLOADED,
-    SleepLevel.LEVEL_2: Residency.DISCARDED,
-}
-_DEPTH = (Residency.RESIDENT, Residency.OFFLOADED, Residency.DISCARDED)
-
-_ADVICE = {
-    EngineState.PAUSED: "call resume() first",
-    EngineState.ASLEEP: "call wake() first",
-    EngineState.CLOSED: "make a new one",
-}
-
-
-def _is_deeper(target: Residency, source: Residency) -> bool:
-    return _DEPTH.index(target) > _DEPTH.index(source)
 
 
 def _device(device: torch.device | str | None) -> torch.device:

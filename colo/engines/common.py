@@ -1,0 +1,65 @@
+"""What engines have in common: where sleep levels leave memory, waking by tags, checks of prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from colo.engines.base import EngineState, SleepLevel
+from colo.errors import BudgetError
+from colo.memory.segment import Segment
+from colo.phases.phase import ENGINE_KV_CACHE, ENGINE_WEIGHTS, Residency
+
+WEIGHTS_AT: Mapping[SleepLevel, Residency] = {
+    SleepLevel.KEEP_WEIGHTS: Residency.RESIDENT,
+    SleepLevel.LEVEL_1: Residency.OFFLOADED,
+    SleepLevel.LEVEL_2: Residency.DISCARDED,
+}
+"""Where each sleep level leaves the weights. All of them discard the KV cache."""
+
+ADVICE: Mapping[EngineState, str] = {
+    EngineState.PAUSED: "call resume() first",
+    EngineState.ASLEEP: "call wake() first",
+    EngineState.CLOSED: "make a new one",
+}
+"""What to do about a state that does not allow an operation."""
+
+_DEPTH = (Residency.RESIDENT, Residency.OFFLOADED, Residency.DISCARDED)
+_TAGS = {"weights": ENGINE_WEIGHTS, "kv_cache": ENGINE_KV_CACHE}
+
+
+def is_deeper(target: Residency, source: Residency) -> bool:
+    """Whether `target` gives back more than `source`: falling asleep moves memory down only."""
+    return _DEPTH.index(target) > _DEPTH.index(source)
+
+
+def wake_segments(segments: Sequence[Segment], tags: Iterable[str] | None) -> None:
+    """Bring back `weights`, `kv_cache`, or both (`None`), weights first.
+
+    Raises: `ValueError` for another tag; `BudgetError` when the bytes are not free, with everything as it was.
+    """
+    wanted = set(_TAGS if tags is None else tags)
+    if unknown := sorted(wanted - _TAGS.keys()):
+        raise ValueError(f"unknown tags {unknown}: wake takes {sorted(_TAGS)}")
+    by_name = {segment.name: segment for segment in segments}
+    woken: list[tuple[Segment, Residency]] = []
+    try:
+        for segment in (by_name[name] for tag, name in _TAGS.items() if tag in wanted):
+            source = segment.residency
+            segment.begin(Residency.RESIDENT).wait()
+            woken.append((segment, source))
+    except BudgetError:
+        for segment, source in woken:
+            segment.begin(source).wait()
+        raise
+
+
+def check_prompts(prompts: Sequence[tuple[int, ...]], vocab_size: int, num_positions: int) -> None:
+    """Raise `ValueError` for an empty prompt, one longer than the model takes, or an id outside the vocabulary."""
+    for index, prompt in enumerate(prompts):
+        if not prompt:
+            raise ValueError(f"prompt {index} is empty: there is nothing to continue")
+        if len(prompt) > num_positions:
+            raise ValueError(f"prompt {index} has {len(prompt)} tokens, the model knows {num_positions} positions")
+        if min(prompt) < 0 or max(prompt) >= vocab_size:
+            token = next(t for t in prompt if not 0 <= t < vocab_size)
+            raise ValueError(f"prompt {index} has token id {token}, outside the vocabulary of {vocab_size}")
