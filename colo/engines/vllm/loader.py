@@ -22,7 +22,7 @@ from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 from colo.engines.vllm import compat
-from colo.engines.vllm.loader_options import FORMAT_KEY, STORE_KEY
+from colo.engines.vllm.options import FORMAT_KEY, STORE_KEY
 from colo.engines.vllm.store import StoreClient
 from colo.memory.checksum import checksum
 from colo.memory.region import ALIGNMENT_BYTES

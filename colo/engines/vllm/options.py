@@ -1,0 +1,60 @@
+"""What colo asks of `vllm.LLM`, and the keys by which its loader hears of it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from colo.engines.vllm import compat, plugin
+
+STORE_KEY = "colo_store"
+"""Address of the `WeightStore` whose memory the weights lie in; without, the worker takes memory of its own."""
+
+FORMAT_KEY = "colo_load_format"
+"""vLLM's load format for what is read into that memory, such as `auto` or `dummy`."""
+
+
+def save_config(model: PretrainedConfig | PreTrainedModel, folder: str) -> None:
+    """Write the configuration from which vLLM builds the same model, and what ends its sequences."""
+    config = copy.deepcopy(model if isinstance(model, PretrainedConfig) else model.config)
+    if not config.architectures:
+        config.architectures = [AutoModelForCausalLM._model_mapping[type(config)].__name__]
+    config.save_pretrained(folder)
+    if isinstance(model, PreTrainedModel) and model.generation_config is not None:
+        model.generation_config.save_pretrained(folder)
+
+
+def llm_options(
+    model: str,
+    store: str | None,
+    *,
+    kv_cache_bytes: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    max_lora_rank: int,
+    options: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Arguments for `vllm.LLM`."""
+    given = dict(options)
+    chosen: dict[str, Any] = {
+        "model": model,
+        "dtype": str(dtype).removeprefix("torch."),
+        "kv_cache_memory_bytes": kv_cache_bytes,
+        "gpu_memory_utilization": compat.smallest_utilization(),
+        "worker_extension_cls": plugin.WORKER_EXTENSION,
+        "logprobs_mode": "processed_logprobs",  # of the distribution that was sampled from
+        "enable_sleep_mode": device.type == "cuda",
+        "skip_tokenizer_init": Path(model).is_dir() and not any(Path(model).glob("tokenizer*")),
+    }
+    if store is not None:
+        extra = dict(given.pop("model_loader_extra_config", None) or {})
+        extra |= {STORE_KEY: store, FORMAT_KEY: given.pop("load_format", "auto")}
+        chosen |= {"load_format": plugin.NAME, "model_loader_extra_config": extra}
+    if max_lora_rank:
+        chosen |= {"enable_lora": True, "max_lora_rank": max_lora_rank, "max_loras": 2}
+    return chosen | given

@@ -1,0 +1,79 @@
+"""Segments of a vLLM engine, as the trainer's process sees them: moved by the workers, counted here."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from colo.engines.base import SleepLevel
+from colo.errors import PhaseError
+from colo.memory.segment import Done, Move
+from colo.phases.phase import Residency, check_move
+
+if TYPE_CHECKING:
+    from colo.engines.vllm.engine import VLLMEngine
+
+
+class WorkerSegment:
+    """A segment of the engine's memory, moved by its workers."""
+
+    def __init__(self, engine: VLLMEngine, name: str) -> None:
+        self.name = name
+        self.size_bytes = self.device_bytes = self.host_bytes = 0
+        self.away: Residency | None = None
+        self.residency = Residency.RESIDENT
+        self._engine = engine
+
+    def reset(self, size_bytes: int, away: Residency | None) -> None:
+        """Be what an engine that has just started holds."""
+        self.size_bytes = self.device_bytes = size_bytes
+        self.away = away
+        self.residency = Residency.RESIDENT
+
+    def vanish(self) -> None:
+        """Be gone, with the process that held it."""
+        self.residency, self.device_bytes, self.host_bytes = Residency.DISCARDED, 0, 0
+
+    def begin(self, target: Residency) -> Move:
+        """Start moving to `target`; the engine is paused before anything leaves.
+
+        Raises: as `Segment.begin`, and `PhaseError` when it must not leave.
+        """
+        source = self.residency
+        if target is source:
+            return Done()
+        if self.away is None:
+            raise PhaseError(
+                f"segment {self.name} cannot become {target}: it is {self._engine.why_it_stays(self.name)}. Level "
+                f"'{SleepLevel.KEEP_WEIGHTS}' drops the KV cache only"
+            )
+        check_move(self.name, source, target)
+        self._engine.before_move(self.name, target)
+        self._engine.begin_move(self.name, source, target)
+        self.residency = target
+        if target is Residency.DISCARDED:
+            self.settle()
+            return Done()
+        return _WorkerMove(self, self.size_bytes if Residency.OFFLOADED in (source, target) else 0)
+
+    def settle(self) -> None:
+        """Wait until the workers have moved it."""
+        self.device_bytes = self._engine.wait_for(self.name)
+        self.host_bytes = max(self.host_bytes, self.size_bytes if self.residency is Residency.OFFLOADED else 0)
+
+
+class _WorkerMove:
+    def __init__(self, segment: WorkerSegment, moved_bytes: int) -> None:
+        self._segment = segment
+        self.moved_bytes = moved_bytes
+        self._target = segment.residency
+        self._done = False
+        if self._target is Residency.RESIDENT:
+            segment.device_bytes = segment.size_bytes
+
+    def wait(self) -> None:
+        if not self._done and self._segment.residency is self._target:
+            self._segment.settle()
+        self._done = True
+
+    def poll(self) -> bool:
+        return self._done
