@@ -33,6 +33,7 @@ from colo.memory.region import close_all
 from colo.memory.segment import FixedSegment, Segment
 from colo.memory.state import StateOffloader
 from colo.phases.phase import (
+    ENGINE_KV_CACHE,
     TRAINER_ADAPTER,
     TRAINER_GRADIENTS,
     TRAINER_MASTER_WEIGHTS,
@@ -507,6 +508,8 @@ class Runtime:
 
     def _drop_kv_cache(self) -> None:
         self.scheduler.settle()
+        if self.scheduler.segments[ENGINE_KV_CACHE].away is None:
+            return
         with suppress(EngineLost):  # its memory went with it
             self.engine.sleep(SleepLevel.KEEP_WEIGHTS)
 

@@ -210,6 +210,17 @@ class RegionSegment:
             self._residency = Residency.DISCARDED
         close_all([region.close for region in regions])
 
+    def give_away(self, region: Region) -> torch.Tensor:
+        """Close a region of an offloaded segment and hand its bytes over as host memory (uint8), without a copy.
+
+        Ownership: the bytes are the caller's; the arena never lends them again, and they outlive it.
+        Raises: `PhaseError` unless offloaded.
+        """
+        host = self.host_copy(region)
+        del self._extents[region]
+        self.remove([region])
+        return host
+
     def close(self) -> None:
         """Release the regions and the extents. Idempotent."""
         self.remove(list(self._regions))

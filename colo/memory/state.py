@@ -102,21 +102,33 @@ class StateOffloader:
                 segment.begin(Residency.OFFLOADED)
 
     def close(self, device: torch.device | None = None) -> None:
-        """Bring the state back, move it to ordinary memory, remove the hooks and release the regions. Idempotent.
+        """Move the state to ordinary memory, remove the hooks and release the regions. Idempotent.
 
-        The memory is on `device`, by default where the state has been.
+        The memory is on `device`, by default where the state has been. On the host it is that of the arena, where state
+        that has been there before needs no second copy of itself.
         Raises: `BudgetError` when the device has no room for the state; it is then offloaded as before.
         """
         if not self._hooks:
             return
-        self.bring_back()
+        if device is None:
+            self.bring_back()
+        elif self.gradients.host_bytes:
+            self.gradients.begin(Residency.RESIDENT).wait()
+        target = device or self._mover.device
+        for segment in (self.state, self.masters):
+            if device is not None and device.type == "cpu" and segment.host_bytes:
+                segment.begin(Residency.OFFLOADED).wait()
         while self._hooks:
             self._hooks.pop().remove()
         for segment, is_master in ((self.state, False), (self.masters, True)):
             storages = _by_storage(self._tensors(is_master))
             for region in segment.regions:
-                _evacuate(region, storages.get(_storage_key(region.bytes), []), device or self._mover.device)
-                segment.remove([region])
+                tensors = storages.get(_storage_key(region.bytes), [])
+                if segment.residency is Residency.OFFLOADED:
+                    _move_to(segment.give_away(region), tensors)
+                else:
+                    _move_to(region.bytes.to(target, copy=True), tensors)
+                    segment.remove([region])
 
     def _stepped(self) -> None:
         self.gather()
@@ -345,13 +357,12 @@ def _gather_storages(groups: Sequence[Sequence[torch.Tensor]], device: torch.dev
 
 
 @torch.no_grad()
-def _evacuate(region: Region, tensors: Sequence[torch.Tensor], device: torch.device) -> None:
-    """Point `tensors` at an ordinary copy of the region on `device`."""
-    if tensors:
-        copy = region.bytes.to(device, copy=True)
-        for tensor in tensors:
-            flat = copy.view(tensor.dtype)
-            tensor.data = flat.as_strided(tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+def _move_to(memory: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+    """Point the tensors of a region at its bytes elsewhere (uint8), on whichever device."""
+    for tensor in tensors:
+        flat = memory.view(tensor.dtype)
+        offset = int(flat.storage_offset()) + int(tensor.storage_offset())
+        tensor.data = flat.as_strided(tensor.size(), tensor.stride(), offset)
 
 
 def _repoint(tensors: Sequence[torch.Tensor], storage: torch.UntypedStorage, start_bytes: int) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import operator
 import os
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from tempfile import TemporaryDirectory
@@ -109,6 +110,7 @@ class VLLMEngine:
         try:
             self._start()
         except BaseException:
+            self._shut_down()
             self._close_memory()
             raise
 
@@ -129,7 +131,11 @@ class VLLMEngine:
         engine._store = engine._folder = None
         engine._options = {}
         engine._begin_life()
-        engine._connect(llm)
+        try:
+            engine._connect(llm)
+        except BaseException:
+            engine._close_memory()
+            raise
         return engine
 
     def _begin_life(self) -> None:
@@ -143,6 +149,7 @@ class VLLMEngine:
         self._lost: str | None = None
         self._version: int | None = None
         self._cause = "no weights have been committed yet"
+        self._infos: list[dict[str, Any]] = []
         self._segments: dict[str, WorkerSegment] = {}
 
     # ---- what a runtime asks -----------------------------------------------------------------------------------------
@@ -270,7 +277,7 @@ class VLLMEngine:
         targets = ((ENGINE_WEIGHTS, weights_at), (ENGINE_KV_CACHE, Residency.DISCARDED))
         moving = [(self._segments[n], t) for n, t in targets if is_deeper(t, self._segments[n].residency)]
         stuck = next((s for s, _ in moving if s.away is None), None)
-        if stuck is not None and not (stuck.name == ENGINE_KV_CACHE and stuck.size_bytes == 0):
+        if stuck is not None:
             raise PhaseError(f"level {level} would move {stuck.name}, which is {self.why_it_stays(stuck.name)}")
         if not self._paused:
             self._pause(mode)
@@ -404,16 +411,16 @@ class VLLMEngine:
         self.poison("it has been started again: publish to it")
 
     def close(self) -> None:
-        """Release everything; a `vllm.LLM` of the caller's is left awake and running. Idempotent."""
+        """Release everything; a `vllm.LLM` of the caller's is left awake and running. Idempotent.
+
+        Raises: `BudgetError` when a `vllm.LLM` of the caller's, or one in this process, is asleep and the device has no
+        room to wake it: free some and close again.
+        """
         if self._closed:
             return
         if self._lost is None:
-            with suppress(EngineLost):  # nothing is left to release then
-                self._call("release")
-            for segment in self._segments.values():
-                segment.residency, segment.device_bytes = Residency.RESIDENT, segment.size_bytes
-            if not self._options and self._lost is None:
-                self.resume()
+            with suppress(EngineLost):  # nothing is left to bring back then
+                self._leave_as_found()
         self._closed = True
         self.poison("it is closed")
         if self._options:
@@ -439,7 +446,7 @@ class VLLMEngine:
         self._model_type: str | None = getattr(hf_config, "model_type", None)
         model_config = llm.llm_engine.vllm_config.model_config
         self._vocab_size, self._max_length = int(model_config.get_vocab_size()), int(model_config.max_model_len)
-        self._infos: list[dict[str, Any]] = self._call("describe")
+        self._infos = self._call("describe")
         if self._calls is not None:
             self._calls.watch(self.pids)
         info = self._infos[0]
@@ -461,6 +468,24 @@ class VLLMEngine:
             self._segments.setdefault(name, WorkerSegment(self, name)).reset(size_bytes, away)
         if weights_away is not None:
             self._call("prepare")
+
+    def _leave_as_found(self) -> None:
+        """Wake what stays or is freed in this process: vLLM maps and frees whole allocations only."""
+        if self._options and self._own_process:
+            return  # everything ends with the process
+        if not self._options:
+            was_dropped = self._segments[ENGINE_WEIGHTS].residency is Residency.DISCARDED
+            self.wake()
+            self.resume()
+            if was_dropped:
+                warnings.warn(
+                    "your vllm.LLM is awake without weights, since a level-2 sleep dropped them: load them before it "
+                    "generates",
+                    stacklevel=4,
+                )
+        self._call("release")
+        for segment in self._segments.values():
+            segment.residency, segment.device_bytes = Residency.RESIDENT, segment.size_bytes
 
     def _shut_down(self) -> None:
         llm, self.llm = self.llm, None
@@ -534,9 +559,10 @@ class VLLMEngine:
     def _lose(self, cause: str, error: BaseException) -> NoReturn:
         self._lost = cause
         self.poison(f"it is lost: {cause}")
-        self._segments[ENGINE_KV_CACHE].vanish()
-        if self._infos[0]["weights_in"] != "slabs" or self._store is None:
-            self._segments[ENGINE_WEIGHTS].vanish()
+        outlives = self._store is not None and bool(self._infos) and self._infos[0]["weights_in"] == "slabs"
+        for name, segment in self._segments.items():
+            if name == ENGINE_KV_CACHE or not outlives:
+                segment.vanish()
         raise EngineLost(
             f"the engine is lost: {cause}. The trainer's weights are intact; call recover() to start it again"
         ) from error

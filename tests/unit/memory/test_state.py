@@ -236,3 +236,33 @@ def test_gradients_of_an_unfinished_accumulation_are_parked_and_come_back(mover)
     assert_same([p.grad for p in plain.parameters()], [p.grad for p in parked.parameters()])
     assert mover.arena.used_bytes == 0
     offloader.close()
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw-amsgrad", "nested", "masters"])
+@pytest.mark.parametrize("parked", [True, False])
+def test_closing_on_the_host_hands_the_arenas_memory_over(name, parked, device):
+    make = MasterWeights(OPTIMIZERS["adamw"]) if name == "masters" else OPTIMIZERS[name]
+    dtype = torch.bfloat16 if name == "masters" else torch.float32
+    plain, net = model(dtype), model(dtype)
+    reference, optimizer = make(plain.parameters()), make(net.parameters())
+    mover = Mover(device, host_limit_bytes=256 * MIB)
+    offloader = StateOffloader(optimizer, mover, region_bytes=1024)
+    for step in range(2):
+        park(offloader)  # in the second round: extents there, state resident
+        for side, opt in ((plain, reference), (net, optimizer)):
+            backward(side, step)
+            opt.step()
+    if parked:
+        park(offloader)
+    slabs = [(slab.data.data_ptr(), slab.data.data_ptr() + slab.size_bytes) for slab in mover.arena._slabs]
+    held = mover.arena.pinned_bytes
+    offloader.close(torch.device("cpu"))
+    assert mover.arena.pinned_bytes == held
+    tensors = [t for t in leaves([*optimizer.state.values()]) if isinstance(t, torch.Tensor) and t.dim()]
+    assert all(any(a <= t.data_ptr() < b for a, b in slabs) for t in tensors)
+    mover.close()
+    gc.collect()
+    assert_same(reference.state_dict(), optimizer.state_dict())
+    backward(plain, 9), backward(net.cpu(), 9)
+    reference.step(), optimizer.step()
+    assert_same(plain.state_dict(), net.state_dict())
