@@ -186,19 +186,36 @@ def bench_offload(device: str | None, size: str | None, json_path: Path | None) 
     _run_bench(lambda tell: offload.run(device=_default_device(device), size_bytes=size_bytes, tell=tell), json_path)
 
 
-@bench.command("vllm")
-@click.argument("part", type=click.Choice(["switch", "life", "sleep", "cycle", "experts"]))
+@bench.command("share")
+@click.option("--shape", "shape_name", type=click.Choice(["0.6b", "30b-a3b"]), default="0.6b", help="Qwen3's shapes.")
 @device_option
 @json_option
-def bench_vllm(part: str, device: str | None, json_path: Path | None) -> None:
-    """vLLM driven by colo beside vLLM as it is.
+def bench_share(shape_name: str, device: str | None, json_path: Path | None) -> None:
+    """vLLM on the trainer's weights: publication, generation, a killed engine; recorded copies for 30B-A3B."""
+    from colo.bench import share
 
-    PART is switch (0.6B: publication, generation, a loop), life (0.6B: growth, restart, one process), sleep (8B: level
-    1), cycle (8B: memory of full fine-tuning) or experts (30B-A3B: replay against load_weights). Tiny models on a CPU.
-    """
-    from colo.bench import vllm
+    _run_bench(lambda tell: share.run(shape_name=shape_name, device=_default_device(device), tell=tell), json_path)
 
-    _run_bench(lambda tell: vllm.run(part, device=_default_device(device), tell=tell), json_path)
+
+@bench.command("sleep")
+@device_option
+@json_option
+def bench_sleep(device: str | None, json_path: Path | None) -> None:
+    """How fast vLLM, 8B, gives memory back and takes it again, driven by colo and by itself."""
+    from colo.bench import sleep
+
+    _run_bench(lambda tell: sleep.run(device=_default_device(device), tell=tell), json_path)
+
+
+@bench.command("step")
+@click.option("--shape", "shape_name", type=click.Choice(["0.6b", "8b"]), default="0.6b", help="Qwen3's shapes.")
+@device_option
+@json_option
+def bench_step(shape_name: str, device: str | None, json_path: Path | None) -> None:
+    """Whole steps of rollout and full fine-tuning: time against two copies of the weights, memory for 8B."""
+    from colo.bench import step
+
+    _run_bench(lambda tell: step.run(shape_name=shape_name, device=_default_device(device), tell=tell), json_path)
 
 
 @bench.command("logprob")

@@ -12,7 +12,11 @@ class Offload(StrEnum):
     """When trainer state leaves the device for a rollout."""
 
     AUTO = "auto"
+    """What must go, and no more."""
+
     ALWAYS = "always"
+    """Everything that a rollout does not use, and what torch caches; for devices with other users, too."""
+
     NEVER = "never"
 
 

@@ -129,6 +129,7 @@ class Runtime:
         self._writes = WriteWatch(model)
         self._inside: str | None = None
         self._stepped = False
+        self._gradients_before = 0
         self._to_compare: tuple[float | None, list[Completion]] = (None, [])
         self._writes_logits = isinstance(model, PreTrainedModel) or is_peft_model(model)
         self._implicit_train = False
@@ -336,6 +337,7 @@ class Runtime:
             self.scheduler.enter(Phase.TRAIN)
             self._bring_gradients_back()
         self._stepped = False
+        self._gradients_before = self._offloader.gradients.device_bytes
         self._meter.start()
         self._measure_mismatch()
 
@@ -369,6 +371,8 @@ class Runtime:
             if self._stepped:
                 # A rollout is what follows a step: what has to leave for it starts leaving now, beside other work.
                 self.scheduler.anticipate(Phase.ROLLOUT)
+                if self.scheduler.offload is Offload.ALWAYS and self._device.type == "cuda":
+                    torch.cuda.empty_cache()  # of activations and gradients
 
     def _before_step(self) -> None:
         if self._inside == Phase.ROLLOUT:
@@ -448,13 +452,16 @@ class Runtime:
         return [*self.engine.segments, *fixed, *self._offloader.segments]
 
     def _prepare_arena(self) -> None:
-        """Pin host memory in the background when state will have to leave, so that no step waits for it."""
-        expected_bytes = sum(s.size_bytes for s in self._offloader.segments[:2])
-        wanted_bytes = sum(
-            s.size_bytes for s in self.scheduler.segments.values() if s.residency is not Residency.SHARED
-        )
-        will_leave = self.config.offload is Offload.ALWAYS or wanted_bytes > self.scheduler.ledger().capacity_bytes
-        if self._device.type == "cuda" and will_leave and 0 < expected_bytes <= self._mover.arena.limit_bytes:
+        """Pin host memory in the background for the state that will have to leave, so that no step waits for it."""
+        if self._device.type != "cuda":
+            return
+        ledger = self.scheduler.ledger()  # and what it will be between a step and the rollout that follows
+        for name, residency in ((ENGINE_KV_CACHE, Residency.DISCARDED), *((n, Residency.RESIDENT) for n in _LATE)):
+            holding = ledger.holdings[name]
+            if holding.residency is not residency and (holding.away or residency is Residency.RESIDENT):
+                ledger = ledger.moved(name, residency)
+        expected_bytes = self.scheduler.expected_departures(Phase.ROLLOUT, ledger)
+        if 0 < expected_bytes <= self._mover.arena.limit_bytes:
             self._mover.arena.prepare(expected_bytes)
 
     def _learn_working_bytes(self) -> None:
@@ -463,7 +470,8 @@ class Runtime:
         if self.config.device_limit_bytes is not None or peak_bytes is None:
             return
         if self.weights_version > 1:  # the first step makes the optimizer's state
-            beside_bytes = peak_bytes - self._offloader.gradients.device_bytes
+            # Gradients are a segment of their own, also where the loop has dropped them by now.
+            beside_bytes = peak_bytes - (self._offloader.gradients.size_bytes - self._gradients_before)
             known_bytes = self.scheduler.working_bytes[Phase.TRAIN]
             self.scheduler.working_bytes[Phase.TRAIN] = max(known_bytes, beside_bytes)
 

@@ -178,6 +178,10 @@ class Engine(Protocol):
         """Where the engine runs and its weights lie, in a phrase for reports."""
 
     @property
+    def residual_bytes(self) -> Mapping[str, int]:
+        """Device bytes that no sleep gives back, as far as they are known: what they are, and how many."""
+
+    @property
     def state(self) -> EngineState:
         """What the engine can do now."""
 
@@ -244,6 +248,14 @@ class Engine(Protocol):
     def load_adapter(self, name: str, adapter: AdapterWeights) -> None:
         """Make a LoRA adapter available by name. `ValueError` for a name in use, `Unsupported` for a module that
         the engine cannot adapt: every key is accounted for, none dropped."""
+
+    def replace_adapter(self, old: str, new: str, adapter: AdapterWeights) -> None:
+        """Put `adapter`, by the name `new`, in the place of `old`, which is gone then. The next version of an adapter.
+
+        Ordering: pause first. Prefix caches go by name: reset them when `new` is `old`, or was one before.
+        Raises: `ValueError` when there is no `old` or `new` is in use, and nothing has changed; otherwise as
+        `load_adapter`, and `old` is gone.
+        """
 
     def remove_adapter(self, name: str) -> None:
         """Forget an adapter. `ValueError` when there is none of that name."""

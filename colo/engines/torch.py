@@ -131,6 +131,11 @@ class TorchEngine:
         return "transformers in this process"
 
     @property
+    def residual_bytes(self) -> Mapping[str, int]:
+        """Nothing: it has no memory beside its segments."""
+        return {}
+
+    @property
     def weights_version(self) -> int | None:
         """Version of the weights it holds; `None` while poisoned."""
         return self._version
@@ -242,6 +247,15 @@ class TorchEngine:
         """Make a LoRA adapter available by name; see `Adapters.add`. Modules go by their Hugging Face names."""
         self._require_open("load an adapter")
         self._adapters.add(name, adapter)
+
+    def replace_adapter(self, old: str, new: str, adapter: AdapterWeights) -> None:
+        """Remove `old` and load `adapter` as `new`; see `Engine.replace_adapter`."""
+        self._require_open("replace an adapter")
+        self._adapters.require(old)
+        if new != old and new in self._adapters.names:
+            raise ValueError(f"there is an adapter {new!r} already: give each version a name of its own")
+        self.remove_adapter(old)
+        self.load_adapter(new, adapter)
 
     def remove_adapter(self, name: str) -> None:
         """Forget an adapter, and prompts computed with it. `ValueError` when there is none of that name."""

@@ -321,15 +321,14 @@ class _Arrival:
             for region in regions:
                 region.restore()
                 restored.append(region)
-                if copies:  # while it is under way, the driver maps the next region
-                    view = segment._host_view(region)
-                    self._transfers.append(segment._mover.copy_in(view, region.bytes, after_queued=False))
         except BaseException:
-            for transfer in self._transfers:
-                transfer.wait()
             for region in restored:
                 region.release()
             raise
+        # Copies make no headway while the driver maps memory, so that nothing is won by starting them in between.
+        for region in regions if copies else ():
+            view = segment._host_view(region)
+            self._transfers.append(segment._mover.copy_in(view, region.bytes, after_queued=False))
 
     def wait(self) -> None:
         if self._segment._move is not self:

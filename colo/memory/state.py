@@ -9,10 +9,12 @@ they are, because optimizers read them on the host.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 
+from colo.errors import BudgetError
 from colo.memory.arena import Extent
 from colo.memory.offload import Mover, RegionSegment
 from colo.memory.region import ALIGNMENT_BYTES, Region, allocate_region
@@ -104,8 +106,8 @@ class StateOffloader:
     def close(self, device: torch.device | None = None) -> None:
         """Move the state to ordinary memory, remove the hooks and release the regions. Idempotent.
 
-        The memory is on `device`, by default where the state has been. On the host it is that of the arena, where state
-        that has been there before needs no second copy of itself.
+        The memory is on `device`, by default where the state has been. On the host it is that of the arena: copied at
+        the speed of the bus, and no second copy of what is there already.
         Raises: `BudgetError` when the device has no room for the state; it is then offloaded as before.
         """
         if not self._hooks:
@@ -116,8 +118,9 @@ class StateOffloader:
             self.gradients.begin(Residency.RESIDENT).wait()
         target = device or self._mover.device
         for segment in (self.state, self.masters):
-            if device is not None and device.type == "cpu" and segment.host_bytes:
-                segment.begin(Residency.OFFLOADED).wait()
+            with suppress(BudgetError):  # without room in the arena, an ordinary copy does, slower
+                if device is not None and device.type == "cpu" and segment.regions:
+                    segment.begin(Residency.OFFLOADED).wait()
         while self._hooks:
             self._hooks.pop().remove()
         for segment, is_master in ((self.state, False), (self.masters, True)):

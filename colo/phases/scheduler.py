@@ -119,6 +119,21 @@ class Scheduler:
             if step.action is Action.OFFLOAD:
                 self._start(step)
 
+    def expected_departures(self, target: Phase, ledger: Ledger) -> int:
+        """Bytes that would go to the host if `target` were entered with `ledger`; 0 when the phase would not fit."""
+        try:
+            transition = plan_transition(
+                Phase.IDLE,
+                target,
+                ledger,
+                needs=self._needs,
+                working_bytes=self.working_bytes.get(target, 0),
+                offload=self.offload,
+            )
+        except BudgetError:
+            return 0
+        return sum(step.moved_bytes for step in transition.steps if step.action is Action.OFFLOAD)
+
     def require(self, name: str) -> None:
         """Bring one segment to the device within the current phase, and wait for it.
 

@@ -78,6 +78,10 @@ def _facts(runtime: Runtime) -> dict[str, str]:
         f"ever {format_bytes(runtime.trace.peak_bytes())}",
         "offload": f"{runtime.config.offload}: {_why_offload(runtime)}",
     }
+    residual = runtime.engine.residual_bytes
+    if residual:
+        parts = ", ".join(f"{kind} {format_bytes(num_bytes)}" for kind, num_bytes in residual.items())
+        facts["asleep"] = f"{format_bytes(sum(residual.values()))} stay with the engine: {parts}"
     changed = runtime.trace.metrics.get("changed_fraction")
     if changed:
         facts["changed"] = f"{changed[-1]:.1%} of the 16-bit weights in the last step"

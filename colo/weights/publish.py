@@ -132,8 +132,9 @@ class Publisher:
 
     def _load_adapter(self, adapter: AdapterWeights) -> None:
         name = f"{ADAPTER}@{self.version}"
-        if self._loaded_adapter is not None:
-            self._engine.remove_adapter(self._loaded_adapter)
-            self._loaded_adapter = None
-        self._engine.load_adapter(name, adapter)
+        old, self._loaded_adapter = self._loaded_adapter, None
+        if old is None:
+            self._engine.load_adapter(name, adapter)
+        else:
+            self._engine.replace_adapter(old, name, adapter)
         self._loaded_adapter = name

@@ -88,7 +88,7 @@ def difference(model, completions):
     return float((mine - torch.tensor([c.logprobs for c in completions])).abs().mean())
 
 
-@pytest.fixture(scope="module", params=["its own process, CUDA graphs and torch.compile", "this process"])
+@pytest.fixture(scope="class", params=["its own process, CUDA graphs and torch.compile", "this process"])
 def rt(request):
     own = request.param != "this process"
     rt = launch(own_process=own, enforce_eager=not own)
@@ -96,28 +96,28 @@ def rt(request):
     rt.close()
 
 
-def test_training_is_what_vllm_samples_from_next_and_nothing_is_sent(rt):
-    with rt.rollout():
-        before = rt.generate(PROMPTS, max_tokens=16, temperature=0)
-    assert difference(rt.model, before) < 0.02
-    for step in range(3):
-        train_step(rt, step)
-    with rt.rollout():
-        after = rt.generate(PROMPTS, max_tokens=16, temperature=0)
-    assert difference(rt.model, after) < 0.02
-    assert [c.token_ids for c in before] != [c.token_ids for c in after]
-    assert after[0].weights_version == before[0].weights_version + 3
-    assert rt.bytes_synced == 0 and rt.transport.name == "shared"
-    assert "mismatch" in rt.report().facts
+class TestOneCopy:
+    def test_training_is_what_vllm_samples_from_next_and_nothing_is_sent(self, rt):
+        with rt.rollout():
+            before = rt.generate(PROMPTS, max_tokens=16, temperature=0)
+        assert difference(rt.model, before) < 0.02
+        for step in range(3):
+            train_step(rt, step)
+        with rt.rollout():
+            after = rt.generate(PROMPTS, max_tokens=16, temperature=0)
+        assert difference(rt.model, after) < 0.02
+        assert [c.token_ids for c in before] != [c.token_ids for c in after]
+        assert after[0].weights_version == before[0].weights_version + 3
+        assert rt.bytes_synced == 0 and rt.transport.name == "shared"
+        assert "mismatch" in rt.report().facts
 
-
-def test_the_kv_cache_is_with_the_driver_while_training(rt):
-    with rt.rollout():
-        during = free_device_bytes(CUDA)
-    with rt.train():
-        assert free_device_bytes(CUDA) - during > 0.9 * KV_CACHE_BYTES
-        with pytest.raises(PhaseError, match="inside train"):
-            rt.generate(PROMPTS)
+    def test_the_kv_cache_is_with_the_driver_while_training(self, rt):
+        with rt.rollout():
+            during = free_device_bytes(CUDA)
+        with rt.train():
+            assert free_device_bytes(CUDA) - during > 0.9 * KV_CACHE_BYTES
+            with pytest.raises(PhaseError, match="inside train"):
+                rt.generate(PROMPTS)
 
 
 def test_a_killed_engine_comes_back_on_the_same_weights():

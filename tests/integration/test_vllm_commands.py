@@ -32,13 +32,35 @@ def test_the_demo_sends_nothing_and_peaks_at_the_larger_phase(where, tmp_path):
     assert found["peak_bytes"] == max(found["phase_peak_bytes"].values())
 
 
-def test_the_benchmark_compares_replay_with_vllms_loader(tmp_path):
-    figures = tmp_path / "experts.json"
-    colo("bench", "vllm", "experts", "--device", "cpu", "--json", figures, cwd=tmp_path)
+def bench(tmp_path, *arguments):
+    figures = tmp_path / "figures.json"
+    command = ["bench", *arguments, "--device", "cpu"]
+    colo(*command, "--json", figures, cwd=tmp_path)
     found = json.loads(figures.read_text())
-    assert found["command"] == "colo bench vllm experts --device cpu"
-    (row,) = found["rows"]
-    assert "fallback" in row or (row["different_tensors"] == 0 and row["load_weights_s"] > 0)
+    assert found["command"] == " ".join(["colo", *command])
+    return {row["way"]: row for row in found["rows"]}
+
+
+def test_the_benchmark_of_experts_says_why_they_are_not_copied_on_a_cpu(tmp_path):
+    rows = bench(tmp_path, "share", "--shape", "30b-a3b")
+    assert rows["replay"]["fallback"]
+
+
+def test_the_benchmark_of_sharing_measures_publication_growth_and_a_restart(tmp_path):
+    rows = bench(tmp_path, "share", "--shape", "0.6b")
+    assert rows["publication, own process"]["bytes"] == rows["publication, in process"]["bytes"] == 0
+    assert rows["restart after a kill"]["weights_equal"]
+
+
+def test_the_benchmark_of_a_step_sets_ours_beside_two_copies(tmp_path):
+    rows = bench(tmp_path, "step", "--shape", "0.6b")
+    assert rows["colo, own process"]["synced_bytes"] == 0
+    assert rows["two copies, both resident"]["step_s"] > 0
+
+
+def test_the_benchmark_of_sleep_drops_the_kv_cache_on_a_cpu(tmp_path):
+    (row,) = bench(tmp_path, "sleep").values()
+    assert row["bytes"] > 0 and row["wake_s"] > 0
 
 
 def test_vllms_server_starts_with_the_loader_and_the_extension(tiny, tmp_path):

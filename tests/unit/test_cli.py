@@ -86,7 +86,9 @@ def test_help_lists_the_commands(colo):
 
 
 @pytest.mark.parametrize(
-    "command", [["demo"], ["plan"], ["doctor"], ["bench", "offload"], ["bench", "logprob"], ["bench", "vllm"]]
+    "command",
+    [["demo"], ["plan"], ["doctor"], *(["bench", name] for name in ("offload", "logprob", "share", "sleep", "step"))],
+    ids=" ".join,
 )
 def test_every_command_has_help_and_writes_json(colo, command):
     code, out, _ = colo(*command, "--help")

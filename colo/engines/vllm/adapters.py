@@ -1,15 +1,29 @@
-"""LoRA adapters for vLLM from tensors in memory: no file, and nothing of vLLM replaced."""
+"""LoRA adapters for vLLM from tensors in memory: no file, and nothing of vLLM replaced.
+
+A worker holds an adapter twice: in vLLM's `LoRAModel`, scaled and in the engine's LoRA dtype, and in one slot of every
+layer's stacked buffers, where activating copies it and where the kernels read it. The first version of an adapter is
+activated by vLLM, and the copies that this makes are recorded; later versions are written to both places by the same
+copies. So where A and B go is vLLM's knowledge alone, whatever it fuses or shards, and vLLM may at any time evict the
+adapter from its slot and activate it again.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from colo.errors import Unsupported
 
 _A, _B = ".lora_A.weight", ".lora_B.weight"
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+_Copy = tuple[torch.Tensor, torch.Tensor]
+"""Destination and source."""
 
 
 class WorkerAdapters:
@@ -17,6 +31,9 @@ class WorkerAdapters:
 
     def __init__(self, worker: Any) -> None:
         self._worker = worker
+        self._loaded: dict[int, _Loaded] = {}
+        self.plan_refusal: str | None = None
+        """Why the adapter that was activated last cannot be updated in place; `None` when it can."""
 
     @property
     def capacity(self) -> int:
@@ -24,50 +41,83 @@ class WorkerAdapters:
         manager = self._manager
         return int(manager.lora_config.max_loras) if manager is not None else 0
 
+    @torch.inference_mode(False)  # or what a caller's mode leaves could not be written to outside of it
     def add(self, number: int, tensors: Mapping[str, torch.Tensor], scalings: Mapping[str, float]) -> None:
-        """Make adapter `number` available.
+        """Make adapter `number` available, in place of one that has this number.
 
         `tensors` go by PEFT's names, such as `base_model.model.layers.0.self_attn.q_proj.lora_A.weight`, `scalings` by
         the part before `.lora_A`. The tensors are copied, never modified.
         Raises: `Unsupported` when the engine runs without LoRA, the rank is above its limit, or a module is not one of
-        the engine's.
+        the engine's; `ValueError` when there is an A without a B, or no tensor at all. Nothing has changed then.
         """
         manager = self._manager
         if manager is None:
             raise Unsupported("the engine was started without LoRA: pass enable_lora=True and max_lora_rank")
-        # Clones, since vLLM writes into what it is given.
-        scaled = {
-            name: t.detach() * scalings[name.removesuffix(_B)] if name.endswith(_B) else t.detach().clone()
-            for name, t in tensors.items()
-        }
-        loaded = self._load(manager, number, scaled)
+        rank = _rank(tensors, int(manager.lora_config.max_lora_rank))
+        matrices = _Matrices(tensors, torch.device(self._worker.device), manager.lora_config.lora_dtype)
+        matrices.write(tensors, scalings)
+        model = self._lora_model(manager, number, matrices.by_name, rank)
         adapters = manager._adapter_manager
-        adapters.remove_adapter(loaded.id)
+        self.remove(number)
         if len(adapters) + 1 > adapters.capacity:
             adapters.remove_oldest_adapter()
-        adapters.add_adapter(loaded)
-        adapters.activate_adapter(loaded.id)
+        adapters.add_adapter(model)
+        self._activate(number, model, matrices)
+
+    @torch.inference_mode(False)
+    def update(self, number: int, tensors: Mapping[str, torch.Tensor], scalings: Mapping[str, float]) -> bool:
+        """Replace what adapter `number` holds; see `add`. Returns whether that was done in place.
+
+        It is where names and shapes are those of the version before; otherwise the adapter is added anew.
+        """
+        loaded = self._loaded.get(number)
+        if loaded is None or not loaded.matrices.fit(tensors) or not self._is_registered(number, loaded):
+            self.add(number, tensors, scalings)
+            return False
+        loaded.matrices.write(tensors, scalings)
+        if self._adapter_manager.lora_index_to_id[loaded.plan.slot] == number:
+            loaded.plan.replay()
+        else:  # vLLM has given its slot to another
+            self._activate(number, loaded.model, loaded.matrices)
+        return True
 
     def remove(self, number: int) -> None:
         """Forget adapter `number`, if it is there."""
+        self._loaded.pop(number, None)
         if self._manager is not None:
-            self._manager._adapter_manager.remove_adapter(number)
+            self._adapter_manager.remove_adapter(number)
 
     @property
     def _manager(self) -> Any:
         return getattr(self._worker.model_runner, "lora_manager", None)
 
-    def _load(self, manager: Any, number: int, tensors: dict[str, torch.Tensor]) -> Any:
+    @property
+    def _adapter_manager(self) -> Any:
+        return self._manager._adapter_manager
+
+    def _is_registered(self, number: int, loaded: _Loaded) -> bool:
+        """Whether vLLM still has what was added: it forgets adapters past its capacity and in some reloads."""
+        return self._adapter_manager.get_adapter(number) is loaded.model
+
+    def _activate(self, number: int, model: Any, matrices: _Matrices) -> None:
+        """Have vLLM copy an adapter into a slot, and keep how, unless copies are not all that it does."""
+        adapters = self._adapter_manager
+        self._loaded.pop(number, None)
+        adapters.deactivate_adapter(number)
+        with _Recorder(matrices.by_name.values()) as recorder:
+            adapters.activate_adapter(number)
+        shards = int(self._worker.parallel_config.tensor_parallel_size)
+        self.plan_refusal = recorder.refusal or matrices.why_not_covered(recorder.copies, shards)
+        if self.plan_refusal is None:
+            plan = SlotPlan.of(adapters.lora_index_to_id.index(number), recorder.zeroed, recorder.copies)
+            self._loaded[number] = _Loaded(model=model, matrices=matrices, plan=plan)
+
+    def _lora_model(self, manager: Any, number: int, tensors: dict[str, torch.Tensor], rank: int) -> Any:
+        """vLLM's own object over `tensors`, which are scaled and in its dtype already."""
         from vllm.lora.lora_model import LoRAModel
         from vllm.lora.peft_helper import PEFTHelper
 
         adapters = manager._adapter_manager
-        rank = max(t.shape[0] for name, t in tensors.items() if name.endswith(_A))
-        if rank > manager.lora_config.max_lora_rank:
-            raise Unsupported(
-                f"the adapter has rank {rank} and the engine takes {manager.lora_config.max_lora_rank}: start it with "
-                f"max_lora_rank={rank}"
-            )
         modules = sorted({name.rsplit(".", 3)[1] for name in tensors})
         helper = PEFTHelper.from_dict(
             {
@@ -94,7 +144,140 @@ class WorkerAdapters:
         missing = [name for name in model.loras if not _is_adapted(name, adapters)]
         if missing:
             raise Unsupported(f"the engine has no module to adapt for {len(missing)} of the adapter's, {missing[0]}")
+        if 2 * len(model.loras) != len(tensors):
+            raise Unsupported(f"the engine takes {2 * len(model.loras)} of the adapter's {len(tensors)} tensors")
         return model
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SlotPlan:
+    """What activating an adapter does: zeros in its slot, then copies of its matrices, or of a rank's part of them."""
+
+    slot: int
+    zeroed: list[torch.Tensor]
+    copies: list[tuple[list[torch.Tensor], list[torch.Tensor]]]
+    """Destinations and sources. Two lists, since torch copies one in a few kernels where both sides are dense and laid
+    out alike, and tensor by tensor where a single pair is not."""
+
+    @classmethod
+    def of(cls, slot: int, zeroed: list[torch.Tensor], copies: Sequence[_Copy]) -> SlotPlan:
+        """A plan of recorded copies."""
+        alike = [(t, s) for t, s in copies if _is_dense(t, s)]
+        others = [(t, s) for t, s in copies if not _is_dense(t, s)]
+        lists = [([t for t, _ in pairs], [s for _, s in pairs]) for pairs in (alike, others) if pairs]
+        return cls(slot=slot, zeroed=zeroed, copies=lists)
+
+    @torch.no_grad()
+    def replay(self) -> None:
+        """Do it again, the zeros too, since a level-2 sleep leaves anything in the buffers.
+
+        Ordering: on the current stream; nothing may be generating.
+        """
+        torch._foreach_zero_(self.zeroed)
+        for targets, sources in self.copies:
+            torch._foreach_copy_(targets, sources)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Loaded:
+    model: Any
+    matrices: _Matrices
+    plan: SlotPlan
+
+
+class _Matrices:
+    """The matrices of one `LoRAModel`: contiguous, in vLLM's LoRA dtype, with the scaling in B."""
+
+    def __init__(self, like: Mapping[str, torch.Tensor], device: torch.device, dtype: torch.dtype) -> None:
+        self._shapes = {name: t.shape for name, t in like.items()}
+        self._a = [name for name in like if name.endswith(_A)]
+        self._b = [name for name in like if name.endswith(_B)]
+        self._modules = [name.removesuffix(_B) for name in self._b]
+        names = [*self._a, *self._b]
+        self.by_name = {name: torch.empty(self._shapes[name], dtype=dtype, device=device) for name in names}
+
+    def fit(self, tensors: Mapping[str, torch.Tensor]) -> bool:
+        """Whether `tensors` have the same names and shapes."""
+        return {name: t.shape for name, t in tensors.items()} == self._shapes
+
+    @torch.no_grad()
+    def write(self, tensors: Mapping[str, torch.Tensor], scalings: Mapping[str, float]) -> None:
+        """Take over the values of `tensors`. Scaled in their own dtype, so that rounding to the engine's comes last."""
+        a = [tensors[name] for name in self._a]
+        b = torch._foreach_mul([tensors[name] for name in self._b], [scalings[module] for module in self._modules])
+        torch._foreach_copy_(list(self.by_name.values()), [*a, *b])
+
+    def why_not_covered(self, copies: Sequence[_Copy], shards: int) -> str | None:
+        """Why `copies` are not all that activating them does, or `None`.
+
+        Each matrix has to be copied whole, or one part of `shards` at least, and has to be what is there afterwards.
+        """
+        parts: dict[int, set[tuple[int, torch.Size, tuple[int, ...]]]] = {}
+        for _, source in copies:
+            part = (int(source.storage_offset()), source.shape, source.stride())
+            parts.setdefault(_address(source), set()).add(part)
+        for name, tensor in self.by_name.items():
+            num_copied = sum(math.prod(shape) for _, shape, _ in parts.get(_address(tensor), ()))
+            if num_copied > tensor.numel() or num_copied * shards < tensor.numel():
+                return f"activating copies {num_copied} of the {tensor.numel()} elements of {name}"
+        same = torch.stack([(_bits(target) == _bits(source)).all() for target, source in copies])
+        return None if bool(same.all()) else "what activating leaves is not what it copied last"
+
+
+class _Recorder(TorchDispatchMode):
+    """What an activation writes: zeros, and copies of `known` tensors or of views of them, each in order.
+
+    `refusal` names the first thing that was neither.
+    """
+
+    def __init__(self, known: Iterable[torch.Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.zeroed: list[torch.Tensor] = []
+        self.copies: list[_Copy] = []
+        self.refusal: str | None = None
+        self._known = {_address(tensor) for tensor in known}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func._schema.is_mutable and not self._note(func, args):
+            self.refusal = self.refusal or f"activating runs {func} on {tuple(args[0].shape)}"
+        return result
+
+    def _note(self, func: Any, args: Any) -> bool:
+        if func is torch.ops.aten.copy_.default and _address(args[1]) in self._known:
+            self.copies.append((args[0], args[1]))
+            return True
+        if func.overloadpacket is torch.ops.aten.fill_ and float(args[1]) == 0:
+            self.zeroed.append(args[0])
+            return True
+        return False
+
+
+def _is_dense(target: torch.Tensor, source: torch.Tensor) -> bool:
+    return target.is_contiguous() and source.is_contiguous() and target.stride() == source.stride()
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(_BITS[tensor.element_size()])
+
+
+def _rank(tensors: Mapping[str, torch.Tensor], limit: int) -> int:
+    """The largest rank of an adapter, with every A checked to have its B."""
+    a = {name.removesuffix(_A) for name in tensors if name.endswith(_A)}
+    b = {name.removesuffix(_B) for name in tensors if name.endswith(_B)}
+    if not a or a != b or len(a) + len(b) != len(tensors):
+        odd = sorted(a ^ b) or [name for name in tensors if not name.endswith((_A, _B))]
+        raise ValueError(f"an adapter needs an A and a B for each module, but {odd or 'there is none'}")
+    rank = max(tensors[module + _A].shape[0] for module in a)
+    if rank > limit:
+        raise Unsupported(
+            f"the adapter has rank {rank} and the engine takes {limit}: start it with max_lora_rank={rank}"
+        )
+    return rank
 
 
 def _is_adapted(name: str, adapters: Any) -> bool:

@@ -87,6 +87,18 @@ def after_reload(model: nn.Module) -> None:
             method.process_weights_after_loading(module)
 
 
+def forget_reloads(model: nn.Module) -> None:
+    """Let go of what layerwise reloads have noted about a model that is about to end.
+
+    vLLM (0.26, 0.30) keeps it by layer, weakly, but the notes hold loaders that hold the layers: neither ever goes.
+    """
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    notes: Any = getattr(layerwise, "LAYERWISE_INFO", {})
+    for module in model.modules():
+        notes.pop(module, None)
+
+
 def renamer(model: nn.Module) -> Callable[[str], str]:
     """How `model.load_weights` wants a checkpoint's names.
 
@@ -148,6 +160,28 @@ def sleep_pool(worker: Any) -> Any | None:
     return CuMemAllocator.get_instance()
 
 
+def residual_bytes(worker: Any, *, same_process: bool) -> dict[str, int]:
+    """Device bytes of torch's that stay while a worker sleeps, by what they are.
+
+    In the trainer's process those of CUDA graphs alone, since the rest of torch's memory is not only vLLM's there.
+    """
+    if torch.device(worker.device).type != "cuda":
+        return {}
+    from vllm.platforms import current_platform
+
+    pool = sleep_pool(worker)
+    pooled = pool.pointer_to_data if pool is not None else {}
+    graphs = tuple(current_platform.get_global_graph_pool())
+    found = {"CUDA graphs": 0, "workspaces and buffers": 0}
+    for segment in torch.cuda.memory_snapshot():
+        if segment["address"] not in pooled:
+            is_graph = tuple(segment["segment_pool_id"]) == graphs
+            found["CUDA graphs" if is_graph else "workspaces and buffers"] += segment["total_size"]
+    if same_process:
+        del found["workspaces and buffers"]
+    return {kind: num_bytes for kind, num_bytes in found.items() if num_bytes}
+
+
 def unmap(record: Any) -> None:
     """Give an allocation of vLLM's sleep pool back to the driver; its address stays reserved."""
     from vllm.device_allocator.cumem import unmap_and_release
@@ -193,9 +227,12 @@ def kv_cache_storages(worker: Any) -> list[torch.UntypedStorage]:
 @contextmanager
 def in_this_process(wanted: bool) -> Iterator[None]:
     """Let an engine that is built meanwhile run in this process, or in its own, by vLLM's documented variable."""
+    from vllm import envs
+
     name = "VLLM_ENABLE_V1_MULTIPROCESSING"
     before = os.environ.get(name)
     os.environ[name] = "0" if wanted else "1"
+    envs.disable_envs_cache()  # an engine in this process, also an ended one, has vLLM keep what it read
     try:
         yield
     finally:

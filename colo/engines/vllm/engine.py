@@ -29,7 +29,7 @@ from colo.engines.vllm.segment import WorkerSegment
 from colo.engines.vllm.store import WeightStore, device_id
 from colo.errors import BudgetError, EngineLost, PhaseError, StaleWeights, TransferError, Unsupported
 from colo.memory.offload import Mover
-from colo.memory.probe import free_device_bytes
+from colo.memory.probe import free_device_bytes, used_device_bytes
 from colo.memory.region import carve, carved_bytes
 from colo.memory.segment import Segment
 from colo.memory.slab import Slab, open_slab
@@ -142,14 +142,16 @@ class VLLMEngine:
         self.llm: Any = None
         self._calls: Caller | None = None
         self._opened: dict[int, list[torch.Tensor]] = {}
-        self._staging: Slab | None = None
+        self._staging: _Staging | None = None
         self._adapters: dict[str, int] = {}
         self._last_adapter = _FIRST_ADAPTER
+        self._adapter_sent: tuple[list[list[Any]], dict[str, float]] = ([], {})
         self._paused = self._closed = self._shared = False
         self._lost: str | None = None
         self._version: int | None = None
         self._cause = "no weights have been committed yet"
         self._infos: list[dict[str, Any]] = []
+        self._taken_bytes = 0  # what vLLM took of the device when it started, where that was seen
         self._segments: dict[str, WorkerSegment] = {}
 
     # ---- what a runtime asks -----------------------------------------------------------------------------------------
@@ -193,6 +195,16 @@ class VLLMEngine:
         }
         return f"vLLM {compat.vllm_version()} {where}, weights in {memory[self._infos[0]['weights_in']]}"
 
+    @property
+    def residual_bytes(self) -> Mapping[str, int]:
+        """Device bytes that no sleep gives back: what they are, and how many; measured when vLLM has started."""
+        known: dict[str, int] = {}
+        for info in self._infos:
+            for kind, num_bytes in info["residual_bytes"].items():
+                known[kind] = known.get(kind, 0) + num_bytes
+        rest = self._taken_bytes - sum(s.size_bytes for s in self._segments.values()) - sum(known.values())
+        return known | ({"context, libraries and the rest": rest} if rest > 0 else {})
+
     def why_it_stays(self, name: str) -> str:
         """Why a segment never leaves, in words that follow `it is`."""
         if name == ENGINE_KV_CACHE:
@@ -235,6 +247,11 @@ class VLLMEngine:
         self._require("generate", EngineState.AWAKE)
         if self._version is None:
             raise StaleWeights(f"the engine does not generate: {self._cause}")
+        if self.llm.llm_engine.has_unfinished_requests():
+            raise PhaseError(
+                "requests that you have added to llm.llm_engine are in flight or not collected, and their outputs "
+                "would be mixed with these: step until none is left, or abort them"
+            )
         params = self.sampling_params(params)
         token_ids = [tuple(map(operator.index, prompt)) for prompt in prompts]
         check_prompts(token_ids, self._vocab_size, self._max_length)
@@ -254,8 +271,13 @@ class VLLMEngine:
     def pause(self, mode: PauseMode = "abort") -> None:
         """Stop generating, so that weights may change. Idempotent; `PhaseError` when asleep or closed.
 
-        `mode` says what becomes of requests in flight: `abort` ends them, `wait` lets them finish (own process only),
-        `keep` continues them after `resume`.
+        `mode` says what becomes of requests in flight, which you have added to `llm.llm_engine`: `abort` ends them (the
+        next `step` says so; in this process they are gone without a word); `wait` lets those that have begun finish,
+        however long it takes; `keep` continues them after `resume`, from tokens computed again where the KV cache has
+        been dropped or weights have changed. Those that have not begun wait for `resume`, unless aborted. A pause that
+        is on stays as it was asked for.
+
+        Raises: `Unsupported` for `wait` in this process, where requests go on only while you step.
         """
         self._require("pause", EngineState.AWAKE, EngineState.PAUSED)
         self._pause(mode)
@@ -271,7 +293,7 @@ class VLLMEngine:
             self._paused = False
 
     def sleep(self, level: SleepLevel | int, mode: PauseMode = "abort") -> None:
-        """Give memory back, unless it is given back already; see `Engine.sleep`."""
+        """Give memory back, unless it is given back already; see `Engine.sleep`. `mode` is that of `pause`."""
         self._require_open("sleep")
         weights_at = WEIGHTS_AT[SleepLevel(str(level))]
         targets = ((ENGINE_WEIGHTS, weights_at), (ENGINE_KV_CACHE, Residency.DISCARDED))
@@ -279,8 +301,7 @@ class VLLMEngine:
         stuck = next((s for s, _ in moving if s.away is None), None)
         if stuck is not None:
             raise PhaseError(f"level {level} would move {stuck.name}, which is {self.why_it_stays(stuck.name)}")
-        if not self._paused:
-            self._pause(mode)
+        self._pause(mode)
         for move in [segment.begin(target) for segment, target in moving]:
             move.wait()
 
@@ -365,7 +386,7 @@ class VLLMEngine:
 
     def load_adapter(self, name: str, adapter: AdapterWeights) -> None:
         """Make a LoRA adapter available by name, from memory; see `Engine.load_adapter`."""
-        self._require_open("load an adapter")
+        self._require_weights("load an adapter")
         if name in self._adapters:
             raise ValueError(f"adapter {name} is loaded already: remove it first, or give each version its own name")
         capacity = self._infos[0]["max_adapters"]
@@ -375,24 +396,32 @@ class VLLMEngine:
                 "larger max_loras"
             )
         self._last_adapter += 1
-        prefix = "base_model.model."
-        tensors = [(f"{prefix}{m}.lora_A.weight", t.detach()) for m, t in adapter.a.items()]
-        tensors += [(f"{prefix}{m}.lora_B.weight", t.detach()) for m, t in adapter.b.items()]
-        scalings = {prefix + module: scaling for module, scaling in adapter.scalings.items()}
-        common: dict[str, Any] = {"number": self._last_adapter, "scalings": scalings}
-        if not self._own_process:
-            self._call("add_adapter", tensors=[list(pair) for pair in tensors], staging=None, **common)
-        else:
-            (staged, staging), *rest = self._staged(tensors, at_once=True)
-            assert not rest
-            self._call("add_adapter", tensors=staged, staging=staging, **common)
+        self._send_adapter("add_adapter", self._last_adapter, adapter)
         self._adapters[name] = self._last_adapter
+
+    def replace_adapter(self, old: str, new: str, adapter: AdapterWeights) -> None:
+        """Put `adapter`, named `new`, in the place of `old`; see `Engine.replace_adapter`.
+
+        The workers know it by the same number as before and write it over what they hold, without vLLM's loader, where
+        its modules and shapes are those of `old`. `PhaseError` while the weights are away, whose memory that is in.
+        """
+        self._require_weights("replace an adapter")
+        number = self._adapter_number(old)
+        if new != old and new in self._adapters:
+            raise ValueError(f"adapter {new} is loaded already: give each version its own name")
+        del self._adapters[old]
+        try:
+            self._send_adapter("update_adapter", number, adapter)
+        except Exception:
+            with suppress(EngineLost):
+                self._call("remove_adapter", number=number)
+            raise
+        self._adapters[new] = number
 
     def remove_adapter(self, name: str) -> None:
         """Forget an adapter. `ValueError` when there is none of that name."""
-        if name not in self._adapters:
-            raise ValueError(f"there is no adapter {name}; loaded are {sorted(self._adapters) or 'none'}")
-        self._call("remove_adapter", number=self._adapters.pop(name))
+        self._call("remove_adapter", number=self._adapter_number(name))
+        del self._adapters[name]
 
     def recover(self) -> None:
         """Start a lost engine again, on the same weights. It is awake and poisoned then.
@@ -434,8 +463,10 @@ class VLLMEngine:
     def _start(self) -> None:
         from vllm import LLM
 
+        before_bytes = used_device_bytes(self.device) or 0
         with compat.in_this_process(not self._own_process):
             llm = LLM(**self._options)
+        self._taken_bytes = (used_device_bytes(self.device) or 0) - before_bytes
         self._connect(llm)
 
     def _connect(self, llm: Any) -> None:
@@ -446,7 +477,7 @@ class VLLMEngine:
         self._model_type: str | None = getattr(hf_config, "model_type", None)
         model_config = llm.llm_engine.vllm_config.model_config
         self._vocab_size, self._max_length = int(model_config.get_vocab_size()), int(model_config.max_model_len)
-        self._infos = self._call("describe")
+        self._infos = self._call("describe", same_process=not self._own_process)
         if self._calls is not None:
             self._calls.watch(self.pids)
         info = self._infos[0]
@@ -484,6 +515,8 @@ class VLLMEngine:
                     stacklevel=4,
                 )
         self._call("release")
+        if self._options:
+            self._call("forget")
         for segment in self._segments.values():
             segment.residency, segment.device_bytes = Residency.RESIDENT, segment.size_bytes
 
@@ -568,10 +601,19 @@ class VLLMEngine:
         ) from error
 
     def _pause(self, mode: PauseMode = "abort") -> None:
+        if mode == "wait" and not self._own_process:
+            raise Unsupported(
+                "the engine runs in this process, where requests in flight go on only while you step, so it cannot "
+                "wait for them: step until they have finished, or pause with mode 'keep' or 'abort'"
+            )
         if self._paused:
             return
-        self._in_engine("pause", lambda: self.llm.sleep(level=0, mode=mode))
+        self._in_engine("pause", lambda: self.llm.sleep(level=0, mode=mode), deadline=mode != "wait")
         self._paused = True
+        if mode == "abort" and not self._own_process:
+            # vLLM (0.26, 0.30) ends them in its scheduler only here, and whoever steps would wait for them forever.
+            core = self.llm.llm_engine
+            core.abort_request(list(core.output_processor.request_states), internal=True)
 
     def before_move(self, name: str, target: Residency) -> None:
         """Make ready for a segment's move: room in the device, or nobody who uses what leaves."""
@@ -610,54 +652,56 @@ class VLLMEngine:
         kind: torch.dtype = getattr(torch, dtype)
         return slab.view(kind).as_strided(tuple(shape), tuple(stride), offset // kind.itemsize)
 
-    def _staged(
-        self, weights: Iterable[tuple[str, torch.Tensor]], *, at_once: bool = False
-    ) -> Iterator[tuple[list[list[Any]], dict[str, Any]]]:
+    def _send_adapter(self, operation: str, number: int, adapter: AdapterWeights) -> None:
+        prefix = "base_model.model."
+        tensors = [(f"{prefix}{module}.lora_A.weight", tensor) for module, tensor in adapter.a.items()]
+        tensors += [(f"{prefix}{module}.lora_B.weight", tensor) for module, tensor in adapter.b.items()]
+        scalings = {prefix + module: float(scaling) for module, scaling in adapter.scalings.items()}
+        if not self._own_process:
+            given = [list(pair) for pair in tensors]
+            self._call(operation, number=number, tensors=given, scalings=scalings, staging=None)
+            return
+        described, staging = self._stage(tensors)
+        places, scalings_before = self._adapter_sent
+        if operation == "update_adapter" and places is described and scalings_before == scalings:
+            self._call(operation, number=number, tensors=None, scalings=None, staging=staging)
+            return
+        self._call(operation, number=number, tensors=described, scalings=scalings, staging=staging)
+        self._adapter_sent = (described, scalings)
+
+    def _staged(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[list[list[Any]], dict[str, Any]]]:
         """Groups of tensors in memory that the workers can map: [name, dtype, shape, offset] each, and the slab."""
         group: list[tuple[str, torch.Tensor]] = []
         specs: list[tuple[tuple[int, ...], torch.dtype]] = []
         for name, tensor in weights:
             spec = (tuple(tensor.shape), tensor.dtype)
-            if group and not at_once and carved_bytes([*specs, spec]) > _STAGING_BYTES:
-                yield self._stage(group, specs)
+            if group and carved_bytes([*specs, spec]) > _STAGING_BYTES:
+                yield self._stage(group)
                 group, specs = [], []
             group.append((name, tensor))
             specs.append(spec)
         if group:
-            yield self._stage(group, specs)
+            yield self._stage(group)
 
-    def _stage(
-        self, group: list[tuple[str, torch.Tensor]], specs: list[tuple[tuple[int, ...], torch.dtype]]
-    ) -> tuple[list[list[Any]], dict[str, Any]]:
-        needed_bytes = carved_bytes(specs)
-        if self._staging is None or self._staging.size_bytes < needed_bytes:
-            if self._staging is not None:
-                self._staging.close()
-            self._staging = Slab(max(needed_bytes, MIB), self.device)
-        views = carve(self._staging.bytes, specs)
-        with torch.no_grad():
-            for view, (_, tensor) in zip(views, group, strict=True):
-                view.copy_(tensor)
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()
-        base = self._staging.bytes.data_ptr()
-        tensors = [
-            [name, str(v.dtype).removeprefix("torch."), list(v.shape), v.data_ptr() - base]
-            for (name, _), v in zip(group, views, strict=True)
-        ]
-        return tensors, self._staging.describe(to_pid=self.pids[0])
+    def _stage(self, tensors: list[tuple[str, torch.Tensor]]) -> tuple[list[list[Any]], dict[str, Any]]:
+        if self._staging is None:
+            self._staging = _Staging(self.device)
+        return self._staging.put(tensors, to_pid=self.pids[0])
 
     # ---- checks ------------------------------------------------------------------------------------------------------
 
     def _lora_request(self, adapter: str | None) -> Any:
         if adapter is None:
             return None
-        if adapter not in self._adapters:
-            raise ValueError(f"there is no adapter {adapter}; loaded are {sorted(self._adapters) or 'none'}")
         from vllm.lora.request import LoRARequest
 
         # The path is never opened, since the workers know the number; vLLM asks for one.
-        return LoRARequest(lora_name=adapter, lora_int_id=self._adapters[adapter], lora_path="in-memory")
+        return LoRARequest(lora_name=adapter, lora_int_id=self._adapter_number(adapter), lora_path="in-memory")
+
+    def _adapter_number(self, name: str) -> int:
+        if name not in self._adapters:
+            raise ValueError(f"there is no adapter {name}; loaded are {sorted(self._adapters) or 'none'}")
+        return self._adapters[name]
 
     def _require(self, verb: str, *states: EngineState) -> None:
         if self._lost is not None:
@@ -673,6 +717,54 @@ class VLLMEngine:
         residency = self._segments[ENGINE_WEIGHTS].residency
         if residency is not Residency.RESIDENT:
             raise PhaseError(f"the engine's weights are {residency} and it cannot {verb}: wake them first")
+
+
+class _Staging:
+    """Memory that workers can map, for tensors on their way. Where they lie is kept for the next that are like them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._slab: Slab | None = None
+        self._layout: list[tuple[str, torch.Size, torch.dtype]] = []
+        self._views: list[torch.Tensor] = []
+        self._described: list[list[Any]] = []
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def put(
+        self, tensors: Sequence[tuple[str, torch.Tensor]], *, to_pid: int
+    ) -> tuple[list[list[Any]], dict[str, Any]]:
+        """Copy `tensors`, and wait until they are there; [name, dtype, shape, offset] of each, and the slab."""
+        layout = [(name, tensor.shape, tensor.dtype) for name, tensor in tensors]
+        if self._slab is None or layout != self._layout:
+            self._slab = self._lay_out(layout)
+        if tensors:
+            torch._foreach_copy_(self._views, [tensor for _, tensor in tensors])
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+        return self._described, self._slab.describe(to_pid=to_pid)
+
+    def close(self) -> None:
+        """Let go of the memory."""
+        self._layout, self._views, self._described = [], [], []
+        if self._slab is not None:
+            self._slab.close()
+            self._slab = None
+
+    def _lay_out(self, layout: list[tuple[str, torch.Size, torch.dtype]]) -> Slab:
+        specs = [(tuple(shape), dtype) for _, shape, dtype in layout]
+        needed_bytes, slab = carved_bytes(specs), self._slab
+        if slab is None or slab.size_bytes < needed_bytes:
+            self.close()
+            slab = Slab(max(needed_bytes, MIB), self._device)
+        base = slab.bytes.data_ptr()
+        self._views = carve(slab.bytes, specs)
+        self._described = [
+            [name, str(dtype).removeprefix("torch."), list(shape), view.data_ptr() - base]
+            for (name, shape, dtype), view in zip(layout, self._views, strict=True)
+        ]
+        self._layout = layout
+        return slab
 
 
 def _device(device: torch.device | str | None) -> torch.device:

@@ -6,7 +6,7 @@ pinned arena, or at once when they are not needed; mapped again at the same addr
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -20,6 +20,8 @@ from colo.memory.region import Region, require_free
 from colo.phases.phase import ENGINE_KV_CACHE, ENGINE_WEIGHTS, Residency
 
 TAGS = {"weights": ENGINE_WEIGHTS, "kv_cache": ENGINE_KV_CACHE}
+
+_AWAY = {"weights": Residency.OFFLOADED, "kv_cache": Residency.DISCARDED}
 
 
 class PoolRegion(Region):
@@ -81,11 +83,8 @@ class WorkerSegments:
         if device.type == "cuda":
             device = torch.device("cuda", torch.cuda.current_device())
         self.mover = Mover(device)
-        self.by_name: dict[str, RegionSegment] = {}
+        self.by_name = _segments(self._regions, self.mover)
         self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for tag, away in (("weights", Residency.OFFLOADED), ("kv_cache", Residency.DISCARDED)):
-            name = TAGS[tag]
-            self.by_name[name] = RegionSegment(name, regions=list(self._regions(tag)), away=away, mover=self.mover)
 
     def prepare(self) -> None:
         """Pin host memory for the weights in the background, so that the first sleep does not wait for it."""
@@ -142,6 +141,14 @@ class WorkerSegments:
             for tensor, copy in self._kept:
                 tensor.copy_(copy)
         self._kept = []
+
+
+def _segments(regions: Callable[[str], Iterable[Region]], mover: Mover) -> dict[str, RegionSegment]:
+    """The segments by name, from the regions of every tag."""
+    return {
+        name: RegionSegment(name, regions=list(regions(tag)), away=_AWAY[tag], mover=mover)
+        for tag, name in TAGS.items()
+    }
 
 
 def _pool_regions(pool: Any, tag: str, device: torch.device) -> Iterator[Region]:
@@ -225,8 +232,6 @@ class ColoSleepBackend(SleepModeBackend):  # type: ignore[misc]  # vLLM ships no
         from vllm.device_allocator.cumem import CuMemAllocator
 
         device = torch.device("cuda", torch.cuda.current_device())
+        pool = CuMemAllocator.get_instance()
         self._mover = Mover(device)
-        for tag, name in TAGS.items():
-            regions = list(_pool_regions(CuMemAllocator.get_instance(), tag, device))
-            away = Residency.OFFLOADED if tag == "weights" else Residency.DISCARDED
-            self._segments[name] = RegionSegment(name, regions=regions, away=away, mover=self._mover)
+        self._segments = _segments(lambda tag: _pool_regions(pool, tag, device), self._mover)

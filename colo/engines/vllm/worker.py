@@ -21,7 +21,7 @@ from colo import errors
 from colo.engines.vllm import adapters, compat, plugin
 from colo.engines.vllm.loader import OwnMemory, Placement, placement_of
 from colo.engines.vllm.sleep import WorkerSegments
-from colo.engines.vllm.store import StoreClient, device_id
+from colo.engines.vllm.store import device_id
 from colo.memory.slab import open_slab
 from colo.phases.phase import ENGINE_KV_CACHE, ENGINE_WEIGHTS, Residency
 from colo.weights.load_plan import LoadPlan
@@ -70,8 +70,9 @@ class WorkerAgent:
         self._segments: WorkerSegments | None = None
         self._staging: tuple[dict[str, Any], torch.Tensor] | None = None
         self._adapters = adapters.WorkerAdapters(worker)
+        self._adapter_kept: tuple[dict[str, torch.Tensor], dict[str, float]] | None = None
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self, same_process: bool) -> dict[str, Any]:
         """Who this is, where its weights lie and what it can give back."""
         segments = self._segments_now()
         pooled_bytes = segments.by_name[ENGINE_WEIGHTS].size_bytes
@@ -83,12 +84,12 @@ class WorkerAgent:
             "device": device_id(torch.device(self._worker.device)),
             "weights_bytes": parameters_bytes if in_slabs else max(pooled_bytes, parameters_bytes),
             "weights_in": "slabs" if in_slabs else ("pool" if pooled_bytes else "memory"),
-            "weights_are_mapped": in_slabs and isinstance(self._placement.source, StoreClient),  # type: ignore[union-attr]
             "weights_can_leave": bool(pooled_bytes) and not in_slabs,
             "placing_s": self._placement.placing_s if self._placement is not None else 0.0,
             "outside": dict(self._placement.outside) if self._placement is not None else {},
             "kv_cache_bytes": segments.by_name[ENGINE_KV_CACHE].size_bytes,
             "max_adapters": self._adapters.capacity,
+            "residual_bytes": compat.residual_bytes(self._worker, same_process=same_process),
         }
 
     def export(self, to_pid: int) -> list[dict[str, Any]]:
@@ -176,6 +177,10 @@ class WorkerAgent:
             self._segments.close()
             self._segments = None
 
+    def forget(self) -> None:
+        """Let go of the model, which is about to end."""
+        compat.forget_reloads(self._model)
+
     def _segments_now(self) -> WorkerSegments:
         if self._segments is None:
             self._segments = WorkerSegments(self._worker)
@@ -219,7 +224,7 @@ class WorkerAgent:
         if staging is None:
             return dict(tensors)
         if self._staging is None or self._staging[0] != staging:
-            self._staging = None
+            self._staging = self._adapter_kept = None
             self._staging = (staging, open_slab(staging, torch.device(self._worker.device)))
         memory = self._staging[1]
         named = {}
@@ -234,12 +239,46 @@ class WorkerAgent:
     def add_adapter(
         self, number: int, tensors: list[Any], scalings: dict[str, float], staging: dict[str, Any] | None
     ) -> None:
-        """Load a LoRA adapter from memory; see `colo.engines.vllm.adapters`."""
-        self._adapters.add(number, self._in_staging(tensors, staging), scalings)
+        """Load a LoRA adapter from memory; see `colo.engines.vllm.adapters`.
+
+        Ordering: the staging slab is the caller's again when this returns.
+        """
+        self._adapters.add(number, *self._adapter_given(tensors, scalings, staging))
+        self._finish_reading(staging)
+
+    def update_adapter(
+        self,
+        number: int,
+        tensors: list[Any] | None,
+        scalings: dict[str, float] | None,
+        staging: dict[str, Any] | None,
+    ) -> bool:
+        """Replace what a LoRA adapter holds; whether that was done in place. Arguments and ordering: `add_adapter`.
+
+        Without `tensors` and `scalings` they lie where, and are, what the last call about this slab said.
+        """
+        in_place = self._adapters.update(number, *self._adapter_given(tensors, scalings, staging))
+        self._finish_reading(staging)
+        return in_place
 
     def remove_adapter(self, number: int) -> None:
         """Forget a LoRA adapter."""
         self._adapters.remove(number)
+
+    def _adapter_given(
+        self, tensors: list[Any] | None, scalings: dict[str, float] | None, staging: dict[str, Any] | None
+    ) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+        """The tensors of an adapter by name, and its scalings; those in a staging slab are kept for the next call."""
+        if tensors is None or scalings is None:
+            assert self._staging is not None and self._staging[0] == staging and self._adapter_kept is not None
+            return self._adapter_kept
+        given = (self._in_staging(tensors, staging), scalings)
+        self._adapter_kept = given if staging is not None else None
+        return given
+
+    def _finish_reading(self, staging: dict[str, Any] | None) -> None:
+        if staging is not None and torch.device(self._worker.device).type == "cuda":
+            torch.cuda.current_stream().synchronize()
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

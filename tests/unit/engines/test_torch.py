@@ -332,6 +332,31 @@ def test_a_removed_adapter_is_gone_with_what_was_computed_with_it(make_engine):
         engine.load_adapter("vllm", make_adapter(0, "model.layers.0.self_attn.qkv_proj"))
 
 
+def test_a_replaced_adapter_is_gone_with_what_was_computed_with_it(make_engine):
+    engine = make_engine()
+    engine.load_adapter("policy-1", make_adapter(0))
+    engine.generate(PROMPTS, GREEDY, adapter="policy-1")
+    for name in ("policy-2", "policy-2"):
+        engine.replace_adapter(engine._adapters.names[0], name, make_adapter(1))
+        assert engine._adapters.names == ["policy-2"]
+        for completion in engine.generate(PROMPTS, GREEDY, adapter="policy-2"):
+            assert_sampled_from(merged(make_adapter(1)), completion, GREEDY)
+
+
+def test_an_adapter_is_replaced_only_by_a_name_of_its_own(make_engine):
+    engine = make_engine()
+    engine.load_adapter("policy", make_adapter(0))
+    engine.load_adapter("other", make_adapter(1))
+    with pytest.raises(ValueError, match="no adapter 'missing'"):
+        engine.replace_adapter("missing", "new", make_adapter(1))
+    with pytest.raises(ValueError, match="'other' already"):
+        engine.replace_adapter("policy", "other", make_adapter(1))
+    assert engine._adapters.names == ["other", "policy"]
+    with pytest.raises(Unsupported, match="qkv_proj"):
+        engine.replace_adapter("policy", "new", make_adapter(0, "model.layers.0.self_attn.qkv_proj"))
+    assert engine._adapters.names == ["other"]
+
+
 # ---- states and sleep -----------------------------------------------------------------------------------------------
 
 STATES = [state for state in EngineState if state is not EngineState.LOST]
@@ -343,6 +368,13 @@ ENTER = {
     ASLEEP: lambda engine: engine.sleep(1),
     CLOSED: lambda engine: engine.close(),
 }
+
+
+def replace_adapter(engine):
+    engine._adapters._by_name["old"] = make_adapter(0)  # which no closed engine loads
+    engine.replace_adapter("old", "new", make_adapter(1))
+
+
 VERBS = {
     "generate": lambda engine: engine.generate(PROMPTS, GREEDY),
     "pause": lambda engine: engine.pause(),
@@ -354,6 +386,7 @@ VERBS = {
     "commit": lambda engine: engine.commit(2),
     "record_plan": lambda engine: engine.record_plan(make_reference(QWEN3).state_dict()),
     "load_adapter": lambda engine: engine.load_adapter("policy", make_adapter(0)),
+    "replace_adapter": replace_adapter,
     "close": lambda engine: engine.close(),
 }
 STAY = {AWAKE: AWAKE, PAUSED: PAUSED}
@@ -368,6 +401,7 @@ LEGAL = {
     "commit": STAY,
     "record_plan": STAY,
     "load_adapter": {**STAY, ASLEEP: ASLEEP},
+    "replace_adapter": {**STAY, ASLEEP: ASLEEP},
     "close": dict.fromkeys(STATES, CLOSED),
 }
 

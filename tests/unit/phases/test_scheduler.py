@@ -1,5 +1,7 @@
 """The scheduler over fakes that count bytes: admission, overlap, rollback, and any sequence of phases and faults."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -53,6 +55,17 @@ def test_a_phase_that_does_not_fit_changes_nothing():
     assert caught.value.missing_bytes == 10
     assert residencies(scheduler) == before
     assert (scheduler.phase, device.used_bytes) == (Phase.IDLE, 80)
+
+
+@pytest.mark.parametrize(
+    ("offload", "capacity", "expected"),
+    [(Offload.AUTO, 100, 60), (Offload.AUTO, 200, 0), (Offload.ALWAYS, 200, 60), (Offload.AUTO, 60, 0)],
+)
+def test_what_will_go_to_the_host_is_known_before_it_does(offload, capacity, expected):
+    device, scheduler = build(offload=offload)
+    ledger = replace(scheduler.ledger(), capacity_bytes=capacity)
+    assert scheduler.expected_departures(Phase.ROLLOUT, ledger) == expected
+    assert device.used_bytes == 80
 
 
 def test_illegal_edges_are_refused_and_change_nothing():

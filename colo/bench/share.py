@@ -1,0 +1,302 @@
+"""`colo bench share`: weights that trainer and engine have in common, or that reach the engine by recorded copies.
+
+0.6B: publication, generation on mapped weights beside stock vLLM, growth, a killed engine, and vLLM's own transfer of
+the same weights through CUDA IPC. 30B-A3B: recorded copies beside `load_weights`, whole and a tensor at a time.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from functools import partial
+from typing import Any
+
+import psutil
+import torch
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from colo.bench.common import Result, clear, median_s, result
+from colo.bench.workload import (
+    SIZES,
+    Row,
+    Size,
+    Tell,
+    engine,
+    grpo_step,
+    launched,
+    seconds,
+    shape,
+    shut_down,
+    stock,
+    worker_model,
+)
+from colo.engines.vllm.options import save_config
+from colo.memory.probe import used_device_bytes
+from colo.runtime import Runtime
+from colo.units import GIB, MIB
+from colo.weights.sources.checkpoint import checkpoint_views
+
+SHAPES = ("0.6b", "30b-a3b")
+
+
+def run(*, shape_name: str, device: str, tell: Tell = lambda text: None) -> Result:
+    """Measure one shape; on a CPU with a tiny one, which shows that it works and no more."""
+    target = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
+    config = shape(shape_name, target)
+    measure = _experts if shape_name == "30b-a3b" else _one_copy
+    with tempfile.TemporaryDirectory(prefix="colo-") as folder:
+        save_config(config, folder)
+        rows = list(measure(config, folder, target, SIZES[device], tell))
+    limit = {"device_copy_gb_per_s": _device_copy_bytes_per_s(target) / 1e9}
+    command = f"colo bench share --shape {shape_name} --device {device}"
+    return result(f"share {shape_name}", command, limit=limit, rows=rows)
+
+
+# ---- 0.6B ------------------------------------------------------------------------------------------------------------
+
+
+def _one_copy(config: PretrainedConfig, folder: str, device: torch.device, size: Size, tell: Tell) -> Iterator[Row]:
+    with _insecure_serialization():
+        stock_start_s, stock_rate, transfers = _stock(config, folder, device, size, tell)
+    clear(device)
+    yield from transfers
+    tell("engine in its own process")
+    start_s = time.perf_counter()
+    rt = launched(config, device, size)
+    started_s = time.perf_counter() - start_s
+    yield _publication(rt, "own process")
+    rate = _tokens_per_s(rt.engine.llm, size)  # type: ignore[attr-defined]
+    yield {
+        "way": "generation, own process, mapped weights",
+        "tokens_per_s": rate,
+        "stock_tokens_per_s": stock_rate,
+        "of_stock": rate / stock_rate,
+    }
+    tell(f"{size.cycles} cycles")
+    yield _growth(rt, size)
+    tell("kill and restart")
+    yield _restart(rt, stock_start_s, started_s)
+    rt.close()
+    del rt
+    clear(device)
+    tell("engine in this process")
+    rt = launched(config, device, replace(size, enforce_eager=True), own_process=False)
+    yield _publication(rt, "in process")
+    rt.close()
+
+
+def _publication(rt: Runtime, where: str) -> Row:
+    """Pause, prefix reset, checks, commit and resume, of weights that have changed."""
+    times = []
+    for _ in range(20):
+        rt._publisher.version += 1
+        start_s = time.perf_counter()
+        rt._publish()
+        rt.engine.resume()
+        times.append(time.perf_counter() - start_s)
+    return {
+        "way": f"publication, {where}",
+        "bytes": rt.publications[-1].num_bytes,
+        "median_s": statistics.median(times),
+        "slowest_s": max(times),
+    }
+
+
+def _tokens_per_s(llm: Any, size: Size) -> float:
+    from vllm import SamplingParams
+
+    params = SamplingParams(max_tokens=size.new_tokens, temperature=1.0, ignore_eos=True, detokenize=False)
+    prompts = [{"prompt_token_ids": ids} for ids in size.token_ids]
+    times = []
+    for _ in range(5):
+        llm.reset_prefix_cache()
+        times.append(seconds(lambda: llm.generate(prompts, params, use_tqdm=False)))
+    return size.prompts * size.new_tokens / statistics.median(times[1:])
+
+
+def _growth(rt: Runtime, size: Size) -> Row:
+    """Bytes that cycles of rollout, train and step leave behind, in both processes."""
+    pids = {psutil.Process().pid, *rt.engine.pids}  # type: ignore[attr-defined]
+
+    def held() -> tuple[int, int, int]:
+        clear(rt.device)
+        resident = sum(psutil.Process(pid).memory_info().rss for pid in pids)
+        return used_device_bytes(rt.device) or 0, resident, rt._mover.arena.pinned_bytes
+
+    for _ in range(10):
+        grpo_step(rt, size, new_tokens=2, prompts=size.train_sequences)
+    before = held()
+    start_s = time.perf_counter()
+    for _ in range(size.cycles):
+        grpo_step(rt, size, new_tokens=2, prompts=size.train_sequences)
+    total_s = time.perf_counter() - start_s
+    device_bytes, host_bytes, pinned_bytes = (after - b for after, b in zip(held(), before, strict=True))
+    return {
+        "way": f"growth over {size.cycles} cycles",
+        "device_bytes": device_bytes,
+        "host_bytes": host_bytes,
+        "pinned_bytes": pinned_bytes,
+        "cycle_s": total_s / size.cycles,
+    }
+
+
+def _restart(rt: Runtime, stock_start_s: float, started_s: float) -> Row:
+    """The engine's process killed, and started again on the same memory."""
+    driven: Any = rt.engine
+    before = [p.detach().clone() for p in rt.model.parameters()]
+    for pid in driven.pids:
+        psutil.Process(pid).kill()
+    start_s = time.perf_counter()
+    while driven.state != "lost":
+        try:
+            rt.generate([[1, 2, 3]], max_tokens=1)
+        except Exception:  # noqa: BLE001 - the loss is what is waited for
+            time.sleep(0.01)
+    noticed_s = time.perf_counter() - start_s
+    return {
+        "way": "restart after a kill",
+        "noticed_s": noticed_s,
+        "recovered_s": seconds(rt.recover),
+        "mapping_s": driven._infos[0]["placing_s"],
+        "first_start_s": started_s,
+        "stock_start_s": stock_start_s,
+        "weights_equal": all(torch.equal(a, b) for a, b in zip(before, rt.model.parameters(), strict=True)),
+    }
+
+
+# ---- vLLM's own transfer ---------------------------------------------------------------------------------------------
+
+
+def _ipc_options(device: torch.device) -> dict[str, Any]:
+    if device.type != "cuda":
+        return {}
+    from vllm.config import WeightTransferConfig
+
+    return {"weight_transfer_config": WeightTransferConfig(backend="ipc")}
+
+
+@contextmanager
+def _insecure_serialization() -> Iterator[None]:
+    """vLLM's IPC transfer pickles its handles, which both sides have to accept for as long as the engine lives."""
+    name = "VLLM_ALLOW_INSECURE_SERIALIZATION"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+def _stock(
+    config: PretrainedConfig, folder: str, device: torch.device, size: Size, tell: Tell
+) -> tuple[float, float, list[Row]]:
+    """Seconds of its start, tokens a second, and its own transfer of all weights from this process."""
+    tell("stock vLLM")
+    start_s = time.perf_counter()
+    llm = stock(folder, device, size, **_ipc_options(device))
+    started_s = time.perf_counter() - start_s
+    rate = _tokens_per_s(llm, size)
+    transfers = []
+    if device.type == "cuda":
+        tell("vLLM's own IPC transfer")
+        transfers = list(_vllm_ipc(llm, config, device))
+    shut_down(llm)
+    return started_s, rate, transfers
+
+
+def _vllm_ipc(llm: Any, config: PretrainedConfig, device: torch.device) -> Iterator[Row]:
+    """All weights to an engine in another process over vLLM's four calls, each tensor by itself and packed."""
+    from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
+
+    weights = _random_weights(config, device)
+    llm.init_weight_transfer_engine({"init_info": {}})
+
+    def send(packed: bool) -> None:
+        llm.start_weight_update()
+        how = {"send_mode": lambda update: llm.update_weights({"update_info": asdict(update)}), "packed": packed}
+        IPCWeightTransferEngine.trainer_send_weights(iter(weights.items()), how)
+        llm.finish_weight_update()
+
+    for packed in (False, True):
+        yield {
+            "way": f"vLLM's own IPC transfer, {'packed' if packed else 'tensor by tensor'}",
+            "bytes": sum(t.nbytes for t in weights.values()),
+            "median_s": median_s(partial(send, packed), device, repeats=3),
+        }
+
+
+def _random_weights(config: PretrainedConfig, device: torch.device) -> dict[str, torch.Tensor]:
+    """A model's parameters in Hugging Face names."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=config.dtype)
+    empty = {n: torch.empty(p.shape, dtype=config.dtype, device=device) for n, p in model.named_parameters()}
+    return {name: tensor.uniform_(-0.05, 0.05) for name, tensor in empty.items()}
+
+
+# ---- 30B-A3B ---------------------------------------------------------------------------------------------------------
+
+
+def _experts(config: PretrainedConfig, folder: str, device: torch.device, size: Size, tell: Tell) -> Iterator[Row]:
+    """Weights of a mixture of experts into an engine in this process: recorded copies against `load_weights`."""
+    tell("starting the engine")
+    small = replace(size, kv_cache_bytes=min(size.kv_cache_bytes, GIB), enforce_eager=True)
+    driven = engine(folder, device, small, own_process=False)
+    source = _random_weights(config, device)
+    tell("recorded copies against load_weights")
+    start_s = time.perf_counter()
+    plan = driven.record_plan(source)
+    recorded_s = time.perf_counter() - start_s
+    num_bytes = sum(t.nbytes for t in source.values())
+    if plan.fallbacks:
+        yield {"way": "replay", "bytes": num_bytes, "fallback": next(iter(plan.fallbacks.values()))}
+        driven.close()
+        return
+    (model,) = driven.llm.collective_rpc(worker_model)
+    views = list(checkpoint_views(source, config.model_type))
+
+    @torch.no_grad()
+    def load() -> None:
+        model.load_weights(views)
+
+    @torch.no_grad()
+    def load_one_by_one() -> None:
+        for view in views:
+            model.load_weights([view])
+
+    load_s = median_s(load, device, repeats=3)
+    one_by_one_s = median_s(load_one_by_one, device, repeats=2)
+    for copy in plan.copies:
+        copy.target.zero_()
+    replay_s = median_s(lambda: plan.replay(source), device)
+    different = plan.differences(source)
+    limit_s = num_bytes / _device_copy_bytes_per_s(device)
+    yield {
+        "way": "replay, in process",
+        "bytes": num_bytes,
+        "tensors": len(views),
+        "copies": len(plan.copies),
+        "recorded_s": recorded_s,
+        "replay_s": replay_s,
+        "load_weights_s": load_s,
+        "one_by_one_s": one_by_one_s,
+        "times_faster": load_s / replay_s,
+        "copy_limit_s": limit_s,
+        "of_limit": replay_s / limit_s,
+        "different_tensors": len(different),
+    }
+    driven.close()
+
+
+def _device_copy_bytes_per_s(device: torch.device) -> float:
+    """Bytes that a copy of one large tensor writes in a second."""
+    num_bytes = 2 * GIB if device.type == "cuda" else 64 * MIB
+    left, right = (torch.empty(num_bytes, dtype=torch.uint8, device=device) for _ in range(2))
+    return num_bytes / median_s(partial(left.copy_, right), device)

@@ -1,0 +1,161 @@
+"""`colo bench sleep`: how fast vLLM gives memory back and takes it again, driven by colo and by itself.
+
+8B with random weights: level 1 (weights to the host), level 2 (weights dropped) and keep-weights (KV cache dropped), in
+a process of its own; keep-weights in one process beside what the driver alone takes.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from colo.bench.common import Result, clear, gigabytes_per_s, result, timed
+from colo.bench.offload import copy_limit
+from colo.bench.workload import SIZES, Row, Size, Tell, engine, seconds, shape, shut_down, stock
+from colo.engines.base import SleepLevel
+from colo.engines.vllm import compat
+from colo.engines.vllm.engine import VLLMEngine
+from colo.engines.vllm.options import save_config
+from colo.phases.phase import ENGINE_KV_CACHE, ENGINE_WEIGHTS
+
+ROUNDS = 5
+REST_S = 0.5
+"""Between sleep and wake, as training would take at least: the driver clears the pages that it was given back."""
+
+PINNING_S = 10.0
+"""Host memory is pinned in the background, as it would be during a first rollout, before the first sleep."""
+
+
+def run(*, device: str, tell: Tell = lambda text: None) -> Result:
+    """Measure sleep and wake. On a CPU only the KV cache leaves, and vLLM itself does not sleep."""
+    target = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
+    size = replace(SIZES[device], enforce_eager=True)
+    limit: dict[str, float] = {}
+    with tempfile.TemporaryDirectory(prefix="colo-") as folder:
+        save_config(shape("8b", target), folder)
+        rows: list[Row] = []
+        if device == "cuda":
+            limit = copy_limit(target)
+            tell("vLLM's own levels")
+            peer = _peer(folder, target, size)
+            tell("levels 1 and 2, keep-weights, in its own process")
+            rows += _levels(folder, target, size, peer, limit)
+        tell("keep-weights in this process")
+        rows.append(_keep_weights_here(folder, target, size))
+    return result("sleep", f"colo bench sleep --device {device}", limit=limit, rows=rows)
+
+
+def _peer(folder: str, device: torch.device, size: Size) -> Mapping[str, list[float]]:
+    llm = stock(folder, device, size)
+    times: dict[str, list[float]] = {name: [] for name in ("sleep 1", "wake 1", "sleep 2", "wake 2")}
+    for level, rounds in ((1, 4), (2, 3)):
+        for _ in range(rounds):
+            times[f"sleep {level}"].append(seconds(partial(llm.sleep, level=level)))
+            time.sleep(REST_S)
+            times[f"wake {level}"].append(seconds(partial(llm.wake_up, tags=["weights"])))
+            llm.wake_up(tags=["kv_cache"])
+    shut_down(llm)
+    return times
+
+
+def _levels(
+    folder: str, device: torch.device, size: Size, peer: Mapping[str, list[float]], limit: Mapping[str, float]
+) -> Iterator[Row]:
+    driven = engine(folder, device, size, share_memory=False)
+    time.sleep(PINNING_S)
+    weights_bytes = next(s.size_bytes for s in driven.segments if s.name == ENGINE_WEIGHTS)
+    for level in (1, 2):
+        sleeps, wakes = _rounds(driven, level, lambda: driven.wake(["weights"]))
+        row: Row = {
+            "way": f"level {level}, own process",
+            "bytes": weights_bytes,
+            "sleep_s": _typical(sleeps),
+            "wake_s": _typical(wakes),
+            "vllm_sleep_s": _typical(peer[f"sleep {level}"]),
+            "vllm_wake_s": _typical(peer[f"wake {level}"]),
+            "first_sleep_s": sleeps[0],
+            "vllm_first_sleep_s": peer[f"sleep {level}"][0],
+        }
+        if level == 1:
+            row |= {
+                "sleep_of_limit": gigabytes_per_s(weights_bytes, row["sleep_s"]) / limit["out_gb_per_s"],
+                "wake_of_limit": gigabytes_per_s(weights_bytes, row["wake_s"]) / limit["back_gb_per_s"],
+                "first_times_faster": peer["sleep 1"][0] / sleeps[0],
+            }
+        yield row
+    sleeps, wakes = _rounds(driven, SleepLevel.KEEP_WEIGHTS, driven.wake)
+    yield _keep_weights_row("own process", driven, sleeps, wakes)
+    driven.close()
+    clear(device)
+
+
+def _rounds(driven: VLLMEngine, level: SleepLevel | int, wake: Callable[[], None]) -> tuple[list[float], list[float]]:
+    sleeps, wakes = [], []
+    for _ in range(ROUNDS):
+        sleeps.append(seconds(lambda: driven.sleep(level)))
+        time.sleep(REST_S)
+        wakes.append(seconds(wake))
+        driven.wake()
+        driven.resume()
+    return sleeps, wakes
+
+
+def _keep_weights_here(folder: str, device: torch.device, size: Size) -> Row:
+    """Ours and the driver's in turns, so that both find the same state."""
+    driven = engine(folder, device, size, own_process=False)
+    sleeps, wakes, unmaps, maps = [], [], [], []
+    for _ in range(ROUNDS + 1):
+        sleeps.append(timed(lambda: driven.sleep(SleepLevel.KEEP_WEIGHTS), device))
+        time.sleep(REST_S)
+        wakes.append(timed(driven.wake, device))
+        if device.type == "cuda":
+            ((unmap_s, map_s),) = driven.llm.collective_rpc(_unmap_and_map)
+            unmaps.append(unmap_s)
+            maps.append(map_s)
+        driven.resume()
+    row = _keep_weights_row("in process", driven, sleeps, wakes)
+    if maps:
+        row |= {"driver_unmap_s": _typical(unmaps), "driver_map_s": _typical(maps)}
+        row["wake_of_driver"] = row["wake_s"] / row["driver_map_s"]
+    driven.close()
+    clear(device)
+    return row
+
+
+def _keep_weights_row(where: str, driven: VLLMEngine, sleeps: Sequence[float], wakes: Sequence[float]) -> Row:
+    return {
+        "way": f"keep-weights, {where}",
+        "bytes": next(s.size_bytes for s in driven.segments if s.name == ENGINE_KV_CACHE),
+        "sleep_s": _typical(sleeps),
+        "wake_s": _typical(wakes),
+    }
+
+
+def _unmap_and_map(worker: Any) -> tuple[float, float]:
+    """Seconds that the driver alone takes to take the KV cache's pages away, and to give new ones."""
+    pool = compat.sleep_pool(getattr(worker, "worker", worker))
+    assert pool is not None
+    records = [record for record in pool.pointer_to_data.values() if record.tag == "kv_cache"]
+    torch.cuda.synchronize()
+    start_s = time.perf_counter()
+    for record in records:
+        compat.unmap(record)
+    unmapped_s = time.perf_counter() - start_s
+    time.sleep(REST_S)
+    start_s = time.perf_counter()
+    for record in records:
+        compat.remap(record)
+    torch.cuda.synchronize()
+    return unmapped_s, time.perf_counter() - start_s
+
+
+def _typical(times: Sequence[float]) -> float:
+    """The median without the first, which sets things up."""
+    return statistics.median(times[1:])

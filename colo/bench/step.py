@@ -1,0 +1,234 @@
+"""`colo bench step`: whole steps of GRPO's shape, and what the two tenants take of the device.
+
+0.6B: ours (one copy, trainer state parked for every rollout) against what people do today with two copies: both
+tenants resident, vLLM's level 1, and vLLM's level 2, each pushing the weights tensor by tensor after every step.
+8B: the memory of full fine-tuning with fp32 masters.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from colo.assembly import default_optimizer
+from colo.bench.common import Result, clear, result, synchronize
+from colo.bench.workload import (
+    SIZES,
+    Row,
+    Size,
+    Tell,
+    grpo_step,
+    launched,
+    peak_device_bytes,
+    shape,
+    shut_down,
+    stock,
+    train_step,
+    worker_model,
+)
+from colo.config import Offload
+from colo.engines.vllm.options import save_config
+from colo.memory.probe import used_device_bytes
+from colo.phases.phase import ENGINE_WEIGHTS, TRAINER_GRADIENTS, TRAINER_MASTER_WEIGHTS, TRAINER_OPTIMIZER, Phase
+from colo.runtime import Runtime
+from colo.units import GIB
+
+SHAPES = ("0.6b", "8b")
+LARGE_KV_CACHE_BYTES = 80 * GIB
+SLACK_BYTES = 2 * GIB
+"""What fragments of torch's memory may take beside what was planned."""
+
+WARM_UP_STEPS = 1
+
+
+def run(*, shape_name: str, device: str, tell: Tell = lambda text: None) -> Result:
+    """Measure steps of one shape; on a CPU with a tiny one, which shows that it works and no more."""
+    target = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
+    config = shape(shape_name, target)
+    if shape_name == "8b":
+        tell("full fine-tuning, two steps")
+        rows = [_memory(config, target, SIZES[device])]
+    else:
+        rows = _steps(config, target, SIZES[device], tell)
+    return result(f"step {shape_name}", f"colo bench step --shape {shape_name} --device {device}", limit={}, rows=rows)
+
+
+# ---- time ------------------------------------------------------------------------------------------------------------
+
+
+def _steps(config: PretrainedConfig, device: torch.device, size: Size, tell: Tell) -> list[Row]:
+    tell("ours")
+    rt = launched(config, device, size)
+    rows = [_ours(rt, size)]
+    rt.close()
+    del rt
+    clear(device)
+    tell("two copies of the weights")
+    with tempfile.TemporaryDirectory(prefix="colo-") as folder:
+        save_config(config, folder)
+        peers = TwoCopies(config, folder, device, size)
+        for level in (0, 1, 2) if device.type == "cuda" else (0,):
+            tell(f"two copies, {_LEVELS[level]}")
+            rows.append(peers.measure(level))
+        peers.close()
+    return rows
+
+
+def _ours(rt: Runtime, size: Size) -> Row:
+    """Steps with the trainer's state parked for every rollout; what is neither rollout nor train is switching."""
+    rt.scheduler.offload = Offload.ALWAYS
+    for _ in range(WARM_UP_STEPS + 1):  # the second is the first with state to park
+        grpo_step(rt, size)
+    first_span = len(rt.trace.spans)
+    with peak_device_bytes(rt.device) as peak:
+        start_s = time.perf_counter()
+        for _ in range(size.steps):
+            grpo_step(rt, size)
+        total_s = time.perf_counter() - start_s
+    spent = {Phase.ROLLOUT: 0.0, Phase.TRAIN: 0.0}
+    for span in rt.trace.spans[first_span:]:
+        if span.category == "phase" and span.phase in spent:
+            spent[span.phase] += span.duration_s
+    row = _row("colo, own process", size, total_s, spent[Phase.ROLLOUT], spent[Phase.TRAIN], peak[0] or None)
+    mismatch = rt.trace.metrics["mismatch_sampled"]
+    return row | {"synced_bytes": rt.bytes_synced, "mismatch_first": mismatch[0], "mismatch_last": mismatch[-1]}
+
+
+_LEVELS = {0: "both resident", 1: "vLLM's level 1", 2: "vLLM's level 2"}
+
+
+class TwoCopies:
+    """vLLM in this process and a trainer, each on weights of its own."""
+
+    def __init__(self, config: PretrainedConfig, folder: str, device: torch.device, size: Size) -> None:
+        self._device, self._size = device, size
+        self._llm = stock(folder, device, size, own_process=False)
+        with torch.device(device):
+            self._model = AutoModelForCausalLM.from_config(config, dtype=config.dtype)
+        self._optimizer = default_optimizer(self._model.parameters())
+
+    def measure(self, level: int) -> Row:
+        """Steps with vLLM asleep at `level` while training; 0 is never asleep."""
+        spent = {"rollout": 0.0, "train": 0.0}
+        for _ in range(WARM_UP_STEPS):
+            self._step(level, spent)
+        spent = dict.fromkeys(spent, 0.0)
+        with peak_device_bytes(self._device) as peak:
+            start_s = time.perf_counter()
+            for _ in range(self._size.steps):
+                self._step(level, spent)
+            total_s = time.perf_counter() - start_s
+        name = f"two copies, {_LEVELS[level]}"
+        return _row(name, self._size, total_s, spent["rollout"], spent["train"], peak[0] or None)
+
+    def close(self) -> None:
+        """End vLLM."""
+        shut_down(self._llm)
+        del self._llm, self._model, self._optimizer
+        clear(self._device)
+
+    def _step(self, level: int, spent: dict[str, float]) -> None:
+        from vllm import SamplingParams
+
+        params = SamplingParams(
+            max_tokens=self._size.new_tokens, temperature=1.0, ignore_eos=True, detokenize=False, logprobs=0
+        )
+        prompts: Any = [{"prompt_token_ids": ids} for ids in self._size.token_ids]
+        self._llm.reset_prefix_cache()
+        outputs = self._timed("rollout", spent, lambda: self._llm.generate(prompts, params, use_tqdm=False))
+        if level:
+            self._llm.sleep(level=level)
+        sequences = [[*o.prompt_token_ids, *o.outputs[0].token_ids] for o in outputs]
+        train = (self._model, self._optimizer, sequences, self._size, self._device)
+        self._timed("train", spent, lambda: train_step(*train))
+        torch.cuda.empty_cache()  # else vLLM does not find the memory that it gave back
+        if level:
+            self._llm.wake_up(tags=["weights"])
+        self._push()
+        if level:
+            self._llm.wake_up(tags=["kv_cache"])
+        synchronize(self._device)
+
+    def _timed(self, name: str, spent: dict[str, float], function: Callable[[], Any]) -> Any:
+        start_s = time.perf_counter()
+        value = function()
+        synchronize(self._device)
+        spent[name] += time.perf_counter() - start_s
+        return value
+
+    @torch.no_grad()
+    def _push(self) -> None:
+        """One tensor at a time through vLLM's loader, as TRL does it."""
+        (model,) = self._llm.collective_rpc(worker_model)
+        for name, parameter in self._model.named_parameters():
+            model.load_weights([(name, parameter.detach())])
+
+
+def _row(way: str, size: Size, total_s: float, rollout_s: float, train_s: float, peak_bytes: int | None) -> Row:
+    lost_s = total_s - rollout_s - train_s
+    return {
+        "way": way,
+        "step_s": total_s / size.steps,
+        "rollout_s": rollout_s / size.steps,
+        "train_s": train_s / size.steps,
+        "switching_s": lost_s / size.steps,
+        "of_step": lost_s / total_s,
+        "peak_bytes": peak_bytes,
+    }
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+
+
+def _memory(config: PretrainedConfig, device: torch.device, size: Size) -> Row:
+    """Peak memory of two steps of full fine-tuning with fp32 masters, as the driver sees it."""
+    if device.type == "cuda":
+        size = replace(size, kv_cache_bytes=LARGE_KV_CACHE_BYTES, prompts=32, new_tokens=64, train_sequences=8)
+    rt = launched(config, device, replace(size, enforce_eager=True))
+    rt.model.gradient_checkpointing_enable()  # type: ignore[operator]
+    clear(device)
+    held_bytes = sum(segment.device_bytes for segment in rt.scheduler.segments.values())
+    outside_bytes = max(0, (used_device_bytes(device) or 0) - held_bytes)
+    for _ in range(2):  # the first makes the optimizer's state, the second shows what training takes beside it
+        grpo_step(rt, size)
+    _limit_torch(rt)
+    with peak_device_bytes(device) as peak:
+        for _ in range(2):
+            grpo_step(rt, size)
+    segments = {name: segment.size_bytes for name, segment in rt.scheduler.segments.items()}
+    phases = {phase: rt.trace.peak_bytes(phase) for phase in (Phase.ROLLOUT, Phase.TRAIN)}
+    working_bytes = rt.scheduler.working_bytes[Phase.TRAIN]
+    larger_bytes = max(phases[Phase.ROLLOUT], phases[Phase.TRAIN] + working_bytes)
+    both_bytes = sum(segments.values()) + segments[ENGINE_WEIGHTS] + working_bytes + outside_bytes
+    row = {
+        "way": "full fine-tuning, a whole cycle",
+        "peak_bytes": peak[0] or None,
+        "rollout_bytes": phases[Phase.ROLLOUT],
+        "train_bytes": phases[Phase.TRAIN],
+        "train_working_bytes": working_bytes,
+        "residual_bytes": outside_bytes,
+        "of_larger_and_residual": peak[0] / (larger_bytes + outside_bytes) if peak[0] else None,
+        "both_resident_bytes": both_bytes,
+        "under_both": 1 - peak[0] / both_bytes if peak[0] else None,
+        "synced_bytes": rt.bytes_synced,
+    }
+    rt.close()
+    return row
+
+
+def _limit_torch(rt: Runtime) -> None:
+    """Let torch cache no more than what was planned, as it would on a device without memory to spare."""
+    if rt.device.type != "cuda":
+        return
+    clear(rt.device)
+    of_trainer = (TRAINER_OPTIMIZER, TRAINER_MASTER_WEIGHTS, TRAINER_GRADIENTS)
+    planned_bytes = sum(rt.scheduler.segments[name].size_bytes for name in of_trainer)
+    planned_bytes += rt.scheduler.working_bytes[Phase.TRAIN] + SLACK_BYTES
+    total_bytes = torch.cuda.get_device_properties(rt.device).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, planned_bytes / total_bytes), rt.device)
