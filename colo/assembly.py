@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
 
-from colo.config import RuntimeConfig
+from colo.config import RuntimeConfig, Weights
 from colo.engines.base import Engine
 from colo.engines.layout import bind, empty_model
 from colo.engines.torch import TorchEngine
@@ -27,6 +27,7 @@ from colo.weights.load_plan import LoadPlan
 from colo.weights.sources.module import ModuleSource
 from colo.weights.sources.peft import check_lora_config
 from colo.weights.transports.base import Transport
+from colo.weights.transports.ipc import IpcTransport, Peer
 from colo.weights.transports.local import LocalTransport
 from colo.weights.transports.shared import SharedTransport, is_same_memory
 
@@ -140,6 +141,8 @@ def _start_torch(order: _Order, undo: ExitStack) -> tuple[Engine, Any]:
     undo.callback(engine.close)
     engine.module.generation_config = checkpoint.generation_config
     engine.load_weights(checkpoint.named_parameters())
+    if order.config.weights is not Weights.AUTO:
+        return engine, checkpoint.to(order.device).requires_grad_(True).train()
     model = empty_model(checkpoint.config, dtype=order.dtype, attn_implementation=None)
     bind(model, engine.weights.hf_views(), engine.weights.layout.tied)
     model.generation_config = checkpoint.generation_config
@@ -165,7 +168,7 @@ def _start_vllm(order: _Order, undo: ExitStack) -> tuple[Engine, Any]:
     undo.callback(engine.close)
     tensors = dict(model.named_parameters())
     plan = engine.record_plan(tensors)
-    if _why_not_shared(plan, plan.aliases, tensors) is None:
+    if _why_not_shared(plan, tensors, order.config) is None:
         bind(model, plan.aliases, _tied(model))
         if isinstance(order.model, PreTrainedModel):
             _copy_weights(order.model, model)
@@ -263,29 +266,35 @@ def default_optimizer(params: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=LORA_LEARNING_RATE, fused=fused)
 
 
-def choose_transport(engine: Engine, model: nn.Module) -> Transport:
+def choose_transport(engine: Engine, model: nn.Module, config: RuntimeConfig) -> Transport:
     """Share memory where every parameter can be the engine's own, and copy, with the reason, where not."""
     source = ModuleSource(model)
     tensors = source.tensors()
     plan = engine.record_plan(tensors)
-    aliases = plan.aliases
-    why_not = _why_not_shared(plan, aliases, tensors)
-    if why_not is not None:
-        return LocalTransport(source, engine, plan, why_not_shared=why_not)
-    _move_in(tensors, aliases)
-    engine.share_weights()
-    return SharedTransport(source, aliases)
+    why_not = _why_not_shared(plan, tensors, config)
+    if why_not is None:
+        _move_in(tensors, plan.aliases)
+        engine.share_weights()
+        return SharedTransport(source, plan.aliases)
+    if isinstance(engine, Peer) and (plan.fallbacks or config.weights is not Weights.AUTO):
+        staged = config.weights is Weights.STAGED
+        try:
+            return IpcTransport(source, engine, why_not_shared=why_not, staged=staged, verify=config.verify)
+        except Unsupported as error:
+            why_not = f"{why_not}; recorded copies will not do ({error})"
+    return LocalTransport(source, engine, plan, why_not_shared=why_not)
 
 
 def _assemble(
     engine: Engine,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
+    config: RuntimeConfig,
     **options: Any,
 ) -> Runtime:
-    transport = choose_transport(engine, model)
+    transport = choose_transport(engine, model, config)
     try:
-        return Runtime(engine=engine, model=model, optimizer=optimizer, transport=transport, **options)
+        return Runtime(engine=engine, model=model, optimizer=optimizer, transport=transport, config=config, **options)
     except BaseException:
         if isinstance(transport, SharedTransport):
             transport.move_out(engine.device)
@@ -308,12 +317,12 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None
         )
 
 
-def _why_not_shared(
-    plan: LoadPlan, aliases: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]
-) -> str | None:
-    """Why some parameter cannot be the engine's memory, or `None` when all can."""
+def _why_not_shared(plan: LoadPlan, tensors: Mapping[str, torch.Tensor], config: RuntimeConfig) -> str | None:
+    """Why some parameter is not to be the engine's memory, or `None` when all can be."""
+    if config.weights is not Weights.AUTO:
+        return f"a copy each was asked for (weights={config.weights.value!r})"
     for name, tensor in tensors.items():
-        if name not in aliases:
+        if name not in plan.aliases:
             copies = [copy for copy in plan.copies if copy.name == name]
             if name in plan.fallbacks:
                 return f"{name} cannot be shared: {plan.fallbacks[name]}"

@@ -20,12 +20,28 @@ class Offload(StrEnum):
     NEVER = "never"
 
 
+class Weights(StrEnum):
+    """Whether trainer and engine have one copy of the weights, or how they reach the engine's own."""
+
+    AUTO = "auto"
+    """One copy where that can be; otherwise copied in the fastest way there is."""
+
+    COPY = "copy"
+    """A copy each, where the engine's workers read the trainer's memory if they can map it."""
+
+    STAGED = "staged"
+    """A copy each, sent through two buckets to an engine in another process; nothing of the trainer's is mapped."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RuntimeConfig:
     """How a runtime uses its device and its host."""
 
     offload: Offload = Offload.AUTO
     """`auto` moves only what would not fit, `always` parks all trainer state on every rollout, `never` refuses to."""
+
+    weights: Weights = Weights.AUTO
+    """`auto` shares them where that can be, `copy` and `staged` give trainer and engine a copy each."""
 
     device_limit_bytes: int | None = None
     """Play a device of this size: segments and `train_working_bytes` together may take so much. `None` takes what the
@@ -61,10 +77,13 @@ class RuntimeConfig:
     def __post_init__(self) -> None:
         if self.offload not in tuple(Offload):
             raise ValueError(f"offload must be one of {', '.join(Offload)}, not {self.offload!r}")
+        if self.weights not in tuple(Weights):
+            raise ValueError(f"weights must be one of {', '.join(Weights)}, not {self.weights!r}")
         object.__setattr__(self, "offload", Offload(self.offload))
+        object.__setattr__(self, "weights", Weights(self.weights))
         for entry in fields(self):
             value = getattr(self, entry.name)
-            if entry.name not in ("offload", "verify") and value is not None and not isinstance(value, int):
+            if entry.name not in ("offload", "weights", "verify") and value is not None and not isinstance(value, int):
                 raise TypeError(f"{entry.name} must be a whole number, not {value!r}")
         for name in ("device_limit_bytes", "host_limit_bytes", "kv_cache_bytes"):
             value = getattr(self, name)

@@ -119,7 +119,14 @@ class Runtime:
         )
         self.scheduler = self._make_scheduler(capacity_bytes)
         adapter = (lambda: adapter_weights(cast("PeftModel", model))) if is_peft_model(model) else None
-        self._publisher = Publisher(engine, transport, self.trace, adapter=adapter, verify=config.verify)
+        self._publisher = Publisher(
+            engine,
+            transport,
+            self.trace,
+            adapter=adapter,
+            fingerprint=ModuleSource(model).fingerprint,
+            verify=config.verify,
+        )
         self._backward = BackwardWatch(
             (p for group in optimizer.param_groups for p in group["params"]),
             admit=self._admit_gradient,
@@ -215,7 +222,8 @@ class Runtime:
         self.scheduler.anticipate(Phase.ROLLOUT)
         self.scheduler.settle()
         self.engine.recover()
-        self._publisher.forget_adapter()
+        self.transport.reconnect()
+        self._publisher.start_over()
         self._publish()
 
     def log(self, **metrics: float) -> None:
@@ -257,6 +265,7 @@ class Runtime:
                 self._drop_kv_cache,
                 self._detach,
                 self._take_weights_home,
+                self.transport.close,
                 self.engine.close,
                 self._mover.close,
             ]

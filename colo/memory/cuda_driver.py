@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from colo.errors import BudgetError, TransferError
+from colo.errors import BudgetError, TransferError, Unsupported
 from colo.memory.probe import free_device_bytes
 from colo.units import format_bytes
 
@@ -72,6 +72,28 @@ def export(data: torch.Tensor) -> bytes:
     return ctypes.string_at(ctypes.byref(handle), HANDLE_BYTES)
 
 
+def export_range(data: torch.Tensor) -> tuple[bytes, int, int]:
+    """Handle (64 bytes) and size of the allocation that a tensor of torch's lies in, and its offset there, in bytes.
+
+    Lifetime: the allocation must not be freed while another process maps it.
+    Raises: `Unsupported` for memory that CUDA IPC does not export: expandable segments, torch-memory-saver, cumem.
+    """
+    base, size, handle = ctypes.c_uint64(), ctypes.c_size_t(), _Handle()
+    address = ctypes.c_uint64(data.data_ptr())
+    with torch.cuda.device(data.device):
+        _ensure_context()
+        _check(
+            _driver().cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(size), address), "cuMemGetAddressRange"
+        )
+        code = _driver().cuIpcGetMemHandle(ctypes.byref(handle), base)
+    if code != 0:
+        raise Unsupported(
+            f"CUDA IPC does not export this memory ({_name_of(code)}): it is in expandable segments, "
+            "torch-memory-saver or a sleep pool"
+        )
+    return ctypes.string_at(ctypes.byref(handle), HANDLE_BYTES), size.value, data.data_ptr() - base.value
+
+
 def open_exported(handle: bytes, size_bytes: int, device: torch.device) -> torch.Tensor:
     """Memory that another process of this machine exported, as a tensor, uint8, shape [size_bytes].
 
@@ -111,9 +133,13 @@ def _ensure_context() -> None:
 
 def _check(code: int, call: str) -> None:
     if code != 0:
-        name = ctypes.c_char_p()
-        _driver().cuGetErrorName(code, ctypes.byref(name))
-        raise TransferError(f"{call} failed: {(name.value or b'unknown').decode()} ({code})")
+        raise TransferError(f"{call} failed: {_name_of(code)} ({code})")
+
+
+def _name_of(code: int) -> str:
+    name = ctypes.c_char_p()
+    _driver().cuGetErrorName(code, ctypes.byref(name))
+    return (name.value or b"unknown").decode()
 
 
 @cache

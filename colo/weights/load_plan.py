@@ -23,6 +23,10 @@ from colo.errors import TransferError, Unsupported
 Load = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
 """An engine's loader: takes `(name, tensor)` in the names of a checkpoint."""
 
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_COMPARED_AT_ONCE = 1 << 26
+"""Elements; comparing takes a byte for each."""
+
 Views = Callable[[Mapping[str, torch.Tensor]], Iterable[tuple[str, torch.Tensor]]]
 """Gives parameters, or views of them, in the names of a checkpoint."""
 
@@ -162,12 +166,11 @@ class LoadPlan:
 
     def differences(self, source: Mapping[str, torch.Tensor]) -> list[str]:
         """Names whose bytes in the engine differ from `source`, converted to the engine's dtype. Reads everything."""
-        different: dict[str, None] = {}
-        for copy in self.copies:
-            expected = copy.region_of(source[copy.name]).to(copy.target.dtype)
-            if not torch.equal(_as_bytes(expected), _as_bytes(copy.target)):
-                different[copy.name] = None
-        return list(different)
+        if not self._runs:
+            return []
+        flags = torch.stack([differ(copy.region_of(source[copy.name]), copy.target) for copy in self._runs])
+        different = {copy.name for copy, is_other in zip(self._runs, flags.tolist(), strict=True) if is_other}
+        return [name for name in self.sources if name in different]
 
     def _alias(self, name: str, copies: list[Copy]) -> torch.Tensor | None:
         """The memory that `copies`, all those of one source, make the same as the source, if there is one."""
@@ -183,6 +186,24 @@ class LoadPlan:
         if _count_misses(prod(shape), [(copy.offset, copy.shape, copy.stride) for copy in copies]) != (0, 0):
             return None
         return first.target.as_strided(shape, _contiguous_stride(shape), shift)
+
+
+def differ(source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Whether a bit of `target` is not what copying `source` to it leaves, as a tensor (bool, no dimensions).
+
+    Queued, not waited for. NaN equals itself and -0 does not equal 0.
+    """
+    rows = max(1, _COMPARED_AT_ONCE // max(1, target[:1].numel())) if target.dim() else 1
+    kind = _BITS[target.element_size()]
+    found = [
+        (left.to(target.dtype).view(kind) != right.view(kind)).any()
+        for left, right in zip(
+            source.split(rows) if target.dim() else [source],
+            target.split(rows) if target.dim() else [target],
+            strict=True,
+        )
+    ]
+    return torch.stack(found).any()
 
 
 def _continues(copy: Copy, following: Copy) -> bool:
@@ -230,7 +251,7 @@ class _Recorder(TorchDispatchMode):
                 self.fallbacks.setdefault(name, "the loader writes to the tensor that it was given")
             elif args[0].shape != args[1].shape:
                 self.fallbacks.setdefault(name, "the loader broadcasts it")
-            else:
+            elif args[1].numel():
                 self._note(name, args[1], args[0])
             return args[0]
         if func is torch.ops.aten.copy_.default and _key(args[1]) in self._computed:
@@ -353,11 +374,6 @@ def _is_contiguous(shape: Sequence[int], stride: Sequence[int]) -> bool:
 
 def _contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
-
-
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The bits of a tensor, so that NaN equals itself and -0 does not equal 0."""
-    return tensor.contiguous().view(-1).view(torch.uint8)
 
 
 def _offset(tensor: torch.Tensor) -> int:

@@ -16,7 +16,7 @@ from colo.phases.phase import Phase
 from colo.report.trace import Trace
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Hashable
 
     from colo.weights.transports.base import Transport
 
@@ -46,8 +46,10 @@ class Publisher:
         trace: Trace,
         *,
         adapter: Callable[[], AdapterWeights] | None = None,
+        fingerprint: Callable[[], Hashable] = lambda: None,
         verify: bool = True,
     ) -> None:
+        """`adapter` gives a LoRA run's adapter, `fingerprint` what changes with a write to the weights under it."""
         self.version = 0
         """Version of the trainer's weights: raised by every optimizer step."""
 
@@ -58,6 +60,8 @@ class Publisher:
         self._adapter = adapter
         self._verify = verify
         self._loaded_adapter: str | None = None
+        self._fingerprint = fingerprint
+        self._sent: Hashable | None = None
 
     @property
     def bytes_synced(self) -> int:
@@ -87,9 +91,10 @@ class Publisher:
             self._engine.poison(str(error))
             raise
 
-    def forget_adapter(self) -> None:
-        """Know that the engine has lost the adapter it was given."""
+    def start_over(self) -> None:
+        """Know that the engine has lost what it was given."""
         self._loaded_adapter = None
+        self._sent = None
 
     def publish(self) -> Publication:
         """Make the trainer's version the engine's.
@@ -122,13 +127,19 @@ class Publisher:
         if self._engine.state is EngineState.AWAKE:
             self._engine.pause()
         self._engine.reset_prefix_cache()
-        num_bytes = self._transport.transfer()
+        num_bytes = 0 if self._has_base() else self._transport.transfer()
+        self._sent = None  # until it is known to have arrived
         if self._verify:
             self._transport.verify()
         if self._adapter is not None:
             self._load_adapter(self._adapter())
+            self._sent = self._fingerprint()
         self._engine.commit(self.version)
         return num_bytes
+
+    def _has_base(self) -> bool:
+        """Whether the engine holds the frozen weights under an adapter already: they are sent once."""
+        return self._sent is not None and self._sent == self._fingerprint() and self._transport.is_current()
 
     def _load_adapter(self, adapter: AdapterWeights) -> None:
         name = f"{ADAPTER}@{self.version}"

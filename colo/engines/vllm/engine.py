@@ -327,7 +327,7 @@ class VLLMEngine:
             [name, str(t.dtype).removeprefix("torch."), list(t.shape), list(t.stride())] for name, t in source.items()
         ]
         plans: list[Any] = self._call(
-            "record", parameters=parameters, model_type=self._model_type, same_process=not self._own_process
+            "record", parameters=parameters, model_type=self.model_type, same_process=not self._own_process
         )
         if not self._own_process:
             plan: LoadPlan = plans[0]  # one worker a process
@@ -368,12 +368,23 @@ class VLLMEngine:
         self._call("begin_reload")
         if not self._own_process:
             self._call(
-                "reload", tensors=[[n, t.detach()] for n, t in weights], model_type=self._model_type, staging=None
+                "reload", tensors=[[n, t.detach()] for n, t in weights], model_type=self.model_type, staging=None
             )
         else:
             for tensors, staging in self._staged(weights):
-                self._call("reload", tensors=tensors, model_type=self._model_type, staging=staging)
+                self._call("reload", tensors=tensors, model_type=self.model_type, staging=staging)
         self._call("finish_reload")
+
+    def receive(self, operation: str, **arguments: Any) -> list[Any]:
+        """One step of copying weights from this process, in every worker; see `colo.weights.transports.ipc.Peer`.
+
+        Poisons from `begin` until the next `commit`. Raises: `PhaseError` while the weights are away.
+        """
+        if operation != "release":
+            self._require_weights("take weights")
+        if operation == "begin":
+            self.poison("weights have been copied into it and not committed: publish all of them")
+        return self._call("receive", step=operation, arguments=arguments)
 
     def commit(self, version: int) -> None:
         """Declare that the engine now holds `version`; lifts a poisoning. `PhaseError` unless they are resident."""
@@ -474,7 +485,7 @@ class VLLMEngine:
         if self._own_process:
             self._calls = Caller()
         hf_config = llm.llm_engine.vllm_config.model_config.hf_config
-        self._model_type: str | None = getattr(hf_config, "model_type", None)
+        self.model_type: str | None = getattr(hf_config, "model_type", None)
         model_config = llm.llm_engine.vllm_config.model_config
         self._vocab_size, self._max_length = int(model_config.get_vocab_size()), int(model_config.max_model_len)
         self._infos = self._call("describe", same_process=not self._own_process)

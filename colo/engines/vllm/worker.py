@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 import os
 import traceback
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -20,6 +19,8 @@ import torch
 from colo import errors
 from colo.engines.vllm import adapters, compat, plugin
 from colo.engines.vllm.loader import OwnMemory, Placement, placement_of
+from colo.engines.vllm.receive import Receiver
+from colo.engines.vllm.record import record
 from colo.engines.vllm.sleep import WorkerSegments
 from colo.engines.vllm.store import device_id
 from colo.memory.slab import open_slab
@@ -69,6 +70,7 @@ class WorkerAgent:
         self._placement: Placement | None = placement_of(self._model)
         self._segments: WorkerSegments | None = None
         self._staging: tuple[dict[str, Any], torch.Tensor] | None = None
+        self._receiver: Receiver | None = None
         self._adapters = adapters.WorkerAdapters(worker)
         self._adapter_kept: tuple[dict[str, torch.Tensor], dict[str, float]] | None = None
 
@@ -127,33 +129,8 @@ class WorkerAgent:
         return {"copies": copies, "fallbacks": fallbacks}
 
     def _record(self, source: dict[str, torch.Tensor], model_type: str | None) -> LoadPlan:
-        rename = compat.renamer(self._model)
-
-        def as_checkpoint(tensors: Any) -> Iterable[tuple[str, torch.Tensor]]:
-            return ((rename(name), view) for name, view in checkpoint_views(tensors, model_type))
-
-        why = self._why_not_recorded()
-        if why:
-            return LoadPlan(
-                copies=(),
-                sources={name: (t.dtype, tuple(t.shape)) for name, t in source.items()},
-                strides={name: tuple(t.stride()) for name, t in source.items()},
-                fallbacks=dict.fromkeys(source, why),
-            )
-        return LoadPlan.record(
-            self._model.load_weights, source, compat.unpadded_parameters(self._model), as_checkpoint=as_checkpoint
-        )
-
-    def _why_not_recorded(self) -> str | None:
-        """Why copies alone cannot bring new weights to this model, or `None`."""
-        if self._placement is not None and self._placement.outside:
-            name, reason = next(iter(self._placement.outside.items()))
-            return f"{reason} ({name})"
-        if self._worker.model_config.quantization is not None:
-            return f"the engine quantizes its weights ({self._worker.model_config.quantization})"
-        if self._placement is None and torch.device(self._worker.device).type == "cpu":
-            return "vLLM packs its weights on a CPU: start the engine with load_format='colo'"
-        return None
+        device = torch.device(self._worker.device)
+        return record(self._model, self._worker.model_config, device, source, model_type)
 
     # ---- sleep -------------------------------------------------------------------------------------------------------
 
@@ -233,6 +210,14 @@ class WorkerAgent:
             num_bytes = math.prod(shape) * dtype.itemsize
             named[name] = memory[offset : offset + num_bytes].view(dtype).view(tuple(shape))
         return named
+
+    # ---- copies out of the trainer's memory --------------------------------------------------------------------------
+
+    def receive(self, step: str, arguments: dict[str, Any]) -> Any:
+        """One step of taking in weights from another process; see `colo.engines.vllm.receive`."""
+        if self._receiver is None:
+            self._receiver = Receiver(torch.device(self._worker.device), self._record)
+        return getattr(self._receiver, step)(**arguments)
 
     # ---- adapters ----------------------------------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 
 import torch
 from torch import nn
@@ -27,6 +27,10 @@ class ModuleSource:
         for name, parameter in self.model.named_parameters():
             if not any(part in name for part in _ADAPTER_PARTS):
                 yield plain_name(name), parameter
+
+    def fingerprint(self) -> Hashable:
+        """Changes when a base weight is written to or replaced, except through `.data`, which torch does not count."""
+        return tuple((tensor.data_ptr(), tensor._version) for _, tensor in self)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Every base weight by name."""

@@ -28,3 +28,9 @@ class Transport(Protocol):
 
     def is_current(self) -> bool:
         """Whether the engine's weights are the trainer's at this moment, as far as can be told. Sends nothing."""
+
+    def reconnect(self) -> None:
+        """Know that the engine has been started again, and has forgotten what it was told."""
+
+    def close(self) -> None:
+        """Let go of what is held for the engine. Ordering: before the engine is closed. Idempotent."""

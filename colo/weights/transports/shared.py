@@ -52,6 +52,12 @@ class SharedTransport:
         """True: what the trainer holds is what the engine holds (`verify` checks that it is still so)."""
         return True
 
+    def reconnect(self) -> None:
+        """Do nothing: the engine has mapped the same memory again."""
+
+    def close(self) -> None:
+        """Do nothing: `move_out` gives the parameters memory of their own."""
+
     def move_out(self, device: torch.device) -> None:
         """Give every parameter memory of its own on `device`, one at a time, and on the host where there is no room.
 

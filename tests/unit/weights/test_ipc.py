@@ -1,0 +1,302 @@
+"""Weights from one side's memory into another's by recorded copies, direct and in buckets, and every way to fail."""
+
+import pytest
+import torch
+from torch import nn
+
+from colo.engines.vllm.receive import Receiver
+from colo.errors import TransferError, Unsupported
+from colo.weights.load_plan import LoadPlan
+from colo.weights.sources.module import ModuleSource
+from colo.weights.transports.export import Exported, opened
+from colo.weights.transports.ipc import IpcTransport
+
+CPU = torch.device("cpu")
+WHY = "they are apart"
+
+
+class Trainer(nn.Module):
+    """Parameters as a trainer has them, of several dtypes, one without elements."""
+
+    def __init__(self):
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        shapes = {"q": (8, 6), "k": (4, 6), "down": (6, 8), "norm": (6,), "scale": ()}
+        for name, shape in shapes.items():
+            self.register_parameter(name, nn.Parameter(torch.randn(shape, generator=generator)))
+        self.head = nn.Parameter(torch.randn(5, 3, generator=generator).bfloat16())
+        self.codes = nn.Parameter(torch.arange(7, dtype=torch.uint8), requires_grad=False)
+        self.none = nn.Parameter(torch.empty(0, 4))
+
+
+class Engine:
+    """Memory as an engine lays it out: q and k fused, of `down` a slice of every row, fp32 kept as bf16 in `norm`."""
+
+    def __init__(self):
+        self.memory = {
+            "qk": torch.full((12, 6), -1.0),
+            "down": torch.full((6, 4), -1.0),
+            "norm": torch.full((6,), -1.0, dtype=torch.bfloat16),
+            "scale": torch.full((), -1.0),
+            "head": torch.full((5, 3), -1.0, dtype=torch.bfloat16),
+            "codes": torch.full((7,), 99, dtype=torch.uint8),
+            "none": torch.empty(0, 4),
+        }
+
+    def load_weights(self, weights):
+        for name, tensor in weights:
+            if name in ("q", "k"):
+                rows = slice(0, 8) if name == "q" else slice(8, 12)
+                self.memory["qk"][rows].copy_(tensor)
+            elif name == "down":
+                self.memory["down"].copy_(tensor[:, 2:6])
+            elif name in self.memory:
+                self.memory[name].copy_(tensor)
+            else:
+                raise KeyError(name)
+
+    def expected(self, model):
+        other = Engine()
+        other.load_weights((name, p.detach()) for name, p in model.named_parameters())
+        return other.memory
+
+
+class Workers:
+    """As many workers as one, reached by calls; `tamper` may change or drop what is asked."""
+
+    device = CPU
+    model_type = None
+
+    def __init__(self, engine):
+        self.receiver = Receiver(CPU, self._record)
+        self.engine = engine
+        self.asked = []
+        self.tamper = lambda step, arguments: [(step, arguments)]
+
+    def _record(self, source, model_type):
+        destinations = {n: t for n, t in self.engine.memory.items() if t.numel()}
+        return LoadPlan.record(self.engine.load_weights, source, destinations)
+
+    def receive(self, step, **arguments):
+        self.asked.append(step)
+        answers = [getattr(self.receiver, s)(**a) for s, a in self.tamper(step, arguments)]
+        return answers[-1:]
+
+
+@pytest.fixture
+def model():
+    return Trainer()
+
+
+@pytest.fixture
+def workers():
+    return Workers(Engine())
+
+
+WAYS = {
+    "direct": {},
+    "one bucket": {"staged": True},
+    "buckets smaller than tensors": {"staged": True, "bucket_bytes": 256},
+}
+
+
+def connect(model, workers, **options):
+    return IpcTransport(ModuleSource(model), workers, why_not_shared=WHY, **options)
+
+
+def same(left, right):
+    return left.keys() == right.keys() and all(torch.equal(left[n], right[n]) for n in left)
+
+
+@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize("way", WAYS)
+def test_every_byte_arrives_again_and_again(model, workers, way, verify):
+    parameters = list(model.parameters())
+    transport = connect(model, workers, verify=verify, **WAYS[way])
+    for _ in range(5):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(1)
+        num_bytes = transport.transfer()
+        assert same(workers.engine.memory, workers.engine.expected(model))
+        assert num_bytes == sum(p.nbytes for p in model.parameters())
+        assert transport.is_current()
+    assert workers.asked.count("bind") == 1
+    assert all(a is b for a, b in zip(parameters, model.parameters(), strict=True))
+    assert WHY in transport.reason
+    transport.close()
+    transport.close()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_tensor_of_kibibytes_is_split_where_buckets_are_small(workers, way):
+    model = Trainer()
+    model.q = nn.Parameter(torch.randn(800, 6))
+    workers.engine.memory["qk"] = torch.zeros(804, 6)
+    load = workers.engine.load_weights
+
+    def wider(weights):
+        for name, tensor in weights:
+            if name in ("q", "k"):
+                rows = slice(0, 800) if name == "q" else slice(800, 804)
+                workers.engine.memory["qk"][rows].copy_(tensor)
+            else:
+                load([(name, tensor)])
+
+    workers.engine.load_weights = wider
+    connect(model, workers, **WAYS[way]).transfer()
+    assert torch.equal(workers.engine.memory["qk"], torch.cat([model.q, model.k]))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_write_that_was_not_sent_is_noticed(model, workers, way):
+    transport = connect(model, workers, **WAYS[way])
+    transport.transfer()
+    model.head.data[0, 0] += 1
+    assert not transport.is_current()
+    transport.transfer()
+    assert transport.is_current()
+
+
+def test_parameters_with_new_memory_are_described_again(model, workers):
+    transport = connect(model, workers)
+    transport.transfer()
+    model.q.data = model.q.data.clone() + 3
+    assert not transport.is_current()
+    transport.transfer()
+    assert same(workers.engine.memory, workers.engine.expected(model))
+    assert workers.asked.count("bind") == 2 and workers.asked.count("release") == 1
+
+
+def test_what_is_exported_is_the_same_memory(model):
+    tensors = dict(model.named_parameters())
+    values = {name: p.detach().clone() for name, p in tensors.items()}
+    exported = Exported(tensors)
+    mapped = opened(exported.places, exported.memory, CPU)
+    assert same(mapped, values)
+    mapped["q"][2, 3] = 42
+    assert model.q[2, 3] == 42
+    assert exported.is_current(tensors)
+    exported.close()
+    assert same(dict(model.named_parameters()) | {"q": mapped["q"]}, values | {"q": mapped["q"]})
+
+
+def test_memory_of_a_process_that_has_ended_is_said_to_be_gone(model):
+    exported = Exported(dict(model.named_parameters()))
+    gone = [exported.memory[0] | {"path": "/proc/999999/fd/3", "pid": 999999}]
+    with pytest.raises(TransferError, match="cannot map .* of process 999999"):
+        opened(exported.places, gone, CPU)
+
+
+# ---- failures --------------------------------------------------------------------------------------------------------
+
+SMALL = {"staged": True, "bucket_bytes": 256}
+
+
+def bucket_of(transport, name):
+    buckets = transport._staging._buckets
+    return next(i for i, b in enumerate(buckets) if any(p.name == name for p in b.pieces))
+
+
+def test_a_bucket_that_never_came_is_named(model, workers):
+    transport = connect(model, workers, **SMALL)
+    lost = bucket_of(transport, "down")
+    workers.tamper = lambda step, a: [] if step == "take" and a["index"] == lost else [(step, a)]
+    with pytest.raises(TransferError, match="missing: down"):
+        transport.transfer()
+
+
+def test_a_bucket_that_came_twice_is_named(model, workers):
+    transport = connect(model, workers, **SMALL)
+    index = bucket_of(transport, "k")
+    workers.tamper = lambda step, a: [(step, a)] * (2 if step == "take" and a["index"] == index else 1)
+    with pytest.raises(TransferError, match=r"doubled: .*k \(2 times\)"):
+        transport.transfer()
+
+
+def test_bytes_that_change_on_their_way_are_noticed(model, workers):
+    transport = connect(model, workers, **SMALL)
+    hit = bucket_of(transport, "k")
+
+    def flip(step, arguments):
+        if step == "take" and arguments["index"] == hit:
+            transport._staging._slabs[hit % 2].bytes[1] ^= 1
+        return [(step, arguments)]
+
+    workers.tamper = flip
+    with pytest.raises(TransferError, match="checksums of 1 of .* buckets differ"):
+        transport.transfer()
+    workers.tamper = lambda step, arguments: [(step, arguments)]
+    transport.transfer()
+    assert same(workers.engine.memory, workers.engine.expected(model))
+
+
+@pytest.mark.parametrize("way", ["direct", "one bucket"])
+def test_an_engine_that_does_not_keep_what_it_was_given_is_noticed(model, workers, way):
+    transport = connect(model, workers, **WAYS[way])
+    copies = workers.receiver._plan.copies
+    wrong = next(copy for copy in copies if copy.name == "norm")
+    original = torch._foreach_copy_
+
+    def forgetful(targets, sources, *rest):
+        original(targets, sources, *rest)
+        wrong.target[2] += 1
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "_foreach_copy_", forgetful)
+        with pytest.raises(TransferError, match="1 tensors in the engine differ from what was sent, norm"):
+            transport.transfer()
+
+
+def test_other_tensors_than_were_described_are_refused_before_anything_is_written(model, workers):
+    transport = connect(model, workers, **SMALL)
+    before = {n: t.clone() for n, t in workers.engine.memory.items()}
+    model.q = nn.Parameter(torch.randn(9, 6))
+    with pytest.raises(TransferError, match="other tensors"):
+        transport.transfer()
+    assert same(before, workers.engine.memory)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (lambda m: m.register_parameter("extra", nn.Parameter(torch.zeros(2))), KeyError, "extra"),
+        (lambda m: delattr(m, "k"), TransferError, "qk exactly once"),
+        (lambda m: setattr(m, "q", nn.Parameter(torch.zeros(7, 6))), RuntimeError, "size|shape|broadcast"),
+    ],
+    ids=["a name that the engine does not know", "a tensor that is missing", "another shape"],
+)
+def test_weights_that_do_not_fit_the_engine_are_refused_when_they_are_described(model, workers, change, error, message):
+    change(model)
+    with pytest.raises((error, Unsupported), match=message):
+        connect(model, workers)
+
+
+def test_an_engine_that_computes_is_refused_with_the_reason(model, workers):
+    load = workers.engine.load_weights
+    workers.engine.load_weights = lambda weights: load((name, t * 2) for name, t in weights)
+    with pytest.raises(Unsupported, match="computes with it"):
+        connect(model, workers)
+
+
+def test_an_update_that_has_not_begun_is_refused(workers):
+    with pytest.raises(TransferError, match="bind first"):
+        workers.receiver.begin(0, "x")
+    with pytest.raises(TransferError, match="no update has begun"):
+        workers.receiver.finish(None)
+
+
+def test_an_exception_in_a_worker_reaches_the_trainer_and_the_next_transfer_is_whole(model, workers):
+    transport = connect(model, workers, **SMALL)
+
+    def fail(step, arguments):
+        if step == "take" and arguments["index"] == 1:
+            raise RuntimeError("the worker stumbled")
+        return [(step, arguments)]
+
+    workers.tamper = fail
+    with pytest.raises(RuntimeError, match="stumbled"):
+        transport.transfer()
+    workers.tamper = lambda step, arguments: [(step, arguments)]
+    transport.transfer()
+    assert same(workers.engine.memory, workers.engine.expected(model))
