@@ -197,6 +197,29 @@ def bench_share(shape_name: str, device: str | None, json_path: Path | None) -> 
     _run_bench(lambda tell: share.run(shape_name=shape_name, device=_default_device(device), tell=tell), json_path)
 
 
+@bench.command("sync")
+@click.option(
+    "--shape", "shape_name", type=click.Choice(["0.6b", "8b", "30b-a3b"]), default="8b", help="Qwen3's shapes."
+)
+@device_option
+@json_option
+def bench_sync(shape_name: str, device: str | None, json_path: Path | None) -> None:
+    """All weights to vLLM in another process: direct and staged, beside what others do."""
+    from colo.bench import sync
+
+    _run_bench(lambda tell: sync.run(shape_name=shape_name, device=_default_device(device), tell=tell), json_path)
+
+
+@bench.command("lora")
+@device_option
+@json_option
+def bench_lora(device: str | None, json_path: Path | None) -> None:
+    """The next version of an adapter of 8B to vLLM, from memory and through files."""
+    from colo.bench import lora
+
+    _run_bench(lambda tell: lora.run(device=_default_device(device), tell=tell), json_path)
+
+
 @bench.command("sleep")
 @device_option
 @json_option

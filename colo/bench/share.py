@@ -6,13 +6,11 @@ the same weights through CUDA IPC. 30B-A3B: recorded copies beside `load_weights
 
 from __future__ import annotations
 
-import os
 import statistics
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -20,14 +18,17 @@ import psutil
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from colo.bench.common import Result, clear, median_s, result
+from colo.bench.common import Result, clear, insecure_serialization, median_s, result
+from colo.bench.sync import vllm_ipc
 from colo.bench.workload import (
     SIZES,
     Row,
     Size,
     Tell,
+    device_copy_bytes_per_s,
     engine,
     grpo_step,
+    ipc_options,
     launched,
     seconds,
     shape,
@@ -38,7 +39,7 @@ from colo.bench.workload import (
 from colo.engines.vllm.options import save_config
 from colo.memory.probe import used_device_bytes
 from colo.runtime import Runtime
-from colo.units import GIB, MIB
+from colo.units import GIB
 from colo.weights.sources.checkpoint import checkpoint_views
 
 SHAPES = ("0.6b", "30b-a3b")
@@ -52,7 +53,7 @@ def run(*, shape_name: str, device: str, tell: Tell = lambda text: None) -> Resu
     with tempfile.TemporaryDirectory(prefix="colo-") as folder:
         save_config(config, folder)
         rows = list(measure(config, folder, target, SIZES[device], tell))
-    limit = {"device_copy_gb_per_s": _device_copy_bytes_per_s(target) / 1e9}
+    limit = {"device_copy_gb_per_s": device_copy_bytes_per_s(target) / 1e9}
     command = f"colo bench share --shape {shape_name} --device {device}"
     return result(f"share {shape_name}", command, limit=limit, rows=rows)
 
@@ -61,7 +62,7 @@ def run(*, shape_name: str, device: str, tell: Tell = lambda text: None) -> Resu
 
 
 def _one_copy(config: PretrainedConfig, folder: str, device: torch.device, size: Size, tell: Tell) -> Iterator[Row]:
-    with _insecure_serialization():
+    with insecure_serialization():
         stock_start_s, stock_rate, transfers = _stock(config, folder, device, size, tell)
     clear(device)
     yield from transfers
@@ -172,36 +173,13 @@ def _restart(rt: Runtime, stock_start_s: float, started_s: float) -> Row:
 # ---- vLLM's own transfer ---------------------------------------------------------------------------------------------
 
 
-def _ipc_options(device: torch.device) -> dict[str, Any]:
-    if device.type != "cuda":
-        return {}
-    from vllm.config import WeightTransferConfig
-
-    return {"weight_transfer_config": WeightTransferConfig(backend="ipc")}
-
-
-@contextmanager
-def _insecure_serialization() -> Iterator[None]:
-    """vLLM's IPC transfer pickles its handles, which both sides have to accept for as long as the engine lives."""
-    name = "VLLM_ALLOW_INSECURE_SERIALIZATION"
-    before = os.environ.get(name)
-    os.environ[name] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
-
-
 def _stock(
     config: PretrainedConfig, folder: str, device: torch.device, size: Size, tell: Tell
 ) -> tuple[float, float, list[Row]]:
     """Seconds of its start, tokens a second, and its own transfer of all weights from this process."""
     tell("stock vLLM")
     start_s = time.perf_counter()
-    llm = stock(folder, device, size, **_ipc_options(device))
+    llm = stock(folder, device, size, **ipc_options(device))
     started_s = time.perf_counter() - start_s
     rate = _tokens_per_s(llm, size)
     transfers = []
@@ -214,22 +192,12 @@ def _stock(
 
 def _vllm_ipc(llm: Any, config: PretrainedConfig, device: torch.device) -> Iterator[Row]:
     """All weights to an engine in another process over vLLM's four calls, each tensor by itself and packed."""
-    from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
-
     weights = _random_weights(config, device)
-    llm.init_weight_transfer_engine({"init_info": {}})
-
-    def send(packed: bool) -> None:
-        llm.start_weight_update()
-        how = {"send_mode": lambda update: llm.update_weights({"update_info": asdict(update)}), "packed": packed}
-        IPCWeightTransferEngine.trainer_send_weights(iter(weights.items()), how)
-        llm.finish_weight_update()
-
     for packed in (False, True):
         yield {
             "way": f"vLLM's own IPC transfer, {'packed' if packed else 'tensor by tensor'}",
             "bytes": sum(t.nbytes for t in weights.values()),
-            "median_s": median_s(partial(send, packed), device, repeats=3),
+            "median_s": median_s(partial(vllm_ipc, llm, list(weights.items()), packed), device, repeats=3),
         }
 
 
@@ -277,7 +245,7 @@ def _experts(config: PretrainedConfig, folder: str, device: torch.device, size: 
         copy.target.zero_()
     replay_s = median_s(lambda: plan.replay(source), device)
     different = plan.differences(source)
-    limit_s = num_bytes / _device_copy_bytes_per_s(device)
+    limit_s = num_bytes / device_copy_bytes_per_s(device)
     yield {
         "way": "replay, in process",
         "bytes": num_bytes,
@@ -293,10 +261,3 @@ def _experts(config: PretrainedConfig, folder: str, device: torch.device, size: 
         "different_tensors": len(different),
     }
     driven.close()
-
-
-def _device_copy_bytes_per_s(device: torch.device) -> float:
-    """Bytes that a copy of one large tensor writes in a second."""
-    num_bytes = 2 * GIB if device.type == "cuda" else 64 * MIB
-    left, right = (torch.empty(num_bytes, dtype=torch.uint8, device=device) for _ in range(2))
-    return num_bytes / median_s(partial(left.copy_, right), device)

@@ -7,12 +7,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from transformers import PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
 from colo.assembly import launch
+from colo.bench.common import median_s
 from colo.config import RuntimeConfig
 from colo.engines.vllm import compat
 from colo.engines.vllm.engine import VLLMEngine
@@ -222,3 +224,19 @@ def seconds(function: Callable[[], Any]) -> float:
     start_s = time.perf_counter()
     function()
     return time.perf_counter() - start_s
+
+
+def ipc_options(device: torch.device) -> dict[str, Any]:
+    """What makes a stock engine take weights over vLLM's own IPC transfer."""
+    if device.type != "cuda":
+        return {}
+    from vllm.config import WeightTransferConfig
+
+    return {"weight_transfer_config": WeightTransferConfig(backend="ipc")}
+
+
+def device_copy_bytes_per_s(device: torch.device) -> float:
+    """Bytes that a copy of one large tensor writes in a second."""
+    num_bytes = 2 * GIB if device.type == "cuda" else 64 * MIB
+    left, right = (torch.empty(num_bytes, dtype=torch.uint8, device=device) for _ in range(2))
+    return num_bytes / median_s(partial(left.copy_, right), device)

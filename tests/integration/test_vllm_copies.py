@@ -2,6 +2,7 @@
 
 import os
 import signal
+from pathlib import Path
 
 import pytest
 import torch
@@ -125,7 +126,7 @@ def test_a_transfer_that_fails_on_its_way_is_told_and_generation_refuses_until_o
 
 def test_many_publications_leave_nothing_behind(rt, prompts):
     def open_files():
-        return [len(os.listdir(f"/proc/{pid}/fd")) for pid in (os.getpid(), *rt.engine.pids)]
+        return [len(list(Path(f"/proc/{pid}/fd").iterdir())) for pid in (os.getpid(), *rt.engine.pids)]
 
     def publish(times):
         for _ in range(times):

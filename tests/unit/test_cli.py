@@ -87,7 +87,12 @@ def test_help_lists_the_commands(colo):
 
 @pytest.mark.parametrize(
     "command",
-    [["demo"], ["plan"], ["doctor"], *(["bench", name] for name in ("offload", "logprob", "share", "sleep", "step"))],
+    [
+        ["demo"],
+        ["plan"],
+        ["doctor"],
+        *(["bench", name] for name in ("offload", "logprob", "lora", "share", "sleep", "step", "sync")),
+    ],
     ids=" ".join,
 )
 def test_every_command_has_help_and_writes_json(colo, command):

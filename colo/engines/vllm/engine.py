@@ -395,6 +395,11 @@ class VLLMEngine:
         """Refuse to generate, with `cause`, until the next `commit`."""
         self._version, self._cause = None, cause
 
+    @property
+    def adapters(self) -> Sequence[str]:
+        """Names of the adapters that are loaded."""
+        return tuple(self._adapters)
+
     def load_adapter(self, name: str, adapter: AdapterWeights) -> None:
         """Make a LoRA adapter available by name, from memory; see `Engine.load_adapter`."""
         self._require_weights("load an adapter")

@@ -109,6 +109,7 @@ def adapter_weights(model: PeftModel) -> AdapterWeights:
     a: dict[str, torch.Tensor] = {}
     b: dict[str, torch.Tensor] = {}
     scalings: dict[str, float] = {}
+    module: Any
     for name, module in model.named_modules():
         if not _has_adapter(module, adapter):
             continue
@@ -117,12 +118,15 @@ def adapter_weights(model: PeftModel) -> AdapterWeights:
             raise StaleWeights(
                 f"adapter {adapter} is merged into {plain}.weight, which the engine shares: call unmerge_adapter()"
             )
-        if adapter not in module.lora_A:
+        if adapter not in module._modules["lora_A"]:
             raise Unsupported(f"{plain} is adapted as an embedding; only linear modules are supported")
-        a[plain], b[plain] = module.lora_A[adapter].weight, module.lora_B[adapter].weight
+        a[plain] = module._modules["lora_A"]._modules[adapter].weight
+        b[plain] = module._modules["lora_B"]._modules[adapter].weight
         scalings[plain] = float(module.scaling[adapter])
     return AdapterWeights(a=a, b=b, scalings=scalings, shared=True)
 
 
 def _has_adapter(module: Any, adapter: str) -> bool:
-    return hasattr(module, "lora_A") and (adapter in module.lora_A or adapter in module.lora_embedding_A)
+    # Looked up where modules keep their children: asking thousands for an attribute that few have takes milliseconds.
+    matrices = module._modules.get("lora_A")
+    return matrices is not None and (adapter in matrices or adapter in module.lora_embedding_A)

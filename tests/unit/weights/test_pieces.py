@@ -1,5 +1,7 @@
 """Pieces of a tensor reach exactly the elements that a copy of the whole would have written."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -37,7 +39,7 @@ def test_pieces_write_what_one_copy_would_each_element_once(given):
     expected = wide.clone()
     expected[1:, : region.shape[1]] = region
     written = 0
-    for start, stop in zip(cuts, cuts[1:], strict=False):
+    for start, stop in pairwise(cuts):
         piece = torch.full((stop - start + 5,), -7.0)[3:-2]  # memory that begins elsewhere
         piece.copy_(source.view(-1)[start:stop])
         for target, part in meets(copy, start, piece):
