@@ -157,7 +157,7 @@ def manager_of(engine):
 
 
 def refusal(engine):
-    return worker_of(engine)._colo_agent._adapters.plan_refusal
+    return engine.adapter_refusal
 
 
 def slot_of(engine, name):

@@ -400,6 +400,12 @@ class VLLMEngine:
         """Names of the adapters that are loaded."""
         return tuple(self._adapters)
 
+    @property
+    def adapter_refusal(self) -> str | None:
+        """Why the adapter that was loaded last is loaded anew for each version; `None` where it is written in place."""
+        refusals: list[str | None] = self._call("adapter_refusal")
+        return next(filter(None, refusals), None)
+
     def load_adapter(self, name: str, adapter: AdapterWeights) -> None:
         """Make a LoRA adapter available by name, from memory; see `Engine.load_adapter`."""
         self._require_weights("load an adapter")

@@ -246,6 +246,10 @@ class WorkerAgent:
         self._finish_reading(staging)
         return in_place
 
+    def adapter_refusal(self) -> str | None:
+        """Why the adapter that was activated last cannot be updated in place; `None` when it can."""
+        return self._adapters.plan_refusal
+
     def remove_adapter(self, number: int) -> None:
         """Forget a LoRA adapter."""
         self._adapters.remove(number)

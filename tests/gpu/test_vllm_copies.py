@@ -1,0 +1,194 @@
+"""vLLM on CUDA with weights of its own, in its own process: copies out of the trainer's memory, buckets, adapters."""
+
+import pytest
+import torch
+from peft import LoraConfig
+from torch import nn
+from torch.optim import AdamW
+from transformers import Qwen3Config
+
+import colo
+from colo.config import RuntimeConfig
+from colo.engines.base import AdapterWeights
+from colo.errors import Unsupported
+from colo.memory.probe import free_device_bytes
+from colo.memory.region import allocate_region
+from colo.units import GIB, MIB
+from colo.weights.sources.module import ModuleSource
+from colo.weights.transports.export import Exported
+from colo.weights.transports.ipc import IpcTransport
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of vLLM's own imports
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),  # of its sockets
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+CUDA = torch.device("cuda", 0)
+PROMPTS = [[(7 * i + j * j) % 900 + 1 for j in range(24)] for i in range(8)]
+OPTIONS = {"max_model_len": 256, "disable_log_stats": True, "enforce_eager": True, "share_memory": False}
+
+
+def config():
+    return Qwen3Config(
+        hidden_size=512,
+        intermediate_size=1024,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=64,
+        vocab_size=1000,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        eos_token_id=None,
+        bos_token_id=None,
+        architectures=["Qwen3ForCausalLM"],
+        dtype="bfloat16",
+    )
+
+
+@pytest.fixture(scope="module")
+def rt():
+    pytest.importorskip("vllm")
+    made = colo.launch(
+        config(),
+        engine="vllm",
+        engine_options=OPTIONS,
+        optimizer=lambda params: AdamW(params, lr=1e-3, fused=True),
+        device=CUDA,
+        lora=None,
+        config=RuntimeConfig(kv_cache_bytes=GIB, offload="always", weights="copy"),
+    )
+    yield made
+    made.close()
+
+
+def train_step(rt, step):
+    ids = torch.randint(1, 1000, (4, 64), generator=torch.Generator().manual_seed(step)).to(CUDA)
+    with rt.train():
+        rt.model(input_ids=ids, labels=ids).loss.backward()
+        rt.optimizer.step()
+        rt.optimizer.zero_grad()
+
+
+def difference(model, completions):
+    """Mean |log p(engine) - log p(model)| of greedy completions."""
+    ids = torch.tensor([c.prompt_token_ids + c.token_ids for c in completions], device=CUDA)
+    start = len(PROMPTS[0])
+    with torch.no_grad():
+        logprobs = model(input_ids=ids).logits[:, start - 1 : -1].float().log_softmax(-1)
+    mine = logprobs.gather(-1, ids[:, start:, None])[..., 0].cpu()
+    return float((mine - torch.tensor([c.logprobs for c in completions])).abs().mean())
+
+
+def test_the_engine_copies_out_of_the_trainers_memory_and_follows_it(rt):
+    assert rt.transport.name == "ipc" and "out of the trainer's memory" in rt.transport.reason
+    for step in range(4):  # as it is, captured, and as a graph
+        train_step(rt, step)
+        with rt.rollout():
+            completions = rt.generate(PROMPTS, max_tokens=16, temperature=0)
+        assert difference(rt.model, completions) < 0.02
+        assert rt.transport.is_current()
+    assert rt.bytes_synced == 5 * sum(p.nbytes for p in rt.model.parameters())
+
+
+@pytest.mark.parametrize("bucket_bytes", [256 * MIB, MIB])
+def test_buckets_bring_the_same_bytes(rt, bucket_bytes):
+    rt.transport.close()
+    transport = IpcTransport(
+        ModuleSource(rt.model), rt.engine, why_not_shared="tested", staged=True, bucket_bytes=bucket_bytes
+    )
+    with torch.no_grad():
+        for parameter in rt.model.parameters():
+            parameter.mul_(1.01)
+    rt.engine.pause()
+    for _ in range(3):
+        transport.transfer()
+    transport.close()
+    rt.transport.reconnect()
+    assert rt.transport.is_current()
+    rt._publisher.version += 1
+    with rt.rollout():
+        assert difference(rt.model, rt.generate(PROMPTS, max_tokens=16, temperature=0)) < 0.02
+
+
+def test_many_publications_leave_nothing_on_the_device(rt):
+    def publish(times):
+        for _ in range(times):
+            rt._publisher.version += 1
+            rt._publish()
+
+    publish(10)
+    torch.cuda.empty_cache()
+    before = free_device_bytes(CUDA)
+    publish(200)
+    torch.cuda.empty_cache()
+    assert before - free_device_bytes(CUDA) < 4 * MIB
+
+
+def test_weights_copied_after_a_level_1_and_a_level_2_sleep(rt):
+    for level in (1, 2):
+        rt.engine.sleep(level)
+        rt.engine.wake()
+        rt._publisher.version += 1
+        with rt.rollout():
+            assert difference(rt.model, rt.generate(PROMPTS, max_tokens=16, temperature=0)) < 0.02
+
+
+def test_memory_that_cuda_ipc_does_not_export_is_refused_by_name():
+    region = allocate_region(4 * MIB, CUDA, name="tested")
+    with pytest.raises(Unsupported, match="torch-memory-saver"):
+        Exported({"w": region.bytes.view(torch.float32)})
+    region.close()
+
+
+def test_parameters_that_cannot_be_exported_are_staged(rt):
+    class One(nn.Module):
+        def __init__(self, like):
+            super().__init__()
+            self.region = allocate_region(sum(p.nbytes + 512 for p in like.parameters()), CUDA, name="tested")
+            start = 0
+            for name, parameter in like.named_parameters():
+                part = self.region.bytes[start : start + parameter.nbytes].view(parameter.dtype).view(parameter.shape)
+                part.copy_(parameter.detach())
+                self.register_parameter(name.replace(".", "/"), nn.Parameter(part))
+                start += -(-parameter.nbytes // 512) * 512
+
+        def named_parameters(self, *args, **kwargs):
+            return ((name.replace("/", "."), p) for name, p in super().named_parameters(*args, **kwargs))
+
+    model = One(rt.model)
+    rt.transport.close()
+    transport = IpcTransport(ModuleSource(model), rt.engine, why_not_shared="tested")
+    assert "staged through two buckets: CUDA IPC does not export" in transport.reason
+    rt.engine.pause()
+    transport.transfer()
+    transport.close()
+    rt.transport.reconnect()
+    assert rt.transport.is_current()
+
+
+@pytest.mark.parametrize("own_process", [True, False])
+def test_later_versions_of_an_adapter_are_written_in_place(own_process):
+    pytest.importorskip("vllm")
+    rt = colo.launch(
+        config(),
+        engine="vllm",
+        engine_options=OPTIONS | {"share_memory": True, "own_process": own_process},
+        lora=LoraConfig(r=8, lora_alpha=16, target_modules="all-linear"),
+        optimizer=lambda params: AdamW(params, lr=1e-2, fused=True),
+        device=CUDA,
+        config=RuntimeConfig(kv_cache_bytes=GIB),
+    )
+    base = {n: p.detach().clone() for n, p in rt.model.named_parameters() if "lora_" not in n}
+    for step in range(3):
+        train_step(rt, step)
+        with rt.rollout():
+            assert difference(rt.model, rt.generate(PROMPTS, max_tokens=16, temperature=0)) < 0.02
+    assert rt.engine.adapter_refusal is None
+    assert rt.bytes_synced == 0
+    assert all(torch.equal(base[n], p) for n, p in rt.model.named_parameters() if n in base)
+    rt.close()
