@@ -113,6 +113,8 @@ def demo(
         rt.close()
     first, last = (sum(part) / len(part) for part in (result.rewards[:5], result.rewards[-5:]))
     out.print(f"\nreward: {first:.2f} in the first five steps, {last:.2f} in the last five")
+    if result.base_unchanged is not None:
+        out.print(f"weights under the adapter: {'bit-identical' if result.base_unchanged else 'CHANGED'}")
     out.print(f"picture: {html}", highlight=False)
     _write_json(json_path, result.to_json())
 

@@ -24,6 +24,7 @@ from colo.phases.phase import TRAINER_MASTER_WEIGHTS, TRAINER_OPTIMIZER, Phase
 from colo.rl.loop import GRPOConfig, Problem, grpo
 from colo.runtime import Runtime
 from colo.units import KIB, MIB
+from colo.weights.sources.module import ModuleSource
 
 ALPHABET = "0123456789+=;"
 END = ALPHABET.index(";")
@@ -86,6 +87,9 @@ class DemoResult:
     optimizer_bytes: int
     """Optimizer state, fp32 masters included."""
 
+    base_unchanged: bool | None
+    """Whether the frozen weights under an adapter have the bits that they began with; `None` without an adapter."""
+
     seconds: dict[str, float]
     runtime: Runtime = field(repr=False)
 
@@ -98,7 +102,7 @@ class DemoResult:
         """As plain data."""
         names = (
             "engine", "device", "mode", "rewards", "weights_bytes", "bytes_synced", "weights_version",
-            "phase_peak_bytes", "peak_bytes", "optimizer_bytes", "seconds",
+            "phase_peak_bytes", "peak_bytes", "optimizer_bytes", "base_unchanged", "seconds",
         )  # fmt: skip
         return {"steps": len(self.rewards)} | {name: getattr(self, name) for name in names}
 
@@ -128,12 +132,13 @@ def run(
     rt = _runtime(warm_up(target, seed, tell), target, mode, engine, options)
     config = GRPOConfig(group_size=GROUP_SIZE, max_tokens=MAX_TOKENS, micro_batch_size=1024, seed=seed)
     rewards = []
+    base = {name: p.detach().clone() for name, p in ModuleSource(rt.model)} if mode == "lora" else None
     start_s = time.perf_counter()
     try:
         for metrics in grpo(rt, _batches(steps, seed), reward, config):
             rewards.append(metrics["reward"])
             on_step(metrics)
-        return _result(rt, mode, rewards, time.perf_counter() - start_s)
+        return _result(rt, mode, rewards, time.perf_counter() - start_s, base)
     except BaseException:
         rt.close()
         raise
@@ -267,7 +272,9 @@ def _batches(steps: int, seed: int) -> Iterator[list[Problem]]:
         yield [Problem(prompt=f"{a}+{b}=", answer=str(a + b)) for a, b in hand]
 
 
-def _result(rt: Runtime, mode: str, rewards: list[float], total_s: float) -> DemoResult:
+def _result(
+    rt: Runtime, mode: str, rewards: list[float], total_s: float, base: dict[str, torch.Tensor] | None
+) -> DemoResult:
     phases = rt.trace.seconds("phase")
     working_s = {name: phases.get(name, 0.0) for name in (Phase.ROLLOUT.value, Phase.TRAIN.value)}
     segments = rt.scheduler.segments
@@ -282,6 +289,7 @@ def _result(rt: Runtime, mode: str, rewards: list[float], total_s: float) -> Dem
         phase_peak_bytes={name: rt.trace.peak_bytes(Phase(name)) for name in working_s},
         peak_bytes=rt.trace.peak_bytes(),
         optimizer_bytes=sum(segments[name].size_bytes for name in (TRAINER_OPTIMIZER, TRAINER_MASTER_WEIGHTS)),
+        base_unchanged=None if base is None else all(torch.equal(base[n], p) for n, p in ModuleSource(rt.model)),
         seconds=working_s | {"switch": total_s - sum(working_s.values())},
         runtime=rt,
     )

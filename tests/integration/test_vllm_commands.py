@@ -21,6 +21,14 @@ def colo(*arguments, cwd):
     return done.stdout
 
 
+def test_the_demo_of_an_adapter_leaves_the_shared_base_as_it_was(tmp_path):
+    figures = tmp_path / "demo.json"
+    command = ["demo", "--engine", "vllm", "--mode", "lora", "--device", "cpu", "--steps", 3, "--json", figures]
+    assert "bit-identical" in colo(*command, cwd=tmp_path)
+    found = json.loads(figures.read_text())
+    assert found["base_unchanged"] is True and found["bytes_synced"] == 0
+
+
 @pytest.mark.parametrize("where", ["--same-process", "--own-process"])
 def test_the_demo_sends_nothing_and_peaks_at_the_larger_phase(where, tmp_path):
     figures = tmp_path / "demo.json"

@@ -46,6 +46,7 @@ def check_promises(result, steps):
     rt = result.runtime
     assert (result.bytes_synced, result.weights_version, len(result.rewards)) == (0, steps, steps)
     assert rt.transport.name == "shared"
+    assert result.base_unchanged is (True if result.mode == "lora" else None)
     larger_bytes = max(result.phase_peak_bytes.values())
     assert result.peak_bytes <= 1.05 * larger_bytes
     held_bytes = sum(segment.size_bytes for segment in rt.scheduler.segments.values())
