@@ -9,6 +9,7 @@ from colo.phases.phase import Phase, Residency
 
 if TYPE_CHECKING:
     from colo.assembly import launch, share
+    from colo.engines.vllm.remote import connect
     from colo.memory.estimate import plan
     from colo.runtime import Runtime
 
@@ -28,6 +29,7 @@ __all__ = [
     "StaleWeights",
     "TransferError",
     "Unsupported",
+    "connect",
     "launch",
     "plan",
     "share",
@@ -36,6 +38,7 @@ __all__ = [
 _LAZY = {
     "launch": "colo.assembly",
     "share": "colo.assembly",
+    "connect": "colo.engines.vllm.remote",
     "plan": "colo.memory.estimate",
     "Runtime": "colo.runtime",
 }

@@ -127,7 +127,7 @@ class Publisher:
         if self._engine.state is EngineState.AWAKE:
             self._engine.pause()
         self._engine.reset_prefix_cache()
-        num_bytes = 0 if self._has_base() else self._transport.transfer()
+        num_bytes = 0 if self._has_base() else self._transport.transfer(self.version)
         self._sent = None  # until it is known to have arrived
         if self._verify:
             self._transport.verify()

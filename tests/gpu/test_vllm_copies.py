@@ -9,7 +9,6 @@ from transformers import Qwen3Config
 
 import colo
 from colo.config import RuntimeConfig
-from colo.engines.base import AdapterWeights
 from colo.errors import Unsupported
 from colo.memory.probe import free_device_bytes
 from colo.memory.region import allocate_region

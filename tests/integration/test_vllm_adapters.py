@@ -93,7 +93,7 @@ def clean():
     used = []
     yield used.append
     for engine in used:
-        for name in list(engine._adapters):
+        for name in engine.adapters:
             engine.remove_adapter(name)
         engine.reset_prefix_cache()
 
@@ -161,7 +161,7 @@ def refusal(engine):
 
 
 def slot_of(engine, name):
-    return manager_of(engine).lora_index_to_id.index(engine._adapters[name])
+    return manager_of(engine).lora_index_to_id.index(engine._adapters.numbers[name])
 
 
 def buffers(engine, name):
@@ -185,17 +185,17 @@ def are_equal(left, right):
 
 def replace(engine, old, new, adapter):
     """Whether each worker has replaced it in place."""
-    answers, call = [], engine._call
+    answers, connection, call = [], engine._connection, engine._connection.call
 
     def recorded(operation, **arguments):
         answers.append((operation, call(operation, **arguments)))
         return answers[-1][1]
 
-    engine._call = recorded
+    connection.call = recorded
     try:
         engine.replace_adapter(old, new, adapter)
     finally:
-        del engine._call
+        del connection.call
     ((operation, in_place),) = answers
     assert operation == "update_adapter"
     return in_place
@@ -211,7 +211,7 @@ def drawn(completions):
 
 def assert_same(engine, left, right):
     """Equal, up to rounding in another process, where requests arrive one by one."""
-    if not engine._own_process:
+    if not engine._connection.own_process:
         assert drawn(left) == drawn(right)
     assert [c.token_ids for c in left] == [c.token_ids for c in right]
     for one, other in zip(left, right, strict=True):
@@ -242,10 +242,10 @@ def sample_from_disk(engine, prompts, folder, *, number):
 def test_a_version_written_in_place_is_bit_for_bit_the_one_loaded_afresh(engine, peft_model, prompts, mismatch, kind):
     model = peft_model(**KINDS[kind])
     engine.load_adapter("policy@1", draw(model, seed=1))
-    first, number = content(engine, "policy@1"), engine._adapters["policy@1"]
+    first, number = content(engine, "policy@1"), engine._adapters.numbers["policy@1"]
     assert refusal(engine) is None
     assert replace(engine, "policy@1", "policy@2", draw(model, seed=2)) == [True]
-    assert engine._adapters == {"policy@2": number}
+    assert engine._adapters.numbers == {"policy@2": number}
     written, completions = content(engine, "policy@2"), sample(engine, prompts, "policy@2")
     assert mismatch(model, completions) < CLOSE
     with model.disable_adapter():
@@ -363,8 +363,8 @@ def test_an_engine_in_this_process_holds_no_tensor_of_the_trainers(engine, peft_
     before = content(engine, "policy@2")
     draw(model, seed=3)
     manager = manager_of(engine)
-    manager.deactivate_adapter(engine._adapters["policy@2"])
-    manager.activate_adapter(engine._adapters["policy@2"])
+    manager.deactivate_adapter(engine._adapters.numbers["policy@2"])
+    manager.activate_adapter(engine._adapters.numbers["policy@2"])
     assert are_equal(content(engine, "policy@2"), before)
 
 
@@ -460,7 +460,7 @@ def test_an_adapter_that_lost_its_slot_is_up_to_date_wherever_it_comes_back(
     def take_both_slots():
         engine.reset_prefix_cache()
         taken = [sample_from_disk(engine, prompts, tmp_path, number=number) for number in (1, 2)]
-        assert engine._adapters["policy"] not in manager_of(engine).lora_index_to_id
+        assert engine._adapters.numbers["policy"] not in manager_of(engine).lora_index_to_id
         return taken
 
     def follows_the_trainer():
@@ -571,7 +571,7 @@ def test_versions_leave_no_memory_behind(engine, peft_model):
     for version in range(2, 22):
         assert replace(engine, f"policy@{version - 1}", f"policy@{version}", draw(model, seed=version)) == [True]
     assert tensor_bytes() == before
-    assert list(engine._adapters) == ["policy@21"]
+    assert engine.adapters == ("policy@21",)
     engine.remove_adapter("policy@21")
     held_bytes = sum(p.nbytes for name, p in model.named_parameters() if "lora_" in name)
     assert before - tensor_bytes() >= held_bytes  # of what vLLM had of it, and colo with it

@@ -110,10 +110,14 @@ def test_parameters_with_new_memory_travel_too(rt, prompts, mismatch):
 
 def test_a_transfer_that_fails_on_its_way_is_told_and_generation_refuses_until_one_succeeds(rt, prompts, mismatch):
     step(rt)
-    receive = rt.engine.receive
+    receive_all = rt.engine.receive_all
+
+    def spoilt(operations):
+        wrong = {"digest": "0" * 64}
+        return receive_all([(name, a | wrong if name == "begin" else a) for name, a in operations])
+
     with pytest.MonkeyPatch.context() as patch:
-        spoilt = {"digest": "0" * 64}
-        patch.setattr(rt.engine, "receive", lambda op, **a: receive(op, **(a | spoilt if op == "begin" else a)))
+        patch.setattr(rt.engine, "receive_all", spoilt)
         with pytest.raises(TransferError, match="other tensors"), rt.rollout():
             pass
     with pytest.raises(StaleWeights, match="other tensors"):

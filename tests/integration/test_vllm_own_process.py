@@ -244,7 +244,7 @@ def test_an_engine_that_does_not_answer_is_lost_at_the_deadline_and_is_replaced(
     (pid,) = rt.engine.pids
     os.kill(pid, signal.SIGSTOP)
     with monkeypatch.context() as short:
-        short.setattr(rt.engine, "_deadline_s", 3.0)
+        short.setattr(rt.engine._connection, "deadline_s", 3.0)
         with pytest.raises(EngineLost, match="it did not answer record within 3 s"):
             within(15, rt.engine.record_plan, base_weights(rt))
     rt.recover()

@@ -237,7 +237,7 @@ def test_wait_lets_what_has_begun_finish_first_and_the_rest_start_later(engine, 
 def test_waiting_for_requests_has_no_deadline(engine, prompts, undisturbed, monkeypatch):
     names = fly(engine.llm, prompts[:1])
     with monkeypatch.context() as short:
-        short.setattr(engine, "_deadline_s", 0.0)
+        short.setattr(engine._connection, "deadline_s", 0.0)
         engine.pause("wait")
     assert land(engine.llm, names) == [(undisturbed[0], "length")]
 

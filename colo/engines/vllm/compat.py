@@ -207,6 +207,17 @@ def after_kv_cache_wake(worker: Any) -> None:
 
 def kv_cache_storages(worker: Any) -> list[torch.UntypedStorage]:
     """The memory of the KV cache, once each, where it is ordinary memory."""
+    return _storages(worker.model_runner.kv_caches)
+
+
+def kv_cache_bytes(vllm_config: Any) -> int:
+    """Bytes of the KV cache that a worker's attention layers have been given."""
+    layers = vllm_config.compilation_config.static_forward_context.values()
+    return sum(storage.nbytes() for storage in _storages([getattr(layer, "kv_cache", None) for layer in layers]))
+
+
+def _storages(values: Any) -> list[torch.UntypedStorage]:
+    """The memory of tensors in lists and tuples, once each."""
     storages: dict[int, torch.UntypedStorage] = {}
 
     def collect(value: Any) -> None:
@@ -217,7 +228,7 @@ def kv_cache_storages(worker: Any) -> list[torch.UntypedStorage]:
             for item in value:
                 collect(item)
 
-    collect(worker.model_runner.kv_caches)
+    collect(values)
     return list(storages.values())
 
 

@@ -1,4 +1,4 @@
-"""What colo asks of `vllm.LLM`, and the keys by which its loader hears of it."""
+"""What colo asks of `vllm.LLM`, on which device, and the keys by which its loader hears of it."""
 
 from __future__ import annotations
 
@@ -17,6 +17,12 @@ STORE_KEY = "colo_store"
 
 FORMAT_KEY = "colo_load_format"
 """vLLM's load format for what is read into that memory, such as `auto` or `dummy`."""
+
+
+def device_of(device: torch.device | str | None) -> torch.device:
+    """The device that is meant: the current GPU for `cuda`, and for `None` where there is one."""
+    found = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    return torch.device("cuda", torch.cuda.current_device()) if str(found) == "cuda" else found
 
 
 def save_config(model: PretrainedConfig | PreTrainedModel, folder: str) -> None:

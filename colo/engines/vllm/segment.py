@@ -2,26 +2,39 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from colo.engines.base import SleepLevel
 from colo.errors import PhaseError
 from colo.memory.segment import Done, Move
 from colo.phases.phase import Residency, check_move
 
-if TYPE_CHECKING:
-    from colo.engines.vllm.engine import VLLMEngine
+
+class Holder(Protocol):
+    """What holds segments of an engine's memory, and moves them."""
+
+    def why_it_stays(self, name: str) -> str:
+        """Why a segment never leaves, in words that follow `it is`."""
+
+    def before_move(self, name: str, target: Residency) -> None:
+        """Make ready for a segment's move: room in the device, or nobody who uses what leaves."""
+
+    def begin_move(self, name: str, source: Residency, target: Residency) -> None:
+        """Start a move. Raises: `BudgetError` when memory is missing; nothing has changed then."""
+
+    def wait_for(self, name: str) -> int:
+        """Return, when a segment has arrived, the device bytes that it holds."""
 
 
 class WorkerSegment:
     """A segment of the engine's memory, moved by its workers."""
 
-    def __init__(self, engine: VLLMEngine, name: str) -> None:
+    def __init__(self, holder: Holder, name: str) -> None:
         self.name = name
         self.size_bytes = self.device_bytes = self.host_bytes = 0
         self.away: Residency | None = None
         self.residency = Residency.RESIDENT
-        self._engine = engine
+        self._holder = holder
 
     def reset(self, size_bytes: int, away: Residency | None) -> None:
         """Be what an engine that has just started holds."""
@@ -43,12 +56,12 @@ class WorkerSegment:
             return Done()
         if self.away is None:
             raise PhaseError(
-                f"segment {self.name} cannot become {target}: it is {self._engine.why_it_stays(self.name)}. Level "
+                f"segment {self.name} cannot become {target}: it is {self._holder.why_it_stays(self.name)}. Level "
                 f"'{SleepLevel.KEEP_WEIGHTS}' drops the KV cache only"
             )
         check_move(self.name, source, target)
-        self._engine.before_move(self.name, target)
-        self._engine.begin_move(self.name, source, target)
+        self._holder.before_move(self.name, target)
+        self._holder.begin_move(self.name, source, target)
         self.residency = target
         if target is Residency.DISCARDED:
             self.settle()
@@ -57,7 +70,7 @@ class WorkerSegment:
 
     def settle(self) -> None:
         """Wait until the workers have moved it."""
-        self.device_bytes = self._engine.wait_for(self.name)
+        self.device_bytes = self._holder.wait_for(self.name)
         self.host_bytes = max(self.host_bytes, self.size_bytes if self.residency is Residency.OFFLOADED else 0)
 
 

@@ -9,7 +9,6 @@ they may hold tensors. Errors come back as results, so that their kind and figur
 
 from __future__ import annotations
 
-import math
 import os
 import traceback
 from typing import Any
@@ -21,12 +20,13 @@ from colo.engines.vllm import adapters, compat, plugin
 from colo.engines.vllm.loader import OwnMemory, Placement, placement_of
 from colo.engines.vllm.receive import Receiver
 from colo.engines.vllm.record import record
+from colo.engines.vllm.reload import Reload, check_begun
 from colo.engines.vllm.sleep import WorkerSegments
+from colo.engines.vllm.staging import staged
 from colo.engines.vllm.store import device_id
 from colo.memory.slab import open_slab
 from colo.phases.phase import ENGINE_KV_CACHE, ENGINE_WEIGHTS, Residency
 from colo.weights.load_plan import LoadPlan
-from colo.weights.sources.checkpoint import checkpoint_views
 
 plugin.register()
 
@@ -71,6 +71,7 @@ class WorkerAgent:
         self._segments: WorkerSegments | None = None
         self._staging: tuple[dict[str, Any], torch.Tensor] | None = None
         self._receiver: Receiver | None = None
+        self._reload: Reload | None = None
         self._adapters = adapters.WorkerAdapters(worker)
         self._adapter_kept: tuple[dict[str, torch.Tensor], dict[str, float]] | None = None
 
@@ -167,34 +168,20 @@ class WorkerAgent:
 
     def begin_reload(self) -> None:
         """Begin a layerwise reload: until `finish_reload` the model cannot compute."""
-        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
-
-        with torch.no_grad():
-            compat.before_reload(self._model)
-            initialize_layerwise_reload(self._model)
+        device = torch.device(self._worker.device)
+        self._reload = Reload(self._model, self._worker.model_config, device)
 
     def reload(self, tensors: list[Any], model_type: str | None, staging: dict[str, Any] | None) -> None:
         """Load tensors: [name, tensor] within one process, else [name, dtype, shape, offset in the staging slab].
 
         Ordering: the staging slab is the caller's again when this returns.
         """
-        given = self._in_staging(tensors, staging)
-        if staging is not None:
-            # The reload keeps what it is given until a layer is complete; the staging memory is used again before.
-            given = {name: tensor.clone() for name, tensor in given.items()}
-        rename = compat.renamer(self._model)
-        with torch.no_grad():
-            self._model.load_weights((rename(name), view) for name, view in checkpoint_views(given, model_type))
+        check_begun(self._reload).load(self._in_staging(tensors, staging), model_type, keep=staging is None)
 
     def finish_reload(self) -> None:
         """Finish a layerwise reload: post-processing has run, addresses are as before."""
-        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
-
-        with torch.no_grad():
-            finalize_layerwise_reload(self._model, self._worker.model_config)
-            compat.after_reload(self._model)
-        if torch.device(self._worker.device).type == "cuda":
-            torch.cuda.synchronize()
+        reload, self._reload = check_begun(self._reload), None
+        reload.finish()
 
     def _in_staging(self, tensors: list[Any], staging: dict[str, Any] | None) -> dict[str, torch.Tensor]:
         """Tensors by name: given themselves (`staging` is `None`), or as [dtype, shape, offset] in the staging slab."""
@@ -203,21 +190,16 @@ class WorkerAgent:
         if self._staging is None or self._staging[0] != staging:
             self._staging = self._adapter_kept = None
             self._staging = (staging, open_slab(staging, torch.device(self._worker.device)))
-        memory = self._staging[1]
-        named = {}
-        for name, dtype_name, shape, offset in tensors:
-            dtype = getattr(torch, dtype_name)
-            num_bytes = math.prod(shape) * dtype.itemsize
-            named[name] = memory[offset : offset + num_bytes].view(dtype).view(tuple(shape))
-        return named
+        return staged(self._staging[1], tensors)
 
     # ---- copies out of the trainer's memory --------------------------------------------------------------------------
 
-    def receive(self, step: str, arguments: dict[str, Any]) -> Any:
-        """One step of taking in weights from another process; see `colo.engines.vllm.receive`."""
+    def receive(self, steps: list[list[Any]]) -> Any:
+        """Steps of taking in weights from another process, [name, arguments] each; see `colo.engines.vllm.receive`."""
         if self._receiver is None:
             self._receiver = Receiver(torch.device(self._worker.device), self._record)
-        return getattr(self._receiver, step)(**arguments)
+        answers = [getattr(self._receiver, name)(**arguments) for name, arguments in steps]
+        return answers[-1]
 
     # ---- adapters ----------------------------------------------------------------------------------------------------
 

@@ -16,8 +16,8 @@ class Transport(Protocol):
     def reason(self) -> str:
         """Why this transport was chosen, in a sentence for the user."""
 
-    def transfer(self) -> int:
-        """Make the trainer's weights the engine's, and return the bytes that were copied.
+    def transfer(self, version: int = 0) -> int:
+        """Make the trainer's weights, which are `version`, the engine's, and return the bytes that were copied.
 
         The engine is paused, and its weights are resident. Raises: `StaleWeights`, `TransferError`; the engine's
         weights may then be neither the old nor the new ones.

@@ -7,7 +7,7 @@ one being filled while the other is read. What the engine cannot take by recorde
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, Protocol, runtime_checkable
@@ -41,6 +41,9 @@ class Peer(Protocol):
     def receive(self, operation: str, **arguments: Any) -> list[Any]:
         """Run an operation of `Receiver` in every worker; see `colo.engines.vllm.receive`."""
 
+    def receive_all(self, operations: Sequence[tuple[str, dict[str, Any]]]) -> list[Any]:
+        """Run several in a row, and return every worker's answer to the last."""
+
 
 class IpcTransport:
     """Copies every weight to an engine in another process, and has its workers attest what they hold.
@@ -72,28 +75,35 @@ class IpcTransport:
         self._exported: Exported | None = None
         self._staging: _Staging | None = None
         self._sums: dict[str, int] = {}
+        self._layout: list[tuple[str, torch.dtype, torch.Size]] = []
+        self._manifest: Manifest | None = None
         self._why_staged = "staged through two buckets, as was asked for"
         self._bind(source.tensors())
         how = "copied by the engine out of the trainer's memory" if self._staging is None else self._why_staged
         self.reason = f"{why_not_shared}; {how}"
 
-    def transfer(self) -> int:
+    def transfer(self, version: int = 0) -> int:
         """Copy everything and return its bytes. What workers find wrong is raised here, as `TransferError`."""
         tensors = self._source.tensors()
         if self._exported is not None and not self._exported.is_current(tensors):
             self._bind(tensors)
-        manifest = _manifest(tensors)
-        self._peer.receive("begin", version=0, digest=manifest.digest)
-        checksums = None
+        manifest = self._manifest_of(tensors)
+        begin: tuple[str, dict[str, Any]] = ("begin", {"version": version, "digest": manifest.digest})
         if self._staging is not None:
+            self._peer.receive(begin[0], **begin[1])
             checksums = self._staging.send(tensors, self._peer, verify=self._verify)
+            answers = self._peer.receive("finish", checksums=checksums)
             self._sums = _fingerprints(tensors) if self._verify else {}
         else:
             _wait(self._peer.device)
-            self._peer.receive("copy", verify=self._verify)
-        for attested in self._peer.receive("finish", checksums=checksums):
-            if attested["num_tensors"] != len(manifest.specs):
-                raise TransferError(f"a worker attests {attested['num_tensors']} of {len(manifest.specs)} tensors")
+            copy = ("copy", {"verify": self._verify})
+            answers = self._peer.receive_all([begin, copy, ("finish", {"checksums": None})])
+        for attested in answers:
+            if (attested["version"], attested["num_tensors"]) != (version, len(manifest.specs)):
+                raise TransferError(
+                    f"a worker attests {attested['num_tensors']} tensors of version {attested['version']}, of "
+                    f"{len(manifest.specs)} of version {version}"
+                )
         return manifest.total_bytes
 
     def verify(self) -> None:
@@ -137,6 +147,13 @@ class IpcTransport:
         self._exported = exported
         if exported is None:
             self._staging = _Staging(tensors, self._peer, self._bucket_bytes)
+
+    def _manifest_of(self, tensors: Mapping[str, torch.Tensor]) -> Manifest:
+        """That of the last transfer while the tensors are like those: its digest takes longer than a small model."""
+        layout = [(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()]
+        if self._manifest is None or layout != self._layout:
+            self._layout, self._manifest = layout, _manifest(tensors)
+        return self._manifest
 
     def _export(self, tensors: Mapping[str, torch.Tensor]) -> Exported | None:
         """The tensors exported, or `None` with the reason kept."""

@@ -27,7 +27,7 @@ class LocalTransport:
             how = f"the engine's own loader is used, because of {name}: {cause}"
         self.reason = f"{why_not_shared}; {how}"
 
-    def transfer(self) -> int:
+    def transfer(self, version: int = 0) -> int:
         """Copy everything and return the bytes written to, or sent through, the engine."""
         tensors = self._source.tensors()
         if not self._plan.fallbacks:

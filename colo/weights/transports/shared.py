@@ -24,7 +24,7 @@ class SharedTransport:
         self.reason = f"all {len(aliases)} parameters are the engine's own memory"
         self._seen: _Seen | None = None
 
-    def transfer(self) -> int:
+    def transfer(self, version: int = 0) -> int:
         """Send nothing: 0 bytes."""
         return 0
 

@@ -82,6 +82,9 @@ class Workers:
         answers = [getattr(self.receiver, s)(**a) for s, a in self.tamper(step, arguments)]
         return answers[-1:]
 
+    def receive_all(self, operations):
+        return [self.receive(name, **arguments) for name, arguments in operations][-1]
+
 
 @pytest.fixture
 def model():

@@ -70,7 +70,7 @@ class RecordingTransport:
         self.name = name
         self.error = None
 
-    def transfer(self):
+    def transfer(self, version=0):
         self.recorder.note("transfer")
         return 0 if self.name == "shared" else 40
 

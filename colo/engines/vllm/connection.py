@@ -1,0 +1,187 @@
+"""A running vLLM, and calls into it and its workers: one life of an engine. Lost or closed, a connection stays so."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn, TypeVar
+
+import torch
+
+from colo import errors
+from colo.engines.vllm import compat, plugin
+from colo.engines.vllm.calls import Caller, NoAnswer, ProcessEnded
+from colo.engines.vllm.store import device_id
+from colo.errors import BudgetError, EngineLost, Unsupported
+from colo.memory.probe import used_device_bytes
+
+T = TypeVar("T")
+
+DEADLINE_S = 300.0
+"""How long an operation in the engine's process may take before the engine counts as lost."""
+
+
+class Connection:
+    """A `vllm.LLM`, and what its workers have said of themselves.
+
+    The engine is lost when its process ends, or does not answer within `deadline_s`: `lost` then says why, `on_loss`
+    has been told, and this call and every later one raise `EngineLost`. One in this process is never lost.
+    Ownership: owns a `vllm.LLM` that `start` has started, until `close`; one that it was given stays its owner's.
+    Not thread-safe: one caller at a time.
+    """
+
+    def __init__(
+        self,
+        llm: Any,
+        device: torch.device,
+        *,
+        own_process: bool,
+        deadline_s: float,
+        on_loss: Callable[[str], None],
+        owns_llm: bool = False,
+    ) -> None:
+        """Connect to `llm`, which runs in a process of its own or in this one.
+
+        Raises: `Unsupported` when it runs on another device than `device`, or in a process of its own without colo's
+        worker extension.
+        """
+        self.llm = llm
+        self.model_config = llm.llm_engine.vllm_config.model_config
+        self.device = device
+        self.own_process = own_process
+        self.deadline_s = deadline_s
+        self.lost: str | None = None
+        self.taken_bytes = 0
+        """What vLLM took of the device when it started, where that was seen."""
+        self._on_loss = on_loss
+        self._owns_llm = owns_llm
+        self._calls = Caller() if own_process else None
+        try:
+            self.infos = self._meet_workers()
+        except BaseException:
+            self.close()
+            raise
+
+    @classmethod
+    def start(
+        cls,
+        options: Mapping[str, Any],
+        device: torch.device,
+        *,
+        own_process: bool,
+        deadline_s: float,
+        on_loss: Callable[[str], None],
+    ) -> Connection:
+        """Start vLLM with `options`, those of `vllm.LLM`, and connect to it. Raises: also what vLLM raises."""
+        from vllm import LLM
+
+        before_bytes = used_device_bytes(device) or 0
+        with compat.in_this_process(not own_process):
+            llm = LLM(**options)
+        taken_bytes = (used_device_bytes(device) or 0) - before_bytes
+        connection = cls(llm, device, own_process=own_process, deadline_s=deadline_s, on_loss=on_loss, owns_llm=True)
+        connection.taken_bytes = taken_bytes
+        return connection
+
+    @property
+    def pids(self) -> Sequence[int]:
+        """Process of every worker."""
+        return tuple(info["pid"] for info in self.infos)
+
+    @property
+    def model_type(self) -> str | None:
+        """Of the model's configuration."""
+        found: str | None = getattr(self.model_config.hf_config, "model_type", None)
+        return found
+
+    def call(self, operation: str, **arguments: Any) -> list[Any]:
+        """Run an operation in every worker and return their answers. Raises: what the first failing one raised."""
+        answers = self.ask(operation, arguments)
+        for answer in answers:
+            if "error" in answer:
+                raise error_from(answer["error"])
+        return [answer["value"] for answer in answers]
+
+    def ask(self, operation: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
+        """Run an operation in every worker and return {"value": ...} or {"error": ...} of each."""
+        if not self.own_process:
+            from colo.engines.vllm.worker import call
+
+            # A function of this module needs no worker extension, which a caller's own engine may lack.
+            return list(self.llm.collective_rpc(call, args=(operation, arguments)))
+        try:
+            return self.in_engine(operation, lambda: list(self.llm.collective_rpc("colo", args=(operation, arguments))))
+        except Exception as error:
+            if "has no attribute 'colo'" in str(error):
+                raise Unsupported(
+                    "this vllm.LLM runs in a process of its own, where colo has no foothold: start it with "
+                    f"worker_extension_cls='{plugin.WORKER_EXTENSION}' and load_format='colo', or set "
+                    "VLLM_ENABLE_V1_MULTIPROCESSING=0 before"
+                ) from error
+            raise
+
+    def in_engine(self, operation: str, function: Callable[[], T], *, deadline: bool = True) -> T:
+        """Call into vLLM; the end of its process, or its silence, becomes `EngineLost`."""
+        self.require()
+        if self._calls is None:
+            return function()
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        try:
+            return self._calls.call(function, deadline_s=self.deadline_s if deadline else None)
+        except (ProcessEnded, EngineDeadError) as error:
+            self._lose(f"its process ended during {operation}", error)
+        except NoAnswer as error:
+            self._lose(f"it did not answer {operation} within {self.deadline_s:.0f} s", error)
+        except Exception as error:
+            if self._calls.has_ended():  # a dying engine may still answer, with whatever it died of
+                self._lose(f"its process ended during {operation}", error)
+            raise
+
+    def require(self) -> None:
+        """Raise `EngineLost` when it is."""
+        if self.lost is not None:
+            raise EngineLost(f"the engine is lost: {self.lost}. Call recover()")
+
+    def close(self) -> None:
+        """Let go of the `vllm.LLM`, and shut it down where it is ours. Idempotent."""
+        llm, self.llm = self.llm, None
+        if self._calls is not None:
+            self._calls.close()
+            self._calls = None
+        if llm is not None and self._owns_llm:
+            llm.llm_engine.engine_core.shutdown()
+            del llm
+            gc.collect()
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
+
+    def _meet_workers(self) -> list[dict[str, Any]]:
+        infos = self.call("describe", same_process=not self.own_process)
+        if self._calls is not None:
+            self._calls.watch([info["pid"] for info in infos])
+        found, wanted = infos[0]["device"], device_id(self.device)
+        if found != wanted:
+            raise Unsupported(
+                f"vLLM runs on {found} and the trainer on {wanted}: set CUDA_VISIBLE_DEVICES so that both see the same "
+                "GPU first"
+            )
+        return infos
+
+    def _lose(self, cause: str, error: BaseException) -> NoReturn:
+        self.lost = cause
+        self._on_loss(cause)
+        raise EngineLost(
+            f"the engine is lost: {cause}. The trainer's weights are intact; call recover() to start it again"
+        ) from error
+
+
+def error_from(error: Mapping[str, Any]) -> Exception:
+    """The error that a worker described."""
+    kind: Callable[..., Exception] = getattr(errors, error["kind"], ValueError)
+    if kind is BudgetError:
+        return BudgetError(error["message"], needed_bytes=error["needed_bytes"], free_bytes=error["free_bytes"])
+    raised = kind(error["message"])
+    if "traceback" in error:
+        raised.add_note("in the worker:\n" + error["traceback"])
+    return raised

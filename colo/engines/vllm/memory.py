@@ -1,0 +1,103 @@
+"""The memory of an engine in segments: what of it can leave the device, and why the rest stays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from colo.engines.base import SleepLevel
+from colo.engines.common import WEIGHTS_AT, is_deeper
+from colo.engines.vllm.connection import Connection, error_from
+from colo.engines.vllm.segment import WorkerSegment
+from colo.engines.vllm.weights import WorkerWeights
+from colo.errors import PhaseError
+from colo.memory.probe import free_device_bytes
+from colo.phases.phase import ENGINE_KV_CACHE, ENGINE_WEIGHTS, Residency
+
+
+class WorkerMemory:
+    """`engine.weights` and `engine.kv_cache`, held and moved by the workers.
+
+    A scheduler holds on to segments, so those of an engine that is started again are the same objects.
+    """
+
+    def __init__(self, before_leaving: Callable[[str, Residency], None]) -> None:
+        """`before_leaving(name, target)` sees to it that nobody uses a segment any more."""
+        self.weights, self.kv_cache = WorkerSegment(self, ENGINE_WEIGHTS), WorkerSegment(self, ENGINE_KV_CACHE)
+        self.segments = (self.weights, self.kv_cache)
+        self._shared = self._weights_outlive = False
+        self._before_leaving = before_leaving
+
+    def hold(self, connection: Connection, weights: WorkerWeights) -> None:
+        """Be what an engine that has just started holds. Host memory for weights that can leave is pinned meanwhile."""
+        info = connection.infos[0]
+        weights_away = Residency.OFFLOADED if info["weights_can_leave"] and not self._shared else None
+        if weights_away is not None:
+            connection.call("prepare")
+        self.weights.reset(info["weights_bytes"], weights_away)
+        self.kv_cache.reset(info["kv_cache_bytes"], Residency.DISCARDED if info["kv_cache_bytes"] else None)
+        self._connection, self._weights = connection, weights
+        self._weights_outlive = weights.outlive_the_engine
+
+    def lose(self) -> None:
+        """Know that the process is gone that held it."""
+        for segment in self.segments:
+            if segment is self.kv_cache or not self._weights_outlive:
+                segment.vanish()
+
+    def release(self) -> None:
+        """Bring everything back, and have the workers forget that it ever left: the engine is about to end."""
+        self._connection.call("release")
+        for segment in self.segments:
+            segment.residency, segment.device_bytes = Residency.RESIDENT, segment.size_bytes
+
+    def share_weights(self) -> None:
+        """Keep the weights where they are from now on, in all lives of the engine."""
+        self._shared = True
+        self.weights.away = None
+
+    def leaving(self, level: SleepLevel) -> list[tuple[WorkerSegment, Residency]]:
+        """What has to leave for a sleep as deep as `level`, and where to. `PhaseError` when some of it stays."""
+        targets = ((self.weights, WEIGHTS_AT[level]), (self.kv_cache, Residency.DISCARDED))
+        leaving = [(segment, target) for segment, target in targets if is_deeper(target, segment.residency)]
+        stuck = next((segment for segment, _ in leaving if segment.away is None), None)
+        if stuck is not None:
+            raise PhaseError(f"level {level} would move {stuck.name}, which is {self.why_it_stays(stuck.name)}")
+        return leaving
+
+    def settle(self) -> None:
+        """Wait until everything that is on its way back has arrived."""
+        for segment in self.segments:
+            if segment.device_bytes != segment.size_bytes:
+                segment.settle()
+
+    # ---- what segments ask -------------------------------------------------------------------------------------------
+
+    def why_it_stays(self, name: str) -> str:
+        """Why a segment never leaves, in words that follow `it is`."""
+        if name == ENGINE_KV_CACHE:
+            return "not in vLLM's sleep pool (start vLLM with enable_sleep_mode=True to let it go)"
+        return "the trainer's memory too" if self._shared else self._weights.why_they_stay
+
+    def before_move(self, name: str, target: Residency) -> None:
+        """Make ready for a segment's move: room in the device, or nobody who uses what leaves."""
+        if target is not Residency.RESIDENT:
+            self._before_leaving(name, target)
+            return
+        device, segment = self._connection.device, self.weights if name == ENGINE_WEIGHTS else self.kv_cache
+        if device.type == "cuda" and free_device_bytes(device) < segment.size_bytes:
+            torch.cuda.empty_cache()  # what torch keeps in this process, and the engine's will need
+
+    def begin_move(self, name: str, source: Residency, target: Residency) -> None:
+        """Start a move in every worker; where one refuses, the others go back."""
+        answers = self._connection.ask("begin", {"segment": name, "target": str(target)})
+        failed = [answer["error"] for answer in answers if "error" in answer]
+        if failed:
+            if len(failed) < len(answers):
+                self._connection.ask("begin", {"segment": name, "target": str(source)})
+            raise error_from(failed[0])
+
+    def wait_for(self, name: str) -> int:
+        """Return, when every worker has moved a segment, the device bytes that it holds."""
+        return int(self._connection.call("wait", segment=name)[0])

@@ -1,0 +1,100 @@
+"""LoRA adapters by name, on the trainer's side; `colo.engines.vllm.adapters` is the workers'."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+from colo.engines.base import AdapterWeights
+from colo.engines.vllm.connection import Connection
+from colo.engines.vllm.staging import Staging
+from colo.errors import EngineLost, Unsupported
+
+_FIRST = 1 << 20
+"""Adapters are numbered from here, out of the way of those that a user loads by hand."""
+
+_PREFIX = "base_model.model."
+"""What PEFT puts before the names of modules, and vLLM takes off."""
+
+
+class NamedAdapters:
+    """The adapters that the workers of one connection hold. They know them by number only.
+
+    Ownership: `connection` and `staging` are the engine's.
+    """
+
+    def __init__(self, connection: Connection, staging: Staging) -> None:
+        self.numbers: dict[str, int] = {}
+        self._connection = connection
+        self._staging = staging
+        self._last = _FIRST
+        self._sent: tuple[list[list[Any]], dict[str, float]] = ([], {})
+
+    @property
+    def refusal(self) -> str | None:
+        """Why the adapter that was loaded last is loaded anew for each version; `None` where it is written in place."""
+        refusals: list[str | None] = self._connection.call("adapter_refusal")
+        return next(filter(None, refusals), None)
+
+    def load(self, name: str, adapter: AdapterWeights) -> None:
+        """Send a new adapter; see `Engine.load_adapter`. Raises: `Unsupported` also when the engine is full."""
+        if name in self.numbers:
+            raise ValueError(f"adapter {name} is loaded already: remove it first, or give each version its own name")
+        capacity = self._connection.infos[0]["max_adapters"]
+        if capacity and len(self.numbers) >= capacity:
+            raise Unsupported(
+                f"the engine holds {len(self.numbers)} adapters and takes no more: remove one, or start it with a "
+                "larger max_loras"
+            )
+        self._last += 1
+        self._send("add_adapter", self._last, adapter)
+        self.numbers[name] = self._last
+
+    def replace(self, old: str, new: str, adapter: AdapterWeights) -> None:
+        """Send `adapter` in the place of `old`, whose number it takes over; see `Engine.replace_adapter`."""
+        number = self._number(old)
+        if new != old and new in self.numbers:
+            raise ValueError(f"adapter {new} is loaded already: give each version its own name")
+        del self.numbers[old]
+        try:
+            self._send("update_adapter", number, adapter)
+        except Exception:
+            with suppress(EngineLost):
+                self._connection.call("remove_adapter", number=number)
+            raise
+        self.numbers[new] = number
+
+    def remove(self, name: str) -> None:
+        """Forget an adapter. `ValueError` when there is none of that name."""
+        self._connection.call("remove_adapter", number=self._number(name))
+        del self.numbers[name]
+
+    def request(self, name: str) -> Any:
+        """vLLM's `LoRARequest` for one of them. `ValueError` when there is none of that name."""
+        from vllm.lora.request import LoRARequest
+
+        # The path is never opened, since the workers know the number; vLLM asks for one.
+        return LoRARequest(lora_name=name, lora_int_id=self._number(name), lora_path="in-memory")
+
+    def _number(self, name: str) -> int:
+        if name not in self.numbers:
+            raise ValueError(f"there is no adapter {name}; loaded are {sorted(self.numbers) or 'none'}")
+        return self.numbers[name]
+
+    def _send(self, operation: str, number: int, adapter: AdapterWeights) -> None:
+        call = self._connection.call
+        tensors = [(f"{_PREFIX}{module}.lora_A.weight", tensor) for module, tensor in adapter.a.items()]
+        tensors += [(f"{_PREFIX}{module}.lora_B.weight", tensor) for module, tensor in adapter.b.items()]
+        scalings = {_PREFIX + module: float(scaling) for module, scaling in adapter.scalings.items()}
+        if not self._connection.own_process:
+            given = [list(pair) for pair in tensors]
+            call(operation, number=number, tensors=given, scalings=scalings, staging=None)
+            return
+        described, staging = self._staging.put(tensors, to_pid=self._connection.pids[0])
+        places, scalings_before = self._sent
+        if operation == "update_adapter" and places is described and scalings_before == scalings:
+            # The workers have kept where it all lies, and a large adapter has thousands of places.
+            call(operation, number=number, tensors=None, scalings=None, staging=staging)
+            return
+        call(operation, number=number, tensors=described, scalings=scalings, staging=staging)
+        self._sent = (described, scalings)

@@ -1,0 +1,84 @@
+"""Requests to a vLLM: generated, held back by a pause, and what was computed for them forgotten."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from colo.engines.base import Completion
+from colo.engines.common import check_prompts
+from colo.engines.vllm.connection import Connection
+from colo.engines.vllm.named_adapters import NamedAdapters
+from colo.engines.vllm.sampling import completions, sampling_params
+from colo.errors import PhaseError, TransferError, Unsupported
+
+PauseMode = Literal["abort", "wait", "keep"]
+
+
+class Requests:
+    """Requests to one connection's vLLM, ours and those that a user has added to `llm.llm_engine`."""
+
+    def __init__(self, connection: Connection, adapters: NamedAdapters) -> None:
+        self.paused = False
+        self._connection = connection
+        self._adapters = adapters
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], params: Any, *, version: int, adapter: str | None
+    ) -> list[Completion]:
+        """Sample from weights of `version`; see `Engine.generate`. `PhaseError` while other requests are in flight."""
+        llm, model_config = self._connection.llm, self._connection.model_config
+        if llm.llm_engine.has_unfinished_requests():
+            raise PhaseError(
+                "requests that you have added to llm.llm_engine are in flight or not collected, and their outputs "
+                "would be mixed with these: step until none is left, or abort them"
+            )
+        params = sampling_params(params, {})
+        token_ids = [tuple(map(operator.index, prompt)) for prompt in prompts]
+        check_prompts(token_ids, int(model_config.get_vocab_size()), int(model_config.max_model_len))
+        request = self._adapters.request(adapter) if adapter is not None else None
+        inputs = [{"prompt_token_ids": list(ids)} for ids in token_ids]
+        outputs = self._connection.in_engine(
+            "generate",
+            lambda: llm.generate(inputs, params, use_tqdm=False, lora_request=request),
+            deadline=False,
+        )
+        return completions(outputs, version, adapter)
+
+    def pause(self, mode: PauseMode = "abort") -> None:
+        """Hold requests back; see `VLLMEngine.pause`. Idempotent, but for a mode that is not possible."""
+        connection = self._connection
+        if mode == "wait" and not connection.own_process:
+            raise Unsupported(
+                "the engine runs in this process, where requests in flight go on only while you step, so it cannot "
+                "wait for them: step until they have finished, or pause with mode 'keep' or 'abort'"
+            )
+        if self.paused:
+            return
+        llm = connection.llm
+        connection.in_engine("pause", lambda: llm.sleep(level=0, mode=mode), deadline=mode != "wait")
+        self.paused = True
+        if mode == "abort" and not connection.own_process:
+            # vLLM (0.26, 0.30) ends them in its scheduler only here, and whoever steps would wait for them forever.
+            core = llm.llm_engine
+            core.abort_request(list(core.output_processor.request_states), internal=True)
+
+    def resume(self) -> None:
+        """Let requests go on. Idempotent."""
+        if self.paused:
+            llm = self._connection.llm
+            self._connection.in_engine("resume", lambda: llm.wake_up(tags=["scheduling"]))
+            self.paused = False
+
+    def reset_prefix_cache(self) -> None:
+        """Forget what earlier requests have computed, first without disturbing those in flight.
+
+        Raises: `TransferError` when vLLM does not let go of it.
+        """
+        llm, in_engine = self._connection.llm, self._connection.in_engine
+        if not (
+            in_engine("reset_prefix_cache", llm.reset_prefix_cache)
+            or in_engine("reset_prefix_cache", lambda: llm.reset_prefix_cache(reset_running_requests=True))
+        ):
+            raise TransferError("vLLM did not reset its prefix cache: requests still hold blocks of it")

@@ -1,0 +1,63 @@
+"""Ours in vLLM's types, and back: sampling parameters on the way in, completions on the way out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from colo.engines.base import Completion, SamplingParams
+
+
+def sampling_params(params: Any, sampling: Mapping[str, Any]) -> Any:
+    """vLLM's `SamplingParams` from options by name, from colo's or from vLLM's own, which are left as they are.
+
+    Raises: `TypeError` for both parameters and options.
+    """
+    from vllm import SamplingParams as VLLMSamplingParams
+
+    if params is not None and sampling:
+        raise TypeError(f"give {sorted(sampling)} within the sampling parameters, or all options by name")
+    if isinstance(params, SamplingParams):
+        given = {field: getattr(params, field) for field in params.__dataclass_fields__}
+        sampling = given | {"stop_token_ids": list(params.stop_token_ids)}
+        params = None
+    params = VLLMSamplingParams(**sampling) if params is None else params.clone()
+    if params.logprobs is None:
+        params.logprobs = 0  # that of the sampled token
+    return params
+
+
+def sampling_temperature(params: Any, logprobs_mode: str) -> float | None:
+    """The temperature that `logprobs` have in them; `None` where filters or penalties change them too."""
+    if logprobs_mode != "processed_logprobs":
+        return 1.0
+    plain = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+    plain |= {"presence_penalty": 0.0, "frequency_penalty": 0.0}
+    if any(getattr(params, name) not in (value, -1) for name, value in plain.items()):
+        return None
+    return params.temperature or 1.0
+
+
+def completions(outputs: Sequence[Any], version: int, adapter: str | None) -> list[Completion]:
+    """Every sample of vLLM's `RequestOutput`s, in prompt order, then sample order."""
+    return [
+        _completion(prompt_index, output, sample, version, adapter)
+        for prompt_index, output in enumerate(outputs)
+        for sample in sorted(output.outputs, key=lambda sample: sample.index)
+    ]
+
+
+def _completion(prompt_index: int, output: Any, sample: Any, version: int, adapter: str | None) -> Completion:
+    token_ids = tuple(sample.token_ids)
+    return Completion(
+        prompt_index=prompt_index,
+        sample_index=sample.index,
+        prompt_token_ids=tuple(output.prompt_token_ids),
+        token_ids=token_ids,
+        logprobs=tuple(row[token].logprob for token, row in zip(token_ids, sample.logprobs or (), strict=True)),
+        finish_reason=sample.finish_reason or "abort",
+        weights_version=version,
+        adapter=adapter,
+        text=sample.text or None,
+        output=sample,
+    )

