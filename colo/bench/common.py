@@ -8,8 +8,7 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -102,21 +101,6 @@ def clear(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
-
-
-@contextmanager
-def insecure_serialization() -> Iterator[None]:
-    """Others' transfers pickle their handles, which both sides have to accept for as long as vLLM's engine lives."""
-    name = "VLLM_ALLOW_INSECURE_SERIALIZATION"
-    before = os.environ.get(name)
-    os.environ[name] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
 
 
 def gigabytes_per_s(num_bytes: int, seconds: float) -> float:

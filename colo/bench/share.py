@@ -18,7 +18,7 @@ import psutil
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from colo.bench.common import Result, clear, insecure_serialization, median_s, result
+from colo.bench.common import Result, clear, median_s, result
 from colo.bench.sync import vllm_ipc
 from colo.bench.workload import (
     SIZES,
@@ -28,6 +28,7 @@ from colo.bench.workload import (
     device_copy_bytes_per_s,
     engine,
     grpo_step,
+    insecure_serialization,
     ipc_options,
     launched,
     seconds,

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from colo.bench.common import Result, clear, insecure_serialization, median_s, result
+from colo.bench.common import Result, clear, median_s, result
 from colo.bench.workload import (
     SIZES,
     Row,
@@ -27,6 +27,7 @@ from colo.bench.workload import (
     Tell,
     device_copy_bytes_per_s,
     engine,
+    insecure_serialization,
     ipc_options,
     shape,
     shut_down,

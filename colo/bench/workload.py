@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -172,6 +172,11 @@ def stock(folder: str, device: torch.device, size: Size, *, own_process: bool = 
             **loading,
             **options,
         )
+
+
+def insecure_serialization() -> AbstractContextManager[None]:
+    """Others' transfers pickle their handles, which both sides have to accept for as long as vLLM's engine lives."""
+    return compat.variable("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
 
 
 def shut_down(llm: Any) -> None:

@@ -5,8 +5,9 @@ import signal
 
 import pytest
 import torch
+from tiny_vllm import CUDA, MARKS, PROMPTS, config, difference, train_step
 from torch.optim import AdamW
-from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers import AutoModelForCausalLM
 
 import colo
 from colo.config import RuntimeConfig
@@ -15,35 +16,9 @@ from colo.errors import BudgetError, EngineLost, PhaseError, StaleWeights
 from colo.memory.probe import free_device_bytes
 from colo.units import GIB, MIB
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of vLLM's own imports
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-    pytest.mark.filterwarnings("ignore::ResourceWarning"),  # of its sockets
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning"),
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-]
-CUDA = torch.device("cuda", 0)
-PROMPTS = [[(7 * i + j * j) % 900 + 1 for j in range(24)] for i in range(8)]
+pytestmark = MARKS
 KV_CACHE_BYTES = 4 * GIB
 OPTIONS = {"max_model_len": 256, "disable_log_stats": True}
-
-
-def config(**changes):
-    sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4, "vocab_size": 1000}
-    return Qwen3Config(
-        **(sizes | changes),
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=64,
-        max_position_embeddings=512,
-        tie_word_embeddings=True,
-        eos_token_id=None,
-        bos_token_id=None,
-        architectures=["Qwen3ForCausalLM"],
-        dtype="bfloat16",
-    )
 
 
 def engine_of(model, **options):
@@ -65,27 +40,9 @@ def launch(**options):
     )
 
 
-def train_step(rt, step):
-    ids = torch.randint(1, 1000, (4, 64), generator=torch.Generator().manual_seed(step)).to(CUDA)
-    with rt.train():
-        rt.model(input_ids=ids, labels=ids).loss.backward()
-        rt.optimizer.step()
-        rt.optimizer.zero_grad()
-
-
 def greedy(engine, **options):
     engine.reset_prefix_cache()
     return engine.generate(PROMPTS, engine.sampling_params(max_tokens=16, temperature=0, **options))
-
-
-def difference(model, completions):
-    """Mean |log p(engine) - log p(model)| of greedy completions."""
-    ids = torch.tensor([c.prompt_token_ids + c.token_ids for c in completions], device=CUDA)
-    start = len(PROMPTS[0])
-    with torch.no_grad():
-        logprobs = model(input_ids=ids).logits[:, start - 1 : -1].float().log_softmax(-1)
-    mine = logprobs.gather(-1, ids[:, start:, None])[..., 0].cpu()
-    return float((mine - torch.tensor([c.logprobs for c in completions])).abs().mean())
 
 
 @pytest.fixture(scope="class", params=["its own process, CUDA graphs and torch.compile", "this process"])

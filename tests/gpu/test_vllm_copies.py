@@ -3,9 +3,9 @@
 import pytest
 import torch
 from peft import LoraConfig
+from tiny_vllm import CUDA, MARKS, PROMPTS, config, difference, train_step
 from torch import nn
 from torch.optim import AdamW
-from transformers import Qwen3Config
 
 import colo
 from colo.config import RuntimeConfig
@@ -17,36 +17,8 @@ from colo.weights.sources.module import ModuleSource
 from colo.weights.transports.export import Exported
 from colo.weights.transports.ipc import IpcTransport
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of vLLM's own imports
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-    pytest.mark.filterwarnings("ignore::ResourceWarning"),  # of its sockets
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning"),
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-]
-CUDA = torch.device("cuda", 0)
-PROMPTS = [[(7 * i + j * j) % 900 + 1 for j in range(24)] for i in range(8)]
+pytestmark = MARKS
 OPTIONS = {"max_model_len": 256, "disable_log_stats": True, "enforce_eager": True, "share_memory": False}
-
-
-def config():
-    return Qwen3Config(
-        hidden_size=512,
-        intermediate_size=1024,
-        num_hidden_layers=4,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=64,
-        vocab_size=1000,
-        max_position_embeddings=512,
-        tie_word_embeddings=True,
-        eos_token_id=None,
-        bos_token_id=None,
-        architectures=["Qwen3ForCausalLM"],
-        dtype="bfloat16",
-    )
 
 
 @pytest.fixture(scope="module")
@@ -63,24 +35,6 @@ def rt():
     )
     yield made
     made.close()
-
-
-def train_step(rt, step):
-    ids = torch.randint(1, 1000, (4, 64), generator=torch.Generator().manual_seed(step)).to(CUDA)
-    with rt.train():
-        rt.model(input_ids=ids, labels=ids).loss.backward()
-        rt.optimizer.step()
-        rt.optimizer.zero_grad()
-
-
-def difference(model, completions):
-    """Mean |log p(engine) - log p(model)| of greedy completions."""
-    ids = torch.tensor([c.prompt_token_ids + c.token_ids for c in completions], device=CUDA)
-    start = len(PROMPTS[0])
-    with torch.no_grad():
-        logprobs = model(input_ids=ids).logits[:, start - 1 : -1].float().log_softmax(-1)
-    mine = logprobs.gather(-1, ids[:, start:, None])[..., 0].cpu()
-    return float((mine - torch.tensor([c.logprobs for c in completions])).abs().mean())
 
 
 def test_the_engine_copies_out_of_the_trainers_memory_and_follows_it(rt):

@@ -58,7 +58,10 @@ def llm(request, checkpoint, llm_options):
         vllm.envs.disable_envs_cache()
         made = vllm.LLM(checkpoint, **(llm_options | sizes), load_format="colo", worker_extension_cls=WORKER_EXTENSION)
     yield made
-    made.llm_engine.engine_core.shutdown()
+    core = made.llm_engine.engine_core
+    core.shutdown()
+    if hasattr(core, "ctx"):
+        core.ctx.term()  # nobody holds on to it, and its end is not to be noticed in some later test
 
 
 @pytest.fixture

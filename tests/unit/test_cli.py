@@ -38,6 +38,7 @@ DEMO_KEYS = {
     "phase_peak_bytes",
     "peak_bytes",
     "optimizer_bytes",
+    "base_unchanged",
     "seconds",
 }
 

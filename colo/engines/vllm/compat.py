@@ -240,10 +240,16 @@ def in_this_process(wanted: bool) -> Iterator[None]:
     """Let an engine that is built meanwhile run in this process, or in its own, by vLLM's documented variable."""
     from vllm import envs
 
-    name = "VLLM_ENABLE_V1_MULTIPROCESSING"
+    with variable("VLLM_ENABLE_V1_MULTIPROCESSING", "0" if wanted else "1"):
+        envs.disable_envs_cache()  # an engine in this process, also an ended one, has vLLM keep what it read
+        yield
+
+
+@contextmanager
+def variable(name: str, value: str) -> Iterator[None]:
+    """Give an environment variable a value meanwhile."""
     before = os.environ.get(name)
-    os.environ[name] = "0" if wanted else "1"
-    envs.disable_envs_cache()  # an engine in this process, also an ended one, has vLLM keep what it read
+    os.environ[name] = value
     try:
         yield
     finally:

@@ -1,0 +1,55 @@
+"""What tests of vLLM on CUDA share: a small model, a training step, and how far vLLM and transformers are apart."""
+
+import pytest
+import torch
+from transformers import Qwen3Config
+
+MARKS = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of vLLM's own imports
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),  # of its sockets
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+
+CUDA = torch.device("cuda", 0)
+PROMPTS = [[(7 * i + j * j) % 900 + 1 for j in range(24)] for i in range(8)]
+
+
+def config():
+    """A small Qwen3."""
+    return Qwen3Config(
+        hidden_size=512,
+        intermediate_size=1024,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=64,
+        vocab_size=1000,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        eos_token_id=None,
+        bos_token_id=None,
+        architectures=["Qwen3ForCausalLM"],
+        dtype="bfloat16",
+    )
+
+
+def train_step(rt, step):
+    ids = torch.randint(1, 1000, (4, 64), generator=torch.Generator().manual_seed(step)).to(CUDA)
+    with rt.train():
+        rt.model(input_ids=ids, labels=ids).loss.backward()
+        rt.optimizer.step()
+        rt.optimizer.zero_grad()
+
+
+def difference(model, completions):
+    """Mean |log p(engine) - log p(model)| of greedy completions."""
+    ids = torch.tensor([c.prompt_token_ids + c.token_ids for c in completions], device=CUDA)
+    start = len(PROMPTS[0])
+    with torch.no_grad():
+        logprobs = model(input_ids=ids).logits[:, start - 1 : -1].float().log_softmax(-1)
+    mine = logprobs.gather(-1, ids[:, start:, None])[..., 0].cpu()
+    return float((mine - torch.tensor([c.logprobs for c in completions])).abs().mean())
