@@ -74,27 +74,26 @@ class VLLMEngine:
         compat.warn_if_untested()
         plugin.register()
         self._begin_life(device_of(device), mover)
-        self._store: WeightStore | None = WeightStore(self.device) if share_memory else None
-        if self._store is not None:
-            self._owned.callback(self._store.close)
-        if isinstance(model, (PretrainedConfig, PreTrainedModel)):
-            folder = self._owned.enter_context(TemporaryDirectory(prefix="colo-"))
-            save_config(model, folder)
-            options.setdefault("load_format", "dummy")
-            model = folder
-        options = llm_options(
-            os.fspath(model),
-            self._store.address if self._store is not None else None,
-            kv_cache_bytes=kv_cache_bytes,
-            device=self.device,
-            dtype=dtype or (torch.bfloat16 if self.device.type == "cuda" else torch.float32),
-            max_lora_rank=max_lora_rank,
-            options=options,
-        )
-        self._start: Callable[[], Connection] | None = partial(
-            Connection.start, options, self.device, own_process=own_process, deadline_s=deadline_s, on_loss=self._lose
-        )
         try:
+            self._store: WeightStore | None = WeightStore(self.device) if share_memory else None
+            if self._store is not None:
+                self._owned.callback(self._store.close)
+            if isinstance(model, (PretrainedConfig, PreTrainedModel)):
+                folder = self._owned.enter_context(TemporaryDirectory(prefix="colo-"))
+                save_config(model, folder)
+                options.setdefault("load_format", "dummy")
+                model = folder
+            options = llm_options(
+                os.fspath(model),
+                self._store.address if self._store is not None else None,
+                kv_cache_bytes=kv_cache_bytes,
+                device=self.device,
+                dtype=dtype or (torch.bfloat16 if self.device.type == "cuda" else torch.float32),
+                max_lora_rank=max_lora_rank,
+                options=options,
+            )
+            start = partial(Connection.start, options, self.device, own_process=own_process, deadline_s=deadline_s)
+            self._start: Callable[[], Connection] | None = partial(start, on_loss=self._lose)
             self._connect(self._start())
         except BaseException:
             self._owned.close()
@@ -315,6 +314,7 @@ class VLLMEngine:
 
     def remove_adapter(self, name: str) -> None:
         """Forget an adapter. `ValueError` when there is none of that name."""
+        self._require_open("remove an adapter")
         self._adapters.remove(name)
 
     def recover(self) -> None:

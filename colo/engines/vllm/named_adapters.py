@@ -96,5 +96,6 @@ class NamedAdapters:
             # The workers have kept where it all lies, and a large adapter has thousands of places.
             call(operation, number=number, tensors=None, scalings=None, staging=staging)
             return
+        self._sent = ([], {})  # a worker that fails may have kept either
         call(operation, number=number, tensors=described, scalings=scalings, staging=staging)
         self._sent = (described, scalings)
