@@ -41,6 +41,9 @@ LORA_LEARNING_RATE = 1e-5
 DEFAULT_SEQUENCES, DEFAULT_LENGTH = 64, 4096
 """The KV cache holds so many sequences of so many tokens unless told otherwise."""
 
+_PACKED = ("Params4bit", "Int8Params")
+"""Parameters of bitsandbytes."""
+
 _UNPLANNED_FRACTION = 0.03
 """Share of a GPU left to workspaces and fragmentation when no limit is given."""
 
@@ -270,6 +273,7 @@ def choose_transport(engine: Engine, model: nn.Module, config: RuntimeConfig) ->
     """Share memory where every parameter can be the engine's own, and copy, with the reason, where not."""
     source = ModuleSource(model)
     tensors = source.tensors()
+    _check_plain(tensors)
     plan = engine.record_plan(tensors)
     why_not = _why_not_shared(plan, tensors, config)
     if why_not is None:
@@ -299,6 +303,16 @@ def _assemble(
         if isinstance(transport, SharedTransport):
             transport.move_out(engine.device)
         raise
+
+
+def _check_plain(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raise `Unsupported` for weights that are packed, which no engine's loader takes as they are."""
+    packed = [name for name, tensor in tensors.items() if type(tensor).__name__ in _PACKED]
+    if packed:
+        raise Unsupported(
+            f"{len(packed)} weights are quantized by bitsandbytes, {packed[0]} for one, and cannot be shared with an "
+            "engine or sent to it: load the model in 16 bits, which an adapter (lora=...) leaves as it is"
+        )
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:

@@ -107,6 +107,12 @@ def test_steps_raise_the_version_of_completions_and_copy_nothing(rt, prompts, mi
     assert rt.bytes_synced == 0
 
 
+def test_vllm_names_the_version_that_it_was_given(rt, prompts):
+    with rt.rollout():
+        (completion, *_) = rt.generate(prompts, **GREEDY)
+    assert rt.engine.llm.get_weight_version() == str(completion.weights_version) == str(rt.weights_version)
+
+
 def test_the_report_tells_how_far_engine_and_trainer_are_apart(rt, prompts):
     rt.generate(prompts, max_tokens=8, temperature=0.7)
     train_step(rt)

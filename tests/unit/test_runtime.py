@@ -661,6 +661,19 @@ def test_an_optimizer_of_something_else_is_refused_before_anything_moves():
     assert next(model.parameters()).data_ptr() == address
 
 
+def test_weights_that_are_packed_are_refused_before_anything_moves():
+    class Params4bit(torch.nn.Parameter):
+        """Stands in for that of bitsandbytes, which runs on a GPU."""
+
+    model = AutoModelForCausalLM.from_config(qwen3())
+    address = next(model.parameters()).data_ptr()
+    layer = model.model.layers[0].mlp.down_proj
+    layer.weight = Params4bit(layer.weight.data, requires_grad=False)
+    with pytest.raises(colo.Unsupported, match=r"1 weights are quantized by bitsandbytes, .*down_proj.* 16 bits"):
+        colo.share(make_engine(), model, adamw(p for p in model.parameters() if p.requires_grad))
+    assert next(model.parameters()).data_ptr() == address
+
+
 def test_weights_loaded_within_a_rollout_are_published_before_the_next_sample(rt):
     state = {name: torch.randn_like(t) for name, t in rt.model.state_dict().items()}
     with rt.rollout():

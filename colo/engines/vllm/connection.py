@@ -138,6 +138,12 @@ class Connection:
                 self._lose(f"its process ended during {operation}", error)
             raise
 
+    def tell_version(self, version: int) -> None:
+        """Have vLLM name the version of its weights to whoever asks it, where it can (from 0.30)."""
+        tell = getattr(self.llm, "update_weight_version", None)
+        if tell is not None:
+            self.in_engine("update_weight_version", lambda: tell(str(version)))
+
     def require(self) -> None:
         """Raise `EngineLost` when it is."""
         if self.lost is not None:

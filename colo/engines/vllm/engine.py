@@ -282,6 +282,7 @@ class VLLMEngine:
     def commit(self, version: int) -> None:
         """Declare that the engine now holds `version`; lifts a poisoning. `PhaseError` unless they are resident."""
         self._require_weights(f"hold version {version}")
+        self._connection.tell_version(version)
         self._version = version
 
     def poison(self, cause: str) -> None:
