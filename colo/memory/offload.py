@@ -7,7 +7,7 @@ what the scheduler moves. Which tensors live in the regions is its maker's busin
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -78,6 +78,7 @@ class Mover:
         self._streams: dict[str, torch.cuda.Stream] = {}
         if device.type == "cuda":
             self._streams = {lane: torch.cuda.Stream(device, priority=-1) for lane in ("d2h", "h2d")}
+            self._since_tick = dict.fromkeys(self._streams, 0)
             self._ticks = {lane: torch.zeros((), dtype=torch.int32, device=device) for lane in self._streams}
 
     def copy_out(self, source: torch.Tensor, target: torch.Tensor) -> Transfer:
@@ -85,7 +86,7 @@ class Mover:
 
         Ordering: kernels queued on the current stream finish before the copy reads.
         """
-        return self._copy("d2h", source, target, after_queued=True)
+        return self._copy("d2h", [(source, target)], after_queued=True)
 
     def copy_in(self, source: torch.Tensor, target: torch.Tensor, *, after_queued: bool = True) -> Transfer:
         """Queue a copy from the host to the device (both uint8, same length) and return at once.
@@ -93,12 +94,17 @@ class Mover:
         Ordering: as `copy_out`; without `after_queued` the copy runs beside what is queued on the current stream, which
         is right for memory that nothing queued can touch, such as a region that has just been restored.
         """
-        return self._copy("h2d", source, target, after_queued=after_queued)
+        return self._copy("h2d", [(source, target)], after_queued=after_queued)
 
-    def _copy(self, lane: str, source: torch.Tensor, target: torch.Tensor, *, after_queued: bool) -> Transfer:
+    def copy_all_in(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Transfer:
+        """Queue copies of many (source, target) pairs as one, beside what is queued on the current stream."""
+        return self._copy("h2d", pairs, after_queued=False)
+
+    def _copy(self, lane: str, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], *, after_queued: bool) -> Transfer:
         if not self._streams:
             start_s = time.perf_counter()
-            target.copy_(source)
+            for source, target in pairs:
+                target.copy_(source)
             return Transfer(seconds=time.perf_counter() - start_s)
         stream = self._streams[lane]
         if after_queued:
@@ -106,15 +112,26 @@ class Mover:
         started, finished = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         with torch.cuda.stream(stream):
             started.record(stream)
-            for offset in range(0, source.numel(), self.chunk_bytes):
-                length = min(self.chunk_bytes, source.numel() - offset)
-                target.narrow(0, offset, length).copy_(source.narrow(0, offset, length), non_blocking=True)
-                # A copy engine serves one stream as long as that has copies ready, and small copies of others, a
-                # token's way to the host for one, wait. A kernel between two chunks makes the next one not ready:
-                # generation beside an offload took 1.7 times as long without it, and as long as alone with it.
-                self._ticks[lane].add_(1)
+            for source, target, length in self._chunks(pairs):
+                if self._since_tick[lane] + length > self.chunk_bytes:
+                    # A copy engine serves one stream as long as that has copies ready, and small copies of others, a
+                    # token's way to the host for one, wait. A kernel between two chunks makes the next one not ready:
+                    # generation beside an offload took 1.7 times as long without it, and as long as alone with it.
+                    self._ticks[lane].add_(1)
+                    self._since_tick[lane] = 0
+                target.copy_(source, non_blocking=True)
+                self._since_tick[lane] += length
             finished.record(stream)
         return Transfer(started=started, finished=finished)
+
+    def _chunks(
+        self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, int]]:
+        """The pairs in pieces of at most `chunk_bytes`, with the length of each."""
+        for source, target in pairs:
+            for offset in range(0, source.numel(), self.chunk_bytes):
+                length = min(self.chunk_bytes, source.numel() - offset)
+                yield source.narrow(0, offset, length), target.narrow(0, offset, length), length
 
     def close(self) -> None:
         """Wait for the streams and release the arena. Idempotent."""
@@ -326,9 +343,9 @@ class _Arrival:
                 region.release()
             raise
         # Copies make no headway while the driver maps memory, so that nothing is won by starting them in between.
-        for region in regions if copies else ():
-            view = segment._host_view(region)
-            self._transfers.append(segment._mover.copy_in(view, region.bytes, after_queued=False))
+        if copies and regions:
+            pairs = [(segment._host_view(region), region.bytes) for region in regions]
+            self._transfers.append(segment._mover.copy_all_in(pairs))
 
     def wait(self) -> None:
         if self._segment._move is not self:

@@ -18,8 +18,12 @@ from colo.memory import cuda_driver
 from colo.memory.offload import Mover, RegionSegment
 from colo.memory.region import Region, require_free
 from colo.phases.phase import ENGINE_KV_CACHE, ENGINE_WEIGHTS, Residency
+from colo.units import MIB
 
 TAGS = {"weights": ENGINE_WEIGHTS, "kv_cache": ENGINE_KV_CACHE}
+
+CHUNK_BYTES = 256 * MIB
+"""Larger than a trainer's: while an engine falls asleep or wakes up it generates nothing that copies could hold up."""
 
 _AWAY = {"weights": Residency.OFFLOADED, "kv_cache": Residency.DISCARDED}
 
@@ -82,7 +86,7 @@ class WorkerSegments:
         device = torch.device(worker.device)
         if device.type == "cuda":
             device = torch.device("cuda", torch.cuda.current_device())
-        self.mover = Mover(device)
+        self.mover = Mover(device, chunk_bytes=CHUNK_BYTES)
         self.by_name = _segments(self._regions, self.mover)
         self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
 
@@ -233,5 +237,5 @@ class ColoSleepBackend(SleepModeBackend):  # type: ignore[misc]  # vLLM ships no
 
         device = torch.device("cuda", torch.cuda.current_device())
         pool = CuMemAllocator.get_instance()
-        self._mover = Mover(device)
+        self._mover = Mover(device, chunk_bytes=CHUNK_BYTES)
         self._segments = _segments(lambda tag: _pool_regions(pool, tag, device), self._mover)
