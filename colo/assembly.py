@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 import torch
 from torch import nn
@@ -280,10 +280,13 @@ def choose_transport(engine: Engine, model: nn.Module, config: RuntimeConfig) ->
         _move_in(tensors, plan.aliases)
         engine.share_weights()
         return SharedTransport(source, plan.aliases)
-    if isinstance(engine, Peer) and (plan.fallbacks or config.weights is not Weights.AUTO):
+    is_elsewhere = isinstance(engine, Peer) and os.getpid() not in engine.pids
+    if is_elsewhere and (plan.fallbacks or config.weights is not Weights.AUTO):
         staged = config.weights is Weights.STAGED
         try:
-            return IpcTransport(source, engine, why_not_shared=why_not, staged=staged, verify=config.verify)
+            return IpcTransport(
+                source, cast("Peer", engine), why_not_shared=why_not, staged=staged, verify=config.verify
+            )
         except Unsupported as error:
             why_not = f"{why_not}; recorded copies will not do ({error})"
     return LocalTransport(source, engine, plan, why_not_shared=why_not)

@@ -112,15 +112,16 @@ class StateOffloader:
         """
         if not self._hooks:
             return
-        if device is None:
-            self.bring_back()
-        elif self.gradients.host_bytes:
-            self.gradients.begin(Residency.RESIDENT).wait()
         target = device or self._mover.device
-        for segment in (self.state, self.masters):
-            with suppress(BudgetError):  # without room in the arena, an ordinary copy does, slower
-                if device is not None and device.type == "cpu" and segment.regions:
-                    segment.begin(Residency.OFFLOADED).wait()
+        if device is None or target.type != "cpu":
+            self.bring_back()
+        else:
+            if self.gradients.host_bytes:
+                self.gradients.begin(Residency.RESIDENT).wait()
+            for segment in (self.state, self.masters):
+                with suppress(BudgetError):  # without room in the arena, an ordinary copy does, slower
+                    if segment.regions:
+                        segment.begin(Residency.OFFLOADED).wait()
         while self._hooks:
             self._hooks.pop().remove()
         for segment, is_master in ((self.state, False), (self.masters, True)):

@@ -46,6 +46,26 @@ def launch(tiny, engine_options, randomize):
         rt.close()
 
 
+@pytest.fixture
+def launch_here(tiny, engine_options, randomize):
+    """Makes a runtime whose engine lives in this process."""
+    options = {k: v for k, v in engine_options.items() if k not in ("kv_cache_bytes", "device")}
+
+    def make(weights):
+        rt = colo.launch(
+            tiny(),
+            engine="vllm",
+            engine_options=options,
+            optimizer=lambda ps: AdamW(ps, lr=1e-2),
+            device="cpu",
+            config=RuntimeConfig(kv_cache_bytes=4 * MIB, weights=weights),
+        )
+        randomize(rt.model)
+        return rt
+
+    return make
+
+
 @pytest.fixture(scope="module", params=WAYS)
 def rt(launch, request):
     return launch(request.param)
@@ -156,6 +176,17 @@ def test_a_killed_engine_is_given_the_present_weights_before_it_generates_again(
         completions = rt.generate(prompts, **GREEDY)
     assert {c.weights_version for c in completions} == {rt.weights_version}
     assert mismatch(rt.model, completions) < CLOSE
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_in_one_process_nothing_is_mapped_and_copies_are_made_from_here(launch_here, way, prompts, mismatch):
+    rt = launch_here(way)
+    assert rt.transport.name == "local" and "a copy each was asked for" in rt.transport.reason
+    step(rt)
+    with rt.rollout():
+        completions = rt.generate(prompts, **GREEDY)
+    assert mismatch(rt.model, completions) < CLOSE
+    rt.close()
 
 
 @pytest.mark.parametrize("way", WAYS[:1])

@@ -28,6 +28,7 @@ from colo.engines.vllm.memory import WorkerMemory
 from colo.engines.vllm.named_adapters import NamedAdapters
 from colo.engines.vllm.options import device_of, llm_options, save_config
 from colo.engines.vllm.requests import PauseMode, Requests
+from colo.engines.vllm.segment import residual_bytes
 from colo.engines.vllm.staging import Staging
 from colo.engines.vllm.store import WeightStore
 from colo.engines.vllm.weights import WorkerWeights
@@ -180,10 +181,7 @@ class VLLMEngine:
     @property
     def residual_bytes(self) -> Mapping[str, int]:
         """Device bytes that no sleep gives back: what they are, and how many; measured when vLLM has started."""
-        known: dict[str, int] = {}
-        for info in self._infos:
-            for kind, num_bytes in info["residual_bytes"].items():
-                known[kind] = known.get(kind, 0) + num_bytes
+        known = residual_bytes(self._infos)
         in_segments = sum(segment.size_bytes for segment in self.segments)
         rest = self._connection.taken_bytes - in_segments - sum(known.values())
         return known | ({"context, libraries and the rest": rest} if rest > 0 else {})

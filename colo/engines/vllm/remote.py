@@ -24,7 +24,7 @@ from colo.engines.base import AdapterWeights, Completion, EngineState, SamplingP
 from colo.engines.common import ADVICE, WEIGHTS_AT, check_prompts, is_deeper, wake_segments
 from colo.engines.vllm.options import device_of
 from colo.engines.vllm.requests import PauseMode
-from colo.engines.vllm.segment import WorkerSegment
+from colo.engines.vllm.segment import WorkerSegment, residual_bytes
 from colo.engines.vllm.server import Body, Refused, Server, Silent
 from colo.engines.vllm.store import device_id
 from colo.engines.vllm.workers import FIRST_STEPS, Workers
@@ -152,11 +152,7 @@ class RemoteEngine:
     @property
     def residual_bytes(self) -> Mapping[str, int]:
         """Device bytes that no sleep gives back, as far as the workers know them."""
-        known: dict[str, int] = {}
-        for info in self._infos:
-            for kind, num_bytes in info["residual_bytes"].items():
-                known[kind] = known.get(kind, 0) + num_bytes
-        return known
+        return residual_bytes(self._infos)
 
     def why_it_stays(self, name: str) -> str:
         """Why a segment never leaves, in words that follow `it is`."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 from colo.engines.base import SleepLevel
 from colo.errors import PhaseError
@@ -24,6 +25,15 @@ class Holder(Protocol):
 
     def wait_for(self, name: str) -> int:
         """Return, when a segment has arrived, the device bytes that it holds."""
+
+
+def residual_bytes(infos: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    """Device bytes that stay while an engine sleeps, by kind: what all of its workers have told, together."""
+    known: dict[str, int] = {}
+    for info in infos:
+        for kind, num_bytes in info["residual_bytes"].items():
+            known[kind] = known.get(kind, 0) + num_bytes
+    return known
 
 
 class WorkerSegment:

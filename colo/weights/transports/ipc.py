@@ -38,6 +38,10 @@ class Peer(Protocol):
     def model_type(self) -> str | None:
         """Of the model's configuration."""
 
+    @property
+    def pids(self) -> Sequence[int]:
+        """Process of every worker; none of them this one, whose own memory CUDA IPC does not map."""
+
     def receive(self, operation: str, **arguments: Any) -> list[Any]:
         """Run an operation of `Receiver` in every worker; see `colo.engines.vllm.receive`."""
 

@@ -66,6 +66,7 @@ class Workers:
 
     device = CPU
     model_type = None
+    pids = (0,)
 
     def __init__(self, engine):
         self.receiver = Receiver(CPU, self._record)
