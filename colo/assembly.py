@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -159,6 +160,7 @@ def _start_vllm(order: _Order, undo: ExitStack) -> tuple[Engine, Any]:
     options = order.engine_options
     if order.lora is not None:
         options.setdefault("max_lora_rank", _engine_rank(order.lora))
+        options.setdefault("lora_target_modules", _adapted_modules(_config(order.model), order.lora))
     model = empty_model(_config(order.model), dtype=order.dtype, attn_implementation=None)
     engine = VLLMEngine(
         order.model,
@@ -199,6 +201,17 @@ def _engine_rank(lora: LoraConfig) -> int:
     """The smallest rank limit of vLLM's that every module of the adapter fits under."""
     rank = max([lora.r, *(lora.rank_pattern or {}).values()])
     return next((limit for limit in (8, 16, 32, 64, 128, 256, 320, 512) if limit >= rank), rank)
+
+
+def _adapted_modules(config: PretrainedConfig, lora: LoraConfig) -> list[str]:
+    """Last names of the modules that PEFT adapts. vLLM holds matrices for no others then, such as the vocabulary's."""
+    from peft import inject_adapter_in_model
+
+    model = empty_model(config, dtype=torch.bfloat16, attn_implementation=None)
+    settings = copy.deepcopy(lora)
+    settings.init_lora_weights = False
+    inject_adapter_in_model(settings, model, low_cpu_mem_usage=True)
+    return sorted({name.rpartition(".")[2] for name, module in model.named_modules() if "lora_A" in module._modules})
 
 
 def _tied(model: nn.Module) -> dict[str, str]:

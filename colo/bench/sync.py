@@ -140,7 +140,9 @@ def vllm_ipc(llm: Any, views: list[tuple[str, torch.Tensor]], packed: bool) -> N
 
     llm.init_weight_transfer_engine({"init_info": {}})
     llm.start_weight_update()
-    how = {"send_mode": lambda update: llm.update_weights({"update_info": asdict(update)}), "packed": packed}
+    how: dict[str, Any] = {"send_mode": lambda update: llm.update_weights({"update_info": asdict(update)})}
+    if packed:  # a tensor that is larger than vLLM's buffer is refused
+        how |= {"packed": True, "packed_buffer_size_bytes": max(GIB, *(tensor.nbytes for _, tensor in views))}
     IPCWeightTransferEngine.trainer_send_weights(iter(views), how)
     llm.finish_weight_update()
 

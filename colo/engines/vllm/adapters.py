@@ -143,7 +143,11 @@ class WorkerAdapters:
         )
         missing = [name for name in model.loras if not _is_adapted(name, adapters)]
         if missing:
-            raise Unsupported(f"the engine has no module to adapt for {len(missing)} of the adapter's, {missing[0]}")
+            limited = getattr(manager.lora_config, "target_modules", None)
+            raise Unsupported(
+                f"the engine has no module to adapt for {len(missing)} of the adapter's, {missing[0]}"
+                + (f": it was started with lora_target_modules={sorted(limited)}" if limited else "")
+            )
         if 2 * len(model.loras) != len(tensors):
             raise Unsupported(f"the engine takes {2 * len(model.loras)} of the adapter's {len(tensors)} tensors")
         return model
