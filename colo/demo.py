@@ -214,7 +214,9 @@ def _runtime(
 ) -> Runtime:
     """A runtime on a device just large enough for the larger of the two phases."""
     lora = _lora() if mode == "lora" else None
-    weights_bytes, trained_bytes = _sizes(lora)
+    # vLLM's LoRA kernels for CUDA take no fp32.
+    dtype = torch.bfloat16 if lora and engine == "vllm" and device.type == "cuda" else torch.float32
+    weights_bytes, trained_bytes = _sizes(lora, dtype)
     kv_cache_bytes = int(KV_CACHE_WEIGHTS * weights_bytes)
     in_pool = engine == "vllm" and device.type == "cuda"
     if in_pool:
@@ -236,7 +238,7 @@ def _runtime(
         lora=lora,
         optimizer=lambda params: torch.optim.AdamW(params, lr=LEARNING_RATE[mode], weight_decay=0.0),
         device=device,
-        dtype=torch.float32,
+        dtype=dtype,
         tokenizer=CharTokenizer(),
         config=config,
     )
@@ -248,11 +250,11 @@ def _lora() -> Any:
     return LoraConfig(r=LORA_RANK, lora_alpha=2 * LORA_RANK, target_modules="all-linear")
 
 
-def _sizes(lora: Any) -> tuple[int, int]:
-    """Bytes of the weights, and of what is trained."""
+def _sizes(lora: Any, dtype: torch.dtype) -> tuple[int, int]:
+    """Bytes of the weights in `dtype`, and of what is trained: all of them, or an adapter in fp32."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(_model_config())
-    weights_bytes = sum(4 * p.numel() for p in model.parameters())
+    weights_bytes = sum(dtype.itemsize * p.numel() for p in model.parameters())
     if lora is None:
         return weights_bytes, weights_bytes
     linears = [m for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and "lm_head" not in n]

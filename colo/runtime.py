@@ -378,10 +378,11 @@ class Runtime:
                 self._offloader.gradients.drop()
             self.scheduler.enter(Phase.IDLE)
             if self._stepped:
+                if self.scheduler.offload is Offload.ALWAYS and self._device.type == "cuda":
+                    # Of activations and gradients. Before anything leaves: the driver frees nothing beside copies.
+                    torch.cuda.empty_cache()
                 # A rollout is what follows a step: what has to leave for it starts leaving now, beside other work.
                 self.scheduler.anticipate(Phase.ROLLOUT)
-                if self.scheduler.offload is Offload.ALWAYS and self._device.type == "cuda":
-                    torch.cuda.empty_cache()  # of activations and gradients
 
     def _before_step(self) -> None:
         if self._inside == Phase.ROLLOUT:

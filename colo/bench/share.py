@@ -1,7 +1,7 @@
 """`colo bench share`: weights that trainer and engine have in common, or that reach the engine by recorded copies.
 
-0.6B: publication, generation on mapped weights beside stock vLLM, growth, a killed engine, and vLLM's own transfer of
-the same weights through CUDA IPC. 30B-A3B: recorded copies beside `load_weights`, whole and a tensor at a time.
+0.6B: publication, generation on mapped weights beside stock vLLM, growth, and a killed engine. 30B-A3B: recorded copies
+beside `load_weights`, whole and a tensor at a time.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from colo.bench.common import Result, clear, median_s, result
-from colo.bench.sync import vllm_ipc
 from colo.bench.workload import (
     SIZES,
     Row,
@@ -28,8 +27,6 @@ from colo.bench.workload import (
     device_copy_bytes_per_s,
     engine,
     grpo_step,
-    insecure_serialization,
-    ipc_options,
     launched,
     seconds,
     shape,
@@ -44,6 +41,7 @@ from colo.units import GIB
 from colo.weights.sources.checkpoint import checkpoint_views
 
 SHAPES = ("0.6b", "30b-a3b")
+ROUNDS = 8
 
 
 def run(*, shape_name: str, device: str, tell: Tell = lambda text: None) -> Result:
@@ -63,22 +61,20 @@ def run(*, shape_name: str, device: str, tell: Tell = lambda text: None) -> Resu
 
 
 def _one_copy(config: PretrainedConfig, folder: str, device: torch.device, size: Size, tell: Tell) -> Iterator[Row]:
-    with insecure_serialization():
-        stock_start_s, stock_rate, transfers = _stock(config, folder, device, size, tell)
-    clear(device)
-    yield from transfers
+    tell("stock vLLM")
+    start_s = time.perf_counter()
+    llm = stock(folder, device, size)
+    stock_start_s = time.perf_counter() - start_s
     tell("engine in its own process")
     start_s = time.perf_counter()
     rt = launched(config, device, size)
     started_s = time.perf_counter() - start_s
     yield _publication(rt, "own process")
-    rate = _tokens_per_s(rt.engine.llm, size)  # type: ignore[attr-defined]
-    yield {
-        "way": "generation, own process, mapped weights",
-        "tokens_per_s": rate,
-        "stock_tokens_per_s": stock_rate,
-        "of_stock": rate / stock_rate,
-    }
+    tell("generation of both, in turns")
+    yield _generation(rt, llm, size)
+    shut_down(llm)
+    del llm
+    clear(device)
     tell(f"{size.cycles} cycles")
     yield _growth(rt, size)
     tell("kill and restart")
@@ -109,16 +105,26 @@ def _publication(rt: Runtime, where: str) -> Row:
     }
 
 
-def _tokens_per_s(llm: Any, size: Size) -> float:
+def _generation(rt: Runtime, stock_llm: Any, size: Size) -> Row:
+    """Tokens a second of ours and of stock vLLM, each on weights of its own kind, in turns."""
     from vllm import SamplingParams
 
     params = SamplingParams(max_tokens=size.new_tokens, temperature=1.0, ignore_eos=True, detokenize=False)
     prompts = [{"prompt_token_ids": ids} for ids in size.token_ids]
-    times = []
-    for _ in range(5):
-        llm.reset_prefix_cache()
-        times.append(seconds(lambda: llm.generate(prompts, params, use_tqdm=False)))
-    return size.prompts * size.new_tokens / statistics.median(times[1:])
+    ours: list[float] = []
+    others: list[float] = []
+    for _ in range(ROUNDS):
+        for llm, times in ((stock_llm, others), (rt.engine.llm, ours)):  # type: ignore[attr-defined]
+            llm.reset_prefix_cache()
+            times.append(seconds(partial(llm.generate, prompts, params, use_tqdm=False)))
+    tokens = size.prompts * size.new_tokens
+    rate, stock_rate = (tokens / statistics.median(times[1:]) for times in (ours, others))
+    return {
+        "way": "generation, own process, mapped weights",
+        "tokens_per_s": rate,
+        "stock_tokens_per_s": stock_rate,
+        "of_stock": rate / stock_rate,
+    }
 
 
 def _growth(rt: Runtime, size: Size) -> Row:
@@ -169,45 +175,6 @@ def _restart(rt: Runtime, stock_start_s: float, started_s: float) -> Row:
         "stock_start_s": stock_start_s,
         "weights_equal": all(torch.equal(a, b) for a, b in zip(before, rt.model.parameters(), strict=True)),
     }
-
-
-# ---- vLLM's own transfer ---------------------------------------------------------------------------------------------
-
-
-def _stock(
-    config: PretrainedConfig, folder: str, device: torch.device, size: Size, tell: Tell
-) -> tuple[float, float, list[Row]]:
-    """Seconds of its start, tokens a second, and its own transfer of all weights from this process."""
-    tell("stock vLLM")
-    start_s = time.perf_counter()
-    llm = stock(folder, device, size, **ipc_options(device))
-    started_s = time.perf_counter() - start_s
-    rate = _tokens_per_s(llm, size)
-    transfers = []
-    if device.type == "cuda":
-        tell("vLLM's own IPC transfer")
-        transfers = list(_vllm_ipc(llm, config, device))
-    shut_down(llm)
-    return started_s, rate, transfers
-
-
-def _vllm_ipc(llm: Any, config: PretrainedConfig, device: torch.device) -> Iterator[Row]:
-    """All weights to an engine in another process over vLLM's four calls, each tensor by itself and packed."""
-    weights = _random_weights(config, device)
-    for packed in (False, True):
-        yield {
-            "way": f"vLLM's own IPC transfer, {'packed' if packed else 'tensor by tensor'}",
-            "bytes": sum(t.nbytes for t in weights.values()),
-            "median_s": median_s(partial(vllm_ipc, llm, list(weights.items()), packed), device, repeats=3),
-        }
-
-
-def _random_weights(config: PretrainedConfig, device: torch.device) -> dict[str, torch.Tensor]:
-    """A model's parameters in Hugging Face names."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=config.dtype)
-    empty = {n: torch.empty(p.shape, dtype=config.dtype, device=device) for n, p in model.named_parameters()}
-    return {name: tensor.uniform_(-0.05, 0.05) for name, tensor in empty.items()}
 
 
 # ---- 30B-A3B ---------------------------------------------------------------------------------------------------------
@@ -262,3 +229,11 @@ def _experts(config: PretrainedConfig, folder: str, device: torch.device, size: 
         "different_tensors": len(different),
     }
     driven.close()
+
+
+def _random_weights(config: PretrainedConfig, device: torch.device) -> dict[str, torch.Tensor]:
+    """A model's parameters in Hugging Face names."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=config.dtype)
+    empty = {n: torch.empty(p.shape, dtype=config.dtype, device=device) for n, p in model.named_parameters()}
+    return {name: tensor.uniform_(-0.05, 0.05) for name, tensor in empty.items()}

@@ -65,7 +65,7 @@ def run(*, shape_name: str, device: str, tell: Tell = lambda text: None) -> Resu
 def _steps(config: PretrainedConfig, device: torch.device, size: Size, tell: Tell) -> list[Row]:
     tell("ours")
     rt = launched(config, device, size)
-    rows = [_ours(rt, size)]
+    rows = _ours(rt, size)
     rt.close()
     del rt
     clear(device)
@@ -80,7 +80,7 @@ def _steps(config: PretrainedConfig, device: torch.device, size: Size, tell: Tel
     return rows
 
 
-def _ours(rt: Runtime, size: Size) -> Row:
+def _ours(rt: Runtime, size: Size) -> list[Row]:
     """Steps with the trainer's state parked for every rollout; what is neither rollout nor train is switching."""
     rt.scheduler.offload = Offload.ALWAYS
     for _ in range(WARM_UP_STEPS + 1):  # the second is the first with state to park
@@ -92,12 +92,16 @@ def _ours(rt: Runtime, size: Size) -> Row:
             grpo_step(rt, size)
         total_s = time.perf_counter() - start_s
     spent = {Phase.ROLLOUT: 0.0, Phase.TRAIN: 0.0}
+    switching: dict[str, float] = {}
     for span in rt.trace.spans[first_span:]:
         if span.category == "phase" and span.phase in spent:
             spent[span.phase] += span.duration_s
+        if span.category in ("switch", "transition", "step"):  # one within the other
+            switching[span.name] = switching.get(span.name, 0.0) + span.duration_s / size.steps
     row = _row("colo, own process", size, total_s, spent[Phase.ROLLOUT], spent[Phase.TRAIN], peak[0] or None)
     mismatch = rt.trace.metrics["mismatch_sampled"]
-    return row | {"synced_bytes": rt.bytes_synced, "mismatch_first": mismatch[0], "mismatch_last": mismatch[-1]}
+    row |= {"synced_bytes": rt.bytes_synced, "mismatch_first": mismatch[0], "mismatch_last": mismatch[-1]}
+    return [row, *({"way": f"of ours: {name}", "each_step_s": seconds} for name, seconds in switching.items())]
 
 
 _LEVELS = {0: "both resident", 1: "vLLM's level 1", 2: "vLLM's level 2"}

@@ -126,7 +126,7 @@ def _others(model: nn.Module, config: PretrainedConfig, folder: str, device: tor
         llm = stock(folder, device, size, **ipc_options(device))
         for packed in (False, True):
             way = f"vLLM's own IPC transfer, {'packed' if packed else 'tensor by tensor'}"
-            yield _row(way, model, partial(vllm_ipc, llm, views, packed), device, repeats=3)
+            yield _row(way, model, partial(_vllm_ipc, llm, views, packed), device, repeats=3)
         if len(views) < 1000:  # minutes, otherwise
             yield _row("one serialized tensor at a time", model, partial(_one_by_one, llm, views), device, repeats=2)
         yield _row("flattened buckets", model, partial(_flattened, llm, weights, config.model_type), device, repeats=3)
@@ -134,7 +134,7 @@ def _others(model: nn.Module, config: PretrainedConfig, folder: str, device: tor
     clear(device)
 
 
-def vllm_ipc(llm: Any, views: list[tuple[str, torch.Tensor]], packed: bool) -> None:
+def _vllm_ipc(llm: Any, views: list[tuple[str, torch.Tensor]], packed: bool) -> None:
     """All weights over vLLM's four calls and its own trainer side, as vLLM 0.26 has it."""
     from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
 

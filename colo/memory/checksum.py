@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import torch
 
-_CHUNK_WORDS = 1 << 22
+WORD_BYTES = 8
+_ROW_WORDS = 1 << 10
+_CHUNK_ROWS = 1 << 15
 _MODULUS = 1 << 64
 
 
 def checksum(data: torch.Tensor) -> int:
-    """A 64-bit checksum of `data` (uint8, contiguous, a multiple of four bytes), computed where the bytes are.
+    """A 64-bit checksum of `data` (uint8, contiguous, a multiple of eight bytes), computed where the bytes are.
 
-    Takes 48 MiB beside them. Raises: `ValueError` for another length.
+    Raises: `ValueError` for another length.
     """
     return folded(partial_sums(data))
 
@@ -19,13 +21,22 @@ def checksum(data: torch.Tensor) -> int:
 def partial_sums(data: torch.Tensor) -> torch.Tensor:
     """What `folded` makes a checksum of, int64, shape [num_chunks], where the bytes are: queued, not waited for.
 
+    Of each chunk the sum of its words, each times an odd number of its own, modulo 2^64: no change of one word gets
+    past it. Sums of rows and of columns give it without writing anything as large as the data.
     Raises: as `checksum`.
     """
-    if data.numel() % 4:
-        raise ValueError(f"{data.numel()} bytes are not a multiple of four")
-    words = data.view(torch.int32)
-    places = torch.arange(1, min(len(words), _CHUNK_WORDS) + 1, device=data.device)
-    sums = [torch.sum(part.to(torch.int64) * places[: len(part)]) for part in words.split(_CHUNK_WORDS)]
+    if data.numel() % WORD_BYTES:
+        raise ValueError(f"{data.numel()} bytes are not a multiple of {WORD_BYTES}")
+    words = data.view(torch.int64)
+    whole = len(words) // _ROW_WORDS * _ROW_WORDS
+    column_weights = 2 * torch.arange(_ROW_WORDS, device=data.device) + 1
+    row_weights = 2 * _ROW_WORDS * torch.arange(_CHUNK_ROWS, device=data.device)
+    sums = [
+        torch.sum(rows.sum(0) * column_weights) + torch.sum(rows.sum(1) * row_weights[: len(rows)])
+        for rows in (words[:whole].view(-1, _ROW_WORDS).split(_CHUNK_ROWS) if whole else ())
+    ]
+    if whole < len(words):
+        sums.append(torch.sum(words[whole:] * column_weights[: len(words) - whole]))
     return torch.stack(sums) if sums else torch.empty(0, dtype=torch.int64, device=data.device)
 
 

@@ -19,13 +19,17 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from colo.errors import TransferError, Unsupported
+from colo.units import MIB
 
 Load = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
 """An engine's loader: takes `(name, tensor)` in the names of a checkpoint."""
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_COMPARED_AT_ONCE = 1 << 26
-"""Elements; comparing takes a byte for each."""
+_COMPARED_AT_ONCE = 1 << 24
+"""Elements, words of eight bytes where that is possible; comparing takes a byte for each."""
+
+_LARGE_BYTES = 16 * MIB
+"""From here on a copy of its own, at the device's own speed, beats a share of a fused one, which reaches two thirds."""
 
 Views = Callable[[Mapping[str, torch.Tensor]], Iterable[tuple[str, torch.Tensor]]]
 """Gives parameters, or views of them, in the names of a checkpoint."""
@@ -136,8 +140,7 @@ class LoadPlan:
             name, reason = next(iter(self.fallbacks.items()))
             raise Unsupported(f"{len(self.fallbacks)} tensors cannot be replayed, {name} for one: {reason}")
         self.check_source(source)
-        with torch.no_grad():
-            torch._foreach_copy_([c.target for c in self._runs], [c.region_of(source[c.name]) for c in self._runs])
+        copy_all([c.target for c in self._runs], [c.region_of(source[c.name]) for c in self._runs])
         return sum(copy.num_bytes for copy in self._runs)
 
     @cached_property
@@ -166,9 +169,16 @@ class LoadPlan:
 
     def differences(self, source: Mapping[str, torch.Tensor]) -> list[str]:
         """Names whose bytes in the engine differ from `source`, converted to the engine's dtype. Reads everything."""
+        return self.named(self.flags(source))
+
+    def flags(self, source: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """What `named` makes names of (bool, one a copy), where the bytes are: queued, not waited for."""
         if not self._runs:
-            return []
-        flags = torch.stack([differ(copy.region_of(source[copy.name]), copy.target) for copy in self._runs])
+            return torch.zeros(0, dtype=torch.bool)
+        return torch.stack([differ(copy.region_of(source[copy.name]), copy.target) for copy in self._runs])
+
+    def named(self, flags: torch.Tensor) -> list[str]:
+        """Names of the tensors whose flag is set. Waits for the flags."""
         different = {copy.name for copy, is_other in zip(self._runs, flags.tolist(), strict=True) if is_other}
         return [name for name in self.sources if name in different]
 
@@ -188,22 +198,45 @@ class LoadPlan:
         return first.target.as_strided(shape, _contiguous_stride(shape), shift)
 
 
+@torch.no_grad()
+def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copy every source to its target: large ones each by themselves, the others in a few launches."""
+    fused: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+    for target, source in zip(targets, sources, strict=True):
+        if target.numel() * target.element_size() >= _LARGE_BYTES:
+            target.copy_(source)
+        else:
+            fused[0].append(target)
+            fused[1].append(source)
+    if fused[0]:
+        torch._foreach_copy_(*fused)
+
+
 def differ(source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """Whether a bit of `target` is not what copying `source` to it leaves, as a tensor (bool, no dimensions).
 
     Queued, not waited for. NaN equals itself and -0 does not equal 0.
     """
-    rows = max(1, _COMPARED_AT_ONCE // max(1, target[:1].numel())) if target.dim() else 1
-    kind = _BITS[target.element_size()]
+    left, right = source, target
+    if source.dtype == target.dtype and _is_in_words(source) and _is_in_words(target):
+        left, right = (tensor.view(-1).view(torch.int64) for tensor in (source, target))
+    rows = max(1, _COMPARED_AT_ONCE // max(1, right[:1].numel())) if right.dim() else 1
+    kind = _BITS[right.element_size()]
     found = [
-        (left.to(target.dtype).view(kind) != right.view(kind)).any()
-        for left, right in zip(
-            source.split(rows) if target.dim() else [source],
-            target.split(rows) if target.dim() else [target],
+        (mine.to(right.dtype).view(kind) != theirs.view(kind)).any()
+        for mine, theirs in zip(
+            left.split(rows) if right.dim() else [left],
+            right.split(rows) if right.dim() else [right],
             strict=True,
         )
     ]
-    return torch.stack(found).any()
+    return torch.stack(found).any() if len(found) > 1 else found[0]
+
+
+def _is_in_words(tensor: torch.Tensor) -> bool:
+    """Whether its bytes lie in a row and are words of eight."""
+    num_bytes, start_bytes = (n * tensor.element_size() for n in (tensor.numel(), tensor.storage_offset()))
+    return tensor.is_contiguous() and num_bytes % 8 == start_bytes % 8 == tensor.data_ptr() % 8 == 0
 
 
 def _continues(copy: Copy, following: Copy) -> bool:

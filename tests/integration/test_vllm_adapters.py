@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from colo.engines.base import AdapterWeights
 from colo.engines.vllm.engine import VLLMEngine
+from colo.engines.vllm.options import llm_options
 from colo.errors import Unsupported
 from colo.weights.sources.peft import adapter_weights
 
@@ -594,6 +595,13 @@ def shared_maps(engine):
 
 
 # ---- what is refused ------------------------------------------------------------------------------------------------
+
+
+def test_weights_that_vllms_kernels_do_not_take_are_refused_before_it_starts():
+    asked = {"kv_cache_bytes": 1, "device": torch.device("cuda", 0), "max_lora_rank": 8, "options": {}}
+    with pytest.raises(Unsupported, match=r"would be torch.float32: pass dtype=torch.bfloat16"):
+        llm_options("folder", None, dtype=torch.float32, **asked)
+    assert llm_options("folder", None, dtype=torch.float16, **asked)["enable_lora"]
 
 
 def test_names_are_checked_before_anything_changes(engine, peft_model, prompts):

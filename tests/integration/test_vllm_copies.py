@@ -11,7 +11,8 @@ from torch.optim import AdamW
 
 import colo
 from colo.config import RuntimeConfig
-from colo.errors import EngineLost, StaleWeights, TransferError
+from colo.engines.base import AdapterWeights
+from colo.errors import EngineLost, StaleWeights, TransferError, Unsupported
 from colo.units import MIB
 from colo.weights.transports.shared import is_same_memory
 
@@ -192,6 +193,10 @@ def test_in_one_process_nothing_is_mapped_and_copies_are_made_from_here(launch_h
 @pytest.mark.parametrize("way", WAYS[:1])
 def test_under_an_adapter_the_base_is_sent_once(launch, way, prompts, mismatch):
     rt = launch(way, lora=LoraConfig(r=4, lora_alpha=12, target_modules=["q_proj", "down_proj"]))
+    o_proj = "model.layers.0.self_attn.o_proj"
+    elsewhere = AdapterWeights(a={o_proj: torch.zeros(4, 128)}, b={o_proj: torch.zeros(64, 4)}, scalings={o_proj: 1.0})
+    with pytest.raises(Unsupported, match=r"no module to adapt .*lora_target_modules=\['down_proj', 'q_proj'\]"):
+        rt.engine.load_adapter("other", elsewhere)
     with rt.rollout():
         rt.generate(prompts, **GREEDY)
     sent = rt.bytes_synced

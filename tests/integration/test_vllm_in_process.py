@@ -147,6 +147,18 @@ def test_sampling_options_are_vllms_colos_or_given_by_name(rt, prompts, library)
         rt.generate(prompts, given, n=2)
 
 
+def test_log_probabilities_that_were_asked_for_come_as_vllm_gives_them(rt, prompts):
+    asked = rt.generate(prompts, logprobs=2, **GREEDY)
+    assert all(len(row) == 2 and isinstance(row, dict) for c in asked for row in c.output.logprobs)
+    plain = rt.generate(prompts, **GREEDY)
+    assert drawn(asked) == drawn(plain)
+    for completion, other in zip(asked, plain, strict=True):
+        assert completion.logprobs == other.logprobs
+        assert other.logprobs == tuple(
+            row[token].logprob for token, row in zip(other.token_ids, other.output.logprobs, strict=True)
+        )
+
+
 def test_the_callers_sampling_parameters_are_left_alone(rt, prompts):
     params = vllm.SamplingParams(**GREEDY)
     rt.generate(prompts, params)

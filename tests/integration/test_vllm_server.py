@@ -190,7 +190,7 @@ class Staged:
     def __init__(self, server, parameters, manifest):
         self.server = server
         self.buckets = plan_buckets(manifest.specs, bucket_bytes=-(-manifest.total_bytes // 1024) * 256)
-        self.slabs = [Slab(-(-max(b.size_bytes for b in self.buckets) // 4) * 4, torch.device("cpu")) for _ in "ab"]
+        self.slabs = [Slab(-(-max(b.size_bytes for b in self.buckets) // 8) * 8, torch.device("cpu")) for _ in "ab"]
         pieces = [[[p.name, p.start_bytes, p.size_bytes, p.offset_bytes] for p in b.pieces] for b in self.buckets]
         server.init("bind", parameters=parameters)
         server.init("stage", slabs=[slab.describe(to_pid=0) for slab in self.slabs], events=[], buckets=pieces)
@@ -211,7 +211,7 @@ class Staged:
             slab[piece.offset_bytes : piece.offset_bytes + piece.size_bytes] = flat[
                 piece.start_bytes : piece.stop_bytes
             ]
-        return checksum(slab[: -(-bucket.size_bytes // 4) * 4])
+        return checksum(slab[: -(-bucket.size_bytes // 8) * 8])
 
 
 def test_what_is_wrong_with_an_update_reaches_the_client_in_words(server, model):
@@ -322,7 +322,7 @@ def test_a_failed_update_reaches_the_trainer_and_nothing_is_generated_until_the_
     ask, dropped = rt.engine.receive, []
 
     def lossy(operation, **arguments):
-        if operation == "take" and not dropped:
+        if operation == "take_all" and not dropped:
             dropped.append(arguments)
             return []
         return ask(operation, **arguments)

@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from colo.engines.vllm import compat, plugin
+from colo.errors import Unsupported
 
 STORE_KEY = "colo_store"
 """Address of the `WeightStore` whose memory the weights lie in; without, the worker takes memory of its own."""
@@ -45,8 +46,13 @@ def llm_options(
     max_lora_rank: int,
     options: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Arguments for `vllm.LLM`."""
+    """Arguments for `vllm.LLM`. Raises: `Unsupported` for a dtype that its LoRA kernels do not take."""
     given = dict(options)
+    if max_lora_rank and device.type == "cuda" and dtype not in (torch.float16, torch.bfloat16):
+        raise Unsupported(
+            f"vLLM applies LoRA on CUDA to float16 and bfloat16 only, and the weights would be {dtype}: pass "
+            "dtype=torch.bfloat16 (the adapter itself may stay in fp32)"
+        )
     chosen: dict[str, Any] = {
         "model": model,
         "dtype": str(dtype).removeprefix("torch."),

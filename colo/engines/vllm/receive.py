@@ -2,8 +2,8 @@
 
     bind                                    what is sent, its order, and how the model takes it
     begin -> copy                -> finish  direct: the sender's tensors are mapped, and copied as a CUDA graph
-    begin -> take, take, take .. -> finish  staged: buckets arrive in turn in two slabs; one is filled while the other
-                                            is read, under interprocess events
+    begin -> take_all            -> finish  staged: buckets arrive in turn in two slabs; one is filled while the other
+                                            is read, under interprocess events and counts in shared host memory
 
 `finish` attests: every tensor of the manifest came once, and what is in the engine is what was sent. Until it has
 returned, the model's weights are neither the old nor the new ones.
@@ -17,12 +17,14 @@ from typing import Any
 import torch
 
 from colo.errors import TransferError, Unsupported
-from colo.memory.checksum import folded, partial_sums
+from colo.memory.checksum import WORD_BYTES, folded, partial_sums
 from colo.memory.slab import Description, open_slab
-from colo.weights.load_plan import Copy, LoadPlan, differ
+from colo.units import align_up
+from colo.weights.load_plan import Copy, LoadPlan, copy_all, differ
 from colo.weights.manifest import Manifest, TensorSpec
 from colo.weights.pieces import meets
 from colo.weights.transports.export import Place, opened
+from colo.weights.transports.turns import ReadersTurns
 
 Record = Callable[[dict[str, torch.Tensor], str | None], LoadPlan]
 """How a worker's model loads parameters of a model type."""
@@ -34,17 +36,20 @@ _Pairs = tuple[list[torch.Tensor], list[torch.Tensor]]
 class Receiver:
     """The receiving end in one worker."""
 
-    def __init__(self, device: torch.device, record: Record) -> None:
+    def __init__(self, device: torch.device, record: Record, *, number: int = 0) -> None:
+        """`number` tells the workers of one engine apart."""
         self._device = device
         self._record = record
+        self._number = number
         self._plan: LoadPlan | None = None
         self._manifest: Manifest | None = None
         self._sources: dict[str, torch.Tensor] = {}
-        self._graph: torch.cuda.CUDAGraph | None = None
+        self._graphs: dict[bool, tuple[torch.cuda.CUDAGraph, torch.Tensor | None]] = {}
         self._replays = 0
         self._slabs: list[torch.Tensor] = []
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         self._buckets: list[_Bucket] = []
+        self._turns: ReadersTurns | None = None
         self._update: _Update | None = None
 
     def bind(
@@ -67,9 +72,17 @@ class Receiver:
             self._sources = opened(places, memory, self._device)
         return dict(self._plan.fallbacks)
 
-    def stage(self, slabs: list[Description], events: list[list[str]], buckets: list[list[list[Any]]]) -> None:
+    def stage(
+        self,
+        slabs: list[Description],
+        events: list[list[str]],
+        buckets: list[list[list[Any]]],
+        turns: Description | None = None,
+        readers: int = 1,
+    ) -> None:
         """Learn where buckets arrive: two slabs in turn, with the events [filled, read] of each (CUDA), and of every
-        bucket the pieces [name, start, size, offset], in bytes.
+        bucket the pieces [name, start, size, offset], in bytes. `turns` is for `take_all`: the counts of the sender,
+        and of `readers` workers.
 
         Raises: `Unsupported` for a tensor that cannot be put together from pieces.
         """
@@ -84,6 +97,7 @@ class Receiver:
             _Bucket.of(pieces, self._slabs[index % len(self._slabs)], by_name, dtypes)
             for index, pieces in enumerate(buckets)
         ]
+        self._turns = ReadersTurns(turns, readers=readers, number=self._number) if turns is not None else None
 
     def begin(self, version: int, digest: str) -> None:
         """Start taking in a version. Raises: `TransferError` when it consists of other tensors than were described."""
@@ -102,10 +116,10 @@ class Receiver:
         plan, update = self._bound(), self._updating()
         if not self._sources:
             raise TransferError("no memory of the sender is mapped: describe it first")
-        self._replay(plan)
+        flags = self._replay(plan, verify=verify)
         update.mapped += list(plan.sources)
-        if verify:
-            update.different += plan.differences(self._sources)
+        if flags is not None:
+            update.different += plan.named(flags)
 
     @torch.no_grad()
     def take(self, index: int, *, verify: bool) -> None:
@@ -116,8 +130,7 @@ class Receiver:
         if stream is not None:
             stream.wait_event(self._events[turn][0])
         targets, sources = bucket.pairs
-        if targets:
-            torch._foreach_copy_(targets, sources)
+        copy_all(targets, sources)
         if verify:
             slab = self._slabs[turn]
             update.sums.append(partial_sums(slab[: bucket.size_bytes]))
@@ -125,6 +138,18 @@ class Receiver:
         if stream is not None:
             self._events[turn][1].record(stream)
         update.taken.append(index)
+
+    def take_all(self, *, verify: bool) -> None:
+        """Take every bucket once, each as soon as the sender has filled it.
+
+        Raises: `TransferError` when the sender stops, ends, or says nothing for a minute.
+        """
+        if self._turns is None:
+            raise TransferError("nothing was said about turns: stage again")
+        for index in range(len(self._buckets)):
+            self._turns.wait_filled(index + 1)
+            self.take(index, verify=verify)
+            self._turns.read(index + 1)
 
     def finish(self, checksums: list[int] | None) -> dict[str, Any]:
         """Attest: version, number of tensors and bytes; with the sender's `checksums` of every bucket compared.
@@ -161,22 +186,29 @@ class Receiver:
 
     def release(self) -> None:
         """Unmap the sender's memory. The sender frees it after this."""
-        self._graph = None
+        self._graphs = {}
         self._sources, self._slabs, self._events, self._buckets = {}, [], [], []
-        self._plan = self._update = None
+        self._plan = self._update = self._turns = None
         self._replays = 0
 
-    def _replay(self, plan: LoadPlan) -> None:
-        """In the first round as it is, in the second as a graph is made, from then on as that graph."""
+    def _replay(self, plan: LoadPlan, *, verify: bool) -> torch.Tensor | None:
+        """Copy, and compare: flags for `LoadPlan.named`. The first time as it is, from then on as a CUDA graph."""
+
+        def run() -> torch.Tensor | None:
+            plan.replay(self._sources)
+            return plan.flags(self._sources) if verify else None
+
         self._replays += 1
         if self._device.type != "cuda" or self._replays == 1:
-            plan.replay(self._sources)
-            return
-        if self._graph is None:
-            self._graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
-                plan.replay(self._sources)
-        self._graph.replay()
+            return run()
+        if verify not in self._graphs:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                flags = run()
+            self._graphs[verify] = graph, flags
+        graph, flags = self._graphs[verify]
+        graph.replay()
+        return flags
 
     def _arrived(self, taken: Sequence[int]) -> list[str]:
         """Tensors of which every bucket has been taken, as often as the one that was taken most."""
@@ -247,7 +279,7 @@ class _Bucket:
                     bucket.pairs[1].append(source)
             bucket.tensors.append(name)
             bucket.size_bytes = max(bucket.size_bytes, offset_bytes + size_bytes)
-        bucket.size_bytes = -(-bucket.size_bytes // 4) * 4
+        bucket.size_bytes = align_up(bucket.size_bytes, WORD_BYTES)
         return bucket
 
 

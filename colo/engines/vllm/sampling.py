@@ -24,6 +24,8 @@ def sampling_params(params: Any, sampling: Mapping[str, Any]) -> Any:
     params = VLLMSamplingParams(**sampling) if params is None else params.clone()
     if params.logprobs is None:
         params.logprobs = 0  # that of the sampled token
+        if hasattr(params, "flat_logprobs"):
+            params.flat_logprobs = True  # a dictionary for every token costs as much as a small model's kernels
     return params
 
 
@@ -49,12 +51,17 @@ def completions(outputs: Sequence[Any], version: int, adapter: str | None) -> li
 
 def _completion(prompt_index: int, output: Any, sample: Any, version: int, adapter: str | None) -> Completion:
     token_ids = tuple(sample.token_ids)
+    rows: Any = sample.logprobs or ()
+    if list(token_ids) == getattr(rows, "token_ids", None):  # flat, and nothing but what was sampled
+        logprobs = tuple(rows.logprobs)
+    else:
+        logprobs = tuple(row[token].logprob for token, row in zip(token_ids, rows, strict=True))
     return Completion(
         prompt_index=prompt_index,
         sample_index=sample.index,
         prompt_token_ids=tuple(output.prompt_token_ids),
         token_ids=token_ids,
-        logprobs=tuple(row[token].logprob for token, row in zip(token_ids, sample.logprobs or (), strict=True)),
+        logprobs=logprobs,
         finish_reason=sample.finish_reason or "abort",
         weights_version=version,
         adapter=adapter,

@@ -6,7 +6,7 @@
                                 {"init_info":   {"step": "stage", "arguments": {...}}}   where buckets arrive, if any do
     start_weight_update
     update_weights              {"update_info": {"step": "begin", "arguments": {...}}}
-                                {"update_info": {"step": "copy", ...}}, or "take" for every bucket
+                                {"update_info": {"step": "copy", ...}}, "take_all", or "take" for every bucket
                                 {"update_info": {"step": "finish", "arguments": {...}}}
     finish_weight_update                                                                 fails unless finish attested
 
@@ -60,7 +60,7 @@ class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]  # as above
     """What to do within an update."""
 
     step: str
-    """`begin`, `copy`, `take`, `finish`; `begin_reload`, `reload`, `finish_reload`; or `abandon`."""
+    """`begin`, `copy`, `take`, `take_all`, `finish`; `begin_reload`, `reload`, `finish_reload`; or `abandon`."""
 
     arguments: dict[str, Any] = field(default_factory=dict)
 
@@ -74,7 +74,9 @@ class ColoWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]  # a
 
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
         super().__init__(config, vllm_config, device, model)
-        self._receiver = Receiver(self.device, self._record)
+        parallel = self.parallel_config
+        self._number = parallel.data_parallel_rank * parallel.world_size + parallel.rank
+        self._receiver = Receiver(self.device, self._record, number=self._number)
         self._reload: Reload | None = None
         self._attested: dict[str, Any] | None = None
         self._answers: AnswerPart | None = None
@@ -99,7 +101,7 @@ class ColoWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]  # a
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Run a step of an update. Raises: what is wrong with it; vLLM ends the update then."""
-        copying = (self.begin, self.copy, self.take, self.finish)
+        copying = (self.begin, self.copy, self.take, self.take_all, self.finish)
         reloading = (self.begin_reload, self.reload, self.finish_reload)
         self._run(update_info.step, update_info.arguments, (*copying, *reloading, self.abandon))
 
@@ -126,9 +128,7 @@ class ColoWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]  # a
 
     def connect(self, slab: Description, num_workers: int, token: str) -> dict[str, Any]:
         """Answer in `slab` from now on (see `Answers`); the first answer says who this worker is and what it holds."""
-        parallel = self.parallel_config
-        worker = parallel.data_parallel_rank * parallel.world_size + parallel.rank
-        self._answers = AnswerPart(slab, num_workers, token, worker=worker)
+        self._answers = AnswerPart(slab, num_workers, token, worker=self._number)
         return self._describe()
 
     def bind(
@@ -149,9 +149,16 @@ class ColoWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]  # a
             raise Unsupported(f"{name} cannot be copied: {why}")
         return fallbacks
 
-    def stage(self, slabs: list[Description], events: list[list[str]], buckets: list[list[list[Any]]]) -> None:
+    def stage(
+        self,
+        slabs: list[Description],
+        events: list[list[str]],
+        buckets: list[list[list[Any]]],
+        turns: Description | None = None,
+        readers: int = 1,
+    ) -> None:
         """See `Receiver.stage`."""
-        self._receiver.stage(slabs, events, buckets)
+        self._receiver.stage(slabs, events, buckets, turns, readers)
 
     def differences(self) -> list[str]:
         """Names of mapped tensors that the engine does not hold as they are now."""
@@ -175,6 +182,10 @@ class ColoWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]  # a
     def take(self, index: int, verify: bool = True) -> None:
         """See `Receiver.take`."""
         self._receiver.take(index, verify=verify)
+
+    def take_all(self, verify: bool = True) -> None:
+        """See `Receiver.take_all`."""
+        self._receiver.take_all(verify=verify)
 
     def finish(self, checksums: list[int] | None = None) -> dict[str, Any]:
         """See `Receiver.finish`."""

@@ -197,7 +197,8 @@ class WorkerAgent:
     def receive(self, steps: list[list[Any]]) -> Any:
         """Steps of taking in weights from another process, [name, arguments] each; see `colo.engines.vllm.receive`."""
         if self._receiver is None:
-            self._receiver = Receiver(torch.device(self._worker.device), self._record)
+            device = torch.device(self._worker.device)
+            self._receiver = Receiver(device, self._record, number=self._worker.rank)
         answers = [getattr(self._receiver, name)(**arguments) for name, arguments in steps]
         return answers[-1]
 

@@ -21,7 +21,7 @@ FIRST_STEPS = frozenset({"begin", "begin_reload"})
 """Steps with which an update begins."""
 
 _LAST_STEPS = frozenset({"finish", "finish_reload"})
-_UPDATE_STEPS = FIRST_STEPS | _LAST_STEPS | {"copy", "take", "reload"}
+_UPDATE_STEPS = FIRST_STEPS | _LAST_STEPS | {"copy", "take", "take_all", "reload"}
 
 _CALLS = {"init": ("/init_weight_transfer_engine", "init_info"), "update": ("/update_weights", "update_info")}
 

@@ -15,13 +15,14 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from colo.errors import EngineLost, TransferError, Unsupported
-from colo.memory.checksum import folded, partial_sums
+from colo.memory.checksum import WORD_BYTES, folded, partial_sums
 from colo.memory.slab import Slab
-from colo.units import MIB
+from colo.units import MIB, align_up
 from colo.weights.bucket import Bucket, plan_buckets
 from colo.weights.manifest import Manifest, TensorSpec
 from colo.weights.sources.module import ModuleSource
 from colo.weights.transports.export import Exported, dtype_name
+from colo.weights.transports.turns import SendersTurns
 
 BUCKET_BYTES = 256 * MIB
 
@@ -78,7 +79,7 @@ class IpcTransport:
         self._staged = staged
         self._exported: Exported | None = None
         self._staging: _Staging | None = None
-        self._sums: dict[str, int] = {}
+        self._sums: list[int] | None = None
         self._layout: list[tuple[str, torch.dtype, torch.Size]] = []
         self._manifest: Manifest | None = None
         self._why_staged = "staged through two buckets, as was asked for"
@@ -94,10 +95,11 @@ class IpcTransport:
         manifest = self._manifest_of(tensors)
         begin: tuple[str, dict[str, Any]] = ("begin", {"version": version, "digest": manifest.digest})
         if self._staging is not None:
+            self._sums = None
             self._peer.receive(begin[0], **begin[1])
             checksums = self._staging.send(tensors, self._peer, verify=self._verify)
             answers = self._peer.receive("finish", checksums=checksums)
-            self._sums = _fingerprints(tensors) if self._verify else {}
+            self._sums = checksums
         else:
             _wait(self._peer.device)
             copy = ("copy", {"verify": self._verify})
@@ -117,7 +119,7 @@ class IpcTransport:
         """Whether the engine holds the trainer's weights as they are now; reads all of them."""
         tensors = self._source.tensors()
         if self._staging is not None:
-            return not self._sums or self._sums == _fingerprints(tensors)
+            return self._sums is None or self._sums == self._staging.checksums(tensors)
         if self._exported is None or not self._exported.is_current(tensors):
             return False
         _wait(self._peer.device)
@@ -180,14 +182,15 @@ class IpcTransport:
 
 
 class _Staging:
-    """Two slabs that buckets pass through, and the events that say who may use which."""
+    """Two slabs that buckets pass through, and the events and counts that say who may use which."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], peer: Peer, bucket_bytes: int) -> None:
         specs = _manifest(tensors).specs
         self._buckets = plan_buckets(specs, bucket_bytes=bucket_bytes)
         size_bytes = max((bucket.size_bytes for bucket in self._buckets), default=0)
         self._device = peer.device
-        self._slabs = [Slab(-(-max(size_bytes, 4) // 4) * 4, peer.device) for _ in range(2)]
+        self._slabs = [Slab(align_up(max(size_bytes, 1), WORD_BYTES), peer.device) for _ in range(2)]
+        self._turns = SendersTurns(len(peer.pids))
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         if peer.device.type == "cuda":
             self._events = [(_event(), _event()) for _ in self._slabs]
@@ -196,60 +199,79 @@ class _Staging:
             slabs=[slab.describe(to_pid=0) for slab in self._slabs],
             events=[[event.ipc_handle().hex() for event in pair] for pair in self._events],
             buckets=[[[p.name, p.start_bytes, p.size_bytes, p.offset_bytes] for p in b.pieces] for b in self._buckets],
+            turns=self._turns.describe(),
+            readers=self._turns.readers,
         )
 
     @torch.no_grad()
     def send(self, tensors: Mapping[str, torch.Tensor], peer: Peer, *, verify: bool) -> list[int] | None:
-        """Fill and announce every bucket in turn; their checksums, if asked for."""
+        """Fill every bucket in turn while the workers take them; the buckets' checksums, if asked for."""
         sums: list[torch.Tensor] = []
-        reading: list[Future[Any] | None] = [None] * len(self._slabs)
+        self._turns.begin()
         with ThreadPoolExecutor(max_workers=1, thread_name_prefix="colo-ipc") as pool:
-            for index, bucket in enumerate(self._buckets):
-                turn = index % len(self._slabs)
-                self._wait_until_read(turn, reading[turn])
-                self._fill(bucket, self._slabs[turn].bytes, tensors)
-                if verify:
-                    sums.append(partial_sums(self._slabs[turn].bytes[: -(-bucket.size_bytes // 4) * 4]))
-                if self._events:
-                    self._events[turn][0].record()
-                reading[turn] = pool.submit(peer.receive, "take", index=index, verify=verify)
-            for future in filter(None, reading):
-                future.result()
+            taking = pool.submit(peer.receive, "take_all", verify=verify)
+            try:
+                for index, bucket in enumerate(self._buckets):
+                    if not self._wait_until_read(index, taking):
+                        break  # and `result` says why
+                    self._fill(bucket, self._slabs[index % len(self._slabs)].bytes, tensors)
+                    if verify:
+                        sums.append(self._sums(bucket, index))
+                    if self._events:
+                        self._events[index % len(self._slabs)][0].record()
+                    self._turns.fill(index + 1)
+            except BaseException:
+                self._turns.stop()
+                raise
+            taking.result()
         return [folded(part) for part in sums] if verify else None
+
+    @torch.no_grad()
+    def checksums(self, tensors: Mapping[str, torch.Tensor]) -> list[int]:
+        """Those that `send` would find for `tensors`, without sending."""
+        sums = []
+        for bucket in self._buckets:
+            self._fill(bucket, self._slabs[0].bytes, tensors)
+            sums.append(self._sums(bucket, 0))
+        return [folded(part) for part in sums]
 
     def close(self) -> None:
         """Let go of the slabs."""
         for slab in self._slabs:
             slab.close()
+        self._turns.close()
         self._events = []
 
-    def _wait_until_read(self, turn: int, reading: Future[Any] | None) -> None:
-        """Let what is queued from here on write to a slab again."""
-        if reading is None:
-            return
-        reading.result()  # the worker has recorded the event by now, and on a CPU it has read
-        if self._events:
-            torch.cuda.current_stream(self._device).wait_event(self._events[turn][1])
+    def _wait_until_read(self, index: int, taking: Future[Any]) -> bool:
+        """Let what is queued from here on write to the slab of bucket `index`; false when the workers have ended."""
+        before = index - len(self._slabs) + 1
+        if before > 0:
+            if not self._turns.wait_read(before, taking.done):
+                return False
+            if self._events:
+                # The workers have recorded it by now; on a CPU they have read.
+                torch.cuda.current_stream(self._device).wait_event(self._events[index % len(self._slabs)][1])
+        return True
 
     def _fill(self, bucket: Bucket, slab: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> None:
         for piece in bucket.pieces:
             flat = _flat(tensors[piece.name])
             target = slab[piece.offset_bytes : piece.offset_bytes + piece.size_bytes]
             target.copy_(flat[piece.start_bytes : piece.stop_bytes], non_blocking=True)
+        # What earlier buckets have left in between would be part of the checksum.
+        ends = [piece.offset_bytes + piece.size_bytes for piece in bucket.pieces]
+        starts = [*(piece.offset_bytes for piece in bucket.pieces[1:]), align_up(bucket.size_bytes, WORD_BYTES)]
+        for end, start in zip(ends, starts, strict=True):
+            if end < start:
+                slab[end:start].zero_()
+
+    def _sums(self, bucket: Bucket, index: int) -> torch.Tensor:
+        slab = self._slabs[index % len(self._slabs)].bytes
+        return partial_sums(slab[: align_up(bucket.size_bytes, WORD_BYTES)])
 
 
 def _manifest(tensors: Mapping[str, torch.Tensor]) -> Manifest:
     return Manifest(specs=tuple(TensorSpec(n, dtype_name(t), tuple(t.shape)) for n, t in tensors.items()), version=0)
-
-
-def _fingerprints(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    """A checksum of every tensor."""
-    sums = {}
-    for name, tensor in tensors.items():
-        flat = _flat(tensor)
-        padded = flat if flat.numel() % 4 == 0 else torch.cat([flat, flat.new_zeros(4 - flat.numel() % 4)])
-        sums[name] = partial_sums(padded)
-    return {name: folded(part) for name, part in sums.items()}
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:

@@ -121,7 +121,7 @@ def test_a_step_does_not_wait_for_the_device(transfer, monkeypatch):
 
 
 def test_steps_go_to_the_call_they_belong_to(transfer):
-    with pytest.raises(TransferError, match="'bind' is no step of this call, which takes begin, copy, take, finish"):
+    with pytest.raises(TransferError, match="'bind' is no step of this call, which takes begin, copy, take, take_all"):
         transfer.update_weights({"step": "bind"})
     with pytest.raises(TransferError, match="'begin' is no step of this call, which takes connect, bind, stage"):
         transfer.init_transfer_engine(transfer.parse_init_info({"step": "begin"}))

@@ -62,7 +62,7 @@ class Engine:
 
 
 class Workers:
-    """As many workers as one, reached by calls; `tamper` may change or drop what is asked."""
+    """As many workers as one, reached by calls; `take` changes how buckets are taken."""
 
     device = CPU
     model_type = None
@@ -72,7 +72,12 @@ class Workers:
         self.receiver = Receiver(CPU, self._record)
         self.engine = engine
         self.asked = []
-        self.tamper = lambda step, arguments: [(step, arguments)]
+
+    def take(self, how=lambda take, index: take(index)):
+        """Let `how(take, index)` stand between the sender and the receiver's own taking of a bucket."""
+        self.receiver.take = lambda index, verify: how(
+            lambda index: Receiver.take(self.receiver, index, verify=verify), index
+        )
 
     def _record(self, source, model_type):
         destinations = {n: t for n, t in self.engine.memory.items() if t.numel()}
@@ -80,8 +85,7 @@ class Workers:
 
     def receive(self, step, **arguments):
         self.asked.append(step)
-        answers = [getattr(self.receiver, s)(**a) for s, a in self.tamper(step, arguments)]
-        return answers[-1:]
+        return [getattr(self.receiver, step)(**arguments)]
 
     def receive_all(self, operations):
         return [self.receive(name, **arguments) for name, arguments in operations][-1]
@@ -204,16 +208,14 @@ def bucket_of(transport, name):
 
 def test_a_bucket_that_never_came_is_named(model, workers):
     transport = connect(model, workers, **SMALL)
-    lost = bucket_of(transport, "down")
-    workers.tamper = lambda step, a: [] if step == "take" and a["index"] == lost else [(step, a)]
+    workers.take(lambda take, index: take(index) if index != bucket_of(transport, "down") else None)
     with pytest.raises(TransferError, match="missing: down"):
         transport.transfer()
 
 
 def test_a_bucket_that_came_twice_is_named(model, workers):
     transport = connect(model, workers, **SMALL)
-    index = bucket_of(transport, "k")
-    workers.tamper = lambda step, a: [(step, a)] * (2 if step == "take" and a["index"] == index else 1)
+    workers.take(lambda take, index: [take(index) for _ in range(2 if index == bucket_of(transport, "k") else 1)])
     with pytest.raises(TransferError, match=r"doubled: .*k \(2 times\)"):
         transport.transfer()
 
@@ -222,15 +224,15 @@ def test_bytes_that_change_on_their_way_are_noticed(model, workers):
     transport = connect(model, workers, **SMALL)
     hit = bucket_of(transport, "k")
 
-    def flip(step, arguments):
-        if step == "take" and arguments["index"] == hit:
+    def flip(take, index):
+        if index == hit:
             transport._staging._slabs[hit % 2].bytes[1] ^= 1
-        return [(step, arguments)]
+        take(index)
 
-    workers.tamper = flip
+    workers.take(flip)
     with pytest.raises(TransferError, match="checksums of 1 of .* buckets differ"):
         transport.transfer()
-    workers.tamper = lambda step, arguments: [(step, arguments)]
+    workers.take()
     transport.transfer()
     assert same(workers.engine.memory, workers.engine.expected(model))
 
@@ -293,14 +295,48 @@ def test_an_update_that_has_not_begun_is_refused(workers):
 def test_an_exception_in_a_worker_reaches_the_trainer_and_the_next_transfer_is_whole(model, workers):
     transport = connect(model, workers, **SMALL)
 
-    def fail(step, arguments):
-        if step == "take" and arguments["index"] == 1:
+    def fail(take, index):
+        if index == 1:
             raise RuntimeError("the worker stumbled")
-        return [(step, arguments)]
+        take(index)
 
-    workers.tamper = fail
+    workers.take(fail)
     with pytest.raises(RuntimeError, match="stumbled"):
         transport.transfer()
-    workers.tamper = lambda step, arguments: [(step, arguments)]
+    workers.take()
     transport.transfer()
     assert same(workers.engine.memory, workers.engine.expected(model))
+
+
+def test_a_sender_that_fails_on_its_way_lets_the_workers_go(model, workers):
+    transport = connect(model, workers, **SMALL)
+    fill, ended = transport._staging._fill, []
+    take_all = workers.receiver.take_all
+
+    def watched(**arguments):
+        try:
+            take_all(**arguments)
+        except TransferError as error:
+            ended.append(str(error))
+            raise
+
+    def broken(bucket, slab, tensors):
+        if bucket is transport._staging._buckets[2]:
+            raise MemoryError("the sender stumbled")
+        fill(bucket, slab, tensors)
+
+    workers.receiver.take_all = watched
+    transport._staging._fill = broken
+    with pytest.raises(MemoryError, match="stumbled"):
+        transport.transfer()
+    assert ended == ["the sender has stopped before bucket 3"]
+    transport._staging._fill = fill
+    transport.transfer()
+    assert same(workers.engine.memory, workers.engine.expected(model))
+
+
+def test_nothing_is_taken_before_it_is_known_whose_turn_it_is(model, workers):
+    transport = connect(model, workers)
+    workers.receiver.begin(0, transport._manifest_of(dict(model.named_parameters())).digest)
+    with pytest.raises(TransferError, match="nothing was said about turns"):
+        workers.receiver.take_all(verify=True)
