@@ -32,6 +32,7 @@ from colo.bench.workload import (
     shape,
     shut_down,
     stock,
+    wait_for_pinning,
     worker_model,
 )
 from colo.engines.vllm.options import save_config
@@ -70,6 +71,7 @@ def _one_copy(config: PretrainedConfig, folder: str, device: torch.device, size:
     rt = launched(config, device, size)
     started_s = time.perf_counter() - start_s
     yield _publication(rt, "own process")
+    wait_for_pinning([psutil.Process().pid])
     tell("generation of both, in turns")
     yield _generation(rt, llm, size)
     shut_down(llm)

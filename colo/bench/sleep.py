@@ -18,7 +18,7 @@ import torch
 
 from colo.bench.common import Result, clear, gigabytes_per_s, result, timed
 from colo.bench.offload import copy_limit
-from colo.bench.workload import SIZES, Row, Size, Tell, engine, seconds, shape, shut_down, stock
+from colo.bench.workload import SIZES, Row, Size, Tell, engine, seconds, shape, shut_down, stock, wait_for_pinning
 from colo.engines.base import SleepLevel
 from colo.engines.vllm import compat
 from colo.engines.vllm.engine import VLLMEngine
@@ -28,9 +28,6 @@ from colo.phases.phase import ENGINE_KV_CACHE, ENGINE_WEIGHTS
 ROUNDS = 5
 REST_S = 0.5
 """Between sleep and wake, as training would take at least: the driver clears the pages that it was given back."""
-
-PINNING_S = 10.0
-"""Host memory is pinned in the background, as it would be during a first rollout, before the first sleep."""
 
 
 def run(*, device: str, tell: Tell = lambda text: None) -> Result:
@@ -69,7 +66,7 @@ def _levels(
     folder: str, device: torch.device, size: Size, peer: Mapping[str, list[float]], limit: Mapping[str, float]
 ) -> Iterator[Row]:
     driven = engine(folder, device, size, share_memory=False)
-    time.sleep(PINNING_S)
+    wait_for_pinning(driven.pids)  # as during a first rollout, before the first sleep
     weights_bytes = next(s.size_bytes for s in driven.segments if s.name == ENGINE_WEIGHTS)
     for level in (1, 2):
         sleeps, wakes = _rounds(driven, level, lambda: driven.wake(["weights"]))

@@ -32,6 +32,7 @@ from colo.bench.workload import (
     shape,
     shut_down,
     stock,
+    wait_for_pinning,
 )
 from colo.engines.vllm.options import save_config
 from colo.memory.probe import used_device_bytes
@@ -77,6 +78,7 @@ def _ours(model: nn.Module, folder: str, device: torch.device, size: Size) -> It
     # On a CPU vLLM's own weights are packed, and only those that colo has loaded can be copied to.
     driven = engine(folder, device, size, share_memory=device.type == "cpu")
     driven.pause()
+    wait_for_pinning(driven.pids)
     for name, staged, verify in (
         ("direct", False, False),
         ("direct, every byte compared", False, True),

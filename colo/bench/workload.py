@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import psutil
 import torch
 from transformers import PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
@@ -21,6 +22,9 @@ from colo.engines.vllm.engine import VLLMEngine
 from colo.memory.probe import used_device_bytes
 from colo.runtime import Runtime
 from colo.units import GIB, MIB
+
+PINNING_S = 120.0
+"""How long that may take."""
 
 Row = dict[str, Any]
 Tell = Callable[[str], None]
@@ -172,6 +176,20 @@ def stock(folder: str, device: torch.device, size: Size, *, own_process: bool = 
             **loading,
             **options,
         )
+
+
+def wait_for_pinning(pids: Iterable[int]) -> None:
+    """Wait until processes hold no more host memory than a second ago: colo pins in the background after a start."""
+
+    def held() -> int:
+        return sum(int(psutil.Process(pid).memory_info().rss) for pid in pids)
+
+    pids = list(pids)
+    give_up_s = time.monotonic() + PINNING_S
+    before, now = -1, held()
+    while now - before > MIB and time.monotonic() < give_up_s:
+        time.sleep(1.0)
+        before, now = now, held()
 
 
 def insecure_serialization() -> AbstractContextManager[None]:
