@@ -25,6 +25,7 @@ from colo.optim import MakeOptimizer, MasterWeights
 from colo.runtime import Runtime, check_free
 from colo.units import GIB, MIB, format_bytes
 from colo.weights.load_plan import LoadPlan
+from colo.weights.packed import PackedWeight, is_packed, pack
 from colo.weights.sources.module import ModuleSource
 from colo.weights.sources.peft import check_lora_config
 from colo.weights.transports.base import Transport
@@ -42,8 +43,8 @@ LORA_LEARNING_RATE = 1e-5
 DEFAULT_SEQUENCES, DEFAULT_LENGTH = 64, 4096
 """The KV cache holds so many sequences of so many tokens unless told otherwise."""
 
-_PACKED = ("Params4bit", "Int8Params")
-"""Parameters of bitsandbytes."""
+_PACKED_BYTES = 0.5 + 4 / 64
+"""Of an element in 4 bits, with its share of a scale for every 64."""
 
 _UNPLANNED_FRACTION = 0.03
 """Share of a GPU left to workspaces and fragmentation when no limit is given."""
@@ -123,12 +124,12 @@ class _Order:
     lora: LoraConfig | None
     engine_options: dict[str, Any]
 
-    def kv_cache_bytes(self, model: nn.Module) -> int:
+    def kv_cache_bytes(self, model: nn.Module, *, packed: bool = False) -> int:
         """Size of the KV cache beside `model`. Raises: `BudgetError` when the two do not fit."""
-        size_bytes = self.config.kv_cache_bytes or _default_kv_bytes(
-            model, self.dtype, self.capacity_bytes, self.device
-        )
-        _admit(model, size_bytes, self.capacity_bytes)
+        weights_bytes = _weights_bytes(model, packed=packed)
+        left_bytes = self.capacity_bytes - weights_bytes
+        size_bytes = self.config.kv_cache_bytes or _default_kv_bytes(model, self.dtype, left_bytes, self.device)
+        _admit(weights_bytes, size_bytes, self.capacity_bytes)
         return size_bytes
 
 
@@ -158,22 +159,31 @@ def _start_vllm(order: _Order, undo: ExitStack) -> tuple[Engine, Any]:
     from colo.engines.vllm.engine import VLLMEngine
 
     options = order.engine_options
+    packs = _is_packed_by_vllm(order)
     if order.lora is not None:
         options.setdefault("max_lora_rank", _engine_rank(order.lora))
         options.setdefault("lora_target_modules", _adapted_modules(_config(order.model), order.lora))
     model = empty_model(_config(order.model), dtype=order.dtype, attn_implementation=None)
     engine = VLLMEngine(
         order.model,
-        kv_cache_bytes=order.kv_cache_bytes(model),
+        kv_cache_bytes=order.kv_cache_bytes(model, packed=packs),
         device=order.device,
         dtype=order.dtype,
         mover=order.mover,
         **options,
     )
     undo.callback(engine.close)
+    packed = engine.packed_weights()
+    pack(model, packed, compute_dtype=order.dtype)
     tensors = dict(model.named_parameters())
     plan = engine.record_plan(tensors)
-    if _why_not_shared(plan, tensors, order.config) is None:
+    why_not = _why_not_shared(plan, tensors, order.config)
+    if packs:
+        if why_not is not None:
+            raise Unsupported(f"packed weights can only be shared: {why_not}")
+        bind(model, plan.aliases | {name: tensors[name] for name in packed}, _tied(model))
+        return engine, model.train()  # frozen: an adapter is what is trained
+    if why_not is None:
         bind(model, plan.aliases, _tied(model))
         if isinstance(order.model, PreTrainedModel):
             _copy_weights(order.model, model)
@@ -182,6 +192,31 @@ def _start_vllm(order: _Order, undo: ExitStack) -> tuple[Engine, Any]:
     else:
         model = _load_checkpoint(order.model, order.dtype).to(order.device)
     return engine, model.requires_grad_(True).train()
+
+
+def _is_packed_by_vllm(order: _Order) -> bool:
+    """Whether vLLM packs the weights to 4 bits as it reads them. Raises: `Unsupported` where they could not be shared.
+
+    Its loader of such weights puts them where no other process can map them, so that the engine runs in this one.
+    """
+    from colo.engines.vllm.options import BITSANDBYTES, packs_weights
+
+    options = order.engine_options
+    if isinstance(order.model, (PretrainedConfig, PreTrainedModel)):
+        if options.get("quantization") == BITSANDBYTES:
+            raise Unsupported("vLLM packs weights as it reads a checkpoint: give a folder or a hub id")
+        return False
+    if not packs_weights(order.model, options):
+        return False
+    if order.lora is None:
+        raise Unsupported("weights that bitsandbytes has packed cannot be trained: pass lora=LoraConfig(...)")
+    if order.dtype not in (torch.float16, torch.bfloat16):
+        raise Unsupported(f"vLLM packs 16-bit weights, and these would be {order.dtype}: pass dtype=torch.bfloat16")
+    if options.setdefault("own_process", False):
+        raise Unsupported(
+            "vLLM keeps packed weights where no other process can map them: pass engine_options={'own_process': False}"
+        )
+    return True
 
 
 def _draw_weights(model: PreTrainedModel) -> None:
@@ -286,7 +321,7 @@ def choose_transport(engine: Engine, model: nn.Module, config: RuntimeConfig) ->
     """Share memory where every parameter can be the engine's own, and copy, with the reason, where not."""
     source = ModuleSource(model)
     tensors = source.tensors()
-    _check_plain(tensors)
+    _check_packed(tensors, engine)
     plan = engine.record_plan(tensors)
     why_not = _why_not_shared(plan, tensors, config)
     if why_not is None:
@@ -321,13 +356,16 @@ def _assemble(
         raise
 
 
-def _check_plain(tensors: Mapping[str, torch.Tensor]) -> None:
-    """Raise `Unsupported` for weights that are packed, which no engine's loader takes as they are."""
-    packed = [name for name, tensor in tensors.items() if type(tensor).__name__ in _PACKED]
-    if packed:
+def _check_packed(tensors: Mapping[str, torch.Tensor], engine: Engine) -> None:
+    """Raise `Unsupported` for packed weights that are not the engine's memory already: none can be moved there."""
+    packed = [name for name, tensor in tensors.items() if is_packed(tensor)]
+    engines: Mapping[str, PackedWeight] = getattr(engine, "packed_weights", dict)() if packed else {}
+    apart = [n for n in packed if n not in engines or not is_same_memory(tensors[n], engines[n].data)]
+    if apart:
         raise Unsupported(
-            f"{len(packed)} weights are quantized by bitsandbytes, {packed[0]} for one, and cannot be shared with an "
-            "engine or sent to it: load the model in 16 bits, which an adapter (lora=...) leaves as it is"
+            f"{len(apart)} weights are quantized by bitsandbytes, {apart[0]} for one, and cannot be moved into an "
+            "engine or sent to it: load the model in 16 bits, which an adapter (lora=...) leaves as it is, or let "
+            "colo.launch(folder, engine='vllm', engine_options={'quantization': 'bitsandbytes'}, lora=...) build both"
         )
 
 
@@ -410,25 +448,29 @@ def _capacity(config: RuntimeConfig, device: torch.device, *, held_bytes: int) -
     return int(available_bytes * (1 - unplanned)) - config.device_reserve_bytes
 
 
-def _weights_bytes(model: nn.Module) -> int:
-    return sum(p.numel() * p.element_size() for p in model.parameters())
+def _weights_bytes(model: Any, *, packed: bool) -> int:
+    """Bytes of the parameters, or what they will be with those of the linear layers packed to 4 bits."""
+    head = model.get_output_embeddings()
+    linears = [m for m in model.modules() if packed and isinstance(m, nn.Linear) and m is not head]
+    saved_bytes = sum(m.weight.numel() * (m.weight.element_size() - _PACKED_BYTES) for m in linears)
+    return int(sum(p.numel() * p.element_size() for p in model.parameters()) - saved_bytes)
 
 
-def _default_kv_bytes(model: Any, dtype: torch.dtype, capacity_bytes: int, device: torch.device) -> int:
-    """Room for `DEFAULT_SEQUENCES`, within what the weights leave; a CPU is given a GiB at most."""
+def _default_kv_bytes(model: Any, dtype: torch.dtype, left_bytes: int, device: torch.device) -> int:
+    """Room for `DEFAULT_SEQUENCES`, within most of what the weights leave; a CPU is given a GiB at most."""
     text = model.config.get_text_config()
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     bytes_per_token = int(2 * text.num_hidden_layers * heads * head_dim * dtype.itemsize)
     length = min(DEFAULT_LENGTH, int(text.max_position_embeddings))
     wanted_bytes = DEFAULT_SEQUENCES * length * bytes_per_token
-    left_bytes = int(0.9 * (capacity_bytes - _weights_bytes(model)))
-    most_bytes = left_bytes if device.type == "cuda" else min(left_bytes, GIB)
+    most_bytes = int(0.9 * left_bytes)
+    if device.type != "cuda":
+        most_bytes = min(most_bytes, GIB)
     return max(min(wanted_bytes, most_bytes), min(16 * MIB, bytes_per_token * length))
 
 
-def _admit(model: nn.Module, kv_cache_bytes: int, capacity_bytes: int) -> None:
-    weights_bytes = _weights_bytes(model)
+def _admit(weights_bytes: int, kv_cache_bytes: int, capacity_bytes: int) -> None:
     if weights_bytes + kv_cache_bytes > capacity_bytes:
         raise BudgetError(
             f"weights of {format_bytes(weights_bytes)} and a KV cache of {format_bytes(kv_cache_bytes)} do not fit in "

@@ -204,9 +204,13 @@ def empty_model(config: PretrainedConfig, *, dtype: torch.dtype, attn_implementa
 def bind(model: PreTrainedModel, views: Mapping[str, torch.Tensor], tied: Mapping[str, str]) -> None:
     """Make `views`, by Hugging Face name, the frozen parameters of `model`, and move its buffers to their device.
 
+    A view that is a parameter already is taken as it is.
     Raises: `KeyError` for a parameter of the model that is neither in `views` nor in `tied`.
     """
-    frozen = {name: nn.Parameter(view, requires_grad=False) for name, view in views.items()}
+    frozen = {
+        name: view if isinstance(view, nn.Parameter) else nn.Parameter(view, requires_grad=False)
+        for name, view in views.items()
+    }
     for name, _ in list(model.named_parameters(remove_duplicate=False)):
         owner, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(owner), leaf, frozen[tied.get(name, name)])

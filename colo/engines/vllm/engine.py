@@ -26,7 +26,7 @@ from colo.engines.vllm import compat, plugin, sampling
 from colo.engines.vllm.connection import DEADLINE_S, Connection
 from colo.engines.vllm.memory import WorkerMemory
 from colo.engines.vllm.named_adapters import NamedAdapters
-from colo.engines.vllm.options import device_of, llm_options, save_config
+from colo.engines.vllm.options import device_of, llm_options, packs_weights, save_config
 from colo.engines.vllm.requests import PauseMode, Requests
 from colo.engines.vllm.segment import residual_bytes
 from colo.engines.vllm.staging import Staging
@@ -37,6 +37,7 @@ from colo.memory.offload import Mover
 from colo.memory.segment import Segment
 from colo.phases.phase import ENGINE_WEIGHTS, Residency
 from colo.weights.load_plan import LoadPlan
+from colo.weights.packed import PackedWeight
 
 
 class VLLMEngine:
@@ -76,14 +77,16 @@ class VLLMEngine:
         plugin.register()
         self._begin_life(device_of(device), mover)
         try:
-            self._store: WeightStore | None = WeightStore(self.device) if share_memory else None
-            if self._store is not None:
-                self._owned.callback(self._store.close)
             if isinstance(model, (PretrainedConfig, PreTrainedModel)):
                 folder = self._owned.enter_context(TemporaryDirectory(prefix="colo-"))
                 save_config(model, folder)
                 options.setdefault("load_format", "dummy")
                 model = folder
+            # vLLM's loader of packed weights is its own, whatever loader was asked for.
+            shares = share_memory and not packs_weights(model, options)
+            self._store: WeightStore | None = WeightStore(self.device) if shares else None
+            if self._store is not None:
+                self._owned.callback(self._store.close)
             options = llm_options(
                 os.fspath(model),
                 self._store.address if self._store is not None else None,
@@ -245,6 +248,16 @@ class VLLMEngine:
         """Record what vLLM's loader does with `source`; see `Engine.record_plan`. Every worker records its own."""
         self._require_weights("record a load plan")
         return self._weights.record_plan(source)
+
+    def packed_weights(self) -> Mapping[str, PackedWeight]:
+        """Weights that bitsandbytes has packed, by parameter name; none of an engine in another process.
+
+        Raises: `Unsupported` for what is packed in a way that no trainer can share.
+        """
+        if self._connection.own_process:
+            return {}
+        packed: Mapping[str, PackedWeight] = self._connection.call("packed")[0]
+        return packed
 
     def share_weights(self) -> None:
         """Let a trainer work on the same memory: from now on it never leaves the device."""

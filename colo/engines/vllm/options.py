@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,17 @@ STORE_KEY = "colo_store"
 
 FORMAT_KEY = "colo_load_format"
 """vLLM's load format for what is read into that memory, such as `auto` or `dummy`."""
+
+
+BITSANDBYTES = "bitsandbytes"
+"""vLLM's name of the quantization that packs weights to 4 bits as they are read."""
+
+
+def packs_weights(model: str | os.PathLike[str], options: Mapping[str, Any]) -> bool:
+    """Whether vLLM, started with `options`, packs the weights of a checkpoint, or finds them packed."""
+    settings, _ = PretrainedConfig.get_config_dict(os.fspath(model), revision=options.get("revision"))
+    found = (settings.get("quantization_config") or {}).get("quant_method")
+    return BITSANDBYTES in (options.get("quantization"), found)
 
 
 def device_of(device: torch.device | str | None) -> torch.device:

@@ -10,6 +10,9 @@ from torch import nn
 
 from colo.engines.vllm import compat
 from colo.engines.vllm.loader import placement_of
+from colo.engines.vllm.options import BITSANDBYTES
+from colo.engines.vllm.packed import record_packed
+from colo.errors import Unsupported
 from colo.weights.load_plan import LoadPlan
 from colo.weights.sources.checkpoint import checkpoint_views
 
@@ -22,6 +25,11 @@ def record(
     Raises: `TransferError` when parameters do not cover the model exactly once; whatever vLLM's loader raises.
     """
     why = _why_not_recorded(model, model_config, device)
+    if model_config.quantization == BITSANDBYTES:
+        try:
+            return record_packed(model, source, model_type)
+        except Unsupported as error:
+            why = str(error)
     if why:
         return LoadPlan(
             copies=(),

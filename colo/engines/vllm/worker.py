@@ -18,6 +18,8 @@ import torch
 from colo import errors
 from colo.engines.vllm import adapters, compat, plugin
 from colo.engines.vllm.loader import OwnMemory, Placement, placement_of
+from colo.engines.vllm.options import BITSANDBYTES
+from colo.engines.vllm.packed import packed_weights
 from colo.engines.vllm.receive import Receiver
 from colo.engines.vllm.record import record
 from colo.engines.vllm.reload import Reload, check_begun
@@ -27,6 +29,7 @@ from colo.engines.vllm.store import device_id
 from colo.memory.slab import open_slab
 from colo.phases.phase import ENGINE_KV_CACHE, ENGINE_WEIGHTS, Residency
 from colo.weights.load_plan import LoadPlan
+from colo.weights.packed import PackedWeight
 
 plugin.register()
 
@@ -132,6 +135,12 @@ class WorkerAgent:
     def _record(self, source: dict[str, torch.Tensor], model_type: str | None) -> LoadPlan:
         device = torch.device(self._worker.device)
         return record(self._model, self._worker.model_config, device, source, model_type)
+
+    def packed(self) -> dict[str, PackedWeight]:
+        """Weights that bitsandbytes has packed, by a transformers model's names; within one process only."""
+        if self._worker.model_config.quantization != BITSANDBYTES:
+            return {}
+        return packed_weights(self._model)
 
     # ---- sleep -------------------------------------------------------------------------------------------------------
 

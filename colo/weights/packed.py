@@ -1,0 +1,89 @@
+"""Linear layers whose weights bitsandbytes has packed to 4 bits: a trainer's, over an engine's memory.
+
+Packed weights stay as they are for the whole run, under an adapter that is trained. What says how to unpack them, a
+scale for each block, is part of the layer and not of its parameters.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from colo.errors import Unsupported
+
+_KINDS = ("Params4bit", "Int8Params")
+"""Parameters of bitsandbytes."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PackedWeight:
+    """The weight of one linear layer as an engine holds it."""
+
+    data: torch.Tensor
+    """Two elements a byte (uint8, shape [num_elements / 2, 1]): a view of the engine's memory."""
+
+    quant_state: Any
+    """bitsandbytes' `QuantState`, with the scales not packed themselves. Not to be modified."""
+
+
+def is_packed(parameter: torch.Tensor) -> bool:
+    """Whether bitsandbytes has packed it, without importing bitsandbytes."""
+    return type(parameter).__name__ in _KINDS
+
+
+def pack(model: nn.Module, weights: Mapping[str, PackedWeight], *, compute_dtype: torch.dtype) -> None:
+    """Replace linear layers of `model` by bitsandbytes' own, over the memory of `weights` (by parameter name).
+
+    PEFT then trains adapters of the model as of one that transformers has loaded in 4 bits.
+    Raises: `Unsupported` for a weight that is not that of a linear layer of this shape; nothing has changed then.
+    """
+    if not weights:
+        return
+    from bitsandbytes.nn import Linear4bit, Params4bit
+
+    layers = {name: _layer(model, name, weight) for name, weight in weights.items()}
+    for name, weight in weights.items():
+        linear, state = layers[name], copy.copy(weight.quant_state)  # of which `.to(device)` changes the fields
+        packed = Linear4bit(
+            linear.in_features,
+            linear.out_features,
+            bias=False,
+            compute_dtype=compute_dtype,
+            compress_statistics=False,
+            quant_type=state.quant_type,
+            device="meta",
+        )
+        packed.weight = Params4bit(
+            weight.data,
+            requires_grad=False,
+            quant_state=state,
+            blocksize=state.blocksize,
+            compress_statistics=False,
+            quant_type=state.quant_type,
+            bnb_quantized=True,
+            module=packed,
+        )
+        packed.bias = linear.bias
+        packed.quant_state = state
+        packed.support_avx512bf16_for_cpu = False  # in evaluation it would lay the weights out anew, in place
+        owner, _, leaf = name.removesuffix(".weight").rpartition(".")
+        setattr(model.get_submodule(owner), leaf, packed.train(linear.training))
+    # How PEFT recognizes what transformers has quantized.
+    model.is_loaded_in_4bit = True  # type: ignore[assignment]
+
+
+def _layer(model: nn.Module, name: str, weight: PackedWeight) -> nn.Linear:
+    try:
+        layer = model.get_submodule(name.removesuffix(".weight"))
+    except AttributeError:
+        layer = None
+    shape = tuple(weight.quant_state.shape)
+    if not isinstance(layer, nn.Linear) or (layer.out_features, layer.in_features) != shape:
+        found = "has no such layer" if layer is None else f"has {layer}"
+        raise Unsupported(f"the engine packs {name}, of shape {shape}, and the model {found}")
+    return layer
