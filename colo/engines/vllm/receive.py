@@ -50,6 +50,7 @@ class Receiver:
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         self._buckets: list[_Bucket] = []
         self._turns: ReadersTurns | None = None
+        self._read_back: torch.Tensor | None = None
         self._update: _Update | None = None
 
     def bind(
@@ -134,7 +135,9 @@ class Receiver:
         if verify:
             slab = self._slabs[turn]
             update.sums.append(partial_sums(slab[: bucket.size_bytes]))
-            update.flags += [(name, differ(s, t)) for name, t, s in zip(bucket.names, targets, sources, strict=True)]
+            if self._read_back is None:
+                self._read_back = torch.empty_like(slab)
+            update.flags += bucket.differences(slab, self._read_back)
         if stream is not None:
             self._events[turn][1].record(stream)
         update.taken.append(index)
@@ -170,7 +173,7 @@ class Receiver:
             if wrong:
                 raise TransferError(
                     f"the checksums of {len(wrong)} of {len(own)} buckets differ from the sender's, that with "
-                    f"{self._buckets[update.taken[wrong[0]]].tensors[0]} for one: the bytes changed on their way"
+                    f"{self._buckets[update.taken[wrong[0]]].pieces[0][0]} for one: the bytes changed on their way"
                 )
         different = update.different + _named(update.flags)
         if different:
@@ -188,7 +191,7 @@ class Receiver:
         """Unmap the sender's memory. The sender frees it after this."""
         self._graphs = {}
         self._sources, self._slabs, self._events, self._buckets = {}, [], [], []
-        self._plan = self._update = self._turns = None
+        self._plan = self._update = self._turns = self._read_back = None
         self._replays = 0
 
     def _replay(self, plan: LoadPlan, *, verify: bool) -> torch.Tensor | None:
@@ -214,7 +217,7 @@ class Receiver:
         """Tensors of which every bucket has been taken, as often as the one that was taken most."""
         counts: dict[str, list[int]] = {}
         for index, bucket in enumerate(self._buckets if taken else ()):
-            for name in bucket.tensors:
+            for name, *_ in bucket.pieces:
                 counts.setdefault(name, []).append(taken.count(index))
         return [name for name, times in counts.items() if min(times) for _ in range(max(times))]
 
@@ -257,8 +260,10 @@ class _Bucket:
         """Of the tensor of every pair."""
 
         self.pairs: _Pairs = ([], [])
-        self.tensors: list[str] = []
-        """Of every piece."""
+        self.pieces: list[tuple[str, int, int]] = []
+        """Tensor, and where its words of eight bytes begin and end."""
+
+        self._back: _Pairs | None = None
 
     @classmethod
     def of(
@@ -270,17 +275,40 @@ class _Bucket:
     ) -> _Bucket:
         bucket = cls()
         for name, start_bytes, size_bytes, offset_bytes in pieces:
-            dtype = dtypes[name]
-            memory = slab[offset_bytes : offset_bytes + size_bytes].view(dtype)
+            dtype, stop_bytes = dtypes[name], offset_bytes + size_bytes
+            memory = slab[offset_bytes:stop_bytes].view(dtype)
             for copy in copies.get(name, ()):
                 for target, source in meets(copy, start_bytes // dtype.itemsize, memory) if size_bytes else ():
                     bucket.names.append(name)
                     bucket.pairs[0].append(target)
                     bucket.pairs[1].append(source)
-            bucket.tensors.append(name)
-            bucket.size_bytes = max(bucket.size_bytes, offset_bytes + size_bytes)
-        bucket.size_bytes = align_up(bucket.size_bytes, WORD_BYTES)
+            bucket.pieces.append((name, offset_bytes // WORD_BYTES, -(-stop_bytes // WORD_BYTES)))
+            bucket.size_bytes = max(bucket.size_bytes, align_up(stop_bytes, WORD_BYTES))
         return bucket
+
+    def differences(self, slab: torch.Tensor, read_back: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+        """Tensors, and whether the engine holds other bytes of them than `slab` (bool, queued, not waited for).
+
+        What went to the engine is read back, to where it lay in the slab, into memory as large: comparing two of those
+        takes a few launches, and a bucket may consist of thousands of copies.
+        """
+        size = self.size_bytes
+        if size == 0:
+            return []
+        if self._back is None:
+            alike = [(t, s) for t, s in zip(*self.pairs, strict=True) if t.dtype == s.dtype]
+            first = int(slab.storage_offset())
+            mirrored = [
+                read_back.view(s.dtype).as_strided(s.shape, s.stride(), s.storage_offset() - first // s.itemsize)
+                for _, s in alike
+            ]
+            self._back = mirrored, [target for target, _ in alike]
+        read_back[:size].copy_(slab[:size])  # for what this worker takes no part of
+        copy_all(*self._back)
+        changed = read_back[:size].view(torch.int64) != slab[:size].view(torch.int64)
+        flags = [(name, changed[start:stop].any()) for name, start, stop in self.pieces if start < stop]
+        converted = [(n, t, s) for n, t, s in zip(self.names, *self.pairs, strict=True) if t.dtype != s.dtype]
+        return flags + [(name, differ(source, target)) for name, target, source in converted]
 
 
 def _named(flags: Sequence[tuple[str, torch.Tensor]]) -> list[str]:
