@@ -1,0 +1,83 @@
+"""Which transport brings weights from a model to an engine: none where they can be one memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import cast
+
+import torch
+from torch import nn
+
+from colo.config import RuntimeConfig, Weights
+from colo.engines.base import Engine
+from colo.errors import Unsupported
+from colo.weights.load_plan import LoadPlan
+from colo.weights.packed import PackedWeight, is_packed
+from colo.weights.sources.module import ModuleSource
+from colo.weights.transports.base import Transport
+from colo.weights.transports.ipc import IpcTransport, Peer
+from colo.weights.transports.local import LocalTransport
+from colo.weights.transports.shared import SharedTransport, is_same_memory
+
+
+def choose_transport(engine: Engine, model: nn.Module, config: RuntimeConfig) -> Transport:
+    """Share memory where every parameter can be the engine's own, and copy, with the reason, where not."""
+    source = ModuleSource(model)
+    tensors = source.tensors()
+    _check_packed(tensors, engine)
+    plan = engine.record_plan(tensors)
+    why_not = why_not_shared(plan, tensors, config)
+    if why_not is None:
+        _move_in(tensors, plan.aliases)
+        engine.share_weights()
+        return SharedTransport(source, plan.aliases)
+    is_elsewhere = isinstance(engine, Peer) and os.getpid() not in engine.pids
+    if is_elsewhere and (plan.fallbacks or config.weights is not Weights.AUTO):
+        staged = config.weights is Weights.STAGED
+        try:
+            return IpcTransport(
+                source, cast("Peer", engine), why_not_shared=why_not, staged=staged, verify=config.verify
+            )
+        except Unsupported as error:
+            why_not = f"{why_not}; recorded copies will not do ({error})"
+    return LocalTransport(source, engine, plan, why_not_shared=why_not)
+
+
+def _check_packed(tensors: Mapping[str, torch.Tensor], engine: Engine) -> None:
+    """Raise `Unsupported` for packed weights that are not the engine's memory already: none can be moved there."""
+    packed = [name for name, tensor in tensors.items() if is_packed(tensor)]
+    engines: Mapping[str, PackedWeight] = getattr(engine, "packed_weights", dict)() if packed else {}
+    apart = [n for n in packed if n not in engines or not is_same_memory(tensors[n], engines[n].data)]
+    if apart:
+        raise Unsupported(
+            f"{len(apart)} weights are quantized by bitsandbytes, {apart[0]} for one, and cannot be moved into an "
+            "engine or sent to it: load the model in 16 bits, which an adapter (lora=...) leaves as it is, or let "
+            "colo.launch(folder, engine='vllm', engine_options={'quantization': 'bitsandbytes'}, lora=...) build both"
+        )
+
+
+def why_not_shared(plan: LoadPlan, tensors: Mapping[str, torch.Tensor], config: RuntimeConfig) -> str | None:
+    """Why some parameter is not to be the engine's memory, or `None` when all can be."""
+    if config.weights is not Weights.AUTO:
+        return f"a copy each was asked for (weights={config.weights.value!r})"
+    for name, tensor in tensors.items():
+        if name not in plan.aliases:
+            copies = [copy for copy in plan.copies if copy.name == name]
+            if name in plan.fallbacks:
+                return f"{name} cannot be shared: {plan.fallbacks[name]}"
+            if not copies:
+                return f"{name} cannot be shared: the engine does not load it"
+            if copies[0].target.dtype != tensor.dtype:
+                return f"{name} cannot be shared: it is {tensor.dtype} here and {copies[0].target.dtype} in the engine"
+            return f"{name} cannot be shared: the engine lays it out differently"
+    return None
+
+
+def _move_in(tensors: Mapping[str, torch.Tensor], aliases: Mapping[str, torch.Tensor]) -> None:
+    """Make every parameter the engine's memory, with the values it has now. Parameters stay the same objects."""
+    with torch.no_grad():
+        for name, parameter in tensors.items():
+            if not is_same_memory(parameter, aliases[name]):
+                aliases[name].copy_(parameter)
+                parameter.data = aliases[name]
