@@ -38,7 +38,7 @@ def config():
 
 
 def train_step(rt, step):
-    ids = torch.randint(1, 1000, (4, 64), generator=torch.Generator().manual_seed(step)).to(CUDA)
+    ids = torch.randint(1, 1000, (4, 64), generator=torch.Generator().manual_seed(step)).to(rt.device)
     with rt.train():
         rt.model(input_ids=ids, labels=ids).loss.backward()
         rt.optimizer.step()
@@ -47,7 +47,7 @@ def train_step(rt, step):
 
 def difference(model, completions):
     """Mean |log p(engine) - log p(model)| of greedy completions."""
-    ids = torch.tensor([c.prompt_token_ids + c.token_ids for c in completions], device=CUDA)
+    ids = torch.tensor([c.prompt_token_ids + c.token_ids for c in completions], device=next(model.parameters()).device)
     start = len(PROMPTS[0])
     with torch.no_grad():
         logprobs = model(input_ids=ids).logits[:, start - 1 : -1].float().log_softmax(-1)

@@ -1,0 +1,92 @@
+"""vLLM across two GPUs that torchrun has started ranks for: each copies its model into its own slices of the engine."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.optim import AdamW
+from transformers import AutoModelForCausalLM
+
+sys.path.insert(0, str(Path(__file__).parent))  # torchrun starts this file by itself
+
+from tiny_vllm import MARKS, PROMPTS, config, difference, train_step
+
+pytestmark = MARKS
+
+
+def one_rank(checkpoint, results):
+    """What one of two ranks finds of three rollouts with a step in between."""
+    import colo
+    from colo.config import RuntimeConfig
+    from colo.engines.vllm.engine import VLLMEngine
+    from colo.units import GIB
+
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    engine = VLLMEngine(
+        checkpoint,
+        own_process=False,
+        distributed_executor_backend="external_launcher",
+        tensor_parallel_size=2,
+        kv_cache_bytes=GIB,
+        device=device,
+        enforce_eager=True,
+        max_model_len=256,
+        disable_log_stats=True,
+    )
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16).to(device)
+    plan = engine.record_plan(dict(model.named_parameters()))
+    found = {
+        "fallbacks": plan.fallbacks,
+        "differences": plan.differences(dict(model.named_parameters())),
+        "replayed_bytes": sum(copy.num_bytes for copy in plan.copies),
+        "mismatches": [],
+        "tokens": [],
+    }
+    rt = colo.share(
+        engine, model, AdamW(model.parameters(), lr=1e-3, fused=True), config=RuntimeConfig(offload="always")
+    )
+    for step in range(3):
+        with rt.rollout():
+            completions = rt.generate(PROMPTS, max_tokens=16, temperature=0)
+        found["mismatches"].append(difference(model, completions))
+        found["tokens"].append([c.token_ids for c in completions])
+        train_step(rt, step)
+    found |= {"transport": rt.transport.name, "bytes_synced": rt.bytes_synced}
+    rt.close()
+    Path(results, f"{os.environ['RANK']}.json").write_text(json.dumps(found))
+
+
+def test_both_ranks_sample_what_transformers_does_after_every_step(tmp_path):
+    pytest.importorskip("vllm")
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    model = AutoModelForCausalLM.from_config(config(), dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d"]
+    done = subprocess.run(
+        [sys.executable, *launcher, "--rdzv-endpoint", "127.0.0.1:0", __file__, str(tmp_path), str(tmp_path)],
+        env=os.environ | {"HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    weights_bytes = sum(p.nbytes for p in model.parameters())
+    replicated_bytes = sum(p.nbytes for name, p in model.named_parameters() if "norm" in name)
+    assert sum(found["replayed_bytes"] for found in ranks) == weights_bytes + replicated_bytes
+    for found in ranks:
+        assert (found["fallbacks"], found["differences"], found["transport"]) == ({}, [], "local")
+        assert len(found["mismatches"]) == 3 and max(found["mismatches"]) < 0.02
+        assert found["bytes_synced"] == 3 * found["replayed_bytes"]
+    assert ranks[0]["tokens"] == ranks[1]["tokens"]
+    assert ranks[0]["tokens"][0] != ranks[0]["tokens"][2]
+
+
+if __name__ == "__main__":
+    one_rank(*sys.argv[1:])
