@@ -88,7 +88,7 @@ def launch(
             mover=mover,
             config=config,
             capacity_bytes=capacity_bytes,
-            tokenizer=tokenizer if tokenizer is not None else _tokenizer(model),
+            tokenizer=tokenizer if tokenizer is not None else _tokenizer(model, order.revision),
             owns_model=True,
         )
         undo.pop_all()
@@ -181,14 +181,14 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None
         )
 
 
-def _tokenizer(model: Checkpoint) -> Any:
+def _tokenizer(model: Checkpoint, revision: str) -> Any:
     """The checkpoint's tokenizer, or `None` where it has none."""
     if isinstance(model, (PretrainedConfig, PreTrainedModel)):
         return None
     folder = Path(model)
     if folder.is_dir() and not any(folder.glob("tokenizer*")):
         return None
-    return AutoTokenizer.from_pretrained(os.fspath(model))
+    return AutoTokenizer.from_pretrained(os.fspath(model), revision=revision)
 
 
 def _device(device: str | torch.device | None) -> torch.device:

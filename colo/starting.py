@@ -20,6 +20,7 @@ from colo.errors import BudgetError, Unsupported
 from colo.memory.offload import Mover
 from colo.units import GIB, MIB, format_bytes
 from colo.weights.packed import pack
+from colo.weights.sources.peft import check_lora_config
 from colo.weights.transports.choice import why_not_shared
 
 if TYPE_CHECKING:
@@ -47,6 +48,11 @@ class Order:
     lora: LoraConfig | None
     engine_options: dict[str, Any]
 
+    @property
+    def revision(self) -> str:
+        """Of the checkpoint, where that is a hub's."""
+        return str(self.engine_options.get("revision") or "main")
+
     def kv_cache_bytes(self, model: nn.Module, *, packed: bool = False) -> int:
         """Size of the KV cache beside `model`. Raises: `BudgetError` when the two do not fit."""
         weights_bytes = _weights_bytes(model, packed=packed)
@@ -58,7 +64,7 @@ class Order:
 
 def start_torch(order: Order, undo: ExitStack) -> tuple[Engine, Any]:
     """The embedded engine, and a model over its memory."""
-    checkpoint = _load_checkpoint(order.model, order.dtype)
+    checkpoint = _load_checkpoint(order.model, order.dtype, order.revision)
     engine = TorchEngine(
         checkpoint.config,
         device=order.device,
@@ -82,11 +88,11 @@ def start_vllm(order: Order, undo: ExitStack) -> tuple[Engine, Any]:
     from colo.engines.vllm.engine import VLLMEngine
 
     options = order.engine_options
-    packs = _is_packed_by_vllm(order)
+    packs, config = _is_packed_by_vllm(order), _config(order.model, order.revision)
     if order.lora is not None:
         options.setdefault("max_lora_rank", _engine_rank(order.lora))
-        options.setdefault("lora_target_modules", _adapted_modules(_config(order.model), order.lora))
-    model = empty_model(_config(order.model), dtype=order.dtype, attn_implementation=None)
+        options.setdefault("lora_target_modules", _adapted_modules(config, order.lora))
+    model = empty_model(config, dtype=order.dtype, attn_implementation=None)
     engine = VLLMEngine(
         order.model,
         kv_cache_bytes=order.kv_cache_bytes(model, packed=packs),
@@ -113,7 +119,7 @@ def start_vllm(order: Order, undo: ExitStack) -> tuple[Engine, Any]:
         elif isinstance(order.model, PretrainedConfig):
             _draw_weights(model)
     else:
-        model = _load_checkpoint(order.model, order.dtype).to(order.device)
+        model = _load_checkpoint(order.model, order.dtype, order.revision).to(order.device)
     return engine, model.requires_grad_(True).train()
 
 
@@ -123,11 +129,14 @@ def _is_packed_by_vllm(order: Order) -> bool:
     Its loader of such weights puts them where no other process can map them, so that the engine runs in this one.
     """
     from colo.engines.vllm import compat
-    from colo.engines.vllm.options import BITSANDBYTES, packs_weights
+    from colo.engines.vllm.options import BITSANDBYTES, is_packed_config, packs_weights
 
     options = order.engine_options
     if isinstance(order.model, (PretrainedConfig, PreTrainedModel)):
-        if options.get("quantization") == BITSANDBYTES:
+        config = order.model if isinstance(order.model, PretrainedConfig) else order.model.config
+        if options.get("quantization") == BITSANDBYTES or is_packed_config(
+            getattr(config, "quantization_config", None)
+        ):
             raise Unsupported("vLLM packs weights as it reads a checkpoint: give a folder or a hub id")
         return False
     if not packs_weights(order.model, options):
@@ -151,10 +160,14 @@ def _draw_weights(model: PreTrainedModel) -> None:
     model.init_weights()
 
 
-def _config(model: Checkpoint) -> PretrainedConfig:
+def _config(model: Checkpoint, revision: str) -> PretrainedConfig:
     if isinstance(model, PretrainedConfig):
         return model
-    return model.config if isinstance(model, PreTrainedModel) else AutoConfig.from_pretrained(os.fspath(model))
+    return (
+        model.config
+        if isinstance(model, PreTrainedModel)
+        else AutoConfig.from_pretrained(os.fspath(model), revision=revision)
+    )
 
 
 def _engine_rank(lora: LoraConfig) -> int:
@@ -171,6 +184,7 @@ def _adapted_modules(config: PretrainedConfig, lora: LoraConfig) -> list[str]:
     settings = copy.deepcopy(lora)
     settings.init_lora_weights = False
     inject_adapter_in_model(settings, model, low_cpu_mem_usage=True)
+    check_lora_config(settings)  # to which PEFT may have added, parameters of experts for one
     return sorted({name.rpartition(".")[2] for name, module in model.named_modules() if "lora_A" in module._modules})
 
 
@@ -188,13 +202,13 @@ def _copy_weights(source: nn.Module, target: nn.Module) -> None:
         parameter.copy_(tensors[name])
 
 
-def _load_checkpoint(model: Checkpoint, dtype: torch.dtype) -> Any:
+def _load_checkpoint(model: Checkpoint, dtype: torch.dtype, revision: str) -> Any:
     """A model with the weights of a checkpoint or random ones, on the host unless it was given."""
     if isinstance(model, PreTrainedModel):
         return model
     if isinstance(model, PretrainedConfig):
         return AutoModelForCausalLM.from_config(model, dtype=dtype)
-    return AutoModelForCausalLM.from_pretrained(os.fspath(model), dtype=dtype)
+    return AutoModelForCausalLM.from_pretrained(os.fspath(model), dtype=dtype, revision=revision)
 
 
 def _weights_bytes(model: Any, *, packed: bool) -> int:

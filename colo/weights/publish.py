@@ -127,8 +127,9 @@ class Publisher:
         if self._engine.state is EngineState.AWAKE:
             self._engine.pause()
         self._engine.reset_prefix_cache()
-        num_bytes = 0 if self._has_base() else self._transport.transfer(self.version)
+        has_base = self._has_base()
         self._sent = None  # until it is known to have arrived
+        num_bytes = 0 if has_base else self._transport.transfer(self.version)
         if self._verify:
             self._transport.verify()
         if self._adapter is not None:

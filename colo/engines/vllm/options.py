@@ -27,9 +27,22 @@ BITSANDBYTES = "bitsandbytes"
 
 def packs_weights(model: str | os.PathLike[str], options: Mapping[str, Any]) -> bool:
     """Whether vLLM, started with `options`, packs the weights of a checkpoint, or finds them packed."""
-    settings, _ = PretrainedConfig.get_config_dict(os.fspath(model), revision=options.get("revision"))
-    found = (settings.get("quantization_config") or {}).get("quant_method")
-    return BITSANDBYTES in (options.get("quantization"), found)
+    if options.get("quantization") is not None:
+        return bool(options["quantization"] == BITSANDBYTES)
+    place = os.fspath(options.get("hf_config_path") or model)
+    try:
+        found, _ = PretrainedConfig.get_config_dict(
+            place, revision=options.get("revision"), token=options.get("hf_token")
+        )
+    except OSError:  # what vLLM reads in another way, such as GGUF
+        return False
+    return is_packed_config(found.get("quantization_config"))
+
+
+def is_packed_config(found: Any) -> bool:
+    """Whether a model's `quantization_config`, if it has one, is bitsandbytes' own."""
+    method = found.get("quant_method") if isinstance(found, Mapping) else getattr(found, "quant_method", None)
+    return str(getattr(method, "value", method)) == BITSANDBYTES
 
 
 def device_of(device: torch.device | str | None) -> torch.device:

@@ -149,10 +149,15 @@ class Receiver:
         """
         if self._turns is None:
             raise TransferError("nothing was said about turns: stage again")
-        for index in range(len(self._buckets)):
-            self._turns.wait_filled(index + 1)
-            self.take(index, verify=verify)
-            self._turns.read(index + 1)
+        try:
+            for index in range(len(self._buckets)):
+                if not self._turns.wait_filled(index + 1):
+                    return  # another worker has failed, and says why
+                self.take(index, verify=verify)
+                self._turns.read(index + 1)
+        except BaseException:
+            self._turns.fail()
+            raise
 
     def finish(self, checksums: list[int] | None) -> dict[str, Any]:
         """Attest: version, number of tensors and bytes; with the sender's `checksums` of every bucket compared.
@@ -264,6 +269,7 @@ class _Bucket:
         """Tensor, and where its words of eight bytes begin and end."""
 
         self._back: _Pairs | None = None
+        self._apart: list[int] = []
 
     @classmethod
     def of(
@@ -296,7 +302,14 @@ class _Bucket:
         if size == 0:
             return []
         if self._back is None:
-            alike = [(t, s) for t, s in zip(*self.pairs, strict=True) if t.dtype == s.dtype]
+            # What goes to two places, or is converted on its way, is compared by itself.
+            places: dict[tuple[Any, ...], int] = {}
+            for index, (target, source) in enumerate(zip(*self.pairs, strict=True)):
+                if target.dtype == source.dtype:
+                    places.setdefault((source.storage_offset() * source.itemsize, source.shape), index)
+            once = set(places.values())
+            alike = [pair for index, pair in enumerate(zip(*self.pairs, strict=True)) if index in once]
+            self._apart = [i for i in range(len(self.names)) if i not in once]
             first = int(slab.storage_offset())
             mirrored = [
                 read_back.view(s.dtype).as_strided(s.shape, s.stride(), s.storage_offset() - first // s.itemsize)
@@ -307,8 +320,8 @@ class _Bucket:
         copy_all(*self._back)
         changed = read_back[:size].view(torch.int64) != slab[:size].view(torch.int64)
         flags = [(name, changed[start:stop].any()) for name, start, stop in self.pieces if start < stop]
-        converted = [(n, t, s) for n, t, s in zip(self.names, *self.pairs, strict=True) if t.dtype != s.dtype]
-        return flags + [(name, differ(source, target)) for name, target, source in converted]
+        targets, sources = self.pairs
+        return flags + [(self.names[i], differ(sources[i], targets[i])) for i in self._apart]
 
 
 def _named(flags: Sequence[tuple[str, torch.Tensor]]) -> list[str]:

@@ -119,7 +119,8 @@ class IpcTransport:
         """Whether the engine holds the trainer's weights as they are now; reads all of them."""
         tensors = self._source.tensors()
         if self._staging is not None:
-            return self._sums is None or self._sums == self._staging.checksums(tensors)
+            # Without checksums there is nothing to compare with; after a transfer that failed there are none yet.
+            return not self._verify or (self._sums is not None and self._sums == self._staging.checksums(tensors))
         if self._exported is None or not self._exported.is_current(tensors):
             return False
         _wait(self._peer.device)
@@ -152,7 +153,12 @@ class IpcTransport:
             raise Unsupported(f"{name}: {why}")
         self._exported = exported
         if exported is None:
-            self._staging = _Staging(tensors, self._peer, self._bucket_bytes)
+            try:
+                self._staging = _Staging(tensors, self._peer, self._bucket_bytes)
+            except BaseException:
+                with suppress(EngineLost):
+                    self._peer.receive("release")
+                raise
 
     def _manifest_of(self, tensors: Mapping[str, torch.Tensor]) -> Manifest:
         """That of the last transfer while the tensors are like those: its digest takes longer than a small model."""
@@ -193,7 +199,8 @@ class _Staging:
         self._turns = SendersTurns(len(peer.pids))
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         if peer.device.type == "cuda":
-            self._events = [(_event(), _event()) for _ in self._slabs]
+            with torch.cuda.device(peer.device):
+                self._events = [(_event(), _event()) for _ in self._slabs]
         peer.receive(
             "stage",
             slabs=[slab.describe(to_pid=0) for slab in self._slabs],
@@ -213,12 +220,13 @@ class _Staging:
             try:
                 for index, bucket in enumerate(self._buckets):
                     if not self._wait_until_read(index, taking):
+                        self._turns.stop()
                         break  # and `result` says why
                     self._fill(bucket, self._slabs[index % len(self._slabs)].bytes, tensors)
                     if verify:
                         sums.append(self._sums(bucket, index))
                     if self._events:
-                        self._events[index % len(self._slabs)][0].record()
+                        self._events[index % len(self._slabs)][0].record(torch.cuda.current_stream(self._device))
                     self._turns.fill(index + 1)
             except BaseException:
                 self._turns.stop()

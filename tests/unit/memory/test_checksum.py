@@ -13,8 +13,8 @@ WORDS = st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=40)
 def small():
     """Rows of four words, chunks of two rows: a few words are several of each, and a rest."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_ROW_WORDS", 4)
-        patch.setattr(module, "_CHUNK_ROWS", 2)
+        patch.setattr(module, "_COLUMNS", 4)
+        patch.setattr(module, "_ROWS", 2)
         yield
 
 
@@ -46,15 +46,41 @@ def test_the_order_of_words_counts_within_rows_and_chunks_and_between_them():
     assert len({checksum(data(order)) for order in orders}) == 4
 
 
-@given(WORDS)
-def test_it_is_the_sum_of_words_times_odd_numbers(words):
-    expected = 0
-    whole = len(words) // 4 * 4
-    chunks = [words[start : min(start + 8, whole)] for start in range(0, whole, 8)] + [words[whole:]]
-    for chunk in filter(None, chunks):
-        total = sum(word * (2 * place + 1) for place, word in enumerate(chunk))
-        expected = (expected * 1_000_003 + (total + 2**63) % 2**64 - 2**63) % 2**64
-    assert checksum(data(words)) == expected
+@pytest.fixture
+def large():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_COLUMNS", 1 << 10)
+        patch.setattr(module, "_ROWS", 1 << 8)
+        yield
+
+
+CHANGES = {
+    "a column negated": lambda w: w[:, 3].neg_(),
+    "two columns negated": lambda w: w[:, 2:4].neg_(),
+    "a column doubled": lambda w: w[:, 7].mul_(2),
+    "a row negated": lambda w: w[5].neg_(),
+    "all of it negated": lambda w: w.neg_(),
+    "all of it doubled": lambda w: w.mul_(2),
+    "all of it halved": lambda w: w.mul_(0.5),
+    "two signs": lambda w: w[2:4, 3].neg_(),
+    "two signs of a row": lambda w: w[2, 3:8:4].neg_(),
+    "two rows exchanged": lambda w: w.__setitem__([1, 2], w[[2, 1]]),
+    "columns rotated": lambda w: w.copy_(w.roll(1, 1)),
+    "rows rotated": lambda w: w.copy_(w.roll(1, 0)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_one_does_to_whole_weights_changes_it(large, dtype, change):
+    weights = torch.randn(1024, 512, generator=torch.Generator().manual_seed(0)).to(dtype)
+    before = checksum(weights.view(-1).view(torch.uint8))
+    CHANGES[change](weights)
+    assert checksum(weights.view(-1).view(torch.uint8)) != before
+
+
+def test_it_is_the_same_in_every_process():
+    assert checksum(data(range(1, 20))) == 720160302285573664
 
 
 def test_it_takes_memory_of_any_length_in_words_and_no_other():

@@ -1,5 +1,8 @@
 """Weights from one side's memory into another's by recorded copies, direct and in buckets, and every way to fail."""
 
+import time
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from torch import nn
@@ -160,10 +163,11 @@ def test_a_tensor_of_kibibytes_is_split_where_buckets_are_small(workers, way):
 def test_a_write_that_was_not_sent_is_noticed(model, workers, way):
     transport = connect(model, workers, **WAYS[way])
     transport.transfer()
-    model.head.data[0, 0] += 1
-    assert not transport.is_current()
-    transport.transfer()
-    assert transport.is_current()
+    for write in (lambda: model.head.data[0, 0].add_(1), model.head.data[:, 2].neg_, lambda: model.q.data.mul_(2)):
+        write()
+        assert not transport.is_current()
+        transport.transfer()
+        assert transport.is_current()
 
 
 def test_parameters_with_new_memory_are_described_again(model, workers):
@@ -306,6 +310,7 @@ def test_an_exception_in_a_worker_reaches_the_trainer_and_the_next_transfer_is_w
     workers.take(fail)
     with pytest.raises(RuntimeError, match="stumbled"):
         transport.transfer()
+    assert not transport.is_current()
     workers.take()
     transport.transfer()
     assert same(workers.engine.memory, workers.engine.expected(model))
@@ -343,3 +348,89 @@ def test_nothing_is_taken_before_it_is_known_whose_turn_it_is(model, workers):
     workers.receiver.begin(0, transport._manifest_of(dict(model.named_parameters())).digest)
     with pytest.raises(TransferError, match="nothing was said about turns"):
         workers.receiver.take_all(verify=True)
+
+
+class TwoWorkers(Workers):
+    """Two workers, which run side by side, and the first failing one's error."""
+
+    pids = (0, 0)
+
+    def __init__(self, engines):
+        super().__init__(engines[0])
+        other = Workers(engines[1])
+        self.receivers = [self.receiver, Receiver(CPU, other._record, number=1)]
+
+    def receive(self, step, **arguments):
+        self.asked.append(step)
+        with ThreadPoolExecutor(2) as pool:
+            futures = [pool.submit(getattr(receiver, step), **arguments) for receiver in self.receivers]
+        return [future.result() for future in futures]
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_one_failing_worker_of_two_is_told_at_once(model, failing):
+    engines = [Engine(), Engine()]
+    workers = TwoWorkers(engines)
+    transport = connect(model, workers, **SMALL)
+    take = workers.receivers[failing].take
+
+    def stumble(index, verify):
+        if index == 1:
+            raise RuntimeError("the worker stumbled")
+        take(index, verify=verify)
+
+    workers.receivers[failing].take = stumble
+    start_s = time.monotonic()
+    with pytest.raises(RuntimeError, match="the worker stumbled"):
+        transport.transfer()
+    assert time.monotonic() - start_s < 10
+    assert not transport.is_current()
+    workers.receivers[failing].take = take
+    transport.transfer()
+    assert all(same(engine.memory, engine.expected(model)) for engine in engines)
+
+
+def test_both_places_that_a_tensor_goes_to_are_compared(model, workers):
+    workers.engine.memory["again"] = torch.zeros(6, 8)
+    load = workers.engine.load_weights
+
+    def twice(weights):
+        for name, tensor in weights:
+            load([(name, tensor)])
+            if name == "down":
+                workers.engine.memory["again"].copy_(tensor)
+                workers.engine.memory["third"].copy_(tensor)
+
+    workers.engine.memory["third"] = torch.zeros(6, 8)
+    workers.engine.load_weights = twice
+    original = torch._foreach_copy_
+    for place in ("again", "third"):
+        for way in WAYS:
+            transport = connect(model, workers, **WAYS[way])
+            transport.transfer()
+
+            def forgetful(targets, sources, *rest, place=place):
+                original(targets, sources, *rest)
+                workers.engine.memory[place][2, 3] += 1
+
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(torch, "_foreach_copy_", forgetful)
+                with pytest.raises(TransferError, match="1 tensors in the engine differ from what was sent, down"):
+                    transport.transfer()
+
+
+def test_buckets_that_cannot_be_staged_leave_nothing_mapped(model, workers):
+    load = workers.engine.load_weights
+    workers.engine.memory["down"] = torch.zeros(8, 6)
+
+    def transposed(weights):
+        for name, tensor in weights:
+            if name == "down":
+                workers.engine.memory["down"].copy_(tensor.T)
+            else:
+                load([(name, tensor)])
+
+    workers.engine.load_weights = transposed
+    with pytest.raises(Unsupported, match="not copied by rows"):
+        connect(model, workers, **SMALL)
+    assert workers.receiver._slabs == [] and workers.asked[-1] == "release"

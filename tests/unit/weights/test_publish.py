@@ -69,10 +69,14 @@ class RecordingTransport:
         self.recorder = recorder
         self.name = name
         self.error = None
+        self.current = True
 
     def transfer(self, version=0):
         self.recorder.note("transfer")
         return 0 if self.name == "shared" else 40
+
+    def is_current(self):
+        return self.current
 
     def verify(self):
         self.recorder.note("verify")
@@ -83,13 +87,18 @@ class RecordingTransport:
 class World:
     """A publisher and what it drives."""
 
-    def __init__(self, *, transport="local", adapter=False, verify=True):
+    def __init__(self, *, transport="local", adapter=False, verify=True, fingerprint=lambda: None):
         self.recorder = Recorder()
         self.engine = RecordingEngine(self.recorder)
         self.transport = RecordingTransport(self.recorder, transport)
         self.trace = Trace()
         self.publisher = Publisher(
-            self.engine, self.transport, self.trace, adapter=self.gather if adapter else None, verify=verify
+            self.engine,
+            self.transport,
+            self.trace,
+            adapter=self.gather if adapter else None,
+            fingerprint=fingerprint,
+            verify=verify,
         )
 
     @property
@@ -174,6 +183,20 @@ def test_every_version_of_an_adapter_has_its_own_name_and_replaces_the_one_befor
         world.publish(version)
         assert world.engine.adapters == [f"policy@{version}"] == [world.publisher.adapter_name]
     assert world.calls == REPLACE_STEPS[1:]
+
+
+def test_the_base_under_an_adapter_is_sent_again_only_when_it_has_changed_or_may_not_have_arrived():
+    world = World(adapter=True, fingerprint=lambda: 7)
+    world.publish(0)
+    assert world.publish(1).num_bytes == 0
+    world.transport.current = False
+    assert world.publish(2).num_bytes == 40
+    world.recorder.failing = "transfer"
+    with pytest.raises(TransferError, match="transfer broke"):
+        world.publish(3)
+    world.recorder.failing, world.transport.current = None, True  # whatever a transport believes after it has failed
+    assert world.publish(3).num_bytes == 40
+    assert world.publish(4).num_bytes == 0
 
 
 # ---- failure -------------------------------------------------------------------------------------------------------

@@ -58,6 +58,18 @@ def test_readers_that_end_are_not_waited_for():
     assert not turns.wait_read(1, lambda: True)
 
 
+def test_a_reader_that_fails_lets_the_sender_and_the_others_go():
+    turns = SendersTurns(2)
+    one, other = (ReadersTurns(turns.describe(), readers=2, number=number) for number in range(2))
+    turns.fill(1)
+    assert one.wait_filled(1)
+    one.fail()
+    assert other.wait_filled(1) and not other.wait_filled(2)
+    assert not turns.wait_read(1, never)
+    turns.stop()
+    assert not other.wait_filled(2)
+
+
 def test_a_sender_that_stops_is_not_waited_for():
     turns = SendersTurns(1)
     reader = ReadersTurns(turns.describe(), readers=1, number=0)
