@@ -20,7 +20,8 @@ from colo.errors import TransferError, Unsupported
 from colo.memory.checksum import WORD_BYTES, folded, partial_sums
 from colo.memory.slab import Description, open_slab
 from colo.units import align_up
-from colo.weights.load_plan import Copy, LoadPlan, copy_all, differ
+from colo.weights.copies import copy_all, differ
+from colo.weights.load_plan import Copy, LoadPlan
 from colo.weights.manifest import Manifest, TensorSpec
 from colo.weights.pieces import meets
 from colo.weights.transports.export import Place, opened

@@ -1,0 +1,59 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from colo.weights import copies
+from colo.weights.copies import copy_all, differ
+
+DTYPES = [torch.uint8, torch.bfloat16, torch.float32, torch.int64]
+
+
+def tensors(dtype, rows, columns, offset, transposed):
+    """Two of the same bits at `offset` elements in memories of their own."""
+    count = rows * columns
+    memory = torch.randint(0, 256, ((offset + count) * dtype.itemsize,), dtype=torch.uint8)
+    views = [m.view(dtype)[offset:].view(rows, columns) for m in (memory, memory.clone())]
+    return [view.T if transposed else view for view in views]
+
+
+@given(
+    dtype=st.sampled_from(DTYPES),
+    rows=st.integers(1, 9),
+    columns=st.integers(1, 9),
+    offset=st.integers(0, 9),
+    transposed=st.booleans(),
+    data=st.data(),
+)
+def test_every_bit_that_differs_is_noticed(dtype, rows, columns, offset, transposed, data):
+    left, right = tensors(dtype, rows, columns, offset, transposed)
+    assert not differ(left, right)
+    place, bit = data.draw(st.integers(0, rows * columns - 1)), data.draw(st.integers(0, 8 * dtype.itemsize - 1))
+    row, column = divmod(place, right.shape[1])
+    changed = right[row, column].clone().view(1).view(torch.uint8)
+    changed[bit // 8] ^= 1 << (bit % 8)
+    right[row, column] = changed.view(dtype)[0]
+    with pytest.MonkeyPatch.context() as patch:
+        for at_once in (1, 7, 1 << 24):
+            patch.setattr(copies, "_COMPARED_AT_ONCE", at_once)
+            assert differ(left, right)
+
+
+def test_it_compares_what_converting_leaves():
+    source = torch.tensor([1.0, 1.0 + 2**-20, float("nan"), -0.0])
+    target = source.bfloat16()
+    assert not differ(source, target)
+    target[3] = 0.0
+    assert differ(source, target)
+    assert not differ(torch.tensor(3.5), torch.tensor(3.5))
+    assert not differ(torch.empty(0, 4), torch.empty(0, 4))
+
+
+@given(st.lists(st.integers(0, 40), max_size=6))
+def test_large_and_small_are_copied(sizes):
+    sources = [torch.randn(size) for size in sizes]
+    targets = [torch.zeros(size, dtype=torch.float64 if size % 3 == 0 else torch.float32) for size in sizes]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(copies, "_LARGE_BYTES", 80)
+        copy_all(targets, sources)
+    assert all(torch.equal(t.float(), s) for t, s in zip(targets, sources, strict=True))
