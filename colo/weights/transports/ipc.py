@@ -70,8 +70,11 @@ class IpcTransport:
     ) -> None:
         """Describe the weights to the workers. `staged` is for parameters that must not be mapped.
 
-        Raises: `Unsupported` with the reason when the engine cannot take them by recorded copies.
+        Raises: `Unsupported` with the reason when the engine cannot take them by recorded copies, or its workers have
+        several GPUs, of which the trainer's memory is on one.
         """
+        if peer.device.type == "cuda" and len(peer.pids) > 1:
+            raise Unsupported(f"the engine's {len(peer.pids)} workers have GPUs of their own, and the trainer has one")
         self._source = source
         self._peer = peer
         self._verify = verify

@@ -434,3 +434,11 @@ def test_buckets_that_cannot_be_staged_leave_nothing_mapped(model, workers):
     with pytest.raises(Unsupported, match="not copied by rows"):
         connect(model, workers, **SMALL)
     assert workers.receiver._slabs == [] and workers.asked[-1] == "release"
+
+
+def test_workers_on_several_gpus_are_refused_before_they_are_asked(model):
+    workers = TwoWorkers([Engine(), Engine()])
+    workers.device = torch.device("cuda", 0)
+    with pytest.raises(Unsupported, match="the engine's 2 workers have GPUs of their own"):
+        connect(model, workers)
+    assert workers.asked == []
