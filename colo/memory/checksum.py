@@ -1,57 +1,88 @@
-"""A checksum of memory that sees where bytes are, not only which: what repacking in place would not get past a sum."""
+"""Checksums of memory that see where bytes are, not only which: what repacking in place would not get past a sum.
+
+Words of 32 bits, each times a random odd number of its position, summed modulo 2^64. No change of one word gets past
+it, and one of many only by a chance of 2^-33 at most, which is that of signs: were words as wide as the sum, an even
+number of changed signs would always cancel. A sum has no order, so that the parts of what is summed may lie apart.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 
 import torch
 
-WORD_BYTES = 8
-"""What is checked comes in multiples of this."""
+from colo.memory import tiles
+from colo.memory.tiles import WORD_BYTES, in_words
 
-_COLUMNS, _ROWS = 1 << 10, 1 << 12
-"""Of a chunk, in words of four bytes: 16 MiB, so that what is computed from it stays in a GPU's cache."""
+_COLUMNS, _ROWS, _CHUNKS = 1 << 10, 1 << 10, 1 << 14
+"""A position's number is the product of its column's, its row's and its chunk's (of 4 MiB; from 64 GiB on they come
+again)."""
 
 _MODULUS = 1 << 64
 
+Part = tuple[int, int, torch.Tensor]
+"""Number of the checksum, position within what is summed, in words, and the words (int32, flat)."""
+
 
 def checksum(data: torch.Tensor) -> int:
-    """A 64-bit checksum of `data` (uint8, contiguous, a multiple of eight bytes), computed where the bytes are.
+    """A 64-bit checksum of `data` (uint8, contiguous, whole words of four bytes), computed where the bytes are.
 
-    Takes 32 MiB beside them. Raises: `ValueError` for another length.
+    Raises: `ValueError` for another length or address.
     """
-    return folded(partial_sums(data))
+    words = in_words(data)
+    if words is None:
+        raise ValueError(f"{data.numel()} bytes at {data.data_ptr():#x} are not words of {WORD_BYTES} bytes")
+    (value,) = values(Checksums([(0, 0, words)], 1, data.device).compute())
+    return value
 
 
-def partial_sums(data: torch.Tensor) -> torch.Tensor:
-    """What `folded` makes a checksum of, int64, shape [num_chunks], where the bytes are: queued, not waited for.
-
-    Words of 32 bits, each times a random odd number of its column, summed by rows; the sums, each times one of its row,
-    summed again, modulo 2^64. No change of one word gets past it, and one of many only by a chance of 2^-33 at most,
-    which is that of signs: were words as wide as the sums, an even number of changed signs would always cancel.
-    Raises: as `checksum`.
-    """
-    if data.numel() % WORD_BYTES:
-        raise ValueError(f"{data.numel()} bytes are not a multiple of {WORD_BYTES}")
-    words = data.view(torch.int32)
-    of_column, of_row = _weights(_COLUMNS, 1, data.device), _weights(_ROWS, 2, data.device)
-    whole = len(words) // _COLUMNS * _COLUMNS
-    rows = [*words[:whole].view(-1, _COLUMNS).split(_ROWS)] if whole else []
-    rows += [words[whole:].view(1, -1)] if whole < len(words) else []
-    sums = [(part.to(torch.int64).mul_(of_column[: part.shape[1]]).sum(1) * of_row[: len(part)]).sum() for part in rows]
-    return torch.stack(sums) if sums else torch.empty(0, dtype=torch.int64, device=data.device)
+def values(sums: torch.Tensor) -> list[int]:
+    """What `Checksums.compute` has queued, as numbers from 0 to 2^64. Waits for them."""
+    return [int(value) % _MODULUS for value in sums.tolist()]
 
 
-def folded(sums: torch.Tensor) -> int:
-    """The checksum that partial sums make. Waits for them."""
-    total = 0
-    for value in sums.tolist():
-        total = (total * 1_000_003 + value) % _MODULUS
-    return total
+class Checksums:
+    """Of memory in many places, again and again. Lifetime: of the memory, whose addresses it keeps."""
+
+    def __init__(self, parts: Sequence[Part], count: int, device: torch.device) -> None:
+        """`count` checksums, each of the parts with its number: what their words would have in one piece of memory."""
+        self._parts = list(parts)
+        self._count = count
+        self._device = device
+        self._kernels = tiles.kernels(device)
+        numbers, positions = [number for number, *_ in parts], [position for _, position, _ in parts]
+        lengths = [len(words) for *_, words in parts]
+        if self._kernels is None:
+            cuts = tiles.cut(positions, lengths, _COLUMNS * _ROWS)
+            self._cuts = list(zip(*(column.tolist() for column in cuts), strict=True))
+        else:
+            addresses = [words.data_ptr() for *_, words in parts]
+            columns = ((addresses, WORD_BYTES), (positions, 1), (numbers, 0))
+            self._tiles = tiles.table(positions, lengths, *columns, device=device)
+
+    def compute(self) -> torch.Tensor:
+        """What `values` reads (int64, shape [count]), where the memory is: queued, not waited for."""
+        sums = torch.zeros(self._count, dtype=torch.int64, device=self._device)
+        weights = _weights(_COLUMNS, _ROWS, _CHUNKS, self._device)
+        if self._kernels is not None:
+            self._kernels.weigh(self._tiles, weights, sums)
+            return sums
+        within, of_chunk = (weights[0] * weights[1][:, None]).view(-1), weights[2]
+        for index, offset, length in self._cuts:
+            number, position, words = self._parts[index]
+            chunk, start = divmod(position + offset, len(within))
+            products = words[offset : offset + length].to(torch.int64).mul_(within[start : start + length])
+            sums[number] += products.sum() * of_chunk[chunk % len(of_chunk)]
+        return sums
 
 
 @cache
-def _weights(count: int, seed: int, device: torch.device) -> torch.Tensor:
+def _weights(columns: int, rows: int, chunks: int, device: torch.device) -> tuple[torch.Tensor, ...]:
+    return tuple(_odd_numbers(count, seed).to(device) for seed, count in enumerate((columns, rows, chunks), 1))
+
+
+def _odd_numbers(count: int, seed: int) -> torch.Tensor:
     """Odd numbers of 64 bits that look random and are always the same (SplitMix64)."""
     numbers, state = [], seed
     for _ in range(count):
@@ -60,4 +91,4 @@ def _weights(count: int, seed: int, device: torch.device) -> torch.Tensor:
         mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) % _MODULUS
         odd = (mixed ^ (mixed >> 31)) | 1
         numbers.append(odd - _MODULUS if odd >= _MODULUS // 2 else odd)
-    return torch.tensor(numbers, dtype=torch.int64, device=device)
+    return torch.tensor(numbers, dtype=torch.int64)

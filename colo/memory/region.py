@@ -9,13 +9,12 @@ What a region does not know: what its bytes mean, and where they are kept in bet
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -228,20 +227,12 @@ def _saver() -> Any:
     # Once the library runs it refuses to be configured: then someone else chose its mode, and either mode serves.
     with suppress(AttributeError, AssertionError):
         saver.hook_mode = "torch"
-    atexit.register(_free_inside_a_region, saver)
+    # The library (0.0.10) ends the process when its blocks are freed outside one of its regions, which is what happens
+    # when the interpreter, at its exit, destroys the pools that they are in. One reference more, which nobody gives
+    # back, and it destroys none; the driver takes the memory with the process. (A region entered at exit would do as
+    # well, but then torch refuses to destroy the pools of others, vLLM's for one, and that ends the process too.)
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(saver))
     return saver
-
-
-def _free_inside_a_region(saver: Any) -> None:
-    """Let the interpreter tear down torch-memory-saver's pools without ending the process with an error.
-
-    The library (0.0.10) aborts when one of its blocks is freed outside a region, which is what happens when its pools
-    are destroyed at interpreter exit. A region that is entered here and never left avoids it; the extra reference keeps
-    the interpreter from leaving it while it tears modules down.
-    """
-    exit_stack = ExitStack()
-    exit_stack.enter_context(saver.region(tag="colo.exit"))
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(exit_stack))
 
 
 def close_all(closers: Sequence[Callable[[], None]]) -> None:

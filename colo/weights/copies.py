@@ -6,11 +6,12 @@ from collections.abc import Sequence
 
 import torch
 
+from colo.memory import tiles
 from colo.units import MIB
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _COMPARED_AT_ONCE = 1 << 24
-"""Elements, words of eight bytes where that is possible; comparing takes a byte for each."""
+"""Elements, words of four bytes where that is possible; comparing takes a byte for each."""
 
 _LARGE_BYTES = 16 * MIB
 """From here on a copy of its own, at the device's own speed, beats a share of a fused one, which reaches two thirds."""
@@ -30,14 +31,51 @@ def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -
         torch._foreach_copy_(*fused)
 
 
-def differ(source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Whether a bit of `target` is not what copying `source` to it leaves, as a tensor (bool, no dimensions).
+class Comparison:
+    """Whether bits of targets are not what copying sources to them leaves, again and again.
 
-    Queued, not waited for. NaN equals itself and -0 does not equal 0.
+    Lifetime: of the memory, whose addresses it keeps. NaN equals itself and -0 does not equal 0.
     """
-    left, right = source, target
-    if source.dtype == target.dtype and _is_in_words(source) and _is_in_words(target):
-        left, right = (tensor.view(-1).view(torch.int64) for tensor in (source, target))
+
+    def __init__(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
+        self._pairs = list(zip(sources, targets, strict=True))
+        self._kernels = tiles.kernels(targets[0].device) if targets else None
+        if self._kernels is None:
+            return
+        self._device = targets[0].device
+        in_words = {i: pair for i, pair in enumerate(map(_words, sources, targets)) if pair is not None}
+        lengths = [len(left) for left, _ in in_words.values()]
+        left, right = ([pair[side].data_ptr() for pair in in_words.values()] for side in (0, 1))
+        columns = ((left, tiles.WORD_BYTES), (right, tiles.WORD_BYTES), (list(in_words), 0))
+        self._tiles = tiles.table([0] * len(lengths), lengths, *columns, device=self._device)
+        self._others = [i for i in range(len(self._pairs)) if i not in in_words]
+        self._others_there = torch.tensor(self._others, dtype=torch.int64).to(self._device)
+
+    @torch.no_grad()
+    def flags(self) -> torch.Tensor:
+        """One for each pair (bool), where the targets are: queued, not waited for."""
+        if not self._pairs:
+            return torch.zeros(0, dtype=torch.bool)
+        if self._kernels is None:
+            return torch.stack([_differ(source, target) for source, target in self._pairs])
+        flags = torch.zeros(len(self._pairs), dtype=torch.int32, device=self._device)
+        self._kernels.compare(self._tiles, flags)
+        if self._others:
+            found = torch.stack([_differ(*self._pairs[i]) for i in self._others])
+            flags.index_copy_(0, self._others_there, found.to(torch.int32))
+        return flags.bool()
+
+
+def _words(source: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Both as words, where a copy changes none of them."""
+    left, right = tiles.in_words(source), tiles.in_words(target)
+    if left is None or right is None or (source.dtype, source.device) != (target.dtype, target.device):
+        return None
+    return left, right
+
+
+def _differ(source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    left, right = _words(source, target) or (source, target)
     rows = max(1, _COMPARED_AT_ONCE // max(1, right[:1].numel())) if right.dim() else 1
     kind = _BITS[right.element_size()]
     found = [
@@ -49,9 +87,3 @@ def differ(source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         )
     ]
     return torch.stack(found).any() if len(found) > 1 else found[0]
-
-
-def _is_in_words(tensor: torch.Tensor) -> bool:
-    """Whether its bytes lie in a row and are words of eight."""
-    num_bytes, start_bytes = (n * tensor.element_size() for n in (tensor.numel(), tensor.storage_offset()))
-    return tensor.is_contiguous() and num_bytes % 8 == start_bytes % 8 == tensor.data_ptr() % 8 == 0

@@ -19,7 +19,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from colo.errors import TransferError, Unsupported
-from colo.weights.copies import copy_all, differ
+from colo.weights.copies import Comparison, copy_all
 
 Load = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
 """An engine's loader: takes `(name, tensor)` in the names of a checkpoint."""
@@ -162,13 +162,12 @@ class LoadPlan:
 
     def differences(self, source: Mapping[str, torch.Tensor]) -> list[str]:
         """Names whose bytes in the engine differ from `source`, converted to the engine's dtype. Reads everything."""
-        return self.named(self.flags(source))
+        return self.named(self.comparison(source).flags())
 
-    def flags(self, source: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """What `named` makes names of (bool, one a copy), where the bytes are: queued, not waited for."""
-        if not self._runs:
-            return torch.zeros(0, dtype=torch.bool)
-        return torch.stack([differ(copy.region_of(source[copy.name]), copy.target) for copy in self._runs])
+    def comparison(self, source: Mapping[str, torch.Tensor]) -> Comparison:
+        """Of `source` with the engine's memory, as often as one likes while neither moves; `named` reads its flags."""
+        regions = [copy.region_of(source[copy.name]) for copy in self._runs]
+        return Comparison(regions, [copy.target for copy in self._runs])
 
     def named(self, flags: torch.Tensor) -> list[str]:
         """Names of the tensors whose flag is set. Waits for the flags."""

@@ -177,7 +177,7 @@ def test_weights_arrive_in_buckets_by_the_four_calls(server, model, completes):
         server.update("begin", version=1, digest=manifest.digest)
         checksums = []
         for index in range(len(staged.buckets)):
-            checksums.append(staged.fill(index, tensors))
+            checksums += staged.fill(index, tensors)
             server.update("take", index=index)
         server.update("finish", checksums=checksums)
         server.post("/finish_weight_update")
@@ -204,14 +204,14 @@ class Staged:
             slab.close()
 
     def fill(self, index, tensors):
-        """Put a bucket in its slab; its checksum."""
+        """Put a bucket in its slab; the checksums of its pieces."""
         bucket, slab = self.buckets[index], self.slabs[index % 2].bytes
         for piece in bucket.pieces:
             flat = tensors[piece.name].contiguous().view(-1).view(torch.uint8)
             slab[piece.offset_bytes : piece.offset_bytes + piece.size_bytes] = flat[
                 piece.start_bytes : piece.stop_bytes
             ]
-        return checksum(slab[: -(-bucket.size_bytes // 8) * 8])
+        return [checksum(slab[p.offset_bytes : p.offset_bytes + -(-p.size_bytes // 4) * 4]) for p in bucket.pieces]
 
 
 def test_what_is_wrong_with_an_update_reaches_the_client_in_words(server, model):
@@ -229,10 +229,11 @@ def test_what_is_wrong_with_an_update_reaches_the_client_in_words(server, model)
         server.update("begin", version=1, digest=manifest.digest)
         checksums = []
         for index in range(len(staged.buckets)):
-            checksums.append(staged.fill(index, tensors))
+            checksums += staged.fill(index, tensors)
             staged.slabs[index % 2].bytes[5] ^= index == 1
             server.update("take", index=index)
-        assert f"the checksums of 1 of {len(checksums)} buckets differ" in server.fails("finish", checksums=checksums)
+        hit = staged.buckets[1].pieces[0].name
+        assert f"differ from what was sent, {hit} for one" in server.fails("finish", checksums=checksums)
         server.post("/start_weight_update")
         assert "'collect' is no step of this call, which takes begin, copy" in server.fails("collect")
         server.post("/start_weight_update")

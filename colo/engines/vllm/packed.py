@@ -29,7 +29,7 @@ def packed_weights(model: nn.Module) -> dict[str, PackedWeight]:
     found = {}
     for name, parameter in _packed_parameters(model).items():
         states, starts = parameter.bnb_quant_state, getattr(parameter, "bnb_shard_offsets", None)
-        if starts is None or not isinstance(states, Mapping) or parameter.dtype != torch.uint8:
+        if starts is None or not isinstance(states, Mapping) or parameter.data.dtype != torch.uint8:
             raise Unsupported(f"{name} is packed as no trainer can share it: only linear layers in 4 bits can be")
         module = name.removesuffix(".weight").removesuffix(".base_layer")
         owner, _, leaf = module.rpartition(".")

@@ -11,16 +11,17 @@ returned, the model's weights are neither the old nor the new ones.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from colo.errors import TransferError, Unsupported
-from colo.memory.checksum import WORD_BYTES, folded, partial_sums
+from colo.memory.checksum import Checksums, Part, values
 from colo.memory.slab import Description, open_slab
+from colo.memory.tiles import WORD_BYTES, in_words
 from colo.units import align_up
-from colo.weights.copies import copy_all, differ
+from colo.weights.copies import Comparison, copy_all
 from colo.weights.load_plan import Copy, LoadPlan
 from colo.weights.manifest import Manifest, TensorSpec
 from colo.weights.pieces import meets
@@ -45,13 +46,13 @@ class Receiver:
         self._plan: LoadPlan | None = None
         self._manifest: Manifest | None = None
         self._sources: dict[str, torch.Tensor] = {}
+        self._compared: Comparison | None = None
         self._graphs: dict[bool, tuple[torch.cuda.CUDAGraph, torch.Tensor | None]] = {}
         self._replays = 0
         self._slabs: list[torch.Tensor] = []
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         self._buckets: list[_Bucket] = []
         self._turns: ReadersTurns | None = None
-        self._read_back: torch.Tensor | None = None
         self._update: _Update | None = None
 
     def bind(
@@ -134,11 +135,9 @@ class Receiver:
         targets, sources = bucket.pairs
         copy_all(targets, sources)
         if verify:
-            slab = self._slabs[turn]
-            update.sums.append(partial_sums(slab[: bucket.size_bytes]))
-            if self._read_back is None:
-                self._read_back = torch.empty_like(slab)
-            update.flags += bucket.differences(slab, self._read_back)
+            held = bucket.held(self._slabs[turn])
+            update.sums[index] = held.checksums.compute()
+            update.flags += [(held.names, held.compared.flags())]
         if stream is not None:
             self._events[turn][1].record(stream)
         update.taken.append(index)
@@ -161,7 +160,7 @@ class Receiver:
             raise
 
     def finish(self, checksums: list[int] | None) -> dict[str, Any]:
-        """Attest: version, number of tensors and bytes; with the sender's `checksums` of every bucket compared.
+        """Attest: version, number of tensors and bytes; with the sender's `checksums` of every piece compared.
 
         Raises: `TransferError` naming what is missing, came twice, or is not what was sent.
         """
@@ -173,15 +172,14 @@ class Receiver:
             Manifest(specs=manifest.specs, version=update.version).check_received(arrived)
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
+        different = list(update.different)
+        for names, flags in update.flags:
+            different += [name for name, is_other in zip(names, flags.tolist(), strict=True) if is_other]
         if checksums is not None:
-            own = [folded(sums) for sums in update.sums]
-            wrong = [index for index, (a, b) in enumerate(zip(own, checksums, strict=True)) if a != b]
-            if wrong:
-                raise TransferError(
-                    f"the checksums of {len(wrong)} of {len(own)} buckets differ from the sender's, that with "
-                    f"{self._buckets[update.taken[wrong[0]]].pieces[0][0]} for one: the bytes changed on their way"
-                )
-        different = update.different + _named(update.flags)
+            names = [name for bucket in self._buckets for name, *_ in bucket.pieces]
+            own = [value for _, sums in sorted(update.sums.items()) for value in values(sums)]
+            different += [name for name, a, b in zip(names, own, checksums, strict=True) if a != b]
+        different = list(dict.fromkeys(different))
         if different:
             raise TransferError(
                 f"{len(different)} tensors in the engine differ from what was sent, {different[0]} for one"
@@ -191,21 +189,24 @@ class Receiver:
     @torch.no_grad()
     def differences(self) -> list[str]:
         """Names of mapped tensors that the engine does not hold as they are now."""
-        return self._bound().differences(self._sources) if self._sources else []
+        plan = self._bound()
+        return plan.named(self._comparison(plan).flags()) if self._sources else []
 
     def release(self) -> None:
         """Unmap the sender's memory. The sender frees it after this."""
-        self._graphs = {}
+        self._graphs, self._compared = {}, None
         self._sources, self._slabs, self._events, self._buckets = {}, [], [], []
-        self._plan = self._update = self._turns = self._read_back = None
+        self._plan = self._update = self._turns = None
         self._replays = 0
 
     def _replay(self, plan: LoadPlan, *, verify: bool) -> torch.Tensor | None:
         """Copy, and compare: flags for `LoadPlan.named`. The first time as it is, from then on as a CUDA graph."""
 
+        compared = self._comparison(plan) if verify else None
+
         def run() -> torch.Tensor | None:
             plan.replay(self._sources)
-            return plan.flags(self._sources) if verify else None
+            return compared.flags() if compared is not None else None
 
         self._replays += 1
         if self._device.type != "cuda" or self._replays == 1:
@@ -218,6 +219,11 @@ class Receiver:
         graph, flags = self._graphs[verify]
         graph.replay()
         return flags
+
+    def _comparison(self, plan: LoadPlan) -> Comparison:
+        if self._compared is None:
+            self._compared = plan.comparison(self._sources)
+        return self._compared
 
     def _arrived(self, taken: Sequence[int]) -> list[str]:
         """Tensors of which every bucket has been taken, as often as the one that was taken most."""
@@ -253,24 +259,24 @@ class _Update:
         self.mapped: list[str] = []
         self.taken: list[int] = []
         self.different: list[str] = []
-        self.sums: list[torch.Tensor] = []
-        self.flags: list[tuple[str, torch.Tensor]] = []
+        self.sums: dict[int, torch.Tensor] = {}
+        """By bucket, those of its pieces."""
+
+        self.flags: list[tuple[Sequence[str], torch.Tensor]] = []
 
 
 class _Bucket:
     """Where the pieces of one bucket go."""
 
     def __init__(self) -> None:
-        self.size_bytes = 0
-        self.names: list[str] = []
-        """Of the tensor of every pair."""
+        self.pieces: list[tuple[str, int, int]] = []
+        """Tensor, and where its bytes begin and end."""
 
         self.pairs: _Pairs = ([], [])
-        self.pieces: list[tuple[str, int, int]] = []
-        """Tensor, and where its words of eight bytes begin and end."""
+        self.numbers: list[int] = []
+        """Of every pair's piece."""
 
-        self._back: _Pairs | None = None
-        self._apart: list[int] = []
+        self._held: _Held | None = None
 
     @classmethod
     def of(
@@ -281,53 +287,66 @@ class _Bucket:
         dtypes: Mapping[str, torch.dtype],
     ) -> _Bucket:
         bucket = cls()
-        for name, start_bytes, size_bytes, offset_bytes in pieces:
+        for number, (name, start_bytes, size_bytes, offset_bytes) in enumerate(pieces):
             dtype, stop_bytes = dtypes[name], offset_bytes + size_bytes
             memory = slab[offset_bytes:stop_bytes].view(dtype)
             for copy in copies.get(name, ()):
                 for target, source in meets(copy, start_bytes // dtype.itemsize, memory) if size_bytes else ():
-                    bucket.names.append(name)
                     bucket.pairs[0].append(target)
                     bucket.pairs[1].append(source)
-            bucket.pieces.append((name, offset_bytes // WORD_BYTES, -(-stop_bytes // WORD_BYTES)))
-            bucket.size_bytes = max(bucket.size_bytes, align_up(stop_bytes, WORD_BYTES))
+                    bucket.numbers.append(number)
+            bucket.pieces.append((name, offset_bytes, stop_bytes))
         return bucket
 
-    def differences(self, slab: torch.Tensor, read_back: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-        """Tensors, and whether the engine holds other bytes of them than `slab` (bool, queued, not waited for).
-
-        What went to the engine is read back, to where it lay in the slab, into memory as large: comparing two of those
-        takes a few launches, and a bucket may consist of thousands of copies.
-        """
-        size = self.size_bytes
-        if size == 0:
-            return []
-        if self._back is None:
-            # What goes to two places, or is converted on its way, is compared by itself.
-            places: dict[tuple[Any, ...], int] = {}
-            for index, (target, source) in enumerate(zip(*self.pairs, strict=True)):
-                if target.dtype == source.dtype:
-                    places.setdefault((source.storage_offset() * source.itemsize, source.shape), index)
-            once = set(places.values())
-            alike = [pair for index, pair in enumerate(zip(*self.pairs, strict=True)) if index in once]
-            self._apart = [i for i in range(len(self.names)) if i not in once]
-            first = int(slab.storage_offset())
-            mirrored = [
-                read_back.view(s.dtype).as_strided(s.shape, s.stride(), s.storage_offset() - first // s.itemsize)
-                for _, s in alike
-            ]
-            self._back = mirrored, [target for target, _ in alike]
-        read_back[:size].copy_(slab[:size])  # for what this worker takes no part of
-        copy_all(*self._back)
-        changed = read_back[:size].view(torch.int64) != slab[:size].view(torch.int64)
-        flags = [(name, changed[start:stop].any()) for name, start, stop in self.pieces if start < stop]
-        targets, sources = self.pairs
-        return flags + [(self.names[i], differ(sources[i], targets[i])) for i in self._apart]
+    def held(self, slab: torch.Tensor) -> _Held:
+        """What tells whether the engine holds the bucket; always of the same slab."""
+        if self._held is None:
+            self._held = _Held(self, slab)
+        return self._held
 
 
-def _named(flags: Sequence[tuple[str, torch.Tensor]]) -> list[str]:
-    """Names whose flag is set, each once. Waits for the flags."""
-    if not flags:
-        return []
-    values = torch.stack([flag for _, flag in flags]).tolist()
-    return list(dict.fromkeys(name for (name, _), value in zip(flags, values, strict=True) if value))
+class _Held:
+    """Checksums of what the engine holds of a bucket: of each piece, as if it lay in one place as it did in the slab.
+
+    What this worker takes no part of is summed in the slab. So is what goes to a second place, or is not whole words in
+    a row, and that is compared with the slab.
+    """
+
+    def __init__(self, bucket: _Bucket, slab: torch.Tensor) -> None:
+        self._bucket = bucket
+        self._slab = slab
+        self._summed: set[int] = set()
+        parts = list(self._parts())
+        left = [index for index in range(len(bucket.numbers)) if index not in self._summed]
+        self.checksums = Checksums(parts, len(bucket.pieces), slab.device)
+        self.names = [bucket.pieces[bucket.numbers[index]][0] for index in left]
+        targets, sources = ([side[index] for index in left] for side in bucket.pairs)
+        self.compared = Comparison(sources, targets)
+
+    def _parts(self) -> Iterator[Part]:
+        memory = in_words(self._slab)
+        assert memory is not None
+        places = self._places()
+        for number, (_, start, stop) in enumerate(self._bucket.pieces):
+            reached, end = start, align_up(stop, WORD_BYTES)
+            for place, index, words in [*places.get(number, ()), (end, None, memory[:0])]:
+                if place < reached:
+                    continue
+                if place > reached:
+                    yield number, (reached - start) // WORD_BYTES, memory[reached // WORD_BYTES : place // WORD_BYTES]
+                if index is not None:
+                    yield number, (place - start) // WORD_BYTES, words
+                    self._summed.add(index)
+                reached = place + words.nbytes
+
+    def _places(self) -> dict[int, list[tuple[int, int, torch.Tensor]]]:
+        """By number of the piece: where a pair's source begins in the slab, the pair, and its target's words."""
+        found: dict[int, list[tuple[int, int, torch.Tensor]]] = {}
+        for index, (target, source) in enumerate(zip(*self._bucket.pairs, strict=True)):
+            words = in_words(target)
+            if words is not None and in_words(source) is not None and source.dtype == target.dtype:
+                place = source.data_ptr() - self._slab.data_ptr()
+                found.setdefault(self._bucket.numbers[index], []).append((place, index, words))
+        for places in found.values():
+            places.sort(key=lambda place: place[:2])
+        return found

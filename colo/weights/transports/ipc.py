@@ -15,8 +15,9 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from colo.errors import EngineLost, TransferError, Unsupported
-from colo.memory.checksum import WORD_BYTES, folded, partial_sums
+from colo.memory.checksum import Checksums, values
 from colo.memory.slab import Slab
+from colo.memory.tiles import WORD_BYTES, in_words
 from colo.units import MIB, align_up
 from colo.weights.bucket import Bucket, plan_buckets
 from colo.weights.manifest import Manifest, TensorSpec
@@ -200,6 +201,7 @@ class _Staging:
         self._device = peer.device
         self._slabs = [Slab(align_up(max(size_bytes, 1), WORD_BYTES), peer.device) for _ in range(2)]
         self._turns = SendersTurns(len(peer.pids))
+        self._checksums: dict[int, Checksums] = {}
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         if peer.device.type == "cuda":
             with torch.cuda.device(peer.device):
@@ -215,7 +217,7 @@ class _Staging:
 
     @torch.no_grad()
     def send(self, tensors: Mapping[str, torch.Tensor], peer: Peer, *, verify: bool) -> list[int] | None:
-        """Fill every bucket in turn while the workers take them; the buckets' checksums, if asked for."""
+        """Fill every bucket in turn while the workers take them; the checksums of all pieces, if asked for."""
         sums: list[torch.Tensor] = []
         self._turns.begin()
         with ThreadPoolExecutor(max_workers=1, thread_name_prefix="colo-ipc") as pool:
@@ -235,16 +237,16 @@ class _Staging:
                 self._turns.stop()
                 raise
             taking.result()
-        return [folded(part) for part in sums] if verify else None
+        return [value for part in sums for value in values(part)] if verify else None
 
     @torch.no_grad()
     def checksums(self, tensors: Mapping[str, torch.Tensor]) -> list[int]:
         """Those that `send` would find for `tensors`, without sending."""
         sums = []
-        for bucket in self._buckets:
-            self._fill(bucket, self._slabs[0].bytes, tensors)
-            sums.append(self._sums(bucket, 0))
-        return [folded(part) for part in sums]
+        for index, bucket in enumerate(self._buckets):
+            self._fill(bucket, self._slabs[index % len(self._slabs)].bytes, tensors)
+            sums.append(self._sums(bucket, index))
+        return [value for part in sums for value in values(part)]
 
     def close(self) -> None:
         """Let go of the slabs."""
@@ -269,16 +271,19 @@ class _Staging:
             flat = _flat(tensors[piece.name])
             target = slab[piece.offset_bytes : piece.offset_bytes + piece.size_bytes]
             target.copy_(flat[piece.start_bytes : piece.stop_bytes], non_blocking=True)
-        # What earlier buckets have left in between would be part of the checksum.
-        ends = [piece.offset_bytes + piece.size_bytes for piece in bucket.pieces]
-        starts = [*(piece.offset_bytes for piece in bucket.pieces[1:]), align_up(bucket.size_bytes, WORD_BYTES)]
-        for end, start in zip(ends, starts, strict=True):
-            if end < start:
-                slab[end:start].zero_()
+            if piece.size_bytes % WORD_BYTES:  # what an earlier bucket has left would be part of the checksum
+                slab[piece.offset_bytes + piece.size_bytes :][: -piece.size_bytes % WORD_BYTES].zero_()
 
     def _sums(self, bucket: Bucket, index: int) -> torch.Tensor:
-        slab = self._slabs[index % len(self._slabs)].bytes
-        return partial_sums(slab[: align_up(bucket.size_bytes, WORD_BYTES)])
+        if index not in self._checksums:
+            memory = in_words(self._slabs[index % len(self._slabs)].bytes)
+            assert memory is not None
+            parts = [
+                (number, 0, memory[piece.offset_bytes // WORD_BYTES :][: -(-piece.size_bytes // WORD_BYTES)])
+                for number, piece in enumerate(bucket.pieces)
+            ]
+            self._checksums[index] = Checksums(parts, len(parts), self._device)
+        return self._checksums[index].compute()
 
 
 def _manifest(tensors: Mapping[str, torch.Tensor]) -> Manifest:

@@ -22,9 +22,17 @@ pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is dep
 SHAPES = {"q_proj": (8, 4), "k_proj": (4, 4), "v_proj": (4, 4)}
 
 
+class PackedParameter(nn.Parameter):
+    """As vLLM 0.26 has it for CUDA: it says that its dtype is torch's default."""
+
+    @property
+    def dtype(self):
+        return torch.get_default_dtype()
+
+
 def packed_parameter(shapes):
     sizes = [rows * columns // 2 for rows, columns in shapes]
-    parameter = nn.Parameter(torch.arange(sum(sizes), dtype=torch.uint8)[:, None], requires_grad=False)
+    parameter = PackedParameter(torch.arange(sum(sizes), dtype=torch.uint8)[:, None], requires_grad=False)
     parameter.bnb_quant_state = {i: SimpleNamespace(shape=torch.Size(s)) for i, s in enumerate(shapes)}
     parameter.bnb_shard_offsets = torch.tensor([0, *sizes]).cumsum(0)
     return parameter

@@ -1,0 +1,92 @@
+"""Triton kernels that read memory in many places in one launch. Import through `colo.memory.tiles.kernels`."""
+
+import torch
+import triton
+import triton.language as tl
+
+from colo.memory.tiles import WORDS
+
+_BLOCK = 4096
+"""Words that a program compares at once."""
+
+
+@triton.jit
+def _weigh(
+    tiles,
+    of_column,
+    of_row,
+    of_chunk,
+    sums,
+    COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+):
+    tile = tiles + tl.program_id(0) * 4
+    memory = tl.load(tile).to(tl.pointer_type(tl.int32))
+    position = tl.load(tile + 1)
+    count = tl.load(tile + 3)
+    # Tiles do not cross chunks, so that positions within one are enough, by rows, of which every column is the same.
+    first = (position % (COLUMNS * ROWS)).to(tl.int32)
+    last = first + count.to(tl.int32)
+    columns = tl.arange(0, COLUMNS)
+    total = tl.zeros([COLUMNS], tl.int64)
+    for row in range(first // COLUMNS, tl.cdiv(last, COLUMNS)):
+        at = row * COLUMNS + columns
+        words = tl.load(memory + (at - first), mask=(at >= first) & (at < last), other=0)
+        total += words.to(tl.int64) * tl.load(of_row + row)
+    total *= tl.load(of_column + columns)
+    chunk = tl.load(of_chunk + position // (COLUMNS * ROWS) % CHUNKS)
+    tl.atomic_add(sums + tl.load(tile + 2), tl.sum(total) * chunk)
+
+
+@triton.jit
+def _compare(tiles, flags, BLOCK: tl.constexpr):
+    tile = tiles + tl.program_id(0) * 4
+    left = tl.load(tile).to(tl.pointer_type(tl.int32))
+    right = tl.load(tile + 1).to(tl.pointer_type(tl.int32))
+    count = tl.load(tile + 3)
+    found = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, count, BLOCK):
+        offsets = start + tl.arange(0, BLOCK)
+        inside = offsets < count
+        found |= tl.load(left + offsets, mask=inside, other=0) ^ tl.load(right + offsets, mask=inside, other=0)
+    if tl.max((found != 0).to(tl.int32)) != 0:
+        tl.store(flags + tl.load(tile + 2), 1)
+
+
+def weigh(tiles: torch.Tensor, weights: tuple[torch.Tensor, ...], sums: torch.Tensor) -> None:
+    """Add to `sums` what `colo.memory.checksum` defines. Queued.
+
+    `tiles` (int64, shape [num_tiles, 4]): address, position, index into `sums`, and number of words; none crosses a
+    chunk. `weights` (int64): of columns, rows and chunks; the number of columns is a power of two.
+    """
+    columns, rows, chunks = (len(part) for part in weights)
+    _launch(_weigh, tiles, *weights, sums, COLUMNS=columns, ROWS=rows, CHUNKS=chunks, num_warps=8)
+
+
+def compare(tiles: torch.Tensor, flags: torch.Tensor) -> None:
+    """Set a flag (int32) where two memories differ. Queued.
+
+    `tiles` (int64, shape [num_tiles, 4]): two addresses, index into `flags`, and number of words.
+    """
+    _launch(_compare, tiles, flags, BLOCK=_BLOCK)
+
+
+def _launch(kernel, tiles, *arguments, **constants) -> None:
+    if len(tiles):
+        with torch.cuda.device_of(tiles):
+            kernel[(len(tiles),)](tiles, *arguments, **constants)
+
+
+def try_out(device: torch.device) -> None:
+    """Compile for `device` and run once. Raises: what Triton raises where it cannot compile; `RuntimeError`."""
+    words = torch.arange(2 * WORDS, dtype=torch.int32, device=device)
+    flags = torch.zeros(2, dtype=torch.int32, device=device)
+    sums = torch.zeros(1, dtype=torch.int64, device=device)
+    address, other = words.data_ptr(), words[WORDS:].data_ptr()
+    rows = [[address, address, 0, WORDS], [address, other, 1, WORDS]]
+    compare(torch.tensor(rows, dtype=torch.int64, device=device), flags)
+    ones = torch.ones(4, dtype=torch.int64, device=device)
+    weigh(torch.tensor([[address, 0, 0, 4]], dtype=torch.int64, device=device), (ones, ones, ones), sums)
+    if (flags.tolist(), sums.tolist()) != ([0, 1], [6]):
+        raise RuntimeError(f"Triton's kernels are wrong: {flags.tolist()}, {sums.tolist()}")

@@ -1,0 +1,62 @@
+"""Memory in many places as a table of small tiles, which one kernel reads in one launch, one program a tile."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from functools import cache
+from types import ModuleType
+
+import torch
+
+WORD_BYTES = 4
+
+WORDS = 1 << 16
+"""Of a tile at most: 256 KiB, small enough for every part of a GPU to have something to do."""
+
+
+def in_words(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The memory of a tensor as words of four bytes (int32, flat), or `None` where it is not whole words in a row."""
+    num_bytes, start_bytes = (n * tensor.element_size() for n in (tensor.numel(), tensor.storage_offset()))
+    if not tensor.is_contiguous() or any(n % WORD_BYTES for n in (num_bytes, start_bytes, tensor.data_ptr())):
+        return None
+    return tensor.detach().view(-1).view(torch.int32)
+
+
+def cut(starts: Sequence[int], lengths: Sequence[int], width: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Ranges cut at the multiples of `width`: of each tile its range, the offset within it, and the length (int64)."""
+    start = torch.tensor(starts, dtype=torch.int64)
+    stop = start + torch.tensor(lengths, dtype=torch.int64)
+    first = start // width
+    counts = (stop - first * width + width - 1) // width
+    index = torch.repeat_interleave(torch.arange(len(start)), counts)
+    number = torch.arange(len(index)) - (counts.cumsum(0) - counts)[index] + first[index]
+    low, high = torch.maximum(number * width, start[index]), torch.minimum((number + 1) * width, stop[index])
+    return index, low - start[index], high - low
+
+
+def table(
+    starts: Sequence[int], lengths: Sequence[int], *columns: tuple[Sequence[int], int], device: torch.device
+) -> torch.Tensor:
+    """Ranges as tiles, cut at the multiples of `WORDS`: of each the `columns`, and its length (int64).
+
+    A column has a value for each range, and a step by which it grows from word to word.
+    """
+    index, offset, length = cut(starts, lengths, WORDS)
+    grown = [torch.tensor(values, dtype=torch.int64)[index] + offset * step for values, step in columns]
+    return torch.stack([*grown, length], 1).to(device)
+
+
+@cache
+def kernels(device: torch.device) -> ModuleType | None:
+    """The kernels of `colo.memory.kernels`, compiled; `None` on a CPU and, with a warning, where Triton cannot."""
+    if device.type != "cuda":
+        return None
+    try:
+        from colo.memory import kernels as compiled
+
+        compiled.try_out(device)
+    except Exception as error:  # noqa: BLE001 - Triton may lack a compiler, a driver's library, or support of the GPU
+        warnings.warn(f"weights are checked without Triton, which is slower: {error}", RuntimeWarning, stacklevel=2)
+        return None
+    return compiled

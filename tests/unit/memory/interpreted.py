@@ -1,0 +1,65 @@
+"""The kernels in Triton's interpreter, on a CPU, beside torch; run by `test_tiles.py` with TRITON_INTERPRET=1."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from colo.memory import checksum, kernels, tiles
+from colo.weights import copies
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def by_kernels():
+    """Small numbers, so that a few words are several columns, rows, chunks and tiles, and the kernels in use."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {"_COLUMNS": 4, "_ROWS": 4, "_CHUNKS": 3}.items():
+            patch.setattr(checksum, name, value)
+        patch.setattr(tiles, "WORDS", 8)
+
+        def using(module):
+            patch.setattr(tiles, "kernels", lambda device: module)
+
+        yield [lambda: using(kernels), lambda: using(None)]
+
+
+def test_kernels_prove_themselves():
+    kernels.try_out(CPU)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    parts=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 90), st.integers(0, 40)), min_size=1, max_size=4),
+    seed=st.integers(0, 99),
+)
+def test_the_kernel_sums_what_torch_sums(by_kernels, parts, seed):
+    generator = torch.Generator().manual_seed(seed)
+    words = [torch.randint(-(2**31), 2**31, (n,), generator=generator).to(torch.int32) for *_, n in parts]
+    placed = [(number, position, w) for (number, position, _), w in zip(parts, words, strict=True)]
+    found = []
+    for use in by_kernels:
+        use()
+        found.append(checksum.values(checksum.Checksums(placed, 3, CPU).compute()))
+    assert found[0] == found[1]
+    assert any(found[0]) == any((w != 0).any() for w in words)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    shapes=st.lists(st.tuples(st.sampled_from([torch.bfloat16, torch.float32]), st.integers(0, 40)), max_size=4),
+    data=st.data(),
+)
+def test_the_kernel_finds_the_differences_that_torch_finds(by_kernels, shapes, data):
+    sources = [torch.randn(count).to(dtype) for dtype, count in shapes]
+    targets = [source.clone() for source in sources]
+    changed = data.draw(st.sets(st.sampled_from(range(len(sources))))) if sources else set()
+    changed = {index for index in changed if len(sources[index])}
+    for index in changed:
+        place = data.draw(st.integers(0, len(sources[index]) - 1))
+        targets[index][place] = -sources[index][place]
+    for use in by_kernels:
+        use()
+        flags = copies.Comparison(sources, targets).flags()
+        assert (flags.dtype, flags.tolist()) == (torch.bool, [index in changed for index in range(len(sources))])

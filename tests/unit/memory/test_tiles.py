@@ -1,0 +1,65 @@
+"""Tables of tiles, and the kernels that read them."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from colo.memory import tiles
+
+CPU = torch.device("cpu")
+
+
+@given(
+    ranges=st.lists(st.tuples(st.integers(0, 60), st.integers(0, 40)), max_size=6),
+    width=st.integers(1, 17),
+)
+def test_tiles_are_the_ranges_cut_at_the_multiples_of_the_width(ranges, width):
+    starts, lengths = [start for start, _ in ranges], [length for _, length in ranges]
+    cuts = list(zip(*(column.tolist() for column in tiles.cut(starts, lengths, width)), strict=True))
+    covered = [(index, offset + i) for index, offset, length in cuts for i in range(length)]
+    assert covered == [(index, i) for index, length in enumerate(lengths) for i in range(length)]
+    for index, offset, length in cuts:
+        start = starts[index] + offset
+        assert start // width == (start + max(length, 1) - 1) // width
+
+
+def test_a_column_grows_by_its_step(monkeypatch):
+    monkeypatch.setattr(tiles, "WORDS", 4)
+    table = tiles.table([0, 2], [5, 3], ([100, 200], 4), ([7, 8], 0), device=CPU)
+    assert table.tolist() == [[100, 7, 4], [116, 7, 1], [200, 8, 2], [208, 8, 1]]
+
+
+def test_words_are_whole_and_in_a_row():
+    base = torch.arange(12, dtype=torch.bfloat16)
+    assert torch.equal(tiles.in_words(base).view(torch.bfloat16), base)
+    assert tiles.in_words(base[2:8]).data_ptr() == base[2:].data_ptr()
+    for other in (base[:3], base[1:5], base[::2], base.view(3, 4).T):
+        assert tiles.in_words(other) is None
+
+
+def test_kernels_do_what_torch_does():
+    pytest.importorskip("triton", reason="Triton is missing, which torch for CUDA brings along")
+    # In a process of its own, since Triton asks for the variable once, when it is imported.
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            str(Path(__file__).with_name("interpreted.py")),
+        ],
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert "3 passed" in done.stdout
