@@ -83,7 +83,7 @@ def _ours(model: nn.Module, folder: str, device: torch.device, size: Size) -> It
         ("direct", False, False),
         ("direct, every byte compared", False, True),
         ("staged", True, False),
-        ("staged, checksums and every byte compared", True, True),
+        ("staged, checksums of every byte", True, True),
     ):
         transport = IpcTransport(ModuleSource(model), driven, why_not_shared="measured", staged=staged, verify=verify)
         yield _row(f"colo, {name}", model, partial(_publish, transport, driven), device)
