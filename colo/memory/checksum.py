@@ -1,8 +1,9 @@
 """Checksums of memory that see where bytes are, not only which: what repacking in place would not get past a sum.
 
 Words of 32 bits, each times a random odd number of its position, summed modulo 2^64. No change of one word gets past
-it, and one of many only by a chance of 2^-33 at most, which is that of signs: were words as wide as the sum, an even
-number of changed signs would always cancel. A sum has no order, so that the parts of what is summed may lie apart.
+it, and one of many only by a chance of about 2^-28 at most, which is that of signs that change alike in two chunks:
+were words as wide as the sum, an even number of changed signs would always cancel. A sum has no order, so that the
+parts of what is summed may lie apart.
 """
 
 from __future__ import annotations
@@ -16,8 +17,7 @@ from colo.memory import tiles
 from colo.memory.tiles import WORD_BYTES, in_words
 
 _COLUMNS, _ROWS, _CHUNKS = 1 << 10, 1 << 10, 1 << 14
-"""A position's number is the product of its column's, its row's and its chunk's (of 4 MiB; from 64 GiB on they come
-again)."""
+"""A position's number is made of its column's, its row's and its chunk's (of 4 MiB; from 64 GiB on they come again)."""
 
 _MODULUS = 1 << 64
 
@@ -33,13 +33,13 @@ def checksum(data: torch.Tensor) -> int:
     words = in_words(data)
     if words is None:
         raise ValueError(f"{data.numel()} bytes at {data.data_ptr():#x} are not words of {WORD_BYTES} bytes")
-    (value,) = values(Checksums([(0, 0, words)], 1, data.device).compute())
+    (value,) = values([Checksums([(0, 0, words)], 1, data.device).compute()])
     return value
 
 
-def values(sums: torch.Tensor) -> list[int]:
-    """What `Checksums.compute` has queued, as numbers from 0 to 2^64. Waits for them."""
-    return [int(value) % _MODULUS for value in sums.tolist()]
+def values(sums: Sequence[torch.Tensor]) -> list[int]:
+    """What `Checksums.compute` has queued, one after another, as numbers from 0 to 2^64. Waits for them."""
+    return [int(value) % _MODULUS for value in torch.cat(list(sums)).tolist()] if sums else []
 
 
 class Checksums:
@@ -57,6 +57,7 @@ class Checksums:
             cuts = tiles.cut(positions, lengths, _COLUMNS * _ROWS)
             self._cuts = list(zip(*(column.tolist() for column in cuts), strict=True))
         else:
+            assert _COLUMNS * _ROWS % tiles.WORDS == 0, "a tile would cross chunks"
             addresses = [words.data_ptr() for *_, words in parts]
             columns = ((addresses, WORD_BYTES), (positions, 1), (numbers, 0))
             self._tiles = tiles.table(positions, lengths, *columns, device=device)
@@ -68,7 +69,7 @@ class Checksums:
         if self._kernels is not None:
             self._kernels.weigh(self._tiles, weights, sums)
             return sums
-        within, of_chunk = (weights[0] * weights[1][:, None]).view(-1), weights[2]
+        within, of_chunk = _within_chunk(_COLUMNS, _ROWS, self._device), weights[2]
         for index, offset, length in self._cuts:
             number, position, words = self._parts[index]
             chunk, start = divmod(position + offset, len(within))
@@ -80,6 +81,14 @@ class Checksums:
 @cache
 def _weights(columns: int, rows: int, chunks: int, device: torch.device) -> tuple[torch.Tensor, ...]:
     return tuple(_odd_numbers(count, seed).to(device) for seed, count in enumerate((columns, rows, chunks), 1))
+
+
+@cache
+def _within_chunk(columns: int, rows: int, device: torch.device) -> torch.Tensor:
+    """The number of every position: a product, with half of it mixed in, since changes in a rectangle factor too."""
+    of_column, of_row, _ = _weights(columns, rows, 1, device)
+    products = of_column * of_row[:, None]
+    return (products ^ ((products >> 32) & 0xFFFFFFFF) | 1).view(-1)
 
 
 def _odd_numbers(count: int, seed: int) -> torch.Tensor:

@@ -29,12 +29,14 @@ def _weigh(
     first = (position % (COLUMNS * ROWS)).to(tl.int32)
     last = first + count.to(tl.int32)
     columns = tl.arange(0, COLUMNS)
+    column = tl.load(of_column + columns)
     total = tl.zeros([COLUMNS], tl.int64)
     for row in range(first // COLUMNS, tl.cdiv(last, COLUMNS)):
         at = row * COLUMNS + columns
         words = tl.load(memory + (at - first), mask=(at >= first) & (at < last), other=0)
-        total += words.to(tl.int64) * tl.load(of_row + row)
-    total *= tl.load(of_column + columns)
+        product = column * tl.load(of_row + row)
+        mixed = product ^ (product.to(tl.uint64) >> 32).to(tl.int64) | 1
+        total += words.to(tl.int64) * mixed
     chunk = tl.load(of_chunk + position // (COLUMNS * ROWS) % CHUNKS)
     tl.atomic_add(sums + tl.load(tile + 2), tl.sum(total) * chunk)
 
@@ -79,14 +81,14 @@ def _launch(kernel, tiles, *arguments, **constants) -> None:
 
 
 def try_out(device: torch.device) -> None:
-    """Compile for `device` and run once. Raises: what Triton raises where it cannot compile; `RuntimeError`."""
+    """Compile for `device`, as they are used, and run once. Raises: what Triton raises; `RuntimeError`."""
     words = torch.arange(2 * WORDS, dtype=torch.int32, device=device)
     flags = torch.zeros(2, dtype=torch.int32, device=device)
     sums = torch.zeros(1, dtype=torch.int64, device=device)
     address, other = words.data_ptr(), words[WORDS:].data_ptr()
     rows = [[address, address, 0, WORDS], [address, other, 1, WORDS]]
     compare(torch.tensor(rows, dtype=torch.int64, device=device), flags)
-    ones = torch.ones(4, dtype=torch.int64, device=device)
-    weigh(torch.tensor([[address, 0, 0, 4]], dtype=torch.int64, device=device), (ones, ones, ones), sums)
+    weights = tuple(torch.ones(1 << n, dtype=torch.int64, device=device) for n in (10, 10, 14))
+    weigh(torch.tensor([[address, 1022, 0, 4]], dtype=torch.int64, device=device), weights, sums)
     if (flags.tolist(), sums.tolist()) != ([0, 1], [6]):
         raise RuntimeError(f"Triton's kernels are wrong: {flags.tolist()}, {sums.tolist()}")

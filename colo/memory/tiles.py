@@ -56,6 +56,8 @@ def kernels(device: torch.device) -> ModuleType | None:
         from colo.memory import kernels as compiled
 
         compiled.try_out(device)
+    except torch.OutOfMemoryError:
+        raise  # of this moment, not of this machine
     except Exception as error:  # noqa: BLE001 - Triton may lack a compiler, a driver's library, or support of the GPU
         warnings.warn(f"weights are checked without Triton, which is slower: {error}", RuntimeWarning, stacklevel=2)
         return None

@@ -43,7 +43,11 @@ class Comparison:
         if self._kernels is None:
             return
         self._device = targets[0].device
-        in_words = {i: pair for i, pair in enumerate(map(_words, sources, targets)) if pair is not None}
+        in_words = {
+            i: pair
+            for i, pair in enumerate(map(_words, sources, targets))
+            if pair is not None and pair[0].device == self._device
+        }
         lengths = [len(left) for left, _ in in_words.values()]
         left, right = ([pair[side].data_ptr() for pair in in_words.values()] for side in (0, 1))
         columns = ((left, tiles.WORD_BYTES), (right, tiles.WORD_BYTES), (list(in_words), 0))
@@ -77,9 +81,9 @@ def _words(source: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, to
 def _differ(source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     left, right = _words(source, target) or (source, target)
     rows = max(1, _COMPARED_AT_ONCE // max(1, right[:1].numel())) if right.dim() else 1
-    kind = _BITS[right.element_size()]
+    kind = _BITS[_real(right[:0] if right.dim() else right).element_size()]
     found = [
-        (mine.to(right.dtype).view(kind) != theirs.view(kind)).any()
+        (_real(mine.to(right.device, right.dtype)).view(kind) != _real(theirs).view(kind)).any()
         for mine, theirs in zip(
             left.split(rows) if right.dim() else [left],
             right.split(rows) if right.dim() else [right],
@@ -87,3 +91,8 @@ def _differ(source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         )
     ]
     return torch.stack(found).any() if len(found) > 1 else found[0]
+
+
+def _real(tensor: torch.Tensor) -> torch.Tensor:
+    """Complex numbers as two of half the size: no integer is as wide as the largest."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor

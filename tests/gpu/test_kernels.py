@@ -27,13 +27,13 @@ def test_checksums_of_scattered_parts_are_those_of_torch(without_kernels):
     for number, length in enumerate(lengths):
         parts.append((number % 3, place * 13 + number, words[place : place + length]))
         place += length
-    found = checksum.values(checksum.Checksums(parts, 3, CUDA).compute())
+    found = checksum.values([checksum.Checksums(parts, 3, CUDA).compute()])
     whole = checksum.checksum(words.view(torch.uint8))
     words[11_000_000] ^= 1
     assert checksum.checksum(words.view(torch.uint8)) != whole
     words[11_000_000] ^= 1
     without_kernels()
-    assert checksum.values(checksum.Checksums(parts, 3, CUDA).compute()) == found
+    assert checksum.values([checksum.Checksums(parts, 3, CUDA).compute()]) == found
     assert checksum.checksum(words.view(torch.uint8)) == whole
 
 

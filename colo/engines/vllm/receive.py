@@ -11,7 +11,7 @@ returned, the model's weights are neither the old nor the new ones.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -87,10 +87,18 @@ class Receiver:
         bucket the pieces [name, start, size, offset], in bytes. `turns` is for `take_all`: the counts of the sender,
         and of `readers` workers.
 
-        Raises: `Unsupported` for a tensor that cannot be put together from pieces.
+        Raises: `Unsupported` for a tensor that cannot be put together from pieces; `TransferError` for slabs or pieces
+        that are not whole words of four bytes, and for tensors that were described with gaps: pieces have none.
         """
         plan = self._bound()
-        self._slabs = [open_slab(slab, self._device) for slab in slabs]
+        opened_slabs = [open_slab(slab, self._device) for slab in slabs]
+        offsets = [offset for pieces in buckets for *_, offset in pieces]
+        if any(n % WORD_BYTES for n in (*offsets, *(slab.numel() for slab in opened_slabs))):
+            raise TransferError(f"slabs, and where pieces begin in them, must be multiples of {WORD_BYTES} bytes")
+        for name, (dtype, shape) in plan.sources.items():
+            if not torch.empty_strided(shape, plan.strides[name], dtype=dtype, device="meta").is_contiguous():
+                raise TransferError(f"{name} was described with strides {plan.strides[name]}: pieces have no gaps")
+        self._slabs = opened_slabs
         self._events = [(self._event(filled), self._event(read)) for filled, read in events]
         by_name: dict[str, list[Copy]] = {}
         for copy in plan.copies:
@@ -162,6 +170,9 @@ class Receiver:
     def finish(self, checksums: list[int] | None) -> dict[str, Any]:
         """Attest: version, number of tensors and bytes; with the sender's `checksums` of every piece compared.
 
+        One for each piece of every bucket, in their order: `colo.memory.checksum.checksum` of its bytes in the slab, up
+        to whole words of four bytes.
+
         Raises: `TransferError` naming what is missing, came twice, or is not what was sent.
         """
         update, manifest = self._updating(), self._manifest
@@ -172,13 +183,17 @@ class Receiver:
             Manifest(specs=manifest.specs, version=update.version).check_received(arrived)
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
+        own = values([sums for _, sums in sorted(update.sums.items())])
+        if len(own) != len(checksums or ()):
+            raise TransferError(
+                f"{len(own)} pieces were summed, and {len(checksums or ())} checksums were given: give one for each "
+                "piece that is taken with verify=True, and none else"
+            )
         different = list(update.different)
         for names, flags in update.flags:
             different += [name for name, is_other in zip(names, flags.tolist(), strict=True) if is_other]
-        if checksums is not None:
-            names = [name for bucket in self._buckets for name, *_ in bucket.pieces]
-            own = [value for _, sums in sorted(update.sums.items()) for value in values(sums)]
-            different += [name for name, a, b in zip(names, own, checksums, strict=True) if a != b]
+        pieces = [name for bucket in self._buckets for name, *_ in bucket.pieces]
+        different += [name for name, a, b in zip(pieces, own, checksums or (), strict=False) if a != b]
         different = list(dict.fromkeys(different))
         if different:
             raise TransferError(
@@ -313,40 +328,42 @@ class _Held:
     """
 
     def __init__(self, bucket: _Bucket, slab: torch.Tensor) -> None:
-        self._bucket = bucket
-        self._slab = slab
-        self._summed: set[int] = set()
-        parts = list(self._parts())
-        left = [index for index in range(len(bucket.numbers)) if index not in self._summed]
+        parts, summed = _parts(bucket, slab)
+        left = [index for index in range(len(bucket.numbers)) if index not in summed]
         self.checksums = Checksums(parts, len(bucket.pieces), slab.device)
         self.names = [bucket.pieces[bucket.numbers[index]][0] for index in left]
         targets, sources = ([side[index] for index in left] for side in bucket.pairs)
         self.compared = Comparison(sources, targets)
 
-    def _parts(self) -> Iterator[Part]:
-        memory = in_words(self._slab)
-        assert memory is not None
-        places = self._places()
-        for number, (_, start, stop) in enumerate(self._bucket.pieces):
-            reached, end = start, align_up(stop, WORD_BYTES)
-            for place, index, words in [*places.get(number, ()), (end, None, memory[:0])]:
-                if place < reached:
-                    continue
-                if place > reached:
-                    yield number, (reached - start) // WORD_BYTES, memory[reached // WORD_BYTES : place // WORD_BYTES]
-                if index is not None:
-                    yield number, (place - start) // WORD_BYTES, words
-                    self._summed.add(index)
-                reached = place + words.nbytes
 
-    def _places(self) -> dict[int, list[tuple[int, int, torch.Tensor]]]:
-        """By number of the piece: where a pair's source begins in the slab, the pair, and its target's words."""
-        found: dict[int, list[tuple[int, int, torch.Tensor]]] = {}
-        for index, (target, source) in enumerate(zip(*self._bucket.pairs, strict=True)):
-            words = in_words(target)
-            if words is not None and in_words(source) is not None and source.dtype == target.dtype:
-                place = source.data_ptr() - self._slab.data_ptr()
-                found.setdefault(self._bucket.numbers[index], []).append((place, index, words))
-        for places in found.values():
-            places.sort(key=lambda place: place[:2])
-        return found
+def _parts(bucket: _Bucket, slab: torch.Tensor) -> tuple[list[Part], set[int]]:
+    """What is summed of a bucket, and which of its pairs that sees."""
+    memory = in_words(slab)
+    assert memory is not None, "`stage` has looked"
+    parts, summed, places = [], set(), _places(bucket, slab)
+    for number, (_, start, stop) in enumerate(bucket.pieces):
+        reached, end = start, align_up(stop, WORD_BYTES)
+        for place, index, words in [*places.get(number, ()), (end, None, memory[:0])]:
+            if place < reached:
+                continue
+            if place > reached:
+                between = memory[reached // WORD_BYTES : place // WORD_BYTES]
+                parts.append((number, (reached - start) // WORD_BYTES, between))
+            if index is not None:
+                parts.append((number, (place - start) // WORD_BYTES, words))
+                summed.add(index)
+            reached = place + words.nbytes
+    return parts, summed
+
+
+def _places(bucket: _Bucket, slab: torch.Tensor) -> dict[int, list[tuple[int, int, torch.Tensor]]]:
+    """By number of the piece: where a pair's source begins in the slab, the pair, and its target's words."""
+    found: dict[int, list[tuple[int, int, torch.Tensor]]] = {}
+    for index, (target, source) in enumerate(zip(*bucket.pairs, strict=True)):
+        words, is_copied = in_words(target), (target.dtype, target.device) == (source.dtype, source.device)
+        if words is not None and in_words(source) is not None and is_copied:
+            place = source.data_ptr() - slab.data_ptr()
+            found.setdefault(bucket.numbers[index], []).append((place, index, words))
+    for places in found.values():
+        places.sort(key=lambda place: place[:2])
+    return found

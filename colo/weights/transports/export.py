@@ -19,6 +19,9 @@ from colo.memory.slab import Description, Slab, open_slab
 Place = list[Any]
 """[name, dtype, shape, strides in elements, index of the memory, offset in bytes]."""
 
+NOWHERE = -1
+"""Index of the memory of a tensor without elements."""
+
 
 class Exported:
     """Tensors by name, in memory that a peer can map.
@@ -55,6 +58,9 @@ class Exported:
     def _export(self, tensors: Mapping[str, torch.Tensor]) -> None:
         indices: dict[bytes, int] = {}
         for name, tensor in tensors.items():
+            if not tensor.numel():  # has no address
+                self.places.append(_place(name, tensor, NOWHERE, 0))
+                continue
             handle, size_bytes, offset = cuda_driver.export_range(tensor)
             if handle not in indices:
                 indices[handle] = len(self.memory)
@@ -83,6 +89,9 @@ def opened(places: list[Place], memory: list[Description], device: torch.device)
     tensors = {}
     for name, dtype_name, shape, stride, index, offset_bytes in places:
         dtype = getattr(torch, dtype_name)
+        if index == NOWHERE:
+            tensors[name] = torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype, device=device)
+            continue
         end = max(0, sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) + 1) * dtype.itemsize
         flat = mapped[index][offset_bytes : offset_bytes + (0 if 0 in shape else end)].view(dtype)
         tensors[name] = flat.as_strided(tuple(shape), tuple(stride), int(flat.storage_offset()))

@@ -147,7 +147,10 @@ class IpcTransport:
             self.close()
         exported = None if self._staged else self._export(tensors)
         places, memory = (exported.places, exported.memory) if exported is not None else ([], [])
-        parameters = [[n, dtype_name(t), list(t.shape), list(t.stride())] for n, t in tensors.items()]
+        parameters = [
+            [n, dtype_name(t), list(t.shape), list(t.stride() if exported is not None else _without_gaps(t))]
+            for n, t in tensors.items()
+        ]
         answers = self._peer.receive(
             "bind", parameters=parameters, model_type=self._peer.model_type, places=places, memory=memory
         )
@@ -237,7 +240,7 @@ class _Staging:
                 self._turns.stop()
                 raise
             taking.result()
-        return [value for part in sums for value in values(part)] if verify else None
+        return values(sums) if verify else None
 
     @torch.no_grad()
     def checksums(self, tensors: Mapping[str, torch.Tensor]) -> list[int]:
@@ -246,14 +249,14 @@ class _Staging:
         for index, bucket in enumerate(self._buckets):
             self._fill(bucket, self._slabs[index % len(self._slabs)].bytes, tensors)
             sums.append(self._sums(bucket, index))
-        return [value for part in sums for value in values(part)]
+        return values(sums)
 
     def close(self) -> None:
         """Let go of the slabs."""
         for slab in self._slabs:
             slab.close()
         self._turns.close()
-        self._events = []
+        self._events, self._checksums = [], {}
 
     def _wait_until_read(self, index: int, taking: Future[Any]) -> bool:
         """Let what is queued from here on write to the slab of bucket `index`; false when the workers have ended."""
@@ -292,6 +295,11 @@ def _manifest(tensors: Mapping[str, torch.Tensor]) -> Manifest:
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().contiguous().view(-1).view(torch.uint8)
+
+
+def _without_gaps(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The strides that `_flat` leaves."""
+    return torch.empty(tensor.shape, device="meta").stride()
 
 
 def _event() -> torch.cuda.Event:

@@ -41,7 +41,7 @@ def test_the_kernel_sums_what_torch_sums(by_kernels, parts, seed):
     found = []
     for use in by_kernels:
         use()
-        found.append(checksum.values(checksum.Checksums(placed, 3, CPU).compute()))
+        found.append(checksum.values([checksum.Checksums(placed, 3, CPU).compute()]))
     assert found[0] == found[1]
     assert any(found[0]) == any((w != 0).any() for w in words)
 

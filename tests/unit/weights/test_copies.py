@@ -51,6 +51,8 @@ def test_it_compares_what_converting_leaves():
     target[3] = 0.0
     assert differ(source, target)
     assert not differ(torch.tensor(3.5), torch.tensor(3.5))
+    wide = torch.randn(4, 6, dtype=torch.complex128)
+    assert not differ(wide[:, ::2], wide[:, ::2].clone()) and differ(wide[:, ::2], -wide[:, ::2])
     assert not differ(torch.empty(0, 4), torch.empty(0, 4))
 
 

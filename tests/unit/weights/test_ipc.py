@@ -1,6 +1,8 @@
 """Weights from one side's memory into another's by recorded copies, direct and in buckets, and every way to fail."""
 
+import gc
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -11,7 +13,7 @@ from colo.engines.vllm.receive import Receiver
 from colo.errors import TransferError, Unsupported
 from colo.weights.load_plan import LoadPlan
 from colo.weights.sources.module import ModuleSource
-from colo.weights.transports.export import Exported, opened
+from colo.weights.transports.export import NOWHERE, Exported, opened
 from colo.weights.transports.ipc import IpcTransport
 
 CPU = torch.device("cpu")
@@ -180,6 +182,38 @@ def test_parameters_with_new_memory_are_described_again(model, workers):
     assert workers.asked.count("bind") == 2 and workers.asked.count("release") == 1
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_parameters_with_gaps_arrive(model, workers, way):
+    model.q = nn.Parameter(torch.randn(8, 12)[:, :6])
+    model.norm = nn.Parameter(torch.randn(12)[::2])
+    transport = connect(model, workers, **WAYS[way])
+    transport.transfer()
+    assert same(workers.engine.memory, workers.engine.expected(model))
+    model.q.data[7, 5] += 1
+    assert not transport.is_current()
+
+
+def test_a_tensor_without_elements_needs_no_memory():
+    (empty,) = opened([["none", "bfloat16", [0, 4], [4, 1], NOWHERE, 0]], [], CPU).values()
+    assert (empty.dtype, empty.shape) == (torch.bfloat16, (0, 4))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_is_released_is_gone_at_once(model, workers, way):
+    transport = connect(model, workers, **WAYS[way])
+    transport.transfer()
+    receiver = workers.receiver
+    mapped = [weakref.ref(slab.untyped_storage()) for slab in receiver._slabs]
+    mapped += [weakref.ref(bucket) for bucket in receiver._buckets]
+    gc.collect()
+    gc.disable()
+    try:
+        transport.close()
+        assert [ref() for ref in mapped if ref() is not None] == []
+    finally:
+        gc.enable()
+
+
 def test_what_is_exported_is_the_same_memory(model):
     tensors = dict(model.named_parameters())
     values = {name: p.detach().clone() for name, p in tensors.items()}
@@ -259,6 +293,44 @@ def test_an_engine_that_does_not_keep_what_it_was_given_is_noticed(model, worker
             transport.transfer()
     transport.transfer()
     assert transport.is_current()
+
+
+def test_what_was_summed_is_attested_with_checksums_only(model, workers):
+    transport = connect(model, workers, **SMALL)
+    receive = workers.receive
+    for forgotten in (None, [1, 2]):
+        workers.receive = lambda step, forgotten=forgotten, **arguments: receive(
+            step, **(arguments | ({"checksums": forgotten} if step == "finish" else {}))
+        )
+        with pytest.raises(TransferError, match=r"\d+ pieces were summed, and [02] checksums were given"):
+            transport.transfer()
+        assert not transport.is_current()
+
+
+def test_places_that_are_not_whole_words_are_refused(model, workers):
+    receive = workers.receive
+
+    def shifted(step, **arguments):
+        if step == "stage":
+            arguments["buckets"][0][0][3] = 2
+        return receive(step, **arguments)
+
+    workers.receive = shifted
+    with pytest.raises(TransferError, match="must be multiples of 4 bytes"):
+        connect(model, workers, **SMALL)
+
+
+def test_pieces_of_a_tensor_that_was_described_with_gaps_are_refused(model, workers):
+    receive = workers.receive
+
+    def gaps(step, **arguments):
+        if step == "bind":
+            arguments["parameters"][0][3] = [12, 1]
+        return receive(step, **arguments)
+
+    workers.receive = gaps
+    with pytest.raises(TransferError, match=r"q was described with strides \(12, 1\): pieces have no gaps"):
+        connect(model, workers, **SMALL)
 
 
 def test_other_tensors_than_were_described_are_refused_before_anything_is_written(model, workers):
