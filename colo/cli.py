@@ -266,7 +266,7 @@ def _run_bench(run: Callable[[Callable[[str], None]], Any], json_path: Path | No
 
     with err.status("measuring") as status:
         measured = run(lambda part: status.update(f"measuring {part}"))
-    for table in rows_tables(measured):
+    for table in rows_tables(measured, width=out.width):
         out.print(table)
     _write_json(json_path, measured.to_json())
 

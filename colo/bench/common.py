@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import torch
 from rich.box import SIMPLE_HEAD
+from rich.console import Console
 from rich.table import Table
 
 from colo.units import format_bytes, format_seconds
@@ -108,30 +109,41 @@ def gigabytes_per_s(num_bytes: int, seconds: float) -> float:
     return num_bytes / seconds / 1e9
 
 
-def rows_tables(measured: Result) -> list[Table]:
+def rows_tables(measured: Result, *, width: int = 10_000) -> list[Table]:
     """The rows of a result for the terminal: one table for the rows that have the same columns.
 
-    What is the same in every row of a table stands in its caption.
+    What is the same in every row of a table stands in its caption. A table that does not fit into `width` characters
+    is turned: a line for each column.
     """
     limits = ", ".join(f"{name} {value:.3g}" for name, value in measured.limit.items())
     groups: dict[tuple[str, ...], list[Mapping[str, Any]]] = {}
     for row in measured.rows:
         groups.setdefault(tuple(row), []).append(row)
-    tables = [_table(columns, rows) for columns, rows in groups.items()]
+    tables = [_table(columns, rows, width) for columns, rows in groups.items()]
     if tables:
         tables[0].title = f"{measured.benchmark} on {measured.machine['gpu'] or 'the CPU'}; limit: {limits or 'none'}"
     return tables
 
 
-def _table(columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> Table:
+def _table(columns: Sequence[str], rows: Sequence[Mapping[str, Any]], width: int) -> Table:
     same = {c: rows[0][c] for c in columns[1:] if len(rows) > 1 and all(row[c] == rows[0][c] for row in rows)}
     facts = [f"{c.replace('_', ' ')} {_cell(c, value)}" for c, value in same.items() if value is not None]
-    table = Table(box=SIMPLE_HEAD, caption=f"all: {', '.join(facts)}" if facts else None)
+    caption = f"all: {', '.join(facts)}" if facts else None
     shown = [column for column in columns if column not in same]
-    for column in shown:
-        table.add_column(column.replace("_", " "), justify="left" if column == columns[0] else "right")
-    for row in rows:
-        table.add_row(*(_cell(column, row[column]) for column in shown))
+    cells = [[column.replace("_", " ") for column in shown]]
+    cells += [[_cell(column, row[column]) for column in shown] for row in rows]
+    table = _lines(cells, caption)
+    is_too_wide = Console(width=10_000).measure(table).maximum > width
+    return _lines(list(zip(*cells, strict=True)), caption) if is_too_wide else table
+
+
+def _lines(cells: Sequence[Sequence[str]], caption: str | None) -> Table:
+    """A table of which the first line is the head."""
+    table = Table(box=SIMPLE_HEAD, caption=caption)
+    for index, name in enumerate(cells[0]):
+        table.add_column(name, justify="right" if index else "left")
+    for line in cells[1:]:
+        table.add_row(*line)
     return table
 
 

@@ -9,6 +9,7 @@ import time
 
 import pytest
 import torch
+from rich.console import Console
 
 from colo import cli, demo
 
@@ -46,7 +47,8 @@ DEMO_KEYS = {
 @pytest.fixture
 def colo(monkeypatch, capsys):
     """Runs `colo ARGUMENTS` in this process and returns its exit code, standard output and standard error."""
-    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(cli, "out", Console(width=200))
+    monkeypatch.setattr(cli, "err", Console(width=200, stderr=True))
 
     def run(*arguments):
         monkeypatch.setattr(sys, "argv", ["colo", *map(str, arguments)])

@@ -103,5 +103,14 @@ def test_what_is_the_same_in_every_row_stands_in_the_caption():
     assert table.caption == "all: bytes 8.00 MiB"
 
 
+def test_a_table_that_is_too_wide_is_turned():
+    rows = [{"way": "a", **{f"column_{i}": i for i in range(9)}, "out_s": 2.0}]
+    (lying,), (table,) = rows_tables(measured(rows)), rows_tables(measured(rows), width=80)
+    assert len(lying.columns) == 11
+    assert [column.header for column in table.columns] == ["way", "a"]
+    assert list(table.columns[0].cells) == [*(f"column {i}" for i in range(9)), "out s"]
+    assert list(table.columns[1].cells) == [*map(str, range(9)), "2.00 s"]
+
+
 def test_no_rows_no_table():
     assert rows_tables(measured([])) == []
