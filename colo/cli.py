@@ -254,7 +254,7 @@ def bench_logprob(device: str | None, json_path: Path | None) -> None:
     def run(tell: Callable[[str], None]) -> Any:
         tell("chunked and full log-probabilities")
         target = _default_device(device)
-        small = {"tokens": 1024, "vocab": 8192, "hidden": 256, "full_tokens": 256}
+        small = {"tokens": 512, "vocab": 4096, "hidden": 128, "full_tokens": 128}
         rows = logprob.run(device=target, **({} if target == "cuda" else small))
         return result("logprob", f"colo bench logprob --device {target}", limit={}, rows=rows)
 

@@ -283,6 +283,6 @@ def test_bench_logprob_writes_figures(colo, tmp_path):
     found = json.loads(figures.read_text())
     assert code == 0
     assert (found["benchmark"], found["command"]) == ("logprob", "colo bench logprob --device cpu")
-    cases = [("chunked", 1024), ("chunked", 256), ("full", 256)]
+    cases = [("chunked", 512), ("chunked", 128), ("full", 128)]
     assert [(row["case"], row["tokens"]) for row in found["rows"]] == 2 * cases
     assert "ratio to full" in out
