@@ -81,9 +81,8 @@ def _words(source: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, to
 def _differ(source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     left, right = _words(source, target) or (source, target)
     rows = max(1, _COMPARED_AT_ONCE // max(1, right[:1].numel())) if right.dim() else 1
-    kind = _BITS[_real(right[:0] if right.dim() else right).element_size()]
     found = [
-        (_real(mine.to(right.device, right.dtype)).view(kind) != _real(theirs).view(kind)).any()
+        (_bits(mine.to(right.device, right.dtype)) != _bits(theirs)).any()
         for mine, theirs in zip(
             left.split(rows) if right.dim() else [left],
             right.split(rows) if right.dim() else [right],
@@ -93,6 +92,7 @@ def _differ(source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return torch.stack(found).any() if len(found) > 1 else found[0]
 
 
-def _real(tensor: torch.Tensor) -> torch.Tensor:
-    """Complex numbers as two of half the size: no integer is as wide as the largest."""
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """As integers of the same width; complex numbers as two of half of it: no integer is as wide as the largest."""
+    numbers = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return numbers.view(_BITS[numbers.element_size()])

@@ -25,8 +25,19 @@ def by_kernels():
         yield [lambda: using(kernels), lambda: using(None)]
 
 
-def test_kernels_prove_themselves():
-    kernels.try_out(CPU)
+@pytest.mark.parametrize(
+    ("name", "broken"),
+    [
+        ("compare", lambda table, flags: None),
+        ("compare", lambda table, flags: flags.fill_(1)),
+        ("weigh", lambda table, weights, sums: None),
+    ],
+)
+def test_a_kernel_that_is_wrong_is_not_used(monkeypatch, name, broken):
+    assert kernels.try_out(CPU) is None
+    monkeypatch.setattr(kernels, name, broken)
+    with pytest.raises(RuntimeError, match="Triton's kernels are wrong"):
+        kernels.try_out(CPU)
 
 
 @settings(max_examples=25, deadline=None)
