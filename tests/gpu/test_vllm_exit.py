@@ -52,4 +52,4 @@ def test_the_interpreter_ends_without_an_error(tmp_path, process):
         timeout=240,
         check=False,
     )
-    assert (done.returncode, done.stdout.split()[-1:]) == (0, ["end"]), done.stderr[-4000:]
+    assert done.returncode == 0 and "end" in done.stdout.splitlines(), done.stderr[-4000:]
