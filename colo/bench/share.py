@@ -130,21 +130,26 @@ def _generation(rt: Runtime, stock_llm: Any, size: Size) -> Row:
 
 
 def _growth(rt: Runtime, size: Size) -> Row:
-    """Bytes that cycles of rollout, train and step leave behind, in both processes."""
+    """Bytes that cycles of rollout, train and step leave behind, in both processes, after as many to warm up.
+
+    The record of the run, which grows until it reaches a bound, is let go of.
+    """
     pids = {psutil.Process().pid, *rt.engine.pids}  # type: ignore[attr-defined]
 
     def held() -> tuple[int, int, int]:
+        rt.trace.spans.clear()
+        rt.trace.samples.clear()
         clear(rt.device)
         resident = sum(psutil.Process(pid).memory_info().rss for pid in pids)
         return used_device_bytes(rt.device) or 0, resident, rt._mover.arena.pinned_bytes
 
-    for _ in range(10):
-        grpo_step(rt, size, new_tokens=2, prompts=size.train_sequences)
+    def cycles() -> None:
+        for _ in range(size.cycles):
+            grpo_step(rt, size, new_tokens=2, prompts=size.train_sequences)
+
+    cycles()
     before = held()
-    start_s = time.perf_counter()
-    for _ in range(size.cycles):
-        grpo_step(rt, size, new_tokens=2, prompts=size.train_sequences)
-    total_s = time.perf_counter() - start_s
+    total_s = seconds(cycles)
     device_bytes, host_bytes, pinned_bytes = (after - b for after, b in zip(held(), before, strict=True))
     return {
         "way": f"growth over {size.cycles} cycles",

@@ -102,14 +102,14 @@ def _publish(transport: IpcTransport, driven: Any) -> None:
 
 
 def _growth(publish: Callable[[], None], device: torch.device, pids: Any) -> Row:
-    """Bytes that many publications leave behind, on either side."""
+    """Bytes that many publications leave behind, on either side, after as many to warm up."""
 
     def held() -> tuple[int, int]:
         clear(device)
         resident = sum(psutil.Process(pid).memory_info().rss for pid in (psutil.Process().pid, *pids))
         return used_device_bytes(device) or 0, resident
 
-    for _ in range(10):
+    for _ in range(PUBLICATIONS):
         publish()
     before = held()
     for _ in range(PUBLICATIONS):

@@ -121,7 +121,8 @@ def _memory_window(trace: Trace) -> tuple[float, float, str]:
     steps = cycles(trace)
     if len(steps) <= _MAX_STEPS:
         return (*time_range(trace), "")
-    highest = max(trace.samples, key=lambda s: s.total_bytes)
+    recorded = [s for s in trace.samples if s.time_s >= trace.since_s] or trace.samples
+    highest = max(recorded, key=lambda s: s.total_bytes)
     before = sum(step.end_s <= highest.time_s for step in steps)
     first = max(0, min(before - _MAX_STEPS // 2, len(steps) - _MAX_STEPS))
     shown = steps[first : first + _MAX_STEPS]

@@ -239,6 +239,7 @@ def summary(trace: Trace) -> dict[str, object]:
     """The figures of `report_tables` as plain JSON values: seconds, bytes, GB/s; null for what is not finite."""
     steps = cycles(trace)
     return {
+        "since_s": trace.since_s,
         "num_steps": len(steps),
         "median_step_s": statistics.median(c.duration_s for c in steps) if steps else None,
         "parts_s": {part: sum(c.parts_s[part] for c in steps) for part in PARTS},
@@ -311,6 +312,7 @@ def _phase_sheet(trace: Trace) -> Sheet:
         rows.append((row.phase, str(row.count), *times, peak, *_moved(row.moved_bytes, row.gb_per_s)))
     steps = cycles(trace)
     title = f"Phases of {len(steps)} training step{'s' * (len(steps) != 1)}" if steps else "Phases"
+    title += f" since {format_seconds(trace.since_s)}" if trace.since_s else ""
     median = f", {format_seconds(statistics.median(c.duration_s for c in steps))} at the median" if steps else ""
     return Sheet(title + median, columns, rows)
 

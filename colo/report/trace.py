@@ -10,13 +10,17 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 
 from colo.phases.phase import Phase
 
 MAX_SAMPLES = 100_000
 """Memory samples kept of a run: some thousand steps in full, longer runs thinner the further back."""
+
+MAX_SPANS = 100_000
+"""Spans kept of a run: those of its last several thousand steps."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,6 +88,9 @@ class Trace:
 
     began_s: float = field(default_factory=time.perf_counter)
 
+    since_s: float = 0.0
+    """Seconds since the trace began, from which on its spans are complete: 0 until `MAX_SPANS` has been reached."""
+
     def now_s(self) -> float:
         """Seconds since the trace began."""
         return time.perf_counter() - self.began_s
@@ -128,10 +135,20 @@ class Trace:
             num_bytes=num_bytes,
         )
         self.spans.append(span)
+        if len(self.spans) > MAX_SPANS:
+            self._forget()
+
+    def _forget(self) -> None:
+        """Let go of the older half of the spans, at the end of a training phase, so that whole steps remain."""
+        half = len(self.spans) // 2
+        ends = (i + 1 for i in range(half, 0, -1) if _ends_training(self.spans[i]))
+        forgotten = next(ends, half)
+        self.since_s = max(span.end_s for span in self.spans[:forgotten])
+        del self.spans[:forgotten]
 
     def record(self, sample: MemorySample) -> None:
         """Append a memory sample. Past `MAX_SAMPLES` the older half is thinned; the peaks of all phases stay."""
-        self.samples.append(sample)
+        self.samples.append(replace(sample, segments=_shared(tuple(sample.segments.items()))))
         if len(self.samples) > MAX_SAMPLES:
             half = len(self.samples) // 2
             peaks = {id(max(g, key=lambda s: s.total_bytes)) for g in self._by_phase(self.samples[:half])}
@@ -190,3 +207,13 @@ class Trace:
             for s in self.samples
         ]
         Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+
+
+def _ends_training(span: Span) -> bool:
+    return span.category == "phase" and span.phase is Phase.TRAIN
+
+
+@lru_cache(maxsize=1024)
+def _shared(segments: tuple[tuple[str, int], ...]) -> dict[str, int]:
+    """One object for all moments at which segments hold the same: a training step repeats those of the last."""
+    return dict(segments)

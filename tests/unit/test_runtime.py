@@ -1,6 +1,7 @@
 """What users do with a runtime, through the public API, on a CPU that plays a small device."""
 
 import gc
+import tracemalloc
 
 import pytest
 import torch
@@ -180,6 +181,32 @@ def test_a_hundred_cycles_grow_nothing():
             readings.append((arena.pinned_bytes, arena.used_bytes, rt.trace.samples[-1].total_bytes, tensors))
     assert readings[0][:3] == readings[1][:3]
     assert readings[1][3] <= readings[0][3] + 2
+    rt.close()
+
+
+def test_the_record_of_a_long_run_stops_growing(monkeypatch):
+    monkeypatch.setattr("colo.report.trace.MAX_SPANS", 200)
+    monkeypatch.setattr("colo.report.trace.MAX_SAMPLES", 200)
+    rt = launch(config=RuntimeConfig(kv_cache_bytes=MIB, offload=Offload.ALWAYS))
+
+    def held_after(cycles):
+        for _ in range(cycles):
+            with rt.rollout():
+                rt.generate([[1]], max_tokens=1)
+            with rt.train():
+                train_step(rt)
+        gc.collect()
+        return tracemalloc.get_traced_memory()[0]
+
+    tracemalloc.start()
+    try:
+        before = held_after(30)
+        per_cycle_bytes = (held_after(50) - before) / 50
+    finally:
+        tracemalloc.stop()
+    assert per_cycle_bytes < 1024, "a publication and a few metrics"
+    assert max(len(rt.trace.spans), len(rt.trace.samples)) <= 200
+    assert "since" in str(rt.report())
     rt.close()
 
 

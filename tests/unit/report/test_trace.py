@@ -3,6 +3,7 @@ import json
 import pytest
 
 from colo.phases.phase import Phase
+from colo.report.table import render_text
 from colo.report.trace import MemorySample, Span, Trace
 
 
@@ -143,3 +144,40 @@ def test_a_long_run_keeps_its_peaks_and_not_every_sample(monkeypatch):
     assert (trace.peak_bytes(Phase.TRAIN), trace.peak_bytes(Phase.ROLLOUT)) == (5000, 4000)
     assert [s.time_s for s in trace.samples] == sorted(s.time_s for s in trace.samples)
     assert trace.samples[-1].time_s == 999
+
+
+def long_run(num_steps):
+    trace = Trace()
+    for second in range(num_steps):
+        trace.record(sample(second, Phase.ROLLOUT, engine__kv_cache=4))
+        trace.add("rollout", second, end_s=second + 0.5, category="phase", phase=Phase.ROLLOUT)
+        trace.add("out trainer.optimizer", second + 0.5, end_s=second + 0.6, category="step", phase=Phase.TRAIN)
+        trace.record(sample(second + 0.6, Phase.TRAIN, engine__kv_cache=0))
+        trace.add("train", second + 0.6, end_s=second + 0.75, category="phase", phase=Phase.TRAIN)
+    return trace
+
+
+def test_a_long_run_keeps_the_spans_of_its_last_steps_and_says_since_when(monkeypatch):
+    monkeypatch.setattr("colo.report.trace.MAX_SPANS", 100)
+    assert long_run(33).since_s == 0
+    trace = long_run(1000)
+    assert 50 <= len(trace.spans) <= 100 and trace.spans[-1].end_s == 999.75
+    first = trace.spans[0]
+    assert (first.name, first.start_s) == ("rollout", 1000 - len(trace.spans) / 3), "whole steps, none of them missing"
+    assert trace.since_s == first.start_s - 0.25
+    title = f"Phases of {len(trace.spans) // 3} training steps since {trace.since_s:.2f} s"
+    assert render_text(trace).startswith(title)
+
+
+def test_without_a_training_phase_spans_are_bounded_too(monkeypatch):
+    monkeypatch.setattr("colo.report.trace.MAX_SPANS", 10)
+    trace = Trace()
+    for second in range(100):
+        trace.add("rollout", second, end_s=second + 1, category="phase", phase=Phase.ROLLOUT)
+    assert len(trace.spans) <= 10 and trace.since_s == trace.spans[0].start_s
+
+
+def test_moments_at_which_segments_hold_the_same_share_their_figures():
+    trace = long_run(50)
+    assert len({id(s.segments) for s in trace.samples}) == 2
+    assert [s.total_bytes for s in trace.samples[:2]] == [4, 0]
