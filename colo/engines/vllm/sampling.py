@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from colo.engines.base import Completion, SamplingParams
+from colo.errors import StaleWeights
 
 
 def sampling_params(params: Any, sampling: Mapping[str, Any]) -> Any:
@@ -41,7 +42,10 @@ def sampling_temperature(params: Any, logprobs_mode: str) -> float | None:
 
 
 def completions(outputs: Sequence[Any], version: int, adapter: str | None) -> list[Completion]:
-    """Every sample of vLLM's `RequestOutput`s, in prompt order, then sample order."""
+    """Every sample of vLLM's `RequestOutput`s, in prompt order, then sample order.
+
+    Raises: `StaleWeights` where vLLM itself (from 0.33) names another version for some of the tokens.
+    """
     return [
         _completion(prompt_index, output, sample, version, adapter)
         for prompt_index, output in enumerate(outputs)
@@ -50,6 +54,12 @@ def completions(outputs: Sequence[Any], version: int, adapter: str | None) -> li
 
 
 def _completion(prompt_index: int, output: Any, sample: Any, version: int, adapter: str | None) -> Completion:
+    for span in getattr(sample, "weight_versions", None) or ():
+        if span.version != str(version):
+            raise StaleWeights(
+                f"vLLM sampled tokens {span.start} to {span.end} of prompt {prompt_index} from weights that it calls "
+                f"{span.version!r}, not from version {version}: publish anew, and leave update_weight_version to colo"
+            )
     token_ids = tuple(sample.token_ids)
     rows: Any = sample.logprobs or ()
     if list(token_ids) == getattr(rows, "token_ids", None):  # flat, and nothing but what was sampled
