@@ -62,7 +62,8 @@ def require_packing() -> None:
 def keep_weights_plain(model: nn.Module) -> None:
     """On a CPU, keep linear and embedding weights as loaded, where vLLM would pack copies of them for its kernels.
 
-    Through vLLM's own attributes of a layer: `skip_weight_relayout` (0.30) and `quant_method`.
+    Through vLLM's own attributes of a layer: `skip_weight_relayout` (0.30), which is called `_cpu_skip_gemm_dispatch`
+    from 0.32 on, and `quant_method`.
     """
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
@@ -81,7 +82,8 @@ def keep_weights_plain(model: nn.Module) -> None:
     for module in model.modules():
         method = getattr(module, "quant_method", None)
         if isinstance(method, UnquantizedLinearMethod):
-            setattr(module, "skip_weight_relayout", True)  # noqa: B010 - typed as a tensor otherwise
+            for name in ("skip_weight_relayout", "_cpu_skip_gemm_dispatch"):
+                setattr(module, name, True)  # not as an attribute, which is typed as a tensor
         elif type(method) is UnquantizedEmbeddingMethod:
             module.quant_method = PlainEmbeddingMethod()
 
