@@ -6,31 +6,34 @@ import os
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import nn
 from transformers import AutoTokenizer, PretrainedConfig, PreTrainedModel
 
 from colo.config import RuntimeConfig
-from colo.engines.base import Engine
+from colo.engines.base import Engine, EngineState
 from colo.errors import Unsupported
 from colo.memory.offload import Mover
 from colo.memory.probe import free_device_bytes
 from colo.optim import MakeOptimizer, MasterWeights
 from colo.runtime import Runtime, check_free
 from colo.starting import Checkpoint, Order, start_torch, start_vllm
-from colo.weights.sources.peft import check_lora_config
+from colo.weights.sources.peft import adapter_weights, check_lora_config, is_peft_model
 from colo.weights.transports.choice import choose_transport
 from colo.weights.transports.shared import SharedTransport
 
 if TYPE_CHECKING:
-    from peft import LoraConfig
+    from peft import LoraConfig, PeftModel
 
 FULL_LEARNING_RATE = 1e-6
 LORA_LEARNING_RATE = 1e-5
 _UNPLANNED_FRACTION = 0.03
 """Share of a GPU left to workspaces and fragmentation when no limit is given."""
+
+_TRIAL = "colo.trial"
+"""Name of an adapter that is loaded to see whether it can be."""
 
 
 def launch(
@@ -109,21 +112,47 @@ def share(
     move there, under the same `nn.Parameter` objects, and nothing is ever sent; otherwise each side keeps its own and
     the weights are copied at every rollout that follows a step. `rt.transport.reason` says which, and why.
 
-    Raises: `PhaseError` when one of the three has a runtime already; `Unsupported` when model and engine are on
-    different devices, or the optimizer is not one of the model's; `TransferError` when the model lacks weights that the
-    engine needs. Nothing has changed then.
-    """
-    if not isinstance(engine, Engine):
-        from colo.engines.vllm.engine import VLLMEngine
+    Outside `rt.rollout()` the engine is paused: `rt.generate` works everywhere but in `rt.train()`, while a
+    `llm.generate` of your own waits for ever there, in a block of `rt.rollout()` not. Without `tokenizer`, that of a
+    `vllm.LLM` turns texts into tokens.
 
-        engine = VLLMEngine.around(engine)
+    Raises: `PhaseError` when one of the three has a runtime already; `Unsupported` when model and engine are on
+    different devices, the optimizer is not one of the model's, or the engine cannot apply the adapter; `TransferError`
+    when the model lacks weights that the engine needs. Nothing has changed then, but where weights go through the
+    engine's own loader: what is missing is known only when the others have been loaded.
+    """
     check_free(model, optimizer, engine)
+    if isinstance(engine, Engine):
+        was_awake = engine.state is EngineState.AWAKE
+        try:
+            return _share(engine, model, optimizer, tokenizer=tokenizer, config=config or RuntimeConfig())
+        except BaseException:
+            if was_awake and engine.state is EngineState.PAUSED:
+                engine.resume()
+            raise
+    from colo.engines.vllm.engine import VLLMEngine
+
+    around = VLLMEngine.around(engine)
+    try:
+        if tokenizer is None and not engine.llm_engine.vllm_config.model_config.skip_tokenizer_init:
+            tokenizer = engine.get_tokenizer()
+        return _share(around, model, optimizer, tokenizer=tokenizer, config=config or RuntimeConfig())
+    except BaseException:
+        around.close()  # which leaves it awake
+        raise
+
+
+def _share(
+    engine: Engine, model: nn.Module, optimizer: torch.optim.Optimizer, *, tokenizer: Any, config: RuntimeConfig
+) -> Runtime:
     _check_optimizer(optimizer, model)
-    config = config or RuntimeConfig()
     devices = {p.device for p in model.parameters()}
     if devices != {engine.device}:
         names = ", ".join(sorted(map(str, devices)))
         raise Unsupported(f"the engine is on {engine.device} and the model on {names}: they share one device")
+    if is_peft_model(model):  # before any weights have moved
+        engine.load_adapter(_TRIAL, adapter_weights(cast("PeftModel", model)))
+        engine.remove_adapter(_TRIAL)
     held_bytes = sum(s.device_bytes for s in engine.segments) + sum(p.nbytes for p in model.parameters())
     engine.mover.chunk_bytes = config.chunk_bytes
     if config.host_limit_bytes is not None:
@@ -162,6 +191,7 @@ def _assemble(
     except BaseException:
         if isinstance(transport, SharedTransport):
             transport.move_out(engine.device)
+        transport.close()
         raise
 
 

@@ -66,10 +66,11 @@ _runtimes: weakref.WeakValueDictionary[int, Runtime] = weakref.WeakValueDictiona
 """The open runtime of every model, optimizer and engine, by their identity."""
 
 
-def check_free(model: nn.Module, optimizer: torch.optim.Optimizer, engine: Engine) -> None:
-    """Raise `PhaseError` when a model, an optimizer or an engine has an open runtime."""
+def check_free(model: nn.Module, optimizer: torch.optim.Optimizer, engine: object) -> None:
+    """Raise `PhaseError` when a model, an optimizer or an engine (also a `vllm.LLM`) has an open runtime."""
+    driven = [getattr(runtime.engine, "llm", None) for runtime in list(_runtimes.values())]
     for name, part in (("model", model), ("optimizer", optimizer), ("engine", engine)):
-        if id(part) in _runtimes:
+        if id(part) in _runtimes or any(part is llm for llm in driven):
             raise PhaseError(
                 f"this {name} has a runtime already: close that one before building another; colo.Runtime.of({name}) "
                 "finds it, which lives as long as what it works on"
@@ -193,7 +194,8 @@ class Runtime:
 
         `prompts` are texts (the runtime needs a tokenizer then) or lists of token ids. Sampling options are the
         engine's, given as its `SamplingParams` or by name: `rt.generate(prompts, n=8, max_tokens=512)`.
-        Outside any phase the call is a rollout of its own.
+        Outside any phase the call is a rollout of its own. Within one, a write to weights through `.data` between two
+        calls is noticed at the next rollout only.
 
         Raises: `PhaseError` inside `train()` or after `close()`; as `Engine.generate` for everything else.
         """
@@ -251,9 +253,11 @@ class Runtime:
 
         The optimizer keeps its state and the model its weights, in ordinary memory: on the device when they were yours
         (`share`), on the host when the runtime made the model (`launch`), so that the device is free.
-        Raises: `PhaseError` inside a phase.
+        Raises: `PhaseError` inside a phase; `BudgetError` when a `vllm.LLM` of yours is asleep and the device has no
+        room to wake it: free some and close again.
         """
         if self._closed:
+            self.engine.close()  # which may have found no room before
             return
         if self._inside is not None:
             raise PhaseError(f"close() inside {self._inside}(): leave the block first")
@@ -488,11 +492,11 @@ class Runtime:
     def _notice_writes(self, *, compare: bool) -> None:
         """Weights that were changed without the optimizer, by `load_state_dict` for one, are a new version too.
 
-        With `compare`, copied weights are compared byte for byte, since writes through `.data` leave no other trace.
+        With `compare`, copied weights and adapters are compared, since writes through `.data` leave no other trace.
         """
         changed = self._writes.has_changed()
         if not changed and compare and self.config.verify and self._publisher.is_current:
-            changed = not self.transport.is_current()
+            changed = not (self.transport.is_current() and self._publisher.has_adapter())
         if changed:
             self._publisher.version += 1
 

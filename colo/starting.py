@@ -88,9 +88,12 @@ def start_vllm(order: Order, undo: ExitStack) -> tuple[Engine, Any]:
     from colo.engines.vllm.engine import VLLMEngine
 
     options = order.engine_options
+    if "kv_cache_memory_bytes" in options:
+        raise Unsupported("the KV cache is planned by colo: pass config=RuntimeConfig(kv_cache_bytes=...)")
     packs, config = _is_packed_by_vllm(order), _config(order.model, order.revision)
     if order.lora is not None:
-        options.setdefault("max_lora_rank", _engine_rank(order.lora))
+        if (rank := _rank(order.lora)) > options.setdefault("max_lora_rank", _engine_rank(order.lora)):
+            raise Unsupported(f"the adapter has rank {rank} and the engine would take {options['max_lora_rank']}")
         options.setdefault("lora_target_modules", _adapted_modules(config, order.lora))
     model = empty_model(config, dtype=order.dtype, attn_implementation=None)
     engine = VLLMEngine(
@@ -172,8 +175,12 @@ def _config(model: Checkpoint, revision: str) -> PretrainedConfig:
 
 def _engine_rank(lora: LoraConfig) -> int:
     """The smallest rank limit of vLLM's that every module of the adapter fits under."""
-    rank = max([lora.r, *(lora.rank_pattern or {}).values()])
+    rank = _rank(lora)
     return next((limit for limit in (8, 16, 32, 64, 128, 256, 320, 512) if limit >= rank), rank)
+
+
+def _rank(lora: LoraConfig) -> int:
+    return max(lora.r, *(lora.rank_pattern or {}).values(), 0)
 
 
 def _adapted_modules(config: PretrainedConfig, lora: LoraConfig) -> list[str]:

@@ -95,4 +95,4 @@ def _why_offload(runtime: Runtime) -> str:
     moved = sorted({s.name.removeprefix("out ") for s in runtime.trace.spans if s.name.startswith("out ")})
     if moved:
         return f"{', '.join(moved)} left the device for rollouts"
-    return "nothing had to leave the device"
+    return "no state of the trainer had to leave the device"

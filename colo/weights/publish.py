@@ -10,8 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
+
 from colo.engines.base import AdapterWeights, Engine, EngineState
 from colo.errors import StaleWeights
+from colo.memory.checksum import Checksums, values
+from colo.memory.tiles import in_words
 from colo.phases.phase import Phase
 from colo.report.trace import Trace
 
@@ -34,6 +38,39 @@ class Publication:
     """Bytes copied; 0 where memory is shared."""
 
     seconds: float
+
+
+class AdapterSums:
+    """What the tensors of an adapter held, as a checksum."""
+
+    def __init__(self, checksums: Checksums, places: list[tuple[int, int]]) -> None:
+        self._checksums = checksums
+        self._places = places
+        self._then = checksums.compute()
+
+    @classmethod
+    def of(cls, adapter: AdapterWeights, earlier: AdapterSums | None) -> AdapterSums | None:
+        """Those of `adapter` now, queued; `None` where it is not made of whole words. `earlier` may save work."""
+        tensors = [*adapter.a.values(), *adapter.b.values()]
+        places = [(tensor.data_ptr(), tensor.nbytes) for tensor in tensors]
+        if earlier is not None and earlier._places == places:
+            return cls(earlier._checksums, places)
+        parts: list[tuple[int, int, torch.Tensor]] = []
+        position = 0
+        for tensor in tensors:
+            words = in_words(tensor)
+            if words is None:
+                return None
+            parts.append((0, position, words))
+            position += len(words)
+        return cls(Checksums(parts, 1, tensors[0].device), places) if tensors else None
+
+    def are_of(self, adapter: AdapterWeights) -> bool:
+        """Whether `adapter` holds the same, in the same memory."""
+        now = AdapterSums.of(adapter, self)
+        if now is None or now._places != self._places:
+            return False
+        return values([self._then]) == values([now._then])
 
 
 class Publisher:
@@ -60,6 +97,7 @@ class Publisher:
         self._adapter = adapter
         self._verify = verify
         self._loaded_adapter: str | None = None
+        self._adapter_sums: AdapterSums | None = None
         self._fingerprint = fingerprint
         self._sent: Hashable | None = None
 
@@ -78,6 +116,15 @@ class Publisher:
         """Whether the engine holds the trainer's version."""
         return self._engine.weights_version == self.version
 
+    def has_adapter(self) -> bool:
+        """Whether the engine holds the adapter as it is now; true where there is none, or none that can be read."""
+        if self._adapter is None or self._adapter_sums is None:
+            return True
+        try:
+            return self._adapter_sums.are_of(self._adapter())
+        except StaleWeights:
+            return True  # `check` raises it, and poisons
+
     def check(self) -> None:
         """Raise `StaleWeights`, and poison the engine, unless trainer and engine still hold the same weights."""
         if not self._verify:
@@ -93,7 +140,7 @@ class Publisher:
 
     def start_over(self) -> None:
         """Know that the engine has lost what it was given."""
-        self._loaded_adapter = None
+        self._loaded_adapter = self._adapter_sums = None
         self._sent = None
 
     def publish(self) -> Publication:
@@ -133,14 +180,22 @@ class Publisher:
         if self._verify:
             self._transport.verify()
         if self._adapter is not None:
-            self._load_adapter(self._adapter())
+            adapter = self._adapter()
+            self._load_adapter(adapter)
+            if self._verify:
+                self._adapter_sums = AdapterSums.of(adapter, self._adapter_sums)
             self._sent = self._fingerprint()
         self._engine.commit(self.version)
         return num_bytes
 
     def _has_base(self) -> bool:
-        """Whether the engine holds the frozen weights under an adapter already: they are sent once."""
-        return self._sent is not None and self._sent == self._fingerprint() and self._transport.is_current()
+        """Whether the engine holds the frozen weights under an adapter already: they are sent once.
+
+        One that has been given others since, or has lost its weights, holds another version than the last, or none.
+        """
+        if self._sent is None or self._engine.weights_version != self.published[-1].version:
+            return False
+        return self._sent == self._fingerprint() and self._transport.is_current()
 
     def _load_adapter(self, adapter: AdapterWeights) -> None:
         name = f"{ADAPTER}@{self.version}"

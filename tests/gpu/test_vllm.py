@@ -5,13 +5,14 @@ import signal
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from tiny_vllm import CUDA, MARKS, PROMPTS, config, difference, train_step
 from torch.optim import AdamW
 from transformers import AutoModelForCausalLM
 
 import colo
 from colo.config import RuntimeConfig
-from colo.engines.base import EngineState
+from colo.engines.base import AdapterWeights, EngineState
 from colo.errors import BudgetError, EngineLost, PhaseError, StaleWeights
 from colo.memory.probe import free_device_bytes
 from colo.units import GIB, MIB
@@ -151,6 +152,70 @@ def test_level_2_asks_for_weights_and_keeps_what_no_loader_brings(pooled):
     pooled.commit(1)
     pooled.resume()
     assert difference(model, greedy(pooled)) < 0.02  # wrong rotary buffers would show here
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_an_adapter_survives_every_level(pooled, level):
+    torch.manual_seed(level)
+    model = AutoModelForCausalLM.from_config(config(), dtype=torch.bfloat16).to(CUDA)
+    pooled.pause()
+    pooled.load_weights(model.named_parameters())
+    pooled.commit(level)
+    pooled.resume()
+    a, b = (torch.randn(*shape, dtype=torch.bfloat16, device=CUDA) * 0.1 for shape in ((16, 512), (512, 16)))
+    name = "model.layers.0.self_attn.q_proj"
+    pooled.load_adapter("tuned", AdapterWeights(a={name: a}, b={name: b}, scalings={name: 2.0}))
+    params = pooled.sampling_params(temperature=0, max_tokens=16)
+    before = pooled.generate(PROMPTS, params, adapter="tuned")
+    assert [c.logprobs for c in before] != [c.logprobs for c in greedy(pooled)]
+    pooled.sleep(level)
+    pooled.wake()
+    if level == 2:
+        pooled.load_weights(model.named_parameters())
+        pooled.commit(level)
+    pooled.resume()
+    after = pooled.generate(PROMPTS, params, adapter="tuned")
+    assert [c.logprobs for c in after] == [c.logprobs for c in before]
+    pooled.remove_adapter("tuned")
+
+
+def test_vllms_own_sleep_keeps_an_adapter_at_every_level(tmp_path):
+    """The sleep-mode backend `colo` under vLLM's own API: weights in slabs stay, and everything else comes back."""
+    import vllm
+    from vllm.lora.request import LoRARequest
+
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config(), dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path / "model")
+    adapter = get_peft_model(model, LoraConfig(r=8, target_modules=["q_proj", "down_proj"], init_lora_weights=False))
+    adapter.save_pretrained(tmp_path / "adapter")
+    llm = vllm.LLM(
+        str(tmp_path / "model"),
+        load_format="colo",
+        worker_extension_cls="colo.engines.vllm.worker.ColoWorker",
+        kv_cache_memory_bytes=KV_CACHE_BYTES,
+        skip_tokenizer_init=True,
+        enable_sleep_mode=True,
+        enable_lora=True,
+        enforce_eager=True,
+        max_model_len=256,
+    )
+    params = vllm.SamplingParams(temperature=0, max_tokens=16, logprobs=0, detokenize=False)
+    request = LoRARequest("tuned", 1, str(tmp_path / "adapter"))
+
+    def sampled():
+        llm.reset_prefix_cache()
+        outputs = llm.generate([{"prompt_token_ids": p} for p in PROMPTS], params, use_tqdm=False, lora_request=request)
+        return [(o.outputs[0].token_ids, o.outputs[0].cumulative_logprob) for o in outputs]
+
+    before = sampled()
+    for level in (1, 2):
+        free_bytes = free_device_bytes(CUDA)
+        llm.sleep(level)
+        assert free_device_bytes(CUDA) - free_bytes > 0.9 * KV_CACHE_BYTES
+        llm.wake_up()
+        assert sampled() == before
+    llm.llm_engine.engine_core.shutdown()
 
 
 def test_an_engine_that_quantizes_is_reloaded_exactly(tmp_path):

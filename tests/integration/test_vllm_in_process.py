@@ -4,7 +4,7 @@ import warnings
 
 import pytest
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 from torch.optim import AdamW
 from transformers import AutoModelForCausalLM
 
@@ -13,7 +13,7 @@ from colo.config import RuntimeConfig
 from colo.engines.base import AdapterWeights, EngineState, SamplingParams
 from colo.engines.vllm import compat
 from colo.engines.vllm.engine import VLLMEngine
-from colo.errors import ColoError, PhaseError, StaleWeights, Unsupported
+from colo.errors import ColoError, PhaseError, StaleWeights, TransferError, Unsupported
 from colo.units import MIB
 from colo.weights.sources.peft import adapter_weights
 from colo.weights.transports.shared import is_same_memory
@@ -279,10 +279,14 @@ def test_a_layerwise_reload_writes_every_byte_to_the_same_addresses(rt, prompts,
     assert mismatch(fresh, rt.generate(prompts, **GREEDY)) < CLOSE
 
 
-def test_a_layer_that_a_reload_does_not_bring_stays_as_it_was(rt):
+def test_a_layer_that_a_reload_does_not_bring_is_named_and_stays_as_it_was(rt, prompts):
     before = {name: parameter.clone() for name, parameter in rt.model.named_parameters()}
     tensors = {name: tensor for name, tensor in before.items() if "layers.1.mlp" not in name}
-    rt.engine.load_weights(tensors.items())
+    with pytest.raises(TransferError, match="2 layers of the engine's model got no weights, model.layers.1.mlp"):
+        rt.engine.load_weights(tensors.items())
+    rt.engine.resume()
+    with pytest.raises(StaleWeights):
+        rt.engine.generate(prompts, None)
     assert all(torch.equal(parameter, before[name]) for name, parameter in rt.model.named_parameters())
 
 
@@ -401,6 +405,46 @@ def test_more_adapters_than_there_is_room_for_are_refused_or_all_applied(lora_rt
         rt.engine.remove_adapter(adapter)
 
 
+def test_an_adapter_written_to_through_data_is_a_new_version(lora_rt, prompts, mismatch):
+    lora_rt.generate(prompts, **GREEDY)
+    version = lora_rt.weights_version
+    lora_rt.generate(prompts, **GREEDY)
+    assert lora_rt.weights_version == version
+    for name, parameter in lora_rt.model.named_parameters():
+        if "lora_B" in name:
+            parameter.data.add_(0.3)
+    assert mismatch(lora_rt.model, lora_rt.generate(prompts, **GREEDY)) < CLOSE
+    assert lora_rt.weights_version == version + 1
+
+
+def test_an_interrupted_rollout_leaves_nothing_in_flight(lora_rt, prompts, mismatch, monkeypatch):
+    core = lora_rt.engine.llm.llm_engine
+    step = core.step
+
+    def interrupt():
+        monkeypatch.setattr(core, "step", step)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(core, "step", interrupt)
+    with pytest.raises(KeyboardInterrupt), lora_rt.rollout():
+        lora_rt.generate(prompts, **GREEDY)
+    assert mismatch(lora_rt.model, lora_rt.generate(prompts, **GREEDY)) < CLOSE
+
+
+@pytest.mark.parametrize(
+    ("options", "lora", "message"),
+    [
+        ({"kv_cache_memory_bytes": 8 * MIB}, None, r"pass config=RuntimeConfig\(kv_cache_bytes=...\)"),
+        ({"max_lora_rank": 8}, LoraConfig(r=16, target_modules=["q_proj"]), "has rank 16 and the engine would take 8"),
+    ],
+    ids=["kv cache", "rank"],
+)
+def test_what_cannot_work_is_refused_before_vllm_starts(tiny, monkeypatch, options, lora, message):
+    monkeypatch.setattr(VLLMEngine, "__init__", lambda self, *_, **__: pytest.fail("it was started"))
+    with pytest.raises(Unsupported, match=message):
+        colo.launch(tiny(), engine="vllm", engine_options=options, lora=lora, device="cpu")
+
+
 # ---- your own vllm.LLM ----------------------------------------------------------------------------------------------
 
 
@@ -511,12 +555,33 @@ def test_weights_of_its_own_on_a_cpu_stay_and_only_the_kv_cache_leaves(checkpoin
 # ---- versions -------------------------------------------------------------------------------------------------------
 
 
+def test_an_llm_that_could_not_be_shared_generates_as_before(own_llm, tiny, prompts):
+    llm = own_llm(load_format="colo", enable_lora=True, max_lora_rank=8)
+    params = vllm.SamplingParams(temperature=0, max_tokens=4, detokenize=False)
+
+    def sampled():
+        outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+        return [output.outputs[0].token_ids for output in outputs]
+
+    before = sampled()
+    model = AutoModelForCausalLM.from_config(tiny(), dtype=torch.float32)
+    tuned = get_peft_model(model, LoraConfig(r=16, target_modules=["q_proj"]))
+    weights = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
+    with pytest.raises(Unsupported, match="LoRA|adapter"):
+        colo.share(llm, tuned, adamw([p for p in tuned.parameters() if p.requires_grad]))
+    shallow = AutoModelForCausalLM.from_config(tiny(num_hidden_layers=1), dtype=torch.float32)
+    with pytest.raises(TransferError):
+        colo.share(llm, shallow, adamw(shallow.parameters()))
+    assert sampled() == before
+    assert weights == {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
+
+
 def test_a_version_of_vllm_that_was_not_tested_is_warned_about_once(monkeypatch):
     monkeypatch.setattr(compat, "vllm_version", lambda: "9.9.9")
     with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("default")
-        for _ in range(2):
-            compat.warn_if_untested()
+        warnings.simplefilter("always")
+        compat.warn_if_untested()
+        compat.warn_if_untested()  # from another line
     (warning,) = caught
     assert "tested with vLLM 0.26.0 and 0.30.0, not with 9.9.9" in str(warning.message)
 

@@ -252,6 +252,32 @@ def test_an_engine_that_does_not_answer_is_lost_at_the_deadline_and_is_replaced(
     assert_ends(pid)
 
 
+def test_an_engine_that_samples_nothing_any_more_is_lost_at_the_deadline(rt, prompts, monkeypatch):
+    (pid,) = rt.engine.pids
+    monkeypatch.setattr(rt.engine._connection, "deadline_s", 3.0)
+    threading.Timer(1.0, os.kill, (pid, signal.SIGSTOP)).start()
+    with pytest.raises(EngineLost, match="it did not answer generate within 3 s"):
+        within(60, rt.generate, prompts * 8, n=8, max_tokens=180, ignore_eos=True)
+    rt.recover()
+
+
+def test_an_interrupted_rollout_goes_on_behind_and_the_engine_is_not_lost(rt, prompts, mismatch, monkeypatch):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(rt.engine._connection, "deadline_s", 3.0)
+    handler = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.5)
+        with pytest.raises(KeyboardInterrupt), rt.rollout():
+            rt.generate(prompts * 8, n=8, max_tokens=180, ignore_eos=True)  # longer than the deadline
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, handler)
+    train_step(rt)
+    assert mismatch(rt.model, rt.generate(prompts, **GREEDY)) < CLOSE
+
+
 def test_closing_after_the_engine_has_died_leaves_the_weights_to_the_model(rt):
     (pid,) = rt.engine.pids
     weights = {name: tensor.clone() for name, tensor in base_weights(rt).items()}

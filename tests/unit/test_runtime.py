@@ -609,7 +609,7 @@ def test_the_report_names_engine_weights_peaks_and_reasons(rt, tmp_path):
         train_step(rt)
     rt.log(reward=0.5)
     text = str(rt.report())
-    for words in ("torch on cpu", "shared: all", "rollout", "nothing had to leave the device", "reward"):
+    for words in ("torch on cpu", "shared: all", "rollout", "no state of the trainer had to leave", "reward"):
         assert words in text
     assert rt.report().to_json()["facts"]["engine"] == "torch on cpu: transformers in this process"
     page = rt.plot(tmp_path / "run.html").read_text()

@@ -1,7 +1,7 @@
 """Calls into an engine in another process that end when that process does.
 
 vLLM's client waits for an answer without a deadline, also when the process is killed in between. So the call is made in
-a thread, and whoever waits for it looks at the process, and at the clock, meanwhile.
+a thread, and whoever waits for it looks at the process, at the clock, and at what moves meanwhile.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class ProcessEnded(Exception):  # noqa: N818 - an event, which the engine turns 
 
 
 class NoAnswer(Exception):  # noqa: N818 - as above
-    """The engine's process did not answer within the deadline."""
+    """The engine's process did not answer, and nothing of it moved, within the deadline."""
 
 
 class Caller:
@@ -34,7 +34,9 @@ class Caller:
     Ordering: calls run in the order in which they were made, also when the wait for one was interrupted.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, progress: Callable[[], object] = lambda: None) -> None:
+        """`progress` is something that changes while the process works, looked at from the thread that waits."""
+        self._progress = progress
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._processes: list[psutil.Process] = []
         threading.Thread(target=self._run, name="colo-vllm", daemon=True).start()
@@ -44,17 +46,22 @@ class Caller:
         self._processes = [psutil.Process(pid) for pid in pids]
 
     def call(self, function: Callable[[], T], *, deadline_s: float | None) -> T:
-        """What `function` returns or raises. Raises: `ProcessEnded`, or `NoAnswer` after the deadline."""
+        """What `function` returns or raises.
+
+        Raises: `ProcessEnded`; `NoAnswer` once it has taken `deadline_s` without any progress, counted from its begin,
+        which is after the calls before it.
+        """
         future: Future[T] = Future()
 
         def answer() -> None:
+            future.set_running_or_notify_cancel()
             try:
                 future.set_result(function())
             except BaseException as error:  # noqa: BLE001 - raised where the answer is waited for
                 future.set_exception(error)
 
         self._queue.put(answer)
-        give_up_s = time.monotonic() + deadline_s if deadline_s is not None else float("inf")
+        moved_s, seen = time.monotonic(), (False, self._progress())
         while True:
             try:
                 return future.result(timeout=_LOOK_EVERY_S)
@@ -63,12 +70,15 @@ class Caller:
                     raise
             if self.has_ended():
                 raise ProcessEnded
-            if time.monotonic() > give_up_s:
+            before, seen = seen, (future.running(), self._progress())
+            if seen != before:
+                moved_s = time.monotonic()
+            elif deadline_s is not None and time.monotonic() > moved_s + deadline_s:
                 raise NoAnswer
 
     def has_ended(self) -> bool:
         """Whether one of the watched processes has ended."""
-        return not all(_lives(process) for process in self._processes)
+        return not all(lives(process) for process in self._processes)
 
     def close(self) -> None:
         """End the thread once the calls before have returned, if they ever do."""
@@ -79,7 +89,8 @@ class Caller:
             task()
 
 
-def _lives(process: psutil.Process) -> bool:
+def lives(process: psutil.Process) -> bool:
+    """Whether it is there and is still the same one."""
     try:
         return bool(process.is_running()) and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

@@ -19,6 +19,7 @@ from torch import nn
 from colo.errors import Unsupported
 
 TESTED = ("0.26.0", "0.30.0")
+_warned_of: set[str] = set()
 
 
 def vllm_version() -> str:
@@ -32,9 +33,10 @@ def vllm_version() -> str:
 
 
 def warn_if_untested() -> None:
-    """Warn, once, about a version of vLLM that colo has not been tested with."""
+    """Warn, once in a process, about a version of vLLM that colo has not been tested with."""
     installed = vllm_version()
-    if installed not in TESTED:
+    if installed not in TESTED and installed not in _warned_of:
+        _warned_of.add(installed)
         warnings.warn(f"colo was tested with vLLM {' and '.join(TESTED)}, not with {installed}", stacklevel=3)
 
 
@@ -118,6 +120,28 @@ def forget_reloads(model: nn.Module) -> None:
     notes: Any = getattr(layerwise, "LAYERWISE_INFO", {})
     for module in model.modules():
         notes.pop(module, None)
+
+
+def unloaded_layers(model: nn.Module) -> list[str]:
+    """Names of layers that a layerwise reload, about to be finished, has brought nothing to.
+
+    vLLM warns of them and puts back what they held before. Its own notes say so, in which a layer that another one's
+    weights serve, such as an output layer that is the embedding, counts as one of these and is left out here.
+    """
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    notes: Any = getattr(layerwise, "LAYERWISE_INFO", {})
+    waiting: dict[str, list[torch.Tensor]] = {}
+    held: set[int] = set()
+    for name, module in model.named_modules():
+        info = notes.get(module)
+        if info is None or info.kernel_tensors is None:  # brought and processed, or never to be
+            held |= {p.data_ptr() for p in module.parameters(recurse=False) if p.numel()}
+        elif info.load_numel > 0:  # but for padding
+            held |= {t.data_ptr() for t in info.kernel_tensors[0].values() if t.numel()}
+        elif any(t.numel() > 1 for t in info.restore_metadata[0].values()):
+            waiting[name] = list(info.kernel_tensors[0].values())
+    return [name for name, tensors in waiting.items() if not all(t.data_ptr() in held for t in tensors)]
 
 
 def renamer(model: nn.Module) -> Callable[[str], str]:

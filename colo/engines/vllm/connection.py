@@ -55,7 +55,7 @@ class Connection:
         """What vLLM took of the device when it started, where that was seen."""
         self._on_loss = on_loss
         self._owns_llm = owns_llm
-        self._calls = Caller() if own_process else None
+        self._calls = Caller(self._progress) if own_process else None
         try:
             self.infos = self._meet_workers()
         except BaseException:
@@ -109,19 +109,13 @@ class Connection:
 
             # A function of this module needs no worker extension, which a caller's own engine may lack.
             return list(self.llm.collective_rpc(call, args=(operation, arguments)))
-        try:
-            return self.in_engine(operation, lambda: list(self.llm.collective_rpc("colo", args=(operation, arguments))))
-        except Exception as error:
-            if "has no attribute 'colo'" in str(error):
-                raise Unsupported(
-                    "this vllm.LLM runs in a process of its own, where colo has no foothold: start it with "
-                    f"worker_extension_cls='{plugin.WORKER_EXTENSION}' and load_format='colo', or set "
-                    "VLLM_ENABLE_V1_MULTIPROCESSING=0 before"
-                ) from error
-            raise
+        return self.in_engine(operation, lambda: list(self.llm.collective_rpc("colo", args=(operation, arguments))))
 
     def in_engine(self, operation: str, function: Callable[[], T], *, deadline: bool = True) -> T:
-        """Call into vLLM; the end of its process, or its silence, becomes `EngineLost`."""
+        """Call into vLLM; the end of its process, or its silence, becomes `EngineLost`.
+
+        It is silent when nothing has been sampled for as long as the deadline, nor this call been answered.
+        """
         self.require()
         if self._calls is None:
             return function()
@@ -163,6 +157,12 @@ class Connection:
                 torch.cuda.empty_cache()
 
     def _meet_workers(self) -> list[dict[str, Any]]:
+        if self.own_process and not self.llm.llm_engine.vllm_config.parallel_config.worker_extension_cls:
+            raise Unsupported(
+                "this vllm.LLM runs in a process of its own, where colo has no foothold: start it with "
+                f"worker_extension_cls='{plugin.WORKER_EXTENSION}' and load_format='colo', or set "
+                "VLLM_ENABLE_V1_MULTIPROCESSING=0 before"
+            )
         infos = self.call("describe", same_process=not self.own_process)
         if self._calls is not None:
             self._calls.watch([info["pid"] for info in infos])
@@ -173,6 +173,14 @@ class Connection:
                 "GPU first"
             )
         return infos
+
+    def _progress(self) -> object:
+        """What changes while vLLM generates: requests that are left, and how many tokens each has."""
+        try:
+            requests = list(self.llm.llm_engine.output_processor.request_states.values())
+            return [(id(r), r.detokenizer.num_output_tokens()) for r in requests if r.detokenizer is not None]
+        except (AttributeError, RuntimeError):  # the engine is closed; or another thread is changing what is read here
+            return object()  # unlike any before
 
     def _lose(self, cause: str, error: BaseException) -> NoReturn:
         self.lost = cause

@@ -136,6 +136,11 @@ def placement_of(model: nn.Module) -> Placement | None:
     return _placements.get(model)
 
 
+def placed_models() -> list[nn.Module]:
+    """Every model of this process that this loader built."""
+    return list(_placements)
+
+
 class ColoModelLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM ships no types that mypy reads
     """Loads a model as vLLM does, with its parameters in shared memory."""
 

@@ -49,14 +49,23 @@ class Reload:
 
     @torch.no_grad()
     def finish(self) -> dict[str, Any]:
-        """Attest: post-processing has run on every tensor that was announced. Raises: `TransferError` otherwise."""
+        """Attest: post-processing has run on every tensor that was announced, and no layer lacks its weights.
+
+        Raises: `TransferError` otherwise. Layers that nothing was brought to hold what they held before.
+        """
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
         if self._manifest is not None:
             self._manifest.check_received(self._given)
+        unloaded = compat.unloaded_layers(self._model)
         finalize_layerwise_reload(self._model, self._model_config)
         compat.after_reload(self._model)
         self._synchronize()
+        if unloaded:
+            raise TransferError(
+                f"{len(unloaded)} layers of the engine's model got no weights, {unloaded[0]} for one: the model that "
+                "they were to come from is another one"
+            )
         if self._manifest is None:
             return {"num_tensors": len(self._given)}
         return {

@@ -18,10 +18,12 @@ from dataclasses import asdict
 from typing import Any, NoReturn
 
 import httpx
+import psutil
 import torch
 
 from colo.engines.base import AdapterWeights, Completion, EngineState, SamplingParams, SleepLevel
 from colo.engines.common import ADVICE, WEIGHTS_AT, check_prompts, is_deeper, wake_segments
+from colo.engines.vllm.calls import lives
 from colo.engines.vllm.options import device_of
 from colo.engines.vllm.requests import PauseMode
 from colo.engines.vllm.segment import WorkerSegment, residual_bytes
@@ -98,6 +100,7 @@ class RemoteEngine:
         self._server = Server(url, deadline_s=deadline_s, api_key=api_key, transport=http)
         self._workers: Workers | None = None
         self._infos: list[dict[str, Any]] = []
+        self._processes: list[psutil.Process] = []
         self._segments: dict[str, WorkerSegment] = {}
         self._paused = self._closed = False
         self._lost: str | None = None
@@ -351,6 +354,8 @@ class RemoteEngine:
                 f"the server at {self.url} takes no weights from here ({error}): {HOW_TO_START}"
             ) from error
         self._check_infos()
+        with suppress(psutil.NoSuchProcess):  # of a container with process ids of its own
+            self._processes = [psutil.Process(pid) for pid in self.pids]
         self._model_name = model_name or str(self._ask("GET", "/v1/models")["data"][0]["id"])
         self._make_segments()
 
@@ -475,6 +480,9 @@ class RemoteEngine:
     def _require(self, verb: str, *states: EngineState) -> None:
         if self._lost is not None:
             raise EngineLost(f"the engine is lost: {self._lost}. Start the server again and connect again")
+        if not self._closed and not all(map(lives, self._processes)):
+            # Another server may have taken its place, with weights that nobody here knows.
+            self._lose("a process of its workers has ended", RuntimeError("its process id is gone, or is another's"))
         if self.state not in states:
             raise PhaseError(f"the engine is {self.state} and cannot {verb}: {ADVICE[self.state]}")
 

@@ -39,11 +39,14 @@ class Requests:
         check_prompts(token_ids, int(model_config.get_vocab_size()), int(model_config.max_model_len))
         request = self._adapters.request(adapter) if adapter is not None else None
         inputs = [{"prompt_token_ids": list(ids)} for ids in token_ids]
-        outputs = self._connection.in_engine(
-            "generate",
-            lambda: llm.generate(inputs, params, use_tqdm=False, lora_request=request),
-            deadline=False,
-        )
+        try:
+            outputs = self._connection.in_engine(
+                "generate", lambda: llm.generate(inputs, params, use_tqdm=False, lora_request=request)
+            )
+        except BaseException:
+            if not self._connection.own_process:
+                self._abort_all()  # else they would be taken for a user's; a process of its own goes on to their end
+            raise
         return completions(outputs, version, adapter)
 
     def pause(self, mode: PauseMode = "abort") -> None:
@@ -61,8 +64,11 @@ class Requests:
         self.paused = True
         if mode == "abort" and not connection.own_process:
             # vLLM (0.26, 0.30) ends them in its scheduler only here, and whoever steps would wait for them forever.
-            core = llm.llm_engine
-            core.abort_request(list(core.output_processor.request_states), internal=True)
+            self._abort_all()
+
+    def _abort_all(self) -> None:
+        core = self._connection.llm.llm_engine
+        core.abort_request(list(core.output_processor.request_states), internal=True)
 
     def resume(self) -> None:
         """Let requests go on. Idempotent."""

@@ -6,7 +6,7 @@ pinned arena, or at once when they are not needed; mapped again at the same addr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import nn
 from vllm.device_allocator.sleep_mode_backend import SleepModeBackend
 
 from colo.engines.vllm import compat
+from colo.engines.vllm.loader import placed_models
 from colo.memory import cuda_driver
 from colo.memory.offload import Mover, RegionSegment
 from colo.memory.region import Region, require_free
@@ -88,7 +89,7 @@ class WorkerSegments:
             device = torch.device("cuda", torch.cuda.current_device())
         self.mover = Mover(device, chunk_bytes=CHUNK_BYTES)
         self.by_name = _segments(self._regions, self.mover)
-        self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._kept: list[Kept] = []
 
     def prepare(self) -> None:
         """Pin host memory for the weights in the background, so that the first sleep does not wait for it."""
@@ -101,12 +102,12 @@ class WorkerSegments:
         segment = self.by_name[name]
         source = segment.residency
         if name == ENGINE_WEIGHTS and target is Residency.DISCARDED and source is Residency.RESIDENT:
-            self._keep_what_no_loader_brings()
+            self._kept = kept_of(self._worker.get_model(), segment.regions)
         segment.begin(target)
         if target is not Residency.RESIDENT and self.mover.device.type == "cuda":
             torch.cuda.empty_cache()  # another process cannot use what torch caches in this one
         if target is Residency.RESIDENT and source is Residency.DISCARDED and name == ENGINE_WEIGHTS:
-            self._bring_back_what_was_kept()
+            bring_back(self._kept)
 
     def wait(self, name: str) -> None:
         """Return when a segment has arrived where it is going."""
@@ -129,22 +130,28 @@ class WorkerSegments:
                 if storage.nbytes():
                     yield StorageRegion(ENGINE_KV_CACHE, storage)
 
-    def _keep_what_no_loader_brings(self) -> None:
-        """Copy buffers, LoRA matrices and other tensors that are no parameters: level 2 would lose them for good."""
-        regions = self.by_name[ENGINE_WEIGHTS].regions
-        ranges = [(r.bytes.data_ptr(), r.bytes.data_ptr() + r.size_bytes) for r in regions]
-        parameters = {p.data_ptr() for p in self._worker.get_model().parameters()}
-        self._kept = [
-            (tensor, tensor.detach().cpu())
-            for tensor in _other_tensors(self._worker.get_model())
-            if tensor.data_ptr() not in parameters and any(a <= tensor.data_ptr() < b for a, b in ranges)
-        ]
 
-    def _bring_back_what_was_kept(self) -> None:
-        with torch.no_grad():
-            for tensor, copy in self._kept:
-                tensor.copy_(copy)
-        self._kept = []
+Kept = tuple[torch.Tensor, torch.Tensor]
+"""A tensor of a model, and what it held."""
+
+
+def kept_of(model: nn.Module, regions: Sequence[Region]) -> list[Kept]:
+    """Buffers, LoRA matrices and others in `regions` that are no parameters: level 2 would lose them for good."""
+    ranges = [(r.bytes.data_ptr(), r.bytes.data_ptr() + r.size_bytes) for r in regions]
+    parameters = {p.data_ptr() for p in model.parameters()}
+    return [
+        (tensor, tensor.detach().cpu())
+        for tensor in _other_tensors(model)
+        if tensor.data_ptr() not in parameters and any(a <= tensor.data_ptr() < b for a, b in ranges)
+    ]
+
+
+def bring_back(kept: list[Kept]) -> None:
+    """Write back what `kept_of` has kept, which is forgotten then."""
+    with torch.no_grad():
+        for tensor, copy in kept:
+            tensor.copy_(copy)
+    kept.clear()
 
 
 def _segments(regions: Callable[[str], Iterable[Region]], mover: Mover) -> dict[str, RegionSegment]:
@@ -189,18 +196,24 @@ def _other_tensors(model: nn.Module) -> Iterator[torch.Tensor]:
 class ColoSleepBackend(SleepModeBackend):  # type: ignore[misc]  # vLLM ships no types that mypy reads
     """vLLM's `sleep` and `wake_up`, each allocation checked, through a pinned arena that is kept.
 
-    For engines that are driven through vLLM's own API; `VLLMEngine` moves the same segments without it.
+    For engines that are driven through vLLM's own API; `VLLMEngine` moves the same segments without it. Buffers, LoRA
+    matrices and other tensors that are no parameters survive every level in models that colo's loader has built; in
+    others level 2 leaves what vLLM itself keeps, which is buffers.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._segments: dict[str, RegionSegment] = {}
         self._mover: Mover | None = None
+        self._kept: list[Kept] = []
 
     def suspend(self, level: int = 1) -> None:
         """Drop the KV cache; take the weights to the host (level 1) or drop them too (level 2). Idempotent."""
         self._build()
         weights = Residency.OFFLOADED if level == 1 else Residency.DISCARDED
+        segment = self._segments[ENGINE_WEIGHTS]
+        if weights is Residency.DISCARDED and segment.residency is Residency.RESIDENT:
+            self._kept = [kept for model in placed_models() for kept in kept_of(model, segment.regions)]
         moves = [
             self._segments[name].begin(target)
             for name, target in ((ENGINE_WEIGHTS, weights), (ENGINE_KV_CACHE, Residency.DISCARDED))
@@ -216,6 +229,8 @@ class ColoSleepBackend(SleepModeBackend):  # type: ignore[misc]  # vLLM ships no
         for name in (TAGS[tag] for tag in (tags or TAGS) if tag in TAGS):
             if self._segments and self._segments[name].regions:
                 self._segments[name].begin(Residency.RESIDENT).wait()
+                if name == ENGINE_WEIGHTS:
+                    bring_back(self._kept)
         self._state = "RUNNING"
 
     def discard(self, tags: Iterable[str]) -> None:

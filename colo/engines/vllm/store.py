@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from colo.errors import ColoError, TransferError
+from colo.errors import TransferError
 from colo.memory.slab import Slab, open_slab
 from colo.units import format_bytes
 
@@ -99,8 +99,9 @@ class WeightStore:
                 try:
                     with self._lock:
                         answer = self._answer(hello, request)
-                except (ColoError, LookupError, ValueError) as error:
-                    answer = {"error": str(error)}
+                except Exception as error:  # noqa: BLE001 - raised by the worker; this side serves others too
+                    size = f" ({format_bytes(request['size_bytes'])} asked for)" if "size_bytes" in request else ""
+                    answer = {"error": f"{error}{size}"}
                 stream.write(json.dumps(answer) + "\n")
                 stream.flush()
 

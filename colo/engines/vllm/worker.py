@@ -126,7 +126,8 @@ class WorkerAgent:
         for copy in plan.copies:
             place = self._placement.locate(copy.target) if self._placement is not None else None
             if place is None:
-                fallbacks.setdefault(copy.name, "the engine keeps it in memory that this process cannot map")
+                advice = "" if self._placement is not None else ": start vLLM with load_format='colo'"
+                fallbacks.setdefault(copy.name, f"the engine keeps it in memory that this process cannot map{advice}")
                 continue
             target = [place, _dtype_name(copy.target.dtype), tuple(copy.target.shape), copy.target.stride()]
             copies.append([copy.name, copy.shape, copy.stride, copy.offset, *target])

@@ -94,8 +94,11 @@ class IpcTransport:
     def transfer(self, version: int = 0) -> int:
         """Copy everything and return its bytes. What workers find wrong is raised here, as `TransferError`."""
         tensors = self._source.tensors()
-        if self._exported is not None and not self._exported.is_current(tensors):
-            self._bind(tensors)
+        if self._exported is not None:
+            if not self._exported.is_current(tensors):
+                self._bind(tensors)
+        elif self._staging is None:
+            self._bind(tensors)  # the last attempt failed
         manifest = self._manifest_of(tensors)
         begin: tuple[str, dict[str, Any]] = ("begin", {"version": version, "digest": manifest.digest})
         if self._staging is not None:

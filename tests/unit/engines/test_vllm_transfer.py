@@ -3,6 +3,8 @@
 import asyncio
 import json
 import os
+import subprocess
+import sys
 import time
 from types import SimpleNamespace
 
@@ -360,6 +362,17 @@ def test_it_starts_poisoned_and_a_commit_lets_it_generate(connect):
     ]
     assert {c.weights_version for c in found} == {3}
     assert engine.generate([], SamplingParams()) == []
+
+
+def test_another_server_in_the_place_of_one_that_ended_is_not_taken_for_it(connect):
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as worker:
+        engine = connect(FakeServer(pid=worker.pid))
+        engine.commit(7)
+        assert engine.generate([[1]], SamplingParams())[0].weights_version == 7
+        worker.kill()
+    with pytest.raises(EngineLost, match="a process of its workers has ended"):
+        engine.generate([[1]], SamplingParams())
+    assert engine.state is EngineState.LOST
 
 
 def test_a_paused_server_is_paused_here_and_pausing_is_asked_once(connect):

@@ -63,7 +63,7 @@ def test_the_facts_say_what_was_chosen_and_why(launch):
     assert facts["engine"] == "torch on cpu: transformers in this process"
     assert facts["weights"] == f"shared: {rt.transport.reason}"
     assert facts["version"].startswith("2, 2 publications") and facts["version"].endswith("0 B copied")
-    assert facts["offload"] == "auto: nothing had to leave the device"
+    assert facts["offload"] == "auto: no state of the trainer had to leave the device"
     assert "rollout" in facts["peak"] and "train" in facts["peak"]
 
 

@@ -182,6 +182,19 @@ def test_parameters_with_new_memory_are_described_again(model, workers):
     assert workers.asked.count("bind") == 2 and workers.asked.count("release") == 1
 
 
+def test_after_parameters_that_did_not_fit_the_repaired_ones_arrive(model, workers):
+    transport = connect(model, workers)
+    fitting = model.down
+    model.down = nn.Parameter(torch.randn(7, 9))
+    for _ in range(2):
+        with pytest.raises((Unsupported, TransferError), match="down"):
+            transport.transfer(1)
+    model.down = nn.Parameter(fitting.detach().clone())
+    transport.transfer(2)
+    assert transport.is_current()
+    transport.close()
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_parameters_with_gaps_arrive(model, workers, way):
     model.q = nn.Parameter(torch.randn(8, 12)[:, :6])

@@ -1,6 +1,7 @@
 """Publication over an engine and a transport that record what they are asked, and fail where they are told to."""
 
 import pytest
+import torch
 
 from colo.engines.base import AdapterWeights, EngineState
 from colo.errors import StaleWeights, TransferError
@@ -92,6 +93,7 @@ class World:
         self.engine = RecordingEngine(self.recorder)
         self.transport = RecordingTransport(self.recorder, transport)
         self.trace = Trace()
+        self.adapter = AdapterWeights(a={}, b={}, scalings={})
         self.publisher = Publisher(
             self.engine,
             self.transport,
@@ -107,7 +109,7 @@ class World:
 
     def gather(self):
         self.recorder.note("gather")
-        return AdapterWeights(a={}, b={}, scalings={})
+        return self.adapter
 
     def publish(self, version=0):
         self.calls.clear()
@@ -197,6 +199,41 @@ def test_the_base_under_an_adapter_is_sent_again_only_when_it_has_changed_or_may
     world.recorder.failing, world.transport.current = None, True  # whatever a transport believes after it has failed
     assert world.publish(3).num_bytes == 40
     assert world.publish(4).num_bytes == 0
+
+
+def test_an_engine_that_was_given_other_weights_gets_the_base_again():
+    world = World(adapter=True, fingerprint=lambda: 7)
+    world.publish(0)
+    world.engine.poison("weights have been loaded into it")
+    assert world.publish(0).num_bytes == 40
+    world.engine.commit(9)  # by somebody else, after loading what they liked
+    assert world.publish(1).num_bytes == 40
+    assert world.publish(2).num_bytes == 0
+
+
+@pytest.mark.parametrize("write", ["in place", "new memory"])
+def test_an_adapter_that_was_written_to_without_a_trace_is_noticed(write):
+    a, b = torch.ones(2, 4), torch.ones(4, 2)
+    world = World(adapter=True)
+    world.adapter = AdapterWeights(a={"q": a}, b={"q": b}, scalings={"q": 1.0})
+    assert world.publisher.has_adapter(), "none has been published"
+    for version in range(3):
+        world.publish(version)
+        assert world.publisher.has_adapter()
+        if write == "in place":
+            b.data.mul_(1.5)
+        else:
+            b.data = b.data * 1.5
+        assert not world.publisher.has_adapter()
+
+
+def test_an_adapter_of_half_words_is_not_compared():
+    world = World(adapter=True)
+    world.adapter = AdapterWeights(
+        a={"q": torch.ones(1, 3).half()}, b={"q": torch.ones(3, 1).half()}, scalings={"q": 1}
+    )
+    world.publish(0)
+    assert world.publisher.has_adapter()
 
 
 # ---- failure -------------------------------------------------------------------------------------------------------
