@@ -180,7 +180,8 @@ def _engine_rank(lora: LoraConfig) -> int:
 
 
 def _rank(lora: LoraConfig) -> int:
-    return max(lora.r, *(lora.rank_pattern or {}).values(), 0)
+    ranks: list[int] = [lora.r, *(lora.rank_pattern or {}).values()]
+    return max(ranks)
 
 
 def _adapted_modules(config: PretrainedConfig, lora: LoraConfig) -> list[str]:

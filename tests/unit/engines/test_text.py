@@ -29,8 +29,13 @@ def test_one_prompt_is_not_taken_for_many(prompts):
         encode_prompts(prompts, CharTokenizer())
 
 
+def test_messages_are_not_prompts():
+    with pytest.raises(TypeError, match="apply the tokenizer's chat template first"):
+        encode_prompts([[{"role": "user", "content": "1+2"}]], CharTokenizer())
+
+
 def test_a_text_needs_a_tokenizer():
-    with pytest.raises(ValueError, match="has no tokenizer"):
+    with pytest.raises(ValueError, match=r"tokenizer=... to colo.launch or colo.share"):
         encode_prompts(["1"], None)
 
 
