@@ -252,7 +252,7 @@ class Engine(Protocol):
     def replace_adapter(self, old: str, new: str, adapter: AdapterWeights) -> None:
         """Put `adapter`, by the name `new`, in the place of `old`, which is gone then. The next version of an adapter.
 
-        Ordering: pause first. Prefix caches go by name: reset them when `new` is `old`, or was one before.
+        Ordering: pause first. What was computed with an earlier adapter of the name `new` is forgotten.
         Raises: `ValueError` when there is no `old` or `new` is in use, and nothing has changed; otherwise as
         `load_adapter`, and `old` is gone.
         """

@@ -497,6 +497,28 @@ def test_the_prefix_cache_never_mixes_versions(any_engine, peft_model, prompts, 
     assert [c.token_ids for c in second] != [c.token_ids for c in first]
 
 
+def test_a_name_that_comes_back_or_other_weights_get_nothing_from_the_prefix_cache(
+    any_engine, base, peft_model, prompts, mismatch, randomize, tiny
+):
+    weights = {name.replace(".base_layer.", "."): p for name, p in base.named_parameters() if "lora_" not in name}
+    engine, model = any_engine, peft_model(r=4, lora_alpha=12)
+    params = engine.sampling_params(**GREEDY)
+    for seed in (1, 2):
+        engine.load_adapter("policy", draw(model, seed=seed))
+        assert mismatch(model, engine.generate(prompts, params, adapter="policy")) < CLOSE
+        engine.remove_adapter("policy")
+    engine.load_adapter("policy", draw(model, seed=3))
+    engine.replace_adapter("policy", "policy", draw(model, seed=4))
+    assert mismatch(model, engine.generate(prompts, params, adapter="policy")) < CLOSE
+    others = randomize(AutoModelForCausalLM.from_config(tiny(), dtype=torch.float32), seed=9)
+    engine.generate(prompts, params)
+    engine.load_weights(others.named_parameters())
+    engine.commit(2)
+    assert mismatch(others, engine.generate(prompts, params)) < CLOSE
+    engine.load_weights(weights.items())
+    engine.commit(1)
+
+
 # ---- across ranks ---------------------------------------------------------------------------------------------------
 
 

@@ -273,6 +273,7 @@ class VLLMEngine:
         self._require_weights("load weights")
         self.poison("weights have been loaded into it and not committed: call commit(version) once all of them have")
         self._weights.reload(weights)
+        self._requests.reset_prefix_cache()
 
     def receive(self, operation: str, **arguments: Any) -> list[Any]:
         """One step of copying weights from this process, in every worker; see `colo.weights.transports.ipc.Peer`.
@@ -313,7 +314,8 @@ class VLLMEngine:
     def load_adapter(self, name: str, adapter: AdapterWeights) -> None:
         """Make a LoRA adapter available by name, from memory; see `Engine.load_adapter`."""
         self._require_weights("load an adapter")
-        self._adapters.load(name, adapter)
+        if self._adapters.load(name, adapter):
+            self._requests.reset_prefix_cache()
 
     def replace_adapter(self, old: str, new: str, adapter: AdapterWeights) -> None:
         """Put `adapter`, named `new`, in the place of `old`; see `Engine.replace_adapter`.
@@ -322,7 +324,8 @@ class VLLMEngine:
         its modules and shapes are those of `old`. `PhaseError` while the weights are away, whose memory that is in.
         """
         self._require_weights("replace an adapter")
-        self._adapters.replace(old, new, adapter)
+        if self._adapters.replace(old, new, adapter):
+            self._requests.reset_prefix_cache()
 
     def remove_adapter(self, name: str) -> None:
         """Forget an adapter. `ValueError` when there is none of that name."""

@@ -25,6 +25,7 @@ class NamedAdapters:
 
     def __init__(self, connection: Connection, staging: Staging) -> None:
         self.numbers: dict[str, int] = {}
+        self._names: set[str] = set()
         self._connection = connection
         self._staging = staging
         self._last = _FIRST
@@ -36,8 +37,11 @@ class NamedAdapters:
         refusals: list[str | None] = self._connection.call("adapter_refusal")
         return next(filter(None, refusals), None)
 
-    def load(self, name: str, adapter: AdapterWeights) -> None:
-        """Send a new adapter; see `Engine.load_adapter`. Raises: `Unsupported` also when the engine is full."""
+    def load(self, name: str, adapter: AdapterWeights) -> bool:
+        """Send a new adapter; see `Engine.load_adapter`. Raises: `Unsupported` also when the engine is full.
+
+        Whether its name has been another one's before: vLLM's prefix cache goes by names.
+        """
         if name in self.numbers:
             raise ValueError(f"adapter {name} is loaded already: remove it first, or give each version its own name")
         capacity = self._connection.infos[0]["max_adapters"]
@@ -49,9 +53,13 @@ class NamedAdapters:
         self._last += 1
         self._send("add_adapter", self._last, adapter)
         self.numbers[name] = self._last
+        return self._is_known(name)
 
-    def replace(self, old: str, new: str, adapter: AdapterWeights) -> None:
-        """Send `adapter` in the place of `old`, whose number it takes over; see `Engine.replace_adapter`."""
+    def replace(self, old: str, new: str, adapter: AdapterWeights) -> bool:
+        """Send `adapter` in the place of `old`, whose number it takes over; see `Engine.replace_adapter`.
+
+        Whether its name has been another one's before, as `load` says.
+        """
         number = self._number(old)
         if new != old and new in self.numbers:
             raise ValueError(f"adapter {new} is loaded already: give each version its own name")
@@ -63,6 +71,7 @@ class NamedAdapters:
                 self._connection.call("remove_adapter", number=number)
             raise
         self.numbers[new] = number
+        return self._is_known(new)
 
     def remove(self, name: str) -> None:
         """Forget an adapter. `ValueError` when there is none of that name."""
@@ -75,6 +84,11 @@ class NamedAdapters:
 
         # The path is never opened, since the workers know the number; vLLM asks for one.
         return LoRARequest(lora_name=name, lora_int_id=self._number(name), lora_path="in-memory")
+
+    def _is_known(self, name: str) -> bool:
+        known = name in self._names
+        self._names.add(name)
+        return known
 
     def _number(self, name: str) -> int:
         if name not in self.numbers:
