@@ -438,7 +438,7 @@ def test_a_killed_server_is_lost_within_the_deadline(packing, model, prompts):
     for process in family:
         process.kill()
     start_s = time.monotonic()
-    with pytest.raises(EngineLost, match="the engine is lost: it did not answer"):
+    with pytest.raises(EngineLost, match="the engine is lost: (it did not answer|a process of its workers has ended)"):
         rt.generate(prompts, **GREEDY)
     assert time.monotonic() - start_s < DEADLINE_S
     assert engine.state is EngineState.LOST
