@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -119,7 +119,8 @@ def share(
     Raises: `PhaseError` when one of the three has a runtime already; `Unsupported` when model and engine are on
     different devices, the optimizer is not one of the model's, or the engine cannot apply the adapter; `TransferError`
     when the model lacks weights that the engine needs. Nothing has changed then, but where weights go through the
-    engine's own loader: what is missing is known only when the others have been loaded.
+    engine's own loader: what is missing is known only when the others have been loaded. `BudgetError`, and whatever
+    fails as the first version is published: the engine may hold the model's weights then.
     """
     check_free(model, optimizer, engine)
     if isinstance(engine, Engine):
@@ -128,7 +129,8 @@ def share(
             return _share(engine, model, optimizer, tokenizer=tokenizer, config=config or RuntimeConfig())
         except BaseException:
             if was_awake and engine.state is EngineState.PAUSED:
-                engine.resume()
+                with suppress(Exception):  # of which the first is raised
+                    engine.resume()
             raise
     from colo.engines.vllm.engine import VLLMEngine
 
@@ -138,7 +140,8 @@ def share(
             tokenizer = engine.get_tokenizer()
         return _share(around, model, optimizer, tokenizer=tokenizer, config=config or RuntimeConfig())
     except BaseException:
-        around.close()  # which leaves it awake
+        with suppress(Exception):
+            around.close()  # which leaves it awake
         raise
 
 
@@ -191,7 +194,8 @@ def _assemble(
     except BaseException:
         if isinstance(transport, SharedTransport):
             transport.move_out(engine.device)
-        transport.close()
+        with suppress(Exception):
+            transport.close()
         raise
 
 

@@ -7,6 +7,7 @@ Any failure on the way poisons the engine, with the cause, until a later publica
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -20,7 +21,7 @@ from colo.phases.phase import Phase
 from colo.report.trace import Trace
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable
+    from collections.abc import Callable
 
     from colo.weights.transports.base import Transport
 
@@ -41,9 +42,9 @@ class Publication:
 
 
 class AdapterSums:
-    """What the tensors of an adapter held, as a checksum."""
+    """What an adapter held: scalings, and a checksum of the tensors, wherever they are."""
 
-    def __init__(self, checksums: Checksums, places: list[tuple[int, int]]) -> None:
+    def __init__(self, checksums: Checksums, places: list[Hashable]) -> None:
         self._checksums = checksums
         self._places = places
         self._then = checksums.compute()
@@ -52,7 +53,8 @@ class AdapterSums:
     def of(cls, adapter: AdapterWeights, earlier: AdapterSums | None) -> AdapterSums | None:
         """Those of `adapter` now, queued; `None` where it is not made of whole words. `earlier` may save work."""
         tensors = [*adapter.a.values(), *adapter.b.values()]
-        places = [(tensor.data_ptr(), tensor.nbytes) for tensor in tensors]
+        places: list[Hashable] = [(tensor.data_ptr(), tensor.nbytes) for tensor in tensors]
+        places += adapter.scalings.items()
         if earlier is not None and earlier._places == places:
             return cls(earlier._checksums, places)
         parts: list[tuple[int, int, torch.Tensor]] = []
@@ -66,7 +68,7 @@ class AdapterSums:
         return cls(Checksums(parts, 1, tensors[0].device), places) if tensors else None
 
     def are_of(self, adapter: AdapterWeights) -> bool:
-        """Whether `adapter` holds the same, in the same memory."""
+        """Whether `adapter` holds the same, with the same scalings, in the same memory."""
         now = AdapterSums.of(adapter, self)
         if now is None or now._places != self._places:
             return False

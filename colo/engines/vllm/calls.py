@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from typing import TypeVar
 
 import psutil
@@ -67,7 +68,7 @@ class Caller:
                 return future.result(timeout=_LOOK_EVERY_S)
             except TimeoutError:
                 if future.done():
-                    raise
+                    return future.result()
             if self.has_ended():
                 raise ProcessEnded
             before, seen = seen, (future.running(), self._progress())
@@ -89,9 +90,16 @@ class Caller:
             task()
 
 
+def pid_namespace() -> int:
+    """Which process ids this process sees: a container has its own."""
+    return Path("/proc/self/ns/pid").stat().st_ino
+
+
 def lives(process: psutil.Process) -> bool:
     """Whether it is there and is still the same one."""
     try:
         return bool(process.is_running()) and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+    except psutil.AccessDenied:
+        return True

@@ -125,8 +125,9 @@ def forget_reloads(model: nn.Module) -> None:
 def unloaded_layers(model: nn.Module) -> list[str]:
     """Names of layers that a layerwise reload, about to be finished, has brought nothing to.
 
-    vLLM warns of them and puts back what they held before. Its own notes say so, in which a layer that another one's
-    weights serve, such as an output layer that is the embedding, counts as one of these and is left out here.
+    vLLM warns of them and puts back what they held before. Its own notes say so. Left out are those that another
+    layer's weights serve, such as an output layer that is the embedding, and norms, of which some models (Gemma 3n in
+    0.26) have more than they use.
     """
     from vllm.model_executor.model_loader.reload import layerwise
 
@@ -139,7 +140,7 @@ def unloaded_layers(model: nn.Module) -> list[str]:
             held |= {p.data_ptr() for p in module.parameters(recurse=False) if p.numel()}
         elif info.load_numel > 0:  # but for padding
             held |= {t.data_ptr() for t in info.kernel_tensors[0].values() if t.numel()}
-        elif any(t.numel() > 1 for t in info.restore_metadata[0].values()):
+        elif any(t.dim() > 1 or (t.dim() and kind != "weight") for kind, t in info.restore_metadata[0].items()):
             waiting[name] = list(info.kernel_tensors[0].values())
     return [name for name, tensors in waiting.items() if not all(t.data_ptr() in held for t in tensors)]
 

@@ -18,14 +18,15 @@ from colo.memory.probe import used_device_bytes
 T = TypeVar("T")
 
 DEADLINE_S = 300.0
-"""How long an operation in the engine's process may take before the engine counts as lost."""
+"""How long an engine in a process of its own may neither answer nor sample a token before it counts as lost."""
 
 
 class Connection:
     """A `vllm.LLM`, and what its workers have said of themselves.
 
-    The engine is lost when its process ends, or does not answer within `deadline_s`: `lost` then says why, `on_loss`
-    has been told, and this call and every later one raise `EngineLost`. One in this process is never lost.
+    The engine is lost when its process ends, or neither answers nor samples anything for `deadline_s`: `lost` then says
+    why, `on_loss` has been told, and this call and every later one raise `EngineLost`. One in this process is never
+    lost.
     Ownership: owns a `vllm.LLM` that `start` has started, until `close`; one that it was given stays its owner's.
     Not thread-safe: one caller at a time.
     """
@@ -179,8 +180,10 @@ class Connection:
         try:
             requests = list(self.llm.llm_engine.output_processor.request_states.values())
             return [(id(r), r.detokenizer.num_output_tokens()) for r in requests if r.detokenizer is not None]
-        except (AttributeError, RuntimeError):  # the engine is closed; or another thread is changing what is read here
+        except RuntimeError:  # another thread is changing what is read here
             return object()  # unlike any before
+        except AttributeError:  # the engine is closed, or keeps it elsewhere
+            return None
 
     def _lose(self, cause: str, error: BaseException) -> NoReturn:
         self.lost = cause

@@ -63,8 +63,8 @@ class Reload:
         self._synchronize()
         if unloaded:
             raise TransferError(
-                f"{len(unloaded)} layers of the engine's model got no weights, {unloaded[0]} for one: the model that "
-                "they were to come from is another one"
+                f"{len(unloaded)} layers of the engine's model got no weights, {unloaded[0]} for one: the trainer's "
+                "model lacks them, or vLLM's loader of this model writes them past its own reload"
             )
         if self._manifest is None:
             return {"num_tensors": len(self._given)}

@@ -23,7 +23,7 @@ import torch
 
 from colo.engines.base import AdapterWeights, Completion, EngineState, SamplingParams, SleepLevel
 from colo.engines.common import ADVICE, WEIGHTS_AT, check_prompts, is_deeper, wake_segments
-from colo.engines.vllm.calls import lives
+from colo.engines.vllm.calls import lives, pid_namespace
 from colo.engines.vllm.options import device_of
 from colo.engines.vllm.requests import PauseMode
 from colo.engines.vllm.segment import WorkerSegment, residual_bytes
@@ -354,8 +354,9 @@ class RemoteEngine:
                 f"the server at {self.url} takes no weights from here ({error}): {HOW_TO_START}"
             ) from error
         self._check_infos()
-        with suppress(psutil.NoSuchProcess):  # of a container with process ids of its own
-            self._processes = [psutil.Process(pid) for pid in self.pids]
+        own = pid_namespace()
+        with suppress(psutil.NoSuchProcess):  # they have ended just now, which the next request will tell
+            self._processes = [psutil.Process(i["pid"]) for i in self._infos if i.get("pid_namespace") == own]
         self._model_name = model_name or str(self._ask("GET", "/v1/models")["data"][0]["id"])
         self._make_segments()
 

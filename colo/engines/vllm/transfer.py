@@ -31,6 +31,7 @@ from vllm.distributed.weight_transfer.base import (
 
 from colo.engines.vllm import compat
 from colo.engines.vllm.answers import AnswerPart
+from colo.engines.vllm.calls import pid_namespace
 from colo.engines.vllm.loader import placement_of
 from colo.engines.vllm.receive import Receiver
 from colo.engines.vllm.record import record
@@ -241,6 +242,7 @@ class ColoWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]  # a
         parameters = {p.data_ptr(): p.numel() * p.element_size() for p in self.model.parameters()}
         return {
             "pid": os.getpid(),
+            "pid_namespace": pid_namespace(),
             "device": device_id(self.device),
             "model_type": getattr(config.hf_config, "model_type", None),
             "vocab_size": config.get_vocab_size(),

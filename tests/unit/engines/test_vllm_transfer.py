@@ -14,6 +14,7 @@ import torch
 
 from colo.engines.base import Engine, EngineState, SamplingParams
 from colo.engines.vllm.answers import AnswerPart, Answers
+from colo.engines.vllm.calls import pid_namespace
 from colo.engines.vllm.remote import RemoteEngine
 from colo.engines.vllm.server import Refused, Server, Silent
 from colo.errors import EngineLost, PhaseError, StaleWeights, TransferError, Unsupported
@@ -271,6 +272,7 @@ class FakeServer:
     def __init__(self, **told):
         self.told = {
             "pid": os.getpid(),
+            "pid_namespace": pid_namespace(),
             "device": "cpu",
             "model_type": "qwen3",
             "vocab_size": 100,

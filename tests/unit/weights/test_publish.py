@@ -227,6 +227,16 @@ def test_an_adapter_that_was_written_to_without_a_trace_is_noticed(write):
         assert not world.publisher.has_adapter()
 
 
+def test_another_scaling_is_another_adapter():
+    world = World(adapter=True)
+    tensors = {"a": {"q": torch.ones(2, 4)}, "b": {"q": torch.ones(4, 2)}}
+    world.adapter = AdapterWeights(**tensors, scalings={"q": 1.0})
+    world.publish(0)
+    assert world.publisher.has_adapter()
+    world.adapter = AdapterWeights(**tensors, scalings={"q": 2.0})
+    assert not world.publisher.has_adapter()
+
+
 def test_an_adapter_of_half_words_is_not_compared():
     world = World(adapter=True)
     world.adapter = AdapterWeights(
