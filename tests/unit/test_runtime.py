@@ -185,8 +185,8 @@ def test_a_hundred_cycles_grow_nothing():
 
 
 def test_the_record_of_a_long_run_stops_growing(monkeypatch):
-    monkeypatch.setattr("colo.report.trace.MAX_SPANS", 200)
-    monkeypatch.setattr("colo.report.trace.MAX_SAMPLES", 200)
+    monkeypatch.setattr("colo.report.trace.MAX_SPANS", 60)
+    monkeypatch.setattr("colo.report.trace.MAX_SAMPLES", 60)
     rt = launch(config=RuntimeConfig(kv_cache_bytes=MIB, offload=Offload.ALWAYS))
 
     def held_after(cycles):
@@ -204,8 +204,8 @@ def test_the_record_of_a_long_run_stops_growing(monkeypatch):
         per_cycle_bytes = (held_after(50) - before) / 50
     finally:
         tracemalloc.stop()
-    assert per_cycle_bytes < 1024, "a publication and a few metrics"
-    assert max(len(rt.trace.spans), len(rt.trace.samples)) <= 200
+    assert per_cycle_bytes < 2048, "a publication, a few metrics, and what others keep; the record is three times that"
+    assert max(len(rt.trace.spans), len(rt.trace.samples)) <= 60
     assert "since" in str(rt.report())
     rt.close()
 
