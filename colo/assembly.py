@@ -112,9 +112,8 @@ def share(
     move there, under the same `nn.Parameter` objects, and nothing is ever sent; otherwise each side keeps its own and
     the weights are copied at every rollout that follows a step. `rt.transport.reason` says which, and why.
 
-    Outside `rt.rollout()` the engine is paused: `rt.generate` works everywhere but in `rt.train()`, while a
-    `llm.generate` of your own waits for ever there, in a block of `rt.rollout()` not. Without `tokenizer`, that of a
-    `vllm.LLM` turns texts into tokens.
+    Outside `rt.rollout()` the engine is paused, and `generate` of a `vllm.LLM` of yours would wait for ever: call it
+    within such a block, or `rt.generate`, which opens one. Without `tokenizer`, that of the `vllm.LLM` encodes texts.
 
     Raises: `PhaseError` when one of the three has a runtime already; `Unsupported` when model and engine are on
     different devices, the optimizer is not one of the model's, or the engine cannot apply the adapter; `TransferError`
