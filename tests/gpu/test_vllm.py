@@ -99,6 +99,32 @@ def test_a_killed_engine_comes_back_on_the_same_weights():
     rt.close()
 
 
+def test_an_engine_of_your_own_with_vllms_own_loader_is_shared_across_processes(tmp_path):
+    import vllm
+
+    model = AutoModelForCausalLM.from_config(config(), dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    llm = vllm.LLM(
+        str(tmp_path),
+        worker_extension_cls="colo.engines.vllm.worker.ColoWorker",
+        gpu_memory_utilization=0.2,
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        max_model_len=256,
+    )
+    model = model.to(CUDA)
+    rt = colo.share(llm, model, AdamW(model.parameters(), lr=1e-3, fused=True))
+    assert rt.transport.name == "shared" and os.getpid() not in rt.engine.pids
+    for step in range(3):
+        with rt.rollout():
+            sampled = rt.generate(PROMPTS, max_tokens=16, temperature=0)
+        assert difference(model, sampled) < 0.02
+        train_step(rt, step)
+    assert rt.bytes_synced == 0
+    rt.close()
+    llm.llm_engine.engine_core.shutdown()
+
+
 @pytest.fixture(scope="module")
 def pooled():
     """An engine whose weights are vLLM's own, in its sleep pool, with LoRA buffers beside them."""

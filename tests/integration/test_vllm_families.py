@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV2Config,
     Gemma3TextConfig,
     LlamaConfig,
     MistralConfig,
@@ -17,6 +18,7 @@ from transformers import (
 )
 
 from colo.engines.base import EngineState
+from colo.engines.vllm.compat import reworked_weights
 from colo.engines.vllm.engine import VLLMEngine
 from colo.errors import Unsupported
 
@@ -46,6 +48,8 @@ PACKED = {
     "qwen3-moe": (Qwen3MoeConfig, UNTIED | EXPERTS, 0),
     "mixtral": (MixtralConfig, UNTIED | {"num_local_experts": 4, "num_experts_per_tok": 2}, 0),
 }
+LATENT = {"kv_lora_rank": 512, "q_lora_rank": None, "num_key_value_heads": 4, "first_k_dense_replace": 2}
+DERIVED = {"deepseek-v2": (DeepseekV2Config, UNTIED | LATENT | {"dtype": "bfloat16"}, 0)}  # 16 bits for its CPU kernels
 CLOSE = 3e-5
 
 
@@ -114,6 +118,29 @@ def test_experts_that_vllm_packs_are_named_and_go_through_its_own_reload(family,
         engine.load_weights(parameters.items())
         engine.commit(seed)
         assert mismatch(model, sample(engine, prompts)) < CLOSE
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("llama", None),
+        ("llama for adapters", None),
+        ("mixtral", "UnquantizedFusedMoEMethod lays weights out for its kernels (model.layers.0."),
+        ("deepseek-v2", "MLAAttention keeps tensors derived from weights (model.layers.0.self_attn"),
+    ],
+)
+def test_what_vllms_own_loader_has_reworked_is_seen_afterwards(
+    name, why, tiny, llm_options, randomize, monkeypatch, tmp_path
+):
+    kind, changes, max_lora_rank = (DENSE | PACKED | DERIVED)[name]
+    config = tiny(kind, **changes)
+    randomize(AutoModelForCausalLM.from_config(config, dtype=config.dtype)).save_pretrained(tmp_path)
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    adapters = {"enable_lora": True, "max_lora_rank": max_lora_rank} if max_lora_rank else {}
+    llm = vllm.LLM(str(tmp_path), **(llm_options | {"dtype": config.dtype}), **adapters)
+    (found,) = llm.collective_rpc(lambda worker: reworked_weights(getattr(worker, "worker", worker).get_model()))
+    llm.llm_engine.engine_core.shutdown()
+    assert (found is None) if why is None else found.startswith(why)
 
 
 @families({"llama": DENSE["llama"]})

@@ -265,12 +265,12 @@ def test_an_interrupted_rollout_goes_on_behind_and_the_engine_is_not_lost(rt, pr
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(rt.engine._connection, "deadline_s", 3.0)
+    monkeypatch.setattr(rt.engine._connection, "deadline_s", 5.0)
     handler = signal.signal(signal.SIGALRM, interrupt)
     try:
         signal.setitimer(signal.ITIMER_REAL, 0.5)
         with pytest.raises(KeyboardInterrupt), rt.rollout():
-            rt.generate(prompts * 8, n=8, max_tokens=180, ignore_eos=True)  # longer than the deadline
+            rt.generate(prompts * 8, n=16, max_tokens=180, ignore_eos=True)  # longer than the deadline
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, handler)

@@ -184,6 +184,43 @@ def unpadded_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
+_PLAIN_METHODS = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"}
+_PLAIN_MOE_BACKENDS = {"TRITON", "BATCHED_TRITON"}
+
+
+def reworked_weights(model: nn.Module) -> str | None:
+    """Which of a loaded model's weights may not be what its loader wrote, or are not all; `None` when they are.
+
+    On a GPU vLLM's post-processing leaves dense layers alone, but lays experts out anew for some kernels (FlashInfer's,
+    the usual ones on Blackwell) and derives matrices from others (multi-head latent attention). What is not known to be
+    left alone counts as changed.
+    """
+    from vllm.model_executor.layers.attention import Attention, MMEncoderAttention
+
+    own = {p.untyped_storage().data_ptr() for p in model.parameters() if p.numel()}
+    for name, module in model.named_modules():
+        method: Any = getattr(module, "quant_method", None)
+        method = getattr(method, "old_quant_method", method)  # what a kernel that takes adapters is wrapped around
+        kind = type(method).__name__
+        backend = getattr(method, "unquantized_backend", None)
+        if not (method is None or kind in _PLAIN_METHODS or getattr(backend, "name", None) in _PLAIN_MOE_BACKENDS):
+            return f"{kind} lays weights out for its kernels ({name})"
+        if isinstance(module, (Attention, MMEncoderAttention)):
+            derived = [key for key, t in implementation_tensors(module) if t.untyped_storage().data_ptr() not in own]
+            if derived:
+                return f"vLLM's attention keeps tensors of its own ({derived[0]} of {name})"
+        elif hasattr(module, "process_weights_after_loading"):
+            return f"{type(module).__name__} keeps tensors derived from weights ({name})"
+    return None
+
+
+def implementation_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """What an attention layer's backend keeps of tensors, which is no module itself."""
+    for name, value in getattr(getattr(module, "impl", None), "__dict__", {}).items():
+        if isinstance(value, torch.Tensor) and value.numel() > 1:
+            yield name, value
+
+
 # ---- sleep -----------------------------------------------------------------------------------------------------------
 
 

@@ -151,7 +151,7 @@ class ColoModelLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM ships no t
         load_format = extra.pop(FORMAT_KEY, "auto")
         self._inner = get_model_loader(replace(load_config, load_format=load_format, model_loader_extra_config=extra))
         self._placement: Placement | None = None
-        self._tensors_before: set[tuple[int, str]] = set()
+        self._tensors_before: set[tuple[int, str, int]] = set()
 
     def download_model(self, model_config: Any) -> None:
         """As vLLM's own loader."""
@@ -164,7 +164,7 @@ class ColoModelLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM ships no t
         if self._placement is not None:
             compat.keep_weights_plain(model)
             self._placement.loaded_as = self._placement.checksums()
-            self._tensors_before = {(id(module), name) for module, name, _ in _plain_tensors(model)}
+            self._tensors_before = {(id(module), name, t.data_ptr()) for module, name, t in _plain_tensors(model)}
 
     def load_model(self, vllm_config: Any, model_config: Any, *args: Any, **kwargs: Any) -> nn.Module:
         """Build the model over shared memory, and read the checkpoint into it where it is not there yet."""
@@ -186,7 +186,8 @@ class ColoModelLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM ships no t
             if parameter.numel() and placement.locate(parameter) is None:
                 placement.outside[name] = "vLLM's post-processing replaces it"
         for module, name, tensor in _plain_tensors(model):
-            if (id(module), name) not in self._tensors_before and tensor.numel() > 1:
+            is_new = (id(module), name, tensor.data_ptr()) not in self._tensors_before
+            if is_new and tensor.numel() > 1 and placement.locate(tensor) is None:
                 placement.outside[name] = f"{type(module).__name__} keeps a tensor derived from weights"
         if placement.checksums() != placement.loaded_as:
             placement.outside["weights"] = "vLLM's post-processing changes weights in place"
@@ -230,8 +231,10 @@ def _plain_pool(placement: Placement, device: torch.device) -> Iterator[None]:
 
 
 def _plain_tensors(model: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
-    """Tensors that are attributes of modules, neither parameters nor buffers."""
+    """Tensors that are attributes of modules, or of their implementations, neither parameters nor buffers."""
     for module in model.modules():
         for name, value in vars(module).items():
             if isinstance(value, torch.Tensor):
                 yield module, name, value
+        for name, value in compat.implementation_tensors(module):
+            yield module, name, value

@@ -56,4 +56,6 @@ def _why_not_recorded(model: nn.Module, model_config: Any, device: torch.device)
         return f"the engine quantizes its weights ({model_config.quantization})"
     if placement is None and device.type == "cpu":
         return "vLLM packs its weights on a CPU: start the engine with load_format='colo'"
+    if placement is None:  # colo's loader has seen for itself
+        return compat.reworked_weights(model)
     return None

@@ -68,9 +68,9 @@ class WeightStore:
         """Bytes of all slabs."""
         return sum(slab.size_bytes for memory in self._by_rank.values() for slab in memory.slabs)
 
-    def slab(self, rank: int, index: int) -> torch.Tensor:
-        """The bytes of one slab of one worker, uint8."""
-        return self._by_rank[rank].slabs[index].bytes
+    def slabs(self, rank: int) -> list[torch.Tensor]:
+        """The bytes of every slab of one worker, uint8."""
+        return [slab.bytes for slab in self._by_rank[rank].slabs]
 
     def close(self) -> None:
         """Stop answering and let go of the memory. Idempotent."""

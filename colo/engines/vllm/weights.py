@@ -1,14 +1,15 @@
 """The weights of an engine as the trainer's process sees them; `colo.engines.vllm.worker` is the other end.
 
 A worker in another process is asked about parameters as [name, dtype, shape, stride]. It answers with the copies that
-vLLM's loader makes, each [name, shape, stride, offset, [slab, offset], dtype, shape, stride]: the source, then the
-target.
+vLLM's loader makes, each [name, shape, stride, offset, [memory, offset], dtype, shape, stride]: the source, then the
+target, and with descriptions of the memory unless the trainer owns it.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import count
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ import torch
 from colo.engines.vllm.connection import Connection
 from colo.engines.vllm.staging import Staging
 from colo.engines.vllm.store import WeightStore
-from colo.memory.slab import open_slab
+from colo.memory.slab import Description, open_slab
 from colo.weights.load_plan import Copy, LoadPlan
 
 
@@ -27,15 +28,11 @@ class WorkerWeights:
     """
 
     def __init__(self, connection: Connection, *, store: WeightStore | None, staging: Staging) -> None:
-        """Map the memory of weights that lie in slabs of the workers' own. Raises: `TransferError` when that fails."""
         self._connection = connection
         self._store = store
         self._staging = staging
-        self._mapped: list[list[torch.Tensor]] = []
+        self._mapped: dict[str, torch.Tensor] = {}
         self._in_slabs = connection.infos[0]["weights_in"] == "slabs"
-        if self._in_slabs and connection.own_process and store is None:
-            exported = connection.call("export", to_pid=os.getpid())
-            self._mapped = [[open_slab(slab, connection.device) for slab in slabs] for slabs in exported]
 
     @property
     def outlive_the_engine(self) -> bool:
@@ -57,13 +54,16 @@ class WorkerWeights:
         return {"pool": "vLLM's sleep pool", "memory": "vLLM's own memory"}[self._connection.infos[0]["weights_in"]]
 
     def record_plan(self, source: Mapping[str, torch.Tensor]) -> LoadPlan:
-        """Record what vLLM's loader does with `source`, one plan for all workers; see `Engine.record_plan`."""
+        """Record what vLLM's loader does with `source`, one plan for all workers; see `Engine.record_plan`.
+
+        Raises: also `TransferError` when the workers' memory cannot be mapped.
+        """
         connection = self._connection
         plans: list[Any] = connection.call(
             "record",
             parameters=[[n, str(t.dtype).removeprefix("torch."), [*t.shape], [*t.stride()]] for n, t in source.items()],
             model_type=connection.model_type,
-            same_process=not connection.own_process,
+            to_pid=os.getpid(),
         )
         if not connection.own_process:
             plan: LoadPlan = plans[0]  # one worker a process
@@ -74,9 +74,9 @@ class WorkerWeights:
                 shape=tuple(shape),
                 stride=tuple(stride),
                 offset=offset,
-                target=self._view(rank, place, dtype, target_shape, target_stride),
+                target=_view(memory[place[0]], place[1], dtype, target_shape, target_stride),
             )
-            for rank, plan in enumerate(plans)
+            for memory, plan in zip(map(self._memory, count(), plans), plans, strict=True)
             for name, shape, stride, offset, place, dtype, target_shape, target_stride in plan["copies"]
         )
         return LoadPlan(
@@ -104,11 +104,21 @@ class WorkerWeights:
         """Let go of what is mapped. Idempotent."""
         self._mapped.clear()
 
-    def _view(
-        self, rank: int, place: tuple[int, int], dtype: str, shape: Sequence[int], stride: Sequence[int]
-    ) -> torch.Tensor:
-        """Memory of one worker, at `place` (slab, offset), as a tensor of this process."""
-        index, offset = place
-        slab = self._store.slab(rank, index) if self._store is not None else self._mapped[rank][index]
-        kind: torch.dtype = getattr(torch, dtype)
-        return slab.view(kind).as_strided(tuple(shape), tuple(stride), offset // kind.itemsize)
+    def _memory(self, rank: int, plan: Mapping[str, Any]) -> Sequence[torch.Tensor]:
+        """The memory that one worker's weights lie in."""
+        if self._store is not None:
+            return self._store.slabs(rank)
+        return [self._opened(description) for description in plan["memory"]]
+
+    def _opened(self, description: Description) -> torch.Tensor:
+        """Memory of a worker, mapped once."""
+        key = repr(description)
+        if key not in self._mapped:
+            self._mapped[key] = open_slab(description, self._connection.device)
+        return self._mapped[key]
+
+
+def _view(memory: torch.Tensor, offset_bytes: int, dtype: str, shape: Sequence[int], stride: Sequence[int]) -> Any:
+    """A tensor in `memory`, uint8."""
+    kind: torch.dtype = getattr(torch, dtype)
+    return memory.view(kind).as_strided(tuple(shape), tuple(stride), offset_bytes // kind.itemsize)

@@ -30,6 +30,7 @@ from colo.memory.slab import open_slab
 from colo.phases.phase import ENGINE_KV_CACHE, ENGINE_WEIGHTS, Residency
 from colo.weights.load_plan import LoadPlan
 from colo.weights.packed import PackedWeight
+from colo.weights.transports.export import Allocations, dtype_name
 
 plugin.register()
 
@@ -98,40 +99,50 @@ class WorkerAgent:
             "residual_bytes": compat.residual_bytes(self._worker, same_process=same_process),
         }
 
-    def export(self, to_pid: int) -> list[dict[str, Any]]:
-        """The slabs of this worker's own weights, for process `to_pid` to map."""
-        if self._placement is None or not isinstance(self._placement.source, OwnMemory):
-            raise errors.Unsupported(
-                "the engine's weights are in memory that no other process can map (vLLM's sleep pool, or torch's "
-                "allocator): start it with load_format='colo'"
-            )
-        return self._placement.source.describe(to_pid=to_pid)
+    def record(self, parameters: list[list[Any]], model_type: str | None, to_pid: int) -> dict[str, Any] | LoadPlan:
+        """The load plan of parameters given as [name, dtype, shape, stride], for process `to_pid`.
 
-    def record(
-        self, parameters: list[list[Any]], model_type: str | None, same_process: bool
-    ) -> dict[str, Any] | LoadPlan:
-        """The load plan of parameters given as [name, dtype, shape, stride], with targets as places in slabs.
-
-        Within one process it is the plan itself, targets as tensors.
+        In this process it is the plan itself. For another, targets are places in memory that it has given, or that it
+        opens as `memory` describes.
         """
         source = {
             name: torch.empty_strided(tuple(shape), tuple(stride), dtype=getattr(torch, dtype), device="meta")
             for name, dtype, shape, stride in parameters
         }
         plan = self._record(source, model_type)
-        if same_process:
+        if to_pid == os.getpid():
             return plan
         fallbacks = dict(plan.fallbacks)
+        allocations = Allocations()
         copies = []
         for copy in plan.copies:
-            place = self._placement.locate(copy.target) if self._placement is not None else None
-            if place is None:
-                advice = "" if self._placement is not None else ": start vLLM with load_format='colo'"
-                fallbacks.setdefault(copy.name, f"the engine keeps it in memory that this process cannot map{advice}")
+            try:
+                place = self._place(copy.target, allocations)
+            except errors.Unsupported as error:
+                fallbacks.setdefault(copy.name, str(error))
                 continue
-            target = [place, _dtype_name(copy.target.dtype), tuple(copy.target.shape), copy.target.stride()]
+            target = [place, dtype_name(copy.target), tuple(copy.target.shape), copy.target.stride()]
             copies.append([copy.name, copy.shape, copy.stride, copy.offset, *target])
-        return {"copies": copies, "fallbacks": fallbacks}
+        memory = allocations.memory
+        if self._placement is not None and isinstance(self._placement.source, OwnMemory):
+            memory = self._placement.source.describe(to_pid=to_pid)
+        return {"copies": copies, "fallbacks": fallbacks, "memory": memory}
+
+    def _place(self, target: torch.Tensor, allocations: Allocations) -> tuple[int, int]:
+        """Index of the memory that a weight lies in, and offset in bytes. Raises: `Unsupported` where none maps it."""
+        cannot = "the engine keeps it in memory that this process cannot map"
+        if self._placement is not None:
+            place = self._placement.locate(target)
+            if place is None:
+                raise errors.Unsupported(cannot)
+            return place
+        advice = "start vLLM with load_format='colo'"
+        if target.device.type != "cuda":
+            raise errors.Unsupported(f"{cannot}: {advice}")
+        try:
+            return allocations.place(target)
+        except errors.Unsupported as error:
+            raise errors.Unsupported(f"{cannot} ({error}): {advice}") from error
 
     def _record(self, source: dict[str, torch.Tensor], model_type: str | None) -> LoadPlan:
         device = torch.device(self._worker.device)
@@ -261,7 +272,3 @@ class WorkerAgent:
     def _finish_reading(self, staging: dict[str, Any] | None) -> None:
         if staging is not None and torch.device(self._worker.device).type == "cuda":
             torch.cuda.current_stream().synchronize()
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -23,6 +23,27 @@ NOWHERE = -1
 """Index of the memory of a tensor without elements."""
 
 
+class Allocations:
+    """Allocations of torch's on a GPU that hold given tensors, each described once."""
+
+    def __init__(self) -> None:
+        self.memory: list[Description] = []
+        """What the peer opens with `open_slab`, each once."""
+
+        self._indices: dict[bytes, int] = {}
+
+    def place(self, tensor: torch.Tensor) -> tuple[int, int]:
+        """Index of the memory of a tensor, which has elements, and its offset there in bytes.
+
+        Raises: `Unsupported` for memory that CUDA IPC does not export.
+        """
+        handle, size_bytes, offset_bytes = cuda_driver.export_range(tensor)
+        if handle not in self._indices:
+            self._indices[handle] = len(self.memory)
+            self.memory.append({"kind": "cuda", "handle": handle.hex(), "size_bytes": size_bytes, "pid": os.getpid()})
+        return self._indices[handle], offset_bytes
+
+
 class Exported:
     """Tensors by name, in memory that a peer can map.
 
@@ -56,17 +77,11 @@ class Exported:
             self._slab = None
 
     def _export(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        indices: dict[bytes, int] = {}
+        allocations = Allocations()
         for name, tensor in tensors.items():
-            if not tensor.numel():  # has no address
-                self.places.append(_place(name, tensor, NOWHERE, 0))
-                continue
-            handle, size_bytes, offset = cuda_driver.export_range(tensor)
-            if handle not in indices:
-                indices[handle] = len(self.memory)
-                common = {"size_bytes": size_bytes, "pid": os.getpid()}
-                self.memory.append({"kind": "cuda", "handle": handle.hex(), **common})
-            self.places.append(_place(name, tensor, indices[handle], offset))
+            place = allocations.place(tensor) if tensor.numel() else (NOWHERE, 0)  # without elements no address
+            self.places.append(_place(name, tensor, *place))
+        self.memory = allocations.memory
 
     @torch.no_grad()
     def _move(self, tensors: Mapping[str, torch.Tensor]) -> None:

@@ -84,7 +84,7 @@ def test_the_first_worker_fills_and_the_next_finds_its_weights(store, pid):
 def test_the_trainer_sees_what_the_worker_has_written(store):
     assert has_to_fill(store)
     load(store)
-    assert [store.slab(0, index).unique().tolist() for index in range(3)] == [[0], [1], [2]]
+    assert [slab.unique().tolist() for slab in store.slabs(0)] == [[0], [1], [2]]
     assert store.size_bytes == sum(SIZES)
 
 
@@ -92,8 +92,8 @@ def test_every_rank_has_its_own_memory(store):
     load(store, rank=0)
     assert has_to_fill(store, rank=1)
     load(store, rank=1)
-    assert store.slab(0, 2).unique().tolist() == [2]
-    assert store.slab(1, 2).unique().tolist() == [12]
+    assert store.slabs(0)[2].unique().tolist() == [2]
+    assert store.slabs(1)[2].unique().tolist() == [12]
     assert store.size_bytes == 2 * sum(SIZES)
 
 
