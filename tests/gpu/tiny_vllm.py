@@ -4,6 +4,8 @@ import pytest
 import torch
 from transformers import Qwen3Config
 
+from colo.units import GIB
+
 MARKS = [
     pytest.mark.gpu,
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of vLLM's own imports
@@ -15,6 +17,8 @@ MARKS = [
 ]
 
 CUDA = torch.device("cuda", 0)
+KV_CACHE_BYTES = 4 * GIB
+OPTIONS = {"max_model_len": 256, "disable_log_stats": True}
 PROMPTS = [[(7 * i + j * j) % 900 + 1 for j in range(24)] for i in range(8)]
 
 

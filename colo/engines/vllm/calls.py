@@ -7,10 +7,12 @@ a thread, and whoever waits for it looks at the process, at the clock, and at wh
 from __future__ import annotations
 
 import queue
+import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
+from multiprocessing import active_children, resource_tracker
 from pathlib import Path
 from typing import TypeVar
 
@@ -19,6 +21,8 @@ import psutil
 T = TypeVar("T")
 
 _LOOK_EVERY_S = 0.2
+_START_ENDS_S = 15.0
+"""How long vLLM may take to notice that a process which it waits for has been killed."""
 
 
 class ProcessEnded(Exception):  # noqa: N818 - an event, which the engine turns into `EngineLost`
@@ -77,6 +81,15 @@ class Caller:
             elif deadline_s is not None and time.monotonic() > moved_s + deadline_s:
                 raise NoAnswer
 
+    def end_calls(self, end: Callable[[], None], *, within_s: float) -> None:
+        """Wait until every call made so far has returned, for `within_s`, and call `end` to that purpose till then."""
+        returned: Future[None] = Future()
+        self._queue.put(lambda: returned.set_result(None))
+        last_s = time.monotonic() + within_s
+        while not returned.done() and not self.has_ended() and time.monotonic() < last_s:
+            end()
+            wait([returned], timeout=_LOOK_EVERY_S)
+
     def has_ended(self) -> bool:
         """Whether one of the watched processes has ended."""
         return not all(lives(process) for process in self._processes)
@@ -88,6 +101,34 @@ class Caller:
     def _run(self) -> None:
         while (task := self._queue.get()) is not None:
             task()
+
+
+def start_apart_from_interrupts(start: Callable[[], T]) -> T:
+    """What `start` returns, with Ctrl-C kept from the processes that it starts: terminals and notebooks send it to all.
+
+    A mask of signals belongs to a thread and to what it starts, hence the thread. An interrupt meanwhile ends what has
+    been started. Raises: what `start` raises.
+    """
+    resource_tracker.ensure_running()  # where it is not, spawning lifts the mask
+    before = {process.pid for process in active_children()}
+    started: Future[T] = Future()
+
+    def run() -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            started.set_result(start())
+        except BaseException as error:  # noqa: BLE001 - raised where it is waited for
+            started.set_exception(error)
+
+    threading.Thread(target=run, name="colo-start", daemon=True).start()
+    try:
+        return started.result()
+    except KeyboardInterrupt:
+        for process in active_children():
+            if process.pid not in before:
+                process.kill()
+        wait([started], timeout=_START_ENDS_S)
+        raise
 
 
 def pid_namespace() -> int:

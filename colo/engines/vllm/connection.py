@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from typing import Any, NoReturn, TypeVar
 
 import torch
 
 from colo import errors
 from colo.engines.vllm import compat, plugin
-from colo.engines.vllm.calls import Caller, NoAnswer, ProcessEnded
+from colo.engines.vllm.calls import Caller, NoAnswer, ProcessEnded, start_apart_from_interrupts
 from colo.engines.vllm.store import device_id
 from colo.errors import BudgetError, EngineLost, Unsupported
 from colo.memory.probe import used_device_bytes
@@ -19,6 +21,9 @@ T = TypeVar("T")
 
 DEADLINE_S = 300.0
 """How long an engine in a process of its own may neither answer nor sample a token before it counts as lost."""
+
+_ABORT_S = 10.0
+"""How long an interrupt waits for a generation to end. What then still runs holds up the next call."""
 
 
 class Connection:
@@ -78,7 +83,7 @@ class Connection:
 
         before_bytes = used_device_bytes(device) or 0
         with compat.in_this_process(not own_process):
-            llm = LLM(**options)
+            llm = start_apart_from_interrupts(partial(LLM, **options)) if own_process else LLM(**options)
         taken_bytes = (used_device_bytes(device) or 0) - before_bytes
         connection = cls(llm, device, own_process=own_process, deadline_s=deadline_s, on_loss=on_loss, owns_llm=True)
         connection.taken_bytes = taken_bytes
@@ -132,6 +137,22 @@ class Connection:
             if self._calls.has_ended():  # a dying engine may still answer, with whatever it died of
                 self._lose(f"its process ended during {operation}", error)
             raise
+
+    def abort_requests(self) -> None:
+        """End every request in vLLM, whoever waits for it. Raises: `EngineLost`."""
+        core = self.llm.llm_engine
+        states = core.output_processor.request_states
+        if self._calls is None:
+            core.abort_request(list(states), internal=True)
+            return
+        ended: list[str] = []
+
+        def end() -> None:
+            with suppress(RuntimeError, KeyError):  # the thread that generates is at the same
+                ended.extend(core.output_processor.abort_requests(list(states), internal=True))
+
+        self._calls.end_calls(end, within_s=_ABORT_S)
+        self.in_engine("abort", lambda: core.engine_core.abort_requests(ended))
 
     def tell_version(self, version: int) -> None:
         """Have vLLM name the version of its weights to whoever asks it, where it can (from 0.30)."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, Literal
 
 from colo.engines.base import Completion
@@ -11,7 +12,7 @@ from colo.engines.common import check_prompts
 from colo.engines.vllm.connection import Connection
 from colo.engines.vllm.named_adapters import NamedAdapters
 from colo.engines.vllm.sampling import completions, sampling_params
-from colo.errors import PhaseError, TransferError, Unsupported
+from colo.errors import EngineLost, PhaseError, TransferError, Unsupported
 
 PauseMode = Literal["abort", "wait", "keep"]
 
@@ -44,8 +45,8 @@ class Requests:
                 "generate", lambda: llm.generate(inputs, params, use_tqdm=False, lora_request=request)
             )
         except BaseException:
-            if not self._connection.own_process:
-                self._abort_all()  # else they would be taken for a user's; a process of its own goes on to their end
+            with suppress(EngineLost):
+                self._connection.abort_requests()  # else they would be taken for a user's, or hold up what comes next
             raise
         return completions(outputs, version, adapter)
 
@@ -64,11 +65,7 @@ class Requests:
         self.paused = True
         if mode == "abort" and not connection.own_process:
             # vLLM (0.26, 0.30) ends them in its scheduler only here, and whoever steps would wait for them forever.
-            self._abort_all()
-
-    def _abort_all(self) -> None:
-        core = self._connection.llm.llm_engine
-        core.abort_request(list(core.output_processor.request_states), internal=True)
+            connection.abort_requests()
 
     def resume(self) -> None:
         """Let requests go on. Idempotent."""

@@ -1,0 +1,170 @@
+"""vLLM's sleep on CUDA: every bit comes back, at every level, ours and through vLLM's own API."""
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from tiny_vllm import CUDA, KV_CACHE_BYTES, MARKS, OPTIONS, PROMPTS, config, difference
+from transformers import AutoModelForCausalLM
+
+from colo.engines.base import AdapterWeights, EngineState
+from colo.errors import BudgetError, PhaseError, StaleWeights
+from colo.memory.probe import free_device_bytes
+from colo.units import GIB
+
+pytestmark = MARKS
+
+
+def engine_of(model, **options):
+    pytest.importorskip("vllm")
+    from colo.engines.vllm.engine import VLLMEngine
+
+    return VLLMEngine(model, kv_cache_bytes=KV_CACHE_BYTES, device=CUDA, **(OPTIONS | options))
+
+
+def greedy(engine, **options):
+    """One prompt at a time: how requests fall into batches changes the last bits."""
+    engine.reset_prefix_cache()
+    params = engine.sampling_params(max_tokens=16, temperature=0)
+    return [completion for prompt in PROMPTS for completion in engine.generate([prompt], params, **options)]
+
+
+@pytest.fixture(scope="module")
+def pooled():
+    """An engine whose weights are vLLM's own, in its sleep pool, with LoRA buffers beside them."""
+    engine = engine_of(config(), share_memory=False, enforce_eager=True, max_lora_rank=16)
+    engine.commit(0)
+    yield engine
+    engine.close()
+
+
+@pytest.mark.parametrize("level", [1, "keep-weights", 1])
+def test_what_slept_generates_what_it_did(pooled, level):
+    before = greedy(pooled)
+    free_bytes = free_device_bytes(CUDA)
+    pooled.sleep(level)
+    assert free_device_bytes(CUDA) - free_bytes > 0.9 * KV_CACHE_BYTES
+    with pytest.raises(PhaseError, match="asleep"):
+        pooled.generate(PROMPTS, None)
+    pooled.wake()
+    pooled.resume()
+    after = greedy(pooled)
+    assert [c.token_ids for c in after] == [c.token_ids for c in before]
+    assert [c.logprobs for c in after] == [c.logprobs for c in before]
+
+
+def test_a_wake_that_cannot_succeed_leaves_the_engine_asleep_and_usable(pooled):
+    before = greedy(pooled)
+    pooled.sleep(1)
+    hog = torch.empty(free_device_bytes(CUDA) - 2 * GIB, dtype=torch.uint8, device=CUDA)
+    with pytest.raises(BudgetError, match="free"):
+        pooled.wake()
+    assert pooled.state is EngineState.ASLEEP
+    del hog
+    torch.cuda.empty_cache()
+    pooled.wake()
+    pooled.resume()
+    assert [c.token_ids for c in greedy(pooled)] == [c.token_ids for c in before]
+
+
+def test_level_2_asks_for_weights_and_keeps_what_no_loader_brings(pooled):
+    pooled.sleep(2)
+    with pytest.raises(PhaseError, match="wake"):
+        pooled.load_weights([])
+    pooled.wake()
+    pooled.resume()
+    with pytest.raises(StaleWeights, match="dropped"):
+        pooled.generate(PROMPTS, None)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config(), dtype=torch.bfloat16).to(CUDA)
+    pooled.pause()
+    pooled.load_weights(model.named_parameters())
+    pooled.commit(1)
+    pooled.resume()
+    assert difference(model, greedy(pooled)) < 0.02  # wrong rotary buffers would show here
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_an_adapter_survives_every_level(pooled, level):
+    torch.manual_seed(level)
+    model = AutoModelForCausalLM.from_config(config(), dtype=torch.bfloat16).to(CUDA)
+    pooled.pause()
+    pooled.load_weights(model.named_parameters())
+    pooled.commit(level)
+    pooled.resume()
+    a, b = (torch.randn(*shape, dtype=torch.bfloat16, device=CUDA) * 0.1 for shape in ((16, 512), (512, 16)))
+    name = "model.layers.0.self_attn.q_proj"
+    pooled.load_adapter("tuned", AdapterWeights(a={name: a}, b={name: b}, scalings={name: 2.0}))
+    before = greedy(pooled, adapter="tuned")
+    assert [c.logprobs for c in before] != [c.logprobs for c in greedy(pooled)]
+    pooled.sleep(level)
+    pooled.wake()
+    if level == 2:
+        pooled.load_weights(model.named_parameters())
+        pooled.commit(level)
+    pooled.resume()
+    after = greedy(pooled, adapter="tuned")
+    assert [c.logprobs for c in after] == [c.logprobs for c in before]
+    pooled.remove_adapter("tuned")
+
+
+def test_vllms_own_sleep_keeps_an_adapter_at_every_level(tmp_path, monkeypatch):
+    """The sleep-mode backend `colo` under vLLM's own API: weights in slabs stay, and everything else comes back."""
+    import vllm
+    from vllm.lora.request import LoRARequest
+
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # as vLLM itself does once CUDA is in use
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config(), dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path / "model")
+    adapter = get_peft_model(model, LoraConfig(r=8, target_modules=["q_proj", "down_proj"], init_lora_weights=False))
+    adapter.save_pretrained(tmp_path / "adapter")
+    llm = vllm.LLM(
+        str(tmp_path / "model"),
+        load_format="colo",
+        worker_extension_cls="colo.engines.vllm.worker.ColoWorker",
+        kv_cache_memory_bytes=KV_CACHE_BYTES,
+        skip_tokenizer_init=True,
+        enable_sleep_mode=True,
+        enable_lora=True,
+        enforce_eager=True,
+        max_model_len=256,
+    )
+    params = vllm.SamplingParams(temperature=0, max_tokens=16, logprobs=0, detokenize=False)
+    request = LoRARequest("tuned", 1, str(tmp_path / "adapter"))
+
+    def sampled():
+        llm.reset_prefix_cache()
+        return [sample_of(prompt) for prompt in PROMPTS]  # one at a time, as `greedy`
+
+    def sample_of(prompt):
+        (out,) = llm.generate({"prompt_token_ids": prompt}, params, use_tqdm=False, lora_request=request)
+        return out.outputs[0].token_ids, out.outputs[0].cumulative_logprob
+
+    before = sampled()
+    for level in (1, 2):
+        free_bytes = free_device_bytes(CUDA)
+        llm.sleep(level)
+        assert free_device_bytes(CUDA) - free_bytes > 0.9 * KV_CACHE_BYTES
+        llm.wake_up()
+        assert sampled() == before
+    llm.llm_engine.engine_core.shutdown()
+
+
+def test_an_engine_that_quantizes_is_reloaded_exactly(tmp_path):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config(), dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    engine = engine_of(tmp_path, own_process=False, share_memory=False, enforce_eager=True, quantization="fp8")
+    engine.commit(0)
+    loaded = greedy(engine)
+    plan = engine.record_plan(dict(model.named_parameters()))
+    assert "fp8" in next(iter(plan.fallbacks.values()))
+    engine.pause()
+    engine.load_weights((n, torch.randn_like(p).to(CUDA) * 0.02) for n, p in model.named_parameters())
+    engine.load_weights((n, p.to(CUDA)) for n, p in model.named_parameters())
+    engine.commit(1)
+    engine.resume()
+    again = greedy(engine)
+    assert [c.token_ids for c in again] == [c.token_ids for c in loaded]
+    assert [c.logprobs for c in again] == [c.logprobs for c in loaded]
+    engine.close()
