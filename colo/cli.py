@@ -213,13 +213,16 @@ def bench_sync(shape_name: str, device: str | None, json_path: Path | None) -> N
 
 
 @bench.command("lora")
+@click.option(
+    "--shape", "shape_name", type=click.Choice(["0.6b", "8b", "30b-a3b"]), default="8b", help="Qwen3's shapes."
+)
 @device_option
 @json_option
-def bench_lora(device: str | None, json_path: Path | None) -> None:
-    """The next version of an adapter of 8B to vLLM, from memory and through files."""
+def bench_lora(shape_name: str, device: str | None, json_path: Path | None) -> None:
+    """The next version of an adapter to vLLM, from memory and through files."""
     from colo.bench import lora
 
-    _run_bench(lambda tell: lora.run(device=_default_device(device), tell=tell), json_path)
+    _run_bench(lambda tell: lora.run(shape_name=shape_name, device=_default_device(device), tell=tell), json_path)
 
 
 @bench.command("sleep")

@@ -1,6 +1,6 @@
 """`colo bench lora`: the next version of a LoRA adapter to vLLM, ours beside disk, RAM disk and a fresh load.
 
-8B with random weights, rank 16 on every linear layer of the decoder, by the public call that a publication makes.
+Random weights, rank 16 on every linear layer of the decoder but experts, by the public call that a publication makes.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import json
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -32,10 +32,10 @@ RAM_DISK = Path("/dev/shm")
 _numbers = itertools.count(1)
 
 
-def run(*, device: str, tell: Tell = lambda text: None) -> Result:
+def run(*, shape_name: str, device: str, tell: Tell = lambda text: None) -> Result:
     """Measure adapters of one shape; on a CPU of a tiny model, which shows that it works and no more."""
     target = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
-    config = shape("8b", target)
+    config = shape(shape_name, target)
     size = replace(SIZES[device], enforce_eager=True)
     size = replace(size, kv_cache_bytes=min(size.kv_cache_bytes, GIB))
     adapter = _adapter(config, target)
@@ -45,14 +45,17 @@ def run(*, device: str, tell: Tell = lambda text: None) -> Result:
         for own_process in (True, False):
             tell("in its own process" if own_process else "in this process")
             rows += _measure(folder, target, size, adapter, own_process=own_process)
-    return result("lora", f"colo bench lora --device {device}", limit={}, rows=rows)
+    command = f"colo bench lora --shape {shape_name} --device {device}"
+    return result(f"lora {shape_name}", command, limit={}, rows=rows)
 
 
 def _measure(
     folder: str, device: torch.device, size: Size, adapter: AdapterWeights, *, own_process: bool
 ) -> Iterator[Row]:
     where = "own process" if own_process else "in process"
-    driven = engine(folder, device, size, own_process=own_process, max_lora_rank=RANK)
+    modules = sorted({name.rpartition(".")[2] for name in adapter.a})
+    options = {"own_process": own_process, "max_lora_rank": RANK, "lora_target_modules": modules}
+    driven = engine(folder, device, size, **options)
     driven.pause()
     driven.load_adapter("policy@0", adapter)
     yield _row(f"colo, {where}", adapter, median_s(partial(_replace, driven, adapter), device, repeats=20, warmup=3))
@@ -97,18 +100,21 @@ def _through_files(driven: VLLMEngine, adapter: AdapterWeights, folder: Path) ->
 
 
 def _adapter(config: PretrainedConfig, device: torch.device) -> AdapterWeights:
-    """Random matrices for every linear layer of the decoder."""
+    """Random matrices for every linear layer of the decoder, but for experts."""
     text: Any = config
     queries, values = text.num_attention_heads * text.head_dim, text.num_key_value_heads * text.head_dim
-    sizes: Mapping[str, tuple[int, int]] = {
+    sizes = {
         "self_attn.q_proj": (text.hidden_size, queries),
         "self_attn.k_proj": (text.hidden_size, values),
         "self_attn.v_proj": (text.hidden_size, values),
         "self_attn.o_proj": (queries, text.hidden_size),
-        "mlp.gate_proj": (text.hidden_size, text.intermediate_size),
-        "mlp.up_proj": (text.hidden_size, text.intermediate_size),
-        "mlp.down_proj": (text.intermediate_size, text.hidden_size),
     }
+    if not hasattr(text, "num_experts"):
+        sizes |= {
+            "mlp.gate_proj": (text.hidden_size, text.intermediate_size),
+            "mlp.up_proj": (text.hidden_size, text.intermediate_size),
+            "mlp.down_proj": (text.intermediate_size, text.hidden_size),
+        }
     names = {f"model.layers.{i}.{name}": size for i in range(text.num_hidden_layers) for name, size in sizes.items()}
     like = {"dtype": text.dtype, "device": device}
     return AdapterWeights(

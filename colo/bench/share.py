@@ -41,7 +41,6 @@ from colo.runtime import Runtime
 from colo.units import GIB
 from colo.weights.sources.checkpoint import checkpoint_views
 
-SHAPES = ("0.6b", "30b-a3b")
 ROUNDS = 8
 
 

@@ -39,7 +39,6 @@ from colo.phases.phase import ENGINE_WEIGHTS, TRAINER_GRADIENTS, TRAINER_MASTER_
 from colo.runtime import Runtime
 from colo.units import GIB
 
-SHAPES = ("0.6b", "8b")
 LARGE_KV_CACHE_BYTES = 80 * GIB
 SLACK_BYTES = 2 * GIB
 """What fragments of torch's memory may take beside what was planned."""

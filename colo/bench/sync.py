@@ -1,7 +1,8 @@
 """`colo bench sync`: all weights of a model to vLLM in another process, ours beside what people use today.
 
 Ours: direct out of the trainer's memory, and staged through two buckets, with and without checksums. Others, to stock
-vLLM in the same run: its own CUDA IPC transfer, one serialized tensor at a time (as verl does) and flattened buckets
+vLLM in the same run: its own CUDA IPC transfer, `load_weights` a tensor at a time out of memory that its process has
+mapped before (as TRL does, within one process), one serialized tensor at a time (as verl does) and flattened buckets
 (as slime does). Without a GPU only ours is measured, through shared host memory.
 """
 
@@ -34,14 +35,14 @@ from colo.bench.workload import (
     stock,
     wait_for_pinning,
 )
+from colo.engines.vllm.engine import VLLMEngine
 from colo.engines.vllm.options import save_config
-from colo.memory.probe import used_device_bytes
+from colo.memory.probe import torch_pinned_bytes, used_device_bytes
 from colo.units import GIB, MIB
 from colo.weights.sources.checkpoint import checkpoint_views
 from colo.weights.sources.module import ModuleSource
 from colo.weights.transports.ipc import IpcTransport
 
-SHAPES = ("0.6b", "8b", "30b-a3b")
 FLAT_BYTES = 512 * MIB
 PUBLICATIONS = 200
 
@@ -88,7 +89,7 @@ def _ours(model: nn.Module, folder: str, device: torch.device, size: Size) -> It
         transport = IpcTransport(ModuleSource(model), driven, why_not_shared="measured", staged=staged, verify=verify)
         yield _row(f"colo, {name}", model, partial(_publish, transport, driven), device)
         if not staged and not verify:
-            yield _growth(lambda: _publish(transport, driven), device, driven.pids)  # noqa: B023 - called at once
+            yield _growth(lambda: _publish(transport, driven), device, driven)  # noqa: B023 - called at once
         transport.close()
     driven.close()
     clear(device)
@@ -101,27 +102,34 @@ def _publish(transport: IpcTransport, driven: Any) -> None:
     driven.commit(0)
 
 
-def _growth(publish: Callable[[], None], device: torch.device, pids: Any) -> Row:
+def _growth(publish: Callable[[], None], device: torch.device, driven: VLLMEngine) -> Row:
     """Bytes that many publications leave behind, on either side, after as many to warm up."""
 
-    def held() -> tuple[int, int]:
+    def held() -> tuple[int, int, int]:
         clear(device)
-        resident = sum(psutil.Process(pid).memory_info().rss for pid in (psutil.Process().pid, *pids))
-        return used_device_bytes(device) or 0, resident
+        resident = sum(psutil.Process(pid).memory_info().rss for pid in (psutil.Process().pid, *driven.pids))
+        return used_device_bytes(device) or 0, resident, torch_pinned_bytes() + driven.pinned_bytes
 
     for _ in range(PUBLICATIONS):
         publish()
     before = held()
     for _ in range(PUBLICATIONS):
         publish()
-    device_bytes, host_bytes = (after - b for after, b in zip(held(), before, strict=True))
-    return {"way": f"growth over {PUBLICATIONS} publications", "device_bytes": device_bytes, "host_bytes": host_bytes}
+    device_bytes, host_bytes, pinned_bytes = (after - b for after, b in zip(held(), before, strict=True))
+    return {
+        "way": f"growth over {PUBLICATIONS} publications",
+        "device_bytes": device_bytes,
+        "host_bytes": host_bytes,
+        "pinned_bytes": pinned_bytes,
+    }
 
 
 # ---- others ----------------------------------------------------------------------------------------------------------
 
 
 def _others(model: nn.Module, config: PretrainedConfig, folder: str, device: torch.device, size: Size) -> Iterator[Row]:
+    from torch.multiprocessing.reductions import reduce_tensor
+
     weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
     views = checkpoint_views(weights, config.model_type)
     with insecure_serialization():
@@ -129,8 +137,13 @@ def _others(model: nn.Module, config: PretrainedConfig, folder: str, device: tor
         for packed in (False, True):
             way = f"vLLM's own IPC transfer, {'packed' if packed else 'tensor by tensor'}"
             yield _row(way, model, partial(_vllm_ipc, llm, views, packed), device, repeats=3)
-        if len(views) < 1000:  # minutes, otherwise
-            yield _row("one serialized tensor at a time", model, partial(_one_by_one, llm, views), device, repeats=2)
+        mapped = [(name, reduce_tensor(tensor)[1]) for name, tensor in views]
+        llm.collective_rpc(_map, args=(pickle.dumps(mapped),))
+        load = partial(llm.collective_rpc, _load_mapped)
+        yield _row("load_weights, a tensor at a time, mapped before", model, load, device, repeats=2)
+        llm.collective_rpc(_unmap)
+        often = {"repeats": 2, "warmup": 1} if len(views) < 1000 else {"repeats": 1, "warmup": 0}  # minutes, otherwise
+        yield _row("one serialized tensor at a time", model, partial(_one_by_one, llm, views), device, **often)
         yield _row("flattened buckets", model, partial(_flattened, llm, weights, config.model_type), device, repeats=3)
         shut_down(llm)
     clear(device)
@@ -186,6 +199,24 @@ def _load_pickled(worker: Any, blob: bytes) -> None:
     torch.cuda.synchronize()
 
 
+def _map(worker: Any, blob: bytes) -> None:
+    worker = getattr(worker, "worker", worker)
+    worker.mapped = [(name, _rebuilt(worker, handle)) for name, handle in pickle.loads(blob)]
+
+
+def _unmap(worker: Any) -> None:
+    del getattr(worker, "worker", worker).mapped
+
+
+def _load_mapped(worker: Any) -> None:
+    worker = getattr(worker, "worker", worker)
+    model = worker.get_model()
+    with torch.no_grad():
+        for item in worker.mapped:
+            model.load_weights([item])
+    torch.cuda.synchronize()
+
+
 def _load_flattened(worker: Any, blob: bytes) -> None:
     worker = getattr(worker, "worker", worker)
     handle, shapes, model_type = pickle.loads(blob)
@@ -208,6 +239,14 @@ def _rebuilt(worker: Any, handle: Any) -> torch.Tensor:
     return tensor
 
 
-def _row(way: str, model: nn.Module, send: Callable[[], None], device: torch.device, *, repeats: int = 5) -> Row:
+def _row(
+    way: str,
+    model: nn.Module,
+    send: Callable[[], Any],
+    device: torch.device,
+    *,
+    repeats: int = 5,
+    warmup: int = 2,
+) -> Row:
     num_bytes = sum(p.nbytes for p in model.parameters())
-    return {"way": way, "bytes": num_bytes, "median_s": median_s(send, device, repeats=repeats, warmup=2)}
+    return {"way": way, "bytes": num_bytes, "median_s": median_s(send, device, repeats=repeats, warmup=warmup)}

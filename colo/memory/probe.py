@@ -32,6 +32,13 @@ def used_device_bytes(device: torch.device) -> int | None:
     return int(total_bytes - free_bytes)
 
 
+def torch_pinned_bytes() -> int:
+    """Bytes of pinned host memory that torch's own allocator has taken in this process, in use or cached."""
+    if not torch.cuda.is_initialized():
+        return 0
+    return int(torch.cuda.host_memory_stats().get("allocated_bytes.current", 0))
+
+
 def available_host_bytes() -> int:
     """Host memory that can be taken without swapping, the limit of this control group included."""
     available_bytes = int(psutil.virtual_memory().available)

@@ -182,6 +182,11 @@ class VLLMEngine:
         return f"vLLM {compat.vllm_version()} {where}, weights in {self._weights.where}"
 
     @property
+    def pinned_bytes(self) -> int:
+        """Host memory that the workers have pinned now."""
+        return sum(self._connection.call("pinned_bytes"))
+
+    @property
     def residual_bytes(self) -> Mapping[str, int]:
         """Device bytes that no sleep gives back: what they are, and how many; measured when vLLM has started."""
         known = residual_bytes(self._infos)

@@ -26,6 +26,7 @@ from colo.engines.vllm.reload import Reload, check_begun
 from colo.engines.vllm.sleep import WorkerSegments
 from colo.engines.vllm.staging import staged
 from colo.engines.vllm.store import device_id
+from colo.memory.probe import torch_pinned_bytes
 from colo.memory.slab import open_slab
 from colo.phases.phase import ENGINE_KV_CACHE, ENGINE_WEIGHTS, Residency
 from colo.weights.load_plan import LoadPlan
@@ -153,6 +154,10 @@ class WorkerAgent:
         if self._worker.model_config.quantization != BITSANDBYTES:
             return {}
         return packed_weights(self._model)
+
+    def pinned_bytes(self) -> int:
+        """Host memory that this worker has pinned: for a level-1 sleep, and by torch."""
+        return self._segments_now().mover.arena.pinned_bytes + torch_pinned_bytes()
 
     # ---- sleep -------------------------------------------------------------------------------------------------------
 
