@@ -110,7 +110,9 @@ def share(
 
     Where the engine's memory can hold the model's parameters as they are (same dtype, every byte by a plain copy), they
     move there, under the same `nn.Parameter` objects, and nothing is ever sent; otherwise each side keeps its own and
-    the weights are copied at every rollout that follows a step. `rt.transport.reason` says which, and why.
+    the weights are copied at every rollout that follows a step. `rt.transport.reason` says which, and why. A `vllm.LLM`
+    in a process of its own needs `worker_extension_cls="colo.engines.vllm.worker.ColoWorker"`; its memory can be the
+    model's with `load_format="colo"`, and on CUDA with vLLM's own loader too unless it has `enable_sleep_mode`.
 
     Outside `rt.rollout()` the engine is paused, and `generate` of a `vllm.LLM` of yours would wait for ever: call it
     within such a block, or `rt.generate`, which opens one. Without `tokenizer`, that of the `vllm.LLM` encodes texts.

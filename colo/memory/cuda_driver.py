@@ -118,7 +118,10 @@ def _tensor(address: int, size_bytes: int, device: torch.device, release: str) -
     memory = _Memory(address, size_bytes)
     finalizer = weakref.finalize(memory, _release, release, address, device.index or 0)
     finalizer.atexit = False  # the driver frees what a process leaves behind
-    return torch.as_tensor(memory, device=device)
+    tensor = torch.as_tensor(memory, device=device)
+    if tensor.data_ptr() != address:  # of another GPU, which torch would copy
+        raise TransferError(f"the memory is not on {device}")
+    return tensor
 
 
 def _release(call: str, address: int, device_index: int) -> None:

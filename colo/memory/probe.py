@@ -36,7 +36,7 @@ def torch_pinned_bytes() -> int:
     """Bytes of pinned host memory that torch's own allocator has taken in this process, in use or cached."""
     if not torch.cuda.is_initialized():
         return 0
-    return int(torch.cuda.host_memory_stats().get("allocated_bytes.current", 0))
+    return int(torch.cuda.host_memory_stats()["allocated_bytes.current"])
 
 
 def available_host_bytes() -> int:

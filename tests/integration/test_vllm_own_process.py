@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 import colo
 from colo.config import RuntimeConfig
 from colo.engines.base import AdapterWeights, EngineState
+from colo.engines.vllm.engine import VLLMEngine
 from colo.engines.vllm.plugin import WORKER_EXTENSION
 from colo.errors import ColoError, EngineLost, PhaseError, TransferError, Unsupported
 from colo.units import MIB
@@ -263,27 +264,39 @@ def test_an_engine_that_samples_nothing_any_more_is_lost_at_the_deadline(rt, pro
 
 
 def test_an_interrupt_ends_the_rollout_and_not_the_engine(rt, prompts, mismatch):
-    pids = rt.engine.pids
+    pids, states = rt.engine.pids, rt.engine.llm.llm_engine.output_processor.request_states
 
     def interrupt(*_):
         for process in psutil.Process().children(recursive=True):
             process.send_signal(signal.SIGINT)  # as a terminal and a notebook do
         raise KeyboardInterrupt
 
-    handler = signal.signal(signal.SIGALRM, interrupt)
+    def sampled_something():
+        return any(state.detokenizer.num_output_tokens() > 3 for state in list(states.values()))
+
+    handler = signal.signal(signal.SIGUSR1, interrupt)
     try:
-        signal.setitimer(signal.ITIMER_REAL, 1.0)
-        with pytest.raises(KeyboardInterrupt), rt.rollout():
-            rt.generate(prompts * 32, n=64, max_tokens=180, ignore_eos=True)  # minutes
+        for moment in (lambda: states, sampled_something):  # while requests are added, and later
+            thread = threading.Thread(target=signal_when, args=(moment,))
+            with pytest.raises(KeyboardInterrupt), rt.rollout():
+                thread.start()
+                rt.generate(prompts * 32, n=64, max_tokens=180, ignore_eos=True)  # minutes
+            thread.join()
+            assert not states
+            start_s = time.monotonic()
+            assert mismatch(rt.model, rt.generate(prompts, **GREEDY)) < CLOSE
+            assert time.monotonic() - start_s < 10
+            train_step(rt)
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, handler)
-    start_s = time.monotonic()
+        signal.signal(signal.SIGUSR1, handler)
     assert mismatch(rt.model, rt.generate(prompts, **GREEDY)) < CLOSE
-    train_step(rt)
-    assert mismatch(rt.model, rt.generate(prompts, **GREEDY)) < CLOSE
-    assert time.monotonic() - start_s < 20
     assert rt.engine.pids == pids
+
+
+def signal_when(condition):
+    while not condition():
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGUSR1)
 
 
 def test_closing_after_the_engine_has_died_leaves_the_weights_to_the_model(rt):
@@ -294,6 +307,25 @@ def test_closing_after_the_engine_has_died_leaves_the_weights_to_the_model(rt):
     assert rt.engine.state is EngineState.CLOSED
     assert all(torch.equal(tensor, weights[name]) for name, tensor in base_weights(rt).items())
     assert_ends(pid)
+
+
+def test_weights_in_memory_that_ends_with_the_engine_are_copied_and_come_back(
+    engine_options, checkpoint, prompts, mismatch
+):
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    options = engine_options | {"own_process": True, "share_memory": False, "load_format": "colo"}
+    engine = VLLMEngine(checkpoint, **options)
+    rt = colo.share(engine, model, AdamW(model.parameters(), lr=1e-2))
+    assert rt.transport.name == "ipc" and "share_memory=True" in rt.transport.reason
+    train_step(rt)
+    assert mismatch(model, rt.generate(prompts, **GREEDY)) < CLOSE
+    os.kill(engine.pids[0], signal.SIGKILL)
+    with pytest.raises(EngineLost):
+        rt.generate(prompts, **GREEDY)
+    rt.recover()
+    assert mismatch(model, rt.generate(prompts, **GREEDY)) < CLOSE
+    rt.close()
+    engine.close()
 
 
 def assert_ends(pid):

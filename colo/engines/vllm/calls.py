@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from multiprocessing import active_children, resource_tracker
 from pathlib import Path
 from typing import TypeVar
@@ -81,13 +82,28 @@ class Caller:
             elif deadline_s is not None and time.monotonic() > moved_s + deadline_s:
                 raise NoAnswer
 
-    def end_calls(self, end: Callable[[], None], *, within_s: float) -> None:
-        """Wait until every call made so far has returned, for `within_s`, and call `end` to that purpose till then."""
+    def end_calls(self, end: Callable[[], None], then: Callable[[], None], *, within_s: float) -> None:
+        """Call `end`, which is to make the calls so far return, until `then` has run behind them, for `within_s`.
+
+        `end` runs in this thread, `then` in that of the calls, if need be later; never both at once, nor `end` after
+        `then`. What `then` raises is not raised: the next call will find out.
+        """
+        one_at_a_time = threading.Lock()
         returned: Future[None] = Future()
-        self._queue.put(lambda: returned.set_result(None))
+
+        def last() -> None:
+            with one_at_a_time:
+                returned.set_result(None)
+                with suppress(Exception):
+                    then()
+
+        self._queue.put(last)
         last_s = time.monotonic() + within_s
-        while not returned.done() and not self.has_ended() and time.monotonic() < last_s:
-            end()
+        while not self.has_ended() and time.monotonic() < last_s:
+            with one_at_a_time:
+                if returned.done():
+                    return
+                end()
             wait([returned], timeout=_LOOK_EVERY_S)
 
     def has_ended(self) -> bool:
@@ -103,11 +119,12 @@ class Caller:
             task()
 
 
-def start_apart_from_interrupts(start: Callable[[], T]) -> T:
+def start_apart_from_interrupts(start: Callable[[], T], discard: Callable[[T], None]) -> T:
     """What `start` returns, with Ctrl-C kept from the processes that it starts: terminals and notebooks send it to all.
 
-    A mask of signals belongs to a thread and to what it starts, hence the thread. An interrupt meanwhile ends what has
-    been started. Raises: what `start` raises.
+    A mask of signals belongs to a thread and to what it starts, hence the thread. An interrupt meanwhile, or what else
+    a signal raises here, ends what is being started; `discard` gets what has been started all the same. Raises: what
+    `start` raises.
     """
     resource_tracker.ensure_running()  # where it is not, spawning lifts the mask
     before = {process.pid for process in active_children()}
@@ -120,14 +137,21 @@ def start_apart_from_interrupts(start: Callable[[], T]) -> T:
         except BaseException as error:  # noqa: BLE001 - raised where it is waited for
             started.set_exception(error)
 
-    threading.Thread(target=run, name="colo-start", daemon=True).start()
+    def discard_result(started: Future[T]) -> None:
+        if started.exception() is None:
+            discard(started.result())
+
     try:
+        threading.Thread(target=run, name="colo-start", daemon=True).start()
         return started.result()
-    except KeyboardInterrupt:
-        for process in active_children():
-            if process.pid not in before:
-                process.kill()
-        wait([started], timeout=_START_ENDS_S)
+    except BaseException:
+        started.add_done_callback(discard_result)
+        last_s = time.monotonic() + _START_ENDS_S
+        while not started.done() and time.monotonic() < last_s:
+            for process in active_children():
+                if process.pid not in before:
+                    process.kill()
+            wait([started], timeout=_LOOK_EVERY_S)
         raise
 
 

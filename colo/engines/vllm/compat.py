@@ -195,11 +195,11 @@ class _Ranges:
 
     def __init__(self, model: nn.Module) -> None:
         found = (p.detach() for p in model.parameters() if p.numel() and p.is_contiguous())
-        ends: dict[int, int] = {}
-        for tensor in found:
-            start = tensor.data_ptr()
-            ends[start] = max(ends.get(start, 0), start + tensor.numel() * tensor.element_size())
-        self._ranges = sorted(ends.items())
+        ranges = sorted((t.data_ptr(), -t.data_ptr() - t.numel() * t.element_size()) for t in found)  # longest first
+        self._ranges: list[tuple[int, int]] = []
+        for first, last in ((first, -last) for first, last in ranges):
+            if not self._ranges or last > self._ranges[-1][1]:  # else a part of the one before
+                self._ranges.append((first, last))
 
     def have(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is one of them, or a part of one."""
@@ -220,6 +220,8 @@ class _Ranges:
 
 _PLAIN_METHODS = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"}
 _PLAIN_MOE_BACKENDS = {"TRITON", "BATCHED_TRITON"}
+_NO_WEIGHTS = {"kv_cache", "_k_scale_cache", "_v_scale_cache", "_nvfp4_fp8_out", "alibi_slopes"}
+"""What attention keeps of tensors that are not derived from weights."""
 
 
 def reworked_weights(model: nn.Module) -> str | None:
@@ -240,8 +242,8 @@ def reworked_weights(model: nn.Module) -> str | None:
         if not hasattr(module, "process_weights_after_loading"):
             continue
         made = [key for key, p in module.named_parameters(recurse=False) if not whole.have_as_part(p)]
-        kept = [item for item in vars(module).items() if isinstance(item[1], torch.Tensor) and item[0] != "kv_cache"]
-        kept += implementation_tensors(module)
+        kept = [*vars(module).items(), *implementation_tensors(module)]
+        kept = [(key, t) for key, t in kept if isinstance(t, torch.Tensor) and key not in _NO_WEIGHTS]
         if derived := made + [key for key, t in kept if t.numel() > 1 and not whole.have(t)]:
             return f"{type(module).__name__} keeps {derived[0]}, which is derived from weights ({name})"
     return None

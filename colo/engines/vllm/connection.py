@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import Any, NoReturn, TypeVar
 
@@ -60,7 +59,7 @@ class Connection:
         self.taken_bytes = 0
         """What vLLM took of the device when it started, where that was seen."""
         self._on_loss = on_loss
-        self._owns_llm = owns_llm
+        self.owns_llm = owns_llm
         self._calls = Caller(self._progress) if own_process else None
         try:
             self.infos = self._meet_workers()
@@ -83,7 +82,8 @@ class Connection:
 
         before_bytes = used_device_bytes(device) or 0
         with compat.in_this_process(not own_process):
-            llm = start_apart_from_interrupts(partial(LLM, **options)) if own_process else LLM(**options)
+            start = partial(LLM, **options)
+            llm = start_apart_from_interrupts(start, _shut_down) if own_process else start()
         taken_bytes = (used_device_bytes(device) or 0) - before_bytes
         connection = cls(llm, device, own_process=own_process, deadline_s=deadline_s, on_loss=on_loss, owns_llm=True)
         connection.taken_bytes = taken_bytes
@@ -139,20 +139,27 @@ class Connection:
             raise
 
     def abort_requests(self) -> None:
-        """End every request in vLLM, whoever waits for it. Raises: `EngineLost`."""
+        """End every request in vLLM, whoever waits for it; in a process that is silent once it speaks again."""
+        if self.lost is not None:
+            return
         core = self.llm.llm_engine
         states = core.output_processor.request_states
         if self._calls is None:
             core.abort_request(list(states), internal=True)
             return
-        ended: list[str] = []
+        taken: dict[str, Any] = {}
 
-        def end() -> None:
-            with suppress(RuntimeError, KeyError):  # the thread that generates is at the same
-                ended.extend(core.output_processor.abort_requests(list(states), internal=True))
+        def take() -> None:
+            """Leave the thread that generates nothing to wait for."""
+            for request in list(states):
+                if (state := states.pop(request, None)) is not None:
+                    taken[request] = state
 
-        self._calls.end_calls(end, within_s=_ABORT_S)
-        self.in_engine("abort", lambda: core.engine_core.abort_requests(ended))
+        def abort() -> None:
+            states.update(taken)  # for vLLM to take out of all that it has noted
+            core.abort_request(list(taken), internal=True)
+
+        self._calls.end_calls(take, abort, within_s=_ABORT_S)
 
     def tell_version(self, version: int) -> None:
         """Have vLLM name the version of its weights to whoever asks it, where it can (from 0.30)."""
@@ -171,8 +178,8 @@ class Connection:
         if self._calls is not None:
             self._calls.close()
             self._calls = None
-        if llm is not None and self._owns_llm:
-            llm.llm_engine.engine_core.shutdown()
+        if llm is not None and self.owns_llm:
+            _shut_down(llm)
             del llm
             gc.collect()
             if self.device.type == "cuda":
@@ -212,6 +219,10 @@ class Connection:
         raise EngineLost(
             f"the engine is lost: {cause}. The trainer's weights are intact; call recover() to start it again"
         ) from error
+
+
+def _shut_down(llm: Any) -> None:
+    llm.llm_engine.engine_core.shutdown()
 
 
 def error_from(error: Mapping[str, Any]) -> Exception:

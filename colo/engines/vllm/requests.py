@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Any, Literal
 
 from colo.engines.base import Completion
@@ -12,7 +11,7 @@ from colo.engines.common import check_prompts
 from colo.engines.vllm.connection import Connection
 from colo.engines.vllm.named_adapters import NamedAdapters
 from colo.engines.vllm.sampling import completions, sampling_params
-from colo.errors import EngineLost, PhaseError, TransferError, Unsupported
+from colo.errors import PhaseError, TransferError, Unsupported
 
 PauseMode = Literal["abort", "wait", "keep"]
 
@@ -45,8 +44,7 @@ class Requests:
                 "generate", lambda: llm.generate(inputs, params, use_tqdm=False, lora_request=request)
             )
         except BaseException:
-            with suppress(EngineLost):
-                self._connection.abort_requests()  # else they would be taken for a user's, or hold up what comes next
+            self._connection.abort_requests()  # else they would be taken for a user's, or hold up what comes next
             raise
         return completions(outputs, version, adapter)
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import count
 from typing import Any
 
 import torch
 
 from colo.engines.vllm.connection import Connection
 from colo.engines.vllm.staging import Staging
-from colo.engines.vllm.store import WeightStore
+from colo.engines.vllm.store import WeightStore, device_id
+from colo.errors import TransferError, Unsupported
 from colo.memory.slab import Description, open_slab
 from colo.weights.load_plan import Copy, LoadPlan
 
@@ -54,36 +54,41 @@ class WorkerWeights:
         return {"pool": "vLLM's sleep pool", "memory": "vLLM's own memory"}[self._connection.infos[0]["weights_in"]]
 
     def record_plan(self, source: Mapping[str, torch.Tensor]) -> LoadPlan:
-        """Record what vLLM's loader does with `source`, one plan for all workers; see `Engine.record_plan`.
-
-        Raises: also `TransferError` when the workers' memory cannot be mapped.
-        """
+        """Record what vLLM's loader does with `source`, one plan for all workers; see `Engine.record_plan`."""
         connection = self._connection
-        plans: list[Any] = connection.call(
+        answers: list[Any] = connection.call(
             "record",
             parameters=[[n, str(t.dtype).removeprefix("torch."), [*t.shape], [*t.stride()]] for n, t in source.items()],
             model_type=connection.model_type,
             to_pid=os.getpid(),
         )
         if not connection.own_process:
-            plan: LoadPlan = plans[0]  # one worker a process
+            plan: LoadPlan = answers[0]  # one worker a process
             return plan
-        copies = tuple(
-            Copy(
-                name=name,
-                shape=tuple(shape),
-                stride=tuple(stride),
-                offset=offset,
-                target=_view(memory[place[0]], place[1], dtype, target_shape, target_stride),
+        copies: list[Copy] = []
+        fallbacks: dict[str, str] = {}
+        for rank, answer in enumerate(answers):
+            fallbacks |= answer["fallbacks"]
+            try:
+                memory = self._memory(rank, answer)
+            except (TransferError, Unsupported) as error:
+                fallbacks |= dict.fromkeys((copy[0] for copy in answer["copies"]), str(error))
+                continue
+            copies += (
+                Copy(
+                    name=name,
+                    shape=tuple(shape),
+                    stride=tuple(stride),
+                    offset=offset,
+                    target=_view(memory[place[0]], place[1], dtype, target_shape, target_stride),
+                )
+                for name, shape, stride, offset, place, dtype, target_shape, target_stride in answer["copies"]
             )
-            for memory, plan in zip(map(self._memory, count(), plans), plans, strict=True)
-            for name, shape, stride, offset, place, dtype, target_shape, target_stride in plan["copies"]
-        )
         return LoadPlan(
-            copies=copies,
+            copies=tuple(copies),
             sources={name: (t.dtype, tuple(t.shape)) for name, t in source.items()},
             strides={name: tuple(t.stride()) for name, t in source.items()},
-            fallbacks={name: why for plan in plans for name, why in plan["fallbacks"].items()},
+            fallbacks=fallbacks,
         )
 
     def reload(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -104,11 +109,19 @@ class WorkerWeights:
         """Let go of what is mapped. Idempotent."""
         self._mapped.clear()
 
-    def _memory(self, rank: int, plan: Mapping[str, Any]) -> Sequence[torch.Tensor]:
-        """The memory that one worker's weights lie in."""
+    def _memory(self, rank: int, answer: Mapping[str, Any]) -> Sequence[torch.Tensor]:
+        """The memory that one worker's weights lie in.
+
+        Raises: `TransferError` when it cannot be mapped, `Unsupported` when it should not be.
+        """
         if self._store is not None:
             return self._store.slabs(rank)
-        return [self._opened(description) for description in plan["memory"]]
+        connection = self._connection
+        if connection.owns_llm:
+            raise Unsupported("the engine's memory ends with its process: start it with share_memory=True")
+        if connection.infos[rank]["device"] != device_id(connection.device):
+            raise Unsupported("the engine keeps it on another GPU")
+        return [self._opened(description) for description in answer["memory"]]
 
     def _opened(self, description: Description) -> torch.Tensor:
         """Memory of a worker, mapped once."""

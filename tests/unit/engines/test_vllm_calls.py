@@ -1,0 +1,113 @@
+"""Calls into another process: what an interrupt ends, and what it must not."""
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from contextlib import contextmanager
+
+import pytest
+
+from colo.engines.vllm.calls import Caller, NoAnswer, start_apart_from_interrupts
+
+
+@contextmanager
+def interrupt_after(seconds):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    handler = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, handler)
+
+
+def child():
+    process = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(60,), daemon=True)
+    process.start()
+    return process
+
+
+class TestStart:
+    def test_returns_and_raises_what_was_started(self):
+        assert start_apart_from_interrupts(lambda: 3, lambda result: None) == 3
+        with pytest.raises(ValueError, match="no such model"):
+            start_apart_from_interrupts(lambda: fail(ValueError("no such model")), lambda result: None)
+
+    def test_ctrl_c_does_not_reach_what_was_started(self):
+        process = start_apart_from_interrupts(child, lambda result: None)
+        os.kill(process.pid, signal.SIGINT)
+        process.join(1)
+        assert process.is_alive()
+        process.kill()
+        process.join()
+
+    @pytest.mark.parametrize("before_s", [0.0, 0.6], ids=["running", "not there yet"])
+    def test_an_interrupt_ends_a_process_that_is_being_started(self, before_s):
+        started = []
+
+        def start():
+            time.sleep(before_s)
+            started.append(child())
+            started[0].join()
+            raise RuntimeError("the process has ended")
+
+        with interrupt_after(0.3):
+            start_apart_from_interrupts(start, lambda result: None)
+        assert not started[0].is_alive()
+
+    def test_what_has_started_all_the_same_is_discarded(self):
+        discarded = []
+
+        def start():
+            time.sleep(0.6)
+            return "an engine"
+
+        with interrupt_after(0.2):
+            start_apart_from_interrupts(start, discarded.append)
+        assert discarded == ["an engine"]
+
+
+class TestEndCalls:
+    def test_a_call_returns_for_which_nothing_is_left(self):
+        caller, work, order = Caller(), {"requests": 5}, []
+
+        def generate():
+            while work["requests"]:
+                time.sleep(0.01)
+            order.append("generate")
+
+        with interrupt_after(0.2):
+            caller.call(generate, deadline_s=None)
+        caller.end_calls(lambda: work.update(requests=0), lambda: order.append("abort"), within_s=5)
+        assert order == ["generate", "abort"]
+        assert caller.call(lambda: 7, deadline_s=1.0) == 7
+        caller.close()
+
+    def test_one_that_does_not_end_is_left_behind_and_told_later(self):
+        caller, go_on, told = Caller(), threading.Event(), threading.Event()
+        with interrupt_after(0.1):
+            caller.call(go_on.wait, deadline_s=None)
+        start_s = time.monotonic()
+        caller.end_calls(lambda: None, told.set, within_s=0.5)
+        assert time.monotonic() - start_s < 2 and not told.is_set()
+        with pytest.raises(NoAnswer):
+            caller.call(lambda: None, deadline_s=0.3)
+        go_on.set()
+        assert told.wait(2)
+        caller.close()
+
+    def test_a_failure_to_tell_leaves_calls_possible(self):
+        caller = Caller()
+        caller.end_calls(lambda: None, lambda: fail(RuntimeError("the engine is dead")), within_s=1)
+        assert caller.call(lambda: 1, deadline_s=1.0) == 1
+        caller.close()
+
+
+def fail(error):
+    raise error

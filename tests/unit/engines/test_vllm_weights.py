@@ -1,0 +1,63 @@
+"""Which memory of a vLLM worker a trainer's process maps, and which it leaves alone."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from colo.engines.vllm.weights import WorkerWeights
+from colo.memory.slab import Slab
+
+CPU = torch.device("cpu")
+SOURCE = {"a.weight": torch.zeros(2, 3)}
+
+
+@pytest.fixture
+def slab():
+    slab = Slab(64, CPU)
+    slab.bytes.view(torch.float32).copy_(torch.arange(16))
+    yield slab
+    slab.close()
+
+
+def weights_of(descriptions, *, device="cpu", owns_llm=False):
+    """A connection to one worker that keeps `a.weight` 16 bytes into its memory."""
+    copy = ["a.weight", [2, 3], [3, 1], 0, [0, 16], "float32", [2, 3], [3, 1]]
+    answer = {"copies": [copy], "fallbacks": {}, "memory": descriptions}
+    connection = SimpleNamespace(
+        infos=[{"device": device, "weights_in": "memory"}],
+        device=CPU,
+        own_process=True,
+        owns_llm=owns_llm,
+        model_type=None,
+        call=lambda operation, **arguments: [answer],
+    )
+    return WorkerWeights(connection, store=None, staging=None)
+
+
+def test_memory_of_a_worker_is_mapped_once_and_is_the_weight(slab):
+    weights = weights_of([slab.describe(to_pid=0)])
+    first, second = (weights.record_plan(SOURCE).aliases["a.weight"] for _ in range(2))
+    assert torch.equal(first, torch.arange(4, 10).view(2, 3).float())
+    assert first.data_ptr() == second.data_ptr()
+    first.zero_()
+    assert slab.bytes.view(torch.float32)[4:10].eq(0).all()
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"device": "GPU-1"}, "on another GPU"),
+        ({"owns_llm": True}, "ends with its process: start it with share_memory=True"),
+    ],
+)
+def test_memory_that_may_not_be_shared_is_a_fallback(slab, options, why):
+    plan = weights_of([slab.describe(to_pid=0)], **options).record_plan(SOURCE)
+    assert plan.copies == () and why in plan.fallbacks["a.weight"]
+
+
+def test_memory_that_cannot_be_mapped_is_a_fallback(slab):
+    description = slab.describe(to_pid=0)
+    slab.close()
+    plan = weights_of([description]).record_plan(SOURCE)
+    assert plan.copies == () and "cannot map" in plan.fallbacks["a.weight"]
