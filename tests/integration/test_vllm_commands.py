@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from contextlib import suppress
@@ -64,20 +65,28 @@ def test_ctrl_c_leaves_no_process_behind(when, tiny, tmp_path):
     AutoModelForCausalLM.from_config(tiny(), dtype=torch.float32).save_pretrained(tmp_path)
     command = [sys.executable, "-c", LOOP, tmp_path]
     loop = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True, start_new_session=True)
-    within_s = time.monotonic() + 90
-    if when == "vLLM has a process":
-        while not any("VLLM" in name for name in session_of(loop.pid).values()):
-            assert loop.poll() is None and time.monotonic() < within_s
-            time.sleep(0.1)
-    else:
-        assert any(line.strip() == when for line in loop.stdout)
-    os.killpg(loop.pid, signal.SIGINT)  # to every process, as a terminal sends it
-    assert loop.wait(timeout=60) == -signal.SIGINT
-    within_s = time.monotonic() + 20
-    while left := session_of(loop.pid):
-        assert time.monotonic() < within_s, left
-        time.sleep(0.2)
-    loop.stdout.close()
+    limit = threading.Timer(150, os.killpg, (loop.pid, signal.SIGKILL))
+    limit.start()
+    try:
+        if when == "stepping":
+            assert any(line.strip() == when for line in loop.stdout)
+        else:
+            wait_until(lambda: any("VLLM" in name for name in session_of(loop.pid).values()), within_s=90)
+        os.killpg(loop.pid, signal.SIGINT)  # to every process, as a terminal sends it
+        assert loop.wait(timeout=60) == -signal.SIGINT
+        wait_until(lambda: not session_of(loop.pid), within_s=20)
+    finally:
+        limit.cancel()
+        with suppress(ProcessLookupError):
+            os.killpg(loop.pid, signal.SIGKILL)
+        loop.stdout.close()
+
+
+def wait_until(condition, *, within_s):
+    last_s = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < last_s
+        time.sleep(0.1)
 
 
 def session_of(pid):

@@ -282,7 +282,7 @@ def test_an_interrupt_ends_the_rollout_and_not_the_engine(rt, prompts, mismatch)
                 thread.start()
                 rt.generate(prompts * 32, n=64, max_tokens=180, ignore_eos=True)  # minutes
             thread.join()
-            assert not states
+            assert not states and not rt.engine.llm.llm_engine.output_processor.parent_requests
             start_s = time.monotonic()
             assert mismatch(rt.model, rt.generate(prompts, **GREEDY)) < CLOSE
             assert time.monotonic() - start_s < 10
@@ -291,6 +291,29 @@ def test_an_interrupt_ends_the_rollout_and_not_the_engine(rt, prompts, mismatch)
         signal.signal(signal.SIGUSR1, handler)
     assert mismatch(rt.model, rt.generate(prompts, **GREEDY)) < CLOSE
     assert rt.engine.pids == pids
+
+
+def test_an_interrupt_that_meets_a_dead_engine_finds_it_lost(rt, prompts):
+    states = rt.engine.llm.llm_engine.output_processor.request_states
+
+    def interrupt(*_):
+        for process in psutil.Process().children(recursive=True):
+            process.kill()
+        raise KeyboardInterrupt
+
+    handler = signal.signal(signal.SIGUSR1, interrupt)
+    try:
+        thread = threading.Thread(target=signal_when, args=(lambda: states,))
+        with rt.rollout(), pytest.raises((KeyboardInterrupt, EngineLost)):
+            thread.start()
+            rt.generate(prompts * 32, n=64, max_tokens=180, ignore_eos=True)
+    except EngineLost:
+        pass  # at the end of the rollout
+    finally:
+        signal.signal(signal.SIGUSR1, handler)
+    assert rt.engine.state is EngineState.LOST
+    with pytest.raises(EngineLost, match="recover"):
+        rt.engine.generate(prompts, rt.engine.sampling_params(**GREEDY))
 
 
 def signal_when(condition):

@@ -93,17 +93,19 @@ class Caller:
 
         def last() -> None:
             with one_at_a_time:
-                returned.set_result(None)
                 with suppress(Exception):
                     then()
+                returned.set_result(None)
 
         self._queue.put(last)
         last_s = time.monotonic() + within_s
-        while not self.has_ended() and time.monotonic() < last_s:
+        while True:
             with one_at_a_time:
                 if returned.done():
                     return
                 end()
+            if self.has_ended() or time.monotonic() > last_s:
+                return
             wait([returned], timeout=_LOOK_EVERY_S)
 
     def has_ended(self) -> bool:
@@ -129,29 +131,36 @@ def start_apart_from_interrupts(start: Callable[[], T], discard: Callable[[T], N
     resource_tracker.ensure_running()  # where it is not, spawning lifts the mask
     before = {process.pid for process in active_children()}
     started: Future[T] = Future()
+    one_at_a_time, abandoned, finished = threading.Lock(), threading.Event(), threading.Event()
 
     def run() -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
-            started.set_result(start())
+            result = start()
+            with one_at_a_time:
+                if not abandoned.is_set():
+                    started.set_result(result)
+                    return
+            discard(result)
         except BaseException as error:  # noqa: BLE001 - raised where it is waited for
             started.set_exception(error)
+        finally:
+            finished.set()
 
-    def discard_result(started: Future[T]) -> None:
-        if started.exception() is None:
-            discard(started.result())
-
+    threading.Thread(target=run, name="colo-start", daemon=True).start()
     try:
-        threading.Thread(target=run, name="colo-start", daemon=True).start()
         return started.result()
     except BaseException:
-        started.add_done_callback(discard_result)
+        with one_at_a_time:
+            abandoned.set()
+        if started.done() and started.exception() is None:  # just before
+            discard(started.result())
         last_s = time.monotonic() + _START_ENDS_S
-        while not started.done() and time.monotonic() < last_s:
+        while not finished.is_set() and time.monotonic() < last_s:
             for process in active_children():
                 if process.pid not in before:
                     process.kill()
-            wait([started], timeout=_LOOK_EVERY_S)
+            finished.wait(_LOOK_EVERY_S)
         raise
 
 

@@ -145,7 +145,7 @@ class Connection:
         core = self.llm.llm_engine
         states = core.output_processor.request_states
         if self._calls is None:
-            core.abort_request(list(states), internal=True)
+            _abort(core, states)
             return
         taken: dict[str, Any] = {}
 
@@ -157,9 +157,11 @@ class Connection:
 
         def abort() -> None:
             states.update(taken)  # for vLLM to take out of all that it has noted
-            core.abort_request(list(taken), internal=True)
+            _abort(core, taken)
 
         self._calls.end_calls(take, abort, within_s=_ABORT_S)
+        if self._calls.has_ended():
+            self._note_loss("its process ended during generate")
 
     def tell_version(self, version: int) -> None:
         """Have vLLM name the version of its weights to whoever asks it, where it can (from 0.30)."""
@@ -213,12 +215,21 @@ class Connection:
         except AttributeError:  # the engine is closed, or keeps it elsewhere
             return None
 
-    def _lose(self, cause: str, error: BaseException) -> NoReturn:
+    def _note_loss(self, cause: str) -> None:
         self.lost = cause
         self._on_loss(cause)
+
+    def _lose(self, cause: str, error: BaseException) -> NoReturn:
+        self._note_loss(cause)
         raise EngineLost(
             f"the engine is lost: {cause}. The trainer's weights are intact; call recover() to start it again"
         ) from error
+
+
+def _abort(core: Any, states: Mapping[str, Any]) -> None:
+    """Abort requests, and those that stand for several of them, which vLLM would not let go of."""
+    parents = {state.parent_req.request_id for state in states.values() if getattr(state, "parent_req", None)}
+    core.abort_request([*states, *parents], internal=True)
 
 
 def _shut_down(llm: Any) -> None:
