@@ -1,9 +1,12 @@
-"""What tests of vLLM on CUDA share: a small model, a training step, and how far vLLM and transformers are apart."""
+"""What tests of vLLM on CUDA share: a small model, a runtime, a training step, and how far the two sides are apart."""
 
 import pytest
 import torch
+from torch.optim import AdamW
 from transformers import Qwen3Config
 
+import colo
+from colo.config import RuntimeConfig
 from colo.units import GIB
 
 MARKS = [
@@ -38,6 +41,19 @@ def config():
         bos_token_id=None,
         architectures=["Qwen3ForCausalLM"],
         dtype="bfloat16",
+    )
+
+
+def launch(**options):
+    """The small Qwen3 on vLLM and in a trainer, on one copy of the weights."""
+    pytest.importorskip("vllm")
+    return colo.launch(
+        config(),
+        engine="vllm",
+        engine_options=OPTIONS | options,
+        optimizer=lambda params: AdamW(params, lr=1e-3, fused=True),
+        device=CUDA,
+        config=RuntimeConfig(kv_cache_bytes=KV_CACHE_BYTES, offload="always"),
     )
 
 
