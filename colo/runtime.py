@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast
@@ -27,6 +27,7 @@ from colo.engines.base import Completion, Engine, EngineState, SleepLevel
 from colo.engines.text import encode_prompts, with_text
 from colo.errors import BudgetError, EngineLost, PhaseError
 from colo.memory.backward import BackwardWatch
+from colo.memory.fence import wait_for_queued
 from colo.memory.offload import Mover
 from colo.memory.probe import PeakMeter, free_device_bytes, total_device_bytes, used_device_bytes
 from colo.memory.region import close_all
@@ -34,6 +35,7 @@ from colo.memory.segment import FixedSegment, Segment
 from colo.memory.state import StateOffloader
 from colo.phases.phase import (
     ENGINE_KV_CACHE,
+    ENGINE_WEIGHTS,
     TRAINER_ADAPTER,
     TRAINER_GRADIENTS,
     TRAINER_MASTER_WEIGHTS,
@@ -111,30 +113,6 @@ class Runtime:
         self._device = mover.device
         self._mover = mover
         mover.trace = self.trace
-        self._offloader = StateOffloader(
-            optimizer,
-            mover,
-            region_bytes=config.region_bytes,
-            before_step=self._before_step,
-            after_step=self._after_step,
-        )
-        self.scheduler = self._make_scheduler(capacity_bytes)
-        adapter = (lambda: adapter_weights(cast("PeftModel", model))) if is_peft_model(model) else None
-        self._publisher = Publisher(
-            engine,
-            transport,
-            self.trace,
-            adapter=adapter,
-            fingerprint=ModuleSource(model).fingerprint,
-            verify=config.verify,
-        )
-        self._backward = BackwardWatch(
-            (p for group in optimizer.param_groups for p in group["params"]),
-            admit=self._admit_gradient,
-            on_pass=self._on_backward,
-            on_progress=self.scheduler.sample,
-        )
-        self._writes = WriteWatch(model)
         self._inside: str | None = None
         self._stepped = False
         self._gradients_before = 0
@@ -143,12 +121,28 @@ class Runtime:
         self._implicit_train = False
         self._closed = False
         self._meter = PeakMeter(self._device)
-        try:
+        self._writes = WriteWatch(model)
+        with ExitStack() as undo:
+            self._offloader = StateOffloader(
+                optimizer,
+                mover,
+                region_bytes=config.region_bytes,
+                before_step=self._before_step,
+                after_step=self._after_step,
+            )
+            undo.callback(self._return_state)
+            self.scheduler = self._make_scheduler(capacity_bytes)
+            self._publisher = self._make_publisher()
+            self._backward = BackwardWatch(
+                (p for group in optimizer.param_groups for p in group["params"]),
+                admit=self._admit_gradient,
+                on_pass=self._on_backward,
+                on_progress=self.scheduler.sample,
+            )
+            undo.callback(self._backward.remove)
             self._prepare_arena()
             self._publish()
-        except BaseException:
-            self._detach()
-            raise
+            undo.pop_all()
         _runtimes.update({id(part): self for part in (model, optimizer, engine)})
 
     @classmethod
@@ -253,21 +247,26 @@ class Runtime:
 
         The optimizer keeps its state and the model its weights, in ordinary memory: on the device when they were yours
         (`share`), on the host when the runtime made the model (`launch`), so that the device is free.
-        Raises: `PhaseError` inside a phase; `BudgetError` when a `vllm.LLM` of yours is asleep and the device has no
-        room to wake it: free some and close again.
+        Raises: `PhaseError` inside a phase; `BudgetError` when the device has no room for the optimizer's state, and
+        the runtime is open as before, or to wake a `vllm.LLM` of yours: free some and close again.
         """
         if self._closed:
             self.engine.close()  # which may have found no room before
             return
         if self._inside is not None:
             raise PhaseError(f"close() inside {self._inside}(): leave the block first")
+        if not self._owns_model and any(segment.host_bytes for segment in self._offloader.segments):
+            with suppress(Exception):  # which is raised below
+                self._drop_kv_cache()
+            self._offloader.bring_back()
         self._closed = True
         for part in (self.model, self.optimizer, self.engine):
             _runtimes.pop(id(part), None)
         close_all(
             [
                 self._drop_kv_cache,
-                self._detach,
+                self._backward.remove,
+                self._return_state,
                 self._take_weights_home,
                 self.transport.close,
                 self.engine.close,
@@ -332,6 +331,7 @@ class Runtime:
             if not self._publisher.is_current:
                 self._publish()
             self.scheduler.enter(Phase.ROLLOUT)
+            wait_for_queued(self._device)  # writes to weights that an engine in another process maps
             self.engine.resume()
 
     def _publish(self) -> None:
@@ -454,6 +454,18 @@ class Runtime:
         scheduler.working_bytes[Phase.TRAIN] = self.config.train_working_bytes
         return scheduler
 
+    def _make_publisher(self) -> Publisher:
+        model = self.model
+        adapter = (lambda: adapter_weights(cast("PeftModel", model))) if is_peft_model(model) else None
+        return Publisher(
+            self.engine,
+            self.transport,
+            self.trace,
+            adapter=adapter,
+            fingerprint=ModuleSource(model).fingerprint,
+            verify=self.config.verify,
+        )
+
     def _all_segments(self) -> list[Segment]:
         parameters = [tensor for _, tensor in ModuleSource(self.model)]
         size_bytes = sum(p.numel() * p.element_size() for p in parameters)
@@ -496,9 +508,20 @@ class Runtime:
         """
         changed = self._writes.has_changed()
         if not changed and compare and self.config.verify and self._publisher.is_current:
-            changed = not (self.transport.is_current() and self._publisher.has_adapter())
+            changed = not self._compare()
         if changed:
             self._publisher.version += 1
+
+    def _compare(self) -> bool:
+        """Whether the engine holds what the trainer does: its weights come back for that, if they are away."""
+        is_away = self.scheduler.segments[ENGINE_WEIGHTS].residency in (Residency.OFFLOADED, Residency.DISCARDED)
+        if is_away:
+            self.scheduler.enter(Phase.SYNC)
+        try:
+            return self.transport.is_current() and self._publisher.has_adapter()
+        finally:
+            if is_away:
+                self.scheduler.enter(Phase.IDLE)
 
     def _refresh(self) -> None:
         """Publish what has changed since the rollout began, so that no call samples from older weights."""
@@ -507,6 +530,7 @@ class Runtime:
         if not self._publisher.is_current:
             self._publisher.publish()
             self.engine.resume()
+        wait_for_queued(self._device)
 
     def _adapter_to_apply(self) -> str | None:
         """The published adapter, or none within PEFT's `disable_adapter()`."""
@@ -523,9 +547,8 @@ class Runtime:
         if self.scheduler.phase is not Phase.IDLE:
             self.scheduler.enter(Phase.IDLE)  # a step outside train() failed on its way
 
-    def _detach(self) -> None:
-        """Take every hook back and return the optimizer's state to ordinary memory."""
-        self._backward.remove()
+    def _return_state(self) -> None:
+        """Return the optimizer's state to ordinary memory, and the hooks with it."""
         self._offloader.close(torch.device("cpu") if self._owns_model else None)
 
     def _drop_kv_cache(self) -> None:

@@ -256,7 +256,13 @@ class RegionSegment:
                 self._residency, self._move = Residency.RESIDENT, None
                 return Done()
         source = self._residency
-        arrival = _Arrival(self, copies=source is Residency.OFFLOADED)
+        try:
+            arrival = _Arrival(self, copies=source is Residency.OFFLOADED)
+        except BaseException:
+            for region in self._regions:  # which have not left yet, and whose copies are complete
+                if region.resident:
+                    region.release()
+            raise
         self._residency = Residency.RESIDENT
         self._move = arrival
         return arrival

@@ -7,6 +7,7 @@ killed.
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import os
 import weakref
@@ -19,9 +20,10 @@ from colo.memory import cuda_driver
 from colo.units import format_bytes
 
 Description = dict[str, Any]
-"""A slab for a peer: strings and numbers only, so that it travels as JSON."""
+"""A slab for a peer: strings and numbers only, so that it travels as JSON. No two slabs have the same."""
 
 _local: weakref.WeakValueDictionary[int, Slab] = weakref.WeakValueDictionary()
+_keys = itertools.count()
 
 
 class Slab:
@@ -35,6 +37,7 @@ class Slab:
         self.size_bytes = size_bytes
         self.device = device
         self._file: int | None = None
+        self._key = next(_keys)
         if device.type == "cuda":
             self.bytes = cuda_driver.allocate(size_bytes, device)
         else:
@@ -42,21 +45,22 @@ class Slab:
             self._close_file = weakref.finalize(self, os.close, self._file)
             os.ftruncate(self._file, size_bytes)
             self.bytes = _map(self._file, size_bytes)
-        _local[id(self)] = self
+        _local[self._key] = self
 
     def describe(self, *, to_pid: int) -> Description:
         """What process `to_pid` passes to `open_slab`; the same process gets the memory itself."""
         common = {"size_bytes": self.size_bytes, "pid": os.getpid()}
         if to_pid == os.getpid():
-            return {"kind": "local", "key": id(self), **common}
-        if self._file is not None:
-            return {"kind": "host", "path": f"/proc/{os.getpid()}/fd/{self._file}", **common}
+            return {"kind": "local", "key": self._key, **common}
+        if self._file is not None:  # a file's number is given to another once it is closed, its inode is not
+            path, inode = f"/proc/{os.getpid()}/fd/{self._file}", os.fstat(self._file).st_ino
+            return {"kind": "host", "path": path, "inode": inode, **common}
         return {"kind": "cuda", "handle": cuda_driver.export(self.bytes).hex(), **common}
 
     def close(self) -> None:
         """Let go of the memory. Idempotent."""
         self.bytes = self.bytes.new_empty(0)
-        _local.pop(id(self), None)
+        _local.pop(self._key, None)
         if self._file is not None:
             self._close_file()
             self._file = None
@@ -83,7 +87,8 @@ def open_slab(description: Description, device: torch.device) -> torch.Tensor:
             "another user"
         ) from error
     try:
-        if os.fstat(file).st_size != size_bytes:  # the number has been given to another file
+        found = os.fstat(file)
+        if (found.st_ino, found.st_size) != (description["inode"], size_bytes):
             raise TransferError("the slab has been closed by its owner")
         return _map(file, size_bytes)
     finally:

@@ -79,7 +79,12 @@ class StateOffloader:
             optimizer.register_load_state_dict_pre_hook(lambda _, state_dict: detach_state(state_dict)),
             optimizer.register_load_state_dict_post_hook(lambda _: self._loaded()),
         ]
-        self.gather()
+        try:
+            self.gather()
+        except BaseException:
+            with suppress(Exception):  # what cannot go back is left where it is, which serves the optimizer as well
+                self.close()
+            raise
 
     @property
     def segments(self) -> tuple[StateSegment, StateSegment, GradientSegment]:
@@ -148,7 +153,10 @@ class StateOffloader:
     def _host_copy(self, tensor: torch.Tensor) -> torch.Tensor:
         for segment in (self.state, self.masters):
             for region in segment.regions:
-                if _storage_key(region.bytes) == _storage_key(tensor) and segment.residency is Residency.OFFLOADED:
+                if _storage_key(region.bytes) != _storage_key(tensor):
+                    continue
+                segment.settle()
+                if segment.residency is Residency.OFFLOADED:
                     host = segment.host_copy(region).view(tensor.dtype)
                     offset = int(host.storage_offset()) + int(tensor.storage_offset())
                     return host.as_strided(tensor.shape, tensor.stride(), offset).clone()

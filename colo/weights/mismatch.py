@@ -28,7 +28,7 @@ def logprob_difference(
     is left as it was.
     """
     differences: list[torch.Tensor] = []
-    training = model.training
+    modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
         for completion in completions:
@@ -36,7 +36,8 @@ def logprob_difference(
             if num_tokens:
                 differences.append(_differences(model, completion, num_tokens, temperature, device))
     finally:
-        model.train(training)
+        for module, training in modes:
+            module.training = training
     return float(torch.cat(differences).abs().mean()) if differences else None
 
 

@@ -154,8 +154,9 @@ class Publisher:
         start_s = self._trace.now_s()
         try:
             num_bytes = self._transfer()
-        except Exception as error:
-            self._engine.poison(f"publishing version {self.version} failed: {error}")
+        except BaseException as error:  # an interrupt, too, may leave weights written in part
+            cause = str(error) or type(error).__name__
+            self._engine.poison(f"publishing version {self.version} failed: {cause}")
             raise
         end_s = self._trace.now_s()
         self._trace.add(

@@ -279,10 +279,18 @@ def test_a_layerwise_reload_writes_every_byte_to_the_same_addresses(rt, prompts,
     assert mismatch(fresh, rt.generate(prompts, **GREEDY)) < CLOSE
 
 
-def test_a_layer_that_a_reload_does_not_bring_is_named_and_stays_as_it_was(rt, prompts):
+@pytest.mark.parametrize(
+    ("missing", "words"),
+    [
+        ("layers.1.mlp", "2 layers of the engine's model got no weights, or not all, model.layers.1.mlp"),
+        ("layers.0.self_attn.k_proj", r"1 layers .*, model.layers.0.self_attn.qkv_proj.weight \(2 of 3 parts\)"),
+        ("layers.1.mlp.up_proj", r"1 layers .*, model.layers.1.mlp.gate_up_proj.weight \(1 of 2 parts\)"),
+    ],
+)
+def test_what_a_reload_does_not_bring_is_named_and_stays_as_it_was(rt, prompts, missing, words):
     before = {name: parameter.clone() for name, parameter in rt.model.named_parameters()}
-    tensors = {name: tensor for name, tensor in before.items() if "layers.1.mlp" not in name}
-    with pytest.raises(TransferError, match="2 layers of the engine's model got no weights, model.layers.1.mlp"):
+    tensors = {name: tensor for name, tensor in before.items() if missing not in name}
+    with pytest.raises(TransferError, match=words):
         rt.engine.load_weights(tensors.items())
     rt.engine.resume()
     with pytest.raises(StaleWeights):

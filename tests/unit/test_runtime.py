@@ -1,5 +1,6 @@
 """What users do with a runtime, through the public API, on a CPU that plays a small device."""
 
+import copy
 import gc
 import tracemalloc
 
@@ -12,6 +13,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 import colo
 from colo.config import Offload, RuntimeConfig
 from colo.engines.torch import TorchEngine
+from colo.memory import region as regions
 from colo.memory.offload import Mover
 from colo.optim import MasterWeights
 from colo.phases.phase import Phase, Residency
@@ -538,6 +540,79 @@ def test_nothing_works_after_close_and_closing_twice_is_fine():
     ids = torch.tensor([[1, 2, 3]])
     rt.model(input_ids=ids, labels=ids).loss.backward()
     rt.optimizer.step()
+
+
+def test_closing_without_room_for_the_state_loses_nothing_and_can_be_repeated(monkeypatch):
+    model = AutoModelForCausalLM.from_config(qwen3())
+    twin = copy.deepcopy(model)
+    optimizer, other = adamw(model.parameters()), adamw(twin.parameters())
+    rt = colo.share(make_engine(), model, optimizer, config=RuntimeConfig(offload=Offload.ALWAYS))
+    ids = torch.tensor([[1, 2, 3]])
+
+    def step(net, opt):
+        net(input_ids=ids, labels=ids).loss.backward()
+        opt.step()
+        opt.zero_grad()
+
+    step(twin, other)
+    with rt.train():
+        step(model, optimizer)
+    rt.generate(PROMPTS)
+    assert rt.scheduler.segments["trainer.optimizer"].residency is Residency.OFFLOADED
+
+    def full(region):
+        raise colo.BudgetError("no room", needed_bytes=1, free_bytes=0)
+
+    with monkeypatch.context() as patch, pytest.raises(colo.BudgetError, match="no room"):
+        patch.setattr(regions.ResizedRegion, "_restore", full)
+        rt.close()
+    assert rt.generate(PROMPTS)[0].weights_version == 1, "it is open as before"
+    rt.close()
+    step(twin, other)
+    step(model, optimizer)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+
+
+def test_an_engines_own_weights_come_back_to_be_compared_where_no_step_was_taken():
+    config = RuntimeConfig(weights="copy", offload=Offload.ALWAYS, kv_cache_bytes=MIB)
+    rt = launch(config=config)
+    before = rt.generate(PROMPTS, max_tokens=4, temperature=0)
+    ids = torch.tensor([[1, 2, 3]])
+    with rt.train():
+        rt.model(input_ids=ids, labels=ids).loss.backward()
+        assert rt.scheduler.segments["engine.weights"].residency is Residency.OFFLOADED
+    after = rt.generate(PROMPTS, max_tokens=4, temperature=0)
+    assert [c.token_ids for c in before] == [c.token_ids for c in after]
+    assert after[0].weights_version == 0 and len(rt.publications) == 1
+    rt.close()
+
+
+def test_an_interrupted_publication_poisons_the_engine(monkeypatch):
+    model = AutoModelForCausalLM.from_config(qwen3())
+    rt = colo.share(make_engine(torch.bfloat16), model, adamw(model.parameters()))
+    with rt.train():
+        train_step(rt)
+
+    def interrupted(version):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(rt.transport, "transfer", interrupted)
+        rt.generate([[1]])
+    rt.engine.resume()
+    with pytest.raises(colo.StaleWeights, match="publishing version 1 failed: KeyboardInterrupt"):
+        rt.engine.generate([[1]], colo.SamplingParams())
+    assert rt.generate([[1]])[0].weights_version == 1
+    rt.close()
+
+
+def test_what_you_have_put_into_evaluation_mode_stays_there(rt):
+    frozen = rt.model.model.layers[0].eval()
+    rt.generate(PROMPTS, max_tokens=4)
+    with rt.train():
+        assert "mismatch_sampled" in rt.trace.metrics
+        assert rt.model.training and rt.model.model.layers[1].training
+        assert not any(module.training for module in frozen.modules())
 
 
 def test_closing_inside_a_phase_is_refused(rt):

@@ -125,26 +125,64 @@ def forget_reloads(model: nn.Module) -> None:
 
 
 def unloaded_layers(model: nn.Module) -> list[str]:
-    """Names of layers that a layerwise reload, about to be finished, has brought nothing to.
+    """Names of layers that a layerwise reload, about to be finished, has not brought all to.
 
-    vLLM warns of them and puts back what they held before. Its own notes say so. Left out are those that another
-    layer's weights serve, such as an output layer that is the embedding, and norms, of which some models (Gemma 3n in
-    0.26) have more than they use.
+    To some it has brought nothing: vLLM warns of them and puts back what they held before. Left out are those that
+    another layer's weights serve, such as an output layer that is the embedding, and norms, of which some models (Gemma
+    3n in 0.26) have more than they use. Others lack a part, of a fused matrix for one, which vLLM takes for padding: it
+    would process what new memory happens to hold, and is told that nothing was brought. Its own notes tell.
     """
     from vllm.model_executor.model_loader.reload import layerwise
 
     notes: Any = getattr(layerwise, "LAYERWISE_INFO", {})
     waiting: dict[str, list[torch.Tensor]] = {}
     held: set[int] = set()
+    partial: list[str] = []
+    unused = {id(part) for module in model.modules() for part in _parts_without_kv(module)}
     for name, module in model.named_modules():
         info = notes.get(module)
         if info is None or info.kernel_tensors is None:  # brought and processed, or never to be
             held |= {p.data_ptr() for p in module.parameters(recurse=False) if p.numel()}
         elif info.load_numel > 0:  # but for padding
             held |= {t.data_ptr() for t in info.kernel_tensors[0].values() if t.numel()}
+            if id(module) not in unused and (lacking := list(_lacking_parts(module, info))):
+                partial += [f"{name}.{part}" for part in lacking]
+                info.loaded_weights.clear()
+                info.load_numel = 0
         elif any(t.dim() > 1 or (t.dim() and kind != "weight") for kind, t in info.restore_metadata[0].items()):
             waiting[name] = list(info.kernel_tensors[0].values())
-    return [name for name, tensors in waiting.items() if not all(t.data_ptr() in held for t in tensors)]
+    return partial + [name for name, tensors in waiting.items() if not all(t.data_ptr() in held for t in tensors)]
+
+
+def _parts_without_kv(attention: nn.Module) -> Iterator[nn.Module]:
+    """The projection of an attention that uses the keys and values of another layer: its own need not be there."""
+    if getattr(getattr(attention, "attn", None), "kv_sharing_target_layer_name", None) is not None:
+        yield from getattr(attention, "qkv_proj", nn.Module()).modules()
+
+
+def _lacking_parts(module: nn.Module, info: Any) -> Iterator[str]:
+    """Parameters of a layer in a reload that got nothing, or not every part that a fused matrix is made of."""
+    given: dict[str, set[tuple[Any, Any]]] = {}
+    for name, call in info.loaded_weights:
+        arguments = call.arguments
+        part = arguments.get("loaded_shard_id", arguments.get("shard_id"))
+        for one in part if isinstance(part, tuple) else (part,):
+            given.setdefault(name, set()).add((arguments.get("expert_id"), one))
+    for name, tensor in info.restore_metadata[0].items():
+        if name not in given:
+            if tensor.dim() > 1 or name == "bias":
+                yield name
+            continue
+        experts, parts = ({key[i] for key in given[name]} for i in (0, 1))
+        if None in parts:
+            continue  # given whole
+        if experts == {None}:
+            num_wanted = len(getattr(module, "output_sizes", parts))
+        else:
+            num_experts = max(len(experts), int(getattr(module, "global_num_experts", 0)))
+            num_wanted = num_experts * (2 if name.startswith("w13") else 1)
+        if len(given[name]) < num_wanted:
+            yield f"{name} ({len(given[name])} of {num_wanted} parts)"
 
 
 def renamer(model: nn.Module) -> Callable[[str], str]:

@@ -18,6 +18,7 @@ import torch
 
 from colo.errors import TransferError, Unsupported
 from colo.memory.checksum import Checksums, Part, values
+from colo.memory.fence import wait_for_queued
 from colo.memory.slab import Description, open_slab
 from colo.memory.tiles import WORD_BYTES, in_words
 from colo.units import align_up
@@ -181,8 +182,7 @@ class Receiver:
         arrived = [*update.mapped, *self._arrived(update.taken)]
         if arrived != list(manifest.names):
             Manifest(specs=manifest.specs, version=update.version).check_received(arrived)
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
+        wait_for_queued(self._device)
         own = values([sums for _, sums in sorted(update.sums.items())])
         if len(own) != len(checksums or ()):
             raise TransferError(

@@ -51,7 +51,7 @@ class Reload:
     def finish(self) -> dict[str, Any]:
         """Attest: post-processing has run on every tensor that was announced, and no layer lacks its weights.
 
-        Raises: `TransferError` otherwise. Layers that nothing was brought to hold what they held before.
+        Raises: `TransferError` otherwise. Layers that it names hold what they held before.
         """
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
@@ -63,8 +63,8 @@ class Reload:
         self._synchronize()
         if unloaded:
             raise TransferError(
-                f"{len(unloaded)} layers of the engine's model got no weights, {unloaded[0]} for one: the trainer's "
-                "model lacks them, or vLLM's loader of this model writes them past its own reload"
+                f"{len(unloaded)} layers of the engine's model got no weights, or not all, {unloaded[0]} for one: the "
+                "trainer's model lacks them, or vLLM's loader of this model writes them past its own reload"
             )
         if self._manifest is None:
             return {"num_tensors": len(self._given)}

@@ -221,8 +221,12 @@ class RemoteEngine:
         """
         self._require("pause", EngineState.AWAKE, EngineState.PAUSED)
         if not self._paused:
-            self._ask("POST", "/pause", query={"mode": mode}, patient=mode == "wait")
-            self._paused = True
+            self._paused = True  # also after an interrupt: it may be, and to resume what is not does nothing
+            try:
+                self._ask("POST", "/pause", query={"mode": mode}, patient=mode == "wait")
+            except Exception:
+                self._paused = False
+                raise
 
     def resume(self) -> None:
         """Generate again. Idempotent; `PhaseError` unless every segment is resident."""

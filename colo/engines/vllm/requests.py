@@ -59,8 +59,12 @@ class Requests:
         if self.paused:
             return
         llm = connection.llm
-        connection.in_engine("pause", lambda: llm.sleep(level=0, mode=mode), deadline=mode != "wait")
-        self.paused = True
+        self.paused = True  # also after an interrupt: it may be, and to resume what is not does nothing
+        try:
+            connection.in_engine("pause", lambda: llm.sleep(level=0, mode=mode), deadline=mode != "wait")
+        except Exception:
+            self.paused = False
+            raise
         if mode == "abort" and not connection.own_process:
             # vLLM (0.26, 0.30) ends them in its scheduler only here, and whoever steps would wait for them forever.
             connection.abort_requests()

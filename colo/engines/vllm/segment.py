@@ -71,7 +71,13 @@ class WorkerSegment:
             )
         check_move(self.name, source, target)
         self._holder.before_move(self.name, target)
-        self._holder.begin_move(self.name, source, target)
+        try:
+            self._holder.begin_move(self.name, source, target)
+        except Exception:
+            raise
+        except BaseException:  # an interrupt: whether the workers have moved it is unknown, and to move twice is not
+            self.residency = source if target is Residency.RESIDENT else target
+            raise
         self.residency = target
         if target is Residency.DISCARDED:
             self.settle()

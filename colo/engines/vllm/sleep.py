@@ -6,6 +6,7 @@ pinned arena, or at once when they are not needed; mapped again at the same addr
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from colo.engines.vllm.loader import placed_models
 from colo.memory import cuda_driver
 from colo.memory.offload import Mover, RegionSegment
 from colo.memory.region import Region, require_free
+from colo.memory.segment import Move
 from colo.phases.phase import ENGINE_KV_CACHE, ENGINE_WEIGHTS, Residency
 from colo.units import MIB
 
@@ -89,7 +91,7 @@ class WorkerSegments:
             device = torch.device("cuda", torch.cuda.current_device())
         self.mover = Mover(device, chunk_bytes=CHUNK_BYTES)
         self.by_name = _segments(self._regions, self.mover)
-        self._kept: list[Kept] = []
+        self._others = OtherTensors()
 
     def prepare(self) -> None:
         """Pin host memory for the weights in the background, so that the first sleep does not wait for it."""
@@ -101,13 +103,13 @@ class WorkerSegments:
         """Start moving a segment. Raises: as `Segment.begin`."""
         segment = self.by_name[name]
         source = segment.residency
-        if name == ENGINE_WEIGHTS and target is Residency.DISCARDED and source is Residency.RESIDENT:
-            self._kept = kept_of(self._worker.get_model(), segment.regions)
+        if name == ENGINE_WEIGHTS:
+            self._others.before(target, segment, [self._worker.get_model()])
         segment.begin(target)
         if target is not Residency.RESIDENT and self.mover.device.type == "cuda":
             torch.cuda.empty_cache()  # another process cannot use what torch caches in this one
         if target is Residency.RESIDENT and source is Residency.DISCARDED and name == ENGINE_WEIGHTS:
-            bring_back(self._kept)
+            self._others.bring_back()
 
     def wait(self, name: str) -> None:
         """Return when a segment has arrived where it is going."""
@@ -131,27 +133,48 @@ class WorkerSegments:
                     yield StorageRegion(ENGINE_KV_CACHE, storage)
 
 
-Kept = tuple[torch.Tensor, torch.Tensor]
-"""A tensor of a model, and what it held."""
+class OtherTensors:
+    """Buffers, LoRA matrices and other tensors among the weights that are no parameters: level 2 would lose them."""
+
+    def __init__(self) -> None:
+        self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []  # tensor and what it held
+
+    def before(self, target: Residency, segment: RegionSegment, models: Iterable[nn.Module]) -> None:
+        """Keep what they hold, if it would be lost on the way to `target`, from wherever it is."""
+        if target is Residency.DISCARDED and segment.residency is not target:
+            places = [place for model in models for place in _places(model, segment.regions)]
+            self._kept = [(tensor, _held(tensor, segment, region, start)) for tensor, region, start in places]
+
+    def bring_back(self) -> None:
+        """Write back what was kept, which is forgotten then."""
+        with torch.no_grad():
+            for tensor, held in self._kept:
+                tensor.copy_(held)
+        self._kept.clear()
 
 
-def kept_of(model: nn.Module, regions: Sequence[Region]) -> list[Kept]:
-    """Buffers, LoRA matrices and others in `regions` that are no parameters: level 2 would lose them for good."""
-    ranges = [(r.bytes.data_ptr(), r.bytes.data_ptr() + r.size_bytes) for r in regions]
+def _places(model: nn.Module, regions: Sequence[Region]) -> Iterator[tuple[torch.Tensor, Region, int]]:
+    """Tensors, with their region and offset in bytes; addresses tell also while nothing is mapped there."""
     parameters = {p.data_ptr() for p in model.parameters()}
-    return [
-        (tensor, tensor.detach().cpu())
-        for tensor in _other_tensors(model)
-        if tensor.data_ptr() not in parameters and any(a <= tensor.data_ptr() < b for a, b in ranges)
-    ]
+    starts = sorted((region.bytes.data_ptr(), index) for index, region in enumerate(regions))
+    for tensor in _other_tensors(model):
+        address = tensor.data_ptr()
+        at = bisect_right(starts, (address, len(regions))) - 1
+        if at < 0 or address in parameters:
+            continue
+        start, index = starts[at]
+        if address < start + regions[index].size_bytes:
+            yield tensor, regions[index], address - start
 
 
-def bring_back(kept: list[Kept]) -> None:
-    """Write back what `kept_of` has kept, which is forgotten then."""
-    with torch.no_grad():
-        for tensor, copy in kept:
-            tensor.copy_(copy)
-    kept.clear()
+def _held(tensor: torch.Tensor, segment: RegionSegment, region: Region, start_bytes: int) -> torch.Tensor:
+    """What a tensor holds, in host memory: a copy, since what is there goes."""
+    if segment.residency is not Residency.OFFLOADED:
+        return tensor.detach().to("cpu", copy=True)
+    elements = segment.host_copy(region)[start_bytes:]
+    elements = elements[: elements.numel() // tensor.element_size() * tensor.element_size()].view(tensor.dtype)
+    offset = int(elements.storage_offset())
+    return elements.as_strided(tensor.shape, tensor.stride(), offset).clone()
 
 
 def _segments(regions: Callable[[str], Iterable[Region]], mover: Mover) -> dict[str, RegionSegment]:
@@ -205,17 +228,14 @@ class ColoSleepBackend(SleepModeBackend):  # type: ignore[misc]  # vLLM ships no
         super().__init__()
         self._segments: dict[str, RegionSegment] = {}
         self._mover: Mover | None = None
-        self._kept: list[Kept] = []
+        self._others = OtherTensors()
 
     def suspend(self, level: int = 1) -> None:
         """Drop the KV cache; take the weights to the host (level 1) or drop them too (level 2). Idempotent."""
         self._build()
         weights = Residency.OFFLOADED if level == 1 else Residency.DISCARDED
-        segment = self._segments[ENGINE_WEIGHTS]
-        if weights is Residency.DISCARDED and segment.residency is Residency.RESIDENT:
-            self._kept = [kept for model in placed_models() for kept in kept_of(model, segment.regions)]
         moves = [
-            self._segments[name].begin(target)
+            self._begin(name, target)
             for name, target in ((ENGINE_WEIGHTS, weights), (ENGINE_KV_CACHE, Residency.DISCARDED))
             if self._segments[name].residency is Residency.RESIDENT and self._segments[name].regions
         ]
@@ -230,7 +250,7 @@ class ColoSleepBackend(SleepModeBackend):  # type: ignore[misc]  # vLLM ships no
             if self._segments and self._segments[name].regions:
                 self._segments[name].begin(Residency.RESIDENT).wait()
                 if name == ENGINE_WEIGHTS:
-                    bring_back(self._kept)
+                    self._others.bring_back()
         self._state = "RUNNING"
 
     def discard(self, tags: Iterable[str]) -> None:
@@ -238,7 +258,13 @@ class ColoSleepBackend(SleepModeBackend):  # type: ignore[misc]  # vLLM ships no
         self._build()
         for tag in tags:
             if tag in TAGS and self._segments[TAGS[tag]].regions:
-                self._segments[TAGS[tag]].begin(Residency.DISCARDED).wait()
+                self._begin(TAGS[tag], Residency.DISCARDED).wait()
+
+    def _begin(self, name: str, target: Residency) -> Move:
+        segment = self._segments[name]
+        if name == ENGINE_WEIGHTS:
+            self._others.before(target, segment, placed_models())
+        return segment.begin(target)
 
     @classmethod
     def preserves_communicators(cls) -> bool:

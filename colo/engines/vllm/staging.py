@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from colo.memory.fence import wait_for_queued
 from colo.memory.region import carve, carved_bytes
 from colo.memory.slab import Description, Slab
 from colo.units import MIB
@@ -54,8 +55,7 @@ class Staging:
             self._slab = self._lay_out(layout)
         if tensors:
             torch._foreach_copy_(self._views, [tensor for _, tensor in tensors])
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
+        wait_for_queued(self._device)
         return self._described, self._slab.describe(to_pid=to_pid)
 
     def put_groups(self, tensors: Iterable[Named], *, to_pid: int) -> Iterator[Staged]:

@@ -26,6 +26,7 @@ from colo.engines.vllm.reload import Reload, check_begun
 from colo.engines.vllm.sleep import WorkerSegments
 from colo.engines.vllm.staging import staged
 from colo.engines.vllm.store import device_id
+from colo.memory.fence import wait_for_queued
 from colo.memory.probe import torch_pinned_bytes
 from colo.memory.slab import open_slab
 from colo.phases.phase import ENGINE_KV_CACHE, ENGINE_WEIGHTS, Residency
@@ -176,7 +177,8 @@ class WorkerAgent:
         return segments.by_name[segment].device_bytes
 
     def release(self) -> None:
-        """Bring everything back and forget it: the engine is about to end."""
+        """Bring everything back and forget it, and what was mapped of the caller's: he is about to let go."""
+        self._staging = self._adapter_kept = None
         if self._segments is not None:
             self._segments.close()
             self._segments = None
@@ -275,5 +277,5 @@ class WorkerAgent:
         return given
 
     def _finish_reading(self, staging: dict[str, Any] | None) -> None:
-        if staging is not None and torch.device(self._worker.device).type == "cuda":
-            torch.cuda.current_stream().synchronize()
+        if staging is not None:
+            wait_for_queued(torch.device(self._worker.device))

@@ -16,6 +16,7 @@ import torch
 
 from colo.errors import EngineLost, TransferError, Unsupported
 from colo.memory.checksum import Checksums, values
+from colo.memory.fence import wait_for_queued
 from colo.memory.slab import Slab
 from colo.memory.tiles import WORD_BYTES, in_words
 from colo.units import MIB, align_up
@@ -108,7 +109,7 @@ class IpcTransport:
             answers = self._peer.receive("finish", checksums=checksums)
             self._sums = checksums
         else:
-            _wait(self._peer.device)
+            wait_for_queued(self._peer.device)
             copy = ("copy", {"verify": self._verify})
             answers = self._peer.receive_all([begin, copy, ("finish", {"checksums": None})])
         for attested in answers:
@@ -130,7 +131,7 @@ class IpcTransport:
             return not self._verify or (self._sums is not None and self._sums == self._staging.checksums(tensors))
         if self._exported is None or not self._exported.is_current(tensors):
             return False
-        _wait(self._peer.device)
+        wait_for_queued(self._peer.device)
         return not any(self._peer.receive("differences"))
 
     def reconnect(self) -> None:
@@ -307,9 +308,3 @@ def _without_gaps(tensor: torch.Tensor) -> tuple[int, ...]:
 
 def _event() -> torch.cuda.Event:
     return torch.cuda.Event(interprocess=True)
-
-
-def _wait(device: torch.device) -> None:
-    """The trainer's kernels have finished writing."""
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()

@@ -3,7 +3,7 @@ import torch
 
 from colo.errors import BudgetError, PhaseError
 from colo.memory.offload import Mover, RegionSegment
-from colo.memory.region import allocate_region
+from colo.memory.region import ResizedRegion, allocate_region
 from colo.phases.phase import Residency
 from colo.report.trace import Trace
 from colo.units import MIB
@@ -113,3 +113,23 @@ def test_copies_are_in_the_trace_with_their_bytes(mover):
         ("out s", "d2h", 1024),
         ("back s", "h2d", 1024),
     ]
+
+
+def test_a_return_that_finds_no_room_while_leaving_is_under_way_leaves_it_offloaded_and_holds_nothing(monkeypatch):
+    mover = Mover(torch.device("cpu"))
+    segment = make(mover, MIB, MIB)
+    before = [region.bytes.clone() for region in segment.regions]
+    departure = segment.begin(O)
+    segment.regions[0].release()  # as `poll` does once the first copy has finished, and the second has not
+    departure._pending.pop(0)
+
+    def full(region):
+        raise BudgetError("full", needed_bytes=MIB, free_bytes=0)
+
+    with monkeypatch.context() as patch, pytest.raises(BudgetError):
+        patch.setattr(ResizedRegion, "_restore", full)
+        segment.begin(R)
+    assert (segment.residency, segment.device_bytes) == (O, 0)
+    segment.begin(R).wait()
+    assert all(torch.equal(old, region.bytes) for old, region in zip(before, segment.regions, strict=True))
+    mover.close()

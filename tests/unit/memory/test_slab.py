@@ -126,6 +126,20 @@ def test_what_its_owner_has_closed_cannot_be_opened(slab, to_pid):
         open_slab(description, CPU)
 
 
+@pytest.mark.parametrize("to_pid", [1, os.getpid()], ids=["another process", "the same process"])
+def test_no_two_slabs_have_the_same_description_though_their_files_have_the_same_number(to_pid):
+    first = Slab(SIZE_BYTES, CPU)
+    before = first.describe(to_pid=to_pid)
+    first.close()
+    second = Slab(SIZE_BYTES, CPU)
+    after = second.describe(to_pid=to_pid)
+    assert before.get("path") == after.get("path"), "else this shows nothing"
+    assert before != after
+    with pytest.raises(TransferError, match="has been closed by its owner"):
+        open_slab(before, CPU)
+    second.close()
+
+
 def test_a_description_travels_as_json(slab):
     description = slab.describe(to_pid=1)
     assert json.loads(json.dumps(description)) == description

@@ -7,6 +7,8 @@ import pytest
 import torch
 from transformers import Adafactor
 
+from colo.errors import BudgetError
+from colo.memory import state
 from colo.memory.offload import Mover
 from colo.memory.state import StateOffloader, expected_state_bytes
 from colo.optim import MasterWeights
@@ -266,3 +268,32 @@ def test_closing_on_the_host_hands_the_arenas_memory_over(name, parked, device):
     backward(plain, 9), backward(net.cpu(), 9)
     reference.step(), optimizer.step()
     assert_same(plain.state_dict(), net.state_dict())
+
+
+@pytest.mark.parametrize("num_regions", [0, 1])
+def test_without_room_to_gather_the_optimizer_stays_as_it_was(num_regions, device, monkeypatch):
+    mover, net = Mover(device), model()
+    optimizer = OPTIMIZERS["adamw"](net.parameters())
+    backward(net, 0)
+    optimizer.step()
+    before = [t.clone() for kept in optimizer.state.values() for t in kept.values()]
+    allocate, made = state.allocate_region, []
+
+    def allocate_some(*args, **kwargs):
+        if len(made) == num_regions:
+            raise BudgetError("no room", needed_bytes=1, free_bytes=0)
+        made.append(allocate(*args, **kwargs))
+        return made[-1]
+
+    monkeypatch.setattr(state, "allocate_region", allocate_some)
+    called = []
+    with pytest.raises(BudgetError, match="no room"):
+        StateOffloader(optimizer, mover, region_bytes=10_000, before_step=lambda: called.append(1))
+    assert len(made) == num_regions
+    after = [t for kept in optimizer.state.values() for t in kept.values()]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    mover.close()
+    backward(net, 1)
+    optimizer.step()
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert not called
