@@ -39,6 +39,8 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
 
     To the outside its parameters are the model's, its state holds the masters (under `master_weight`) beside the inner
     optimizer's, and its parameter groups' hyperparameters, which schedulers change, reach the inner one at each step.
+    What has been written to a parameter since the last step, by `load_state_dict` for one, is its master from then on;
+    writes through `.data` are not noticed and are lost.
     Parameters that are fp32 or wider are handed to the inner optimizer as they are.
 
     A step handles `bucket_bytes` of fp32 gradients at a time, by calling the inner optimizer's `step` once for each
@@ -51,6 +53,7 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
             raise ValueError(f"bucket_bytes must be positive or None, not {bucket_bytes}")
         groups = _as_groups(params)
         self._masters: dict[torch.Tensor, torch.Tensor] = {}
+        self._written: dict[torch.Tensor, int] = {}  # how often torch had written to a parameter when we last did
         self._bucket_bytes = bucket_bytes
         self._changed: torch.Tensor | None = None
         self._num_elements = 0
@@ -96,6 +99,7 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
         for parameter in bucket:
             master = self._masters.get(parameter)
             if master is not None and parameter.grad is not None:
+                self._follow(parameter, master)
                 master.grad = parameter.grad.to(torch.float32)
         hidden = self._hide_gradients(except_for=bucket)
         self._inner.step()
@@ -103,6 +107,11 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
             parameter.grad = gradient
         for parameter in bucket:
             self._round(parameter)
+
+    def _follow(self, parameter: torch.Tensor, master: torch.Tensor) -> None:
+        """Take over what somebody else has written to a parameter; where it is the master rounded, that stays."""
+        if parameter._version != self._written[parameter]:
+            torch.where(master.to(parameter.dtype) == parameter, master, parameter.to(torch.float32), out=master)
 
     def _round(self, parameter: torch.Tensor) -> None:
         master = self._masters.get(parameter)
@@ -114,6 +123,7 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
         self._changed = changed if self._changed is None else self._changed + changed.to(self._changed.device)
         self._num_elements += parameter.numel()
         parameter.copy_(rounded)
+        self._written[parameter] = parameter._version
 
     def _hide_gradients(self, except_for: list[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Take away the gradients of parameters without masters whose turn is not now."""
@@ -151,6 +161,7 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
         master = parameter.detach().to(torch.float32, copy=True)
         master.requires_grad_(parameter.requires_grad)
         self._masters[parameter] = master
+        self._written[parameter] = parameter._version
         return master
 
     def _copy_hyperparameters(self) -> None:

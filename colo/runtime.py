@@ -467,12 +467,13 @@ class Runtime:
         )
 
     def _all_segments(self) -> list[Segment]:
-        parameters = [tensor for _, tensor in ModuleSource(self.model)]
-        size_bytes = sum(p.numel() * p.element_size() for p in parameters)
+        weights = [tensor for _, tensor in ModuleSource(self.model)]
+        size_bytes = sum(t.numel() * t.element_size() for t in weights)
         is_shared = self.transport.name == "shared"
         residency = Residency.SHARED if is_shared else Residency.RESIDENT
         fixed = [FixedSegment(TRAINER_PARAMETERS, size_bytes, residency)]
-        adapter_bytes = sum(p.numel() * p.element_size() for p in self.model.parameters()) - size_bytes
+        base = {id(tensor) for tensor in weights}
+        adapter_bytes = sum(p.numel() * p.element_size() for p in self.model.parameters() if id(p) not in base)
         if adapter_bytes:
             fixed.append(FixedSegment(TRAINER_ADAPTER, adapter_bytes, Residency.RESIDENT))
         return [*self.engine.segments, *fixed, *self._offloader.segments]

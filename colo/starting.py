@@ -20,6 +20,7 @@ from colo.errors import BudgetError, Unsupported
 from colo.memory.offload import Mover
 from colo.units import GIB, MIB, format_bytes
 from colo.weights.packed import pack
+from colo.weights.sources.module import ModuleSource, check_taken
 from colo.weights.sources.peft import check_lora_config
 from colo.weights.transports.choice import why_not_shared
 
@@ -74,7 +75,7 @@ def start_torch(order: Order, undo: ExitStack) -> tuple[Engine, Any]:
     )
     undo.callback(engine.close)
     engine.module.generation_config = checkpoint.generation_config
-    engine.load_weights(checkpoint.named_parameters())
+    engine.load_weights(ModuleSource(checkpoint))
     if order.config.weights is not Weights.AUTO:
         return engine, checkpoint.to(order.device).requires_grad_(True).train()
     model = empty_model(checkpoint.config, dtype=order.dtype, attn_implementation=None)
@@ -107,8 +108,9 @@ def start_vllm(order: Order, undo: ExitStack) -> tuple[Engine, Any]:
     undo.callback(engine.close)
     packed = engine.packed_weights()
     pack(model, packed, compute_dtype=order.dtype)
-    tensors = dict(model.named_parameters())
+    tensors = ModuleSource(model).tensors()
     plan = engine.record_plan(tensors)
+    check_taken(tensors, [plan.left_out])
     why_not = why_not_shared(plan, tensors, order.config)
     if packs:
         if why_not is not None:
@@ -205,9 +207,9 @@ def _tied(model: nn.Module) -> dict[str, str]:
 
 @torch.no_grad()
 def _copy_weights(source: nn.Module, target: nn.Module) -> None:
-    tensors = dict(source.named_parameters())
-    for name, parameter in target.named_parameters():
-        parameter.copy_(tensors[name])
+    tensors = ModuleSource(source).tensors()
+    for name, tensor in ModuleSource(target):
+        tensor.copy_(tensors[name])
 
 
 def _load_checkpoint(model: Checkpoint, dtype: torch.dtype, revision: str) -> Any:

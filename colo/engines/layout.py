@@ -23,6 +23,7 @@ from colo.engines.base import AdapterWeights
 from colo.errors import TransferError, Unsupported
 from colo.memory.region import Region, allocate_region, carve, carved_bytes
 from colo.units import GIB, align_up
+from colo.weights.sources.module import saved_buffers
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -91,7 +92,7 @@ class Layout:
 
 
 def _distinct(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Every parameter under its first name, and its other names with the first."""
+    """Every parameter and saved buffer under its first name, and other names of parameters with the first."""
     first_names: dict[int, str] = {}
     named: dict[str, torch.Tensor] = {}
     tied: dict[str, str] = {}
@@ -101,7 +102,7 @@ def _distinct(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]
             named[name] = parameter
         else:
             tied[name] = first
-    return named, tied
+    return named | dict(saved_buffers(model)), tied
 
 
 def _stack(named: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, list[str]]]:
@@ -202,9 +203,10 @@ def empty_model(config: PretrainedConfig, *, dtype: torch.dtype, attn_implementa
 
 
 def bind(model: PreTrainedModel, views: Mapping[str, torch.Tensor], tied: Mapping[str, str]) -> None:
-    """Make `views`, by Hugging Face name, the frozen parameters of `model`, and move its buffers to their device.
+    """Make `views`, by Hugging Face name, the frozen parameters and the buffers of `model`.
 
-    A view that is a parameter already is taken as it is.
+    Buffers that are not among them move to the device of the others. A view that is a parameter already is taken as it
+    is.
     Raises: `KeyError` for a parameter of the model that is neither in `views` nor in `tied`.
     """
     frozen = {
@@ -217,7 +219,7 @@ def bind(model: PreTrainedModel, views: Mapping[str, torch.Tensor], tied: Mappin
     device = next(iter(frozen.values())).device
     for name, buffer in list(model.named_buffers()):
         owner, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(owner), leaf, buffer.to(device))
+        setattr(model.get_submodule(owner), leaf, views[name] if name in views else buffer.to(device))
 
 
 class Adapters:

@@ -77,14 +77,15 @@ class LoadPlan:
         source: Mapping[str, torch.Tensor],
         destinations: Mapping[str, torch.Tensor],
         *,
+        optional: Mapping[str, torch.Tensor] | None = None,
         as_checkpoint: Views | None = None,
     ) -> LoadPlan:
         """Run `load` on stand-ins of `source` and note its copies; no byte of the engine is changed.
 
         `destinations` is the engine's memory by name, without padding that no weight fills, for the check that every
-        byte of it is covered exactly once. `as_checkpoint` turns the stand-ins into what the loader is given, for
-        loaders that want other names or parts than `source` has (`checkpoint_views`); copies are noted for the tensors
-        of `source` all the same.
+        byte of it is covered exactly once; of memory that is `optional`, exactly once or not at all. `as_checkpoint`
+        turns the stand-ins into what the loader is given, for loaders that want other names or parts than `source` has
+        (`checkpoint_views`); copies are noted for the tensors of `source` all the same.
         Raises: `TransferError` naming the tensors when parts of the engine's memory are written twice or never and no
         fallback explains it; whatever the loader raises.
         """
@@ -107,8 +108,21 @@ class LoadPlan:
             fallbacks=recorder.fallbacks,
         )
         if not plan.fallbacks:
-            _check_coverage(plan.copies, destinations)
+            _check_coverage(plan.copies, destinations, optional or {})
         return plan
+
+    @cached_property
+    def left_out(self) -> dict[str, int]:
+        """Sources that the loader has not copied whole, with the number of elements that it has copied.
+
+        A worker that has a slice of each, and a loader that takes a slice of what it is given, look alike: counts of
+        all workers have to be added up.
+        """
+        taken = dict.fromkeys(self.sources, 0)
+        for copy in self.copies:
+            taken[copy.name] += prod(copy.shape)
+        sizes = {name: prod(shape) for name, (_, shape) in self.sources.items()}
+        return {n: taken[n] for n, size in sizes.items() if taken[n] < size and n not in self.fallbacks}
 
     @cached_property
     def aliases(self) -> dict[str, torch.Tensor]:
@@ -282,8 +296,11 @@ def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
             yield from _tensors(value)
 
 
-def _check_coverage(copies: Iterable[Copy], destinations: Mapping[str, torch.Tensor]) -> None:
-    """Raise `TransferError` unless every element of every destination is written exactly once."""
+def _check_coverage(
+    copies: Iterable[Copy], destinations: Mapping[str, torch.Tensor], optional: Mapping[str, torch.Tensor]
+) -> None:
+    """Raise `TransferError` unless every element is written exactly once, or of optional memory none."""
+    destinations = {**optional, **destinations}
     by_destination: dict[str, list[torch.Tensor]] = {name: [] for name in destinations}
     index = _Index(destinations)
     for copy in copies:
@@ -292,6 +309,8 @@ def _check_coverage(copies: Iterable[Copy], destinations: Mapping[str, torch.Ten
             raise TransferError(f"the loader copies {copy.name} to memory that is no parameter of the engine")
         by_destination[name].append(copy.target)
     for name, targets in by_destination.items():
+        if name in optional and not targets:
+            continue
         base, num_elements = _offset(destinations[name]), destinations[name].numel()
         never, twice = _count_misses(num_elements, [(_offset(t) - base, t.shape, t.stride()) for t in targets])
         if never or twice:

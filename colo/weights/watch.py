@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, cast
 
 from torch import nn
 
+from colo.weights.sources.module import saved_buffers
 from colo.weights.sources.peft import active_adapter, is_peft_model
 
 if TYPE_CHECKING:
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class WriteWatch:
-    """Remembers how often torch has written to a model's parameters in place, and which adapter is active.
+    """Remembers how often torch has written to a model's weights in place, and which adapter is active.
 
     Writes through `.data` leave no trace that it could see.
     """
@@ -33,4 +34,5 @@ class WriteWatch:
 
     def _state(self) -> tuple[int, str | None]:
         adapter = active_adapter(cast("PeftModel", self._model)) if is_peft_model(self._model) else None
-        return sum(parameter._version for parameter in self._model.parameters()), adapter
+        tensors = (*self._model.parameters(), *(buffer for _, buffer in saved_buffers(self._model)))
+        return sum(tensor._version for tensor in tensors), adapter

@@ -11,9 +11,9 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 from torch.optim import AdamW
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Gemma4TextConfig
 
 import colo
 from colo.config import RuntimeConfig
@@ -352,6 +352,40 @@ def test_weights_in_memory_that_ends_with_the_engine_are_copied_and_come_back(
     engine.close()
 
 
+def test_buffers_of_a_checkpoint_outlive_the_engine(tiny, engine_options, randomize, prompts, mismatch, tmp_path):
+    config = tiny(
+        Gemma4TextConfig, global_head_dim=32, hidden_size_per_layer_input=0, num_kv_shared_layers=0, sliding_window=64
+    )
+    twin = randomize(AutoModelForCausalLM.from_config(config, dtype=torch.float32))
+    scalars = [(name, buffer) for name, buffer in twin.named_buffers() if name.endswith("layer_scalar")]
+    for _, buffer in scalars:
+        buffer.fill_(0.25)
+    twin.save_pretrained(tmp_path)
+    left_out = ("kv_cache_bytes", "device")
+    rt = colo.launch(
+        str(tmp_path),
+        engine="vllm",
+        optimizer=adamw,
+        device="cpu",
+        config=RuntimeConfig(kv_cache_bytes=16 * MIB),
+        engine_options={k: v for k, v in engine_options.items() if k not in left_out} | {"own_process": True},
+    )
+    assert rt.transport.name == "shared" and len(scalars) == 2
+    assert mismatch(twin, rt.generate(prompts, **GREEDY)) < CLOSE
+    for name, _ in scalars:
+        assert rt.model.get_buffer(name).item() == 0.25
+        rt.model.get_buffer(name).fill_(0.5)
+    train_step(rt)
+    assert mismatch(rt.model, rt.generate(prompts, **GREEDY)) < CLOSE
+    os.kill(rt.engine.pids[0], signal.SIGKILL)
+    with pytest.raises(EngineLost):
+        rt.generate(prompts, **GREEDY)
+    rt.recover()
+    assert rt.model.get_buffer(scalars[0][0]).item() == 0.5
+    assert mismatch(rt.model, rt.generate(prompts, **GREEDY)) < CLOSE
+    rt.close()
+
+
 def assert_ends(pid):
     deadline_s = time.monotonic() + 20
     while is_running(pid):
@@ -414,6 +448,62 @@ def test_an_engine_of_your_own_exports_its_weights(own_llm, checkpoint, prompts,
     with torch.no_grad():
         model.model.norm.weight.zero_()
     assert greedy_tokens(llm, prompts) == trained
+
+
+def test_runtimes_one_after_the_other_on_an_engine_of_your_own_have_adapters_of_their_own(
+    own_llm, checkpoint, prompts, mismatch, randomize
+):
+    own = {"worker_extension_cls": WORKER_EXTENSION, "load_format": "colo", "enable_lora": True, "max_lora_rank": 8}
+    llm = own_llm(**own)
+    for seed in (1, 2, 3):
+        base = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+        model = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))
+        adapter = [p for name, p in model.named_parameters() if "lora_" in name]
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for parameter in adapter:
+                parameter.normal_(0, 0.3, generator=generator)
+        rt = colo.share(llm, model, adamw(adapter))
+        assert mismatch(model, rt.generate(prompts, **GREEDY)) < CLOSE
+        train_step(rt)
+        assert mismatch(model, rt.generate(prompts, **GREEDY)) < CLOSE
+        rt.close()
+    sampled = {"temperature": 0.5, "max_tokens": 4}
+    rt = colo.share(llm, model, adamw(adapter))
+    with pytest.raises(Unsupported, match="start it with logprobs_mode='processed_logprobs'"):
+        rt.generate(prompts, **sampled)
+    with pytest.raises(Unsupported, match="has no tokenizer and cannot see stop strings"):
+        rt.generate(prompts, stop=["no"])
+    rt.close()
+
+
+@pytest.mark.parametrize("load_format", ["colo", "auto"])
+def test_a_model_that_is_not_the_engines_is_refused_by_name_and_the_engine_still_serves_its_own(
+    own_llm, checkpoint, prompts, mismatch, tiny, load_format
+):
+    llm = own_llm(load_format=load_format, worker_extension_cls=WORKER_EXTENSION)
+    before = greedy_tokens(llm, prompts)
+    others = {
+        "lm_head.weight": tiny(tie_word_embeddings=False),
+        "mlp.gate_proj.weight": tiny(intermediate_size=192),
+        "q_proj.bias": tiny(attention_bias=True),
+    }
+    for name, config in others.items():
+        other = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        with pytest.raises(TransferError, match=rf"the engine takes \d+ of the \d+ elements of \S*{name}"):
+            colo.share(llm, other, adamw(other.parameters()))
+        if load_format == "colo":
+            assert greedy_tokens(llm, prompts) == before
+    unknown = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    unknown.value_head = torch.nn.Linear(64, 1)
+    with pytest.raises((ValueError, TransferError), match="value_head"):
+        colo.share(llm, unknown, adamw(unknown.parameters()))
+    assert len(greedy_tokens(llm, prompts)) == len(prompts)
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    rt = colo.share(llm, model, adamw(model.parameters()))
+    assert mismatch(model, rt.generate(prompts, **GREEDY)) < CLOSE
+    assert [c.token_ids for c in rt.generate(prompts, **GREEDY)] == before
+    rt.close()
 
 
 def test_an_engine_of_your_own_without_the_extension_is_refused_and_still_works(own_llm, checkpoint, prompts):

@@ -136,3 +136,27 @@ def test_bad_arguments_are_refused():
         MasterWeights(adamw, bucket_bytes=0)(parameters())
     with pytest.raises(ValueError, match="empty parameter list"):
         MasterWeights(adamw)([])
+
+
+@pytest.mark.parametrize("bucket_bytes", [None, 64])
+def test_what_is_loaded_into_a_parameter_is_what_the_next_step_starts_from(bucket_bytes):
+    parameters = [torch.nn.Parameter(torch.randn(8, 8).bfloat16()) for _ in range(2)]
+    optimizer = MasterWeights(lambda ps: torch.optim.SGD(ps, lr=1e-6), bucket_bytes=bucket_bytes)(parameters)
+
+    def step():
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+
+    step()
+    masters = [optimizer.state[parameter]["master_weight"] for parameter in parameters]
+    exact = [master.clone() for master in masters]
+    loaded = torch.randn(8).bfloat16()
+    with torch.no_grad():
+        parameters[0][3] = loaded
+    step()
+    assert torch.equal(parameters[0][3], loaded), "a step of 1e-6 rounds away"
+    assert torch.equal(masters[0][3], loaded.float() - 1e-6)
+    others = [row for row in range(8) if row != 3]
+    assert torch.equal(masters[0][others], exact[0][others] - 1e-6), "no bit of the others' masters is lost"
+    assert torch.equal(masters[1], exact[1] - 1e-6)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch.optim import AdamW
-from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers import AutoModelForCausalLM, Glm4MoeConfig, Qwen3Config
 
 import colo
 from colo.config import Offload, RuntimeConfig
@@ -864,3 +864,75 @@ def test_a_compiled_model_keeps_its_names():
     rt = colo.share(make_engine(), torch.compile(model, backend="eager"), optimizer)
     assert rt.transport.name == "shared"
     rt.close()
+
+
+# ---- weights that are no parameters --------------------------------------------------------------------------------
+
+
+def glm(**changes):
+    options = {
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 1,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 32,
+        "first_k_dense_replace": 0,
+        "norm_topk_prob": True,
+    }
+    own = qwen3().to_dict()
+    sizes = {key: own[key] for key in ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size")}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 128}
+    return Glm4MoeConfig(**(sizes | heads | options | changes), eos_token_id=None, pad_token_id=None)
+
+
+@pytest.fixture
+def routed(tmp_path):
+    """A model whose router has a correction bias, a buffer, that decides for other experts than its weights do."""
+    model = AutoModelForCausalLM.from_config(glm()).eval()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.3, generator=generator)
+        for name, buffer in model.named_buffers():
+            if "e_score_correction_bias" in name:
+                buffer.normal_(0, 3, generator=generator)
+    model.save_pretrained(tmp_path)
+    return model
+
+
+@torch.no_grad()
+def assert_samples_from(model, rt):
+    (completion,) = rt.generate([[1, 2, 3, 4]], max_tokens=8, temperature=0)
+    ids = torch.tensor([completion.prompt_token_ids + completion.token_ids])
+    logprobs = model(input_ids=ids).logits[0, 3:-1].log_softmax(-1).gather(-1, ids[0, 4:, None])[:, 0]
+    assert float((logprobs - torch.tensor(completion.logprobs)).abs().max()) < 1e-4
+
+
+@pytest.mark.parametrize("weights", ["auto", "copy"])
+@pytest.mark.parametrize("given", ["folder", "model"])
+def test_buffers_of_a_checkpoint_are_the_engines_and_the_trainers(routed, tmp_path, weights, given):
+    twin = copy.deepcopy(routed)
+    source = str(tmp_path) if given == "folder" else routed
+    rt = colo.launch(source, optimizer=adamw, device="cpu", config=RuntimeConfig(weights=weights, kv_cache_bytes=MIB))
+    assert_samples_from(twin, rt)
+    assert all(
+        torch.equal(a, b) for a, b in zip(twin.state_dict().values(), rt.model.state_dict().values(), strict=True)
+    )
+    name, _ = next((n, b) for n, b in rt.model.named_buffers() if "correction_bias" in n)
+    for model in (twin, rt.model):
+        with torch.no_grad():
+            model.get_buffer(name).neg_()
+    assert_samples_from(twin, rt)
+    assert rt.weights_version == 1
+    rt.close()
+    assert rt.model.get_buffer(name).device.type == "cpu"
+
+
+def test_buffers_of_your_own_model_move_into_the_engine_and_home_again(routed):
+    twin = copy.deepcopy(routed)
+    engine = TorchEngine(glm(), device="cpu", dtype=torch.float32, kv_cache_bytes=MIB)
+    rt = colo.share(engine, routed, adamw(routed.parameters()))
+    assert rt.transport.name == "shared"
+    assert_samples_from(twin, rt)
+    rt.close()
+    engine.close()
+    assert all(torch.equal(a, b) for a, b in zip(twin.state_dict().values(), routed.state_dict().values(), strict=True))

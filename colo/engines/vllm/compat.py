@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from colo.errors import Unsupported
+from colo.weights.sources.module import saved_buffers
 
 TESTED = ("0.26.0", "0.30.0")
 _warned_of: set[str] = set()
@@ -147,11 +148,25 @@ def unloaded_layers(model: nn.Module) -> list[str]:
             held |= {t.data_ptr() for t in info.kernel_tensors[0].values() if t.numel()}
             if id(module) not in unused and (lacking := list(_lacking_parts(module, info))):
                 partial += [f"{name}.{part}" for part in lacking]
-                info.loaded_weights.clear()
-                info.load_numel = 0
+                _forget_loaded(info)
         elif any(t.dim() > 1 or (t.dim() and kind != "weight") for kind, t in info.restore_metadata[0].items()):
             waiting[name] = list(info.kernel_tensors[0].values())
     return partial + [name for name, tensors in waiting.items() if not all(t.data_ptr() in held for t in tensors)]
+
+
+def forget_loaded(model: nn.Module) -> None:
+    """Have a layerwise reload that is to be ended put back what it has not processed yet."""
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    notes: Any = getattr(layerwise, "LAYERWISE_INFO", {})
+    for module in model.modules():
+        if (info := notes.get(module)) is not None and info.kernel_tensors is not None:
+            _forget_loaded(info)
+
+
+def _forget_loaded(info: Any) -> None:
+    info.loaded_weights.clear()
+    info.load_numel = 0
 
 
 def _parts_without_kv(attention: nn.Module) -> Iterator[nn.Module]:
@@ -226,6 +241,13 @@ def unpadded_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
         for name, parameter in model.named_parameters()
         if parameter.numel() and not whole.have_as_part(parameter)
     }
+
+
+def loadable_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Buffers that a checkpoint may fill, not those that vLLM keeps for itself under names that begin with `_`."""
+    for name, buffer in saved_buffers(model):
+        if not name.rpartition(".")[2].startswith("_"):
+            yield name, buffer
 
 
 class _Ranges:

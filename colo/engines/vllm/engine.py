@@ -200,7 +200,7 @@ class VLLMEngine:
 
     def sampling_temperature(self, params: Any) -> float | None:
         """The temperature that `logprobs` have in them; `None` where filters or penalties change them too."""
-        return sampling.sampling_temperature(params, self._connection.model_config.logprobs_mode)
+        return sampling.sampling_temperature(params)
 
     def generate(
         self, prompts: Sequence[Sequence[int]], params: Any, *, adapter: str | None = None

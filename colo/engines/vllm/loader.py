@@ -79,6 +79,7 @@ class Placement:
     """Where the parameters of one model lie."""
 
     source: Source
+    device: torch.device
     slabs: list[torch.Tensor] = field(default_factory=list)
     outside: dict[str, str] = field(default_factory=dict)
     """Parameters, or tensors derived from them, that are not in the slabs, with the reason."""
@@ -107,6 +108,15 @@ class Placement:
                 self._room = self._take(self._room_bytes)
             room, self._room = self._room[:size_bytes], self._room[size_bytes:]
         return room[: parameter.numel() * parameter.element_size()].view(parameter.dtype).view(parameter.shape)
+
+    def move_in(self, buffer: torch.Tensor) -> None:
+        """Make a buffer memory of the slabs: with what it holds, or what these hold already."""
+        if buffer.device.type != self.device.type or not buffer.is_contiguous():
+            return
+        place = self.place(buffer)
+        if self.source.fill:
+            place.copy_(buffer)
+        buffer.data = place
 
     def locate(self, tensor: torch.Tensor) -> tuple[int, int] | None:
         """Index of the slab and offset in bytes, or `None` for a tensor elsewhere."""
@@ -162,6 +172,8 @@ class ColoModelLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM ships no t
         if self._placement is None or self._placement.source.fill:
             self._inner.load_weights(model, model_config)
         if self._placement is not None:
+            for _, buffer in compat.loadable_buffers(model):
+                self._placement.move_in(buffer)
             compat.keep_weights_plain(model)
             self._placement.loaded_as = self._placement.checksums()
             self._tensors_before = {(id(module), name, t.data_ptr()) for module, name, t in _plain_tensors(model)}
@@ -175,7 +187,7 @@ class ColoModelLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM ships no t
         source: Source = OwnMemory(device)
         if self._address is not None:
             source = StoreClient(self._address, rank=rank, pid=os.getpid(), device=device)
-        placement = self._placement = Placement(source)
+        placement = self._placement = Placement(source, device)
         compat.prefer_sleep_backend(model_config)
         with _plain_pool(placement, device), _parameters_in(placement, device):
             model: nn.Module = super().load_model(vllm_config, model_config, *args, **kwargs)

@@ -58,9 +58,10 @@ class Receiver:
 
     def bind(
         self, parameters: list[list[Any]], model_type: str | None, places: list[Place], memory: list[Description]
-    ) -> dict[str, str]:
-        """Learn what will be sent: [name, dtype, shape, strides] of each parameter; return why some cannot be copied.
+    ) -> dict[str, Any]:
+        """Learn what will be sent: [name, dtype, shape, strides] of each parameter.
 
+        Returns `fallbacks`, why some cannot be copied, by name, and `left_out`; see `LoadPlan`.
         With `places` and `memory` (see `Exported`) the sender's tensors are mapped.
         Raises: `TransferError` when memory cannot be mapped, or parameters do not cover the model exactly once.
         """
@@ -74,7 +75,7 @@ class Receiver:
         self._manifest = Manifest(specs=specs, version=0)
         if not self._plan.fallbacks and places:
             self._sources = opened(places, memory, self._device)
-        return dict(self._plan.fallbacks)
+        return {"fallbacks": dict(self._plan.fallbacks), "left_out": self._plan.left_out}
 
     def stage(
         self,

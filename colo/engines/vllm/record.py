@@ -43,7 +43,13 @@ def record(
         return ((rename(name), view) for name, view in checkpoint_views(tensors, model_type))
 
     load: Any = model.load_weights
-    return LoadPlan.record(load, source, compat.unpadded_parameters(model), as_checkpoint=as_checkpoint)
+    return LoadPlan.record(
+        load,
+        source,
+        compat.unpadded_parameters(model),
+        optional=dict(compat.loadable_buffers(model)),
+        as_checkpoint=as_checkpoint,
+    )
 
 
 def _why_not_recorded(model: nn.Module, model_config: Any, device: torch.device) -> str | None:

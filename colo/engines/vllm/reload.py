@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from colo.engines.vllm import compat
 from colo.errors import TransferError
@@ -29,6 +31,7 @@ class Reload:
         self._device = device
         self._manifest = manifest
         self._given: list[str] = []
+        self._taken = _Taken()
         compat.before_reload(model)
         initialize_layerwise_reload(model)
 
@@ -44,13 +47,16 @@ class Reload:
             self._synchronize()
         rename = compat.renamer(self._model)
         load: Any = self._model.load_weights
-        load((rename(name), view) for name, view in checkpoint_views(given, model_type))
+        self._taken.expect(given)
+        with self._taken:
+            load((rename(name), view) for name, view in checkpoint_views(given, model_type))
         self._given += given
 
     @torch.no_grad()
     def finish(self) -> dict[str, Any]:
         """Attest: post-processing has run on every tensor that was announced, and no layer lacks its weights.
 
+        `left_out` has what the model has not taken whole, with the number of elements that it has; as a load plan's.
         Raises: `TransferError` otherwise. Layers that it names hold what they held before.
         """
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
@@ -58,7 +64,8 @@ class Reload:
         if self._manifest is not None:
             self._manifest.check_received(self._given)
         unloaded = compat.unloaded_layers(self._model)
-        finalize_layerwise_reload(self._model, self._model_config)
+        with self._taken:
+            finalize_layerwise_reload(self._model, self._model_config)
         compat.after_reload(self._model)
         self._synchronize()
         if unloaded:
@@ -67,16 +74,65 @@ class Reload:
                 "trainer's model lacks them, or vLLM's loader of this model writes them past its own reload"
             )
         if self._manifest is None:
-            return {"num_tensors": len(self._given)}
+            return {"num_tensors": len(self._given), "left_out": self._taken.left_out()}
         return {
+            "left_out": self._taken.left_out(),
             "version": self._manifest.version,
             "num_tensors": len(self._manifest.specs),
             "num_bytes": self._manifest.total_bytes,
         }
 
+    def abandon(self) -> None:
+        """End a reload that has failed: layers that are not through hold what they held before, and can compute."""
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        compat.forget_loaded(self._model)
+        finalize_layerwise_reload(self._model, self._model_config)
+        compat.after_reload(self._model)
+        self._synchronize()
+
     def _synchronize(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
+
+
+class _Taken(TorchDispatchMode):
+    """Counts the elements of tensors that a loader copies, or notes that it computes with them."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves the mode untyped
+        self._waiting: dict[int, tuple[str, torch.Tensor]] = {}  # kept, so that no other storage is taken for theirs
+        self._counts: dict[str, int] = {}
+
+    def expect(self, given: Mapping[str, torch.Tensor]) -> None:
+        """Count for these too. What has been taken whole by now is let go."""
+        self._waiting = {key: one for key, one in self._waiting.items() if self._lacks(*one)}
+        self._waiting |= {_key(tensor): (name, tensor) for name, tensor in given.items()}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default:
+            if args[0].device.type != "meta":  # where vLLM only counts for itself
+                self._count(args[1], args[1].numel())
+        elif not func.is_view:
+            for arg in args:
+                if isinstance(arg, torch.Tensor):
+                    self._count(arg, sys.maxsize)
+        return func(*args, **(kwargs or {}))
+
+    def left_out(self) -> dict[str, int]:
+        """Names of what was not copied whole, nor computed with, and how many elements were copied."""
+        return {name: self._counts.get(name, 0) for name, t in self._waiting.values() if self._lacks(name, t)}
+
+    def _count(self, tensor: torch.Tensor, num_elements: int) -> None:
+        if (waiting := self._waiting.get(_key(tensor))) is not None:
+            self._counts[waiting[0]] = self._counts.get(waiting[0], 0) + num_elements
+
+    def _lacks(self, name: str, tensor: torch.Tensor) -> bool:
+        return self._counts.get(name, 0) < tensor.numel()
+
+
+def _key(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
 
 
 def check_begun(reload: Reload | None) -> Reload:

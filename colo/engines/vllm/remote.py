@@ -26,6 +26,7 @@ from colo.engines.common import ADVICE, WEIGHTS_AT, check_prompts, is_deeper, wa
 from colo.engines.vllm.calls import lives, pid_namespace
 from colo.engines.vllm.options import device_of
 from colo.engines.vllm.requests import PauseMode
+from colo.engines.vllm.sampling import check_logprobs, sampling_temperature
 from colo.engines.vllm.segment import WorkerSegment, residual_bytes
 from colo.engines.vllm.server import Body, Refused, Server, Silent
 from colo.engines.vllm.store import device_id
@@ -178,9 +179,7 @@ class RemoteEngine:
 
     def sampling_temperature(self, params: Any) -> float | None:
         """The temperature at which softmax gives `logprobs`; `None` where filters change them too."""
-        if params.temperature and not _is_unfiltered(params):
-            return None
-        return params.temperature or 1.0
+        return sampling_temperature(params)
 
     def generate(
         self, prompts: Sequence[Sequence[int]], params: Any, *, adapter: str | None = None
@@ -196,7 +195,7 @@ class RemoteEngine:
         if adapter is not None:
             raise Unsupported(_NO_ADAPTERS)
         params = self.sampling_params(params)
-        self._check_logprobs(params)
+        check_logprobs(params, self._infos[0]["logprobs_mode"], "start it with --logprobs-mode processed_logprobs")
         token_ids = [tuple(map(operator.index, prompt)) for prompt in prompts]
         check_prompts(token_ids, self._infos[0]["vocab_size"], self._infos[0]["max_length"])
         try:
@@ -295,7 +294,7 @@ class RemoteEngine:
         """
         self._require_weights("load weights")
         self.poison(_UNCOMMITTED)
-        self._reached.reload([(name, tensor.detach()) for name, tensor in weights], self.model_type, self.device)
+        self._reached.reload(list(weights), self.model_type, self.device)
 
     def commit(self, version: int) -> None:
         """Declare that the engine now holds `version`; lifts a poisoning. `PhaseError` unless they are resident."""
@@ -473,15 +472,6 @@ class RemoteEngine:
 
     # ---- checks ------------------------------------------------------------------------------------------------------
 
-    def _check_logprobs(self, params: SamplingParams) -> None:
-        if self._infos[0]["logprobs_mode"] == "processed_logprobs":
-            return
-        if params.temperature and (params.temperature != 1 or not _is_unfiltered(params)):
-            raise Unsupported(
-                "the server returns log-probabilities from before temperature and filters: start it with "
-                "--logprobs-mode processed_logprobs, or sample at temperature 1 without filters"
-            )
-
     def _require(self, verb: str, *states: EngineState) -> None:
         if self._lost is not None:
             raise EngineLost(f"the engine is lost: {self._lost}. Start the server again and connect again")
@@ -499,10 +489,6 @@ class RemoteEngine:
         residency = self._segments[ENGINE_WEIGHTS].residency
         if residency is not Residency.RESIDENT:
             raise PhaseError(f"the engine's weights are {residency} and it cannot {verb}: wake them first")
-
-
-def _is_unfiltered(params: SamplingParams) -> bool:
-    return params.top_p == 1 and params.top_k == 0 and params.min_p == 0
 
 
 def _completion(

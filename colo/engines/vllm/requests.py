@@ -10,7 +10,7 @@ from colo.engines.base import Completion
 from colo.engines.common import check_prompts
 from colo.engines.vllm.connection import Connection
 from colo.engines.vllm.named_adapters import NamedAdapters
-from colo.engines.vllm.sampling import completions, sampling_params
+from colo.engines.vllm.sampling import check_logprobs, completions, sampling_params
 from colo.errors import PhaseError, TransferError, Unsupported
 
 PauseMode = Literal["abort", "wait", "keep"]
@@ -35,6 +35,9 @@ class Requests:
                 "would be mixed with these: step until none is left, or abort them"
             )
         params = sampling_params(params, {})
+        check_logprobs(params, model_config.logprobs_mode, "start it with logprobs_mode='processed_logprobs'")
+        if params.stop and model_config.skip_tokenizer_init:
+            raise Unsupported("this vLLM has no tokenizer and cannot see stop strings: give stop_token_ids")
         token_ids = [tuple(map(operator.index, prompt)) for prompt in prompts]
         check_prompts(token_ids, int(model_config.get_vocab_size()), int(model_config.max_model_len))
         request = self._adapters.request(adapter) if adapter is not None else None

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from colo.engines.base import Completion, SamplingParams
-from colo.errors import StaleWeights
+from colo.errors import StaleWeights, Unsupported
 
 
 def sampling_params(params: Any, sampling: Mapping[str, Any]) -> Any:
@@ -30,15 +30,41 @@ def sampling_params(params: Any, sampling: Mapping[str, Any]) -> Any:
     return params
 
 
-def sampling_temperature(params: Any, logprobs_mode: str) -> float | None:
-    """The temperature that `logprobs` have in them; `None` where filters or penalties change them too."""
-    if logprobs_mode != "processed_logprobs":
-        return 1.0
-    plain = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
-    plain |= {"presence_penalty": 0.0, "frequency_penalty": 0.0}
-    if any(getattr(params, name) not in (value, -1) for name, value in plain.items()):
-        return None
-    return params.temperature or 1.0
+_WITHOUT_FILTERS: Mapping[str, Sequence[Any]] = {"top_p": (1.0,), "top_k": (0, -1), "min_p": (0.0,)}
+_WITHOUT_OTHERS: Mapping[str, Sequence[Any]] = {
+    "repetition_penalty": (1.0,),
+    "presence_penalty": (0.0,),
+    "frequency_penalty": (0.0,),
+    "min_tokens": (0,),
+    "logit_bias": (None, {}),
+    "allowed_token_ids": (None, []),
+    "bad_words": (None, []),
+    "structured_outputs": (None,),
+}
+"""Of sampling parameters, ours or vLLM's: values at which they leave logits alone. Greedy sampling filters nothing."""
+
+
+def is_unfiltered(params: Any) -> bool:
+    """Whether tokens are sampled from `softmax(logits / temperature)`, without filters, penalties or constraints."""
+    neutral = {**_WITHOUT_OTHERS, **(_WITHOUT_FILTERS if params.temperature else {})}
+    return all(getattr(params, name, values[0]) in values for name, values in neutral.items())
+
+
+def sampling_temperature(params: Any) -> float | None:
+    """The temperature that `logprobs` have in them; `None` where something else changes them too."""
+    return (params.temperature or 1.0) if is_unfiltered(params) else None
+
+
+def check_logprobs(params: Any, mode: str, advice: str) -> None:
+    """Raise `Unsupported` unless a vLLM in this `logprobs_mode` returns those of what is sampled from."""
+    if mode == "processed_logprobs":
+        return
+    if mode != "raw_logprobs" or params.temperature not in (0, 1) or not is_unfiltered(params):
+        raise Unsupported(
+            f"vLLM was started with logprobs_mode={mode!r} and returns no log-probabilities of what is sampled at "
+            f"temperature {params.temperature} with these filters: {advice}"
+            + (", or sample at temperature 1 without filters" if mode == "raw_logprobs" else "")
+        )
 
 
 def completions(outputs: Sequence[Any], version: int, adapter: str | None) -> list[Completion]:

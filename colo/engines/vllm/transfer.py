@@ -138,17 +138,17 @@ class ColoWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]  # a
         model_type: str | None = None,
         places: list[list[Any]] | None = None,
         memory: list[Description] | None = None,
-    ) -> dict[str, str]:
+    ) -> dict[str, Any]:
         """See `Receiver.bind`. `model_type` is the engine's own where it is not given.
 
         Raises: `Unsupported` with the reason when recorded copies cannot bring weights to this model.
         """
         kind = model_type or getattr(self.model_config.hf_config, "model_type", None)
-        fallbacks = self._receiver.bind(parameters, kind, places or [], memory or [])
-        if fallbacks:
-            name, why = next(iter(fallbacks.items()))
+        bound = self._receiver.bind(parameters, kind, places or [], memory or [])
+        if bound["fallbacks"]:
+            name, why = next(iter(bound["fallbacks"].items()))
             raise Unsupported(f"{name} cannot be copied: {why}")
-        return fallbacks
+        return bound
 
     def stage(
         self,
@@ -203,7 +203,13 @@ class ColoWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]  # a
     def reload(self, tensors: list[list[Any]], staging: Description, model_type: str | None = None) -> None:
         """See `Reload.load`."""
         kind = model_type or getattr(self.model_config.hf_config, "model_type", None)
-        check_begun(self._reload).load(staged(open_slab(staging, self.device), tensors), kind)
+        try:
+            check_begun(self._reload).load(staged(open_slab(staging, self.device), tensors), kind)
+        except Exception:
+            reload, self._reload = self._reload, None
+            if reload is not None:
+                reload.abandon()
+            raise
 
     def finish_reload(self) -> dict[str, Any]:
         """See `Reload.finish`."""

@@ -8,17 +8,20 @@ target, and with descriptions of the memory unless the trainer owns it.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
+from torch import nn
 
 from colo.engines.vllm.connection import Connection
 from colo.engines.vllm.staging import Staging
 from colo.engines.vllm.store import WeightStore, device_id
-from colo.errors import TransferError, Unsupported
+from colo.errors import ColoError, TransferError, Unsupported
 from colo.memory.slab import Description, open_slab
 from colo.weights.load_plan import Copy, LoadPlan
+from colo.weights.sources.module import check_taken, noted
 
 
 class WorkerWeights:
@@ -94,16 +97,35 @@ class WorkerWeights:
     def reload(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Run vLLM's layerwise reload on all of its weights. When it fails, the model cannot compute.
 
-        Raises: whatever a worker raised, with its traceback.
+        Raises: whatever a worker raised, with its traceback; `TransferError` for weights that none has a place for.
         """
         call, model_type = self._connection.call, self._connection.model_type
+        specs: dict[str, torch.Tensor] = {}
         call("begin_reload")
-        if not self._connection.own_process:
-            call("reload", tensors=[[n, t.detach()] for n, t in weights], model_type=model_type, staging=None)
-        else:
-            for tensors, staging in self._staging.put_groups(weights, to_pid=self._connection.pids[0]):
-                call("reload", tensors=tensors, model_type=model_type, staging=staging)
-        call("finish_reload")
+        try:
+            if not self._connection.own_process:
+                given = [[n, t.detach()] for n, t in self._checked(noted(weights, specs))]
+                call("reload", tensors=given, model_type=model_type, staging=None)
+            else:
+                groups = self._staging.put_groups(self._checked(noted(weights, specs)), to_pid=self._connection.pids[0])
+                for tensors, staging in groups:
+                    call("reload", tensors=tensors, model_type=model_type, staging=staging)
+        except BaseException:
+            with suppress(ColoError):
+                call("abandon_reload")
+            raise
+        check_taken(specs, call("finish_reload"))
+
+    def _checked(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """The weights, unless an output layer is among them where the engine's is its embedding, which it would be."""
+        is_tied = getattr(self._connection.model_config.hf_text_config, "tie_word_embeddings", False)
+        for name, tensor in weights:
+            if is_tied and name == "lm_head.weight" and isinstance(tensor, nn.Parameter):
+                raise TransferError(
+                    f"the engine takes 0 of the {tensor.numel()} elements of {name}: its output layer is "
+                    "its embedding, and the model's is not. Start it on a checkpoint of this very architecture"
+                )
+            yield name, tensor
 
     def close(self) -> None:
         """Let go of what is mapped. Idempotent."""

@@ -206,10 +206,17 @@ class WorkerAgent:
         """
         check_begun(self._reload).load(self._in_staging(tensors, staging), model_type, keep=staging is None)
 
-    def finish_reload(self) -> None:
-        """Finish a layerwise reload: post-processing has run, addresses are as before."""
+    def abandon_reload(self) -> None:
+        """End a layerwise reload that has failed, if one has begun; see `Reload.abandon`."""
+        reload, self._reload = self._reload, None
+        if reload is not None:
+            reload.abandon()
+
+    def finish_reload(self) -> dict[str, int]:
+        """Finish a layerwise reload: post-processing has run, addresses are as before. Returns `left_out` of it."""
         reload, self._reload = check_begun(self._reload), None
-        reload.finish()
+        left_out: dict[str, int] = reload.finish()["left_out"]
+        return left_out
 
     def _in_staging(self, tensors: list[Any], staging: dict[str, Any] | None) -> dict[str, torch.Tensor]:
         """Tensors by name: given themselves (`staging` is `None`), or as [dtype, shape, offset] in the staging slab."""

@@ -12,6 +12,7 @@ from colo import errors
 from colo.engines.vllm.answers import Answers
 from colo.engines.vllm.staging import Named, Staging
 from colo.errors import BudgetError, ColoError, TransferError
+from colo.weights.sources.module import check_taken, noted
 from colo.weights.transports.export import dtype_name
 
 Ask = Callable[[str, str, dict[str, Any] | None], Any]
@@ -56,7 +57,8 @@ class Workers:
 
     def reload(self, tensors: Sequence[Named], model_type: str | None, device: torch.device) -> None:
         """Send every tensor of the model, whole, through vLLM's layerwise reload."""
-        parameters = [[name, dtype_name(tensor), list(tensor.shape)] for name, tensor in tensors]
+        specs: dict[str, torch.Tensor] = {}
+        parameters = [[name, dtype_name(tensor), list(tensor.shape)] for name, tensor in noted(tensors, specs)]
         self.receive("begin_reload", {"parameters": parameters})
         staging = Staging(device)
         try:
@@ -64,7 +66,7 @@ class Workers:
                 self.receive("reload", {"tensors": described, "model_type": model_type, "staging": slab})
         finally:
             staging.close()
-        self.receive("finish_reload", {})
+        check_taken(specs, [attested["left_out"] for attested in self.receive("finish_reload", {})])
 
     def close(self) -> None:
         """Let go of the memory. Idempotent."""

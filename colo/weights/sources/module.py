@@ -1,11 +1,17 @@
-"""A transformers model, possibly wrapped by PEFT, as a source of weights in Hugging Face names."""
+"""A transformers model, possibly wrapped by PEFT, as a source of weights in Hugging Face names.
+
+Weights are what a checkpoint holds of a model: its parameters, and buffers such as a router's correction bias, which no
+gradient reaches and which an engine needs all the same.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
+
+from colo.errors import TransferError
 
 _COMPILED = "_orig_mod."
 _PEFT_PREFIX = "base_model.model."
@@ -17,16 +23,16 @@ class ModuleSource:
     """The base weights of a model: what an engine loads, without adapters.
 
     Iterating gives `(name, tensor)` with the names of the plain Hugging Face model, each tied tensor once. Tensors are
-    the live parameters, looked up anew each time, so that a parameter somebody replaced is noticed.
+    the live ones, looked up anew each time, so that one that somebody replaced is noticed.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, parameter in self.model.named_parameters():
+        for name, tensor in (*self.model.named_parameters(), *saved_buffers(self.model)):
             if not any(part in name for part in _ADAPTER_PARTS):
-                yield plain_name(name), parameter
+                yield plain_name(name), tensor
 
     def fingerprint(self) -> Hashable:
         """Changes when a base weight is written to or replaced, except through `.data`, which torch does not count."""
@@ -35,6 +41,47 @@ class ModuleSource:
     def tensors(self) -> dict[str, torch.Tensor]:
         """Every base weight by name."""
         return dict(self)
+
+
+def saved_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Floating-point buffers that checkpoints hold, by name, each once."""
+    seen: set[int] = set()
+    for prefix, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is None or name in module._non_persistent_buffers_set or id(buffer) in seen:
+                continue
+            if buffer.is_floating_point() and buffer.numel():
+                seen.add(id(buffer))
+                yield f"{prefix}.{name}" if prefix else name, buffer
+
+
+def noted(
+    weights: Iterable[tuple[str, torch.Tensor]], specs: dict[str, torch.Tensor]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights, each noted in `specs` as it passes: a parameter as one, without its memory."""
+    for name, tensor in weights:
+        empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        specs[name] = nn.Parameter(empty, requires_grad=False) if isinstance(tensor, nn.Parameter) else empty
+        yield name, tensor
+
+
+def check_taken(tensors: Mapping[str, torch.Tensor], left_out: Sequence[Mapping[str, int]]) -> None:
+    """Raise `TransferError` for weights that no worker of an engine has a place for, or only for a part of them.
+
+    `left_out` has, of each worker, the elements that it takes of what it does not take whole. Whole buffers may be left
+    out: some an engine computes itself.
+    """
+    for name in left_out[0]:
+        if not all(name in counts for counts in left_out):
+            continue
+        tensor, num_taken = tensors[name], sum(counts[name] for counts in left_out)
+        if num_taken >= tensor.numel() or (not num_taken and not isinstance(tensor, nn.Parameter)):
+            continue
+        raise TransferError(
+            f"the engine takes {num_taken} of the {tensor.numel()} elements of {name} {tuple(tensor.shape)}: it would "
+            "sample from another model. Start it on a checkpoint of this very architecture, sizes, biases and tied "
+            "embeddings included"
+        )
 
 
 def plain_name(name: str) -> str:

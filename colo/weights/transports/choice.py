@@ -14,7 +14,7 @@ from colo.engines.base import Engine
 from colo.errors import Unsupported
 from colo.weights.load_plan import LoadPlan
 from colo.weights.packed import PackedWeight, is_packed
-from colo.weights.sources.module import ModuleSource
+from colo.weights.sources.module import ModuleSource, check_taken
 from colo.weights.transports.base import Transport
 from colo.weights.transports.ipc import IpcTransport, Peer
 from colo.weights.transports.local import LocalTransport
@@ -27,6 +27,7 @@ def choose_transport(engine: Engine, model: nn.Module, config: RuntimeConfig) ->
     tensors = source.tensors()
     _check_packed(tensors, engine)
     plan = engine.record_plan(tensors)
+    check_taken(tensors, [plan.left_out])
     why_not = why_not_shared(plan, tensors, config)
     if why_not is None:
         _move_in(tensors, plan.aliases)
@@ -67,7 +68,7 @@ def why_not_shared(plan: LoadPlan, tensors: Mapping[str, torch.Tensor], config: 
             if name in plan.fallbacks:
                 return f"{name} cannot be shared: {plan.fallbacks[name]}"
             if not copies:
-                return f"{name} cannot be shared: the engine does not load it"
+                continue  # a buffer that the engine computes itself
             if copies[0].target.dtype != tensor.dtype:
                 return f"{name} cannot be shared: it is {tensor.dtype} here and {copies[0].target.dtype} in the engine"
             return f"{name} cannot be shared: the engine lays it out differently"
@@ -78,6 +79,6 @@ def _move_in(tensors: Mapping[str, torch.Tensor], aliases: Mapping[str, torch.Te
     """Make every parameter the engine's memory, with the values it has now. Parameters stay the same objects."""
     with torch.no_grad():
         for name, parameter in tensors.items():
-            if not is_same_memory(parameter, aliases[name]):
+            if name in aliases and not is_same_memory(parameter, aliases[name]):
                 aliases[name].copy_(parameter)
                 parameter.data = aliases[name]

@@ -22,7 +22,7 @@ from colo.memory.tiles import WORD_BYTES, in_words
 from colo.units import MIB, align_up
 from colo.weights.bucket import Bucket, plan_buckets
 from colo.weights.manifest import Manifest, TensorSpec
-from colo.weights.sources.module import ModuleSource
+from colo.weights.sources.module import ModuleSource, check_taken
 from colo.weights.transports.export import Exported, dtype_name
 from colo.weights.transports.turns import SendersTurns
 
@@ -158,10 +158,11 @@ class IpcTransport:
         answers = self._peer.receive(
             "bind", parameters=parameters, model_type=self._peer.model_type, places=places, memory=memory
         )
-        fallbacks = {name: why for answer in answers for name, why in answer.items()}
+        fallbacks = {name: why for answer in answers for name, why in answer["fallbacks"].items()}
         if fallbacks:
             name, why = next(iter(fallbacks.items()))
             raise Unsupported(f"{name}: {why}")
+        check_taken(tensors, [answer["left_out"] for answer in answers])
         self._exported = exported
         if exported is None:
             try:

@@ -21,7 +21,7 @@ class SharedTransport:
     def __init__(self, source: ModuleSource, aliases: Mapping[str, torch.Tensor]) -> None:
         self._source = source
         self._aliases = aliases
-        self.reason = f"all {len(aliases)} parameters are the engine's own memory"
+        self.reason = f"all {len(aliases)} weights are the engine's own memory"
         self._seen: _Seen | None = None
 
     def transfer(self, version: int = 0) -> int:
@@ -63,7 +63,9 @@ class SharedTransport:
 
         Parameters stay the same objects with the same values; the engine's memory is left as it is.
         """
-        for _, parameter in self._source:
+        for name, parameter in self._source:
+            if name not in self._aliases:
+                continue
             size_bytes = parameter.numel() * parameter.element_size()
             fits = device.type != "cuda" or free_device_bytes(device) > 2 * size_bytes
             parameter.data = parameter.data.to(device if fits else "cpu", copy=True)
@@ -73,23 +75,25 @@ class _Seen:
     """A model whose parameters have been compared: to be looked at in a moment, which comparing by name is not."""
 
     def __init__(
-        self, modules: list[int], parameters: list[tuple[nn.Module, str, nn.Parameter, tuple[Any, ...]]]
+        self,
+        modules: list[int],
+        tensors: list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor, tuple[Any, ...]]],
     ) -> None:
         self._modules = modules
-        self._parameters = parameters
+        self._tensors = tensors
 
     @classmethod
     def of(cls, model: nn.Module) -> _Seen:
         """The model as it is."""
         modules = _modules(model)
-        parameters = [(m, n, p, _facts(p)) for m in modules for n, p in m._parameters.items() if p is not None]
-        return cls(list(map(id, modules)), parameters)
+        holders: list[dict[str, Any]] = [held for m in modules for held in (m._parameters, m._buffers) if held]
+        tensors = [(held, n, t, _facts(t)) for held in holders for n, t in held.items() if t is not None]
+        return cls(list(map(id, modules)), tensors)
 
     def is_unchanged(self, model: nn.Module) -> bool:
         """Whether modules, parameters and their memory are the same ones."""
         return list(map(id, _modules(model))) == self._modules and all(
-            module._parameters.get(name) is parameter and _facts(parameter) == facts
-            for module, name, parameter, facts in self._parameters
+            held.get(name) is tensor and _facts(tensor) == facts for held, name, tensor, facts in self._tensors
         )
 
 
@@ -101,8 +105,8 @@ def _modules(model: nn.Module) -> list[nn.Module]:
     return found
 
 
-def _facts(parameter: nn.Parameter) -> tuple[Any, ...]:
-    return parameter.data_ptr(), parameter.dtype, parameter.shape, parameter.stride()
+def _facts(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
 def is_same_memory(left: torch.Tensor, right: torch.Tensor) -> bool:

@@ -4,8 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from colo.engines.vllm.sampling import completions
-from colo.errors import StaleWeights
+from colo.engines.base import SamplingParams
+from colo.engines.vllm.sampling import check_logprobs, completions, sampling_temperature
+from colo.errors import StaleWeights, Unsupported
 
 
 def output(*samples):
@@ -39,3 +40,45 @@ def test_versions_that_vllm_names_itself_are_the_one_that_was_committed(versions
 def test_tokens_of_another_version_are_refused(versions):
     with pytest.raises(StaleWeights, match="prompt 1 from weights that it calls .* not from version 3"):
         completions([output(sample(0)), output(sample(0, weight_versions=versions))], 3, None)
+
+
+NEUTRAL = {"temperature": 0.7, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "min_tokens": 0}
+CHANGES = [
+    {"top_p": 0.9},
+    {"top_k": 5},
+    {"min_p": 0.1},
+    {"repetition_penalty": 1.1},
+    {"presence_penalty": 0.5},
+    {"frequency_penalty": 0.5},
+    {"min_tokens": 3},
+    {"logit_bias": {5: 20.0}},
+    {"allowed_token_ids": [1, 2]},
+    {"bad_words": ["no"]},
+]
+
+
+def asked(**changes):
+    return SimpleNamespace(**NEUTRAL | changes)
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=str)
+def test_what_changes_the_distribution_is_told_from_what_does_not(change):
+    assert sampling_temperature(asked()) == 0.7
+    assert sampling_temperature(asked(**change)) is None
+    with pytest.raises(Unsupported, match="no log-probabilities of what is sampled"):
+        check_logprobs(asked(temperature=1, **change), "raw_logprobs", "do this")
+    check_logprobs(asked(temperature=1, **change), "processed_logprobs", "do this")
+
+
+@pytest.mark.parametrize(
+    "params", [asked(temperature=0), asked(temperature=1), asked(temperature=0, top_p=0.9)], ids=str
+)
+def test_raw_log_probabilities_will_do_where_nothing_changes_them(params):
+    check_logprobs(params, "raw_logprobs", "do this")
+    assert sampling_temperature(params) == 1
+
+
+@pytest.mark.parametrize("mode", ["raw_logprobs", "raw_logits", "processed_logits"])
+def test_other_log_probabilities_are_refused_with_what_to_do(mode):
+    with pytest.raises(Unsupported, match=f"logprobs_mode='{mode}' .* at temperature 0.5 .*: do this"):
+        check_logprobs(SamplingParams(temperature=0.5), mode, "do this")

@@ -35,12 +35,13 @@ class Trainer(nn.Module):
 
 
 class Engine:
-    """Memory as an engine lays it out: q and k fused, of `down` a slice of every row, fp32 kept as bf16 in `norm`."""
+    """Memory as an engine lays it out: q and k fused, rows of `down` cut into slices, fp32 kept as bf16 in `norm`."""
 
     def __init__(self):
         self.memory = {
             "qk": torch.full((12, 6), -1.0),
             "down": torch.full((6, 4), -1.0),
+            "rest": torch.full((6, 4), -1.0),
             "norm": torch.full((6,), -1.0, dtype=torch.bfloat16),
             "scale": torch.full((), -1.0),
             "head": torch.full((5, 3), -1.0, dtype=torch.bfloat16),
@@ -55,6 +56,8 @@ class Engine:
                 self.memory["qk"][rows].copy_(tensor)
             elif name == "down":
                 self.memory["down"].copy_(tensor[:, 2:6])
+                self.memory["rest"][:, :2].copy_(tensor[:, :2])
+                self.memory["rest"][:, 2:].copy_(tensor[:, 6:])
             elif name in self.memory:
                 self.memory[name].copy_(tensor)
             else:
@@ -507,6 +510,7 @@ def test_both_places_that_a_tensor_goes_to_are_compared(model, workers):
 def test_buckets_that_cannot_be_staged_leave_nothing_mapped(model, workers):
     load = workers.engine.load_weights
     workers.engine.memory["down"] = torch.zeros(8, 6)
+    del workers.engine.memory["rest"]
 
     def transposed(weights):
         for name, tensor in weights:

@@ -6,8 +6,8 @@ from peft import BdLoraConfig, KasaConfig, LoraConfig, VeraConfig, get_peft_mode
 from torch import nn
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from colo.errors import StaleWeights, Unsupported
-from colo.weights.sources.module import ModuleSource, plain_name
+from colo.errors import StaleWeights, TransferError, Unsupported
+from colo.weights.sources.module import ModuleSource, check_taken, plain_name
 from colo.weights.sources.peft import active_adapter, adapter_weights, check_lora_config, is_peft_model
 
 PATTERNS = {
@@ -233,3 +233,51 @@ def test_peft_models_are_told_from_others():
     assert is_peft_model(peft_model())
     assert not is_peft_model(base_model())
     assert not is_peft_model(nn.Linear(2, 2))
+
+
+# ---- buffers -------------------------------------------------------------------------------------------------------
+
+
+class Router(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(2))
+        self.register_buffer("bias", torch.ones(2))
+        self.register_buffer("table", torch.ones(2), persistent=False)
+        self.register_buffer("counts", torch.ones(2, dtype=torch.long))
+        self.register_buffer("none", None)
+
+
+def test_buffers_that_checkpoints_hold_are_weights_and_others_are_not():
+    model = nn.ModuleDict({"a": Router(), "b": Router()})
+    tensors = ModuleSource(model).tensors()
+    assert list(tensors) == ["a.weight", "b.weight", "a.bias", "b.bias"]
+    assert tensors["b.bias"] is model["b"].bias
+    before = ModuleSource(model).fingerprint()
+    model["a"].bias.add_(1)
+    assert ModuleSource(model).fingerprint() != before
+
+
+TENSORS = {"w": nn.Parameter(torch.zeros(4, 2)), "bias": torch.zeros(4)}
+
+
+@pytest.mark.parametrize(
+    "left_out",
+    [[{}], [{"bias": 0}], [{"w": 4}, {"w": 4}], [{"w": 6}, {"w": 6}], [{"w": 0}, {}], [{"bias": 0}, {"bias": 0}]],
+    ids=str,
+)
+def test_what_workers_take_together_is_whole(left_out):
+    check_taken(TENSORS, left_out)
+
+
+@pytest.mark.parametrize(
+    ("left_out", "words"),
+    [
+        ([{"w": 0}], r"takes 0 of the 8 elements of w \(4, 2\)"),
+        ([{"w": 2}, {"w": 4}], "takes 6 of the 8 elements of w"),
+        ([{"bias": 3}], "takes 3 of the 4 elements of bias"),
+    ],
+)
+def test_weights_that_no_engine_takes_are_refused_by_name(left_out, words):
+    with pytest.raises(TransferError, match=words):
+        check_taken(TENSORS, left_out)
