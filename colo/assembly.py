@@ -112,16 +112,18 @@ def share(
     move there, under the same `nn.Parameter` objects, and nothing is ever sent; otherwise each side keeps its own and
     the weights are copied at every rollout that follows a step. `rt.transport.reason` says which, and why. A `vllm.LLM`
     in a process of its own needs `worker_extension_cls="colo.engines.vllm.worker.ColoWorker"`; its memory can be the
-    model's with `load_format="colo"`, and on CUDA with vLLM's own loader too unless it has `enable_sleep_mode`.
+    model's with `load_format="colo"`, and on CUDA with vLLM's own loader too unless it has `enable_sleep_mode`. Without
+    `logprobs_mode="processed_logprobs"` it samples at temperature 1 without filters, or greedily: the log-probabilities
+    of anything else would not be those of what was sampled from.
 
     Outside `rt.rollout()` the engine is paused, and `generate` of a `vllm.LLM` of yours would wait for ever: call it
     within such a block, or `rt.generate`, which opens one. Without `tokenizer`, that of the `vllm.LLM` encodes texts.
 
     Raises: `PhaseError` when one of the three has a runtime already; `Unsupported` when model and engine are on
     different devices, the optimizer is not one of the model's, or the engine cannot apply the adapter; `TransferError`
-    when the model lacks weights that the engine needs. Nothing has changed then, but where weights go through the
-    engine's own loader: what is missing is known only when the others have been loaded. `BudgetError`, and whatever
-    fails as the first version is published: the engine may hold the model's weights then.
+    when the model lacks weights that the engine needs, or has others. Nothing has changed then, but where weights go
+    through the engine's own loader: what is missing is known only when the others have been loaded. `BudgetError`, and
+    whatever fails as the first version is published: the engine may hold the model's weights then.
     """
     check_free(model, optimizer, engine)
     if isinstance(engine, Engine):

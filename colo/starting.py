@@ -13,7 +13,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from colo.config import RuntimeConfig, Weights
-from colo.engines.base import Engine
+from colo.engines.base import Engine, from_all_ranks
 from colo.engines.layout import bind, empty_model
 from colo.engines.torch import TorchEngine
 from colo.errors import BudgetError, Unsupported
@@ -110,7 +110,7 @@ def start_vllm(order: Order, undo: ExitStack) -> tuple[Engine, Any]:
     pack(model, packed, compute_dtype=order.dtype)
     tensors = ModuleSource(model).tensors()
     plan = engine.record_plan(tensors)
-    check_taken(tensors, [plan.left_out])
+    check_taken(tensors, from_all_ranks(engine, plan.left_out))
     why_not = why_not_shared(plan, tensors, order.config)
     if packs:
         if why_not is not None:

@@ -265,3 +265,12 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Release everything. Idempotent."""
+
+
+def from_all_ranks(engine: Engine, value: Any) -> list[Any]:
+    """`value` of every rank of an engine that is divided among processes, one of which this is; else it alone.
+
+    Ordering: every rank asks, in the same order, and waits for the others.
+    """
+    gather = getattr(engine, "gather", None)
+    return [value] if gather is None else list(gather(value))

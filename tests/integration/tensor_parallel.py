@@ -61,6 +61,21 @@ def main(checkpoint, results):
             model(input_ids=ids, labels=ids).loss.backward()
             rt.optimizer.step()
     found["bytes_synced"] = rt.bytes_synced
+    transfer = rt.transport.transfer
+
+    def broken(version):
+        raise ValueError("rank 1 cannot copy")
+
+    if os.environ["RANK"] == "1":
+        rt.transport.transfer = broken
+    found["failures"] = []
+    for _ in range(2):
+        try:
+            rt.generate(PROMPTS, **GREEDY)
+        except (ValueError, colo.TransferError) as error:
+            found["failures"].append(f"{type(error).__name__}: {error}")
+    rt.transport.transfer = transfer
+    found["after"] = mismatch(model, rt.generate(PROMPTS, **GREEDY))
     rt.close()
     Path(results, f"{os.environ['RANK']}.json").write_text(json.dumps(found))
 

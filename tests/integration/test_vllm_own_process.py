@@ -137,6 +137,8 @@ def test_sampling_takes_vllms_own_parameters_and_gives_its_objects(rt, prompts):
 
 
 def test_the_kv_cache_leaves_the_other_process_and_comes_back(rt, prompts):
+    lost_to_blocks = KV_CACHE_BYTES - rt.scheduler.segments["engine.kv_cache"].size_bytes
+    assert 0 <= lost_to_blocks < MIB // 16, "it has the size that was asked for, in whole blocks"
     rt.engine.sleep("keep-weights")
     rt.engine.wake()  # which writes to all of it, so that it counts as resident
     rt.engine.resume()
@@ -496,8 +498,10 @@ def test_a_model_that_is_not_the_engines_is_refused_by_name_and_the_engine_still
             assert greedy_tokens(llm, prompts) == before
     unknown = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     unknown.value_head = torch.nn.Linear(64, 1)
-    with pytest.raises((ValueError, TransferError), match="value_head"):
+    with pytest.raises((ValueError, TransferError), match="value_head") as caught:
         colo.share(llm, unknown, adamw(unknown.parameters()))
+    if not isinstance(caught.value, ColoError):
+        assert "in the worker:\nTraceback" in caught.value.__notes__[0]
     assert len(greedy_tokens(llm, prompts)) == len(prompts)
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     rt = colo.share(llm, model, adamw(model.parameters()))

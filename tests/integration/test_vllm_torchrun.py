@@ -57,3 +57,10 @@ def test_slices_are_copied_to_and_both_ranks_sample_what_transformers_does(ranks
         assert found["bytes_synced"] == 3 * found["replayed_bytes"]
     assert ranks[0]["tokens"] == ranks[1]["tokens"]
     assert ranks[0]["tokens"][0] != ranks[0]["tokens"][2]
+
+
+def test_a_publication_that_fails_in_one_rank_fails_in_all_and_can_be_repeated(ranks):
+    failed = "publishing version 3 failed in another rank, which says why"
+    assert ranks[0]["failures"] == [f"TransferError: {failed}"] * 2
+    assert ranks[1]["failures"] == ["ValueError: rank 1 cannot copy"] * 2
+    assert max(found["after"] for found in ranks) < CLOSE

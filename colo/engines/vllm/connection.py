@@ -100,6 +100,19 @@ class Connection:
         found: str | None = getattr(self.model_config.hf_config, "model_type", None)
         return found
 
+    def gather(self, value: T) -> list[T]:
+        """`value` of every rank, where each runs its own part of the engine (`external_launcher`); else it alone."""
+        if self.own_process:
+            return [value]
+        world_size = self.llm.llm_engine.vllm_config.parallel_config.world_size
+        if world_size == 1:
+            return [value]
+        from vllm.distributed.parallel_state import get_world_group
+
+        values: list[Any] = [None] * world_size
+        torch.distributed.all_gather_object(values, value, group=get_world_group().cpu_group)
+        return values
+
     def call(self, operation: str, **arguments: Any) -> list[Any]:
         """Run an operation in every worker and return their answers. Raises: what the first failing one raised."""
         answers = self.ask(operation, arguments)

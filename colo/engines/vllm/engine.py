@@ -302,6 +302,10 @@ class VLLMEngine:
         self._connection.tell_version(version)
         self._version = version
 
+    def gather(self, value: Any) -> list[Any]:
+        """`value` of every rank of a torchrun group, all of which have to ask; see `from_all_ranks`."""
+        return self._connection.gather(value)
+
     def poison(self, cause: str) -> None:
         """Refuse to generate, with `cause`, until the next `commit`."""
         self._version, self._cause = None, cause

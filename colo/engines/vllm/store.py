@@ -166,7 +166,11 @@ class StoreClient:
             self._socket.close()
             raise TransferError(f"the trainer's weight store does not answer at {address}: {error}") from error
         self._stream = self._socket.makefile("rw", encoding="utf-8")
-        self.fill = bool(self._ask(op="hello", rank=rank, pid=pid, device=device_id(device))["fill"])
+        try:
+            self.fill = bool(self._ask(op="hello", rank=rank, pid=pid, device=device_id(device))["fill"])
+        except BaseException:
+            self.close()
+            raise
 
     def take(self, size_bytes: int) -> torch.Tensor:
         """The next piece of memory, uint8, shape [size_bytes]."""
@@ -178,7 +182,8 @@ class StoreClient:
 
     def close(self) -> None:
         """End the conversation. Idempotent."""
-        self._stream.close()
+        with suppress(OSError):  # of what could not be sent
+            self._stream.close()
         self._socket.close()
 
     def _ask(self, **request: Any) -> dict[str, Any]:

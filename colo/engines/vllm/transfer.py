@@ -18,6 +18,7 @@ after; between `begin` and `finish` the weights are neither the old nor the new 
 from __future__ import annotations
 
 import os
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -44,6 +45,9 @@ from colo.weights.load_plan import LoadPlan
 from colo.weights.manifest import Manifest, TensorSpec
 
 Step = Callable[..., Any]
+
+_TRACEBACK_CHARACTERS = 20_000
+"""The last so many reach the client."""
 
 
 @dataclass
@@ -229,7 +233,10 @@ class ColoWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]  # a
             value = _named(step, steps)(**arguments)
         except Exception as error:
             raised = error if isinstance(error, ColoError) else TransferError(f"{type(error).__name__}: {error}")
-            self._answer({"error": {"kind": type(raised).__name__, "message": str(raised)}})
+            described = {"kind": type(raised).__name__, "message": str(raised)}
+            if raised is not error:
+                described["traceback"] = "".join(traceback.format_exception(error))[-_TRACEBACK_CHARACTERS:]
+            self._answer({"error": described})
             if raised is error:
                 raise
             raise raised from error

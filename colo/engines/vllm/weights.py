@@ -114,7 +114,8 @@ class WorkerWeights:
             with suppress(ColoError):
                 call("abandon_reload")
             raise
-        check_taken(specs, call("finish_reload"))
+        left_out = call("finish_reload")
+        check_taken(specs, left_out if self._connection.own_process else self._connection.gather(left_out[0]))
 
     def _checked(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """The weights, unless an output layer is among them where the engine's is its embedding, which it would be."""

@@ -103,4 +103,6 @@ def _error_from(error: Mapping[str, Any]) -> ColoError:
     """The error that a worker described."""
     kind = getattr(errors, error["kind"], TransferError)
     raised: ColoError = (TransferError if kind is BudgetError else kind)(error["message"])
+    if "traceback" in error:
+        raised.add_note("in the worker:\n" + error["traceback"])
     return raised

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from colo.config import RuntimeConfig, Weights
-from colo.engines.base import Engine
+from colo.engines.base import Engine, from_all_ranks
 from colo.errors import Unsupported
 from colo.weights.load_plan import LoadPlan
 from colo.weights.packed import PackedWeight, is_packed
@@ -27,7 +27,7 @@ def choose_transport(engine: Engine, model: nn.Module, config: RuntimeConfig) ->
     tensors = source.tensors()
     _check_packed(tensors, engine)
     plan = engine.record_plan(tensors)
-    check_taken(tensors, [plan.left_out])
+    check_taken(tensors, from_all_ranks(engine, plan.left_out))
     why_not = why_not_shared(plan, tensors, config)
     if why_not is None:
         _move_in(tensors, plan.aliases)

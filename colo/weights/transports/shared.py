@@ -44,8 +44,8 @@ class SharedTransport:
             if not is_same_memory(parameter, alias):
                 raise StaleWeights(
                     f"{name} is no longer the engine's memory ({_describe(parameter)}, shared was {_describe(alias)}): "
-                    "something replaced it, such as model.to(dtype), half() or a quantizer. Undo that, or build the "
-                    "runtime from the model as it is now"
+                    "something replaced it, such as model.to(dtype), half(), load_state_dict(assign=True) or a "
+                    "quantizer. Undo that, or build the runtime from the model as it is now"
                 )
 
     def is_current(self) -> bool:

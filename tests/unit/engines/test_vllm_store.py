@@ -1,10 +1,11 @@
 """The conversation between a vLLM worker and the store of its weights, over a real socket, without vLLM."""
 
 import os
+import socket
 import stat
 import threading
 import time
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -167,3 +168,30 @@ def test_closing_is_idempotent_and_leaves_no_folder_and_no_thread(store):
     assert not Path(mine.address).parent.exists()
     assert (kept == 0).all()
     wait_until(lambda: len(store_threads()) <= before)
+
+
+@pytest.mark.parametrize("silent_from", [0, 1])
+def test_a_trainer_that_says_nothing_is_an_error_at_the_deadline(tmp_path, monkeypatch, silent_from):
+    monkeypatch.setattr(module, "DEADLINE_S", 0.3)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(str(tmp_path / "store"))
+    listener.listen()
+
+    def answer():
+        connection, _ = listener.accept()
+        for _ in range(silent_from):
+            connection.recv(4096)
+            connection.sendall(b'{"fill": true}\n')
+        held.append(connection)
+
+    held = []
+    thread = threading.Thread(target=answer, daemon=True)
+    thread.start()
+    start_s = time.monotonic()
+    with pytest.raises(TransferError, match="stopped answering"):
+        with closing(StoreClient(str(tmp_path / "store"), rank=0, pid=1, device=CPU)) as client:
+            client.take(MIB)
+    assert time.monotonic() - start_s < 5
+    thread.join()
+    held.pop().close()
+    listener.close()

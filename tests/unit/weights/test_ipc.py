@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from colo.engines.vllm.receive import Receiver
-from colo.errors import TransferError, Unsupported
+from colo.errors import EngineLost, TransferError, Unsupported
 from colo.weights.load_plan import LoadPlan
 from colo.weights.sources.module import ModuleSource
 from colo.weights.transports.export import NOWHERE, Exported, opened
@@ -436,6 +436,26 @@ def test_nothing_is_taken_before_it_is_known_whose_turn_it_is(model, workers):
     workers.receiver.begin(0, transport._manifest_of(dict(model.named_parameters())).digest)
     with pytest.raises(TransferError, match="nothing was said about turns"):
         workers.receiver.take_all(verify=True)
+
+
+def test_workers_that_die_between_two_buckets_end_the_transfer(model, workers):
+    transport = connect(model, workers, **SMALL)
+    receive = workers.receive
+
+    def dies(step, **arguments):
+        if step == "take_all":
+            raise EngineLost("its process ended during receive")
+        return receive(step, **arguments)
+
+    workers.receive = dies
+    start_s = time.monotonic()
+    with pytest.raises(EngineLost, match="its process ended"):
+        transport.transfer()
+    assert time.monotonic() - start_s < 10
+    assert not transport.is_current()
+    workers.receive = receive
+    transport.transfer()
+    assert same(workers.engine.memory, workers.engine.expected(model))
 
 
 class TwoWorkers(Workers):
