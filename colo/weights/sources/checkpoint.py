@@ -25,6 +25,7 @@ class _Names:
 
 
 _NAMES = {
+    "glm4_moe": _Names(),
     "mixtral": _Names(block="block_sparse_moe", gate="w1", up="w3", down="w2"),
     "olmoe": _Names(),
     "qwen2_moe": _Names(),
