@@ -1,6 +1,8 @@
-"""`colo bench lora`: the next version of a LoRA adapter to vLLM, ours beside disk, RAM disk and a fresh load.
+"""`colo bench lora`: the next version of a LoRA adapter to vLLM, ours beside others.
 
-Random weights, rank 16 on every linear layer of the decoder but experts, by the public call that a publication makes.
+These are files on disk and in RAM, colo's own first load from tensors, and, in this process, what vLLM itself has for
+tensors: `LoRAModel.from_lora_tensors`, added and activated. Random weights, rank 16 on every linear layer of the
+decoder but experts, by the public call that a publication makes.
 """
 
 from __future__ import annotations
@@ -8,7 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +21,7 @@ from safetensors.torch import save_file
 from transformers import PretrainedConfig
 
 from colo.bench.common import Result, clear, median_s, result
-from colo.bench.workload import SIZES, Row, Size, Tell, engine, shape
+from colo.bench.workload import SIZES, Row, Size, Tell, engine, shape, size_name
 from colo.engines.base import AdapterWeights
 from colo.engines.vllm.engine import VLLMEngine
 from colo.engines.vllm.options import save_config
@@ -46,7 +48,7 @@ def run(*, shape_name: str, device: str, tell: Tell = lambda text: None) -> Resu
             tell("in its own process" if own_process else "in this process")
             rows += _measure(folder, target, size, adapter, own_process=own_process)
     command = f"colo bench lora --shape {shape_name} --device {device}"
-    return result(f"lora {shape_name}", command, limit={}, rows=rows)
+    return result(f"lora {size_name(shape_name, device)}", command, limit={}, rows=rows)
 
 
 def _measure(
@@ -60,6 +62,8 @@ def _measure(
     driven.load_adapter("policy@0", adapter)
     yield _row(f"colo, {where}", adapter, median_s(partial(_replace, driven, adapter), device, repeats=20, warmup=3))
     yield _row(f"a fresh load from tensors, {where}", adapter, median_s(partial(_reload, driven, adapter), device))
+    if not own_process:
+        yield _row(f"LoRAModel.from_lora_tensors, {where}", adapter, median_s(_from_tensors(driven, adapter), device))
     _forget(driven)
     for name, base in (("disk", Path(tempfile.gettempdir())), ("RAM disk", RAM_DISK)):
         with tempfile.TemporaryDirectory(prefix="colo-", dir=base) as path:
@@ -84,17 +88,51 @@ def _forget(driven: VLLMEngine) -> None:
         driven.remove_adapter(name)
 
 
+def _from_tensors(driven: VLLMEngine, adapter: AdapterWeights) -> Callable[[], None]:
+    """vLLM's own way in the place of the adapter that is loaded, without what colo does beside it."""
+    (worker,) = driven.llm.collective_rpc(_worker)
+    tensors = _named(adapter)
+
+    def load() -> None:
+        from vllm.lora.lora_model import LoRAModel
+        from vllm.lora.peft_helper import PEFTHelper
+
+        manager = worker.model_runner.lora_manager
+        unscaled = {"lora_alpha": RANK}  # or vLLM scales the tensors that it is given, in place
+        helper = PEFTHelper.from_dict(_settings(adapter) | unscaled | {"vllm_max_position_embeddings": None})
+        loaded = LoRAModel.from_lora_tensors(
+            1, tensors, helper, device=str(worker.device), dtype=manager.lora_config.lora_dtype
+        )
+        adapters = manager._adapter_manager
+        adapters.remove_adapter(1)
+        adapters.add_adapter(loaded)
+        adapters.activate_adapter(1)
+
+    return load
+
+
+def _worker(worker: Any) -> Any:
+    return getattr(worker, "worker", worker)
+
+
+def _named(adapter: AdapterWeights) -> dict[str, torch.Tensor]:
+    """The matrices by PEFT's names."""
+    tensors = {f"base_model.model.{name}.lora_A.weight": t for name, t in adapter.a.items()}
+    return tensors | {f"base_model.model.{name}.lora_B.weight": t for name, t in adapter.b.items()}
+
+
+def _settings(adapter: AdapterWeights) -> dict[str, Any]:
+    """Its configuration, as PEFT writes it."""
+    modules = sorted({name.rsplit(".", 1)[1] for name in adapter.a})
+    return {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "target_modules": modules, "bias": "none"}
+
+
 def _through_files(driven: VLLMEngine, adapter: AdapterWeights, folder: Path) -> None:
     """As PEFT saves it, and as vLLM loads it."""
     from vllm.lora.request import LoRARequest
 
-    prefix = "base_model.model."
-    tensors = {f"{prefix}{name}.lora_A.weight": t for name, t in adapter.a.items()}
-    tensors |= {f"{prefix}{name}.lora_B.weight": t for name, t in adapter.b.items()}
-    save_file(tensors, folder / "adapter_model.safetensors")
-    modules = sorted({name.rsplit(".", 1)[1] for name in adapter.a})
-    settings = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "target_modules": modules, "bias": "none"}
-    (folder / "adapter_config.json").write_text(json.dumps(settings))
+    save_file(_named(adapter), folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps(_settings(adapter)))
     name = f"disk@{next(_numbers)}"
     driven.llm.llm_engine.add_lora(LoRARequest(name, 1, str(folder), load_inplace=True))
 

@@ -31,14 +31,16 @@ from colo.bench.workload import (
     seconds,
     shape,
     shut_down,
+    size_name,
     stock,
     wait_for_pinning,
     worker_model,
 )
 from colo.engines.vllm.options import save_config
-from colo.memory.probe import used_device_bytes
+from colo.memory.probe import torch_pinned_bytes, used_device_bytes
 from colo.runtime import Runtime
 from colo.units import GIB
+from colo.weights.mismatch import logprob_difference
 from colo.weights.sources.checkpoint import checkpoint_views
 
 ROUNDS = 8
@@ -54,17 +56,22 @@ def run(*, shape_name: str, device: str, tell: Tell = lambda text: None) -> Resu
         rows = list(measure(config, folder, target, SIZES[device], tell))
     limit = {"device_copy_gb_per_s": device_copy_bytes_per_s(target) / 1e9}
     command = f"colo bench share --shape {shape_name} --device {device}"
-    return result(f"share {shape_name}", command, limit=limit, rows=rows)
+    return result(f"share {size_name(shape_name, device)}", command, limit=limit, rows=rows)
 
 
 # ---- 0.6B ------------------------------------------------------------------------------------------------------------
 
 
 def _one_copy(config: PretrainedConfig, folder: str, device: torch.device, size: Size, tell: Tell) -> Iterator[Row]:
-    tell("stock vLLM")
-    start_s = time.perf_counter()
-    llm = stock(folder, device, size)
-    stock_start_s = time.perf_counter() - start_s
+    stock_starts_s: list[float] = []
+    for compiled in ("compiling", "compiled before"):  # as the engine that is started again has been
+        tell(f"stock vLLM, {compiled}")
+        start_s = time.perf_counter()
+        llm = stock(folder, device, size)
+        stock_starts_s.append(time.perf_counter() - start_s)
+        if len(stock_starts_s) == 1:
+            shut_down(llm)
+            clear(device)
     tell("engine in its own process")
     start_s = time.perf_counter()
     rt = launched(config, device, size)
@@ -79,7 +86,7 @@ def _one_copy(config: PretrainedConfig, folder: str, device: torch.device, size:
     tell(f"{size.cycles} cycles")
     yield _growth(rt, size)
     tell("kill and restart")
-    yield _restart(rt, stock_start_s, started_s)
+    yield _restart(rt, size, stock_starts_s, started_s)
     rt.close()
     del rt
     clear(device)
@@ -133,14 +140,16 @@ def _growth(rt: Runtime, size: Size) -> Row:
 
     The record of the run, which grows until it reaches a bound, is let go of.
     """
-    pids = {psutil.Process().pid, *rt.engine.pids}  # type: ignore[attr-defined]
+    driven: Any = rt.engine
+    pids = {psutil.Process().pid, *driven.pids}
 
     def held() -> tuple[int, int, int]:
         rt.trace.spans.clear()
         rt.trace.samples.clear()
         clear(rt.device)
         resident = sum(psutil.Process(pid).memory_info().rss for pid in pids)
-        return used_device_bytes(rt.device) or 0, resident, rt._mover.arena.pinned_bytes
+        pinned = rt._mover.arena.pinned_bytes + torch_pinned_bytes() + driven.pinned_bytes
+        return used_device_bytes(rt.device) or 0, resident, pinned
 
     def cycles() -> None:
         for _ in range(size.cycles):
@@ -159,9 +168,13 @@ def _growth(rt: Runtime, size: Size) -> Row:
     }
 
 
-def _restart(rt: Runtime, stock_start_s: float, started_s: float) -> Row:
-    """The engine's process killed, and started again on the same memory."""
+def _restart(rt: Runtime, size: Size, stock_starts_s: list[float], started_s: float) -> Row:
+    """The engine's process killed, and started again on the same memory.
+
+    `gap` is the mean |log p(engine) - log p(trainer)| of greedy tokens, before the kill and after the restart.
+    """
     driven: Any = rt.engine
+    gap_before = _gap(rt, size)
     before = [p.detach().clone() for p in rt.model.parameters()]
     for pid in driven.pids:
         psutil.Process(pid).kill()
@@ -172,15 +185,24 @@ def _restart(rt: Runtime, stock_start_s: float, started_s: float) -> Row:
         except Exception:  # noqa: BLE001 - the loss is what is waited for
             time.sleep(0.01)
     noticed_s = time.perf_counter() - start_s
+    recovered_s = seconds(rt.recover)
     return {
         "way": "restart after a kill",
         "noticed_s": noticed_s,
-        "recovered_s": seconds(rt.recover),
+        "recovered_s": recovered_s,
         "mapping_s": driven._infos[0]["placing_s"],
         "first_start_s": started_s,
-        "stock_start_s": stock_start_s,
+        "stock_first_start_s": stock_starts_s[0],
+        "stock_start_s": stock_starts_s[1],
         "weights_equal": all(torch.equal(a, b) for a, b in zip(before, rt.model.parameters(), strict=True)),
+        "gap_before": gap_before,
+        "gap_after": _gap(rt, size),
     }
+
+
+def _gap(rt: Runtime, size: Size) -> float | None:
+    completions = rt.generate(size.token_ids[: size.train_sequences], max_tokens=32, temperature=0)
+    return logprob_difference(rt.model, completions, temperature=1.0, device=rt.device)
 
 
 # ---- 30B-A3B ---------------------------------------------------------------------------------------------------------

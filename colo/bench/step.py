@@ -28,6 +28,7 @@ from colo.bench.workload import (
     peak_device_bytes,
     shape,
     shut_down,
+    size_name,
     stock,
     train_step,
     worker_model,
@@ -55,7 +56,12 @@ def run(*, shape_name: str, device: str, tell: Tell = lambda text: None) -> Resu
         rows = [_memory(config, target, SIZES[device])]
     else:
         rows = _steps(config, target, SIZES[device], tell)
-    return result(f"step {shape_name}", f"colo bench step --shape {shape_name} --device {device}", limit={}, rows=rows)
+    return result(
+        f"step {size_name(shape_name, device)}",
+        f"colo bench step --shape {shape_name} --device {device}",
+        limit={},
+        rows=rows,
+    )
 
 
 # ---- time ------------------------------------------------------------------------------------------------------------

@@ -32,6 +32,7 @@ from colo.bench.workload import (
     ipc_options,
     shape,
     shut_down,
+    size_name,
     stock,
     wait_for_pinning,
 )
@@ -69,7 +70,7 @@ def run(*, shape_name: str, device: str, tell: Tell = lambda text: None) -> Resu
             row["of_limit"] = row["median_s"] / limit_s
     limit = {"device_copy_s": limit_s}
     command = f"colo bench sync --shape {shape_name} --device {device}"
-    return result(f"sync {shape_name}", command, limit=limit, rows=rows)
+    return result(f"sync {size_name(shape_name, device)}", command, limit=limit, rows=rows)
 
 
 # ---- ours ------------------------------------------------------------------------------------------------------------

@@ -83,6 +83,11 @@ SIZES = {
 }
 
 
+def size_name(name: str, device: str) -> str:
+    """The shape's name, or what is measured in its place on a CPU; see `shape`."""
+    return name if device == "cuda" else f"of a tiny stand-in for {name}"
+
+
 def shape(name: str, device: torch.device) -> PretrainedConfig:
     """The configuration of Qwen3 `0.6b`, `8b` or `30b-a3b`; on a CPU a tiny one of the same kind."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32

@@ -75,6 +75,12 @@ def connect(
     return RemoteEngine(url, model_name=model_name, device=device, deadline_s=deadline_s, api_key=api_key)
 
 
+def base_url(url: str) -> str:
+    """The address of a server, as clients of its `/v1` and people write it: with a scheme, and without that path."""
+    url = url if "://" in url else f"http://{url}"
+    return url.rstrip("/").removesuffix("/v1")
+
+
 class RemoteEngine:
     """An `Engine` (see `colo.engines.base`) over a vLLM server. Made by `colo.connect`.
 
@@ -97,7 +103,7 @@ class RemoteEngine:
     ) -> None:
         """Connect; see `colo.connect`. `http` replaces the network."""
         self.device = device_of(device)
-        self.url = url
+        self.url = url = base_url(url)
         self._server = Server(url, deadline_s=deadline_s, api_key=api_key, transport=http)
         self._workers: Workers | None = None
         self._infos: list[dict[str, Any]] = []

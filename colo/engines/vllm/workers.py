@@ -94,7 +94,7 @@ class Workers:
         if len(answers) < self._answers.num_workers:
             raise TransferError(
                 f"{len(answers)} of {self._answers.num_workers} workers have answered here: another client has "
-                "connected since, or the server is on another machine"
+                "connected since (close this runtime, connect and share again), or the server is on another machine"
             )
         return [answer["value"] for answer in answers]
 

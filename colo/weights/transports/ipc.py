@@ -142,7 +142,7 @@ class IpcTransport:
     def close(self) -> None:
         """Have the workers unmap everything, then let go of it. Idempotent."""
         if self._exported is not None or self._staging is not None:
-            with suppress(EngineLost):  # whose mappings have ended with it
+            with suppress(EngineLost, TransferError):  # whose mappings have ended, or are another client's by now
                 self._peer.receive("release")
             self._drop()
 

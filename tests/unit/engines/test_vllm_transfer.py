@@ -15,7 +15,7 @@ import torch
 from colo.engines.base import Engine, EngineState, SamplingParams
 from colo.engines.vllm.answers import AnswerPart, Answers
 from colo.engines.vllm.calls import pid_namespace
-from colo.engines.vllm.remote import RemoteEngine
+from colo.engines.vllm.remote import RemoteEngine, base_url
 from colo.engines.vllm.server import Refused, Server, Silent
 from colo.errors import EngineLost, PhaseError, StaleWeights, TransferError, Unsupported
 from colo.memory.slab import Slab
@@ -576,3 +576,12 @@ def test_a_slab_of_the_clients_that_has_gone_is_not_written_to(answers):
     gone.close()
     with pytest.raises(TransferError):
         part(answers, 0, slab=description)
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["http://host:8000", "http://host:8000/", "host:8000", "http://host:8000/v1", "http://host:8000/v1/"],
+)
+def test_a_servers_address_is_understood_as_people_write_it(url):
+    assert base_url(url) == "http://host:8000"
+    assert base_url("https://host/prefix") == "https://host/prefix"
