@@ -48,7 +48,6 @@ from colo.phases.scheduler import Budget, Scheduler
 from colo.report.trace import Trace
 from colo.weights.mismatch import logprob_difference
 from colo.weights.publish import Publication, Publisher
-from colo.weights.sources.module import ModuleSource
 from colo.weights.sources.peft import adapter_weights, is_disabled, is_peft_model
 from colo.weights.transports.shared import SharedTransport
 from colo.weights.watch import WriteWatch
@@ -121,7 +120,7 @@ class Runtime:
         self._implicit_train = False
         self._closed = False
         self._meter = PeakMeter(self._device)
-        self._writes = WriteWatch(model)
+        self._writes = WriteWatch(model, foreign=transport.source.foreign)
         with ExitStack() as undo:
             self._offloader = StateOffloader(
                 optimizer,
@@ -462,12 +461,12 @@ class Runtime:
             self.transport,
             self.trace,
             adapter=adapter,
-            fingerprint=ModuleSource(model).fingerprint,
+            fingerprint=self.transport.source.fingerprint,
             verify=self.config.verify,
         )
 
     def _all_segments(self) -> list[Segment]:
-        weights = [tensor for _, tensor in ModuleSource(self.model)]
+        weights = [tensor for _, tensor in self.transport.source]
         size_bytes = sum(t.numel() * t.element_size() for t in weights)
         is_shared = self.transport.name == "shared"
         residency = Residency.SHARED if is_shared else Residency.RESIDENT

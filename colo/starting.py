@@ -13,16 +13,16 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from colo.config import RuntimeConfig, Weights
-from colo.engines.base import Engine, from_all_ranks
+from colo.engines.base import Engine
 from colo.engines.layout import bind, empty_model
 from colo.engines.torch import TorchEngine
 from colo.errors import BudgetError, Unsupported
 from colo.memory.offload import Mover
 from colo.units import GIB, MIB, format_bytes
 from colo.weights.packed import pack
-from colo.weights.sources.module import ModuleSource, check_taken
+from colo.weights.sources.module import ModuleSource
 from colo.weights.sources.peft import check_lora_config
-from colo.weights.transports.choice import why_not_shared
+from colo.weights.transports.choice import record_plan, why_not_shared
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -108,9 +108,7 @@ def start_vllm(order: Order, undo: ExitStack) -> tuple[Engine, Any]:
     undo.callback(engine.close)
     packed = engine.packed_weights()
     pack(model, packed, compute_dtype=order.dtype)
-    tensors = ModuleSource(model).tensors()
-    plan = engine.record_plan(tensors)
-    check_taken(tensors, from_all_ranks(engine, plan.left_out))
+    tensors, plan = record_plan(engine, ModuleSource(model))
     why_not = why_not_shared(plan, tensors, order.config)
     if packs:
         if why_not is not None:

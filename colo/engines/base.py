@@ -15,10 +15,12 @@ withdraws it (after a failed update, or a wake from level 2) until `commit(versi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
+
+from colo.errors import TransferError
 
 if TYPE_CHECKING:
     import torch
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
     from colo.memory.offload import Mover
     from colo.memory.segment import Segment
     from colo.weights.load_plan import LoadPlan
+
+T = TypeVar("T")
 
 
 class EngineState(StrEnum):
@@ -267,10 +271,25 @@ class Engine(Protocol):
         """Release everything. Idempotent."""
 
 
-def from_all_ranks(engine: Engine, value: Any) -> list[Any]:
-    """`value` of every rank of an engine that is divided among processes, one of which this is; else it alone.
+def in_all_ranks(
+    engine: Any, call: Callable[[], T], tell: Callable[[T], Any] = lambda result: None
+) -> tuple[T, list[Any]]:
+    """What `call` returns, and what `tell` makes of it in every rank of an engine that is divided among processes.
 
-    Ordering: every rank asks, in the same order, and waits for the others.
+    Ordering: every rank calls, in the same order, and waits for the others. An interrupt or `SystemExit` of one alone
+    leaves them waiting until its process ends.
+    Raises: what `call` raises; `TransferError` when it has raised in another rank.
     """
     gather = getattr(engine, "gather", None)
-    return [value] if gather is None else list(gather(value))
+    if gather is None:
+        result = call()
+        return result, [tell(result)]
+    try:
+        result = call()
+    except Exception:
+        gather(None)
+        raise
+    told = gather((tell(result),))
+    if None in told:
+        raise TransferError("it failed in another rank, which says why")
+    return result, [one for (one,) in told]

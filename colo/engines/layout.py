@@ -198,6 +198,11 @@ def empty_model(config: PretrainedConfig, *, dtype: torch.dtype, attn_implementa
     options: dict[str, Any] = {"dtype": dtype, "attn_implementation": attn_implementation}
     with init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(copy.deepcopy(config), **options)
+    kept = {*(model._keep_in_fp32_modules_strict or ())}
+    kept |= {*(model._keep_in_fp32_modules or ())} if dtype == torch.float16 else set()
+    for name, buffer in saved_buffers(model):  # as reading a checkpoint would have them
+        if kept.intersection(name.split(".")):
+            buffer.data = buffer.data.float()
     model.tie_weights()  # making a parameter empty makes it a new one, which unties it
     return model.eval()
 

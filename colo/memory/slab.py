@@ -49,9 +49,9 @@ class Slab:
 
     def describe(self, *, to_pid: int) -> Description:
         """What process `to_pid` passes to `open_slab`; the same process gets the memory itself."""
-        common = {"size_bytes": self.size_bytes, "pid": os.getpid()}
+        common = {"size_bytes": self.size_bytes, "pid": os.getpid(), "number": self._key}
         if to_pid == os.getpid():
-            return {"kind": "local", "key": self._key, **common}
+            return {"kind": "local", **common}
         if self._file is not None:  # a file's number is given to another once it is closed, its inode is not
             path, inode = f"/proc/{os.getpid()}/fd/{self._file}", os.fstat(self._file).st_ino
             return {"kind": "host", "path": path, "inode": inode, **common}
@@ -73,7 +73,7 @@ def open_slab(description: Description, device: torch.device) -> torch.Tensor:
     """
     kind, size_bytes = description["kind"], int(description["size_bytes"])
     if kind == "local":
-        slab = _local.get(description["key"])
+        slab = _local.get(description["number"])
         if slab is None or slab.size_bytes != size_bytes:
             raise TransferError("the slab has been closed by its owner")
         return slab.bytes

@@ -70,6 +70,9 @@ class LoadPlan:
     fallbacks: Mapping[str, str] = field(default_factory=dict)
     """Source name to the reason why its copies cannot be replayed: the engine's own loader has to be used."""
 
+    unused: frozenset[str] = frozenset()
+    """Sources that belong to parts which the engine runs without, such as the vision tower of one for texts alone."""
+
     @classmethod
     def record(
         cls,
@@ -122,7 +125,8 @@ class LoadPlan:
         for copy in self.copies:
             taken[copy.name] += prod(copy.shape)
         sizes = {name: prod(shape) for name, (_, shape) in self.sources.items()}
-        return {n: taken[n] for n, size in sizes.items() if taken[n] < size and n not in self.fallbacks}
+        explained = self.fallbacks.keys() | self.unused
+        return {n: taken[n] for n, size in sizes.items() if taken[n] < size and n not in explained}
 
     @cached_property
     def aliases(self) -> dict[str, torch.Tensor]:
@@ -273,12 +277,12 @@ class _Recorder(TorchDispatchMode):
 
     def _explain(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
         """Note which sources went into a computation; what it yields is not copied either."""
-        inputs = [t for t in _tensors(args) if self._name_of(t) is not None or _key(t) in self._computed]
+        inputs = [t for t in tensors_in(args) if self._name_of(t) is not None or _key(t) in self._computed]
         for tensor in inputs:
             if (name := self._name_of(tensor)) is not None:
                 self.fallbacks.setdefault(name, f"the loader computes with it ({func}) rather than copying it")
         if inputs:
-            self._computed.update({_key(t): t for t in _tensors((result,)) if t.device.type == "meta"})
+            self._computed.update({_key(t): t for t in tensors_in((result,)) if t.device.type == "meta"})
 
     def _name_of(self, tensor: torch.Tensor) -> str | None:
         return self._names.get(_key(tensor)) if tensor.device.type == "meta" else None
@@ -288,12 +292,13 @@ def _key(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+def tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """Tensors among arguments of an operation, and within lists and tuples of them."""
     for value in values:
         if isinstance(value, torch.Tensor):
             yield value
         elif isinstance(value, (list, tuple)):
-            yield from _tensors(value)
+            yield from tensors_in(value)
 
 
 def _check_coverage(

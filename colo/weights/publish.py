@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from colo.engines.base import AdapterWeights, Engine, EngineState, from_all_ranks
-from colo.errors import StaleWeights, TransferError
+from colo.engines.base import AdapterWeights, Engine, EngineState, in_all_ranks
+from colo.errors import StaleWeights
 from colo.memory.checksum import Checksums, values
 from colo.memory.tiles import in_words
 from colo.phases.phase import Phase
@@ -153,17 +153,11 @@ class Publisher:
         """
         start_s = self._trace.now_s()
         try:
-            num_bytes = self._transfer()
+            num_bytes, _ = in_all_ranks(self._engine, self._transfer)
         except BaseException as error:  # an interrupt, too, may leave weights written in part
             cause = str(error) or type(error).__name__
             self._engine.poison(f"publishing version {self.version} failed: {cause}")
-            if isinstance(error, Exception):  # an interrupt reaches the other ranks by itself
-                from_all_ranks(self._engine, False)
             raise
-        if not all(from_all_ranks(self._engine, True)):
-            cause = f"publishing version {self.version} failed in another rank, which says why"
-            self._engine.poison(cause)
-            raise TransferError(cause)
         end_s = self._trace.now_s()
         self._trace.add(
             f"publish ({self._transport.name})",

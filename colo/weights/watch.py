@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, cast
 
 from torch import nn
 
-from colo.weights.sources.module import saved_buffers
+from colo.weights.sources.module import all_modules
 from colo.weights.sources.peft import active_adapter, is_peft_model
 
 if TYPE_CHECKING:
@@ -19,8 +20,10 @@ class WriteWatch:
     Writes through `.data` leave no trace that it could see.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, foreign: Iterable[str] = ()) -> None:
+        """Buffers called like those that are `foreign` are not watched."""
         self._model = model
+        self._foreign = {name.rpartition(".")[2] for name in foreign}
         self._seen = self._state()
 
     def accept(self) -> None:
@@ -34,5 +37,9 @@ class WriteWatch:
 
     def _state(self) -> tuple[int, str | None]:
         adapter = active_adapter(cast("PeftModel", self._model)) if is_peft_model(self._model) else None
-        tensors = (*self._model.parameters(), *(buffer for _, buffer in saved_buffers(self._model)))
-        return sum(tensor._version for tensor in tensors), adapter
+        num_writes = 0
+        for module in all_modules(self._model):
+            others = module._non_persistent_buffers_set | self._foreign
+            num_writes += sum(p._version for p in module._parameters.values() if p is not None)
+            num_writes += sum(b._version for n, b in module._buffers.items() if b is not None and n not in others)
+        return num_writes, adapter

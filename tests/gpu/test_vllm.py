@@ -11,10 +11,10 @@ from colo.units import MIB
 pytestmark = MARKS
 
 
-@pytest.fixture(scope="class", params=["its own process, CUDA graphs and torch.compile", "this process"])
+@pytest.fixture(scope="class", params=["its own process", "this process"])
 def rt(request):
-    own = request.param != "this process"
-    rt = launch(own_process=own, enforce_eager=not own)
+    """With CUDA graphs and torch.compile."""
+    rt = launch(own_process=request.param == "its own process")
     yield rt
     rt.close()
 

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 import colo
 from colo.engines.vllm.engine import VLLMEngine
+from colo.engines.vllm.reload import Reload
 from colo.units import MIB
 
 PROMPTS = [[(7 * i + j * j) % 150 for j in range(70)] for i in range(4)]
@@ -75,6 +76,20 @@ def main(checkpoint, results):
         except (ValueError, colo.TransferError) as error:
             found["failures"].append(f"{type(error).__name__}: {error}")
     rt.transport.transfer = transfer
+    finish = Reload.finish
+
+    def stumble(reload):
+        finish(reload)
+        raise RuntimeError("rank 1 stumbles")
+
+    if os.environ["RANK"] == "1":
+        Reload.finish = stumble
+    try:
+        engine.load_weights(model.named_parameters())
+    except colo.TransferError as error:
+        found["failures"].append(f"TransferError: {error}")
+    Reload.finish = finish
+    engine.load_weights(model.named_parameters())
     found["after"] = mismatch(model, rt.generate(PROMPTS, **GREEDY))
     rt.close()
     Path(results, f"{os.environ['RANK']}.json").write_text(json.dumps(found))

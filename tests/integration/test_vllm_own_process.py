@@ -437,6 +437,7 @@ def greedy_tokens(llm, prompts):
 def test_an_engine_of_your_own_exports_its_weights(own_llm, checkpoint, prompts, mismatch):
     llm = own_llm(load_format="colo", worker_extension_cls=WORKER_EXTENSION)
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    model.model.register_buffer("reward_mean", torch.zeros(1))  # of which no engine has heard
     rt = colo.share(llm, model, adamw(model.parameters()))
     assert rt.transport.name == "shared"
     assert "memory of its own that can be mapped" in rt.report().facts["engine"]
@@ -504,6 +505,7 @@ def test_a_model_that_is_not_the_engines_is_refused_by_name_and_the_engine_still
         assert "in the worker:\nTraceback" in caught.value.__notes__[0]
     assert len(greedy_tokens(llm, prompts)) == len(prompts)
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    model.model.layers[1].register_buffer("observer_scale", torch.ones(1))  # of yours, and of no engine's
     rt = colo.share(llm, model, adamw(model.parameters()))
     assert mismatch(model, rt.generate(prompts, **GREEDY)) < CLOSE
     assert [c.token_ids for c in rt.generate(prompts, **GREEDY)] == before

@@ -8,10 +8,11 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch.optim import AdamW
-from transformers import AutoModelForCausalLM, Glm4MoeConfig, Qwen3Config
+from transformers import AutoModelForCausalLM, DeepseekV3Config, Glm4MoeConfig, Qwen3Config
 
 import colo
 from colo.config import Offload, RuntimeConfig
+from colo.engines.layout import empty_model
 from colo.engines.torch import TorchEngine
 from colo.memory import region as regions
 from colo.memory.offload import Mover
@@ -936,3 +937,42 @@ def test_buffers_of_your_own_model_move_into_the_engine_and_home_again(routed):
     rt.close()
     engine.close()
     assert all(torch.equal(a, b) for a, b in zip(twin.state_dict().values(), routed.state_dict().values(), strict=True))
+
+
+def test_buffers_of_yours_are_no_weights_of_an_engines():
+    model = AutoModelForCausalLM.from_config(qwen3())
+    model.register_buffer("reward_mean", torch.zeros(1))
+    model.model.layers[0].register_buffer("scale", torch.ones(1))
+    rt = colo.share(make_engine(), model, adamw(model.parameters()))
+    assert rt.transport.name == "shared"
+    with rt.train():
+        train_step(rt)
+        model.reward_mean.add_(1)
+    assert rt.generate([[1]])[0].weights_version == 1
+    rt.close()
+
+
+def test_a_bias_that_checkpoints_hold_in_fp32_stays_so_beside_16_bits():
+    config = DeepseekV3Config(
+        **{
+            key: getattr(qwen3(), key)
+            for key in ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size")
+        },
+        moe_intermediate_size=32,
+        n_routed_experts=8,
+        n_group=1,
+        topk_group=1,
+        num_experts_per_tok=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        first_k_dense_replace=1,
+        q_lora_rank=None,
+        kv_lora_rank=16,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=8,
+        v_head_dim=16,
+    )
+    model = empty_model(config, dtype=torch.bfloat16, attn_implementation=None)
+    biases = [buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
+    assert [bias.dtype for bias in biases] == [torch.float32]
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}

@@ -19,7 +19,7 @@ from colo.units import MIB, format_bytes
 Answer = dict[str, Any]
 """`{"value": ...}`, or `{"error": {"kind": ..., "message": ...}}`."""
 
-_PART_BYTES = MIB
+_PART_BYTES = 4 * MIB
 _LENGTH_BYTES = _TOKEN_BYTES = 8
 
 

@@ -9,7 +9,7 @@ import os
 import sys
 import warnings
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -241,6 +241,16 @@ def unpadded_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
         for name, parameter in model.named_parameters()
         if parameter.numel() and not whole.have_as_part(parameter)
     }
+
+
+def unused(model: nn.Module, names: Iterable[str]) -> frozenset[str]:
+    """Those of `names` that belong to parts of a model that vLLM has left out, since it is to take texts alone."""
+    parts = {
+        name.rpartition(".")[2]
+        for name, module in model.named_modules()
+        if type(module).__name__ == "StageMissingLayer"
+    }
+    return frozenset(name for name in names if parts.intersection(name.split("."))) if parts else frozenset()
 
 
 def loadable_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -102,15 +102,16 @@ class Connection:
 
     def gather(self, value: T) -> list[T]:
         """`value` of every rank, where each runs its own part of the engine (`external_launcher`); else it alone."""
-        if self.own_process:
-            return [value]
-        world_size = self.llm.llm_engine.vllm_config.parallel_config.world_size
-        if world_size == 1:
-            return [value]
-        from vllm.distributed.parallel_state import get_world_group
+        values = [value]
+        if self.own_process or self.llm.llm_engine.vllm_config.parallel_config.world_size == 1:
+            return values
+        from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
-        values: list[Any] = [None] * world_size
-        torch.distributed.all_gather_object(values, value, group=get_world_group().cpu_group)
+        for group in (get_tp_group(), get_pp_group()):  # of this replica, of which there may be others
+            if group.world_size > 1:
+                found: list[Any] = [None] * group.world_size
+                torch.distributed.all_gather_object(found, values, group=group.cpu_group)
+                values = [one for part in found for one in part]
         return values
 
     def call(self, operation: str, **arguments: Any) -> list[Any]:

@@ -303,7 +303,7 @@ class VLLMEngine:
         self._version = version
 
     def gather(self, value: Any) -> list[Any]:
-        """`value` of every rank of a torchrun group, all of which have to ask; see `from_all_ranks`."""
+        """`value` of every rank of a torchrun group, all of which have to ask; see `in_all_ranks`."""
         return self._connection.gather(value)
 
     def poison(self, cause: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -43,13 +44,14 @@ def record(
         return ((rename(name), view) for name, view in checkpoint_views(tensors, model_type))
 
     load: Any = model.load_weights
-    return LoadPlan.record(
+    plan = LoadPlan.record(
         load,
         source,
         compat.unpadded_parameters(model),
         optional=dict(compat.loadable_buffers(model)),
         as_checkpoint=as_checkpoint,
     )
+    return replace(plan, unused=compat.unused(model, source))
 
 
 def _why_not_recorded(model: nn.Module, model_config: Any, device: torch.device) -> str | None:

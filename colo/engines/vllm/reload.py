@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from colo.engines.vllm import compat
 from colo.errors import TransferError
+from colo.weights.load_plan import tensors_in
 from colo.weights.manifest import Manifest
 from colo.weights.sources.checkpoint import checkpoint_views
 
@@ -73,10 +74,12 @@ class Reload:
                 f"{len(unloaded)} layers of the engine's model got no weights, or not all, {unloaded[0]} for one: the "
                 "trainer's model lacks them, or vLLM's loader of this model writes them past its own reload"
             )
+        unused = compat.unused(self._model, self._given)
+        left_out = {name: count for name, count in self._taken.left_out().items() if name not in unused}
         if self._manifest is None:
-            return {"num_tensors": len(self._given), "left_out": self._taken.left_out()}
+            return {"num_tensors": len(self._given), "left_out": left_out}
         return {
-            "left_out": self._taken.left_out(),
+            "left_out": left_out,
             "version": self._manifest.version,
             "num_tensors": len(self._manifest.specs),
             "num_bytes": self._manifest.total_bytes,
@@ -114,9 +117,8 @@ class _Taken(TorchDispatchMode):
             if args[0].device.type != "meta":  # where vLLM only counts for itself
                 self._count(args[1], args[1].numel())
         elif not func.is_view:
-            for arg in args:
-                if isinstance(arg, torch.Tensor):
-                    self._count(arg, sys.maxsize)
+            for tensor in tensors_in((*args, *(kwargs or {}).values())):
+                self._count(tensor, sys.maxsize)
         return func(*args, **(kwargs or {}))
 
     def left_out(self) -> dict[str, int]:

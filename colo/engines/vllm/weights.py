@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from colo.engines.base import in_all_ranks
 from colo.engines.vllm.connection import Connection
 from colo.engines.vllm.staging import Staging
 from colo.engines.vllm.store import WeightStore, device_id
@@ -92,6 +93,7 @@ class WorkerWeights:
             sources={name: (t.dtype, tuple(t.shape)) for name, t in source.items()},
             strides={name: tuple(t.stride()) for name, t in source.items()},
             fallbacks=fallbacks,
+            unused=frozenset(answers[0]["unused"]),
         )
 
     def reload(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -99,23 +101,29 @@ class WorkerWeights:
 
         Raises: whatever a worker raised, with its traceback; `TransferError` for weights that none has a place for.
         """
-        call, model_type = self._connection.call, self._connection.model_type
         specs: dict[str, torch.Tensor] = {}
+        _, left_out = in_all_ranks(self._connection, lambda: self._reload(weights, specs), lambda left_out: left_out)
+        check_taken(specs, [counts for of_rank in left_out for counts in of_rank])
+
+    def _reload(
+        self, weights: Iterable[tuple[str, torch.Tensor]], specs: dict[str, torch.Tensor]
+    ) -> list[dict[str, int]]:
+        """See `reload`. Returns what each worker has not taken whole, and leaves in `specs` what it was given."""
+        call, model_type = self._connection.call, self._connection.model_type
         call("begin_reload")
         try:
             if not self._connection.own_process:
                 given = [[n, t.detach()] for n, t in self._checked(noted(weights, specs))]
                 call("reload", tensors=given, model_type=model_type, staging=None)
             else:
-                groups = self._staging.put_groups(self._checked(noted(weights, specs)), to_pid=self._connection.pids[0])
-                for tensors, staging in groups:
+                to_pid = self._connection.pids[0]
+                for tensors, staging in self._staging.put_groups(self._checked(noted(weights, specs)), to_pid=to_pid):
                     call("reload", tensors=tensors, model_type=model_type, staging=staging)
         except BaseException:
             with suppress(ColoError):
                 call("abandon_reload")
             raise
-        left_out = call("finish_reload")
-        check_taken(specs, left_out if self._connection.own_process else self._connection.gather(left_out[0]))
+        return call("finish_reload")
 
     def _checked(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """The weights, unless an output layer is among them where the engine's is its embedding, which it would be."""

@@ -129,7 +129,7 @@ class WorkerAgent:
         memory = allocations.memory
         if self._placement is not None and isinstance(self._placement.source, OwnMemory):
             memory = self._placement.source.describe(to_pid=to_pid)
-        return {"copies": copies, "fallbacks": fallbacks, "memory": memory}
+        return {"copies": copies, "fallbacks": fallbacks, "memory": memory, "unused": sorted(plan.unused)}
 
     def _place(self, target: torch.Tensor, allocations: Allocations) -> tuple[int, int]:
         """Index of the memory that a weight lies in, and offset in bytes. Raises: `Unsupported` where none maps it."""

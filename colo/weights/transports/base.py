@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from colo.weights.sources.module import ModuleSource
 
 
 class Transport(Protocol):
@@ -15,6 +18,10 @@ class Transport(Protocol):
     @property
     def reason(self) -> str:
         """Why this transport was chosen, in a sentence for the user."""
+
+    @property
+    def source(self) -> ModuleSource:
+        """The trainer's weights."""
 
     def transfer(self, version: int = 0) -> int:
         """Make the trainer's weights, which are `version`, the engine's, and return the bytes that were copied.

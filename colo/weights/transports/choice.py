@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from colo.config import RuntimeConfig, Weights
-from colo.engines.base import Engine, from_all_ranks
+from colo.engines.base import Engine, in_all_ranks
 from colo.errors import Unsupported
 from colo.weights.load_plan import LoadPlan
 from colo.weights.packed import PackedWeight, is_packed
@@ -24,10 +24,8 @@ from colo.weights.transports.shared import SharedTransport, is_same_memory
 def choose_transport(engine: Engine, model: nn.Module, config: RuntimeConfig) -> Transport:
     """Share memory where every parameter can be the engine's own, and copy, with the reason, where not."""
     source = ModuleSource(model)
-    tensors = source.tensors()
-    _check_packed(tensors, engine)
-    plan = engine.record_plan(tensors)
-    check_taken(tensors, from_all_ranks(engine, plan.left_out))
+    _check_packed(source.tensors(), engine)
+    tensors, plan = record_plan(engine, source)
     why_not = why_not_shared(plan, tensors, config)
     if why_not is None:
         _move_in(tensors, plan.aliases)
@@ -43,6 +41,14 @@ def choose_transport(engine: Engine, model: nn.Module, config: RuntimeConfig) ->
         except Unsupported as error:
             why_not = f"{why_not}; recorded copies will not do ({error})"
     return LocalTransport(source, engine, plan, why_not_shared=why_not)
+
+
+def record_plan(engine: Engine, source: ModuleSource) -> tuple[dict[str, torch.Tensor], LoadPlan]:
+    """The weights, and the engine's plan of them. Raises: as `Engine.record_plan` and `check_taken`."""
+    plan, left_out = in_all_ranks(engine, lambda: source.given_to(engine.record_plan), lambda plan: plan.left_out)
+    tensors = source.tensors()
+    check_taken(tensors, left_out)
+    return tensors, plan
 
 
 def _check_packed(tensors: Mapping[str, torch.Tensor], engine: Engine) -> None:
@@ -67,8 +73,10 @@ def why_not_shared(plan: LoadPlan, tensors: Mapping[str, torch.Tensor], config: 
             copies = [copy for copy in plan.copies if copy.name == name]
             if name in plan.fallbacks:
                 return f"{name} cannot be shared: {plan.fallbacks[name]}"
-            if not copies:
+            if not copies and not isinstance(tensor, nn.Parameter):
                 continue  # a buffer that the engine computes itself
+            if not copies:
+                return f"{name} cannot be shared: the engine does not load it"
             if copies[0].target.dtype != tensor.dtype:
                 return f"{name} cannot be shared: it is {tensor.dtype} here and {copies[0].target.dtype} in the engine"
             return f"{name} cannot be shared: the engine lays it out differently"

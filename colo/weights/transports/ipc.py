@@ -77,7 +77,7 @@ class IpcTransport:
         """
         if peer.device.type == "cuda" and len(peer.pids) > 1:
             raise Unsupported(f"the engine's {len(peer.pids)} workers have GPUs of their own, and the trainer has one")
-        self._source = source
+        self.source = source
         self._peer = peer
         self._verify = verify
         self._bucket_bytes = bucket_bytes
@@ -88,13 +88,13 @@ class IpcTransport:
         self._layout: list[tuple[str, torch.dtype, torch.Size]] = []
         self._manifest: Manifest | None = None
         self._why_staged = "staged through two buckets, as was asked for"
-        self._bind(source.tensors())
+        source.given_to(self._bind)
         how = "copied by the engine out of the trainer's memory" if self._staging is None else self._why_staged
         self.reason = f"{why_not_shared}; {how}"
 
     def transfer(self, version: int = 0) -> int:
         """Copy everything and return its bytes. What workers find wrong is raised here, as `TransferError`."""
-        tensors = self._source.tensors()
+        tensors = self.source.tensors()
         if self._exported is not None:
             if not self._exported.is_current(tensors):
                 self._bind(tensors)
@@ -125,7 +125,7 @@ class IpcTransport:
 
     def is_current(self) -> bool:
         """Whether the engine holds the trainer's weights as they are now; reads all of them."""
-        tensors = self._source.tensors()
+        tensors = self.source.tensors()
         if self._staging is not None:
             # Without checksums there is nothing to compare with; after a transfer that failed there are none yet.
             return not self._verify or (self._sums is not None and self._sums == self._staging.checksums(tensors))
@@ -137,7 +137,7 @@ class IpcTransport:
     def reconnect(self) -> None:
         """Describe everything anew to an engine that has been started again."""
         self._drop()
-        self._bind(self._source.tensors())
+        self._bind(self.source.tensors())
 
     def close(self) -> None:
         """Have the workers unmap everything, then let go of it. Idempotent."""

@@ -18,7 +18,7 @@ class LocalTransport:
     name = "local"
 
     def __init__(self, source: ModuleSource, engine: Engine, plan: LoadPlan, *, why_not_shared: str) -> None:
-        self._source = source
+        self.source = source
         self._engine = engine
         self._plan = plan
         how = f"{len(plan.copies)} recorded copies are replayed"
@@ -29,21 +29,20 @@ class LocalTransport:
 
     def transfer(self, version: int = 0) -> int:
         """Copy everything and return the bytes written to, or sent through, the engine."""
-        tensors = self._source.tensors()
         if not self._plan.fallbacks:
-            return self._plan.replay(tensors)
-        self._engine.load_weights(tensors.items())
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+            return self._plan.replay(self.source.tensors())
+        self.source.given_to(lambda tensors: self._engine.load_weights(tensors.items()))
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.source.tensors().values())
 
     def verify(self) -> None:
         """Compare every byte that the plan copied. Raises: `TransferError` naming the tensors that differ."""
-        different = [] if self._plan.fallbacks else self._plan.differences(self._source.tensors())
+        different = [] if self._plan.fallbacks else self._plan.differences(self.source.tensors())
         if different:
             raise TransferError(f"{len(different)} tensors differ after the transfer, {different[0]} for one")
 
     def is_current(self) -> bool:
         """Whether every byte that the plan copies is equal; true where the plan has fallbacks and cannot tell."""
-        return bool(self._plan.fallbacks) or not self._plan.differences(self._source.tensors())
+        return bool(self._plan.fallbacks) or not self._plan.differences(self.source.tensors())
 
     def reconnect(self) -> None:
         """Do nothing: recorded copies go to memory that has outlived the engine, or through its loader."""

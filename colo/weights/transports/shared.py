@@ -10,7 +10,7 @@ from torch import nn
 
 from colo.errors import StaleWeights
 from colo.memory.probe import free_device_bytes
-from colo.weights.sources.module import ModuleSource
+from colo.weights.sources.module import ModuleSource, all_modules
 
 
 class SharedTransport:
@@ -19,7 +19,7 @@ class SharedTransport:
     name = "shared"
 
     def __init__(self, source: ModuleSource, aliases: Mapping[str, torch.Tensor]) -> None:
-        self._source = source
+        self.source = source
         self._aliases = aliases
         self.reason = f"all {len(aliases)} weights are the engine's own memory"
         self._seen: _Seen | None = None
@@ -30,13 +30,13 @@ class SharedTransport:
 
     def verify(self) -> None:
         """Raise `StaleWeights` naming the first parameter that is no longer the engine's memory."""
-        if self._seen is not None and self._seen.is_unchanged(self._source.model):
+        if self._seen is not None and self._seen.is_unchanged(self.source.model):
             return
         self._compare()
-        self._seen = _Seen.of(self._source.model)
+        self._seen = _Seen.of(self.source.model)
 
     def _compare(self) -> None:
-        parameters = self._source.tensors()
+        parameters = self.source.tensors()
         for name, alias in self._aliases.items():
             parameter = parameters.get(name)
             if parameter is None:
@@ -63,7 +63,7 @@ class SharedTransport:
 
         Parameters stay the same objects with the same values; the engine's memory is left as it is.
         """
-        for name, parameter in self._source:
+        for name, parameter in self.source:
             if name not in self._aliases:
                 continue
             size_bytes = parameter.numel() * parameter.element_size()
@@ -85,24 +85,16 @@ class _Seen:
     @classmethod
     def of(cls, model: nn.Module) -> _Seen:
         """The model as it is."""
-        modules = _modules(model)
+        modules = all_modules(model)
         holders: list[dict[str, Any]] = [held for m in modules for held in (m._parameters, m._buffers) if held]
         tensors = [(held, n, t, _facts(t)) for held in holders for n, t in held.items() if t is not None]
         return cls(list(map(id, modules)), tensors)
 
     def is_unchanged(self, model: nn.Module) -> bool:
         """Whether modules, parameters and their memory are the same ones."""
-        return list(map(id, _modules(model))) == self._modules and all(
+        return list(map(id, all_modules(model))) == self._modules and all(
             held.get(name) is tensor and _facts(tensor) == facts for held, name, tensor, facts in self._tensors
         )
-
-
-def _modules(model: nn.Module) -> list[nn.Module]:
-    """Every module, one that is shared as often as it is referred to: ten times as fast as `nn.Module.modules`."""
-    found = [model]
-    for module in found:  # grows while it is walked
-        found += filter(None, module._modules.values())
-    return found
 
 
 def _facts(tensor: torch.Tensor) -> tuple[Any, ...]:

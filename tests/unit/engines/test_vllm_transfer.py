@@ -61,7 +61,7 @@ def test_an_answer_replaces_the_one_before_and_is_forgotten_when_cleared(answers
 
 
 def test_the_largest_answer_fits_and_a_larger_one_is_refused(answers):
-    largest = (1 << 20) - 8 - len('{"value": ""}')
+    largest = (4 << 20) - 8 - len('{"value": ""}')
     part(answers, 1).write({"value": "x" * largest})
     assert len(answers.read()[0]["value"]) == largest
     with pytest.raises(TransferError, match="does not fit"):

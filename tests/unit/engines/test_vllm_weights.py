@@ -23,7 +23,7 @@ def slab():
 def weights_of(descriptions, *, device="cpu", owns_llm=False):
     """A connection to one worker that keeps `a.weight` 16 bytes into its memory."""
     copy = ["a.weight", [2, 3], [3, 1], 0, [0, 16], "float32", [2, 3], [3, 1]]
-    answer = {"copies": [copy], "fallbacks": {}, "memory": descriptions}
+    answer = {"copies": [copy], "fallbacks": {}, "memory": descriptions, "unused": []}
     connection = SimpleNamespace(
         infos=[{"device": device, "weights_in": "memory"}],
         device=CPU,
