@@ -22,6 +22,10 @@ _PEFT_BASE = ".base_layer."
 _ADAPTER_PARTS = (".lora_", ".modules_to_save.", ".lora_magnitude_vector.")
 
 
+_UNKNOWN = ("KeyError", "no module or parameter named", "has no parameter")
+"""What loaders say of a name that they do not know: vLLM's, in two ways, and the embedded engine's."""
+
+
 class ModuleSource:
     """The base weights of a model: what an engine loads, without adapters.
 
@@ -49,9 +53,10 @@ class ModuleSource:
             try:
                 return take(tensors)
             except (KeyError, ValueError, TransferError) as error:
+                said = f"{type(error).__name__}: {error}"
                 buffers = [name for name, tensor in tensors.items() if not isinstance(tensor, nn.Parameter)]
-                named = {name for name in buffers if name.rpartition(".")[2] in str(error)}
-                if not named:
+                named = {name for name in buffers if name.rpartition(".")[2] in said}
+                if not named or not any(words in said for words in _UNKNOWN):
                     raise
                 self.foreign |= named
 

@@ -258,6 +258,44 @@ def test_buffers_that_checkpoints_hold_are_weights_and_others_are_not():
     assert ModuleSource(model).fingerprint() != before
 
 
+def refusing(name, error):
+    def take(tensors):
+        if name in tensors:
+            raise error
+        return list(tensors)
+
+    return take
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        KeyError("a.bias"),
+        ValueError("There is no module or parameter named 'bias' in Model"),
+        TransferError("KeyError: 'bias'"),
+        ValueError("the model has no parameter 'a.bias'; weights are loaded under other names"),
+    ],
+)
+def test_a_buffer_that_a_loader_does_not_know_is_no_weight(error):
+    source = ModuleSource(nn.ModuleDict({"a": Router(), "b": Router()}))
+    assert source.given_to(refusing("a.bias", error)) == ["a.weight", "b.weight"]
+    assert source.foreign == {"a.bias", "b.bias"} and list(source.tensors()) == ["a.weight", "b.weight"]
+
+
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [
+        ("a.bias", TransferError("the engine takes 3 of the 4 elements of a.bias")),
+        ("a.weight", ValueError("There is no module or parameter named 'weight' in Model")),
+    ],
+)
+def test_other_errors_about_a_buffer_are_raised(name, error):
+    source = ModuleSource(nn.ModuleDict({"a": Router()}))
+    with pytest.raises(type(error)):
+        source.given_to(refusing(name, error))
+    assert not source.foreign
+
+
 TENSORS = {"w": nn.Parameter(torch.zeros(4, 2)), "bias": torch.zeros(4)}
 
 
