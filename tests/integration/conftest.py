@@ -7,7 +7,7 @@ import torch
 from transformers import Qwen3Config
 
 from colo.units import MIB
-from colo.weights.sources.module import ModuleSource
+from colo.weights.sources.module import saved_buffers
 
 # Read by vLLM when it starts: no pinning of this process to cores, no report of usage, nothing but errors on stderr.
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
@@ -84,7 +84,7 @@ def randomize():
     @torch.no_grad()
     def fill(model, *, seed=0, std=0.3):
         generator = torch.Generator().manual_seed(seed)
-        for name, tensor in ModuleSource(model):
+        for name, tensor in (*model.named_parameters(), *saved_buffers(model)):
             tensor.normal_(0, std, generator=generator)
             if "norm" in name:
                 tensor.add_(1)
