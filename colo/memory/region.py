@@ -245,3 +245,8 @@ def close_all(closers: Sequence[Callable[[], None]]) -> None:
             errors.append(error)
     if errors:
         raise errors[0]
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Identifies a tensor's storage while it lives, whether or not it holds bytes."""
+    return int(tensor.untyped_storage()._cdata)

@@ -17,7 +17,7 @@ import torch
 from colo.errors import BudgetError
 from colo.memory.arena import Extent
 from colo.memory.offload import Mover, RegionSegment
-from colo.memory.region import ALIGNMENT_BYTES, Region, allocate_region
+from colo.memory.region import ALIGNMENT_BYTES, Region, allocate_region, storage_key
 from colo.memory.segment import Done, Move
 from colo.phases.phase import TRAINER_GRADIENTS, TRAINER_MASTER_WEIGHTS, TRAINER_OPTIMIZER, Residency, check_move
 from colo.units import GIB, align_up
@@ -101,7 +101,7 @@ class StateOffloader:
         for segment, is_master in ((self.state, False), (self.masters, True)):
             groups = _by_storage(self._tensors(is_master))
             was_offloaded = segment.residency is Residency.OFFLOADED
-            dead = [region for region in segment.regions if groups.pop(_storage_key(region.bytes), None) is None]
+            dead = [region for region in segment.regions if groups.pop(storage_key(region.bytes), None) is None]
             if dead:
                 segment.remove(dead)
             self._take_in(segment, groups)
@@ -132,7 +132,7 @@ class StateOffloader:
         for segment, is_master in ((self.state, False), (self.masters, True)):
             storages = _by_storage(self._tensors(is_master))
             for region in segment.regions:
-                tensors = storages.get(_storage_key(region.bytes), [])
+                tensors = storages.get(storage_key(region.bytes), [])
                 if segment.residency is Residency.OFFLOADED:
                     _move_to(segment.give_away(region), tensors)
                 else:
@@ -153,7 +153,7 @@ class StateOffloader:
     def _host_copy(self, tensor: torch.Tensor) -> torch.Tensor:
         for segment in (self.state, self.masters):
             for region in segment.regions:
-                if _storage_key(region.bytes) != _storage_key(tensor):
+                if storage_key(region.bytes) != storage_key(tensor):
                     continue
                 segment.settle()
                 if segment.residency is Residency.OFFLOADED:
@@ -164,11 +164,11 @@ class StateOffloader:
 
     def _tensors(self, is_master: bool) -> Iterator[torch.Tensor]:
         """State tensors to move: on the mover's device, not scalars, and not the memory of a parameter."""
-        parameters = {_storage_key(p) for p in _parameters(self.optimizer)}
+        parameters = {storage_key(p) for p in _parameters(self.optimizer)}
         for value in self.optimizer.state.values():
             for path, tensor in _walk(value, ()):
                 movable = tensor.device == self._mover.device and tensor.dim() > 0 and tensor.numel() > 0
-                if movable and (path[-1:] == (MASTER_WEIGHT,)) is is_master and _storage_key(tensor) not in parameters:
+                if movable and (path[-1:] == (MASTER_WEIGHT,)) is is_master and storage_key(tensor) not in parameters:
                     yield tensor
 
     def _take_in(self, segment: StateSegment, loose: dict[int, list[torch.Tensor]]) -> None:
@@ -305,11 +305,6 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def _storage_key(tensor: torch.Tensor) -> int:
-    """Identifies a tensor's storage while it lives, whether or not it holds bytes."""
-    return int(tensor.untyped_storage()._cdata)
-
-
 def _walk(value: object, path: tuple[object, ...]) -> Iterator[tuple[tuple[object, ...], torch.Tensor]]:
     """Every strided tensor in nested dicts, lists and tuples, with the keys that lead to it."""
     if isinstance(value, torch.Tensor):
@@ -337,7 +332,7 @@ def _map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -
 def _by_storage(tensors: Iterable[torch.Tensor]) -> dict[int, list[torch.Tensor]]:
     groups: dict[int, list[torch.Tensor]] = {}
     for tensor in tensors:
-        groups.setdefault(_storage_key(tensor), []).append(tensor)
+        groups.setdefault(storage_key(tensor), []).append(tensor)
     return groups
 
 

@@ -19,6 +19,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from colo.errors import TransferError, Unsupported
+from colo.memory.region import storage_key
 from colo.weights.copies import Comparison, copy_all
 
 Load = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
@@ -200,7 +201,7 @@ class LoadPlan:
             return None
         if len(copies) == 1 and first.offset == 0 and first.shape == shape and first.target.is_contiguous():
             return first.target if _same_strides(shape, first.stride, stride) else None
-        storage, shift = _key(first.target), _offset(first.target) - first.offset
+        storage, shift = storage_key(first.target), _offset(first.target) - first.offset
         if not _is_contiguous(shape, stride) or not all(_shifts(copy, storage, shift) for copy in copies):
             return None
         if _count_misses(prod(shape), [(copy.offset, copy.shape, copy.stride) for copy in copies]) != (0, 0):
@@ -213,7 +214,7 @@ def _continues(copy: Copy, following: Copy) -> bool:
     return (
         copy.name == following.name
         and copy.offset + copy.target.numel() == following.offset
-        and _key(copy.target) == _key(following.target)
+        and storage_key(copy.target) == storage_key(following.target)
         and copy.target.dtype == following.target.dtype
         and _offset(copy.target) + copy.target.numel() == _offset(following.target)
         and all(c.target.is_contiguous() and _is_contiguous(c.shape, c.stride) for c in (copy, following))
@@ -256,7 +257,7 @@ class _Recorder(TorchDispatchMode):
             elif args[1].numel():
                 self._note(name, args[1], args[0])
             return args[0]
-        if func is torch.ops.aten.copy_.default and _key(args[1]) in self._computed:
+        if func is torch.ops.aten.copy_.default and storage_key(args[1]) in self._computed:
             return args[0]
         if func is torch.ops.aten._local_scalar_dense.default and args[0].device.type == "meta":
             raise _NeedsValuesError("a stand-in has none")
@@ -277,19 +278,15 @@ class _Recorder(TorchDispatchMode):
 
     def _explain(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
         """Note which sources went into a computation; what it yields is not copied either."""
-        inputs = [t for t in tensors_in(args) if self._name_of(t) is not None or _key(t) in self._computed]
+        inputs = [t for t in tensors_in(args) if self._name_of(t) is not None or storage_key(t) in self._computed]
         for tensor in inputs:
             if (name := self._name_of(tensor)) is not None:
                 self.fallbacks.setdefault(name, f"the loader computes with it ({func}) rather than copying it")
         if inputs:
-            self._computed.update({_key(t): t for t in tensors_in((result,)) if t.device.type == "meta"})
+            self._computed.update({storage_key(t): t for t in tensors_in((result,)) if t.device.type == "meta"})
 
     def _name_of(self, tensor: torch.Tensor) -> str | None:
-        return self._names.get(_key(tensor)) if tensor.device.type == "meta" else None
-
-
-def _key(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
+        return self._names.get(storage_key(tensor)) if tensor.device.type == "meta" else None
 
 
 def tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
@@ -367,7 +364,7 @@ def _shifts(copy: Copy, storage: int, shift: int) -> bool:
     return (
         _offset(target) - copy.offset == shift
         and _same_strides(copy.shape, copy.stride, target.stride())
-        and _key(target) == storage
+        and storage_key(target) == storage
     )
 
 

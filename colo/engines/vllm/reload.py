@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from colo.engines.vllm import compat
 from colo.errors import TransferError
+from colo.memory.region import storage_key
 from colo.weights.load_plan import tensors_in
 from colo.weights.manifest import Manifest
 from colo.weights.sources.checkpoint import checkpoint_views
@@ -110,7 +111,7 @@ class _Taken(TorchDispatchMode):
     def expect(self, given: Mapping[str, torch.Tensor]) -> None:
         """Count for these too. What has been taken whole by now is let go."""
         self._waiting = {key: one for key, one in self._waiting.items() if self._lacks(*one)}
-        self._waiting |= {_key(tensor): (name, tensor) for name, tensor in given.items()}
+        self._waiting |= {storage_key(tensor): (name, tensor) for name, tensor in given.items()}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.copy_.default:
@@ -126,15 +127,11 @@ class _Taken(TorchDispatchMode):
         return {name: self._counts.get(name, 0) for name, t in self._waiting.values() if self._lacks(name, t)}
 
     def _count(self, tensor: torch.Tensor, num_elements: int) -> None:
-        if (waiting := self._waiting.get(_key(tensor))) is not None:
+        if (waiting := self._waiting.get(storage_key(tensor))) is not None:
             self._counts[waiting[0]] = self._counts.get(waiting[0], 0) + num_elements
 
     def _lacks(self, name: str, tensor: torch.Tensor) -> bool:
         return self._counts.get(name, 0) < tensor.numel()
-
-
-def _key(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
 
 
 def check_begun(reload: Reload | None) -> Reload:

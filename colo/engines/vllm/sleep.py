@@ -142,6 +142,7 @@ class OtherTensors:
     def before(self, target: Residency, segment: RegionSegment, models: Iterable[nn.Module]) -> None:
         """Keep what they hold, if it would be lost on the way to `target`, from wherever it is."""
         if target is Residency.DISCARDED and segment.residency is not target:
+            segment.settle()  # what is on its way back has to be there
             places = [place for model in models for place in _places(model, segment.regions)]
             self._kept = [(tensor, _held(tensor, segment, region, start)) for tensor, region, start in places]
 
