@@ -43,11 +43,13 @@ class TestOneCopy:
                 rt.generate(PROMPTS)
 
 
-def test_close_gives_the_memory_back():
+def test_close_gives_the_memory_back_and_another_can_be_launched_then():
     torch.cuda.empty_cache()
     before = free_device_bytes(CUDA)
-    rt = launch(own_process=False, enforce_eager=True)
+    rt = launch(own_process=False)
     train_step(rt, 0)
+    with rt.rollout():
+        assert difference(rt.model, rt.generate(PROMPTS, max_tokens=16, temperature=0)) < 0.02
     rt.close()
     del rt
     assert before - free_device_bytes(CUDA) < 600 * MIB  # workspaces of vLLM's libraries stay

@@ -27,7 +27,7 @@ def rt():
     made = colo.launch(
         config(),
         engine="vllm",
-        engine_options=OPTIONS,
+        engine_options=OPTIONS | {"worker_extension_cls": "probe_worker.ProbeWorker"},
         optimizer=lambda params: AdamW(params, lr=1e-3, fused=True),
         device=CUDA,
         lora=None,
@@ -45,6 +45,7 @@ def test_the_engine_copies_out_of_the_trainers_memory_and_follows_it(rt):
             completions = rt.generate(PROMPTS, max_tokens=16, temperature=0)
         assert difference(rt.model, completions) < 0.02
         assert rt.transport.is_current()
+    assert rt.engine.llm.collective_rpc("graphs") == [1]
     assert rt.bytes_synced == 5 * sum(p.nbytes for p in rt.model.parameters())
 
 

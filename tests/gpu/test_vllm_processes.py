@@ -1,40 +1,21 @@
-"""vLLM on CUDA in a process of its own: one that is killed, one of your own with vLLM's own loader."""
+"""vLLM on CUDA in a process of its own: what it waits for, what it holds, and one of yours with vLLM's own loader."""
 
 import os
 import signal
+import time
 
 import pytest
 import torch
-from tiny_vllm import CUDA, MARKS, PROMPTS, config, difference, launch, train_step
+from tiny_vllm import CUDA, KV_CACHE_BYTES, MARKS, OPTIONS, PROMPTS, config, difference, launch, train_step
 from torch.optim import AdamW
 from transformers import AutoModelForCausalLM
 
 import colo
-from colo.engines.base import EngineState
 from colo.errors import EngineLost
+from colo.memory.probe import used_device_bytes
+from colo.units import MIB
 
 pytestmark = MARKS
-
-
-def test_a_killed_engine_comes_back_on_the_same_weights():
-    rt = launch(enforce_eager=True)
-    train_step(rt, 0)
-    with rt.rollout():
-        gap = difference(rt.model, rt.generate(PROMPTS, max_tokens=16, temperature=0))
-    weights = [p.detach().clone() for p in rt.model.parameters()]
-    (pid,) = rt.engine.pids
-    os.kill(pid, signal.SIGKILL)
-    with pytest.raises(EngineLost, match="recover"):
-        rt.generate(PROMPTS)
-    assert rt.engine.state is EngineState.LOST
-    assert all(torch.equal(a, b) for a, b in zip(weights, rt.model.parameters(), strict=True))
-    train_step(rt, 1)
-    rt.recover()
-    assert rt.engine.pids != (pid,)
-    with rt.rollout():
-        again = rt.generate(PROMPTS, max_tokens=16, temperature=0)
-    assert difference(rt.model, again) < 2 * gap + 0.01
-    rt.close()
 
 
 def test_a_rollout_waits_for_the_trainers_kernels():
@@ -52,6 +33,42 @@ def test_a_rollout_waits_for_the_trainers_kernels():
             sampled = rt.generate(PROMPTS, max_tokens=16, temperature=0)
         assert difference(rt.model, sampled) < 0.02
     rt.close()
+
+
+def test_a_worker_holds_the_weights_once_and_all_that_stays_while_it_sleeps_is_named(tmp_path):
+    pytest.importorskip("vllm")
+    from colo.engines.vllm.engine import VLLMEngine
+
+    large = config(hidden_size=2048, intermediate_size=6144, num_hidden_layers=8, num_attention_heads=16)
+    with CUDA:
+        model = AutoModelForCausalLM.from_config(large, dtype=torch.bfloat16)
+    weights_bytes = sum(p.nbytes for p in model.parameters())
+    assert weights_bytes > 600 * MIB
+    model.save_pretrained(tmp_path)
+    before = used_device_bytes(CUDA)
+    engine = VLLMEngine(
+        tmp_path,
+        kv_cache_bytes=KV_CACHE_BYTES,
+        device=CUDA,
+        enforce_eager=True,
+        max_num_batched_tokens=512,
+        max_num_seqs=8,
+        worker_extension_cls="probe_worker.ProbeWorker",
+        **OPTIONS,
+    )
+    (peak_bytes,) = engine.llm.collective_rpc("peak_bytes")
+    assert 0 < peak_bytes - KV_CACHE_BYTES < weights_bytes // 4
+    engine.commit(0)
+    engine.generate(PROMPTS, engine.sampling_params(max_tokens=16, temperature=0))
+    engine.sleep("keep-weights")
+    stays = used_device_bytes(CUDA) - before
+    named = weights_bytes + sum(engine.residual_bytes.values())
+    assert abs(stays - named) < weights_bytes // 4
+    engine.close()
+    give_up_s = time.monotonic() + 20
+    while used_device_bytes(CUDA) - before > weights_bytes // 4:  # its process takes a moment to end
+        assert time.monotonic() < give_up_s
+        time.sleep(0.1)
 
 
 def test_an_engine_of_your_own_with_vllms_own_loader_is_shared_across_processes(tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""vLLM across two GPUs that torchrun has started ranks for: each copies its model into its own slices of the engine."""
+"""vLLM across two GPUs: ranks of torchrun, each with a trainer of its own, or workers beside one trainer."""
 
 import json
 import os
@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parent))  # torchrun starts this file by itself
 
-from tiny_vllm import MARKS, PROMPTS, config, difference, train_step
+from tiny_vllm import MARKS, PROMPTS, config, difference, launch, train_step
 
-pytestmark = MARKS
+pytestmark = [*MARKS, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
 
 
 def one_rank(checkpoint, results):
@@ -63,8 +63,6 @@ def one_rank(checkpoint, results):
 
 def test_both_ranks_sample_what_transformers_does_after_every_step(tmp_path):
     pytest.importorskip("vllm")
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
     model = AutoModelForCausalLM.from_config(config(), dtype=torch.bfloat16)
     model.save_pretrained(tmp_path)
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d"]
@@ -86,6 +84,19 @@ def test_both_ranks_sample_what_transformers_does_after_every_step(tmp_path):
         assert found["bytes_synced"] == 3 * found["replayed_bytes"]
     assert ranks[0]["tokens"] == ranks[1]["tokens"]
     assert ranks[0]["tokens"][0] != ranks[0]["tokens"][2]
+
+
+def test_workers_in_a_process_of_their_own_map_slices_of_what_one_trainer_owns():
+    rt = launch(enforce_eager=True, tensor_parallel_size=2)
+    assert "the engine lays it out differently" in rt.transport.reason and len(rt.engine.pids) == 2
+    sampled = []
+    for step in range(3):
+        with rt.rollout():
+            sampled.append(rt.generate(PROMPTS, max_tokens=16, temperature=0))
+        assert difference(rt.model, sampled[-1]) < 0.02
+        train_step(rt, step)
+    assert [c.token_ids for c in sampled[0]] != [c.token_ids for c in sampled[2]]
+    rt.close()
 
 
 if __name__ == "__main__":

@@ -25,23 +25,26 @@ OPTIONS = {"max_model_len": 256, "disable_log_stats": True}
 PROMPTS = [[(7 * i + j * j) % 900 + 1 for j in range(24)] for i in range(8)]
 
 
-def config():
+SIZES = {
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "vocab_size": 1000,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": True,
+    "eos_token_id": None,
+    "bos_token_id": None,
+    "architectures": ["Qwen3ForCausalLM"],
+    "dtype": "bfloat16",
+}
+
+
+def config(**changes):
     """A small Qwen3."""
-    return Qwen3Config(
-        hidden_size=512,
-        intermediate_size=1024,
-        num_hidden_layers=4,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=64,
-        vocab_size=1000,
-        max_position_embeddings=512,
-        tie_word_embeddings=True,
-        eos_token_id=None,
-        bos_token_id=None,
-        architectures=["Qwen3ForCausalLM"],
-        dtype="bfloat16",
-    )
+    return Qwen3Config(**(SIZES | changes))
 
 
 def launch(*, offload="always", **options):

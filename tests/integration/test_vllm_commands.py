@@ -47,10 +47,12 @@ def test_the_demo_sends_nothing_and_peaks_at_the_larger_phase(where, tmp_path):
 
 
 LOOP = """
+import signal
 import sys
 
 import colo
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # also where whoever started the tests ignores it
 options = {"enforce_eager": True, "max_model_len": 32, "block_size": 32}
 config = colo.RuntimeConfig(kv_cache_bytes=4 << 20)
 rt = colo.launch(sys.argv[1], engine="vllm", engine_options=options, device="cpu", config=config)
@@ -79,6 +81,7 @@ def test_ctrl_c_leaves_no_process_behind(when, tiny, tmp_path):
         limit.cancel()
         with suppress(ProcessLookupError):
             os.killpg(loop.pid, signal.SIGKILL)
+        loop.wait()
         loop.stdout.close()
 
 

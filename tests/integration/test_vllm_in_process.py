@@ -538,6 +538,7 @@ def test_weights_of_its_own_on_a_cpu_stay_and_only_the_kv_cache_leaves(checkpoin
     try:
         model, _ = trained_model(checkpoint)
         assert engine.placement.endswith("in this process, weights in vLLM's own memory")
+        kept = engine.llm.collective_rpc(lambda worker: list(getattr(worker, "worker", worker).model_runner.kv_caches))
         weights, kv_cache = engine.segments
         assert (weights.away, kv_cache.size_bytes > 0) == (None, True)
         for level in (1, 2):
@@ -556,6 +557,7 @@ def test_weights_of_its_own_on_a_cpu_stay_and_only_the_kv_cache_leaves(checkpoin
         assert {c.weights_version for c in completions} == {4}
     finally:
         engine.close()
+    assert {tensor.untyped_storage().nbytes() for tensor in kept[0]} == {0}  # whoever in vLLM holds on to them
     with pytest.raises(PhaseError, match="closed and cannot generate"):
         engine.generate(prompts, None)
 

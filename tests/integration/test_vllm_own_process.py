@@ -48,10 +48,10 @@ def launch(tiny, engine_options, randomize):
     made = []
     options = {k: v for k, v in engine_options.items() if k not in ("kv_cache_bytes", "device", "own_process")}
 
-    def make(**changes):
+    def make(engine_options=(), **changes):
         given = {"optimizer": adamw, "config": RuntimeConfig(kv_cache_bytes=KV_CACHE_BYTES), "device": "cpu"} | changes
-        options["deadline_s"] = DEADLINE_S
-        made.append(colo.launch(tiny(), engine="vllm", engine_options=options, **given))
+        chosen = options | {"deadline_s": DEADLINE_S} | dict(engine_options)
+        made.append(colo.launch(tiny(), engine="vllm", engine_options=chosen, **given))
         randomize(made[-1].model)
         return made[-1]
 
@@ -386,6 +386,26 @@ def test_buffers_of_a_checkpoint_outlive_the_engine(tiny, engine_options, random
     assert rt.model.get_buffer(scalars[0][0]).item() == 0.5
     assert mismatch(rt.model, rt.generate(prompts, **GREEDY)) < CLOSE
     rt.close()
+
+
+def test_several_workers_map_their_slices_and_one_that_is_killed_takes_the_engine_with_it(launch, prompts, mismatch):
+    rt = launch(engine_options={"tensor_parallel_size": 2})
+    before = rt.engine.pids
+    assert len({os.getpid(), *before}) == 3
+    assert "the engine lays it out differently" in rt.transport.reason
+    for _ in range(2):
+        train_step(rt)
+        assert mismatch(rt.model, rt.generate(prompts, **GREEDY)) < CLOSE
+    weights = [p.detach().clone() for p in rt.model.parameters()]
+    os.kill(before[1], signal.SIGKILL)
+    with pytest.raises(EngineLost):
+        rt.generate(prompts, **GREEDY)
+    assert all(torch.equal(a, b) for a, b in zip(weights, rt.model.parameters(), strict=True))
+    assert_ends(before[0])
+    rt.recover()
+    assert not {*before} & {*rt.engine.pids}
+    train_step(rt)
+    assert mismatch(rt.model, rt.generate(prompts, **GREEDY)) < CLOSE
 
 
 def assert_ends(pid):

@@ -398,6 +398,13 @@ def kv_cache_storages(worker: Any) -> list[torch.UntypedStorage]:
     return _storages(worker.model_runner.kv_caches)
 
 
+def free_kv_cache(worker: Any) -> None:
+    """Give the memory of the KV cache up for good: 0.26 with CUDA graphs keeps its tensors when it has shut down."""
+    for storage in kv_cache_storages(worker):
+        if storage.resizable():
+            storage.resize_(0)
+
+
 def kv_cache_bytes(vllm_config: Any) -> int:
     """Bytes of the KV cache that a worker's attention layers have been given."""
     layers = vllm_config.compilation_config.static_forward_context.values()

@@ -185,8 +185,9 @@ class WorkerAgent:
             self._segments = None
 
     def forget(self) -> None:
-        """Let go of the model, which is about to end."""
+        """Let go of the model, which is about to end, and of its KV cache."""
         compat.forget_reloads(self._model)
+        compat.free_kv_cache(self._worker)
 
     def _segments_now(self) -> WorkerSegments:
         if self._segments is None:

@@ -1,0 +1,17 @@
+"""A worker extension that also says what tests want to know of its process."""
+
+import torch
+
+from colo.engines.vllm.worker import ColoWorker
+
+
+class ProbeWorker(ColoWorker):
+    """Name it as `worker_extension_cls`."""
+
+    def peak_bytes(self) -> int:
+        """The most that torch has held of the device at a time."""
+        return torch.cuda.max_memory_reserved()
+
+    def graphs(self) -> int:
+        """How many ways of copying the trainer's memory have been captured as a CUDA graph, and replayed."""
+        return len(self._colo_agent._receiver._graphs)
