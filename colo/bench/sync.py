@@ -89,8 +89,8 @@ def _ours(model: nn.Module, folder: str, device: torch.device, size: Size) -> It
     ):
         transport = IpcTransport(ModuleSource(model), driven, why_not_shared="measured", staged=staged, verify=verify)
         yield _row(f"colo, {name}", model, partial(_publish, transport, driven), device)
-        if not staged and not verify:
-            yield _growth(lambda: _publish(transport, driven), device, driven)  # noqa: B023 - called at once
+        if not verify:
+            yield _growth(name, lambda: _publish(transport, driven), device, driven)  # noqa: B023 - called at once
         transport.close()
     driven.close()
     clear(device)
@@ -103,7 +103,7 @@ def _publish(transport: IpcTransport, driven: Any) -> None:
     driven.commit(0)
 
 
-def _growth(publish: Callable[[], None], device: torch.device, driven: VLLMEngine) -> Row:
+def _growth(name: str, publish: Callable[[], None], device: torch.device, driven: VLLMEngine) -> Row:
     """Bytes that many publications leave behind, on either side, after as many to warm up."""
 
     def held() -> tuple[int, int, int]:
@@ -118,7 +118,7 @@ def _growth(publish: Callable[[], None], device: torch.device, driven: VLLMEngin
         publish()
     device_bytes, host_bytes, pinned_bytes = (after - b for after, b in zip(held(), before, strict=True))
     return {
-        "way": f"growth over {PUBLICATIONS} publications",
+        "way": f"growth over {PUBLICATIONS} publications, {name}",
         "device_bytes": device_bytes,
         "host_bytes": host_bytes,
         "pinned_bytes": pinned_bytes,

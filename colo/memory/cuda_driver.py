@@ -105,7 +105,8 @@ def open_exported(handle: bytes, size_bytes: int, device: torch.device) -> torch
         code = _driver().cuIpcOpenMemHandle_v2(
             ctypes.byref(address), _Handle.from_buffer_copy(handle), ctypes.c_uint(_LAZY_PEER_ACCESS)
         )
-    _check(code, "cuIpcOpenMemHandle")
+    if code != 0:
+        raise TransferError(f"CUDA IPC does not map memory of another process here ({_name_of(code)}, {code})")
     return _tensor(address.value, size_bytes, device, "cuIpcCloseMemHandle")
 
 

@@ -69,7 +69,21 @@ def test_buckets_bring_the_same_bytes(rt, bucket_bytes):
         assert difference(rt.model, rt.generate(PROMPTS, max_tokens=16, temperature=0)) < 0.02
 
 
-def test_many_publications_leave_nothing_on_the_device(rt):
+@pytest.mark.parametrize("staged", [False, True])
+def test_many_publications_leave_nothing_on_the_device(rt, staged, request):
+    if staged:
+        rt.transport.close()
+        direct = rt._publisher._transport
+        staging = IpcTransport(ModuleSource(rt.model), rt.engine, why_not_shared="tested", staged=True)
+        rt._publisher._transport = staging
+
+        def give_back():
+            staging.close()
+            rt._publisher._transport = direct
+            direct.reconnect()
+
+        request.addfinalizer(give_back)
+
     def publish(times):
         for _ in range(times):
             rt._publisher.version += 1
@@ -123,6 +137,37 @@ def test_parameters_that_cannot_be_exported_are_staged(rt):
     transport.close()
     rt.transport.reconnect()
     assert rt.transport.is_current()
+
+
+def test_where_cuda_ipc_maps_nothing_host_memory_is_in_between():
+    pytest.importorskip("vllm")
+    rt = colo.launch(
+        config(),
+        engine="vllm",
+        engine_options=OPTIONS | {"worker_extension_cls": "no_ipc_worker.NoIpcWorker"},
+        lora=LoraConfig(r=8, lora_alpha=16, target_modules="all-linear"),
+        optimizer=lambda params: AdamW(params, lr=1e-2, fused=True),
+        device=CUDA,
+        config=RuntimeConfig(kv_cache_bytes=GIB),
+    )
+    assert "in host memory, since a worker says: CUDA IPC does not map" in rt.transport.reason
+    for step in range(3):
+        train_step(rt, step)
+        with rt.rollout():
+            assert difference(rt.model, rt.generate(PROMPTS, max_tokens=16, temperature=0)) < 0.02
+    assert rt.engine.adapter_refusal is None
+    base = ModuleSource(rt.model)
+    assert rt.bytes_synced == sum(tensor.nbytes for _, tensor in base)
+    with torch.no_grad():
+        for _, tensor in base:
+            tensor.mul_(1.01)
+    with rt.rollout():
+        assert difference(rt.model, rt.generate(PROMPTS, max_tokens=16, temperature=0)) < 0.02
+    rt.engine.sleep("keep-weights")
+    rt.engine.load_weights(base)
+    rt.engine.wake()
+    assert rt.transport.is_current()
+    rt.close()
 
 
 @pytest.mark.parametrize("own_process", [True, False])

@@ -95,6 +95,12 @@ def test_a_write_through_the_model_changes_what_the_next_rollout_samples(rt, pro
     assert [c.token_ids for c in after] != [c.token_ids for c in before]
 
 
+def test_a_rollout_forgets_what_the_prefix_cache_has_of_weights_that_nobody_saw_change(rt, prompts, mismatch):
+    rt.generate(prompts, **GREEDY)
+    rt.model.model.layers[0].self_attn.k_proj.weight.data.mul_(-2)  # which torch does not count
+    assert mismatch(rt.model, rt.generate(prompts, **GREEDY)) < CLOSE
+
+
 def test_steps_raise_the_version_of_completions_and_copy_nothing(rt, prompts, mismatch):
     first = rt.generate(prompts, **GREEDY)[0].weights_version
     versions = []

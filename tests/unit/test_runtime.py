@@ -230,6 +230,24 @@ def test_parked_state_comes_back_beside_the_last_backward_pass():
     rt.close()
 
 
+def test_a_step_without_a_backward_pass_has_the_state_that_a_rollout_parked():
+    rt, twin = launch(config=RuntimeConfig(kv_cache_bytes=MIB, offload="always")), launch()
+    twin.model.load_state_dict(rt.model.state_dict())
+    for made in (rt, twin):
+        for step in range(3):
+            with made.rollout():
+                made.generate(PROMPTS, max_tokens=1)
+            with made.train():
+                assert made is twin or step == 0 or segment(made, "trainer.optimizer").residency is Residency.OFFLOADED
+                for number, parameter in enumerate(made.model.parameters()):
+                    parameter.grad = torch.full_like(parameter, number + step)
+                made.optimizer.step()
+                made.optimizer.zero_grad()
+    assert_same_weights(rt.model, twin.model)
+    rt.close()
+    twin.close()
+
+
 def test_gradients_that_a_step_used_are_dropped_and_others_are_kept(rt):
     ids = torch.tensor([[1, 2, 3]])
     with rt.train():

@@ -15,6 +15,7 @@ from colo.engines.vllm.calls import Caller, NoAnswer, ProcessEnded, start_apart_
 from colo.engines.vllm.store import device_id
 from colo.errors import BudgetError, EngineLost, Unsupported
 from colo.memory.probe import used_device_bytes
+from colo.memory.window import probing
 
 T = TypeVar("T")
 
@@ -93,6 +94,11 @@ class Connection:
     def pids(self) -> Sequence[int]:
         """Process of every worker."""
         return tuple(info["pid"] for info in self.infos)
+
+    @property
+    def ipc_refusal(self) -> str | None:
+        """Why some worker cannot map memory of this process on its GPU; `None` where all can, or need not."""
+        return next((info["ipc_refusal"] for info in self.infos if info["ipc_refusal"]), None)
 
     @property
     def model_type(self) -> str | None:
@@ -208,7 +214,8 @@ class Connection:
                 f"worker_extension_cls='{plugin.WORKER_EXTENSION}' and load_format='colo', or set "
                 "VLLM_ENABLE_V1_MULTIPROCESSING=0 before"
             )
-        infos = self.call("describe", same_process=not self.own_process)
+        with probing(self.device if self.own_process else torch.device("cpu")) as probe:
+            infos = self.call("describe", same_process=not self.own_process, probe=probe)
         if self._calls is not None:
             self._calls.watch([info["pid"] for info in infos])
         found, wanted = infos[0]["device"], device_id(self.device)

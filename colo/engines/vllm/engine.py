@@ -171,6 +171,11 @@ class VLLMEngine:
         return self._connection.pids
 
     @property
+    def ipc_refusal(self) -> str | None:
+        """Why a worker cannot map the trainer's memory; host memory is in between then."""
+        return self._connection.ipc_refusal
+
+    @property
     def model_type(self) -> str | None:
         """Of the model's configuration."""
         return self._connection.model_type
@@ -377,6 +382,7 @@ class VLLMEngine:
     def _connect(self, connection: Connection) -> None:
         """Take `connection` for the engine's, once everything that may fail has not; it is closed otherwise."""
         try:
+            self._staging.move_to(self.device if connection.ipc_refusal is None else torch.device("cpu"))
             weights = WorkerWeights(connection, store=self._store, staging=self._staging)
             self._memory.hold(connection, weights)
         except BaseException:

@@ -3,7 +3,8 @@
     bind                                    what is sent, its order, and how the model takes it
     begin -> copy                -> finish  direct: the sender's tensors are mapped, and copied as a CUDA graph
     begin -> take_all            -> finish  staged: buckets arrive in turn in two slabs; one is filled while the other
-                                            is read, under interprocess events and counts in shared host memory
+                                            is read, under interprocess events and counts in shared host memory;
+                                            slabs in host memory, where a GPU's cannot be mapped, are copied first
 
 `finish` attests: every tensor of the manifest came once, and what is in the engine is what was sent. Until it has
 returned, the model's weights are neither the old nor the new ones.
@@ -19,8 +20,9 @@ import torch
 from colo.errors import TransferError, Unsupported
 from colo.memory.checksum import Checksums, Part, values
 from colo.memory.fence import wait_for_queued
-from colo.memory.slab import Description, open_slab
+from colo.memory.slab import Description
 from colo.memory.tiles import WORD_BYTES, in_words
+from colo.memory.window import Window
 from colo.units import align_up
 from colo.weights.copies import Comparison, copy_all
 from colo.weights.load_plan import Copy, LoadPlan
@@ -50,7 +52,7 @@ class Receiver:
         self._compared: Comparison | None = None
         self._graphs: dict[bool, tuple[torch.cuda.CUDAGraph, torch.Tensor | None]] = {}
         self._replays = 0
-        self._slabs: list[torch.Tensor] = []
+        self._windows: list[Window] = []
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         self._buckets: list[_Bucket] = []
         self._turns: ReadersTurns | None = None
@@ -84,30 +86,31 @@ class Receiver:
         buckets: list[list[list[Any]]],
         turns: Description | None = None,
         readers: int = 1,
+        copied: bool = False,
     ) -> None:
         """Learn where buckets arrive: two slabs in turn, with the events [filled, read] of each (CUDA), and of every
         bucket the pieces [name, start, size, offset], in bytes. `turns` is for `take_all`: the counts of the sender,
-        and of `readers` workers.
+        and of `readers` workers. Slabs in host memory are `copied` to the device before they are read.
 
         Raises: `Unsupported` for a tensor that cannot be put together from pieces; `TransferError` for slabs or pieces
         that are not whole words of four bytes, and for tensors that were described with gaps: pieces have none.
         """
         plan = self._bound()
-        opened_slabs = [open_slab(slab, self._device) for slab in slabs]
+        windows = [Window(slab, self._device, copied=copied) for slab in slabs]
         offsets = [offset for pieces in buckets for *_, offset in pieces]
-        if any(n % WORD_BYTES for n in (*offsets, *(slab.numel() for slab in opened_slabs))):
+        if any(n % WORD_BYTES for n in (*offsets, *(window.bytes.numel() for window in windows))):
             raise TransferError(f"slabs, and where pieces begin in them, must be multiples of {WORD_BYTES} bytes")
         for name, (dtype, shape) in plan.sources.items():
             if not torch.empty_strided(shape, plan.strides[name], dtype=dtype, device="meta").is_contiguous():
                 raise TransferError(f"{name} was described with strides {plan.strides[name]}: pieces have no gaps")
-        self._slabs = opened_slabs
+        self._windows = windows
         self._events = [(self._event(filled), self._event(read)) for filled, read in events]
         by_name: dict[str, list[Copy]] = {}
         for copy in plan.copies:
             by_name.setdefault(copy.name, []).append(copy)
         dtypes = {name: dtype for name, (dtype, _) in plan.sources.items()}
         self._buckets = [
-            _Bucket.of(pieces, self._slabs[index % len(self._slabs)], by_name, dtypes)
+            _Bucket.of(pieces, windows[index % len(windows)].bytes, by_name, dtypes)
             for index, pieces in enumerate(buckets)
         ]
         self._turns = ReadersTurns(turns, readers=readers, number=self._number) if turns is not None else None
@@ -136,20 +139,27 @@ class Receiver:
 
     @torch.no_grad()
     def take(self, index: int, *, verify: bool) -> None:
-        """Copy bucket number `index` from its slab. Queued: on CUDA the event `read` says when the slab is free."""
+        """Copy bucket number `index` from its slab. Queued: on CUDA the event `read` says when the slab is free.
+
+        Without events, as with slabs that are copied, it is free when this returns.
+        """
         update, bucket = self._updating(), self._buckets[index]
-        turn = index % len(self._slabs)
+        turn = index % len(self._windows)
+        window = self._windows[turn]
         stream = torch.cuda.current_stream(self._device) if self._events else None
         if stream is not None:
             stream.wait_event(self._events[turn][0])
+        window.refresh(bucket.size_bytes)
         targets, sources = bucket.pairs
         copy_all(targets, sources)
         if verify:
-            held = bucket.held(self._slabs[turn])
+            held = bucket.held(window.bytes)
             update.sums[index] = held.checksums.compute()
             update.flags += [(held.names, held.compared.flags())]
         if stream is not None:
             self._events[turn][1].record(stream)
+        elif window.is_copy:
+            wait_for_queued(self._device)
         update.taken.append(index)
 
     def take_all(self, *, verify: bool) -> None:
@@ -211,7 +221,7 @@ class Receiver:
     def release(self) -> None:
         """Unmap the sender's memory. The sender frees it after this."""
         self._graphs, self._compared = {}, None
-        self._sources, self._slabs, self._events, self._buckets = {}, [], [], []
+        self._sources, self._windows, self._events, self._buckets = {}, [], [], []
         self._plan = self._update = self._turns = None
         self._replays = 0
 
@@ -292,6 +302,9 @@ class _Bucket:
         self.numbers: list[int] = []
         """Of every pair's piece."""
 
+        self.size_bytes = 0
+        """Of the slab, from its start, up to whole words."""
+
         self._held: _Held | None = None
 
     @classmethod
@@ -312,6 +325,7 @@ class _Bucket:
                     bucket.pairs[1].append(source)
                     bucket.numbers.append(number)
             bucket.pieces.append((name, offset_bytes, stop_bytes))
+            bucket.size_bytes = max(bucket.size_bytes, align_up(stop_bytes, WORD_BYTES))
         return bucket
 
     def held(self, slab: torch.Tensor) -> _Held:

@@ -149,6 +149,11 @@ class RemoteEngine:
         return tuple(info["pid"] for info in self._infos)
 
     @property
+    def ipc_refusal(self) -> str | None:
+        """Why a worker cannot map the trainer's memory; host memory is in between then."""
+        return next((info["ipc_refusal"] for info in self._infos if info["ipc_refusal"]), None)
+
+    @property
     def model_type(self) -> str | None:
         """Of the model's configuration."""
         kind: str | None = self._infos[0]["model_type"]
@@ -300,7 +305,8 @@ class RemoteEngine:
         """
         self._require_weights("load weights")
         self.poison(_UNCOMMITTED)
-        self._reached.reload(list(weights), self.model_type, self.device)
+        device = self.device if self.ipc_refusal is None else torch.device("cpu")
+        self._reached.reload(list(weights), self.model_type, device)
 
     def commit(self, version: int) -> None:
         """Declare that the engine now holds `version`; lifts a poisoning. `PhaseError` unless they are resident."""
@@ -357,7 +363,7 @@ class RemoteEngine:
         except TransferError as error:
             raise Unsupported(f"the server at {self.url} is not in vLLM's development mode: {HOW_TO_START}") from error
         try:
-            self._infos = self._reached.connect()
+            self._infos = self._reached.connect(self.device)
         except TransferError as error:
             raise Unsupported(
                 f"the server at {self.url} takes no weights from here ({error}): {HOW_TO_START}"

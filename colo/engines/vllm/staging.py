@@ -75,6 +75,12 @@ class Staging:
         if group:
             yield self.put(group, to_pid=to_pid)
 
+    def move_to(self, device: torch.device) -> None:
+        """Be memory of another device from now on."""
+        if device != self._device:
+            self.close()
+            self._device = device
+
     def close(self) -> None:
         """Let go of the memory. Idempotent."""
         self._layout, self._views, self._described = [], [], []

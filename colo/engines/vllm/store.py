@@ -173,8 +173,12 @@ class StoreClient:
             raise
 
     def take(self, size_bytes: int) -> torch.Tensor:
-        """The next piece of memory, uint8, shape [size_bytes]."""
-        return open_slab(self._ask(op="slab", size_bytes=size_bytes), self._device)
+        """The next piece of memory, uint8, shape [size_bytes]. Raises: `TransferError` where it cannot be mapped."""
+        try:
+            return open_slab(self._ask(op="slab", size_bytes=size_bytes), self._device)
+        except TransferError as error:
+            error.add_note("start the engine with share_memory=False: weights are copied to it then")
+            raise
 
     def done(self) -> None:
         """Say that all of it holds weights as they were loaded."""

@@ -40,7 +40,8 @@ from colo.engines.vllm.reload import Reload, check_begun
 from colo.engines.vllm.staging import staged
 from colo.engines.vllm.store import device_id
 from colo.errors import ColoError, PhaseError, TransferError, Unsupported
-from colo.memory.slab import Description, open_slab
+from colo.memory.slab import Description
+from colo.memory.window import Window, why_not_mapped
 from colo.weights.load_plan import LoadPlan
 from colo.weights.manifest import Manifest, TensorSpec
 
@@ -131,10 +132,15 @@ class ColoWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]  # a
 
     # ---- steps outside an update -------------------------------------------------------------------------------------
 
-    def connect(self, slab: Description, num_workers: int, token: str) -> dict[str, Any]:
-        """Answer in `slab` from now on (see `Answers`); the first answer says who this worker is and what it holds."""
+    def connect(
+        self, slab: Description, num_workers: int, token: str, probe: Description | None = None
+    ) -> dict[str, Any]:
+        """Answer in `slab` from now on (see `Answers`); the first answer says who this worker is and what it holds.
+
+        With `probe` (see `colo.memory.window.probing`) also why it cannot map the client's memory, if it cannot.
+        """
         self._answers = AnswerPart(slab, num_workers, token, worker=self._number)
-        return self._describe()
+        return self._describe() | {"ipc_refusal": why_not_mapped(probe, self.device)}
 
     def bind(
         self,
@@ -161,9 +167,10 @@ class ColoWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]  # a
         buckets: list[list[list[Any]]],
         turns: Description | None = None,
         readers: int = 1,
+        copied: bool = False,
     ) -> None:
         """See `Receiver.stage`."""
-        self._receiver.stage(slabs, events, buckets, turns, readers)
+        self._receiver.stage(slabs, events, buckets, turns, readers, copied)
 
     def differences(self) -> list[str]:
         """Names of mapped tensors that the engine does not hold as they are now."""
@@ -208,7 +215,9 @@ class ColoWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]  # a
         """See `Reload.load`."""
         kind = model_type or getattr(self.model_config.hf_config, "model_type", None)
         try:
-            check_begun(self._reload).load(staged(open_slab(staging, self.device), tensors), kind)
+            window = Window(staging, self.device)
+            window.refresh()
+            check_begun(self._reload).load(staged(window.bytes, tensors), kind)
         except Exception:
             reload, self._reload = self._reload, None
             if reload is not None:

@@ -28,7 +28,7 @@ from colo.engines.vllm.staging import staged
 from colo.engines.vllm.store import device_id
 from colo.memory.fence import wait_for_queued
 from colo.memory.probe import torch_pinned_bytes
-from colo.memory.slab import open_slab
+from colo.memory.window import Window, why_not_mapped
 from colo.phases.phase import ENGINE_KV_CACHE, ENGINE_WEIGHTS, Residency
 from colo.weights.load_plan import LoadPlan
 from colo.weights.packed import PackedWeight
@@ -76,14 +76,17 @@ class WorkerAgent:
         self._model = worker.get_model()
         self._placement: Placement | None = placement_of(self._model)
         self._segments: WorkerSegments | None = None
-        self._staging: tuple[dict[str, Any], torch.Tensor] | None = None
+        self._staging: tuple[dict[str, Any], Window] | None = None
         self._receiver: Receiver | None = None
         self._reload: Reload | None = None
         self._adapters = adapters.WorkerAdapters(worker)
         self._adapter_kept: tuple[dict[str, torch.Tensor], dict[str, float]] | None = None
 
-    def describe(self, same_process: bool) -> dict[str, Any]:
-        """Who this is, where its weights lie and what it can give back."""
+    def describe(self, same_process: bool, probe: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Who this is, where its weights lie and what it can give back.
+
+        With `probe` (see `colo.memory.window.probing`) also why it cannot map the trainer's memory, if it cannot.
+        """
         segments = self._segments_now()
         pooled_bytes = segments.by_name[ENGINE_WEIGHTS].size_bytes
         parameters_bytes = sum({p.data_ptr(): p.numel() * p.element_size() for p in self._model.parameters()}.values())
@@ -99,6 +102,7 @@ class WorkerAgent:
             "outside": dict(self._placement.outside) if self._placement is not None else {},
             "kv_cache_bytes": segments.by_name[ENGINE_KV_CACHE].size_bytes,
             "max_adapters": self._adapters.capacity,
+            "ipc_refusal": why_not_mapped(probe, torch.device(self._worker.device)),
             "residual_bytes": compat.residual_bytes(self._worker, same_process=same_process),
         }
 
@@ -226,8 +230,10 @@ class WorkerAgent:
             return dict(tensors)
         if self._staging is None or self._staging[0] != staging:
             self._staging = self._adapter_kept = None
-            self._staging = (staging, open_slab(staging, torch.device(self._worker.device)))
-        return staged(self._staging[1], tensors)
+            self._staging = (staging, Window(staging, torch.device(self._worker.device)))
+        window = self._staging[1]
+        window.refresh()
+        return staged(window.bytes, tensors)
 
     # ---- copies out of the trainer's memory --------------------------------------------------------------------------
 
@@ -280,6 +286,7 @@ class WorkerAgent:
         """The tensors of an adapter by name, and its scalings; those in a staging slab are kept for the next call."""
         if tensors is None or scalings is None:
             assert self._staging is not None and self._staging[0] == staging and self._adapter_kept is not None
+            self._staging[1].refresh()
             return self._adapter_kept
         given = (self._in_staging(tensors, staging), scalings)
         self._adapter_kept = given if staging is not None else None

@@ -12,6 +12,7 @@ from colo import errors
 from colo.engines.vllm.answers import Answers
 from colo.engines.vllm.staging import Named, Staging
 from colo.errors import BudgetError, ColoError, TransferError
+from colo.memory.window import probing
 from colo.weights.sources.module import check_taken, noted
 from colo.weights.transports.export import dtype_name
 
@@ -37,9 +38,13 @@ class Workers:
         self._ask = ask
         self._answers = Answers(num_workers)
 
-    def connect(self) -> list[dict[str, Any]]:
-        """What every worker says of itself. Raises: `TransferError` when they cannot answer in this memory."""
-        return self._step("init", "connect", self._answers.describe())
+    def connect(self, device: torch.device) -> list[dict[str, Any]]:
+        """What every worker says of itself, and whether it can map this process's memory of `device`.
+
+        Raises: `TransferError` when they cannot answer in this memory.
+        """
+        with probing(device) as probe:
+            return self._step("init", "connect", self._answers.describe() | ({"probe": probe} if probe else {}))
 
     def receive(self, step: str, arguments: Mapping[str, Any]) -> list[Any]:
         """Run a step of `ColoWeightTransferEngine` in every worker; what they answer, in their order.

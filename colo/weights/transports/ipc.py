@@ -2,7 +2,8 @@
 
 Direct: the trainer's parameters are exported once, while their addresses last, and the engine's workers copy out of
 them. Staged, for parameters that cannot be exported or are not where the engine is: buckets travel through two slabs,
-one being filled while the other is read. What the engine cannot take by recorded copies goes through its own loader.
+one being filled while the other is read. The slabs are on the GPU, or in host memory where workers cannot map a GPU's.
+What the engine cannot take by recorded copies goes through its own loader.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from colo.errors import EngineLost, TransferError, Unsupported
+from colo.memory.arena import page_lock
 from colo.memory.checksum import Checksums, values
 from colo.memory.fence import wait_for_queued
 from colo.memory.slab import Slab
@@ -45,6 +47,10 @@ class Peer(Protocol):
     def pids(self) -> Sequence[int]:
         """Process of every worker; none of them this one, whose own memory CUDA IPC does not map."""
 
+    @property
+    def ipc_refusal(self) -> str | None:
+        """Why a worker cannot map memory of this process on its GPU; `None` where all can."""
+
     def receive(self, operation: str, **arguments: Any) -> list[Any]:
         """Run an operation of `Receiver` in every worker; see `colo.engines.vllm.receive`."""
 
@@ -72,22 +78,21 @@ class IpcTransport:
     ) -> None:
         """Describe the weights to the workers. `staged` is for parameters that must not be mapped.
 
-        Raises: `Unsupported` with the reason when the engine cannot take them by recorded copies, or its workers have
-        several GPUs, of which the trainer's memory is on one.
+        Raises: `Unsupported` with the reason when the engine cannot take them by recorded copies.
         """
-        if peer.device.type == "cuda" and len(peer.pids) > 1:
-            raise Unsupported(f"the engine's {len(peer.pids)} workers have GPUs of their own, and the trainer has one")
         self.source = source
         self._peer = peer
         self._verify = verify
         self._bucket_bytes = bucket_bytes
-        self._staged = staged
+        self._staged = staged or peer.ipc_refusal is not None
         self._exported: Exported | None = None
         self._staging: _Staging | None = None
         self._sums: list[int] | None = None
         self._layout: list[tuple[str, torch.dtype, torch.Size]] = []
         self._manifest: Manifest | None = None
         self._why_staged = "staged through two buckets, as was asked for"
+        if peer.ipc_refusal is not None:
+            self._why_staged = f"staged through two buckets in host memory, since a worker says: {peer.ipc_refusal}"
         source.given_to(self._bind)
         how = "copied by the engine out of the trainer's memory" if self._staging is None else self._why_staged
         self.reason = f"{why_not_shared}; {how}"
@@ -207,12 +212,15 @@ class _Staging:
         self._buckets = plan_buckets(specs, bucket_bytes=bucket_bytes)
         size_bytes = max((bucket.size_bytes for bucket in self._buckets), default=0)
         self._device = peer.device
-        self._slabs = [Slab(align_up(max(size_bytes, 1), WORD_BYTES), peer.device) for _ in range(2)]
+        self._in_host_memory = peer.ipc_refusal is not None
+        place = torch.device("cpu") if self._in_host_memory else peer.device
+        self._slabs = [Slab(align_up(max(size_bytes, 1), WORD_BYTES), place) for _ in range(2)]
+        self._locks = [page_lock(slab, slab.bytes, peer.device) for slab in self._slabs if self._in_host_memory]
         self._turns = SendersTurns(len(peer.pids))
         self._checksums: dict[int, Checksums] = {}
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-        if peer.device.type == "cuda":
-            with torch.cuda.device(peer.device):
+        if place.type == "cuda":
+            with torch.cuda.device(place):
                 self._events = [(_event(), _event()) for _ in self._slabs]
         peer.receive(
             "stage",
@@ -221,6 +229,7 @@ class _Staging:
             buckets=[[[p.name, p.start_bytes, p.size_bytes, p.offset_bytes] for p in b.pieces] for b in self._buckets],
             turns=self._turns.describe(),
             readers=self._turns.readers,
+            copied=self._in_host_memory,
         )
 
     @torch.no_grad()
@@ -258,6 +267,9 @@ class _Staging:
 
     def close(self) -> None:
         """Let go of the slabs."""
+        for unlock in self._locks:
+            if unlock is not None:
+                unlock()
         for slab in self._slabs:
             slab.close()
         self._turns.close()
@@ -281,6 +293,8 @@ class _Staging:
             target.copy_(flat[piece.start_bytes : piece.stop_bytes], non_blocking=True)
             if piece.size_bytes % WORD_BYTES:  # what an earlier bucket has left would be part of the checksum
                 slab[piece.offset_bytes + piece.size_bytes :][: -piece.size_bytes % WORD_BYTES].zero_()
+        if self._in_host_memory:
+            wait_for_queued(self._device)  # whoever reads has no event to wait for
 
     def _sums(self, bucket: Bucket, index: int) -> torch.Tensor:
         if index not in self._checksums:
@@ -290,7 +304,7 @@ class _Staging:
                 (number, 0, memory[piece.offset_bytes // WORD_BYTES :][: -(-piece.size_bytes // WORD_BYTES)])
                 for number, piece in enumerate(bucket.pieces)
             ]
-            self._checksums[index] = Checksums(parts, len(parts), self._device)
+            self._checksums[index] = Checksums(parts, len(parts), memory.device)
         return self._checksums[index].compute()
 
 

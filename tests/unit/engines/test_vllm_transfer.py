@@ -156,7 +156,7 @@ def test_an_update_ends_only_when_it_was_attested_and_only_once(transfer):
 def test_what_a_step_returns_or_raises_is_left_in_the_clients_memory(transfer, answers):
     transfer._describe = lambda: {"pid": os.getpid()}
     transfer.init_transfer_engine(transfer.parse_init_info({"step": "connect", "arguments": answers.describe()}))
-    assert answers.read() == [{"value": {"pid": os.getpid()}}]
+    assert answers.read() == [{"value": {"pid": os.getpid(), "ipc_refusal": None}}]
     with pytest.raises(TransferError, match="KeyError: 'Place'"):
         transfer._run("fail", {}, (fail,))
     (answer,) = answers.read()
@@ -286,6 +286,7 @@ class FakeServer:
             "kv_cache_can_leave": True,
             "is_asleep": False,
             "residual_bytes": {"CUDA graphs": 7},
+            "ipc_refusal": None,
         } | told
         self.asked = []
         self.part = None

@@ -75,6 +75,7 @@ class Workers:
     device = CPU
     model_type = None
     pids = (0,)
+    ipc_refusal = None
 
     def __init__(self, engine):
         self.receiver = Receiver(CPU, self._record)
@@ -113,10 +114,12 @@ WAYS = {
     "direct": {},
     "one bucket": {"staged": True},
     "buckets smaller than tensors": {"staged": True, "bucket_bytes": 256},
+    "buckets that are copied from host memory": {"ipc_refusal": "it cannot map this", "bucket_bytes": 256},
 }
 
 
-def connect(model, workers, **options):
+def connect(model, workers, ipc_refusal=None, **options):
+    workers.ipc_refusal = ipc_refusal
     return IpcTransport(ModuleSource(model), workers, why_not_shared=WHY, **options)
 
 
@@ -142,6 +145,15 @@ def test_every_byte_arrives_again_and_again(model, workers, way, verify):
     assert WHY in transport.reason
     transport.close()
     transport.close()
+
+
+def test_workers_that_cannot_map_the_senders_gpu_read_copies_of_host_memory_and_the_reason_is_told(model, workers):
+    transport = connect(model, workers, ipc_refusal="CUDA IPC does not map memory of another process here")
+    assert "in host memory, since a worker says: CUDA IPC does not map" in transport.reason
+    assert "copied by the engine out of" not in transport.reason
+    transport.transfer()
+    assert [window.is_copy for window in workers.receiver._windows] == [True, True]
+    assert same(workers.engine.memory, workers.engine.expected(model))
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -219,7 +231,7 @@ def test_what_is_released_is_gone_at_once(model, workers, way):
     transport = connect(model, workers, **WAYS[way])
     transport.transfer()
     receiver = workers.receiver
-    mapped = [weakref.ref(slab.untyped_storage()) for slab in receiver._slabs]
+    mapped = [weakref.ref(window.bytes.untyped_storage()) for window in receiver._windows]
     mapped += [weakref.ref(bucket) for bucket in receiver._buckets]
     gc.collect()
     gc.disable()
@@ -542,12 +554,14 @@ def test_buckets_that_cannot_be_staged_leave_nothing_mapped(model, workers):
     workers.engine.load_weights = transposed
     with pytest.raises(Unsupported, match="not copied by rows"):
         connect(model, workers, **SMALL)
-    assert workers.receiver._slabs == [] and workers.asked[-1] == "release"
+    assert workers.receiver._windows == [] and workers.asked[-1] == "release"
 
 
-def test_workers_on_several_gpus_are_refused_before_they_are_asked(model):
-    workers = TwoWorkers([Engine(), Engine()])
-    workers.device = torch.device("cuda", 0)
-    with pytest.raises(Unsupported, match="the engine's 2 workers have GPUs of their own"):
-        connect(model, workers)
-    assert workers.asked == []
+def test_two_workers_read_the_same_host_memory(model):
+    engines = [Engine(), Engine()]
+    transport = connect(model, TwoWorkers(engines), ipc_refusal="the memory is not on cuda:1", bucket_bytes=256)
+    for _ in range(2):
+        with torch.no_grad():
+            model.q.add_(1)
+        transport.transfer()
+        assert all(same(engine.memory, engine.expected(model)) for engine in engines)

@@ -1,0 +1,73 @@
+"""What a process reads of another one's slab: the memory itself, or a copy of host memory, where a GPU's is not mapped.
+
+CUDA IPC is not to be had everywhere: between containers, under some drivers, for memory of another GPU. Host memory is,
+and a worker then reads it through a copy on its own device. A probe tells beforehand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from colo.errors import TransferError, Unsupported
+from colo.memory.arena import page_lock
+from colo.memory.fence import wait_for_queued
+from colo.memory.slab import Description, Slab, open_slab
+
+_PROBE_BYTES = 512
+
+
+class Window:
+    """A slab of another process, readable on `device`.
+
+    Ownership: keeps the slab mapped, and owns the copy, until it is dropped.
+    """
+
+    def __init__(self, description: Description, device: torch.device, *, copied: bool = False) -> None:
+        """With `copied` there is a copy on a CPU too. Raises: `TransferError` when the slab cannot be mapped."""
+        self._mapped = open_slab(description, device)
+        self.is_copy = copied or self._mapped.device.type != device.type
+        self.bytes = self._mapped
+        """uint8, shape [size]; what the slab held at the last `refresh`, where it is a copy."""
+
+        if self.is_copy:
+            self.bytes = torch.empty_like(self._mapped, device=device)
+            page_lock(self, self._mapped, device)
+
+    def refresh(self, size_bytes: int | None = None) -> None:
+        """Have the first bytes, or all of them, be those of the slab as it is now. Queued on the current stream."""
+        if self.is_copy:
+            self.bytes[:size_bytes].copy_(self._mapped[:size_bytes], non_blocking=True)
+
+
+@contextmanager
+def probing(device: torch.device) -> Iterator[Description | None]:
+    """What a peer needs to find out whether it can map this process's memory on a GPU; nothing on a CPU."""
+    if device.type != "cuda":
+        yield None
+        return
+    slab = Slab(_PROBE_BYTES, device)
+    try:
+        described = slab.describe(to_pid=0)
+    except TransferError as error:
+        described = {"kind": "none", "why": str(error)}
+    try:
+        yield described
+    finally:
+        slab.close()
+
+
+def why_not_mapped(probe: Description | None, device: torch.device) -> str | None:
+    """Why this process cannot map what `probing` has described; `None` where it can, or has nothing to map."""
+    if probe is None:
+        return None
+    if probe["kind"] == "none":
+        return str(probe["why"])
+    try:
+        open_slab(probe, device)
+    except (TransferError, Unsupported) as error:
+        return str(error)
+    wait_for_queued(device)
+    return None

@@ -1,0 +1,51 @@
+"""What a process reads of another one's slab, mapped or copied, and how it finds out which."""
+
+import pytest
+import torch
+
+from colo.errors import TransferError
+from colo.memory.slab import Slab
+from colo.memory.window import Window, probing, why_not_mapped
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def slab():
+    slab = Slab(64, CPU)
+    slab.bytes.copy_(torch.arange(64, dtype=torch.uint8))
+    yield slab
+    slab.close()
+
+
+def test_a_mapped_window_follows_the_slab(slab):
+    window = Window(slab.describe(to_pid=0), CPU)
+    slab.bytes.fill_(7)
+    assert not window.is_copy and window.bytes.eq(7).all()
+
+
+def test_a_copied_window_follows_as_far_as_it_is_refreshed(slab):
+    window = Window(slab.describe(to_pid=0), CPU, copied=True)
+    window.refresh()
+    assert torch.equal(window.bytes, slab.bytes)
+    slab.bytes.fill_(7)
+    window.refresh(16)
+    assert window.bytes[:16].eq(7).all()
+    assert torch.equal(window.bytes[16:], torch.arange(16, 64, dtype=torch.uint8))
+
+
+def test_a_slab_that_is_gone_is_told(slab):
+    description = slab.describe(to_pid=0)
+    slab.close()
+    with pytest.raises(TransferError):
+        Window(description, CPU)
+    assert why_not_mapped(description, CPU)
+
+
+def test_on_a_cpu_there_is_nothing_to_probe():
+    with probing(CPU) as probe:
+        assert probe is None and why_not_mapped(probe, CPU) is None
+
+
+def test_what_could_not_be_exported_is_the_reason():
+    assert why_not_mapped({"kind": "none", "why": "not here"}, CPU) == "not here"
