@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -120,10 +121,11 @@ def share(
     within such a block, or `rt.generate`, which opens one. Without `tokenizer`, that of the `vllm.LLM` encodes texts.
 
     Raises: `PhaseError` when one of the three has a runtime already; `Unsupported` when model and engine are on
-    different devices, the optimizer is not one of the model's, or the engine cannot apply the adapter; `TransferError`
-    when the model lacks weights that the engine needs, or has others. Nothing has changed then, but where weights go
-    through the engine's own loader: what is missing is known only when the others have been loaded. `BudgetError`, and
-    whatever fails as the first version is published: the engine may hold the model's weights then.
+    different devices, parameters are sharded, the optimizer is not one of the model's, or the engine cannot apply the
+    adapter; `TransferError` when the model lacks weights that the engine needs, or has others. Nothing has changed
+    then, but where weights go through the engine's own loader: what is missing is known only when the others have been
+    loaded. `BudgetError`, and whatever fails as the first version is published: the engine may hold the model's weights
+    then.
     """
     check_free(model, optimizer, engine)
     if isinstance(engine, Engine):
@@ -152,6 +154,7 @@ def _share(
     engine: Engine, model: nn.Module, optimizer: torch.optim.Optimizer, *, tokenizer: Any, config: RuntimeConfig
 ) -> Runtime:
     _check_optimizer(optimizer, model)
+    _check_whole(model)
     devices = {p.device for p in model.parameters()}
     if devices != {engine.device}:
         names = ", ".join(sorted(map(str, devices)))
@@ -215,6 +218,17 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None
         raise Unsupported(
             f"{len(foreign)} parameters of the optimizer are not the model's, one with shape "
             f"{tuple(foreign[0].shape)}: build the optimizer from this model's parameters"
+        )
+
+
+def _check_whole(model: nn.Module) -> None:
+    """Raise `Unsupported` for a model of which this process has parts only."""
+    module = sys.modules.get("torch.distributed.tensor")  # without which nothing is sharded
+    sharded = [n for n, p in model.named_parameters() if module is not None and isinstance(p, module.DTensor)]
+    if sharded:
+        raise Unsupported(
+            f"{len(sharded)} parameters are sharded (DTensor), {sharded[0]} for one, and an engine takes whole ones: "
+            "share the model as it is before fully_shard or parallelize_module"
         )
 
 

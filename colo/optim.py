@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch.utils.weak import TensorWeakRef
 
 from colo.memory.state import MASTER_WEIGHT, detach_state
 from colo.units import MIB
@@ -46,6 +47,9 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
     A step handles `bucket_bytes` of fp32 gradients at a time, by calling the inner optimizer's `step` once for each
     bucket with the other gradients absent. Optimizers that count steps per group rather than per parameter need
     `bucket_bytes=None`, and then memory for all gradients in fp32.
+
+    A step that raises leaves every gradient where it was. The next one goes on with the bucket that failed, unless the
+    gradients of those before it have changed since: they are a new step's then.
     """
 
     def __init__(self, params: Any, make_optimizer: MakeOptimizer, *, bucket_bytes: int | None = 512 * MIB) -> None:
@@ -55,6 +59,7 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
         self._masters: dict[torch.Tensor, torch.Tensor] = {}
         self._written: dict[torch.Tensor, int] = {}  # how often torch had written to a parameter when we last did
         self._bucket_bytes = bucket_bytes
+        self._taken: dict[torch.Tensor, tuple[TensorWeakRef, int]] = {}  # gradients, of a step that has not ended
         self._changed: torch.Tensor | None = None
         self._num_elements = 0
         self._loading: dict[Any, Any] = {}
@@ -90,23 +95,45 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
                 loss = closure()
         self._copy_hyperparameters()
         self._changed, self._num_elements = None, 0
-        for bucket in self._buckets():
-            self._step_bucket(bucket)
-        self._publish_state()
+        try:
+            self._go_on()
+            for bucket in self._buckets():
+                self._step_bucket(bucket)
+        finally:
+            self._publish_state()
+        self._taken.clear()
         return loss
 
     def _step_bucket(self, bucket: list[torch.Tensor]) -> None:
-        for parameter in bucket:
-            master = self._masters.get(parameter)
-            if master is not None and parameter.grad is not None:
-                self._follow(parameter, master)
-                master.grad = parameter.grad.to(torch.float32)
         hidden = self._hide_gradients(except_for=bucket)
-        self._inner.step()
-        for parameter, gradient in hidden:
-            parameter.grad = gradient
+        try:
+            for parameter in bucket:
+                master = self._masters.get(parameter)
+                if master is not None and parameter.grad is not None:
+                    self._follow(parameter, master)
+                    master.grad = parameter.grad.to(torch.float32)
+            self._inner.step()
+            self._taken.update((p, (TensorWeakRef(p.grad), p.grad._version)) for p in bucket if p.grad is not None)
+        finally:
+            for parameter, gradient in hidden:
+                parameter.grad = gradient
+            for parameter in bucket:
+                if parameter in self._masters:
+                    self._masters[parameter].grad = None
         for parameter in bucket:
             self._round(parameter)
+
+    def _go_on(self) -> None:
+        """Forget what a failed step has taken in where gradients are others now, and finish rounding the rest."""
+        self._taken = {
+            parameter: (gradient, version)
+            for parameter, (gradient, version) in self._taken.items()
+            if parameter.grad is not None and gradient() is parameter.grad and parameter.grad._version == version
+        }
+        for parameter in self._taken:
+            if parameter in self._masters:
+                self._follow(parameter, self._masters[parameter])
+                self._round(parameter)
 
     def _follow(self, parameter: torch.Tensor, master: torch.Tensor) -> None:
         """Take over what somebody else has written to a parameter; where it is the master rounded, that stays."""
@@ -117,7 +144,6 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
         master = self._masters.get(parameter)
         if master is None:
             return
-        master.grad = None
         rounded = master.to(parameter.dtype)
         changed = (rounded != parameter).sum(dtype=torch.float64)
         self._changed = changed if self._changed is None else self._changed + changed.to(self._changed.device)
@@ -141,7 +167,7 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
         taken_bytes = 0
         for group in self.param_groups:
             for parameter in group["params"]:
-                if parameter.grad is None:
+                if parameter.grad is None or parameter in self._taken:
                     continue
                 size_bytes = 4 * parameter.numel()
                 if bucket and self._bucket_bytes is not None and taken_bytes + size_bytes > self._bucket_bytes:
@@ -200,6 +226,7 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def _after_load(self) -> None:
         loaded, self._loading = self._loading, {}
+        self._taken.clear()
         order = [index for group in loaded["param_groups"] for index in group["params"]]
         own = [p for group in self.param_groups for p in group["params"]]
         inner_state = {}

@@ -12,9 +12,10 @@ The runtime wires engine, trainer state, scheduler and publisher together. It ha
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from threading import RLock
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast
 
@@ -119,6 +120,7 @@ class Runtime:
         self._writes_logits = isinstance(model, PreTrainedModel) or is_peft_model(model)
         self._implicit_train = False
         self._closed = False
+        self._generating = RLock()
         self._meter = PeakMeter(self._device)
         self._writes = WriteWatch(model, foreign=transport.source.foreign)
         with ExitStack() as undo:
@@ -133,7 +135,7 @@ class Runtime:
             self.scheduler = self._make_scheduler(capacity_bytes)
             self._publisher = self._make_publisher()
             self._backward = BackwardWatch(
-                (p for group in optimizer.param_groups for p in group["params"]),
+                self._trained(),
                 admit=self._admit_gradient,
                 on_pass=self._on_backward,
                 on_progress=self.scheduler.sample,
@@ -166,7 +168,7 @@ class Runtime:
             with self._inside_phase(Phase.ROLLOUT):
                 yield self
         finally:
-            self.scheduler.enter(Phase.IDLE)
+            self._leave_rollout()
 
     @contextmanager
     def train(self) -> Iterator[Runtime]:
@@ -188,22 +190,31 @@ class Runtime:
         `prompts` are texts (the runtime needs a tokenizer then) or lists of token ids. Sampling options are the
         engine's, given as its `SamplingParams` or by name: `rt.generate(prompts, n=8, max_tokens=512)`.
         Outside any phase the call is a rollout of its own. Within one, a write to weights through `.data` between two
-        calls is noticed at the next rollout only.
+        calls is noticed at the next rollout only. Calls of several threads wait for each other.
 
         Raises: `PhaseError` inside `train()` or after `close()`; as `Engine.generate` for everything else.
         """
+        with self._generating:
+            return self._generate(prompts, params, sampling)
+
+    def _generate(
+        self, prompts: Sequence[str | Sequence[int]], params: Any, sampling: Mapping[str, Any]
+    ) -> list[Completion]:
         self._require_open()
         if self._inside == Phase.TRAIN:
             raise PhaseError("generate() inside train(): leave the block first, then use `with rt.rollout():`")
         if self._inside is None:
             with self.rollout():
-                return self.generate(prompts, params, **sampling)
+                return self._generate(prompts, params, sampling)
         params = self.engine.sampling_params(params, **sampling)
         token_ids = encode_prompts(prompts, self.tokenizer)
         self._refresh()
-        completions = self.engine.generate(token_ids, params, adapter=self._adapter_to_apply())
+        adapter = self._adapter_to_apply()
+        completions = self.engine.generate(token_ids, params, adapter=adapter)
         self.scheduler.sample()
-        self._to_compare = (self.engine.sampling_temperature(params), completions[: self.config.mismatch_sequences])
+        # Of what a base has sampled without the adapter that it is trained with there is nothing to compare.
+        comparable = completions if adapter == self._publisher.adapter_name else []
+        self._to_compare = (self.engine.sampling_temperature(params), comparable[: self.config.mismatch_sequences])
         return [with_text(completion, self.tokenizer) for completion in completions]
 
     def recover(self) -> None:
@@ -322,6 +333,7 @@ class Runtime:
     def _enter_rollout(self) -> None:
         self._require_idle(Phase.ROLLOUT)
         with self.trace.span("switch to rollout", category="switch", phase=Phase.ROLLOUT):
+            self._backward.watch(self._trained())
             self._notice_writes(compare=True)
             if self._publisher.is_current:  # else publishing checks
                 self._publisher.check()
@@ -332,6 +344,14 @@ class Runtime:
             self.scheduler.enter(Phase.ROLLOUT)
             wait_for_queued(self._device)  # writes to weights that an engine in another process maps
             self.engine.resume()
+
+    def _leave_rollout(self) -> None:
+        """Gradients of an accumulation that goes on are back: outside a rollout they may be zeroed, clipped or read."""
+        self.scheduler.enter(Phase.IDLE)
+        if self._offloader.gradients.residency is Residency.OFFLOADED:
+            with suppress(BudgetError, EngineLost):  # they are asked for again when training goes on
+                self._make_room_to_train()
+                self.scheduler.enter(Phase.IDLE)
 
     def _publish(self) -> None:
         self.scheduler.enter(Phase.SYNC)
@@ -344,10 +364,8 @@ class Runtime:
     def _enter_train(self) -> None:
         self._require_idle(Phase.TRAIN)
         with self.trace.span("switch to train", category="switch", phase=Phase.TRAIN):
-            if self.engine.state is EngineState.AWAKE:
-                self.engine.pause()
-            self.scheduler.enter(Phase.TRAIN)
-            self._bring_gradients_back()
+            self._backward.watch(self._trained())
+            self._make_room_to_train()
         self._stepped = False
         self._gradients_before = self._offloader.gradients.device_bytes
         self._meter.start()
@@ -364,8 +382,11 @@ class Runtime:
         if difference is not None:
             self.log(mismatch_sampled=difference)
 
-    def _bring_gradients_back(self) -> None:
-        """Gradients that a rollout parked are there from the start: to be added to, clipped, read or zeroed."""
+    def _make_room_to_train(self) -> None:
+        """Enter the phase, with gradients that a rollout parked: to be added to, clipped, read or zeroed."""
+        if self.engine.state is EngineState.AWAKE:
+            self.engine.pause()
+        self.scheduler.enter(Phase.TRAIN)
         if self._offloader.gradients.residency is not Residency.OFFLOADED:
             return
         try:
@@ -437,6 +458,9 @@ class Runtime:
         return self._device.type != "cuda" or free_device_bytes(self._device) > segment.size_bytes + spare_bytes
 
     # ---- helpers ------------------------------------------------------------------------------------------------
+
+    def _trained(self) -> Iterator[torch.Tensor]:
+        return (p for group in self.optimizer.param_groups for p in group["params"])
 
     def _make_scheduler(self, capacity_bytes: int) -> Scheduler:
         budget = Budget(

@@ -77,7 +77,7 @@ def start_torch(order: Order, undo: ExitStack) -> tuple[Engine, Any]:
     engine.module.generation_config = checkpoint.generation_config
     engine.load_weights(ModuleSource(checkpoint))
     if order.config.weights is not Weights.AUTO:
-        return engine, checkpoint.to(order.device).requires_grad_(True).train()
+        return engine, _own(checkpoint, order.model).to(order.device).requires_grad_(True).train()
     model = empty_model(checkpoint.config, dtype=order.dtype, attn_implementation=None)
     bind(model, engine.weights.hf_views(), engine.weights.layout.tied)
     model.generation_config = checkpoint.generation_config
@@ -122,7 +122,8 @@ def start_vllm(order: Order, undo: ExitStack) -> tuple[Engine, Any]:
         elif isinstance(order.model, PretrainedConfig):
             _draw_weights(model)
     else:
-        model = _load_checkpoint(order.model, order.dtype, order.revision).to(order.device)
+        checkpoint = _load_checkpoint(order.model, order.dtype, order.revision)
+        model = _own(checkpoint, order.model).to(order.device)
     return engine, model.requires_grad_(True).train()
 
 
@@ -217,6 +218,11 @@ def _load_checkpoint(model: Checkpoint, dtype: torch.dtype, revision: str) -> An
     if isinstance(model, PretrainedConfig):
         return AutoModelForCausalLM.from_config(model, dtype=dtype)
     return AutoModelForCausalLM.from_pretrained(os.fspath(model), dtype=dtype, revision=revision)
+
+
+def _own(model: Any, given: Checkpoint) -> Any:
+    """The model to train: a copy where it is the very one that was given."""
+    return copy.deepcopy(model) if model is given else model
 
 
 def _weights_bytes(model: Any, *, packed: bool) -> int:

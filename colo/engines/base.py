@@ -16,7 +16,7 @@ withdraws it (after a failed update, or a wake from level 2) until `commit(versi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
@@ -88,6 +88,9 @@ class SamplingParams:
     """Go on past the end-of-sequence token."""
 
     def __post_init__(self) -> None:
+        for option in fields(self):
+            if option.name != "seed" and getattr(self, option.name) is None:
+                raise ValueError(f"{option.name} cannot be None: give a value, or leave it out for {option.default}")
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         checks = {
             "n must be at least 1": self.n >= 1,
@@ -133,7 +136,8 @@ class Completion:
     """Name of the LoRA adapter that was applied, if any."""
 
     text: str | None = None
-    """Decoded text, where the runtime or the engine has a tokenizer."""
+    """The engine's own text, which ends before a stop string, or else the tokens decoded by the runtime's tokenizer
+    without special ones; `None` where neither has a tokenizer."""
 
     output: Any = None
     """The engine's own object for this sample, where it has one (`vllm.CompletionOutput`)."""

@@ -21,8 +21,8 @@ def encode_prompts(prompts: Sequence[str | Sequence[int]], tokenizer: Any) -> li
 
 
 def with_text(completion: Completion, tokenizer: Any) -> Completion:
-    """The completion with its decoded text, where there is a tokenizer."""
-    if tokenizer is None:
+    """The completion with its decoded text, where there is a tokenizer and the engine has produced none."""
+    if tokenizer is None or completion.text is not None:
         return completion
     return replace(completion, text=tokenizer.decode(completion.token_ids, skip_special_tokens=True))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -151,7 +151,21 @@ class TorchEngine:
         return self._slab.bytes_per_token
 
     def sampling_params(self, params: SamplingParams | None = None, **sampling: Any) -> SamplingParams:
-        """`SamplingParams`, with the options given by name in place of those of `params`."""
+        """`SamplingParams`, with the options given by name in place of those of `params`.
+
+        Raises: `ValueError` for an option that this engine does not have, `TypeError` for parameters of another kind.
+        """
+        taken = [option.name for option in fields(SamplingParams)]
+        if unknown := sorted(sampling.keys() - set(taken)):
+            raise ValueError(
+                f"the embedded engine does not take {', '.join(unknown)}, but {', '.join(taken)}: leave it out, or use "
+                "vLLM (engine='vllm')"
+            )
+        if params is not None and not isinstance(params, SamplingParams):
+            raise TypeError(
+                f"the embedded engine takes one colo.SamplingParams for all prompts, or options by name, not a "
+                f"{type(params).__name__}"
+            )
         return replace(params, **sampling) if params is not None else SamplingParams(**sampling)
 
     def sampling_temperature(self, params: SamplingParams) -> float | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 PROGRESS_CALLS = 8
 """How often a backward pass reports progress."""
@@ -33,9 +34,17 @@ class BackwardWatch:
         self._on_progress = on_progress
         self._counts: dict[int, int] = {}  # gradients by parameter
         self._seen = 0
-        trainable = [parameter for parameter in parameters if parameter.requires_grad]
-        self._every = max(1, len(trainable) // PROGRESS_CALLS)
-        self._hooks = [p.register_post_accumulate_grad_hook(self._on_gradient) for p in trainable]
+        self._watched: set[int] = set()
+        self._hooks: list[RemovableHandle] = []
+        self.watch(parameters)
+
+    def watch(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Watch also those that train by now: unfrozen since, or added."""
+        for parameter in parameters:
+            if parameter.requires_grad and id(parameter) not in self._watched:
+                self._watched.add(id(parameter))
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(self._on_gradient))
+        self._every = max(1, len(self._watched) // PROGRESS_CALLS)
 
     def forget(self) -> None:
         """Begin to count anew: a step has consumed the gradients."""

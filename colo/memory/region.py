@@ -22,6 +22,7 @@ import torch
 
 from colo.errors import BudgetError, PhaseError, Unsupported
 from colo.memory.probe import free_device_bytes
+from colo.memory.uninterrupted import uninterrupted
 from colo.units import align_up, format_bytes
 
 ALIGNMENT_BYTES = 256
@@ -59,8 +60,9 @@ class Region(ABC):
         """
         if not self.resident:
             raise PhaseError(f"region {self.name} is released already ({format_bytes(self.size_bytes)})")
-        self._release()
-        self.resident = False
+        with uninterrupted():
+            self._release()
+            self.resident = False
 
     def restore(self) -> None:
         """Take the bytes again; their content is undefined.
@@ -69,17 +71,19 @@ class Region(ABC):
         """
         if self.resident or self.closed:
             raise PhaseError(f"region {self.name} is {'closed' if self.closed else 'resident'} and cannot be restored")
-        self._restore()
-        self.resident = True
+        with uninterrupted():
+            self._restore()
+            self.resident = True
 
     def close(self) -> None:
         """Give everything back for good. Idempotent."""
         if not self.closed:
-            self.closed = True
-            if self.resident:
-                self._release()
-                self.resident = False
-            self._retire()
+            with uninterrupted():
+                self.closed = True
+                if self.resident:
+                    self._release()
+                    self.resident = False
+                self._retire()
 
     @abstractmethod
     def _release(self) -> None: ...

@@ -106,7 +106,7 @@ class StateOffloader:
                 segment.remove(dead)
             self._take_in(segment, groups)
             if was_offloaded:
-                segment.begin(Residency.OFFLOADED)
+                segment.begin(Residency.OFFLOADED).wait()  # nobody who counts bytes knows of this move
 
     def close(self, device: torch.device | None = None) -> None:
         """Move the state to ordinary memory, remove the hooks and release the regions. Idempotent.

@@ -61,6 +61,12 @@ def test_buckets_bring_the_same_bytes(rt, bucket_bytes):
     rt.engine.pause()
     for _ in range(3):
         transport.transfer()
+    rt.model.to("cpu")  # as who offloads parameters beside a rollout
+    with torch.no_grad():
+        rt.model.model.norm.weight.mul_(1.5)
+    transport.transfer()
+    assert transport.is_current()
+    rt.model.to(CUDA)
     transport.close()
     rt.transport.reconnect()
     assert rt.transport.is_current()

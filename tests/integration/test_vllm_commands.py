@@ -102,6 +102,41 @@ def session_of(pid):
     return found
 
 
+CLOSED = """
+import random
+import sys
+from pathlib import Path
+
+import colo
+import numpy
+import torch
+
+options = {"enforce_eager": True, "max_model_len": 32, "block_size": 32, "own_process": False}
+config = colo.RuntimeConfig(kv_cache_bytes=4 << 20)
+
+
+def draw(seed):
+    for set_seed in (torch.manual_seed, numpy.random.seed, random.seed):
+        set_seed(seed)
+    rt = colo.launch(sys.argv[1], engine="vllm", engine_options=options, device="cpu", config=config)
+    drawn = float(torch.rand(())), float(numpy.random.rand()), random.random()
+    assert "memfd:colo" in Path("/proc/self/maps").read_text()
+    rt.close()
+    assert "memfd:colo" not in Path("/proc/self/maps").read_text(), "rt is still a variable, and closed"
+    return drawn
+
+
+assert all(one != other for one, other in zip(draw(0), draw(1)))
+"""
+
+
+def test_an_engine_in_this_process_leaves_no_memory_when_it_is_closed_and_random_numbers_alone(tiny, tmp_path):
+    AutoModelForCausalLM.from_config(tiny(), dtype=torch.float32).save_pretrained(tmp_path)
+    command = [sys.executable, "-c", CLOSED, tmp_path]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=150)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
 def bench(tmp_path, *arguments):
     figures = tmp_path / "figures.json"
     command = ["bench", *arguments, "--device", "cpu"]

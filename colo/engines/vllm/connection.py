@@ -84,7 +84,7 @@ class Connection:
         before_bytes = used_device_bytes(device) or 0
         with compat.in_this_process(not own_process):
             start = partial(LLM, **options)
-            llm = start_apart_from_interrupts(start, _shut_down) if own_process else start()
+            llm = start_apart_from_interrupts(start, _shut_down) if own_process else _start_here(start, options, device)
         taken_bytes = (used_device_bytes(device) or 0) - before_bytes
         connection = cls(llm, device, own_process=own_process, deadline_s=deadline_s, on_loss=on_loss, owns_llm=True)
         connection.taken_bytes = taken_bytes
@@ -251,6 +251,17 @@ def _abort(core: Any, states: Mapping[str, Any]) -> None:
     """Abort requests, and those that stand for several of them, which vLLM would not let go of."""
     parents = {state.parent_req.request_id for state in states.values() if getattr(state, "parent_req", None)}
     core.abort_request([*states, *parents], internal=True)
+
+
+def _start_here(start: Callable[[], T], options: Mapping[str, Any], device: torch.device) -> T:
+    """Start vLLM in this process, whose random numbers stay its own.
+
+    Unless `seed` is among the options, or there are other ranks, which have to draw what this one does.
+    """
+    if options.get("seed") is not None or options.get("distributed_executor_backend") == "external_launcher":
+        return start()
+    with compat.own_random_state(device):
+        return start()
 
 
 def _shut_down(llm: Any) -> None:

@@ -74,6 +74,7 @@ class VLLMEngine:
         Raises: `Unsupported` without vLLM, or when it runs on another device; whatever vLLM raises.
         """
         compat.warn_if_untested()
+        compat.import_apart()
         plugin.register()
         self._begin_life(device_of(device), mover)
         try:

@@ -49,7 +49,8 @@ class Requests:
         except BaseException:
             self._connection.abort_requests()  # else they would be taken for a user's, or hold up what comes next
             raise
-        return completions(outputs, version, adapter)
+        has_text = params.detokenize and not model_config.skip_tokenizer_init
+        return completions(outputs, version, adapter, has_text=has_text)
 
     def pause(self, mode: PauseMode = "abort") -> None:
         """Hold requests back; see `VLLMEngine.pause`. Idempotent, but for a mode that is not possible."""

@@ -12,7 +12,7 @@ from colo.errors import StaleWeights, Unsupported
 def sampling_params(params: Any, sampling: Mapping[str, Any]) -> Any:
     """vLLM's `SamplingParams` from options by name, from colo's or from vLLM's own, which are left as they are.
 
-    Raises: `TypeError` for both parameters and options.
+    Raises: `TypeError` for both parameters and options, `Unsupported` for parameters of another kind, such as a list.
     """
     from vllm import SamplingParams as VLLMSamplingParams
 
@@ -22,7 +22,15 @@ def sampling_params(params: Any, sampling: Mapping[str, Any]) -> Any:
         given = {field: getattr(params, field) for field in params.__dataclass_fields__}
         sampling = given | {"stop_token_ids": list(params.stop_token_ids)}
         params = None
-    params = VLLMSamplingParams(**sampling) if params is None else params.clone()
+    if params is None:
+        params = VLLMSamplingParams(**sampling)
+    elif isinstance(params, VLLMSamplingParams):
+        params = params.clone()
+    else:
+        raise Unsupported(
+            f"generate takes one SamplingParams for all prompts, not a {type(params).__name__}: call it once for each "
+            "within one `with rt.rollout():`"
+        )
     if params.logprobs is None:
         params.logprobs = 0  # that of the sampled token
         if hasattr(params, "flat_logprobs"):
@@ -67,19 +75,22 @@ def check_logprobs(params: Any, mode: str, advice: str) -> None:
         )
 
 
-def completions(outputs: Sequence[Any], version: int, adapter: str | None) -> list[Completion]:
+def completions(outputs: Sequence[Any], version: int, adapter: str | None, *, has_text: bool) -> list[Completion]:
     """Every sample of vLLM's `RequestOutput`s, in prompt order, then sample order.
 
+    Without `has_text` vLLM has decoded nothing, and its texts, all empty, are none.
     Raises: `StaleWeights` where vLLM itself (from 0.33) names another version for some of the tokens.
     """
     return [
-        _completion(prompt_index, output, sample, version, adapter)
+        _completion(prompt_index, output, sample, version, adapter, has_text=has_text)
         for prompt_index, output in enumerate(outputs)
         for sample in sorted(output.outputs, key=lambda sample: sample.index)
     ]
 
 
-def _completion(prompt_index: int, output: Any, sample: Any, version: int, adapter: str | None) -> Completion:
+def _completion(
+    prompt_index: int, output: Any, sample: Any, version: int, adapter: str | None, *, has_text: bool
+) -> Completion:
     for span in getattr(sample, "weight_versions", None) or ():
         if span.version != str(version):
             raise StaleWeights(
@@ -101,6 +112,6 @@ def _completion(prompt_index: int, output: Any, sample: Any, version: int, adapt
         finish_reason=sample.finish_reason or "abort",
         weights_version=version,
         adapter=adapter,
-        text=sample.text or None,
+        text=sample.text if has_text else None,
         output=sample,
     )

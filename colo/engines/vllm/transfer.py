@@ -39,6 +39,7 @@ from colo.engines.vllm.record import record
 from colo.engines.vllm.reload import Reload, check_begun
 from colo.engines.vllm.staging import staged
 from colo.engines.vllm.store import device_id
+from colo.engines.vllm.worker import in_words
 from colo.errors import ColoError, PhaseError, TransferError, Unsupported
 from colo.memory.slab import Description
 from colo.memory.window import Window, why_not_mapped
@@ -241,8 +242,8 @@ class ColoWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]  # a
         try:
             value = _named(step, steps)(**arguments)
         except Exception as error:
-            raised = error if isinstance(error, ColoError) else TransferError(f"{type(error).__name__}: {error}")
-            described = {"kind": type(raised).__name__, "message": str(raised)}
+            raised = error if isinstance(error, ColoError) else TransferError(in_words(error))
+            described = {"kind": type(raised).__name__, "message": str(raised) or in_words(raised)}
             if raised is not error:
                 described["traceback"] = "".join(traceback.format_exception(error))[-_TRACEBACK_CHARACTERS:]
             self._answer({"error": described})

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import traceback
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -58,14 +59,23 @@ def call(worker: Any, operation: str, arguments: dict[str, Any]) -> dict[str, An
 
 def _describe(error: Exception) -> dict[str, Any]:
     kind = type(error).__name__ if isinstance(error, (errors.ColoError, ValueError)) else "TransferError"
-    described: dict[str, Any] = {"kind": kind, "message": str(error)}
+    described: dict[str, Any] = {"kind": kind, "message": str(error) or in_words(error)}
     if isinstance(error, errors.BudgetError):
         described |= {"needed_bytes": error.needed_bytes, "free_bytes": error.free_bytes}
     if not isinstance(error, (errors.ColoError, ValueError)):
-        described["message"] = f"{type(error).__name__}: {error}"
+        described["message"] = in_words(error)
     if not isinstance(error, errors.ColoError):
         described["traceback"] = "".join(traceback.format_exception(error))
     return described
+
+
+def in_words(error: Exception) -> str:
+    """The kind of an error and its message; where it has none, as a failed assertion, the line that raised it."""
+    kind, message = type(error).__name__, str(error)
+    raised_in = traceback.extract_tb(error.__traceback__)[-1:]
+    if message or not raised_in:
+        return f"{kind}: {message or 'without a message'}"
+    return f"{kind} at {Path(raised_in[0].filename).name}:{raised_in[0].lineno}: {raised_in[0].line}"
 
 
 class WorkerAgent:

@@ -101,8 +101,8 @@ def adapter_weights(model: PeftModel) -> AdapterWeights:
     """The active adapter's live tensors by engine module name, with PEFT's own scaling of each module.
 
     The tensors are the trainer's parameters, neither copied nor changed.
-    Raises: `StaleWeights` when the adapter is merged into the base, which the engine shares: it would count twice;
-    `Unsupported` for layers that are not plain LoRA on a linear module.
+    Raises: `StaleWeights` when the adapter is merged into the base, which the engine shares: it would count twice; or
+    when the model has none any more; `Unsupported` for layers that are not plain LoRA on a linear module.
     """
     adapter = active_adapter(model)
     check_lora_config(model.peft_config[adapter])
@@ -123,6 +123,11 @@ def adapter_weights(model: PeftModel) -> AdapterWeights:
         a[plain] = module._modules["lora_A"]._modules[adapter].weight
         b[plain] = module._modules["lora_B"]._modules[adapter].weight
         scalings[plain] = float(module.scaling[adapter])
+    if not a:
+        raise StaleWeights(
+            f"no layer of the model has adapter {adapter} any more, as after merge_and_unload(): close its runtime "
+            "and build a new one with the model that merge_and_unload() returned"
+        )
     return AdapterWeights(a=a, b=b, scalings=scalings, shared=True)
 
 

@@ -106,13 +106,13 @@ class IpcTransport:
         elif self._staging is None:
             self._bind(tensors)  # the last attempt failed
         manifest = self._manifest_of(tensors)
+        checksums = None
         begin: tuple[str, dict[str, Any]] = ("begin", {"version": version, "digest": manifest.digest})
         if self._staging is not None:
             self._sums = None
             self._peer.receive(begin[0], **begin[1])
             checksums = self._staging.send(tensors, self._peer, verify=self._verify)
             answers = self._peer.receive("finish", checksums=checksums)
-            self._sums = checksums
         else:
             wait_for_queued(self._peer.device)
             copy = ("copy", {"verify": self._verify})
@@ -123,6 +123,7 @@ class IpcTransport:
                     f"a worker attests {attested['num_tensors']} tensors of version {attested['version']}, of "
                     f"{len(manifest.specs)} of version {version}"
                 )
+        self._sums = checksums
         return manifest.total_bytes
 
     def verify(self) -> None:

@@ -56,7 +56,9 @@ class SharedTransport:
         """Do nothing: the engine has mapped the same memory again."""
 
     def close(self) -> None:
-        """Do nothing: `move_out` gives the parameters memory of their own."""
+        """Let go of the engine's memory. Ordering: after `move_out`, which gives the parameters memory of their own."""
+        self._aliases = {}
+        self._seen = None
 
     def move_out(self, device: torch.device) -> None:
         """Give every parameter memory of its own on `device`, one at a time, and on the host where there is no room.

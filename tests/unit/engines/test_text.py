@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from colo.demo import CharTokenizer
@@ -42,3 +44,8 @@ def test_a_text_needs_a_tokenizer():
 def test_text_is_added_where_there_is_a_tokenizer():
     assert with_text(completion((8, 12)), CharTokenizer()).text == "8"
     assert with_text(completion((8, 12)), None).text is None
+
+
+@pytest.mark.parametrize("text", ["", "8;"])
+def test_a_text_of_the_engines_own_is_kept(text):
+    assert with_text(replace(completion((8, 12)), text=text), CharTokenizer()).text == text

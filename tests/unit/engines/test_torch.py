@@ -213,6 +213,18 @@ def test_calls_that_cannot_work_are_refused_before_anything_is_generated(make_en
     assert calls == []
 
 
+def test_sampling_that_it_does_not_have_is_refused_by_name(make_engine):
+    engine = make_engine()
+    with pytest.raises(ValueError, match=r"does not take detokenize, stop, but n, max_tokens, .*: leave it out"):
+        engine.sampling_params(stop=["x"], detokenize=False)
+    for params in (None, SamplingParams()):
+        with pytest.raises(ValueError, match="max_tokens cannot be None: give a value, or leave it out for 16"):
+            engine.sampling_params(params, max_tokens=None)
+    with pytest.raises(TypeError, match=r"one colo.SamplingParams for all prompts, or options by name, not a list"):
+        engine.sampling_params([SamplingParams()])
+    assert engine.sampling_params(SamplingParams(n=2), seed=None) == SamplingParams(n=2)
+
+
 def test_what_a_trainer_writes_is_what_the_next_call_computes_with(make_engine):
     engine, trainer = make_engine(), make_reference(QWEN3, seed=5)
     engine.share_weights()

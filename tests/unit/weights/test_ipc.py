@@ -510,6 +510,27 @@ def test_one_failing_worker_of_two_is_told_at_once(model, failing):
     assert all(same(engine.memory, engine.expected(model)) for engine in engines)
 
 
+@pytest.mark.parametrize("change", [{"version": 2}, {"num_tensors": 7}], ids=["another version", "fewer tensors"])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_worker_that_attests_something_else_than_was_sent_is_noticed(model, way, change):
+    workers = TwoWorkers([Engine(), Engine()])
+    receive = workers.receive
+
+    def altered(step, **arguments):
+        answers = receive(step, **arguments)
+        return [answers[0], answers[1] | change] if step == "finish" else answers
+
+    transport = connect(model, workers, **WAYS[way])
+    workers.receive = altered
+    attested = {"version": 3, "num_tensors": 8} | change
+    said = f"attests {attested['num_tensors']} tensors of version {attested['version']}, of 8 of version 3"
+    with pytest.raises(TransferError, match=said):
+        transport.transfer(3)
+    workers.receive = receive
+    transport.transfer(4)
+    assert transport.is_current()
+
+
 def test_both_places_that_a_tensor_goes_to_are_compared(model, workers):
     workers.engine.memory["again"] = torch.zeros(6, 8)
     load = workers.engine.load_weights

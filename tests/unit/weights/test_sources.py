@@ -229,6 +229,14 @@ def test_a_merged_adapter_would_count_twice():
     assert adapter_weights(model).scalings
 
 
+@pytest.mark.parametrize("unload", ["merge_and_unload", "unload"])
+def test_a_model_without_its_adapter_says_what_to_do(unload):
+    model = peft_model()
+    getattr(model, unload)()
+    with pytest.raises(StaleWeights, match=r"no layer of the model has adapter default any more.*build a new one"):
+        adapter_weights(model)
+
+
 def test_peft_models_are_told_from_others():
     assert is_peft_model(peft_model())
     assert not is_peft_model(base_model())

@@ -1,0 +1,29 @@
+"""A few lines that an interrupt must not split: what was done and the note that it was done."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Let Ctrl-C wait until the block has ended. Only the main thread is ever interrupted; in others nothing is done.
+
+    For blocks of milliseconds: whoever has pressed it waits for them.
+    """
+    handler = signal.getsignal(signal.SIGINT) if threading.current_thread() is threading.main_thread() else None
+    if not callable(handler):  # interrupts are ignored, or end the process at once
+        yield
+        return
+    received: list[tuple[int, FrameType | None]] = []
+    signal.signal(signal.SIGINT, lambda number, frame: received.append((number, frame)))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if received:
+            handler(*received[0])
