@@ -19,7 +19,6 @@ from colo.engines.vllm.loader import placed_models
 from colo.memory import cuda_driver
 from colo.memory.offload import Mover, RegionSegment
 from colo.memory.region import Region, require_free
-from colo.memory.segment import Move
 from colo.phases.phase import ENGINE_KV_CACHE, ENGINE_WEIGHTS, Residency
 from colo.units import MIB
 
@@ -220,8 +219,8 @@ def _other_tensors(model: nn.Module) -> Iterator[torch.Tensor]:
 class ColoSleepBackend(SleepModeBackend):  # type: ignore[misc]  # vLLM ships no types that mypy reads
     """vLLM's `sleep` and `wake_up`, each allocation checked, through a pinned arena that is kept.
 
-    For engines that are driven through vLLM's own API; `VLLMEngine` moves the same segments without it. Buffers, LoRA
-    matrices and other tensors that are no parameters survive every level in models that colo's loader has built; in
+    For engines that are driven through vLLM's own API; `VLLMEngine` moves the same segments without it. Of models that
+    colo's loader has built the KV cache alone leaves: their weights are in slabs, and what else there is stays. Of
     others level 2 leaves what vLLM itself keeps, which is buffers.
     """
 
@@ -229,14 +228,13 @@ class ColoSleepBackend(SleepModeBackend):  # type: ignore[misc]  # vLLM ships no
         super().__init__()
         self._segments: dict[str, RegionSegment] = {}
         self._mover: Mover | None = None
-        self._others = OtherTensors()
 
     def suspend(self, level: int = 1) -> None:
         """Drop the KV cache; take the weights to the host (level 1) or drop them too (level 2). Idempotent."""
         self._build()
         weights = Residency.OFFLOADED if level == 1 else Residency.DISCARDED
         moves = [
-            self._begin(name, target)
+            self._segments[name].begin(target)
             for name, target in ((ENGINE_WEIGHTS, weights), (ENGINE_KV_CACHE, Residency.DISCARDED))
             if self._segments[name].residency is Residency.RESIDENT and self._segments[name].regions
         ]
@@ -250,8 +248,6 @@ class ColoSleepBackend(SleepModeBackend):  # type: ignore[misc]  # vLLM ships no
         for name in (TAGS[tag] for tag in (tags or TAGS) if tag in TAGS):
             if self._segments and self._segments[name].regions:
                 self._segments[name].begin(Residency.RESIDENT).wait()
-                if name == ENGINE_WEIGHTS:
-                    self._others.bring_back()
         self._state = "RUNNING"
 
     def discard(self, tags: Iterable[str]) -> None:
@@ -259,13 +255,7 @@ class ColoSleepBackend(SleepModeBackend):  # type: ignore[misc]  # vLLM ships no
         self._build()
         for tag in tags:
             if tag in TAGS and self._segments[TAGS[tag]].regions:
-                self._begin(TAGS[tag], Residency.DISCARDED).wait()
-
-    def _begin(self, name: str, target: Residency) -> Move:
-        segment = self._segments[name]
-        if name == ENGINE_WEIGHTS:
-            self._others.before(target, segment, placed_models())
-        return segment.begin(target)
+                self._segments[TAGS[tag]].begin(Residency.DISCARDED).wait()
 
     @classmethod
     def preserves_communicators(cls) -> bool:
@@ -280,4 +270,10 @@ class ColoSleepBackend(SleepModeBackend):  # type: ignore[misc]  # vLLM ships no
         device = torch.device("cuda", torch.cuda.current_device())
         pool = CuMemAllocator.get_instance()
         self._mover = Mover(device, chunk_bytes=CHUNK_BYTES)
-        self._segments = _segments(lambda tag: _pool_regions(pool, tag, device), self._mover)
+
+        def regions(tag: str) -> Iterator[Region]:
+            # Of a model that colo's loader has built the pool has what is no weight, and is read when weights change.
+            if tag != "weights" or not placed_models():
+                yield from _pool_regions(pool, tag, device)
+
+        self._segments = _segments(regions, self._mover)
