@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from transformers import PretrainedConfig
 
 from colo.bench.common import Result, clear, median_s, result
-from colo.bench.workload import SIZES, Row, Size, Tell, engine, shape, size_name
+from colo.bench.workload import SIZES, Row, Size, Tell, device_copy_bytes_per_s, engine, shape, size_name
 from colo.engines.base import AdapterWeights
 from colo.engines.vllm.engine import VLLMEngine
 from colo.engines.vllm.options import save_config
@@ -47,8 +47,9 @@ def run(*, shape_name: str, device: str, tell: Tell = lambda text: None) -> Resu
         for own_process in (True, False):
             tell("in its own process" if own_process else "in this process")
             rows += _measure(folder, target, size, adapter, own_process=own_process)
+    limit = {"device_copy_gb_per_s": device_copy_bytes_per_s(target) / 1e9}
     command = f"colo bench lora --shape {shape_name} --device {device}"
-    return result(f"lora {size_name(shape_name, device)}", command, limit={}, rows=rows)
+    return result(f"lora {size_name(shape_name, device)}", command, limit=limit, rows=rows)
 
 
 def _measure(

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from colo.assembly import default_optimizer
 from colo.bench.common import Result, clear, result, synchronize
+from colo.bench.offload import copy_limit
 from colo.bench.workload import (
     SIZES,
     Row,
@@ -51,6 +52,7 @@ def run(*, shape_name: str, device: str, tell: Tell = lambda text: None) -> Resu
     """Measure steps of one shape; on a CPU with a tiny one, which shows that it works and no more."""
     target = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
     config = shape(shape_name, target)
+    limit = copy_limit(target)
     if shape_name == "8b":
         tell("full fine-tuning, two steps")
         rows = [_memory(config, target, SIZES[device])]
@@ -59,7 +61,7 @@ def run(*, shape_name: str, device: str, tell: Tell = lambda text: None) -> Resu
     return result(
         f"step {size_name(shape_name, device)}",
         f"colo bench step --shape {shape_name} --device {device}",
-        limit={},
+        limit=limit,
         rows=rows,
     )
 
@@ -156,8 +158,8 @@ class TwoCopies:
         sequences = [[*o.prompt_token_ids, *o.outputs[0].token_ids] for o in outputs]
         train = (self._model, self._optimizer, sequences, self._size, self._device)
         self._timed("train", spent, lambda: train_step(*train))
-        torch.cuda.empty_cache()  # else vLLM does not find the memory that it gave back
         if level:
+            torch.cuda.empty_cache()  # else vLLM does not find the memory that it gave back
             self._llm.wake_up(tags=["weights"])
         self._push()
         if level:

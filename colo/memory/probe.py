@@ -32,6 +32,11 @@ def used_device_bytes(device: torch.device) -> int | None:
     return int(total_bytes - free_bytes)
 
 
+def device_id(device: torch.device) -> str:
+    """A name for a device that all processes of a machine agree on."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else "cpu"
+
+
 def torch_pinned_bytes() -> int:
     """Bytes of pinned host memory that torch's own allocator has taken in this process, in use or cached."""
     if not torch.cuda.is_initialized():

@@ -14,6 +14,7 @@ import torch
 from colo.errors import TransferError, Unsupported
 from colo.memory.arena import page_lock
 from colo.memory.fence import wait_for_queued
+from colo.memory.probe import device_id
 from colo.memory.slab import Description, Slab, open_slab
 
 _PROBE_BYTES = 512
@@ -50,7 +51,7 @@ def probing(device: torch.device) -> Iterator[Description | None]:
         return
     slab = Slab(_PROBE_BYTES, device)
     try:
-        described = slab.describe(to_pid=0)
+        described = slab.describe(to_pid=0) | {"device": device_id(device)}
     except TransferError as error:
         described = {"kind": "none", "why": str(error)}
     try:
@@ -65,6 +66,8 @@ def why_not_mapped(probe: Description | None, device: torch.device) -> str | Non
         return None
     if probe["kind"] == "none":
         return str(probe["why"])
+    if probe["device"] != device_id(device):  # to try would leave a context of this process on the other GPU
+        return "it runs on another GPU than the trainer"
     try:
         open_slab(probe, device)
     except (TransferError, Unsupported) as error:

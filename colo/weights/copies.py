@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -39,10 +39,10 @@ class Comparison:
 
     def __init__(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
         self._pairs = list(zip(sources, targets, strict=True))
-        self._kernels = tiles.kernels(targets[0].device) if targets else None
+        self._device = targets[0].device if targets else torch.device("cpu")
+        self._kernels = tiles.kernels(self._device)
         if self._kernels is None:
             return
-        self._device = targets[0].device
         in_words = {
             i: pair
             for i, pair in enumerate(map(_words, sources, targets))
@@ -61,13 +61,16 @@ class Comparison:
         if not self._pairs:
             return torch.zeros(0, dtype=torch.bool)
         if self._kernels is None:
-            return torch.stack([_differ(source, target) for source, target in self._pairs])
+            return self._differing(range(len(self._pairs)))
         flags = torch.zeros(len(self._pairs), dtype=torch.int32, device=self._device)
         self._kernels.compare(self._tiles, flags)
         if self._others:
-            found = torch.stack([_differ(*self._pairs[i]) for i in self._others])
-            flags.index_copy_(0, self._others_there, found.to(torch.int32))
+            flags.index_copy_(0, self._others_there, self._differing(self._others).to(torch.int32))
         return flags.bool()
+
+    def _differing(self, numbers: Iterable[int]) -> torch.Tensor:
+        """Flags of some pairs, whose targets may be on several GPUs, on that of the first."""
+        return torch.stack([_differ(*self._pairs[number]).to(self._device) for number in numbers])
 
 
 def _words(source: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:

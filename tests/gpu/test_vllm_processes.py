@@ -57,16 +57,16 @@ def test_a_worker_holds_the_weights_once_and_all_that_stays_while_it_sleeps_is_n
         **OPTIONS,
     )
     (peak_bytes,) = engine.llm.collective_rpc("peak_bytes")
-    assert 0 < peak_bytes - KV_CACHE_BYTES < weights_bytes // 4
+    assert 0 < peak_bytes - KV_CACHE_BYTES < weights_bytes // 2
     engine.commit(0)
     engine.generate(PROMPTS, engine.sampling_params(max_tokens=16, temperature=0))
     engine.sleep("keep-weights")
     stays = used_device_bytes(CUDA) - before
     named = weights_bytes + sum(engine.residual_bytes.values())
-    assert abs(stays - named) < weights_bytes // 4
+    assert abs(stays - named) < weights_bytes // 2
     engine.close()
     give_up_s = time.monotonic() + 20
-    while used_device_bytes(CUDA) - before > weights_bytes // 4:  # its process takes a moment to end
+    while used_device_bytes(CUDA) - before > weights_bytes // 2:  # its process takes a moment to end
         assert time.monotonic() < give_up_s
         time.sleep(0.1)
 

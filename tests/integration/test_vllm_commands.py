@@ -165,6 +165,20 @@ def test_the_benchmark_of_a_step_sets_ours_beside_two_copies(tmp_path):
     assert rows["two copies, both resident"]["step_s"] > 0
 
 
+def test_the_benchmark_of_copies_sets_every_way_beside_the_limit(tmp_path):
+    rows = bench(tmp_path, "sync", "--shape", "0.6b")
+    ways = ("direct", "direct, every byte compared", "staged", "staged, checksums of every byte")
+    assert all(rows[f"colo, {way}"]["of_limit"] > 0 for way in ways)
+    assert {f"growth over 200 publications, {way}" for way in ("direct", "staged")} <= rows.keys()
+
+
+def test_the_benchmark_of_adapters_sets_vllms_own_ways_beside_ours(tmp_path):
+    rows = bench(tmp_path, "lora", "--shape", "0.6b")
+    for where in ("own process", "in process"):
+        assert rows[f"colo, {where}"]["median_s"] < rows[f"disk, {where}"]["median_s"]
+    assert rows["LoRAModel.from_lora_tensors, in process"]["median_s"] > 0
+
+
 def test_the_benchmark_of_sleep_drops_the_kv_cache_on_a_cpu(tmp_path):
     (row,) = bench(tmp_path, "sleep").values()
     assert row["bytes"] > 0 and row["wake_s"] > 0

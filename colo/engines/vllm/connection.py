@@ -12,9 +12,8 @@ import torch
 from colo import errors
 from colo.engines.vllm import compat, plugin
 from colo.engines.vllm.calls import Caller, NoAnswer, ProcessEnded, start_apart_from_interrupts
-from colo.engines.vllm.store import device_id
 from colo.errors import BudgetError, EngineLost, Unsupported
-from colo.memory.probe import used_device_bytes
+from colo.memory.probe import device_id, used_device_bytes
 from colo.memory.window import probing
 
 T = TypeVar("T")

@@ -29,11 +29,10 @@ from colo.engines.vllm.requests import PauseMode
 from colo.engines.vllm.sampling import check_logprobs, sampling_temperature
 from colo.engines.vllm.segment import WorkerSegment, residual_bytes
 from colo.engines.vllm.server import Body, Refused, Server, Silent
-from colo.engines.vllm.store import device_id
 from colo.engines.vllm.workers import FIRST_STEPS, Workers
 from colo.errors import BudgetError, EngineLost, PhaseError, StaleWeights, TransferError, Unsupported
 from colo.memory.offload import Mover
-from colo.memory.probe import free_device_bytes
+from colo.memory.probe import device_id, free_device_bytes
 from colo.memory.segment import Segment
 from colo.phases.phase import ENGINE_KV_CACHE, ENGINE_WEIGHTS, Residency
 from colo.units import format_bytes

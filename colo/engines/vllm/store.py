@@ -29,6 +29,7 @@ from typing import Any
 import torch
 
 from colo.errors import TransferError
+from colo.memory.probe import device_id
 from colo.memory.slab import Slab, open_slab
 from colo.units import format_bytes
 
@@ -144,11 +145,6 @@ class WeightStore:
         raise TransferError(
             f"this process does not see the GPU {name} that the engine runs on: check CUDA_VISIBLE_DEVICES"
         )
-
-
-def device_id(device: torch.device) -> str:
-    """A name for a device that all processes of a machine agree on."""
-    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else "cpu"
 
 
 class StoreClient:

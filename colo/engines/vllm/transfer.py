@@ -38,9 +38,9 @@ from colo.engines.vllm.receive import Receiver
 from colo.engines.vllm.record import record
 from colo.engines.vllm.reload import Reload, check_begun
 from colo.engines.vllm.staging import staged
-from colo.engines.vllm.store import device_id
 from colo.engines.vllm.worker import in_words
 from colo.errors import ColoError, PhaseError, TransferError, Unsupported
+from colo.memory.probe import device_id
 from colo.memory.slab import Description
 from colo.memory.window import Window, why_not_mapped
 from colo.weights.load_plan import LoadPlan

@@ -18,8 +18,9 @@ from torch import nn
 from colo.engines.base import in_all_ranks
 from colo.engines.vllm.connection import Connection
 from colo.engines.vllm.staging import Staging
-from colo.engines.vllm.store import WeightStore, device_id
+from colo.engines.vllm.store import WeightStore
 from colo.errors import ColoError, TransferError, Unsupported
+from colo.memory.probe import device_id
 from colo.memory.slab import Description, open_slab
 from colo.weights.load_plan import Copy, LoadPlan
 from colo.weights.sources.module import check_taken, noted

@@ -26,9 +26,8 @@ from colo.engines.vllm.record import record
 from colo.engines.vllm.reload import Reload, check_begun
 from colo.engines.vllm.sleep import WorkerSegments
 from colo.engines.vllm.staging import staged
-from colo.engines.vllm.store import device_id
 from colo.memory.fence import wait_for_queued
-from colo.memory.probe import torch_pinned_bytes
+from colo.memory.probe import device_id, torch_pinned_bytes
 from colo.memory.window import Window, why_not_mapped
 from colo.phases.phase import ENGINE_KV_CACHE, ENGINE_WEIGHTS, Residency
 from colo.weights.load_plan import LoadPlan

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from colo.errors import TransferError
+from colo.memory.fence import wait_for_queued
 from colo.weights.load_plan import LoadPlan
 from colo.weights.sources.module import ModuleSource
 
@@ -30,7 +31,10 @@ class LocalTransport:
     def transfer(self, version: int = 0) -> int:
         """Copy everything and return the bytes written to, or sent through, the engine."""
         if not self._plan.fallbacks:
-            return self._plan.replay(self.source.tensors())
+            num_bytes = self._plan.replay(self.source.tensors())
+            for device in {copy.target.device for copy in self._plan.copies}:
+                wait_for_queued(device)  # what goes to another GPU ends in that one's stream
+            return num_bytes
         self.source.given_to(lambda tensors: self._engine.load_weights(tensors.items()))
         return sum(tensor.numel() * tensor.element_size() for tensor in self.source.tensors().values())
 

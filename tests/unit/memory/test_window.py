@@ -39,7 +39,12 @@ def test_a_slab_that_is_gone_is_told(slab):
     slab.close()
     with pytest.raises(TransferError):
         Window(description, CPU)
-    assert why_not_mapped(description, CPU)
+    assert "cannot map" in why_not_mapped(description | {"device": "cpu"}, CPU)
+
+
+def test_memory_of_another_gpu_is_not_even_tried(slab):
+    probe = slab.describe(to_pid=0) | {"device": "that of somebody else"}
+    assert why_not_mapped(probe, CPU) == "it runs on another GPU than the trainer"
 
 
 def test_on_a_cpu_there_is_nothing_to_probe():
