@@ -12,7 +12,7 @@ The runtime wires engine, trainer state, scheduler and publisher together. It ha
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from threading import RLock
@@ -120,7 +120,7 @@ class Runtime:
         self._writes_logits = isinstance(model, PreTrainedModel) or is_peft_model(model)
         self._implicit_train = False
         self._closed = False
-        self._generating = RLock()
+        self._switching = RLock()
         self._meter = PeakMeter(self._device)
         self._writes = WriteWatch(model, foreign=transport.source.foreign)
         with ExitStack() as undo:
@@ -163,12 +163,8 @@ class Runtime:
         Raises: `PhaseError` inside another phase; `BudgetError` when the phase does not fit (nothing has changed);
         `StaleWeights` when trainer and engine cannot be shown to hold the same weights (generation then refuses).
         """
-        self._enter_rollout()
-        try:
-            with self._inside_phase(Phase.ROLLOUT):
-                yield self
-        finally:
-            self._leave_rollout()
+        with self._phases(Phase.ROLLOUT, self._enter_rollout, self._leave_rollout):
+            yield self
 
     @contextmanager
     def train(self) -> Iterator[Runtime]:
@@ -177,12 +173,8 @@ class Runtime:
         Gradients that a step inside the block has consumed are dropped when it ends; others are kept.
         Raises: `PhaseError` inside another phase; `BudgetError` when the phase does not fit (nothing has changed).
         """
-        self._enter_train()
-        try:
-            with self._inside_phase(Phase.TRAIN):
-                yield self
-        finally:
-            self._leave_train()
+        with self._phases(Phase.TRAIN, self._enter_train, self._leave_train):
+            yield self
 
     def generate(self, prompts: Sequence[str | Sequence[int]], params: Any = None, **sampling: Any) -> list[Completion]:
         """Sample completions from the current weights, in prompt order, then sample order.
@@ -194,7 +186,7 @@ class Runtime:
 
         Raises: `PhaseError` inside `train()` or after `close()`; as `Engine.generate` for everything else.
         """
-        with self._generating:
+        with self._switching:
             return self._generate(prompts, params, sampling)
 
     def _generate(
@@ -322,13 +314,27 @@ class Runtime:
     # ---- phases -------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def _inside_phase(self, phase: Phase) -> Iterator[None]:
-        self._inside = phase
+    def _phases(self, phase: Phase, enter: Callable[[], None], leave: Callable[[], None]) -> Iterator[None]:
+        """Be inside a phase. Threads that generate meanwhile are waited for before it is entered, and left."""
+        with self._switching:
+            enter()
+            self._inside = phase
+        raised: BaseException | None = None
         try:
             with self.trace.span(phase, category="phase", phase=phase, resource=_RESOURCES[phase]):
                 yield
+        except BaseException as error:
+            raised = error
+            raise
         finally:
-            self._inside = None
+            with self._switching:
+                self._inside = None
+                try:
+                    leave()
+                except Exception as error:
+                    if raised is None:
+                        raise
+                    raised.add_note(f"and {phase}() could not be left in order: {type(error).__name__}: {error}")
 
     def _enter_rollout(self) -> None:
         self._require_idle(Phase.ROLLOUT)
@@ -341,17 +347,35 @@ class Runtime:
             self.scheduler.plan(Phase.ROLLOUT)  # refuse before publishing, while nothing has changed
             if not self._publisher.is_current:
                 self._publish()
-            self.scheduler.enter(Phase.ROLLOUT)
-            wait_for_queued(self._device)  # writes to weights that an engine in another process maps
-            self.engine.resume()
+            try:
+                self.scheduler.enter(Phase.ROLLOUT)
+                wait_for_queued(self._device)  # writes to weights that an engine in another process maps
+                self.engine.resume()
+            except BaseException:
+                with suppress(Exception):  # of which the first is raised
+                    self._leave_rollout()
+                raise
 
     def _leave_rollout(self) -> None:
-        """Gradients of an accumulation that goes on are back: outside a rollout they may be zeroed, clipped or read."""
-        self.scheduler.enter(Phase.IDLE)
-        if self._offloader.gradients.residency is Residency.OFFLOADED:
-            with suppress(BudgetError, EngineLost):  # they are asked for again when training goes on
+        """Gradients of an accumulation that goes on are back: outside a rollout they may be zeroed, clipped or read.
+
+        Where they have no room they stay away, and `train()` and `step()` ask for them again.
+        """
+        self._be_idle()
+        if self._offloader.gradients.residency is not Residency.OFFLOADED:
+            return
+        try:
+            self._make_room_to_train()
+        except (BudgetError, torch.OutOfMemoryError):
+            pass
+        except BaseException as error:
+            with suppress(Exception):  # an engine that is lost holds no memory, and an interrupt has been heard
+                self._be_idle()
                 self._make_room_to_train()
-                self.scheduler.enter(Phase.IDLE)
+            if not isinstance(error, EngineLost):
+                raise
+        finally:
+            self._be_idle()
 
     def _publish(self) -> None:
         self.scheduler.enter(Phase.SYNC)
@@ -568,8 +592,11 @@ class Runtime:
         self._require_open()
         if self._inside is not None:
             raise PhaseError(f"{wanted}() inside {self._inside}(): phases do not nest, leave the block first")
+        self._be_idle()  # a step outside train() may have failed on its way
+
+    def _be_idle(self) -> None:
         if self.scheduler.phase is not Phase.IDLE:
-            self.scheduler.enter(Phase.IDLE)  # a step outside train() failed on its way
+            self.scheduler.enter(Phase.IDLE)
 
     def _return_state(self) -> None:
         """Return the optimizer's state to ordinary memory, and the hooks with it."""

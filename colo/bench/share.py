@@ -97,7 +97,7 @@ def _one_copy(config: PretrainedConfig, folder: str, device: torch.device, size:
 
 
 def _publication(rt: Runtime, where: str) -> Row:
-    """Pause, prefix reset, checks, commit and resume, of weights that have changed."""
+    """Pause, prefix reset, checks, commit and resume of changed weights, and a check of unchanged ones."""
     times = []
     for _ in range(20):
         rt._publisher.version += 1
@@ -110,6 +110,7 @@ def _publication(rt: Runtime, where: str) -> Row:
         "bytes": rt.publications[-1].num_bytes,
         "median_s": statistics.median(times),
         "slowest_s": max(times),
+        "unchanged_check_s": statistics.median(seconds(rt.transport.verify) for _ in range(20)),
     }
 
 

@@ -23,6 +23,7 @@ from colo.errors import PhaseError, StaleWeights
 from colo.memory.offload import Mover, RegionSegment
 from colo.memory.region import Region, allocate_region, close_all
 from colo.memory.segment import Move, Segment
+from colo.memory.uninterrupted import uninterrupted
 from colo.phases.phase import ENGINE_KV_CACHE, ENGINE_WEIGHTS, Residency
 from colo.weights.load_plan import LoadPlan
 
@@ -50,9 +51,10 @@ class EngineSegment(RegionSegment):
                 f"segment {self.name} cannot become {target}: a trainer works on these {self.size_bytes} bytes. "
                 f"Put the engine to sleep with level '{SleepLevel.KEEP_WEIGHTS}', which drops the KV cache only"
             )
-        move = super().begin(target)
-        if target is not source:
-            self._on_move(source, target)
+        with uninterrupted():
+            move = super().begin(target)
+            if target is not source:
+                self._on_move(source, target)
         return move
 
 

@@ -8,6 +8,7 @@ and needs no reference counts on the other side, so that a peer may be killed wi
 from __future__ import annotations
 
 import ctypes
+import warnings
 import weakref
 from functools import cache
 from typing import Any
@@ -108,6 +109,36 @@ def open_exported(handle: bytes, size_bytes: int, device: torch.device) -> torch
     if code != 0:
         raise TransferError(f"CUDA IPC does not map memory of another process here ({_name_of(code)}, {code})")
     return _tensor(address.value, size_bytes, device, "cuIpcCloseMemHandle")
+
+
+def page_lock(owner: object, data: torch.Tensor, device: torch.device) -> weakref.finalize[..., Any] | None:
+    """Pin the host memory of `data`, uint8, for copies to and from a GPU, until `owner` dies or the result is called.
+
+    Nothing is done for a CPU, and where the driver refuses: copies are right all the same, and slower, which is warned
+    of. Unlike the runtime's call this one leaves no error behind that a later one would be taken for.
+    """
+    if device.type != "cuda":
+        return None
+    with torch.cuda.device(device):
+        _ensure_context()
+        address, size = ctypes.c_uint64(data.data_ptr()), ctypes.c_size_t(data.numel())
+        code = _driver().cuMemHostRegister_v2(address, size, ctypes.c_uint(0))
+    if code != 0:
+        warnings.warn(
+            f"{format_bytes(data.numel())} of host memory are not pinned ({_name_of(code)}), and copies slower: check "
+            "`ulimit -l`",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return None
+    unlock = weakref.finalize(owner, _unlock, data, device)  # the argument keeps it mapped until then
+    unlock.atexit = False
+    return unlock
+
+
+def _unlock(data: torch.Tensor, device: torch.device) -> None:
+    with torch.cuda.device(device):
+        _driver().cuMemHostUnregister(ctypes.c_uint64(data.data_ptr()))
 
 
 def view(address: int, size_bytes: int, device: torch.device) -> torch.Tensor:

@@ -16,6 +16,7 @@ from colo.errors import PhaseError
 from colo.memory.arena import Extent, PinnedArena
 from colo.memory.region import Region, close_all
 from colo.memory.segment import Done, Move
+from colo.memory.uninterrupted import uninterrupted
 from colo.phases.phase import Residency, check_move
 from colo.units import MIB
 
@@ -191,14 +192,15 @@ class RegionSegment:
 
     def begin(self, target: Residency) -> Move:
         """Start moving to `target`; see `colo.memory.segment.Segment.begin`."""
-        if target is self._residency:
-            return self._move or Done()
-        check_move(self.name, self._residency, target)
-        if target is Residency.OFFLOADED:
-            return self._depart()
-        if target is Residency.RESIDENT:
-            return self._arrive()
-        return self._discard()
+        with uninterrupted():  # regions and what is noted of them change together
+            if target is self._residency:
+                return self._move or Done()
+            check_move(self.name, self._residency, target)
+            if target is Residency.OFFLOADED:
+                return self._depart()
+            if target is Residency.RESIDENT:
+                return self._arrive()
+            return self._discard()
 
     def settle(self) -> None:
         """Wait for a move that is under way, if there is one."""
@@ -310,8 +312,9 @@ class _Departure:
             region, transfer = self._pending[0]
             if not transfer.done:
                 return False
-            region.release()
-            self._pending.pop(0)
+            with uninterrupted():
+                region.release()
+                self._pending.pop(0)
         self._finish()
         return True
 

@@ -113,8 +113,9 @@ class PausableRegion(Region):
 
     def __init__(self, name: str, size_bytes: int, device: torch.device) -> None:
         require_free(name, size_bytes, device)
-        self._tag, data = _pages.take(size_bytes, device)
-        super().__init__(name, data)
+        with uninterrupted():
+            self._tag, data = _pages.take(size_bytes, device)
+            super().__init__(name, data)
 
     def _release(self) -> None:
         # The library does not wait for work on the memory it unmaps, and ends the process on a second pause.

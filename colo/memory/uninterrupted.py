@@ -13,7 +13,7 @@ from types import FrameType
 def uninterrupted() -> Iterator[None]:
     """Let Ctrl-C wait until the block has ended. Only the main thread is ever interrupted; in others nothing is done.
 
-    For blocks of milliseconds: whoever has pressed it waits for them.
+    For short blocks: whoever has pressed it waits for them.
     """
     handler = signal.getsignal(signal.SIGINT) if threading.current_thread() is threading.main_thread() else None
     if not callable(handler):  # interrupts are ignored, or end the process at once

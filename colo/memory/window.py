@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch
 
 from colo.errors import TransferError, Unsupported
-from colo.memory.arena import page_lock
+from colo.memory import cuda_driver
 from colo.memory.fence import wait_for_queued
 from colo.memory.probe import device_id
 from colo.memory.slab import Description, Slab, open_slab
@@ -35,7 +35,7 @@ class Window:
 
         if self.is_copy:
             self.bytes = torch.empty_like(self._mapped, device=device)
-            page_lock(self, self._mapped, device)
+            cuda_driver.page_lock(self, self._mapped, device)
 
     def refresh(self, size_bytes: int | None = None) -> None:
         """Have the first bytes, or all of them, be those of the slab as it is now. Queued on the current stream."""

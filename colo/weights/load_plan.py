@@ -159,7 +159,7 @@ class LoadPlan:
     def _runs(self) -> tuple[Copy, ...]:
         """The copies, with those that continue one another on both sides made one: experts of a layer, for one."""
         runs: list[list[Copy]] = []
-        for copy in sorted(self.copies, key=lambda copy: (copy.name, copy.offset)):
+        for copy in sorted(self.copies, key=lambda copy: (copy.name, str(copy.target.device), copy.offset)):
             if runs and _continues(runs[-1][-1], copy):
                 runs[-1].append(copy)
             else:

@@ -218,7 +218,14 @@ class RemoteEngine:
             ) from error
         choices = [choice for answer in answers for choice in answer["choices"]]
         return [
-            _completion(index // params.n, index % params.n, token_ids[index // params.n], choice, self._version)
+            _completion(
+                index // params.n,
+                index % params.n,
+                token_ids[index // params.n],
+                choice,
+                self._version,
+                has_text=self._infos[0]["has_tokenizer"],
+            )
             for index, choice in enumerate(choices)
         ]
 
@@ -503,7 +510,13 @@ class RemoteEngine:
 
 
 def _completion(
-    prompt_index: int, sample_index: int, prompt: tuple[int, ...], choice: Mapping[str, Any], version: int
+    prompt_index: int,
+    sample_index: int,
+    prompt: tuple[int, ...],
+    choice: Mapping[str, Any],
+    version: int,
+    *,
+    has_text: bool,
 ) -> Completion:
     return Completion(
         prompt_index=prompt_index,
@@ -513,6 +526,6 @@ def _completion(
         logprobs=tuple(choice["logprobs"]["token_logprobs"]),
         finish_reason=choice["finish_reason"] or "abort",
         weights_version=version,
-        text=choice["text"] or None,
+        text=choice["text"] if has_text else None,
         output=choice,
     )

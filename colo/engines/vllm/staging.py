@@ -33,6 +33,12 @@ def staged(memory: torch.Tensor, described: Sequence[Sequence[Any]]) -> dict[str
     return named
 
 
+def end_bytes(described: Sequence[Sequence[Any]]) -> int:
+    """Where the last of the tensors ends in the slab."""
+    ends = (offset + math.prod(shape) * getattr(torch, dtype).itemsize for _, dtype, shape, offset in described)
+    return max(ends, default=0)
+
+
 class Staging:
     """Memory that workers can map, taken when it is first needed. Where tensors lie is kept for the next like them.
 

@@ -37,7 +37,7 @@ from colo.engines.vllm.loader import placement_of
 from colo.engines.vllm.receive import Receiver
 from colo.engines.vllm.record import record
 from colo.engines.vllm.reload import Reload, check_begun
-from colo.engines.vllm.staging import staged
+from colo.engines.vllm.staging import end_bytes, staged
 from colo.engines.vllm.worker import in_words
 from colo.errors import ColoError, PhaseError, TransferError, Unsupported
 from colo.memory.probe import device_id
@@ -85,6 +85,7 @@ class ColoWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]  # a
         self._number = parallel.data_parallel_rank * parallel.world_size + parallel.rank
         self._receiver = Receiver(self.device, self._record, number=self._number)
         self._reload: Reload | None = None
+        self._staging: tuple[Description, Window] | None = None
         self._attested: dict[str, Any] | None = None
         self._answers: AnswerPart | None = None
 
@@ -216,11 +217,15 @@ class ColoWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]  # a
         """See `Reload.load`."""
         kind = model_type or getattr(self.model_config.hf_config, "model_type", None)
         try:
-            window = Window(staging, self.device)
-            window.refresh()
+            if self._staging is None or self._staging[0] != staging:
+                self._staging = None
+                self._staging = (staging, Window(staging, self.device))
+            window = self._staging[1]
+            window.refresh(end_bytes(tensors))
             check_begun(self._reload).load(staged(window.bytes, tensors), kind)
         except Exception:
             reload, self._reload = self._reload, None
+            self._staging = None
             if reload is not None:
                 reload.abandon()
             raise
@@ -228,6 +233,7 @@ class ColoWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]  # a
     def finish_reload(self) -> dict[str, Any]:
         """See `Reload.finish`."""
         reload, self._reload = check_begun(self._reload), None
+        self._staging = None
         self._attested = reload.finish()
         return self._attested
 
@@ -271,6 +277,7 @@ class ColoWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]  # a
             "vocab_size": config.get_vocab_size(),
             "max_length": config.max_model_len,
             "logprobs_mode": config.logprobs_mode,
+            "has_tokenizer": not config.skip_tokenizer_init,
             "weights_bytes": max(sum(parameters.values()), sum(record.handle[1] for record in pooled)),
             "weights_in": "slabs" if placement is not None else ("pool" if pooled else "memory"),
             "kv_cache_bytes": compat.kv_cache_bytes(self.vllm_config),

@@ -25,7 +25,7 @@ from colo.engines.vllm.receive import Receiver
 from colo.engines.vllm.record import record
 from colo.engines.vllm.reload import Reload, check_begun
 from colo.engines.vllm.sleep import WorkerSegments
-from colo.engines.vllm.staging import staged
+from colo.engines.vllm.staging import end_bytes, staged
 from colo.memory.fence import wait_for_queued
 from colo.memory.probe import device_id, torch_pinned_bytes
 from colo.memory.window import Window, why_not_mapped
@@ -89,6 +89,7 @@ class WorkerAgent:
         self._receiver: Receiver | None = None
         self._reload: Reload | None = None
         self._adapters = adapters.WorkerAdapters(worker)
+        self._adapter_bytes = 0
         self._adapter_kept: tuple[dict[str, torch.Tensor], dict[str, float]] | None = None
 
     def describe(self, same_process: bool, probe: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -241,7 +242,7 @@ class WorkerAgent:
             self._staging = self._adapter_kept = None
             self._staging = (staging, Window(staging, torch.device(self._worker.device)))
         window = self._staging[1]
-        window.refresh()
+        window.refresh(end_bytes(tensors))
         return staged(window.bytes, tensors)
 
     # ---- copies out of the trainer's memory --------------------------------------------------------------------------
@@ -295,10 +296,11 @@ class WorkerAgent:
         """The tensors of an adapter by name, and its scalings; those in a staging slab are kept for the next call."""
         if tensors is None or scalings is None:
             assert self._staging is not None and self._staging[0] == staging and self._adapter_kept is not None
-            self._staging[1].refresh()
+            self._staging[1].refresh(self._adapter_bytes)
             return self._adapter_kept
         given = (self._in_staging(tensors, staging), scalings)
         self._adapter_kept = given if staging is not None else None
+        self._adapter_bytes = end_bytes(tensors) if staging is not None else 0
         return given
 
     def _finish_reading(self, staging: dict[str, Any] | None) -> None:

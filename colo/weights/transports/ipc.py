@@ -16,7 +16,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from colo.errors import EngineLost, TransferError, Unsupported
-from colo.memory.arena import page_lock
+from colo.memory import cuda_driver
 from colo.memory.checksum import Checksums, values
 from colo.memory.fence import wait_for_queued
 from colo.memory.slab import Slab
@@ -216,7 +216,13 @@ class _Staging:
         self._in_host_memory = peer.ipc_refusal is not None
         place = torch.device("cpu") if self._in_host_memory else peer.device
         self._slabs = [Slab(align_up(max(size_bytes, 1), WORD_BYTES), place) for _ in range(2)]
-        self._locks = [page_lock(slab, slab.bytes, peer.device) for slab in self._slabs if self._in_host_memory]
+        self._filled = [slab.bytes for slab in self._slabs]
+        """Where buckets are put together and summed: the slabs or, where those are the host's, memory of the device."""
+
+        self._locks: list[Any] = []
+        if self._in_host_memory:
+            self._filled = [torch.empty_like(self._slabs[0].bytes, device=peer.device)] * 2
+            self._locks = [cuda_driver.page_lock(slab, slab.bytes, peer.device) for slab in self._slabs]
         self._turns = SendersTurns(len(peer.pids))
         self._checksums: dict[int, Checksums] = {}
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
@@ -245,9 +251,10 @@ class _Staging:
                     if not self._wait_until_read(index, taking):
                         self._turns.stop()
                         break  # and `result` says why
-                    self._fill(bucket, self._slabs[index % len(self._slabs)].bytes, tensors)
+                    self._fill(bucket, index, tensors)
                     if verify:
                         sums.append(self._sums(bucket, index))
+                    self._hand_over(index)
                     if self._events:
                         self._events[index % len(self._slabs)][0].record(torch.cuda.current_stream(self._device))
                     self._turns.fill(index + 1)
@@ -262,7 +269,7 @@ class _Staging:
         """Those that `send` would find for `tensors`, without sending."""
         sums = []
         for index, bucket in enumerate(self._buckets):
-            self._fill(bucket, self._slabs[index % len(self._slabs)].bytes, tensors)
+            self._fill(bucket, index, tensors)
             sums.append(self._sums(bucket, index))
         return values(sums)
 
@@ -274,7 +281,7 @@ class _Staging:
         for slab in self._slabs:
             slab.close()
         self._turns.close()
-        self._events, self._checksums = [], {}
+        self._events, self._checksums, self._filled = [], {}, []
 
     def _wait_until_read(self, index: int, taking: Future[Any]) -> bool:
         """Let what is queued from here on write to the slab of bucket `index`; false when the workers have ended."""
@@ -287,19 +294,26 @@ class _Staging:
                 torch.cuda.current_stream(self._device).wait_event(self._events[index % len(self._slabs)][1])
         return True
 
-    def _fill(self, bucket: Bucket, slab: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> None:
+    def _hand_over(self, index: int) -> None:
+        """Bring what was filled to the slab that readers map, if that is elsewhere; they have no event to wait for."""
+        if self._in_host_memory:
+            turn = index % len(self._slabs)
+            size_bytes = align_up(self._buckets[index].size_bytes, WORD_BYTES)
+            self._slabs[turn].bytes[:size_bytes].copy_(self._filled[turn][:size_bytes], non_blocking=True)
+            wait_for_queued(self._device)
+
+    def _fill(self, bucket: Bucket, index: int, tensors: Mapping[str, torch.Tensor]) -> None:
+        slab = self._filled[index % len(self._slabs)]
         for piece in bucket.pieces:
             flat = _flat(tensors[piece.name])
             target = slab[piece.offset_bytes : piece.offset_bytes + piece.size_bytes]
             target.copy_(flat[piece.start_bytes : piece.stop_bytes], non_blocking=True)
             if piece.size_bytes % WORD_BYTES:  # what an earlier bucket has left would be part of the checksum
                 slab[piece.offset_bytes + piece.size_bytes :][: -piece.size_bytes % WORD_BYTES].zero_()
-        if self._in_host_memory:
-            wait_for_queued(self._device)  # whoever reads has no event to wait for
 
     def _sums(self, bucket: Bucket, index: int) -> torch.Tensor:
         if index not in self._checksums:
-            memory = in_words(self._slabs[index % len(self._slabs)].bytes)
+            memory = in_words(self._filled[index % len(self._slabs)])
             assert memory is not None
             parts = [
                 (number, 0, memory[piece.offset_bytes // WORD_BYTES :][: -(-piece.size_bytes // WORD_BYTES)])

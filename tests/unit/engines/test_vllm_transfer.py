@@ -324,6 +324,7 @@ class FakeServer:
             "vocab_size": 100,
             "max_length": 50,
             "logprobs_mode": "processed_logprobs",
+            "has_tokenizer": True,
             "weights_bytes": 1000,
             "weights_in": "slabs",
             "kv_cache_bytes": 600,

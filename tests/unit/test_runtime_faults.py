@@ -1,0 +1,189 @@
+"""What goes wrong in the middle of a phase: interrupts, an engine that is lost, threads, errors within errors."""
+
+import os
+import signal
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+import colo
+from colo.config import RuntimeConfig
+from colo.engines.base import EngineState
+from colo.engines.torch import TorchEngine
+from colo.errors import EngineLost, PhaseError, TransferError
+from colo.memory.region import ResizedRegion
+from colo.memory.state import GradientSegment
+from colo.phases.phase import Phase
+from colo.units import MIB
+
+CONFIG = Qwen3Config(
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    vocab_size=100,
+    max_position_embeddings=128,
+    tie_word_embeddings=True,
+    eos_token_id=None,
+)
+
+
+def sgd(params):
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+
+
+@pytest.fixture
+def rt():
+    """All of the trainer's state, gradients too, leaves for every rollout."""
+    rt = colo.launch(CONFIG, optimizer=sgd, config=RuntimeConfig(kv_cache_bytes=MIB, offload="always"), device="cpu")
+    yield rt
+    rt.close()
+
+
+@pytest.fixture
+def twin(rt):
+    """The same model and optimizer without colo."""
+    model = AutoModelForCausalLM.from_config(CONFIG)
+    model.load_state_dict(rt.model.state_dict())
+    return model, sgd(model.parameters())
+
+
+def generate(rt):
+    return rt.generate([[1, 2, 3]], max_tokens=2)
+
+
+def backward(model, number=0):
+    ids = torch.tensor([[number, 2, 3, 4, 5]])
+    model(input_ids=ids, labels=ids).loss.backward()
+
+
+def plain_step(model, optimizer, number):
+    """As loops without phases do: what is there is zeroed first."""
+    optimizer.zero_grad()
+    backward(model, number)
+    optimizer.step()
+
+
+def assert_same(rt, twin):
+    assert all(torch.equal(a, b) for a, b in zip(rt.model.parameters(), twin[0].parameters(), strict=True))
+
+
+@pytest.mark.parametrize("name", ["engine.kv_cache", "trainer.optimizer"])
+@pytest.mark.parametrize("change", ["_release", "_restore"])
+def test_an_interrupt_as_memory_goes_or_comes_leaves_a_runtime_that_works(rt, twin, name, change, monkeypatch):
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    original = getattr(ResizedRegion, change)
+    armed = False
+
+    def interrupted(region):
+        nonlocal armed
+        original(region)
+        if armed and region.name == name:
+            armed = False
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(ResizedRegion, change, interrupted)
+    try:
+        for number in range(4):
+            armed = number == 1
+            try:
+                with rt.rollout():
+                    generate(rt)
+                with rt.train():
+                    pass
+            except KeyboardInterrupt:
+                assert number == 1
+            for model, optimizer in ((rt.model, rt.optimizer), twin):
+                try:
+                    plain_step(model, optimizer, number)
+                except KeyboardInterrupt:
+                    assert number == 1
+                    optimizer.step()  # it was interrupted before anything had been added
+        assert not armed
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert len(generate(rt)) == 1
+    assert_same(rt, twin)
+
+
+@pytest.mark.parametrize("moment", ["pause", "resume"])
+def test_gradients_are_back_when_the_engine_is_lost_at_an_end_of_a_rollout(rt, twin, moment, monkeypatch):
+    """On the way out, and on the way in once gradients have left."""
+    original, state = getattr(TorchEngine, moment), TorchEngine.state
+    armed = lost = False
+
+    def die(engine):
+        nonlocal lost
+        if armed and not lost:
+            lost = True
+            raise EngineLost("its process has ended")
+        return original(engine)
+
+    monkeypatch.setattr(TorchEngine, moment, die)
+    monkeypatch.setattr(TorchEngine, "state", property(lambda e: EngineState.LOST if lost else state.fget(e)))
+    for number in range(3):
+        armed, lost = number == 1, False
+        try:
+            with rt.rollout():
+                generate(rt)
+        except EngineLost:
+            assert (number, moment) == (1, "resume")
+        assert rt.phase is Phase.IDLE
+        assert lost is armed
+        for model, optimizer in ((rt.model, rt.optimizer), twin):
+            plain_step(model, optimizer, number)
+        lost = False
+    assert_same(rt, twin)
+
+
+class Mine(Exception):
+    """A user's own."""
+
+
+@pytest.mark.parametrize("error", [TransferError("requests hold blocks"), RuntimeError("something")])
+def test_an_error_of_yours_is_raised_though_the_rollout_cannot_be_left_in_order(rt, error, monkeypatch):
+    with rt.train():
+        backward(rt.model)
+
+    def fail(segment):
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(GradientSegment, "_unpark", fail)
+        with pytest.raises(Mine) as raised, rt.rollout():
+            raise Mine
+        assert str(error) in raised.value.__notes__[0]
+        with pytest.raises(type(error)), rt.rollout():
+            pass
+    with rt.rollout():
+        generate(rt)
+    assert all(p.grad is not None for p in rt.model.parameters())
+
+
+def test_a_train_block_waits_for_threads_that_still_generate(rt, monkeypatch):
+    original = TorchEngine.generate
+    running = []
+
+    def slow(engine, *arguments, **options):
+        running.append(None)
+        assert rt.phase is Phase.ROLLOUT
+        found = original(engine, *arguments, **options)
+        assert rt.phase is Phase.ROLLOUT
+        running.pop()
+        return found
+
+    monkeypatch.setattr(TorchEngine, "generate", slow)
+    with ThreadPoolExecutor(4) as pool:
+        with pytest.raises(Mine), rt.rollout():
+            calls = [pool.submit(generate, rt) for _ in range(4)]
+            raise Mine
+        for number in range(3):
+            with rt.train():
+                assert not running
+                plain_step(rt.model, rt.optimizer, number)
+        found = [call.exception() or call.result() for call in calls]
+    assert all(isinstance(one, (list, PhaseError)) for one in found)
