@@ -82,6 +82,7 @@ def demo(
     """Let a small model learn addition by GRPO on a device too small for both tenants."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+    from colo.bench.common import machine, versions
     from colo.demo import run
     from colo.report.timeline import memory_timeline
 
@@ -116,7 +117,9 @@ def demo(
     if result.base_unchanged is not None:
         out.print(f"weights under the adapter: {'bit-identical' if result.base_unchanged else 'CHANGED'}")
     out.print(f"picture: {html}", highlight=False)
-    _write_json(json_path, result.to_json())
+    where = "" if own_process else " --same-process"
+    command = f"colo demo --steps {steps} --engine {engine}{where} --device {result.device} --mode {mode} --seed {seed}"
+    _write_json(json_path, {"command": command, "machine": machine(), "versions": versions()} | result.to_json())
 
 
 @app.command()

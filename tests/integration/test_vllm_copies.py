@@ -35,10 +35,11 @@ def launch(tiny, engine_options, randomize):
     made = []
     options = {k: v for k, v in engine_options.items() if k not in ("kv_cache_bytes", "device", "own_process")}
 
-    def make(weights, **changes):
+    def make(weights, engine_options=(), **changes):
         config = RuntimeConfig(kv_cache_bytes=4 * MIB, weights=weights)
         given = {"optimizer": lambda ps: AdamW(ps, lr=1e-2), "config": config, "device": "cpu"} | changes
-        made.append(colo.launch(tiny(), engine="vllm", engine_options=options | {"deadline_s": 30.0}, **given))
+        chosen = options | {"deadline_s": 30.0} | dict(engine_options)
+        made.append(colo.launch(tiny(), engine="vllm", engine_options=chosen, **given))
         randomize(made[-1].model)
         return made[-1]
 
@@ -98,6 +99,25 @@ def test_completions_follow_the_trainer_and_every_byte_is_sent(rt, prompts, mism
         assert rt.bytes_synced - before == num_bytes
         assert {c.weights_version for c in completions} == {rt.weights_version}
         assert mismatch(rt.model, completions) < CLOSE
+
+
+def test_where_workers_map_nothing_of_the_gpu_host_memory_is_in_between(launch, prompts, mismatch, monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parent)  # for the engine's process
+    lora = LoraConfig(r=4, lora_alpha=12, target_modules=["q_proj", "down_proj"])
+    rt = launch("copy", {"worker_extension_cls": "unmapped_worker.UnmappedWorker"}, lora=lora)
+    assert "in host memory, since a worker says: it maps nothing" in rt.transport.reason
+    base_bytes = sum(p.nbytes for n, p in rt.model.named_parameters() if "lora_" not in n)
+    for _ in range(3):
+        step(rt)
+        with rt.rollout():
+            assert mismatch(rt.model, rt.generate(prompts, **GREEDY)) < CLOSE
+    sent = rt.bytes_synced
+    assert sent % base_bytes == 0
+    with torch.no_grad():
+        rt.model.get_base_model().model.norm.weight.mul_(1.5)
+    with rt.rollout():
+        assert mismatch(rt.model, rt.generate(prompts, **GREEDY)) < CLOSE
+    assert rt.bytes_synced == sent + base_bytes
 
 
 def test_a_rollout_without_a_step_sends_nothing(rt, prompts):

@@ -28,6 +28,9 @@ QWEN3_8B = {
     "dtype": "bfloat16",
 }
 DEMO_KEYS = {
+    "command",
+    "machine",
+    "versions",
     "engine",
     "device",
     "mode",
@@ -180,6 +183,7 @@ def test_demo_writes_what_it_promises(colo, tmp_path):
     found = json.loads(figures.read_text())
     assert code == 0
     assert set(found) == DEMO_KEYS
+    assert found["command"] == "colo demo --steps 2 --engine torch --device cpu --mode full --seed 0"
     assert (found["engine"], found["device"], found["mode"], found["steps"]) == ("torch", "cpu", "full", 2)
     assert (found["bytes_synced"], found["weights_version"], len(found["rewards"])) == (0, 2, 2)
     assert set(found["phase_peak_bytes"]) == {"rollout", "train"}
