@@ -169,10 +169,12 @@ def test_where_cuda_ipc_maps_nothing_host_memory_is_in_between():
             tensor.mul_(1.01)
     with rt.rollout():
         assert difference(rt.model, rt.generate(PROMPTS, max_tokens=16, temperature=0)) < 0.02
-    rt.engine.sleep("keep-weights")
-    rt.engine.load_weights(base)
-    rt.engine.wake()
-    assert rt.transport.is_current()
+    engine, params = rt.engine, rt.engine.sampling_params(max_tokens=16, temperature=0)
+    engine.pause()
+    engine.load_weights(base)
+    engine.commit(rt.weights_version)
+    engine.resume()
+    assert difference(rt.model, engine.generate(PROMPTS, params, adapter=engine.adapters[-1])) < 0.02
     rt.close()
 
 
