@@ -1,4 +1,4 @@
-"""What goes wrong in the middle of a phase: interrupts, an engine that is lost, threads, errors within errors."""
+"""What goes wrong in a phase: no room, interrupts, an engine that is lost, threads, errors within errors."""
 
 import os
 import signal
@@ -6,10 +6,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from torch.optim import AdamW
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 import colo
-from colo.config import RuntimeConfig
+from colo.config import Offload, RuntimeConfig
 from colo.engines.base import EngineState
 from colo.engines.torch import TorchEngine
 from colo.errors import EngineLost, PhaseError, TransferError
@@ -187,3 +188,32 @@ def test_a_train_block_waits_for_threads_that_still_generate(rt, monkeypatch):
                 plain_step(rt.model, rt.optimizer, number)
         found = [call.exception() or call.result() for call in calls]
     assert all(isinstance(one, (list, PhaseError)) for one in found)
+
+
+@pytest.fixture
+def tight():
+    """A runtime where weights and KV cache fit, but not beside the optimizer's state, which has to stay."""
+    model_bytes = sum(p.nbytes for p in AutoModelForCausalLM.from_config(CONFIG).parameters())
+    config = RuntimeConfig(
+        kv_cache_bytes=3 * model_bytes, device_limit_bytes=int(4.5 * model_bytes), offload=Offload.NEVER
+    )
+    runtime = colo.launch(CONFIG, optimizer=AdamW, config=config, device="cpu")
+    yield runtime
+    runtime.close()
+
+
+def test_a_rollout_that_does_not_fit_is_refused_before_weights_are_published(tight):
+    with tight.train():
+        ids = torch.tensor([[1, 2, 3, 4]])
+        tight.model(input_ids=ids, labels=ids).loss.backward()
+        tight.optimizer.step()
+    before = tight.publications
+    with pytest.raises(colo.BudgetError, match="phase rollout needs"):
+        with tight.rollout():
+            pytest.fail("entered")
+    assert tight.publications == before
+    assert tight.engine.weights_version == 0
+
+    tight.scheduler.offload = Offload.AUTO
+    with tight.rollout():
+        assert [publication.version for publication in tight.publications] == [0, 1]
