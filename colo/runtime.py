@@ -327,14 +327,17 @@ class Runtime:
             raised = error
             raise
         finally:
-            with self._switching:
-                self._inside = None
+            with ExitStack() as held:
                 try:
-                    leave()
-                except Exception as error:
-                    if raised is None:
-                        raise
-                    raised.add_note(f"and {phase}() could not be left in order: {type(error).__name__}: {error}")
+                    held.enter_context(self._switching)
+                finally:  # also when an interrupt ends the wait for other threads
+                    self._inside = None
+                    try:
+                        leave()
+                    except Exception as error:
+                        if raised is None:
+                            raise
+                        raised.add_note(f"and {phase}() could not be left in order: {type(error).__name__}: {error}")
 
     def _enter_rollout(self) -> None:
         self._require_idle(Phase.ROLLOUT)

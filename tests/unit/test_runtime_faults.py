@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -188,6 +189,34 @@ def test_a_train_block_waits_for_threads_that_still_generate(rt, monkeypatch):
                 plain_step(rt.model, rt.optimizer, number)
         found = [call.exception() or call.result() for call in calls]
     assert all(isinstance(one, (list, PhaseError)) for one in found)
+
+
+def test_an_interrupt_while_a_rollout_waits_for_threads_leaves_it_all_the_same(rt, monkeypatch):
+    original, started, go_on = TorchEngine.generate, threading.Event(), threading.Event()
+
+    def slow(engine, *arguments, **options):
+        found = original(engine, *arguments, **options)
+        started.set()
+        go_on.wait(20)
+        return found
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            with monkeypatch.context() as patch:
+                patch.setattr(TorchEngine, "generate", slow)
+                with pytest.raises(KeyboardInterrupt), rt.rollout():
+                    call = pool.submit(generate, rt)
+                    assert started.wait(20)
+                    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+            go_on.set()
+            assert len(call.result()) == 1
+    finally:
+        go_on.set()
+        signal.signal(signal.SIGINT, before)
+    with rt.train():
+        backward(rt.model)
+    assert len(generate(rt)) == 1
 
 
 @pytest.fixture
