@@ -33,7 +33,7 @@ from colo.memory.offload import Mover
 from colo.memory.probe import PeakMeter, free_device_bytes, total_device_bytes, used_device_bytes
 from colo.memory.region import close_all
 from colo.memory.segment import FixedSegment, Segment
-from colo.memory.state import StateOffloader
+from colo.memory.state import StateOffloader, parameters_of
 from colo.phases.phase import (
     ENGINE_KV_CACHE,
     ENGINE_WEIGHTS,
@@ -135,7 +135,7 @@ class Runtime:
             self.scheduler = self._make_scheduler(capacity_bytes)
             self._publisher = self._make_publisher()
             self._backward = BackwardWatch(
-                self._trained(),
+                parameters_of(optimizer),
                 admit=self._admit_gradient,
                 on_pass=self._on_backward,
                 on_progress=self.scheduler.sample,
@@ -342,7 +342,7 @@ class Runtime:
     def _enter_rollout(self) -> None:
         self._require_idle(Phase.ROLLOUT)
         with self.trace.span("switch to rollout", category="switch", phase=Phase.ROLLOUT):
-            self._backward.watch(self._trained())
+            self._backward.watch(parameters_of(self.optimizer))
             self._notice_writes(compare=True)
             if self._publisher.is_current:  # else publishing checks
                 self._publisher.check()
@@ -391,7 +391,7 @@ class Runtime:
     def _enter_train(self) -> None:
         self._require_idle(Phase.TRAIN)
         with self.trace.span("switch to train", category="switch", phase=Phase.TRAIN):
-            self._backward.watch(self._trained())
+            self._backward.watch(parameters_of(self.optimizer))
             self._make_room_to_train()
         self._stepped = False
         self._gradients_before = self._offloader.gradients.device_bytes
@@ -485,9 +485,6 @@ class Runtime:
         return self._device.type != "cuda" or free_device_bytes(self._device) > segment.size_bytes + spare_bytes
 
     # ---- helpers ------------------------------------------------------------------------------------------------
-
-    def _trained(self) -> Iterator[torch.Tensor]:
-        return (p for group in self.optimizer.param_groups for p in group["params"])
 
     def _make_scheduler(self, capacity_bytes: int) -> Scheduler:
         budget = Budget(

@@ -15,7 +15,6 @@ import weakref
 from bisect import insort
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -171,8 +170,10 @@ class _Slab:
             self._map.madvise(mmap.MADV_HUGEPAGE)
         self.data = torch.frombuffer(self._map, dtype=torch.uint8)
         self._free: list[tuple[int, int]] = [(0, size_bytes)]  # (offset, size), sorted, never adjacent
+        self._unregister: weakref.finalize[..., _Slab] | None = None
         _touch(self.data, local_cpus(device))
-        self._unregister = page_lock(self, self.data, device)
+        if device.type == "cuda":
+            self._register(device)
 
     @property
     def free_bytes(self) -> int:
@@ -206,26 +207,20 @@ class _Slab:
         self.data = torch.empty(0, dtype=torch.uint8)
         del self._map
 
-
-def page_lock(owner: object, data: torch.Tensor, device: torch.device) -> weakref.finalize[..., Any] | None:
-    """Pin the host memory of `data`, uint8, for copies to and from a GPU, until `owner` dies or the result is called.
-
-    Nothing is done for a CPU. Raises: `ColoError` when the driver does not lock that much.
-    """
-    if device.type != "cuda":
-        return None
-    with torch.cuda.device(device):
-        result = torch.cuda.cudart().cudaHostRegister(data.data_ptr(), data.numel(), 0)
-    _check_cuda(result, f"cudaHostRegister of {format_bytes(data.numel())}")
-    # Pages that are unmapped while registered make the driver refuse the address for good (checkpoint-engine#67), so
-    # memory that nobody unlocked is unregistered when its owner is collected; the argument keeps it mapped until then.
-    unlock = weakref.finalize(owner, _unregister, data)
-    unlock.atexit = False
-    return unlock
+    def _register(self, device: torch.device) -> None:
+        address = self.data.data_ptr()
+        with torch.cuda.device(device):
+            result = torch.cuda.cudart().cudaHostRegister(address, self.size_bytes, 0)
+        _check_cuda(result, f"cudaHostRegister of {format_bytes(self.size_bytes)}")
+        # Pages that are unmapped while registered make the driver refuse the address for good (checkpoint-engine#67),
+        # so a slab that nobody closed is unregistered when it is collected; the argument keeps the mapping until then.
+        self._unregister = weakref.finalize(self, _unregister, address, self._map)
+        self._unregister.atexit = False
 
 
-def _unregister(data: torch.Tensor) -> None:
-    _check_cuda(torch.cuda.cudart().cudaHostUnregister(data.data_ptr()), "cudaHostUnregister")
+def _unregister(address: int, mapping: mmap.mmap) -> None:
+    _check_cuda(torch.cuda.cudart().cudaHostUnregister(address), "cudaHostUnregister")
+    del mapping
 
 
 def _touch(data: torch.Tensor, cpus: set[int]) -> None:

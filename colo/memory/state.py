@@ -71,7 +71,7 @@ class StateOffloader:
         expected_bytes = expected_state_bytes(optimizer)
         self.state = StateSegment(TRAINER_OPTIMIZER, mover=mover, expected_bytes=expected_bytes)
         self.masters = StateSegment(TRAINER_MASTER_WEIGHTS, mover=mover, expected_bytes=0)
-        self.gradients = GradientSegment(lambda: _parameters(optimizer), mover=mover)
+        self.gradients = GradientSegment(lambda: parameters_of(optimizer), mover=mover)
         self._hooks = [
             optimizer.register_step_pre_hook(lambda *_: self._before_step()),
             optimizer.register_step_post_hook(lambda *_: self._stepped()),
@@ -164,7 +164,7 @@ class StateOffloader:
 
     def _tensors(self, is_master: bool) -> Iterator[torch.Tensor]:
         """State tensors to move: on the mover's device, not scalars, and not the memory of a parameter."""
-        parameters = {storage_key(p) for p in _parameters(self.optimizer)}
+        parameters = {storage_key(p) for p in parameters_of(self.optimizer)}
         for value in self.optimizer.state.values():
             for path, tensor in _walk(value, ()):
                 movable = tensor.device == self._mover.device and tensor.dim() > 0 and tensor.numel() > 0
@@ -301,7 +301,8 @@ def detach_state(state_dict: dict[str, Any]) -> dict[str, Any]:
     return {**state_dict, "state": _map_tensors(state_dict["state"], lambda t: t.detach() if t.dim() else t.clone())}
 
 
-def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """What an optimizer trains, in its order."""
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 

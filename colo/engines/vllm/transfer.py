@@ -38,7 +38,7 @@ from colo.engines.vllm.receive import Receiver
 from colo.engines.vllm.record import record
 from colo.engines.vllm.reload import Reload, check_begun
 from colo.engines.vllm.staging import end_bytes, staged
-from colo.engines.vllm.worker import in_words
+from colo.engines.vllm.worker import error_in_words
 from colo.errors import ColoError, PhaseError, TransferError, Unsupported
 from colo.memory.probe import device_id
 from colo.memory.slab import Description
@@ -248,8 +248,8 @@ class ColoWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]  # a
         try:
             value = _named(step, steps)(**arguments)
         except Exception as error:
-            raised = error if isinstance(error, ColoError) else TransferError(in_words(error))
-            described = {"kind": type(raised).__name__, "message": str(raised) or in_words(raised)}
+            raised = error if isinstance(error, ColoError) else TransferError(error_in_words(error))
+            described = {"kind": type(raised).__name__, "message": str(raised) or error_in_words(raised)}
             if raised is not error:
                 described["traceback"] = "".join(traceback.format_exception(error))[-_TRACEBACK_CHARACTERS:]
             self._answer({"error": described})

