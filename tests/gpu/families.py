@@ -60,7 +60,8 @@ def randomize(model, seed):
     generator = torch.Generator(CUDA).manual_seed(seed)  # vLLM, as it starts, sets the seed of torch's own
     for name, tensor in ModuleSource(model):
         is_scale = "norm" in name or not isinstance(tensor, torch.nn.Parameter)
-        tensor.normal_(float(is_scale), 0.05, generator=generator)
+        std = 0.01 if "embed" in name and "gemma" in model.config.model_type else 0.05  # else tokens repeat themselves
+        tensor.normal_(float(is_scale), std, generator=generator)
 
 
 def assert_every_byte_is_recorded_and_replayed(model, engine, *, all_are_aliases, close):

@@ -6,6 +6,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch.optim import AdamW
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 import colo
@@ -486,6 +487,25 @@ def own_llm(checkpoint, llm_options, monkeypatch):
 def trained_model(checkpoint):
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     return model, adamw(model.parameters())
+
+
+def test_no_large_parameter_has_memory_elsewhere_first(tiny, engine_options):
+    nbytes = []
+
+    class Allocations(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            made = func(*args, **(kwargs or {}))
+            if func is torch.ops.aten.empty.memory_format and made.device.type == "cpu":
+                nbytes.append(made.nbytes)
+            return made
+
+    with Allocations():
+        engine = VLLMEngine(tiny(hidden_size=1024, intermediate_size=768), **engine_options)
+    (model,) = engine.llm.collective_rpc(lambda worker: getattr(worker, "worker", worker).get_model())
+    large = {p.nbytes for p in model.parameters() if p.nbytes > MIB}
+    engine.close()
+    assert {4 * 1024 * 2 * 768, 4 * 1024 * 768} <= large  # of an MLP
+    assert not large & set(nbytes)
 
 
 def greedy_tokens(llm, prompts):

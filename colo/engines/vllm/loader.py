@@ -18,6 +18,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.overrides import TorchFunctionMode
 from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
@@ -28,6 +29,9 @@ from colo.memory.checksum import checksum
 from colo.memory.region import ALIGNMENT_BYTES
 from colo.memory.slab import Description, Slab
 from colo.units import MIB, align_up
+
+_LARGE_BYTES = MIB
+"""What torch takes from small blocks of its own, and uses again, is no larger."""
 
 _FIRST_SLAB_BYTES, _SLAB_BYTES = 2 * MIB, 64 * MIB
 """Small parameters share slabs, each twice the last up to this size; a large one gets a slab of its own size."""
@@ -89,6 +93,9 @@ class Placement:
 
     pool: Any = None
     """What the model's other tensors were allocated in; it lives as long as the model."""
+
+    is_built: bool = False
+    """Whether every parameter that weights are loaded into is there."""
 
     loaded_as: tuple[int, ...] | None = None
     """Checksums of the slabs once the weights had been read into them; parameters stay where they are from then on."""
@@ -169,6 +176,8 @@ class ColoModelLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM ships no t
 
     def load_weights(self, model: nn.Module, model_config: Any) -> None:
         """As vLLM's own loader, unless the memory holds the weights already."""
+        if self._placement is not None:
+            self._placement.is_built = True
         if self._placement is None or self._placement.source.fill:
             self._inner.load_weights(model, model_config)
         if self._placement is not None:
@@ -212,7 +221,7 @@ class ColoModelLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM ships no t
 
 @contextmanager
 def _parameters_in(placement: Placement, device: torch.device) -> Iterator[None]:
-    """Move every parameter that is registered meanwhile to shared memory, before anything is read into it."""
+    """Have every parameter that is registered meanwhile in shared memory, before anything is read into it."""
     seen: dict[int, nn.Parameter] = {}  # also keeps ids from being reused
 
     def move(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
@@ -226,9 +235,32 @@ def _parameters_in(placement: Placement, device: torch.device) -> Iterator[None]
 
     handle = register_module_parameter_registration_hook(move)
     try:
-        yield
+        with _LargeTensorsIn(placement, device):
+            yield
     finally:
         handle.remove()
+
+
+class _LargeTensorsIn(TorchFunctionMode):
+    """Takes what `torch.empty` makes from the slabs while the model is built, so that large parameters need not move.
+
+    One that moves leaves memory behind, of which torch uses little again in vLLM's settings (`max_split_size_mb:20`).
+    """
+
+    def __init__(self, placement: Placement, device: torch.device) -> None:
+        super().__init__()
+        self._placement = placement
+        self._device = device
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.empty and not self._placement.is_built and not kwargs.keys() & {"out", "pin_memory"}:
+            device = torch.device(kwargs.get("device") or torch.get_default_device())
+            if device.type == self._device.type and device.index in (None, self._device.index):
+                like = torch.empty(*args, **(kwargs | {"device": "meta"}))
+                if like.nbytes > _LARGE_BYTES and like.is_contiguous() and not like.requires_grad:
+                    return self._placement.place(like)
+        return func(*args, **kwargs)
 
 
 @contextmanager
