@@ -13,7 +13,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch.optim import AdamW
-from transformers import AutoModelForCausalLM, Gemma4TextConfig
+from transformers import AutoModelForCausalLM, Gemma4TextConfig, OPTConfig
 
 import colo
 from colo.config import RuntimeConfig
@@ -48,10 +48,10 @@ def launch(tiny, engine_options, randomize):
     made = []
     options = {k: v for k, v in engine_options.items() if k not in ("kv_cache_bytes", "device", "own_process")}
 
-    def make(engine_options=(), **changes):
+    def make(engine_options=(), *, model=None, **changes):
         given = {"optimizer": adamw, "config": RuntimeConfig(kv_cache_bytes=KV_CACHE_BYTES), "device": "cpu"} | changes
         chosen = options | {"deadline_s": DEADLINE_S} | dict(engine_options)
-        made.append(colo.launch(tiny(), engine="vllm", engine_options=chosen, **given))
+        made.append(colo.launch(model or tiny(), engine="vllm", engine_options=chosen, **given))
         randomize(made[-1].model)
         return made[-1]
 
@@ -386,6 +386,38 @@ def test_buffers_of_a_checkpoint_outlive_the_engine(tiny, engine_options, random
     assert rt.model.get_buffer(scalars[0][0]).item() == 0.5
     assert mismatch(rt.model, rt.generate(prompts, **GREEDY)) < CLOSE
     rt.close()
+
+
+OPT = OPTConfig(
+    hidden_size=128,
+    word_embed_proj_dim=128,
+    ffn_dim=96,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    vocab_size=151,
+    max_position_embeddings=512,
+    dropout=0,
+    pad_token_id=None,
+    bos_token_id=None,
+    eos_token_id=None,
+    dtype="float32",
+    tie_word_embeddings=False,
+    architectures=["OPTForCausalLM"],
+)
+"""Made of torch's modules, which initialize their parameters as they are built."""
+
+
+def test_starting_again_initializes_no_weights_of_the_trainer(launch, prompts, mismatch):
+    rt = launch(model=OPT)
+    train_step(rt)
+    weights = [p.detach().clone() for p in rt.model.parameters()]
+    os.kill(rt.engine.pids[0], signal.SIGKILL)
+    with pytest.raises(EngineLost):
+        within(2 * DEADLINE_S, rt.generate, prompts, **GREEDY)
+    rt.recover()
+    assert all(torch.equal(a, b) for a, b in zip(weights, rt.model.parameters(), strict=True))
+    assert mismatch(rt.model, rt.generate(prompts, **GREEDY)) < CLOSE
+    assert rt.bytes_synced == 0
 
 
 def test_several_workers_map_their_slices_and_one_that_is_killed_takes_the_engine_with_it(launch, prompts, mismatch):

@@ -32,7 +32,7 @@ from colo.engines.vllm.segment import residual_bytes
 from colo.engines.vllm.staging import Staging
 from colo.engines.vllm.store import WeightStore
 from colo.engines.vllm.weights import WorkerWeights
-from colo.errors import EngineLost, PhaseError, StaleWeights
+from colo.errors import EngineLost, PhaseError, StaleWeights, TransferError
 from colo.memory.offload import Mover
 from colo.memory.segment import Segment
 from colo.phases.phase import ENGINE_WEIGHTS, Residency
@@ -350,7 +350,8 @@ class VLLMEngine:
     def recover(self) -> None:
         """Start a lost engine again, on the same weights. It is awake and poisoned then.
 
-        Raises: `PhaseError` for an engine that is not lost, or that is not ours to start; whatever vLLM raises.
+        Raises: `PhaseError` for an engine that is not lost, or that is not ours to start; `TransferError` when the new
+            one has written over the trainer's weights as it started; whatever vLLM raises.
         """
         lost = self._connection.lost
         if lost is None:
@@ -358,7 +359,16 @@ class VLLMEngine:
         if self._start is None:
             raise PhaseError(f"the engine is your own and is lost ({lost}): start another and share it")
         self._connection.close()
+        held = self._store.checksums() if self._store is not None else {}
         self._connect(self._start())
+        now = self._store.checksums() if self._store is not None else {}
+        if changed := [key for key in held if now.get(key) != held[key]]:
+            cause = (
+                f"vLLM has written over weights of the trainer as it started ({len(changed)} of {len(held)} pieces): "
+                "restore them from a checkpoint, and start this model with share_memory=False"
+            )
+            self.poison(cause)
+            raise TransferError(cause)
         self.poison("it has been started again: publish to it")
 
     def close(self) -> None:

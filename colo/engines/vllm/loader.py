@@ -1,8 +1,8 @@
 """The model loader named `colo`: vLLM's own loading, into memory that trainer and engine can both map.
 
-Parameters are moved to that memory as they are registered, before anything has been read into them, so that the weights
-exist once. With the address of a `WeightStore` (`model_loader_extra_config={"colo_store": ...}`) the memory is the
-trainer's; without, it is the worker's own and can be exported later.
+Parameters are put there as the model is built, before anything is read into them, so that the weights exist once. With
+the address of a `WeightStore` (`model_loader_extra_config={"colo_store": ...}`) the memory is the trainer's; without,
+it is the worker's own and can be exported later.
 """
 
 from __future__ import annotations
@@ -10,28 +10,24 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
-from torch.overrides import TorchFunctionMode
 from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 from colo.engines.vllm import compat
+from colo.engines.vllm.building import parameters_in
 from colo.engines.vllm.options import FORMAT_KEY, STORE_KEY
 from colo.engines.vllm.store import StoreClient
 from colo.memory.checksum import checksum
 from colo.memory.region import ALIGNMENT_BYTES
 from colo.memory.slab import Description, Slab
 from colo.units import MIB, align_up
-
-_LARGE_BYTES = MIB
-"""What torch takes from small blocks of its own, and uses again, is no larger."""
 
 _FIRST_SLAB_BYTES, _SLAB_BYTES = 2 * MIB, 64 * MIB
 """Small parameters share slabs, each twice the last up to this size; a large one gets a slab of its own size."""
@@ -94,11 +90,8 @@ class Placement:
     pool: Any = None
     """What the model's other tensors were allocated in; it lives as long as the model."""
 
-    is_built: bool = False
-    """Whether every parameter that weights are loaded into is there."""
-
     loaded_as: tuple[int, ...] | None = None
-    """Checksums of the slabs once the weights had been read into them; parameters stay where they are from then on."""
+    """Checksums of the slabs once the weights had been read into them."""
 
     _room: torch.Tensor | None = None
     _room_bytes: int = _FIRST_SLAB_BYTES // 2
@@ -145,6 +138,9 @@ class Placement:
         return self.slabs[-1]
 
 
+_met: set[str] = set()
+"""Stores whose memory holds a model of this process."""
+
 _placements: WeakKeyDictionary[nn.Module, Placement] = WeakKeyDictionary()
 
 
@@ -168,6 +164,7 @@ class ColoModelLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM ships no t
         load_format = extra.pop(FORMAT_KEY, "auto")
         self._inner = get_model_loader(replace(load_config, load_format=load_format, model_loader_extra_config=extra))
         self._placement: Placement | None = None
+        self._building = ExitStack()
         self._tensors_before: set[tuple[int, str, int]] = set()
 
     def download_model(self, model_config: Any) -> None:
@@ -176,8 +173,7 @@ class ColoModelLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM ships no t
 
     def load_weights(self, model: nn.Module, model_config: Any) -> None:
         """As vLLM's own loader, unless the memory holds the weights already."""
-        if self._placement is not None:
-            self._placement.is_built = True
+        self._building.close()
         if self._placement is None or self._placement.source.fill:
             self._inner.load_weights(model, model_config)
         if self._placement is not None:
@@ -194,11 +190,13 @@ class ColoModelLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM ships no t
             device = torch.device("cuda", torch.cuda.current_device())
         rank = vllm_config.parallel_config.rank
         source: Source = OwnMemory(device)
-        if self._address is not None:
+        if self._address is not None and self._address not in _met:  # a drafter, which is loaded after it, is its own
+            _met.add(self._address)
             source = StoreClient(self._address, rank=rank, pid=os.getpid(), device=device)
         placement = self._placement = Placement(source, device)
         compat.prefer_sleep_backend(model_config)
-        with _plain_pool(placement, device), _parameters_in(placement, device):
+        with _plain_pool(placement, device), self._building:
+            self._building.enter_context(parameters_in(placement, device, fill=source.fill))
             model: nn.Module = super().load_model(vllm_config, model_config, *args, **kwargs)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
@@ -217,50 +215,6 @@ class ColoModelLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM ships no t
         source.close()
         _placements[model] = placement
         return model
-
-
-@contextmanager
-def _parameters_in(placement: Placement, device: torch.device) -> Iterator[None]:
-    """Have every parameter that is registered meanwhile in shared memory, before anything is read into it."""
-    seen: dict[int, nn.Parameter] = {}  # also keeps ids from being reused
-
-    def move(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is None or id(parameter) in seen or parameter.device.type != device.type:
-            return
-        if placement.loaded_as is not None:
-            return  # what post-processing registers has values already
-        if parameter.numel() and parameter.is_contiguous() and placement.locate(parameter) is None:
-            parameter.data = placement.place(parameter)
-        seen[id(parameter)] = parameter
-
-    handle = register_module_parameter_registration_hook(move)
-    try:
-        with _LargeTensorsIn(placement, device):
-            yield
-    finally:
-        handle.remove()
-
-
-class _LargeTensorsIn(TorchFunctionMode):
-    """Takes what `torch.empty` makes from the slabs while the model is built, so that large parameters need not move.
-
-    One that moves leaves memory behind, of which torch uses little again in vLLM's settings (`max_split_size_mb:20`).
-    """
-
-    def __init__(self, placement: Placement, device: torch.device) -> None:
-        super().__init__()
-        self._placement = placement
-        self._device = device
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.empty and not self._placement.is_built and not kwargs.keys() & {"out", "pin_memory"}:
-            device = torch.device(kwargs.get("device") or torch.get_default_device())
-            if device.type == self._device.type and device.index in (None, self._device.index):
-                like = torch.empty(*args, **(kwargs | {"device": "meta"}))
-                if like.nbytes > _LARGE_BYTES and like.is_contiguous() and not like.requires_grad:
-                    return self._placement.place(like)
-        return func(*args, **kwargs)
 
 
 @contextmanager

@@ -29,6 +29,7 @@ from typing import Any
 import torch
 
 from colo.errors import TransferError
+from colo.memory.checksum import checksum
 from colo.memory.probe import device_id
 from colo.memory.slab import Slab, open_slab
 from colo.units import format_bytes
@@ -72,6 +73,15 @@ class WeightStore:
     def slabs(self, rank: int) -> list[torch.Tensor]:
         """The bytes of every slab of one worker, uint8."""
         return [slab.bytes for slab in self._by_rank[rank].slabs]
+
+    def checksums(self) -> dict[tuple[int, int], int]:
+        """Of every slab that holds weights, by rank and index."""
+        return {
+            (rank, index): checksum(slab.bytes)
+            for rank, memory in self._by_rank.items()
+            if memory.filled
+            for index, slab in enumerate(memory.slabs)
+        }
 
     def close(self) -> None:
         """Stop answering and let go of the memory. Idempotent."""
