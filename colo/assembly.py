@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -19,6 +20,7 @@ from colo.errors import Unsupported
 from colo.memory.offload import Mover
 from colo.memory.probe import free_device_bytes
 from colo.optim import MakeOptimizer, MasterWeights
+from colo.phases.phase import ENGINE_KV_CACHE
 from colo.runtime import Runtime, check_free
 from colo.starting import Checkpoint, Order, start_torch, start_vllm
 from colo.weights.sources.peft import adapter_weights, check_lora_config, is_peft_model
@@ -137,6 +139,10 @@ def share(
                 with suppress(Exception):  # of which the first is raised
                     engine.resume()
             raise
+    if not hasattr(engine, "llm_engine"):
+        raise TypeError(
+            f"share() takes a vllm.LLM, an engine of colo's or colo.connect(url) first, not {type(engine).__name__}"
+        )
     from colo.engines.vllm.engine import VLLMEngine
 
     around = VLLMEngine.around(engine)
@@ -159,6 +165,13 @@ def _share(
     if devices != {engine.device}:
         names = ", ".join(sorted(map(str, devices)))
         raise Unsupported(f"the engine is on {engine.device} and the model on {names}: they share one device")
+    kv_cache = next((segment for segment in engine.segments if segment.name == ENGINE_KV_CACHE), None)
+    if kv_cache is not None and kv_cache.away is None and engine.device.type == "cuda":
+        warnings.warn(
+            "the engine's KV cache stays on the device while the trainer works, since it is not in vLLM's sleep pool: "
+            "start vLLM with enable_sleep_mode=True (a server with --enable-sleep-mode)",
+            stacklevel=3,
+        )
     if is_peft_model(model):  # before any weights have moved
         engine.load_adapter(_TRIAL, adapter_weights(cast("PeftModel", model)))
         engine.remove_adapter(_TRIAL)

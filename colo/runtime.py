@@ -205,8 +205,9 @@ class Runtime:
         completions = self.engine.generate(token_ids, params, adapter=adapter)
         self.scheduler.sample()
         # Of what a base has sampled without the adapter that it is trained with there is nothing to compare.
-        comparable = completions if adapter == self._publisher.adapter_name else []
-        self._to_compare = (self.engine.sampling_temperature(params), comparable[: self.config.mismatch_sequences])
+        temperature = self.engine.sampling_temperature(params)
+        if temperature is not None and adapter == self._publisher.adapter_name:
+            self._to_compare = (temperature, completions[: self.config.mismatch_sequences])
         return [with_text(completion, self.tokenizer) for completion in completions]
 
     def recover(self) -> None:
@@ -215,7 +216,7 @@ class Runtime:
         Raises: `PhaseError` inside a phase, or for an engine that is not lost or not ours to start; `BudgetError` when
         its KV cache does not fit; whatever the engine raises.
         """
-        self._require_idle(Phase.ROLLOUT)
+        self._require_idle("recover")
         self.scheduler.plan(Phase.ROLLOUT)  # refuse while nothing has changed
         self.scheduler.anticipate(Phase.ROLLOUT)
         self.scheduler.settle()
@@ -588,7 +589,7 @@ class Runtime:
         if self._closed:
             raise PhaseError("the runtime is closed: build a new one with colo.launch or colo.share")
 
-    def _require_idle(self, wanted: Phase) -> None:
+    def _require_idle(self, wanted: str) -> None:
         self._require_open()
         if self._inside is not None:
             raise PhaseError(f"{wanted}() inside {self._inside}(): phases do not nest, leave the block first")

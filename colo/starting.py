@@ -87,13 +87,15 @@ def start_torch(order: Order, undo: ExitStack) -> tuple[Engine, Any]:
 def start_vllm(order: Order, undo: ExitStack) -> tuple[Engine, Any]:
     """vLLM, which reads the checkpoint itself, and a model over its memory, or one of its own where that cannot be."""
     from colo.engines.vllm.engine import VLLMEngine
+    from colo.engines.vllm.options import rank_limit
 
     options = order.engine_options
     if "kv_cache_memory_bytes" in options:
         raise Unsupported("the KV cache is planned by colo: pass config=RuntimeConfig(kv_cache_bytes=...)")
     packs, config = _is_packed_by_vllm(order), _config(order.model, order.revision)
     if order.lora is not None:
-        if (rank := _rank(order.lora)) > options.setdefault("max_lora_rank", _engine_rank(order.lora)):
+        rank = _rank(order.lora)
+        if rank > options.setdefault("max_lora_rank", rank_limit(rank)):
             raise Unsupported(f"the adapter has rank {rank} and the engine would take {options['max_lora_rank']}")
         options.setdefault("lora_target_modules", _adapted_modules(config, order.lora))
     model = empty_model(config, dtype=order.dtype, attn_implementation=None)
@@ -172,12 +174,6 @@ def _config(model: Checkpoint, revision: str) -> PretrainedConfig:
         if isinstance(model, PreTrainedModel)
         else AutoConfig.from_pretrained(os.fspath(model), revision=revision)
     )
-
-
-def _engine_rank(lora: LoraConfig) -> int:
-    """The smallest rank limit of vLLM's that every module of the adapter fits under."""
-    rank = _rank(lora)
-    return next((limit for limit in (8, 16, 32, 64, 128, 256, 320, 512) if limit >= rank), rank)
 
 
 def _rank(lora: LoraConfig) -> int:

@@ -11,7 +11,7 @@ from torch.optim import AdamW
 from transformers import AutoModelForCausalLM
 
 import colo
-from colo.errors import EngineLost
+from colo.errors import EngineLost, PhaseError
 from colo.memory.probe import used_device_bytes
 from colo.units import MIB
 
@@ -87,7 +87,8 @@ def test_an_engine_of_your_own_with_vllms_own_loader_is_shared_across_processes(
         max_model_len=256,
     )
     model = model.to(CUDA)
-    rt = colo.share(llm, model, AdamW(model.parameters(), lr=1e-3, fused=True))
+    with pytest.warns(UserWarning, match="KV cache stays on the device .* start vLLM with enable_sleep_mode=True"):
+        rt = colo.share(llm, model, AdamW(model.parameters(), lr=1e-3, fused=True))
     assert rt.transport.name == "shared" and os.getpid() not in rt.engine.pids
     for step in range(3):
         with rt.rollout():
@@ -97,8 +98,10 @@ def test_an_engine_of_your_own_with_vllms_own_loader_is_shared_across_processes(
     assert rt.bytes_synced == 0
     weights = [p.detach().clone() for p in rt.model.parameters()]
     os.kill(rt.engine.pids[0], signal.SIGKILL)
-    with pytest.raises(EngineLost):
+    with pytest.raises(EngineLost, match="the vllm.LLM is your own: close the runtime, start another and share it"):
         rt.generate(PROMPTS)
+    with pytest.raises(PhaseError, match="close the runtime, start another and share it"):
+        rt.recover()
     assert all(torch.equal(a, b) for a, b in zip(weights, rt.model.parameters(), strict=True))
     rt.close()
     llm.llm_engine.engine_core.shutdown()

@@ -505,6 +505,26 @@ def test_an_engine_of_your_own_exports_its_weights(own_llm, checkpoint, prompts,
     assert greedy_tokens(llm, prompts) == trained
 
 
+def test_an_engine_of_your_own_that_is_killed_is_replaced_by_another_of_yours(own_llm, checkpoint, prompts, mismatch):
+    own = {"worker_extension_cls": WORKER_EXTENSION, "load_format": "colo"}
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    optimizer = adamw(model.parameters())
+    rt = colo.share(own_llm(**own), model, optimizer)
+    train_step(rt)
+    weights = [p.detach().clone() for p in model.parameters()]
+    os.kill(rt.engine.pids[0], signal.SIGKILL)
+    for _ in range(2):
+        with pytest.raises(EngineLost, match="is your own: close the runtime, start another and share it"):
+            within(2 * DEADLINE_S, rt.generate, prompts, **GREEDY)
+    with pytest.raises(PhaseError, match="your vllm.LLM is lost .*: close the runtime, start another and share it"):
+        rt.recover()
+    rt.close()
+    rt = colo.share(own_llm(**own), model, optimizer)
+    assert all(torch.equal(a, b) for a, b in zip(weights, model.parameters(), strict=True))
+    assert mismatch(model, rt.generate(prompts, **GREEDY)) < CLOSE
+    rt.close()
+
+
 def test_runtimes_one_after_the_other_on_an_engine_of_your_own_have_adapters_of_their_own(
     own_llm, checkpoint, prompts, mismatch, randomize
 ):

@@ -201,6 +201,22 @@ def test_a_baseline_without_the_adapter_is_not_compared_with_the_model_that_has_
     rt.close()
 
 
+@pytest.mark.parametrize("also", ["filtered", "without the adapter"])
+def test_samples_of_another_distribution_do_not_take_the_place_of_those_to_compare(also):
+    rt = lora_runtime()
+    with rt.rollout():
+        rt.generate(PROMPTS, max_tokens=4)
+        if also == "filtered":
+            rt.generate(PROMPTS, max_tokens=4, top_p=0.9)
+        else:
+            with rt.model.disable_adapter():
+                rt.generate(PROMPTS, max_tokens=4)
+    with rt.train():
+        pass
+    assert rt.trace.metrics["mismatch_sampled"][-1] < 1e-4
+    rt.close()
+
+
 def test_what_is_closed_lets_go_of_the_engines_memory_though_it_is_still_a_variable():
     rt = launch()
     memory = weakref.ref(next(iter(rt.transport._aliases.values())).untyped_storage())
@@ -604,6 +620,21 @@ def test_phases_do_not_nest(rt, outer, inner):
                 pytest.fail("entered")
         assert rt.phase == outer
     assert rt.phase is Phase.IDLE
+
+
+def test_an_engine_is_not_recovered_inside_a_phase(rt):
+    with (
+        rt.rollout(),
+        pytest.raises(colo.PhaseError, match=r"recover\(\) inside rollout\(\): .* leave the block"),
+    ):
+        rt.recover()
+
+
+@pytest.mark.parametrize("engine", ["http://localhost:8000", object()])
+def test_what_is_no_engine_is_refused_with_what_would_be(rt, engine):
+    other = AutoModelForCausalLM.from_config(qwen3())
+    with pytest.raises(TypeError, match=r"a vllm.LLM, an engine of colo's or colo.connect\(url\) first, not \w+"):
+        colo.share(engine, other, AdamW(other.parameters()))
 
 
 def test_a_model_has_one_runtime_at_a_time(rt):

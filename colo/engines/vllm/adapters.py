@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from colo.engines.vllm.options import rank_limit
 from colo.errors import Unsupported
 
 _A, _B = ".lora_A.weight", ".lora_B.weight"
@@ -279,7 +280,7 @@ def _rank(tensors: Mapping[str, torch.Tensor], limit: int) -> int:
     rank = max(tensors[module + _A].shape[0] for module in a)
     if rank > limit:
         raise Unsupported(
-            f"the adapter has rank {rank} and the engine takes {limit}: start it with max_lora_rank={rank}"
+            f"the adapter has rank {rank} and the engine takes {limit}: start it with max_lora_rank={rank_limit(rank)}"
         )
     return rank
 

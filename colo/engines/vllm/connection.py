@@ -191,7 +191,7 @@ class Connection:
     def require(self) -> None:
         """Raise `EngineLost` when it is."""
         if self.lost is not None:
-            raise EngineLost(f"the engine is lost: {self.lost}. Call recover()")
+            raise EngineLost(f"the engine is lost: {self.lost}. {self._way_back[0].upper()}{self._way_back[1:]}")
 
     def close(self) -> None:
         """Let go of the `vllm.LLM`, and shut it down where it is ours. Idempotent."""
@@ -235,15 +235,19 @@ class Connection:
         except AttributeError:  # the engine is closed, or keeps it elsewhere
             return None
 
+    @property
+    def _way_back(self) -> str:
+        if self.owns_llm:
+            return "call recover() to start it again"
+        return "the vllm.LLM is your own: close the runtime, start another and share it"
+
     def _note_loss(self, cause: str) -> None:
         self.lost = cause
         self._on_loss(cause)
 
     def _lose(self, cause: str, error: BaseException) -> NoReturn:
         self._note_loss(cause)
-        raise EngineLost(
-            f"the engine is lost: {cause}. The trainer's weights are intact; call recover() to start it again"
-        ) from error
+        raise EngineLost(f"the engine is lost: {cause}. The trainer's weights are intact; {self._way_back}") from error
 
 
 def _abort(core: Any, states: Mapping[str, Any]) -> None:

@@ -357,7 +357,7 @@ class VLLMEngine:
         if lost is None:
             raise PhaseError("the engine is not lost: nothing to recover")
         if self._start is None:
-            raise PhaseError(f"the engine is your own and is lost ({lost}): start another and share it")
+            raise PhaseError(f"your vllm.LLM is lost ({lost}): close the runtime, start another and share it")
         self._connection.close()
         held = self._store.checksums() if self._store is not None else {}
         self._connect(self._start())

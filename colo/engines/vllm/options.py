@@ -61,6 +61,11 @@ def save_config(model: PretrainedConfig | PreTrainedModel, folder: str) -> None:
         model.generation_config.save_pretrained(folder)
 
 
+def rank_limit(rank: int) -> int:
+    """The smallest `max_lora_rank` of vLLM's that takes adapters of `rank`."""
+    return next((limit for limit in (8, 16, 32, 64, 128, 256, 320, 512) if limit >= rank), rank)
+
+
 def llm_options(
     model: str,
     store: str | None,

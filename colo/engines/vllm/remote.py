@@ -43,7 +43,8 @@ DEADLINE_S = 300.0
 
 HOW_TO_START = (
     "start it on this machine as `VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --load-format colo "
-    '--weight-transfer-config \'{"backend": "colo"}\' --logprobs-mode processed_logprobs`, with colo installed'
+    '--weight-transfer-config \'{"backend": "colo"}\' --logprobs-mode processed_logprobs` (on a GPU with '
+    "`--enable-sleep-mode`), with colo installed"
 )
 
 _MAX_REQUESTS = 32

@@ -40,7 +40,7 @@ def choose_transport(engine: Engine, model: nn.Module, config: RuntimeConfig) ->
             )
         except Unsupported as error:
             why_not = f"{why_not}; recorded copies will not do ({error})"
-    return LocalTransport(source, engine, plan, why_not_shared=why_not)
+    return LocalTransport(source, engine, plan, why_not_shared=why_not, verify=config.verify)
 
 
 def record_plan(engine: Engine, source: ModuleSource) -> tuple[dict[str, torch.Tensor], LoadPlan]:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+import torch
+
 from colo.errors import TransferError
+from colo.memory.checksum import Checksums, values
 from colo.memory.fence import wait_for_queued
+from colo.memory.tiles import WORD_BYTES, in_words
+from colo.units import align_up
 from colo.weights.load_plan import LoadPlan
 from colo.weights.sources.module import ModuleSource
 
@@ -18,8 +24,12 @@ class LocalTransport:
 
     name = "local"
 
-    def __init__(self, source: ModuleSource, engine: Engine, plan: LoadPlan, *, why_not_shared: str) -> None:
+    def __init__(
+        self, source: ModuleSource, engine: Engine, plan: LoadPlan, *, why_not_shared: str, verify: bool = True
+    ) -> None:
         self.source = source
+        self._verify = verify
+        self._sums: list[int] | None = None
         self._engine = engine
         self._plan = plan
         how = f"{len(plan.copies)} recorded copies are replayed"
@@ -35,8 +45,12 @@ class LocalTransport:
             for device in {copy.target.device for copy in self._plan.copies}:
                 wait_for_queued(device)  # what goes to another GPU ends in that one's stream
             return num_bytes
+        self._sums = None
         self.source.given_to(lambda tensors: self._engine.load_weights(tensors.items()))
-        return sum(tensor.numel() * tensor.element_size() for tensor in self.source.tensors().values())
+        tensors = self.source.tensors()
+        if self._verify:
+            self._sums = _checksums(tensors)
+        return sum(tensor.nbytes for tensor in tensors.values())
 
     def verify(self) -> None:
         """Compare every byte that the plan copied. Raises: `TransferError` naming the tensors that differ."""
@@ -45,11 +59,37 @@ class LocalTransport:
             raise TransferError(f"{len(different)} tensors differ after the transfer, {different[0]} for one")
 
     def is_current(self) -> bool:
-        """Whether every byte that the plan copies is equal; true where the plan has fallbacks and cannot tell."""
-        return bool(self._plan.fallbacks) or not self._plan.differences(self.source.tensors())
+        """Whether every byte that the plan copies is equal or, where the engine's loader is used, what it was given."""
+        tensors = self.source.tensors()
+        if not self._plan.fallbacks:
+            return not self._plan.differences(tensors)
+        return not self._verify or (self._sums is not None and self._sums == _checksums(tensors))
 
     def reconnect(self) -> None:
         """Do nothing: recorded copies go to memory that has outlived the engine, or through its loader."""
 
     def close(self) -> None:
         """Do nothing."""
+
+
+def _checksums(tensors: Mapping[str, torch.Tensor]) -> list[int]:
+    """Of every tensor, by device."""
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
+    for tensor in tensors.values():
+        by_device.setdefault(tensor.device, []).append(_words(tensor))
+    return [
+        value
+        for device, words in by_device.items()
+        for value in values([Checksums([(n, 0, part) for n, part in enumerate(words)], len(words), device).compute()])
+    ]
+
+
+def _words(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor's memory as words, or that of a copy without gaps, filled up with zeros."""
+    words = in_words(tensor)
+    if words is not None:
+        return words
+    data = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    whole = data.new_zeros(align_up(data.numel(), WORD_BYTES))
+    whole[: data.numel()] = data
+    return whole.view(torch.int32)
