@@ -13,7 +13,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch.optim import AdamW
-from transformers import AutoModelForCausalLM, Gemma4TextConfig, OPTConfig
+from transformers import AutoModelForCausalLM, Gemma4TextConfig, LlamaConfig, OPTConfig, Qwen3MoeConfig
 
 import colo
 from colo.config import RuntimeConfig
@@ -418,6 +418,37 @@ def test_starting_again_initializes_no_weights_of_the_trainer(launch, prompts, m
     assert all(torch.equal(a, b) for a, b in zip(weights, rt.model.parameters(), strict=True))
     assert mismatch(rt.model, rt.generate(prompts, **GREEDY)) < CLOSE
     assert rt.bytes_synced == 0
+
+
+def test_an_output_layer_that_becomes_the_embedding_holds_no_memory(launch, tiny, prompts, mismatch):
+    rt = launch(model=tiny(LlamaConfig, vocab_size=150_016))
+    embedding_bytes = rt.model.get_input_embeddings().weight.nbytes
+    assert embedding_bytes > 32 * MIB  # which has memory by itself
+    store = rt.engine._store
+    assert embedding_bytes < store.size_bytes < 2 * embedding_bytes
+    os.kill(rt.engine.pids[0], signal.SIGKILL)
+    with pytest.raises(EngineLost, match=r"call recover\(\)"):
+        within(2 * DEADLINE_S, rt.generate, prompts, **GREEDY)
+    rt.recover()
+    assert store.size_bytes < 2 * embedding_bytes
+    assert mismatch(rt.model, rt.generate(prompts, **GREEDY)) < 3 * CLOSE  # of so many tokens
+    assert rt.bytes_synced == 0
+
+
+def test_experts_that_vllm_packs_are_trained_reloaded_and_recovered(launch, tiny, prompts, mismatch):
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
+    rt = launch(model=tiny(Qwen3MoeConfig, tie_word_embeddings=False, **experts))
+    assert "the engine's own loader is used" in rt.transport.reason
+    weights_bytes = sum(p.nbytes for p in rt.model.parameters())
+    for published in range(2, 4):  # once as it was launched
+        assert mismatch(rt.model, rt.generate(prompts, **GREEDY)) < CLOSE
+        assert rt.bytes_synced == published * weights_bytes
+        train_step(rt)
+    os.kill(rt.engine.pids[0], signal.SIGKILL)
+    with pytest.raises(EngineLost, match=r"call recover\(\)"):
+        within(2 * DEADLINE_S, rt.generate, prompts, **GREEDY)
+    rt.recover()
+    assert mismatch(rt.model, rt.generate(prompts, **GREEDY)) < CLOSE
 
 
 def test_several_workers_map_their_slices_and_one_that_is_killed_takes_the_engine_with_it(launch, prompts, mismatch):

@@ -7,9 +7,10 @@ it is the worker's own and can be exported later.
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -17,6 +18,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
@@ -42,6 +44,9 @@ class Source(Protocol):
     def take(self, size_bytes: int) -> torch.Tensor:
         """More memory, uint8, shape [size_bytes]."""
 
+    def drop(self, unused: Mapping[int, StorageWeakRef]) -> None:
+        """No parameter lies in these, by their order: they may go once nothing else does."""
+
     def done(self) -> None:
         """All of it holds weights as they were loaded."""
 
@@ -63,15 +68,20 @@ class OwnMemory:
         self._slabs.append(Slab(size_bytes, self._device))
         return self._slabs[-1].bytes
 
+    def drop(self, unused: Mapping[int, StorageWeakRef]) -> None:
+        """Let go of slabs, which whoever still uses one keeps."""
+        for index in unused:
+            self._slabs[index].close()
+
     def done(self) -> None:
         """Do nothing."""
 
     def close(self) -> None:
         """Do nothing: the memory is the model's."""
 
-    def describe(self, *, to_pid: int) -> list[Description]:
-        """Every slab for another process."""
-        return [slab.describe(to_pid=to_pid) for slab in self._slabs]
+    def describe(self, *, to_pid: int) -> list[Description | None]:
+        """Every slab for another process; `None` for those that have been dropped."""
+        return [slab.describe(to_pid=to_pid) if slab.bytes.numel() else None for slab in self._slabs]
 
 
 @dataclass
@@ -130,6 +140,17 @@ class Placement:
     def checksums(self) -> tuple[int, ...]:
         """Of every slab."""
         return tuple(checksum(slab) for slab in self.slabs)
+
+    def drop_unused(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Give slabs back in which none of `tensors` lies: that of an output layer which has become tied, for one."""
+        used = {place[0] for tensor in tensors if (place := self.locate(tensor)) is not None}
+        unused = {
+            index: StorageWeakRef(slab.untyped_storage()) for index, slab in enumerate(self.slabs) if index not in used
+        }
+        self._room = None
+        for index in unused:
+            self.slabs[index] = torch.empty(0, dtype=torch.uint8)
+        self.source.drop(unused)
 
     def _take(self, size_bytes: int) -> torch.Tensor:
         start_s = time.perf_counter()
@@ -210,6 +231,8 @@ class ColoModelLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM ships no t
                 placement.outside[name] = f"{type(module).__name__} keeps a tensor derived from weights"
         if placement.checksums() != placement.loaded_as:
             placement.outside["weights"] = "vLLM's post-processing changes weights in place"
+        plain = (tensor for _, _, tensor in _plain_tensors(model))
+        placement.drop_unused(itertools.chain(model.parameters(), model.buffers(), plain))
         if not placement.outside:  # else a restart has to load and process anew
             source.done()
         source.close()

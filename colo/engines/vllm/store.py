@@ -7,6 +7,7 @@ the weights, and a new worker asks for the same pieces in the same order and fin
     worker                                     store (trainer)
     {"op": "hello", "rank", "pid", "device"}   -> {"fill": true}          whether a checkpoint has to be read
     {"op": "slab", "size_bytes"}               -> a slab's description    as often as it takes
+    {"op": "drop", "indices"}                  -> {}                      slabs that no parameter lies in after all
     {"op": "done"}                             -> {}                      from here on the content counts
 
 Nothing is sent while the worker reads its checkpoint, so the store waits for as long as the worker lives.
@@ -27,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from colo.errors import TransferError
 from colo.memory.checksum import checksum
@@ -68,7 +70,7 @@ class WeightStore:
     @property
     def size_bytes(self) -> int:
         """Bytes of all slabs."""
-        return sum(slab.size_bytes for memory in self._by_rank.values() for slab in memory.slabs)
+        return sum(slab.bytes.numel() for memory in self._by_rank.values() for slab in memory.slabs)
 
     def slabs(self, rank: int) -> list[torch.Tensor]:
         """The bytes of every slab of one worker, uint8."""
@@ -81,6 +83,7 @@ class WeightStore:
             for rank, memory in self._by_rank.items()
             if memory.filled
             for index, slab in enumerate(memory.slabs)
+            if slab.bytes.numel()
         }
 
     def close(self) -> None:
@@ -129,6 +132,10 @@ class WeightStore:
         memory = self._by_rank[rank]
         if request["op"] == "slab":
             return self._next_slab(memory, request["size_bytes"]).describe(to_pid=hello["pid"])
+        if request["op"] == "drop":
+            for index in request["indices"]:
+                memory.slabs[index].close()
+            return {}
         memory.filled = True
         return {}
 
@@ -143,6 +150,8 @@ class WeightStore:
                 f"piece {index} of the weights has {format_bytes(size_bytes)} now, which is not what the first engine "
                 "asked for: start it with the same model and options, or build a new runtime"
             )
+        if not memory.slabs[index].bytes.numel():  # dropped, as it will be again
+            memory.slabs[index] = Slab(size_bytes, memory.device)
         return memory.slabs[index]
 
     def _device_of(self, name: str) -> torch.device:
@@ -185,6 +194,10 @@ class StoreClient:
         except TransferError as error:
             error.add_note("start the engine with share_memory=False: weights are copied to it then")
             raise
+
+    def drop(self, unused: Mapping[int, StorageWeakRef]) -> None:
+        """Give pieces back, by their order, unless something of this process still maps them."""
+        self._ask(op="drop", indices=[index for index, storage in unused.items() if storage.expired()])
 
     def done(self) -> None:
         """Say that all of it holds weights as they were loaded."""

@@ -155,8 +155,10 @@ class WorkerWeights:
             raise Unsupported("the engine keeps it on another GPU")
         return [self._opened(description) for description in answer["memory"]]
 
-    def _opened(self, description: Description) -> torch.Tensor:
-        """Memory of a worker, mapped once."""
+    def _opened(self, description: Description | None) -> torch.Tensor:
+        """Memory of a worker, mapped once; `None` is for what nothing lies in."""
+        if description is None:
+            return torch.empty(0, dtype=torch.uint8)
         key = repr(description)
         if key not in self._mapped:
             self._mapped[key] = open_slab(description, self._connection.device)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from colo.engines.vllm.sleep import WorkerSegments
 from colo.engines.vllm.staging import end_bytes, staged
 from colo.memory.fence import wait_for_queued
 from colo.memory.probe import device_id, torch_pinned_bytes
+from colo.memory.slab import Description
 from colo.memory.window import Window, why_not_mapped
 from colo.phases.phase import ENGINE_KV_CACHE, ENGINE_WEIGHTS, Residency
 from colo.weights.load_plan import LoadPlan
@@ -140,7 +142,7 @@ class WorkerAgent:
                 continue
             target = [place, dtype_name(copy.target), tuple(copy.target.shape), copy.target.stride()]
             copies.append([copy.name, copy.shape, copy.stride, copy.offset, *target])
-        memory = allocations.memory
+        memory: Sequence[Description | None] = allocations.memory
         if self._placement is not None and isinstance(self._placement.source, OwnMemory):
             memory = self._placement.source.describe(to_pid=to_pid)
         return {"copies": copies, "fallbacks": fallbacks, "memory": memory, "unused": sorted(plan.unused)}

@@ -4,8 +4,9 @@ import os
 from types import SimpleNamespace
 
 import pytest
+import torch
 
-from colo.engines.base import EngineState, SamplingParams
+from colo.engines.base import AdapterWeights, EngineState, SamplingParams
 from colo.engines.vllm.engine import VLLMEngine
 from colo.errors import PhaseError, StaleWeights, TransferError
 
@@ -31,11 +32,13 @@ class FakeLLM:
         self.held = dict(SIZES)
         self.told = []
         self.received = []
+        self.asked = []
         self.receiving_fails = False
 
     def collective_rpc(self, method, args):
         assert method == "colo"
         operation, arguments = args
+        self.asked.append(operation)
         return [getattr(self, operation, dict)(**arguments)]
 
     def describe(self, same_process, probe):
@@ -96,6 +99,33 @@ def test_a_version_is_not_held_while_the_weights_are_away(engine, llm):
     assert engine.state is EngineState.ASLEEP
     engine.commit(2)
     assert (engine.weights_version, llm.told) == (2, ["1", "2"])
+
+
+ADAPTER = AdapterWeights(a={"q_proj": torch.zeros(2, 4)}, b={"q_proj": torch.zeros(4, 2)}, scalings={"q_proj": 1.0})
+UPDATES = {
+    "load_weights": lambda engine: engine.load_weights([("norm.weight", torch.zeros(4))]),
+    "begin": lambda engine: engine.receive("begin", version=2, digest=""),
+    "copy": lambda engine: engine.receive("copy", verify=True),
+    "differences": lambda engine: engine.receive("differences"),
+    "all steps": lambda engine: engine.receive_all([("begin", {"version": 2, "digest": ""}), ("copy", {})]),
+    "load_adapter": lambda engine: engine.load_adapter("policy", ADAPTER),
+    "replace_adapter": lambda engine: engine.replace_adapter("policy@1", "policy@2", ADAPTER),
+    "record_plan": lambda engine: engine.record_plan({"norm.weight": torch.zeros(4)}),
+    "share_weights": lambda engine: engine.share_weights(),
+}
+
+
+@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize("update", UPDATES.values(), ids=UPDATES.keys())
+def test_no_worker_is_asked_to_touch_weights_that_are_away(engine, llm, update, level):
+    engine.commit(1)
+    engine.sleep(level)
+    llm.asked.clear()
+    with pytest.raises(PhaseError, match="weights are (offloaded|discarded) and it cannot .*: wake them first"):
+        update(engine)
+    assert llm.asked == []
+    engine.wake()
+    assert engine.state is not EngineState.ASLEEP
 
 
 @pytest.mark.parametrize("fails", [False, True])

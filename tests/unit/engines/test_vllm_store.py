@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from colo.engines.vllm import store as module
 from colo.engines.vllm.store import StoreClient, WeightStore
@@ -67,6 +68,25 @@ def wait_until(condition, seconds=5.0):
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def test_pieces_that_nothing_uses_are_given_back_and_taken_anew_by_the_next_worker(store):
+    with worker(store) as client:
+        pieces = [client.take(size_bytes) for size_bytes in SIZES]
+        for piece in pieces:
+            piece.fill_(7)
+        storages = {index: StorageWeakRef(pieces[index].untyped_storage()) for index in (0, 2)}
+        mapped = pieces[2].view(-1)
+        del piece, pieces[2], pieces[0]
+        client.drop(storages)
+        client.done()
+    assert store.size_bytes == SIZES[1] + SIZES[2]
+    assert store.checksums().keys() == {(0, 1), (0, 2)}
+    assert mapped.eq(7).all()
+    with worker(store) as again:
+        assert not again.fill
+        assert [again.take(size_bytes)[0].item() for size_bytes in SIZES] == [0, 7, 7]
+    assert store.size_bytes == sum(SIZES)
 
 
 @pytest.mark.parametrize("pid", [1, os.getpid()], ids=["another process", "the same process"])
