@@ -7,7 +7,7 @@ import torch
 torch.set_num_threads(1)
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-# `pytest -m gpu -n 2 --dist loadfile` gives each of its workers a GPU of its own; a file that needs two is skipped then.
+# `pytest -m gpu -n 2 --dist loadfile` gives each of its workers a GPU of its own; files that need two are skipped then.
 if "PYTEST_XDIST_WORKER" in os.environ and torch.cuda.device_count() > 1:
     number = int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw"))
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", str(number % torch.cuda.device_count()))
