@@ -168,8 +168,8 @@ def _share(
     kv_cache = next((segment for segment in engine.segments if segment.name == ENGINE_KV_CACHE), None)
     if kv_cache is not None and kv_cache.away is None and engine.device.type == "cuda":
         warnings.warn(
-            "the engine's KV cache stays on the device while the trainer works, since it is not in vLLM's sleep pool: "
-            "start vLLM with enable_sleep_mode=True (a server with --enable-sleep-mode)",
+            "the engine's KV cache stays on the device while the trainer works: start vLLM with enable_sleep_mode=True "
+            "(a server with --enable-sleep-mode) to let it go",
             stacklevel=3,
         )
     if is_peft_model(model):  # before any weights have moved

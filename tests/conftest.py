@@ -9,8 +9,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 # `pytest -m gpu -n 2 --dist loadfile` gives each of its workers a GPU of its own; files that need two are skipped then.
 if "PYTEST_XDIST_WORKER" in os.environ and torch.cuda.device_count() > 1:
-    number = int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw"))
-    os.environ.setdefault("CUDA_VISIBLE_DEVICES", str(number % torch.cuda.device_count()))
+    number, count = int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw")), torch.cuda.device_count()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
+    os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[number % count]
 
 
 def pytest_collection_modifyitems(config, items):

@@ -34,8 +34,11 @@ class Slabs(Protocol):
 
 
 @contextmanager
-def parameters_in(slabs: Slabs, device: torch.device, *, fill: bool) -> Iterator[None]:
-    """Have every parameter that is registered meanwhile in `slabs`, which hold weights already unless `fill`."""
+def parameters_in(slabs: Slabs, device: torch.device, *, built_on: torch.device, fill: bool) -> Iterator[None]:
+    """Have every parameter that is registered meanwhile in `slabs`, which hold weights already unless `fill`.
+
+    `built_on` is the device of the context that the model is built in, which may lack its number.
+    """
     seen: dict[int, nn.Parameter] = {}  # also keeps ids from being reused
 
     def move(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
@@ -52,29 +55,30 @@ def parameters_in(slabs: Slabs, device: torch.device, *, fill: bool) -> Iterator
         undo.callback(register_module_parameter_registration_hook(move).remove)
         if not fill:
             undo.enter_context(_NothingWrittenTo(slabs))
-        undo.enter_context(_LargeTensorsIn(slabs, device))
+        undo.enter_context(_LargeTensorsIn(slabs, built_on))
         yield
 
 
 class _LargeTensorsIn(TorchFunctionMode):
     """Makes in the slabs what `torch.empty` is asked for without a device, as it is for parameters.
 
+    The context's comes with the call then: a `torch.device`, where vLLM writes strings, or numbers, by hand.
     One that moves leaves memory behind, of which torch uses little again in vLLM's settings (`max_split_size_mb:20`).
     """
 
-    def __init__(self, slabs: Slabs, device: torch.device) -> None:
+    def __init__(self, slabs: Slabs, built_on: torch.device) -> None:
         super().__init__()
         self._slabs = slabs
-        self._device = device
+        self._built_on = built_on
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is torch.empty and not any(kwargs.get(key) for key in ("device", "out", "pin_memory")):
-            device = torch.get_default_device()
-            if device.type == self._device.type and device.index in (None, self._device.index):
-                like = torch.empty(*args, **(kwargs | {"device": "meta"}))
-                if like.nbytes > _LARGE_BYTES and like.is_contiguous() and not like.requires_grad:
-                    return self._slabs.place(like)
+        device = kwargs.get("device")
+        if func is torch.empty and isinstance(device, torch.device) and device == self._built_on:
+            plain = not kwargs.get("pin_memory") and kwargs.get("out") is None and not kwargs.get("requires_grad")
+            like = torch.empty(*args, **(kwargs | {"device": "meta"})) if plain else None
+            if like is not None and like.nbytes > _LARGE_BYTES and like.is_contiguous():
+                return self._slabs.place(like)
         return func(*args, **kwargs)
 
 

@@ -193,6 +193,11 @@ class Connection:
         if self.lost is not None:
             raise EngineLost(f"the engine is lost: {self.lost}. {self._way_back[0].upper()}{self._way_back[1:]}")
 
+    def give_up(self, cause: str) -> None:
+        """End an engine of ours that must not be used, as if it were lost."""
+        self._note_loss(cause)
+        self.close()
+
     def close(self) -> None:
         """Let go of the `vllm.LLM`, and shut it down where it is ours. Idempotent."""
         llm, self.llm = self.llm, None

@@ -362,12 +362,12 @@ class VLLMEngine:
         held = self._store.checksums() if self._store is not None else {}
         self._connect(self._start())
         now = self._store.checksums() if self._store is not None else {}
-        if changed := [key for key in held if now.get(key) != held[key]]:
+        if changed := [key for key in held.keys() & now.keys() if now[key] != held[key]]:
             cause = (
                 f"vLLM has written over weights of the trainer as it started ({len(changed)} of {len(held)} pieces): "
                 "restore them from a checkpoint, and start this model with share_memory=False"
             )
-            self.poison(cause)
+            self._connection.give_up(cause)
             raise TransferError(cause)
         self.poison("it has been started again: publish to it")
 

@@ -217,7 +217,8 @@ class ColoModelLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM ships no t
         placement = self._placement = Placement(source, device)
         compat.prefer_sleep_backend(model_config)
         with _plain_pool(placement, device), self._building:
-            self._building.enter_context(parameters_in(placement, device, fill=source.fill))
+            built_on = torch.device(vllm_config.load_config.device or vllm_config.device_config.device)
+            self._building.enter_context(parameters_in(placement, device, built_on=built_on, fill=source.fill))
             model: nn.Module = super().load_model(vllm_config, model_config, *args, **kwargs)
         if device.type == "cuda":
             torch.cuda.synchronize(device)

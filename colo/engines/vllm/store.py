@@ -173,6 +173,7 @@ class StoreClient:
         """Introduce the worker. Raises: `TransferError` when nobody answers within the deadline."""
         self._device = device
         self._address = address
+        self._is_local = False
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.settimeout(DEADLINE_S)
         try:
@@ -190,14 +191,16 @@ class StoreClient:
     def take(self, size_bytes: int) -> torch.Tensor:
         """The next piece of memory, uint8, shape [size_bytes]. Raises: `TransferError` where it cannot be mapped."""
         try:
-            return open_slab(self._ask(op="slab", size_bytes=size_bytes), self._device)
+            description = self._ask(op="slab", size_bytes=size_bytes)
+            self._is_local = description["kind"] == "local"  # whoever uses a piece then keeps it
+            return open_slab(description, self._device)
         except TransferError as error:
             error.add_note("start the engine with share_memory=False: weights are copied to it then")
             raise
 
     def drop(self, unused: Mapping[int, StorageWeakRef]) -> None:
-        """Give pieces back, by their order, unless something of this process still maps them."""
-        self._ask(op="drop", indices=[index for index, storage in unused.items() if storage.expired()])
+        """Give pieces back, by their order, unless something of another process than the store's still maps them."""
+        self._ask(op="drop", indices=[n for n, storage in unused.items() if self._is_local or storage.expired()])
 
     def done(self) -> None:
         """Say that all of it holds weights as they were loaded."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from colo.errors import TransferError
-from colo.memory.checksum import Checksums, values
+from colo.memory.checksum import Checksums, checksum, values
 from colo.memory.fence import wait_for_queued
 from colo.memory.tiles import WORD_BYTES, in_words
 from colo.units import align_up
@@ -73,23 +73,25 @@ class LocalTransport:
 
 
 def _checksums(tensors: Mapping[str, torch.Tensor]) -> list[int]:
-    """Of every tensor, by device."""
+    """Of every tensor: first of those that are whole words in a row, by device, then of copies of the others."""
     by_device: dict[torch.device, list[torch.Tensor]] = {}
+    copied = []
     for tensor in tensors.values():
-        by_device.setdefault(tensor.device, []).append(_words(tensor))
-    return [
-        value
-        for device, words in by_device.items()
-        for value in values([Checksums([(n, 0, part) for n, part in enumerate(words)], len(words), device).compute()])
+        words = in_words(tensor)
+        if words is not None:
+            by_device.setdefault(tensor.device, []).append(words)
+        else:
+            copied.append(checksum(_in_a_row(tensor)))
+    sums = [
+        Checksums([(number, 0, part) for number, part in enumerate(parts)], len(parts), device)
+        for device, parts in by_device.items()
     ]
+    return [value for of_device in sums for value in values([of_device.compute()])] + copied
 
 
-def _words(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor's memory as words, or that of a copy without gaps, filled up with zeros."""
-    words = in_words(tensor)
-    if words is not None:
-        return words
+def _in_a_row(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy's bytes, filled up to whole words with zeros."""
     data = tensor.detach().contiguous().view(-1).view(torch.uint8)
     whole = data.new_zeros(align_up(data.numel(), WORD_BYTES))
     whole[: data.numel()] = data
-    return whole.view(torch.int32)
+    return whole

@@ -49,7 +49,7 @@ MODULES = {
 
 def build(make, memory, *, fill):
     torch.manual_seed(0)
-    with parameters_in(memory, CPU, fill=fill):
+    with parameters_in(memory, CPU, built_on=CPU, fill=fill), CPU:  # as vLLM's loaders do
         return make()
 
 
@@ -78,9 +78,9 @@ def test_one_that_is_built_again_finds_the_weights_and_writes_to_none(make):
 
 def test_a_large_parameter_is_made_there_and_other_memory_is_not():
     memory = Memory()
-    with parameters_in(memory, CPU, fill=True):
+    with parameters_in(memory, CPU, built_on=CPU, fill=True), CPU:
         large, small = torch.empty(MIB), torch.empty(1000)
-        workspace = torch.empty(MIB, device=CPU)
+        workspace = torch.empty(MIB, device="cpu")
         elsewhere = torch.empty(MIB, device="meta")
         pair = torch.empty((512, 1024), dtype=torch.int64)
     assert memory.locate(large) == (0, 0) and memory.locate(pair) is not None

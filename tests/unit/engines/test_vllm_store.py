@@ -70,6 +70,17 @@ def wait_until(condition, seconds=5.0):
         time.sleep(0.01)
 
 
+def test_pieces_are_given_back_in_the_stores_own_process_too(store):
+    with worker(store, pid=os.getpid()) as client:
+        pieces = [client.take(size_bytes) for size_bytes in SIZES]
+        storages = {1: StorageWeakRef(pieces[1].untyped_storage())}
+        used = pieces[1].fill_(7)
+        client.drop(storages)
+        client.done()
+    assert store.size_bytes == SIZES[0] + SIZES[2]
+    assert used.eq(7).all()
+
+
 def test_pieces_that_nothing_uses_are_given_back_and_taken_anew_by_the_next_worker(store):
     with worker(store) as client:
         pieces = [client.take(size_bytes) for size_bytes in SIZES]
