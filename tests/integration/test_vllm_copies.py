@@ -25,7 +25,7 @@ pytestmark = [
 ]
 
 GREEDY = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
-CLOSE = 3e-5
+CLOSE = 1e-5
 WAYS = ["copy", "staged"]
 
 
@@ -116,7 +116,7 @@ def test_where_workers_map_nothing_of_the_gpu_host_memory_is_in_between(launch, 
     with torch.no_grad():
         rt.model.get_base_model().model.norm.weight.mul_(1.5)
     with rt.rollout():
-        assert mismatch(rt.model, rt.generate(prompts, **GREEDY)) < CLOSE
+        assert mismatch(rt.model, rt.generate(prompts, **GREEDY)) < 1.5 * CLOSE  # as the logits, and their rounding
     assert rt.bytes_synced == sent + base_bytes
 
 
