@@ -178,13 +178,13 @@ def test_where_cuda_ipc_maps_nothing_host_memory_is_in_between():
     rt.close()
 
 
-@pytest.mark.parametrize("own_process", [True, False])
-def test_later_versions_of_an_adapter_are_written_in_place(own_process):
+@pytest.mark.parametrize(("own_process", "enforce_eager"), [(True, True), (False, True), (True, False)])
+def test_later_versions_of_an_adapter_are_written_in_place(own_process, enforce_eager):
     pytest.importorskip("vllm")
     rt = colo.launch(
         config(),
         engine="vllm",
-        engine_options=OPTIONS | {"share_memory": True, "own_process": own_process},
+        engine_options=OPTIONS | {"share_memory": True, "own_process": own_process, "enforce_eager": enforce_eager},
         lora=LoraConfig(r=8, lora_alpha=16, target_modules="all-linear"),
         optimizer=lambda params: AdamW(params, lr=1e-2, fused=True),
         device=CUDA,
@@ -194,7 +194,10 @@ def test_later_versions_of_an_adapter_are_written_in_place(own_process):
     for step in range(3):
         train_step(rt, step)
         with rt.rollout():
-            assert difference(rt.model, rt.generate(PROMPTS, max_tokens=16, temperature=0)) < 0.02
+            sampled = rt.generate(PROMPTS, max_tokens=16, temperature=0)
+        assert difference(rt.model, sampled) < 0.02
+        with rt.model.disable_adapter():
+            assert difference(rt.model, sampled) > 0.02
     assert rt.engine.adapter_refusal is None
     assert rt.bytes_synced == 0
     assert all(torch.equal(base[n], p) for n, p in rt.model.named_parameters() if n in base)
