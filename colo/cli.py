@@ -196,10 +196,21 @@ def bench_offload(device: str | None, size: str | None, json_path: Path | None) 
 @device_option
 @json_option
 def bench_share(shape_name: str, device: str | None, json_path: Path | None) -> None:
-    """vLLM on the trainer's weights: publication, generation, a killed engine; recorded copies for 30B-A3B."""
+    """vLLM on the trainer's weights: publication, growth, a killed engine; recorded copies for 30B-A3B."""
     from colo.bench import share
 
     _run_bench(lambda tell: share.run(shape_name=shape_name, device=_default_device(device), tell=tell), json_path)
+
+
+@bench.command("generation")
+@click.option("--shape", "shape_name", type=click.Choice(["0.6b", "8b"]), default="0.6b", help="Qwen3's shapes.")
+@device_option
+@json_option
+def bench_generation(shape_name: str, device: str | None, json_path: Path | None) -> None:
+    """Tokens a second of vLLM on the trainer's weights, beside stock vLLM on its own."""
+    from colo.bench import generation
+
+    _run_bench(lambda tell: generation.run(shape_name=shape_name, device=_default_device(device), tell=tell), json_path)
 
 
 @bench.command("sync")

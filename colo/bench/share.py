@@ -1,7 +1,7 @@
 """`colo bench share`: weights that trainer and engine have in common, or that reach the engine by recorded copies.
 
-0.6B: publication, generation on mapped weights beside stock vLLM, growth, and a killed engine. 30B-A3B: recorded copies
-beside `load_weights`, whole and a tensor at a time.
+0.6B: publication, growth, and a killed engine, whose restart stands beside starts of stock vLLM. 30B-A3B: recorded
+copies beside `load_weights`, whole and a tensor at a time.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import psutil
@@ -43,8 +42,6 @@ from colo.units import GIB
 from colo.weights.mismatch import logprob_difference
 from colo.weights.sources.checkpoint import checkpoint_views
 
-ROUNDS = 8
-
 
 def run(*, shape_name: str, device: str, tell: Tell = lambda text: None) -> Result:
     """Measure one shape; on a CPU with a tiny one, which shows that it works and no more."""
@@ -69,20 +66,15 @@ def _one_copy(config: PretrainedConfig, folder: str, device: torch.device, size:
         start_s = time.perf_counter()
         llm = stock(folder, device, size)
         stock_starts_s.append(time.perf_counter() - start_s)
-        if len(stock_starts_s) == 1:
-            shut_down(llm)
-            clear(device)
+        shut_down(llm)
+        del llm
+        clear(device)
     tell("engine in its own process")
     start_s = time.perf_counter()
     rt = launched(config, device, size)
     started_s = time.perf_counter() - start_s
     yield _publication(rt, "own process")
     wait_for_pinning([psutil.Process().pid])
-    tell("generation of both, in turns")
-    yield _generation(rt, llm, size)
-    shut_down(llm)
-    del llm
-    clear(device)
     tell(f"{size.cycles} cycles")
     yield _growth(rt, size)
     tell("kill and restart")
@@ -111,28 +103,6 @@ def _publication(rt: Runtime, where: str) -> Row:
         "median_s": statistics.median(times),
         "slowest_s": max(times),
         "unchanged_check_s": statistics.median(seconds(rt.transport.verify) for _ in range(20)),
-    }
-
-
-def _generation(rt: Runtime, stock_llm: Any, size: Size) -> Row:
-    """Tokens a second of ours and of stock vLLM, each on weights of its own kind, in turns."""
-    from vllm import SamplingParams
-
-    params = SamplingParams(max_tokens=size.new_tokens, temperature=1.0, ignore_eos=True, detokenize=False)
-    prompts = [{"prompt_token_ids": ids} for ids in size.token_ids]
-    ours: list[float] = []
-    others: list[float] = []
-    for _ in range(ROUNDS):
-        for llm, times in ((stock_llm, others), (rt.engine.llm, ours)):  # type: ignore[attr-defined]
-            llm.reset_prefix_cache()
-            times.append(seconds(partial(llm.generate, prompts, params, use_tqdm=False)))
-    tokens = size.prompts * size.new_tokens
-    rate, stock_rate = (tokens / statistics.median(times[1:]) for times in (ours, others))
-    return {
-        "way": "generation, own process, mapped weights",
-        "tokens_per_s": rate,
-        "stock_tokens_per_s": stock_rate,
-        "of_stock": rate / stock_rate,
     }
 
 

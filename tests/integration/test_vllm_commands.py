@@ -159,6 +159,13 @@ def test_the_benchmark_of_sharing_measures_publication_growth_and_a_restart(tmp_
     assert max(restart["gap_before"], restart["gap_after"]) < 1e-4
 
 
+def test_the_benchmark_of_generation_sets_mapped_weights_beside_stock_vllm(tmp_path):
+    rows = bench(tmp_path, "generation", "--shape", "0.6b")
+    ours = rows["colo, mapped weights"]
+    assert ours["least"] <= ours["of_stock"] <= ours["most"]
+    assert min(row["tokens_per_s"] for row in rows.values()) > 0
+
+
 def test_the_benchmark_of_a_step_sets_ours_beside_two_copies(tmp_path):
     rows = bench(tmp_path, "step", "--shape", "0.6b")
     assert rows["colo, own process"]["synced_bytes"] == 0

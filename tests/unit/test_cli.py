@@ -97,7 +97,7 @@ def test_help_lists_the_commands(colo):
         ["demo"],
         ["plan"],
         ["doctor"],
-        *(["bench", name] for name in ("offload", "logprob", "lora", "share", "sleep", "step", "sync")),
+        *(["bench", name] for name in ("offload", "generation", "logprob", "lora", "share", "sleep", "step", "sync")),
     ],
     ids=" ".join,
 )

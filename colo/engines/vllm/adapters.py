@@ -160,13 +160,17 @@ class SlotPlan:
 
     slot: int
     zeroed: list[torch.Tensor]
+    """Without those that a copy covers as a whole."""
+
     copies: list[tuple[list[torch.Tensor], list[torch.Tensor]]]
     """Destinations and sources. Two lists, since torch copies one in a few kernels where both sides are dense and laid
     out alike, and tensor by tensor where a single pair is not."""
 
     @classmethod
     def of(cls, slot: int, zeroed: list[torch.Tensor], copies: Sequence[_Copy]) -> SlotPlan:
-        """A plan of recorded copies."""
+        """A plan of what was recorded."""
+        covered = {(t.data_ptr(), t.numel()) for t, _ in copies if t.is_contiguous()}
+        zeroed = [t for t in zeroed if not (t.is_contiguous() and (t.data_ptr(), t.numel()) in covered)]
         alike = [(t, s) for t, s in copies if _is_dense(t, s)]
         others = [(t, s) for t, s in copies if not _is_dense(t, s)]
         lists = [([t for t, _ in pairs], [s for _, s in pairs]) for pairs in (alike, others) if pairs]
@@ -178,7 +182,8 @@ class SlotPlan:
 
         Ordering: on the current stream; nothing may be generating.
         """
-        torch._foreach_zero_(self.zeroed)
+        if self.zeroed:
+            torch._foreach_zero_(self.zeroed)
         for targets, sources in self.copies:
             torch._foreach_copy_(targets, sources)
 
@@ -208,9 +213,14 @@ class _Matrices:
     @torch.no_grad()
     def write(self, tensors: Mapping[str, torch.Tensor], scalings: Mapping[str, float]) -> None:
         """Take over the values of `tensors`. Scaled in their own dtype, so that rounding to the engine's comes last."""
-        a = [tensors[name] for name in self._a]
-        b = torch._foreach_mul([tensors[name] for name in self._b], [scalings[module] for module in self._modules])
-        torch._foreach_copy_(list(self.by_name.values()), [*a, *b])
+        mine = list(self.by_name.values())
+        a, b = ([tensors[name] for name in names] for names in (self._a, self._b))
+        factors = [scalings[module] for module in self._modules]
+        if all(tensor.dtype == mine[0].dtype for tensor in b) and all(map(_is_power_of_two, factors)):
+            torch._foreach_copy_(mine, [*a, *b])
+            torch._foreach_mul_(mine[len(a) :], factors)  # on a CPU this rounds the factors too
+        else:
+            torch._foreach_copy_(mine, [*a, *torch._foreach_mul(b, factors)])
 
     def why_not_covered(self, copies: Sequence[_Copy], shards: int) -> str | None:
         """Why `copies` are not all that activating them does, or `None`.
@@ -256,6 +266,10 @@ class _Recorder(TorchDispatchMode):
             self.zeroed.append(args[0])
             return True
         return False
+
+
+def _is_power_of_two(factor: float) -> bool:
+    return math.frexp(factor)[0] == 0.5
 
 
 def _is_dense(target: torch.Tensor, source: torch.Tensor) -> bool:

@@ -21,6 +21,9 @@ FORMAT_KEY = "colo_load_format"
 """vLLM's load format for what is read into that memory, such as `auto` or `dummy`."""
 
 
+LOGPROBS_MODE = "processed_logprobs"
+"""vLLM's name for log-probabilities of the distribution that was sampled from, which training needs."""
+
 BITSANDBYTES = "bitsandbytes"
 """vLLM's name of the quantization that packs weights to 4 bits as they are read."""
 
@@ -89,7 +92,7 @@ def llm_options(
         "kv_cache_memory_bytes": kv_cache_bytes,
         "gpu_memory_utilization": compat.smallest_utilization(),
         "worker_extension_cls": plugin.WORKER_EXTENSION,
-        "logprobs_mode": "processed_logprobs",  # of the distribution that was sampled from
+        "logprobs_mode": LOGPROBS_MODE,
         "enable_sleep_mode": device.type == "cuda",
         "skip_tokenizer_init": Path(model).is_dir() and not any(Path(model).glob("tokenizer*")),
     }
