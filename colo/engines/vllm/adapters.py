@@ -251,6 +251,8 @@ class _Recorder(TorchDispatchMode):
         self.copies: list[_Copy] = []
         self.refusal: str | None = None
         self._known = {_address(tensor) for tensor in known}
+        self._targets: dict[int, list[torch.Tensor]] = {}
+        """Of the copies, by their memory."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -261,15 +263,22 @@ class _Recorder(TorchDispatchMode):
     def _note(self, func: Any, args: Any) -> bool:
         if func is torch.ops.aten.copy_.default and _address(args[1]) in self._known:
             self.copies.append((args[0], args[1]))
+            self._targets.setdefault(_address(args[0]), []).append(args[0])
             return True
-        if func.overloadpacket is torch.ops.aten.fill_ and float(args[1]) == 0:
+        if func.overloadpacket is torch.ops.aten.fill_ and float(args[1]) == 0 and not self._is_copied_to(args[0]):
             self.zeroed.append(args[0])
             return True
         return False
 
+    def _is_copied_to(self, zeroed: torch.Tensor) -> bool:
+        """Whether an earlier copy may have written there: zeros come first when it is all done again."""
+        return any(_overlap(zeroed, target) for target in self._targets.get(_address(zeroed), ()))
+
 
 def _is_power_of_two(factor: float) -> bool:
-    return math.frexp(factor)[0] == 0.5
+    """And one that every dtype has."""
+    mantissa, exponent = math.frexp(factor)
+    return mantissa == 0.5 and abs(exponent) < 14
 
 
 def _is_dense(target: torch.Tensor, source: torch.Tensor) -> bool:
@@ -278,6 +287,17 @@ def _is_dense(target: torch.Tensor, source: torch.Tensor) -> bool:
 
 def _address(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
+
+
+def _overlap(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Whether the memory from the first to the last element of one meets that of the other."""
+    (a, b), (c, d) = ((t.data_ptr(), t.data_ptr() + _span_bytes(t)) for t in (left, right))
+    return a < d and c < b
+
+
+def _span_bytes(tensor: torch.Tensor) -> int:
+    steps = ((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (1 + sum(steps)) * tensor.element_size() if tensor.numel() else 0
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

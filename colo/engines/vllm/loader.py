@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -25,7 +26,8 @@ from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from colo.engines.vllm import compat
 from colo.engines.vllm.building import parameters_in
 from colo.engines.vllm.options import FORMAT_KEY, STORE_KEY
-from colo.engines.vllm.store import StoreClient
+from colo.engines.vllm.store import Layout, StoreClient
+from colo.errors import TransferError
 from colo.memory.checksum import checksum
 from colo.memory.region import ALIGNMENT_BYTES
 from colo.memory.slab import Description, Slab
@@ -41,13 +43,16 @@ class Source(Protocol):
     fill: bool
     """Whether a checkpoint has to be read into them."""
 
+    layout: Layout
+    """Where the weights lay in the end when that was done; empty before."""
+
     def take(self, size_bytes: int) -> torch.Tensor:
         """More memory, uint8, shape [size_bytes]."""
 
     def drop(self, unused: Mapping[int, StorageWeakRef]) -> None:
         """No parameter lies in these, by their order: they may go once nothing else does."""
 
-    def done(self) -> None:
+    def done(self, layout: Layout) -> None:
         """All of it holds weights as they were loaded."""
 
     def close(self) -> None:
@@ -58,6 +63,7 @@ class OwnMemory:
     """Slabs of this process, kept so that they can be exported."""
 
     fill = True
+    layout: Layout = MappingProxyType({})
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -73,7 +79,7 @@ class OwnMemory:
         for index in unused:
             self._slabs[index].close()
 
-    def done(self) -> None:
+    def done(self, layout: Layout) -> None:
         """Do nothing."""
 
     def close(self) -> None:
@@ -137,6 +143,36 @@ class Placement:
                 return index, offset
         return None
 
+    def layout(self, model: nn.Module) -> Layout:
+        """Where the weights of `model` lie in the slabs."""
+        tensors = (*model.named_parameters(remove_duplicate=False), *compat.loadable_buffers(model))
+        described = ((name, self._describe(tensor)) for name, tensor in tensors if tensor.numel())
+        return {name: place for name, place in described if place is not None}
+
+    def put_back(self, model: nn.Module) -> None:
+        """Make parameters the memory in which they lay in the end when it was filled.
+
+        What reads a checkpoint may have made an output layer the embedding, or one part of a model another.
+        """
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            known = self.source.layout.get(name)
+            mine = self._describe(parameter)
+            if known is None or mine is None or known == mine or known[2:4] != mine[2:4]:
+                continue
+            index, offset, _, shape, strides = known
+            slab, size = self.slabs[index], parameter.element_size()
+            parameter.data = (
+                slab[offset : offset + slab[offset:].numel() // size * size]
+                .view(parameter.dtype)
+                .as_strided(shape, strides)
+            )
+
+    def _describe(self, tensor: torch.Tensor) -> list[Any] | None:
+        place = self.locate(tensor)
+        if place is None:
+            return None
+        return [*place, str(tensor.dtype), list(tensor.shape), list(tensor.stride())]
+
     def checksums(self) -> tuple[int, ...]:
         """Of every slab."""
         return tuple(checksum(slab) for slab in self.slabs)
@@ -197,6 +233,8 @@ class ColoModelLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM ships no t
         self._building.close()
         if self._placement is None or self._placement.source.fill:
             self._inner.load_weights(model, model_config)
+        else:
+            self._placement.put_back(model)
         if self._placement is not None:
             for _, buffer in compat.loadable_buffers(model):
                 self._placement.move_in(buffer)
@@ -235,7 +273,12 @@ class ColoModelLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM ships no t
         plain = (tensor for _, _, tensor in _plain_tensors(model))
         placement.drop_unused(itertools.chain(model.parameters(), model.buffers(), plain))
         if not placement.outside:  # else a restart has to load and process anew
-            source.done()
+            source.done(placement.layout(model))
+        elif not source.fill:
+            raise TransferError(
+                f"the engine has weights of its own, {next(iter(placement.outside.items()))}, which the first one "
+                "shared: start it with the same model and options, or build a new runtime"
+            )
         source.close()
         _placements[model] = placement
         return model

@@ -5,11 +5,13 @@ user can reach, and maps it. The engine can then live in another process, be kil
 the weights, and a new worker asks for the same pieces in the same order and finds them filled.
 
     worker                                     store (trainer)
-    {"op": "hello", "rank", "pid", "device"}   -> {"fill": true}          whether a checkpoint has to be read
+    {"op": "hello", "rank", "pid", "device"}   -> {"fill", "layout"}      whether a checkpoint has to be read
     {"op": "slab", "size_bytes"}               -> a slab's description    as often as it takes
     {"op": "drop", "indices"}                  -> {}                      slabs that no parameter lies in after all
-    {"op": "done"}                             -> {}                      from here on the content counts
+    {"op": "done", "layout"}                   -> {}                      from here on the content counts
 
+A layout says where every parameter and saved buffer lies in the end: [slab, offset in bytes, dtype, shape, strides] by
+name. A new worker hears that of the first, and is refused with another one: it would compute with something else.
 Nothing is sent while the worker reads its checkpoint, so the store waits for as long as the worker lives.
 One JSON object a line; an answer with "error" ends the conversation.
 """
@@ -40,6 +42,10 @@ DEADLINE_S = 60.0
 """How long a worker waits for an answer."""
 
 
+Layout = Mapping[str, list[Any]]
+"""[slab, offset in bytes, dtype, shape, strides] by name."""
+
+
 @dataclass
 class _Memory:
     """The slabs of one worker, in the order in which it asked for them."""
@@ -47,6 +53,17 @@ class _Memory:
     device: torch.device
     slabs: list[Slab] = field(default_factory=list)
     filled: bool = False
+    layout: Layout = field(default_factory=dict)
+    worker: object = None
+    """The connection of the worker that uses them."""
+
+
+@dataclass
+class _Worker:
+    """One connection, and how many slabs it has been given."""
+
+    rank: int = -1
+    pid: int = 0
     given: int = 0
 
 
@@ -105,42 +122,47 @@ class WeightStore:
             threading.Thread(target=self._serve, args=(connection,), name="colo-store", daemon=True).start()
 
     def _serve(self, connection: socket.socket) -> None:
-        with connection, connection.makefile("rw", encoding="utf-8") as stream:
-            hello: dict[str, Any] = {}
+        with connection, suppress(OSError), connection.makefile("rw", encoding="utf-8") as stream:  # of one that ended
+            worker = _Worker()
             for line in stream:
-                request = json.loads(line)
-                hello = request if request["op"] == "hello" else hello
+                request: dict[str, Any] = {}
                 try:
+                    request = json.loads(line)
                     with self._lock:
-                        answer = self._answer(hello, request)
+                        answer = self._answer(worker, request)
                 except Exception as error:  # noqa: BLE001 - raised by the worker; this side serves others too
                     size = f" ({format_bytes(request['size_bytes'])} asked for)" if "size_bytes" in request else ""
                     answer = {"error": f"{error}{size}"}
                 stream.write(json.dumps(answer) + "\n")
                 stream.flush()
 
-    def _answer(self, hello: Mapping[str, Any], request: Mapping[str, Any]) -> dict[str, Any]:
-        rank = hello["rank"]
+    def _answer(self, worker: _Worker, request: Mapping[str, Any]) -> dict[str, Any]:
         if request["op"] == "hello":
+            worker.pid, worker.rank = request["pid"], request["rank"]
+            rank = worker.rank
             memory = self._by_rank.get(rank)
             if memory is None or not memory.filled:
                 for slab in memory.slabs if memory is not None else ():
                     slab.close()
-                memory = self._by_rank[rank] = _Memory(self._device_of(hello["device"]))
-            memory.given = 0
-            return {"fill": not memory.filled}
-        memory = self._by_rank[rank]
+                memory = self._by_rank[rank] = _Memory(self._device_of(request["device"]))
+            memory.worker = worker
+            return {"fill": not memory.filled, "layout": memory.layout}
+        memory = self._by_rank[worker.rank]
+        if memory.worker is not worker:
+            raise TransferError(f"another worker of rank {worker.rank} has taken the place of process {worker.pid}")
         if request["op"] == "slab":
-            return self._next_slab(memory, request["size_bytes"]).describe(to_pid=hello["pid"])
+            index, worker.given = worker.given, worker.given + 1
+            return self._slab(memory, index, request["size_bytes"]).describe(to_pid=worker.pid)
         if request["op"] == "drop":
             for index in request["indices"]:
                 memory.slabs[index].close()
             return {}
-        memory.filled = True
+        if memory.filled:
+            _check_layout(memory.layout, request["layout"])
+        memory.filled, memory.layout = True, request["layout"]
         return {}
 
-    def _next_slab(self, memory: _Memory, size_bytes: int) -> Slab:
-        index, memory.given = memory.given, memory.given + 1
+    def _slab(self, memory: _Memory, index: int, size_bytes: int) -> Slab:
         if not memory.filled:
             memory.slabs.append(Slab(size_bytes, memory.device))
             return memory.slabs[-1]
@@ -166,6 +188,16 @@ class WeightStore:
         )
 
 
+def _check_layout(first: Layout, now: Layout) -> None:
+    """Raise `TransferError` when a new worker has weights elsewhere, or others, than the first one had."""
+    others = [name for name in first.keys() | now.keys() if first.get(name) != now.get(name)]
+    if others:
+        raise TransferError(
+            f"{len(others)} weights of the engine, {min(others)} for one, are not where those of the first engine "
+            "were, and it would compute with others: start it with the same model and options, or build a new runtime"
+        )
+
+
 class StoreClient:
     """A worker's side of the conversation."""
 
@@ -183,7 +215,9 @@ class StoreClient:
             raise TransferError(f"the trainer's weight store does not answer at {address}: {error}") from error
         self._stream = self._socket.makefile("rw", encoding="utf-8")
         try:
-            self.fill = bool(self._ask(op="hello", rank=rank, pid=pid, device=device_id(device))["fill"])
+            told = self._ask(op="hello", rank=rank, pid=pid, device=device_id(device))
+            self.fill = bool(told["fill"])
+            self.layout: Layout = told["layout"]
         except BaseException:
             self.close()
             raise
@@ -202,9 +236,12 @@ class StoreClient:
         """Give pieces back, by their order, unless something of another process than the store's still maps them."""
         self._ask(op="drop", indices=[n for n, storage in unused.items() if self._is_local or storage.expired()])
 
-    def done(self) -> None:
-        """Say that all of it holds weights as they were loaded."""
-        self._ask(op="done")
+    def done(self, layout: Layout) -> None:
+        """Say that all of it holds weights as they were loaded, and where each of them lies.
+
+        Raises: `TransferError` for a layout that is not that of the worker which has filled the memory.
+        """
+        self._ask(op="done", layout=dict(layout))
 
     def close(self) -> None:
         """End the conversation. Idempotent."""

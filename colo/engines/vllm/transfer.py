@@ -250,7 +250,7 @@ class ColoWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]  # a
         except Exception as error:
             raised = error if isinstance(error, ColoError) else TransferError(error_in_words(error))
             described = {"kind": type(raised).__name__, "message": str(raised) or error_in_words(raised)}
-            if raised is not error:
+            if isinstance(raised, TransferError):
                 described["traceback"] = "".join(traceback.format_exception(error))[-_TRACEBACK_CHARACTERS:]
             self._answer({"error": described})
             if raised is error:

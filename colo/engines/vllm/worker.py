@@ -65,7 +65,7 @@ def _describe(error: Exception) -> dict[str, Any]:
         described |= {"needed_bytes": error.needed_bytes, "free_bytes": error.free_bytes}
     if not isinstance(error, (errors.ColoError, ValueError)):
         described["message"] = error_in_words(error)
-    if not isinstance(error, errors.ColoError):
+    if isinstance(error, errors.TransferError) or not isinstance(error, errors.ColoError):
         described["traceback"] = "".join(traceback.format_exception(error))
     return described
 

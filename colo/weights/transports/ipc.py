@@ -90,6 +90,9 @@ class IpcTransport:
         self._sums: list[int] | None = None
         self._layout: list[tuple[str, torch.dtype, torch.Size]] = []
         self._manifest: Manifest | None = None
+        self._described: Manifest | None = None
+        """What the workers were told of."""
+
         self._why_staged = "staged through two buckets, as was asked for"
         if peer.ipc_refusal is not None:
             self._why_staged = f"staged through two buckets in host memory, since a worker says: {peer.ipc_refusal}"
@@ -100,12 +103,12 @@ class IpcTransport:
     def transfer(self, version: int = 0) -> int:
         """Copy everything and return its bytes. What workers find wrong is raised here, as `TransferError`."""
         tensors = self.source.tensors()
+        manifest = self._manifest_of(tensors)
         if self._exported is not None:
             if not self._exported.is_current(tensors):
                 self._bind(tensors)
-        elif self._staging is None:
-            self._bind(tensors)  # the last attempt failed
-        manifest = self._manifest_of(tensors)
+        elif self._staging is None or self._described is not manifest:
+            self._bind(tensors)  # the last attempt failed, or they are of other shapes or dtypes now
         checksums = None
         begin: tuple[str, dict[str, Any]] = ("begin", {"version": version, "digest": manifest.digest})
         if self._staging is not None:
@@ -134,7 +137,10 @@ class IpcTransport:
         tensors = self.source.tensors()
         if self._staging is not None:
             # Without checksums there is nothing to compare with; after a transfer that failed there are none yet.
-            return not self._verify or (self._sums is not None and self._sums == self._staging.checksums(tensors))
+            if not self._verify:
+                return True
+            known = self._sums is not None and self._described is self._manifest_of(tensors)
+            return known and self._sums == self._staging.checksums(tensors)
         if self._exported is None or not self._exported.is_current(tensors):
             return False
         wait_for_queued(self._peer.device)
@@ -169,7 +175,7 @@ class IpcTransport:
             name, why = next(iter(fallbacks.items()))
             raise Unsupported(f"{name}: {why}")
         check_taken(tensors, [answer["left_out"] for answer in answers])
-        self._exported = exported
+        self._exported, self._described = exported, self._manifest_of(tensors)
         if exported is None:
             try:
                 self._staging = _Staging(tensors, self._peer, self._bucket_bytes)

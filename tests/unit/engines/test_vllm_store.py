@@ -46,7 +46,7 @@ def load(store, sizes=SIZES, *, rank=0, pid=1):
         pieces = [client.take(size_bytes) for size_bytes in sizes]
         for index, piece in enumerate(pieces):
             piece.fill_(10 * rank + index)
-        client.done()
+        client.done({})
     return pieces
 
 
@@ -76,7 +76,7 @@ def test_pieces_are_given_back_in_the_stores_own_process_too(store):
         storages = {1: StorageWeakRef(pieces[1].untyped_storage())}
         used = pieces[1].fill_(7)
         client.drop(storages)
-        client.done()
+        client.done({})
     assert store.size_bytes == SIZES[0] + SIZES[2]
     assert used.eq(7).all()
 
@@ -90,7 +90,7 @@ def test_pieces_that_nothing_uses_are_given_back_and_taken_anew_by_the_next_work
         mapped = pieces[2].view(-1)
         del piece, pieces[2], pieces[0]
         client.drop(storages)
-        client.done()
+        client.done({})
     assert store.size_bytes == SIZES[1] + SIZES[2]
     assert store.checksums().keys() == {(0, 1), (0, 2)}
     assert mapped.eq(7).all()
@@ -106,7 +106,7 @@ def test_the_first_worker_fills_and_the_next_finds_its_weights(store, pid):
     with worker(store, pid=pid) as again:
         assert not again.fill
         found = [again.take(size_bytes) for size_bytes in SIZES]
-        again.done()
+        again.done({})
     assert [piece.unique().tolist() for piece in found] == [[0], [1], [2]]
     assert (found[0].data_ptr() == first[0].data_ptr()) is (pid == os.getpid())
     found[1].fill_(99)
@@ -135,7 +135,7 @@ def test_an_unfinished_first_start_starts_over(store):
     with worker(store) as again:
         assert again.fill
         assert not again.take(2 * MIB).any()
-        again.done()
+        again.done({})
     assert store.size_bytes == 2 * MIB
     assert not has_to_fill(store)
 
@@ -160,12 +160,50 @@ def test_a_worker_that_asks_for_other_pieces_is_refused(store, sizes):
             client.take(size_bytes)
 
 
+HEAD, EMBEDDING = [1, 0, "torch.float32", [8, 4], [4, 1]], [0, 512, "torch.float32", [8, 4], [4, 1]]
+
+
+def test_a_worker_hears_where_weights_lay_and_is_refused_with_others(store):
+    first = {"lm_head.weight": EMBEDDING, "model.embed_tokens.weight": EMBEDDING}
+    with worker(store) as client:
+        assert client.layout == {}
+        client.take(MIB)
+        client.done(first)
+    for other in (first | {"lm_head.weight": HEAD}, {"model.embed_tokens.weight": EMBEDDING}, first | {"more": HEAD}):
+        with (
+            worker(store) as again,
+            pytest.raises(TransferError, match="1 weights of the engine, (lm_head|more).* are"),
+        ):
+            assert again.layout == first
+            again.done(other)
+    with worker(store) as again:
+        again.done(first)
+
+
+def test_a_worker_whose_place_another_has_taken_is_refused(store):
+    load(store)
+    with worker(store) as old, worker(store) as new:
+        for ask in (lambda: old.take(SIZES[0]), lambda: old.drop({0: StorageWeakRef(torch.ones(1).untyped_storage())})):
+            with pytest.raises(TransferError, match="another worker of rank 0 has taken the place of process 1"):
+                ask()
+        assert [new.take(size_bytes)[0].item() for size_bytes in SIZES] == [0, 1, 2]
+
+
+def test_a_worker_that_ends_within_a_line_ends_its_own_conversation_only(store):
+    threads = len(store_threads())
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as torn:
+        torn.connect(store.address)
+        torn.sendall(b'{"op": "hel')
+    wait_until(lambda: len(store_threads()) == threads)
+    load(store)
+
+
 def test_a_checkpoint_may_take_longer_to_read_than_an_answer(store, monkeypatch):
     monkeypatch.setattr(module, "DEADLINE_S", 0.2)
     with worker(store) as client:
         client.take(MIB)
         time.sleep(0.6)
-        client.done()
+        client.done({})
     assert not has_to_fill(store)
 
 
@@ -212,7 +250,7 @@ def test_a_trainer_that_says_nothing_is_an_error_at_the_deadline(tmp_path, monke
         connection, _ = listener.accept()
         for _ in range(silent_from):
             connection.recv(4096)
-            connection.sendall(b'{"fill": true}\n')
+            connection.sendall(b'{"fill": true, "layout": {}}\n')
         held.append(connection)
 
     held = []

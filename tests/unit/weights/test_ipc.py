@@ -197,6 +197,20 @@ def test_parameters_with_new_memory_are_described_again(model, workers):
     assert workers.asked.count("bind") == 2 and workers.asked.count("release") == 1
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_parameters_of_another_dtype_are_described_again(model, workers, way):
+    transport = connect(model, workers, **WAYS[way])
+    transport.transfer()
+    model.q.data = model.q.data.double() + 1
+    model.head.data = model.head.data.float()
+    assert not transport.is_current()
+    for _ in range(2):
+        transport.transfer()
+        assert transport.is_current()
+        assert same(workers.engine.memory, workers.engine.expected(model))
+    assert workers.asked.count("bind") == 2
+
+
 def test_after_parameters_that_did_not_fit_the_repaired_ones_arrive(model, workers):
     transport = connect(model, workers)
     fitting = model.down
@@ -361,13 +375,24 @@ def test_pieces_of_a_tensor_that_was_described_with_gaps_are_refused(model, work
         connect(model, workers, **SMALL)
 
 
-def test_other_tensors_than_were_described_are_refused_before_anything_is_written(model, workers):
-    transport = connect(model, workers, **SMALL)
+@pytest.mark.parametrize("way", WAYS)
+def test_another_shape_is_refused_before_anything_is_written_and_what_fits_arrives_again(model, workers, way):
+    transport = connect(model, workers, **WAYS[way])
     before = {n: t.clone() for n, t in workers.engine.memory.items()}
-    model.q = nn.Parameter(torch.randn(9, 6))
-    with pytest.raises(TransferError, match="other tensors"):
+    fitting = model.down
+    model.down = nn.Parameter(torch.randn(6, 9))
+    with pytest.raises((TransferError, Unsupported), match="down"):
         transport.transfer()
     assert same(before, workers.engine.memory)
+    model.down = fitting
+    transport.transfer()
+    assert same(workers.engine.memory, workers.engine.expected(model))
+
+
+def test_other_tensors_than_were_described_are_refused(model, workers):
+    connect(model, workers, **SMALL)
+    with pytest.raises(TransferError, match="version 1 consists of other tensors"):
+        workers.receive("begin", version=1, digest="0" * 64)
 
 
 @pytest.mark.parametrize(
