@@ -160,12 +160,7 @@ class Placement:
             if known is None or mine is None or known == mine or known[2:4] != mine[2:4]:
                 continue
             index, offset, _, shape, strides = known
-            slab, size = self.slabs[index], parameter.element_size()
-            parameter.data = (
-                slab[offset : offset + slab[offset:].numel() // size * size]
-                .view(parameter.dtype)
-                .as_strided(shape, strides)
-            )
+            parameter.data = self.slabs[index][offset:].view(parameter.dtype).as_strided(shape, strides)
 
     def _describe(self, tensor: torch.Tensor) -> list[Any] | None:
         place = self.locate(tensor)
@@ -275,9 +270,10 @@ class ColoModelLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM ships no t
         if not placement.outside:  # else a restart has to load and process anew
             source.done(placement.layout(model))
         elif not source.fill:
+            name, why = next(iter(placement.outside.items()))
             raise TransferError(
-                f"the engine has weights of its own, {next(iter(placement.outside.items()))}, which the first one "
-                "shared: start it with the same model and options, or build a new runtime"
+                f"the engine has weights of its own, which the first one shared ({name}: {why}): start it with the "
+                "same model and options, or build a new runtime"
             )
         source.close()
         _placements[model] = placement

@@ -196,6 +196,7 @@ def test_a_worker_that_ends_within_a_line_ends_its_own_conversation_only(store):
         torn.sendall(b'{"op": "hel')
     wait_until(lambda: len(store_threads()) == threads)
     load(store)
+    assert not has_to_fill(store)
 
 
 def test_a_checkpoint_may_take_longer_to_read_than_an_answer(store, monkeypatch):
