@@ -138,8 +138,8 @@ class WeightStore:
 
     def _answer(self, worker: _Worker, request: Mapping[str, Any]) -> dict[str, Any]:
         if request["op"] == "hello":
-            worker.pid, worker.rank = request["pid"], request["rank"]
-            rank = worker.rank
+            rank = worker.rank = request["rank"]
+            worker.pid = request["pid"]
             memory = self._by_rank.get(rank)
             if memory is None or not memory.filled:
                 for slab in memory.slabs if memory is not None else ():
