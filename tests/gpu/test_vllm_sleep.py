@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tiny_vllm import CUDA, KV_CACHE_BYTES, MARKS, OPTIONS, PROMPTS, config, difference
+from tiny_vllm import CUDA, KV_CACHE_BYTES, MARKS, OPTIONS, PROMPTS, config, difference, launch, train_step
 from transformers import AutoModelForCausalLM
 
 from colo.engines.base import AdapterWeights, EngineState
@@ -106,11 +106,12 @@ def test_an_adapter_survives_every_level(pooled, level):
     pooled.remove_adapter("tuned")
 
 
-def test_an_engine_that_quantizes_is_reloaded_exactly(tmp_path):
+@pytest.mark.parametrize("own_process", [False, True], ids=["this process", "own process"])
+def test_an_engine_that_quantizes_is_reloaded_exactly(tmp_path, own_process):
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config(), dtype=torch.bfloat16)
     model.save_pretrained(tmp_path)
-    engine = engine_of(tmp_path, own_process=False, share_memory=False, enforce_eager=True, quantization="fp8")
+    engine = engine_of(tmp_path, own_process=own_process, enforce_eager=True, quantization="fp8")
     engine.commit(0)
     loaded = greedy(engine)
     plan = engine.record_plan(dict(model.named_parameters()))
@@ -124,3 +125,20 @@ def test_an_engine_that_quantizes_is_reloaded_exactly(tmp_path):
     assert [c.token_ids for c in again] == [c.token_ids for c in loaded]
     assert [c.logprobs for c in again] == [c.logprobs for c in loaded]
     engine.close()
+
+
+def test_an_engine_that_quantizes_follows_a_trainer(tmp_path):
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config(), dtype=torch.bfloat16).save_pretrained(tmp_path)
+    rt = launch(tmp_path, enforce_eager=True, quantization="fp8")
+    with rt.rollout():
+        first = rt.generate(PROMPTS, max_tokens=16, temperature=0)
+        gap = difference(rt.model, first)
+    for step in range(3):
+        train_step(rt, step)
+    with rt.rollout():
+        followed = difference(rt.model, rt.generate(PROMPTS, max_tokens=16, temperature=0))
+    moved = difference(rt.model, first)
+    rt.close()
+    assert gap < 0.1, f"before training fp8 is {gap} from bf16"
+    assert followed < moved / 3, f"after training it is {followed} from weights that have moved by {moved}"

@@ -47,11 +47,11 @@ def config(**changes):
     return Qwen3Config(**(SIZES | changes))
 
 
-def launch(*, offload="always", **options):
-    """The small Qwen3 on vLLM and in a trainer, on one copy of the weights."""
+def launch(model=None, *, offload="always", **options):
+    """The small Qwen3, or `model`, on vLLM and in a trainer, on one copy of the weights where that can be."""
     pytest.importorskip("vllm")
     return colo.launch(
-        config(),
+        model or config(),
         engine="vllm",
         engine_options=OPTIONS | options,
         optimizer=lambda params: AdamW(params, lr=1e-3, fused=True),

@@ -189,6 +189,29 @@ def test_weights_that_post_processing_changes_or_derives_from_are_no_aliases(
     assert all(why in reason for reason in plan.fallbacks.values())
 
 
+def test_weights_that_reading_a_checkpoint_derives_tensors_from_are_no_aliases(
+    tiny, engine_options, randomize, monkeypatch, tmp_path
+):
+    from vllm.model_executor.models.llama import LlamaForCausalLM
+
+    model = randomize(AutoModelForCausalLM.from_config(tiny(LlamaConfig, **UNTIED)))
+    model.save_pretrained(tmp_path)
+    load_weights = LlamaForCausalLM.load_weights
+
+    def load_and_derive(self, weights):
+        loaded = load_weights(self, weights)
+        keep_a_transposed_copy(self.model.layers[0].mlp.down_proj)
+        return loaded
+
+    monkeypatch.setattr(LlamaForCausalLM, "load_weights", load_and_derive)
+    engine = VLLMEngine(tmp_path, **engine_options)
+    parameters = ModuleSource(model).tensors()
+    plan = engine.record_plan(parameters)
+    engine.close()
+    assert plan.aliases == {}
+    assert all("Linear keeps a tensor derived from weights" in reason for reason in plan.fallbacks.values())
+
+
 @families({"llama": DENSE["llama"]})
 def test_closing_lets_go_of_the_model_and_its_memory(family, prompts):
     from colo.engines.vllm import loader

@@ -226,6 +226,7 @@ class ColoModelLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM ships no t
     def load_weights(self, model: nn.Module, model_config: Any) -> None:
         """As vLLM's own loader, unless the memory holds the weights already."""
         self._building.close()
+        self._tensors_before = {(id(module), name, t.data_ptr()) for module, name, t in _plain_tensors(model)}
         if self._placement is None or self._placement.source.fill:
             self._inner.load_weights(model, model_config)
         else:
@@ -235,7 +236,6 @@ class ColoModelLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM ships no t
                 self._placement.move_in(buffer)
             compat.keep_weights_plain(model)
             self._placement.loaded_as = self._placement.checksums()
-            self._tensors_before = {(id(module), name, t.data_ptr()) for module, name, t in _plain_tensors(model)}
 
     def load_model(self, vllm_config: Any, model_config: Any, *args: Any, **kwargs: Any) -> nn.Module:
         """Build the model over shared memory, and read the checkpoint into it where it is not there yet."""
