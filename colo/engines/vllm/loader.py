@@ -265,8 +265,6 @@ class ColoModelLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM ships no t
                 placement.outside[name] = f"{type(module).__name__} keeps a tensor derived from weights"
         if placement.checksums() != placement.loaded_as:
             placement.outside["weights"] = "vLLM's post-processing changes weights in place"
-        plain = (tensor for _, _, tensor in _plain_tensors(model))
-        placement.drop_unused(itertools.chain(model.parameters(), model.buffers(), plain))
         if not placement.outside:  # else a restart has to load and process anew
             source.done(placement.layout(model))
         elif not source.fill:
@@ -275,6 +273,8 @@ class ColoModelLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM ships no t
                 f"the engine has weights of its own, which the first one shared ({name}: {why}): start it with the "
                 "same model and options, or build a new runtime"
             )
+        plain = (tensor for _, _, tensor in _plain_tensors(model))
+        placement.drop_unused(itertools.chain(model.parameters(), model.buffers(), plain))
         source.close()
         _placements[model] = placement
         return model

@@ -44,7 +44,9 @@ def quantization_of(model: str | os.PathLike[str], options: Mapping[str, Any]) -
         )
     except OSError:  # what vLLM reads in another way, such as GGUF
         return None
-    return _method_of(found.get("quantization_config"))
+    of_text = found.get("text_config") or {}
+    places = (found.get("quantization_config"), of_text.get("quantization_config"), found.get("compression_config"))
+    return next((method for place in places if (method := _method_of(place)) is not None), None)
 
 
 def is_packed_config(found: Any) -> bool:

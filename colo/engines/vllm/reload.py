@@ -16,6 +16,7 @@ from colo.memory.region import storage_key
 from colo.weights.load_plan import tensors_in
 from colo.weights.manifest import Manifest
 from colo.weights.sources.checkpoint import checkpoint_views
+from colo.weights.sources.module import OUTPUT_LAYER, own_output_layer
 
 
 class Reload:
@@ -25,9 +26,18 @@ class Reload:
     def __init__(
         self, model: nn.Module, model_config: Any, device: torch.device, manifest: Manifest | None = None
     ) -> None:
-        """Begin. `manifest` is of everything that will be given, where that is known."""
+        """Begin. `manifest` is of everything that will be given, where that is known.
+
+        Raises: `TransferError` for one with an output layer of its own where the model's is its embedding.
+        """
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
+        self.tied = _is_tied(model)
+        """Whether the model's output layer is its embedding."""
+
+        for spec in manifest.specs if manifest is not None and self.tied else ():
+            if spec.name == OUTPUT_LAYER:
+                raise own_output_layer(spec.num_elements)
         self._model = model
         self._model_config = model_config
         self._device = device
@@ -98,6 +108,19 @@ class Reload:
     def _synchronize(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
+
+
+def _is_tied(model: nn.Module) -> bool:
+    """Whether the output layer is the embedding, whose memory a loader would write a model's own output layer to.
+
+    The configuration does not say it: vLLM 0.30 calls them untied where a checkpoint holds both, and makes them one
+    afterwards if they are equal.
+    """
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if parameter.numel() and parameter.device.type != "meta":
+            names.setdefault(parameter.data_ptr(), []).append(name)
+    return any(len(same) > 1 and any("lm_head" in name.split(".") for name in same) for same in names.values())
 
 
 class _Taken(TorchDispatchMode):

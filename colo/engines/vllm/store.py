@@ -7,8 +7,8 @@ the weights, and a new worker asks for the same pieces in the same order and fin
     worker                                     store (trainer)
     {"op": "hello", "rank", "pid", "device"}   -> {"fill", "layout"}      whether a checkpoint has to be read
     {"op": "slab", "size_bytes"}               -> a slab's description    as often as it takes
-    {"op": "drop", "indices"}                  -> {}                      slabs that no parameter lies in after all
     {"op": "done", "layout"}                   -> {}                      from here on the content counts
+    {"op": "drop", "indices"}                  -> {}                      slabs that no weight lies in after all
 
 A layout says where every parameter and saved buffer lies in the end: [slab, offset in bytes, dtype, shape, strides] by
 name. A new worker hears that of the first, and is refused with another one: it would compute with something else.
@@ -154,7 +154,8 @@ class WeightStore:
             index, worker.given = worker.given, worker.given + 1
             return self._slab(memory, index, request["size_bytes"]).describe(to_pid=worker.pid)
         if request["op"] == "drop":
-            for index in request["indices"]:
+            in_use = {place[0] for place in memory.layout.values()}
+            for index in set(request["indices"]) - in_use:
                 memory.slabs[index].close()
             return {}
         if memory.filled:

@@ -23,7 +23,7 @@ from colo.errors import ColoError, TransferError, Unsupported
 from colo.memory.probe import device_id
 from colo.memory.slab import Description, open_slab
 from colo.weights.load_plan import Copy, LoadPlan
-from colo.weights.sources.module import check_taken, noted
+from colo.weights.sources.module import OUTPUT_LAYER, check_taken, noted, own_output_layer
 
 
 class WorkerWeights:
@@ -111,31 +111,21 @@ class WorkerWeights:
     ) -> list[dict[str, int]]:
         """See `reload`. Returns what each worker has not taken whole, and leaves in `specs` what it was given."""
         call, model_type = self._connection.call, self._connection.model_type
-        call("begin_reload")
+        tied = any(call("begin_reload"))
         try:
             if not self._connection.own_process:
-                given = [[n, t.detach()] for n, t in self._checked(noted(weights, specs))]
+                given = [[n, t.detach()] for n, t in _checked(noted(weights, specs), tied=tied)]
                 call("reload", tensors=given, model_type=model_type, staging=None)
             else:
                 to_pid = self._connection.pids[0]
-                for tensors, staging in self._staging.put_groups(self._checked(noted(weights, specs)), to_pid=to_pid):
+                checked = _checked(noted(weights, specs), tied=tied)
+                for tensors, staging in self._staging.put_groups(checked, to_pid=to_pid):
                     call("reload", tensors=tensors, model_type=model_type, staging=staging)
         except BaseException:
             with suppress(ColoError):
                 call("abandon_reload")
             raise
         return call("finish_reload")
-
-    def _checked(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """The weights, unless an output layer is among them where the engine's is its embedding, which it would be."""
-        is_tied = getattr(self._connection.model_config.hf_text_config, "tie_word_embeddings", False)
-        for name, tensor in weights:
-            if is_tied and name == "lm_head.weight" and isinstance(tensor, nn.Parameter):
-                raise TransferError(
-                    f"the engine takes 0 of the {tensor.numel()} elements of {name}: its output layer is "
-                    "its embedding, and the model's is not. Start it on a checkpoint of this very architecture"
-                )
-            yield name, tensor
 
     def close(self) -> None:
         """Let go of what is mapped. Idempotent."""
@@ -163,6 +153,14 @@ class WorkerWeights:
         if key not in self._mapped:
             self._mapped[key] = open_slab(description, self._connection.device)
         return self._mapped[key]
+
+
+def _checked(weights: Iterable[tuple[str, torch.Tensor]], *, tied: bool) -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights, unless a model's own output layer is among them and the engine's is its embedding (`tied`)."""
+    for name, tensor in weights:
+        if tied and name == OUTPUT_LAYER and isinstance(tensor, nn.Parameter):
+            raise own_output_layer(tensor.numel())
+        yield name, tensor
 
 
 def _view(memory: torch.Tensor, offset_bytes: int, dtype: str, shape: Sequence[int], stride: Sequence[int]) -> Any:

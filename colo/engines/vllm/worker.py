@@ -212,10 +212,11 @@ class WorkerAgent:
 
     # ---- vLLM's own reload, where copies alone do not do -------------------------------------------------------------
 
-    def begin_reload(self) -> None:
-        """Begin a layerwise reload: until `finish_reload` the model cannot compute."""
+    def begin_reload(self) -> bool:
+        """Begin a layerwise reload: until `finish_reload` the model cannot compute. Returns `Reload.tied`."""
         device = torch.device(self._worker.device)
         self._reload = Reload(self._model, self._worker.model_config, device)
+        return self._reload.tied
 
     def reload(self, tensors: list[Any], model_type: str | None, staging: dict[str, Any] | None) -> None:
         """Load tensors: [name, tensor] within one process, else [name, dtype, shape, offset in the staging slab].

@@ -16,6 +16,9 @@ from colo.errors import TransferError
 
 T = TypeVar("T")
 
+OUTPUT_LAYER = "lm_head.weight"
+"""The output layer of a transformers model that generates, unless that is the embedding."""
+
 _COMPILED = "_orig_mod."
 _PEFT_PREFIX = "base_model.model."
 _PEFT_BASE = ".base_layer."
@@ -116,6 +119,14 @@ def check_taken(tensors: Mapping[str, torch.Tensor], left_out: Sequence[Mapping[
             "sample from another model. Start it on a checkpoint of this very architecture, sizes, biases and tied "
             "embeddings included"
         )
+
+
+def own_output_layer(num_elements: int) -> TransferError:
+    """The error for an output layer of the model's own where the engine's is its embedding, which it would become."""
+    return TransferError(
+        f"the engine takes 0 of the {num_elements} elements of {OUTPUT_LAYER}: its output layer is its embedding, and "
+        "the model's is not. Start it on a checkpoint of this very architecture"
+    )
 
 
 def plain_name(name: str) -> str:

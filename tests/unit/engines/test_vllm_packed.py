@@ -134,6 +134,8 @@ def test_a_vllm_that_cannot_pack_is_refused_with_what_to_install(monkeypatch, tm
         ({}, {"quantization": "bitsandbytes"}, "bitsandbytes"),
         ({"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}, {}, "bitsandbytes"),
         ({"quantization_config": {"quant_method": "awq"}}, {}, "awq"),
+        ({"text_config": {"quantization_config": {"quant_method": "gptq"}}}, {}, "gptq"),
+        ({"compression_config": {"quant_method": "compressed-tensors"}}, {}, "compressed-tensors"),
         ({"quantization_config": {"quant_method": "bitsandbytes"}}, {"quantization": "fp8"}, "fp8"),
     ],
 )

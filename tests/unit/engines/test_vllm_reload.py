@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from colo.engines.vllm.compat import unused
-from colo.engines.vllm.reload import _Taken
+from colo.engines.vllm.reload import _is_tied, _Taken
 
 
 def test_what_is_copied_in_part_or_not_at_all_is_left_out():
@@ -51,3 +51,19 @@ def test_weights_of_parts_that_are_left_out_are_unused():
     whole, text_only = nn.ModuleDict({"visual": nn.Linear(1, 1)}), nn.ModuleDict({"visual": StageMissingLayer()})
     assert unused(whole, names) == frozenset()
     assert unused(text_only, names) == {names[0]}
+
+
+def test_an_output_layer_is_tied_by_its_memory_whatever_the_parameter():
+    model = nn.Module()
+    model.model = nn.Module()
+    model.model.embed_tokens = nn.Embedding(8, 4)
+    model.lm_head = nn.Linear(4, 8, bias=False)
+    assert not _is_tied(model)
+    model.lm_head.weight.data = model.model.embed_tokens.weight.data
+    assert _is_tied(model)
+    model.lm_head = model.model.embed_tokens
+    assert _is_tied(model)
+    assert not _is_tied(model.to("meta"))  # where memory says nothing
+    del model.lm_head
+    model.model.also = model.model.embed_tokens
+    assert not _is_tied(model)

@@ -180,6 +180,27 @@ def test_a_worker_hears_where_weights_lay_and_is_refused_with_others(store):
         again.done(first)
 
 
+def test_a_worker_that_is_refused_takes_no_weights_along(store):
+    first = {"lm_head.weight": HEAD, "model.embed_tokens.weight": EMBEDDING}
+    with worker(store) as client:
+        for number in (1, 2, 3):
+            client.take(MIB).fill_(number)
+        client.done(first)
+        client.drop({2: StorageWeakRef(torch.ones(1).untyped_storage())})
+    assert store.size_bytes == 2 * MIB
+    with worker(store) as other:
+        pieces = [other.take(MIB) for _ in range(3)]
+        del pieces
+        gone = StorageWeakRef(torch.ones(1).untyped_storage())
+        other.drop(dict.fromkeys((1, 2), gone))
+        with pytest.raises(TransferError, match="lm_head"):
+            other.done({"model.embed_tokens.weight": EMBEDDING})
+    assert store.size_bytes == 2 * MIB
+    with worker(store) as again:
+        assert [again.take(MIB)[0].item() for _ in range(3)] == [1, 2, 0]
+        again.done(first)
+
+
 def test_a_worker_whose_place_another_has_taken_is_refused(store):
     load(store)
     with worker(store) as old, worker(store) as new:
