@@ -14,7 +14,7 @@ from torch.optim import AdamW
 import colo
 from colo.config import RuntimeConfig
 from colo.engines.base import AdapterWeights
-from colo.errors import EngineLost, StaleWeights, TransferError, Unsupported
+from colo.errors import BudgetError, EngineLost, StaleWeights, TransferError, Unsupported
 from colo.units import MIB
 from colo.weights.sources.module import ModuleSource
 from colo.weights.transports.ipc import IpcTransport
@@ -333,3 +333,23 @@ def test_under_an_adapter_the_base_is_sent_once(launch, way, prompts, mismatch):
         completions = rt.generate(prompts, **GREEDY)
     assert rt.bytes_synced > sent
     assert mismatch(rt.model, completions) < CLOSE
+
+
+def test_a_recovery_that_ended_half_way_is_ended_by_the_next_rollout(launch, prompts, mismatch, monkeypatch):
+    rt = launch("staged", lora=LoraConfig(r=4, lora_alpha=12, target_modules=["q_proj", "down_proj"]))
+    step(rt)
+    with rt.rollout():
+        rt.generate(prompts, **GREEDY)
+    os.kill(rt.engine.pids[0], signal.SIGKILL)
+    with pytest.raises(EngineLost, match="recover"), rt.rollout():
+        rt.generate(prompts, **GREEDY)
+
+    def no_room(*_):
+        raise BudgetError("no room for two buckets", needed_bytes=2, free_bytes=1)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(IpcTransport, "_bind", no_room)
+        with pytest.raises(BudgetError, match="no room for two buckets"):
+            rt.recover()
+    with rt.rollout():
+        assert mismatch(rt.model, rt.generate(prompts, **GREEDY)) < CLOSE
