@@ -439,12 +439,29 @@ def test_an_output_layer_of_the_models_own_is_refused_where_the_servers_is_its_e
         assert mismatch(rt.model, rt.generate(prompts, **GREEDY)) < CLOSE
 
 
-def partly_reload(rt):
-    """Announce every tensor, and send none."""
+def test_a_reload_that_nobody_finished_is_ended_by_the_next(packing, model, tiny, prompts, mismatch):
+    with colo.share(colo.connect(packing.url, deadline_s=DEADLINE_S), model, AdamW(model.parameters(), lr=1e-2)) as rt:
+        begin_reload(rt)
+    untied = AutoModelForCausalLM.from_config(tiny(tie_word_embeddings=False), dtype=torch.float32)
+    with pytest.raises(TransferError, match=r"lm_head\.weight: its output layer is its embedding"):
+        colo.share(colo.connect(packing.url, deadline_s=DEADLINE_S), untied, AdamW(untied.parameters()))
+    with colo.share(colo.connect(packing.url, deadline_s=DEADLINE_S), model, AdamW(model.parameters(), lr=1e-2)) as rt:
+        begin_reload(rt)
+        train_step(rt)
+        assert mismatch(rt.model, rt.generate(prompts, **GREEDY)) < CLOSE
+
+
+def begin_reload(rt):
+    """Announce every tensor."""
     rt.engine.pause()
     rt.engine.receive(
         "begin_reload", parameters=[[n, "float32", list(p.shape)] for n, p in rt.model.named_parameters()]
     )
+
+
+def partly_reload(rt):
+    """Announce every tensor, and send none."""
+    begin_reload(rt)
     rt.engine.receive("finish_reload")
 
 

@@ -69,12 +69,16 @@ class Reload:
         """Attest: post-processing has run on every tensor that was announced, and no layer lacks its weights.
 
         `left_out` has what the model has not taken whole, with the number of elements that it has; as a load plan's.
-        Raises: `TransferError` otherwise. Layers that it names hold what they held before.
+        Raises: `TransferError` otherwise. Layers that it names, or that got nothing, hold what they held before.
         """
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
         if self._manifest is not None:
-            self._manifest.check_received(self._given)
+            try:
+                self._manifest.check_received(self._given)
+            except TransferError:
+                self.abandon()
+                raise
         unloaded = compat.unloaded_layers(self._model)
         with self._taken:
             finalize_layerwise_reload(self._model, self._model_config)

@@ -209,6 +209,7 @@ class ColoWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]  # a
     def begin_reload(self, parameters: list[list[Any]], version: int = 0) -> None:
         """Begin a layerwise reload: until `finish_reload` the model cannot compute. See `Reload`."""
         self._attested = None
+        self._abandon_reload()
         specs = tuple(TensorSpec(name, dtype, tuple(shape)) for name, dtype, shape in parameters)
         manifest = Manifest(specs=specs, version=version)
         self._reload = Reload(self.model, self.model_config, self.device, manifest)
@@ -224,10 +225,7 @@ class ColoWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]  # a
             window.refresh(end_bytes(tensors))
             check_begun(self._reload).load(staged(window.bytes, tensors), kind)
         except Exception:
-            reload, self._reload = self._reload, None
-            self._staging = None
-            if reload is not None:
-                reload.abandon()
+            self._abandon_reload()
             raise
 
     def finish_reload(self) -> dict[str, Any]:
@@ -239,9 +237,17 @@ class ColoWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]  # a
 
     def abandon(self) -> NoReturn:
         """End an update that its sender has given up; vLLM ends it because this raises."""
+        self._abandon_reload()
         raise TransferError("the update was abandoned by its sender")
 
     # ---- within ------------------------------------------------------------------------------------------------------
+
+    def _abandon_reload(self) -> None:
+        """End a layerwise reload that has failed or been given up, if one has begun; see `Reload.abandon`."""
+        reload, self._reload = self._reload, None
+        self._staging = None
+        if reload is not None:
+            reload.abandon()
 
     def _run(self, step: str, arguments: Mapping[str, Any], steps: tuple[Step, ...]) -> None:
         """Run one of `steps` by its name, and leave what it returns or raises where the client reads."""

@@ -214,6 +214,7 @@ class WorkerAgent:
 
     def begin_reload(self) -> bool:
         """Begin a layerwise reload: until `finish_reload` the model cannot compute. Returns `Reload.tied`."""
+        self.abandon_reload()
         device = torch.device(self._worker.device)
         self._reload = Reload(self._model, self._worker.model_config, device)
         return self._reload.tied
