@@ -49,7 +49,7 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
     `bucket_bytes=None`, and then memory for all gradients in fp32.
 
     A step that raises leaves every gradient where it was. The next one goes on with the bucket that failed, unless the
-    gradients of those before it have changed since: they are a new step's then.
+    gradients of those before it have changed since: they are a new step's then. A rollout in between changes none.
     """
 
     def __init__(self, params: Any, make_optimizer: MakeOptimizer, *, bucket_bytes: int | None = 512 * MIB) -> None:
@@ -104,6 +104,18 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
         self._taken.clear()
         return loss
 
+    def taken_in(self) -> list[torch.Tensor]:
+        """Parameters whose present gradients a step that failed has taken in; see `StepsInParts`."""
+        return [
+            parameter
+            for parameter, (gradient, version) in self._taken.items()
+            if parameter.grad is not None and gradient() is parameter.grad and parameter.grad._version == version
+        ]
+
+    def take_in(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Treat the present gradients of `parameters` as taken in; see `StepsInParts`."""
+        self._taken.update((p, (TensorWeakRef(p.grad), p.grad._version)) for p in parameters if p.grad is not None)
+
     def _step_bucket(self, bucket: list[torch.Tensor]) -> None:
         hidden = self._hide_gradients(except_for=bucket)
         try:
@@ -113,7 +125,7 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
                     self._follow(parameter, master)
                     master.grad = parameter.grad.to(torch.float32)
             self._inner.step()
-            self._taken.update((p, (TensorWeakRef(p.grad), p.grad._version)) for p in bucket if p.grad is not None)
+            self.take_in(bucket)
         finally:
             for parameter, gradient in hidden:
                 parameter.grad = gradient
@@ -125,11 +137,7 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
 
     def _go_on(self) -> None:
         """Forget what a failed step has taken in where gradients are others now, and finish rounding the rest."""
-        self._taken = {
-            parameter: (gradient, version)
-            for parameter, (gradient, version) in self._taken.items()
-            if parameter.grad is not None and gradient() is parameter.grad and parameter.grad._version == version
-        }
+        self._taken = {parameter: self._taken[parameter] for parameter in self.taken_in()}
         for parameter in self._taken:
             if parameter in self._masters:
                 self._follow(parameter, self._masters[parameter])

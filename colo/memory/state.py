@@ -10,15 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
 from colo.errors import BudgetError
 from colo.memory.arena import Extent
-from colo.memory.offload import Mover, RegionSegment
+from colo.memory.offload import Mover, RegionSegment, Transfer
 from colo.memory.region import ALIGNMENT_BYTES, Region, allocate_region, storage_key
 from colo.memory.segment import Done, Move
+from colo.memory.uninterrupted import uninterrupted
 from colo.phases.phase import TRAINER_GRADIENTS, TRAINER_MASTER_WEIGHTS, TRAINER_OPTIMIZER, Residency, check_move
 from colo.units import GIB, align_up
 
@@ -71,7 +72,7 @@ class StateOffloader:
         expected_bytes = expected_state_bytes(optimizer)
         self.state = StateSegment(TRAINER_OPTIMIZER, mover=mover, expected_bytes=expected_bytes)
         self.masters = StateSegment(TRAINER_MASTER_WEIGHTS, mover=mover, expected_bytes=0)
-        self.gradients = GradientSegment(lambda: parameters_of(optimizer), mover=mover)
+        self.gradients = GradientSegment(optimizer, mover=mover)
         self._hooks = [
             optimizer.register_step_pre_hook(lambda *_: self._before_step()),
             optimizer.register_step_post_hook(lambda *_: self._stepped()),
@@ -180,6 +181,19 @@ class StateOffloader:
             segment.add([_gather_storages(batch, self._mover.device, segment.name)])
 
 
+@runtime_checkable
+class StepsInParts(Protocol):
+    """An optimizer whose step, once failed, goes on with the gradients that it has not taken in."""
+
+    def taken_in(self) -> list[torch.Tensor]:
+        """Parameters whose present gradients a step that failed has taken in."""
+        ...
+
+    def take_in(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Treat the present gradients of `parameters` as taken in: they are the same, in other memory."""
+        ...
+
+
 class GradientSegment:
     """The gradients of some parameters, which autograd allocates and the optimizer consumes.
 
@@ -190,11 +204,12 @@ class GradientSegment:
     name = TRAINER_GRADIENTS
     away = Residency.OFFLOADED
 
-    def __init__(self, parameters: Callable[[], Iterable[torch.Tensor]], *, mover: Mover) -> None:
-        self._parameters = parameters
+    def __init__(self, optimizer: torch.optim.Optimizer, *, mover: Mover) -> None:
+        self._optimizer = optimizer
         self._mover = mover
         self._extent: Extent | None = None
         self._parked: list[tuple[torch.Tensor, torch.Tensor]] = []  # (parameter, its gradient as an arena view)
+        self._taken_in: set[torch.Tensor] = set()  # of these, what a step that failed has taken in
 
     @property
     def residency(self) -> Residency:
@@ -208,13 +223,13 @@ class GradientSegment:
         """Bytes of the gradients there are or, without any, of those a backward pass will make."""
         if self._parked:
             return sum(view.numel() * view.element_size() for _, view in self._parked)
-        trainable = (p.numel() * p.element_size() for p in self._parameters() if p.requires_grad)
+        trainable = (p.numel() * p.element_size() for p in parameters_of(self._optimizer) if p.requires_grad)
         return self.device_bytes or sum(trainable)
 
     @property
     def device_bytes(self) -> int:
         """Bytes of the gradients on the device."""
-        return sum(p.grad.numel() * p.grad.element_size() for p in self._parameters() if p.grad is not None)
+        return sum(p.grad.numel() * p.grad.element_size() for p in parameters_of(self._optimizer) if p.grad is not None)
 
     @property
     def host_bytes(self) -> int:
@@ -223,7 +238,7 @@ class GradientSegment:
 
     def drop(self) -> None:
         """Forget every gradient that is on the device."""
-        for parameter in self._parameters():
+        for parameter in parameters_of(self._optimizer):
             parameter.grad = None
 
     def begin(self, target: Residency) -> Move:
@@ -241,35 +256,45 @@ class GradientSegment:
         return Done()
 
     def _park(self) -> Move:
-        with_gradient = [p for p in self._parameters() if p.grad is not None]
+        with_gradient = [p for p in parameters_of(self._optimizer) if p.grad is not None]
         gradients = [p.grad.contiguous() for p in with_gradient if p.grad is not None]
         offsets = _offsets(gradients)
-        self._extent = self._mover.arena.allocate(offsets[-1])
-        host = self._mover.arena.view(self._extent)
-        transfers = []
-        for parameter, gradient, offset in zip(with_gradient, gradients, offsets, strict=False):
-            flat = _as_bytes(gradient)
-            view = host.narrow(0, offset, flat.numel())
-            transfers.append(self._mover.copy_out(flat, view))
-            self._parked.append((parameter, view.view(gradient.dtype).view(gradient.shape)))
-        for transfer in transfers:
-            transfer.wait()
-        self.drop()
+        extent = self._mover.arena.allocate(offsets[-1])
+        try:
+            host = self._mover.arena.view(extent)
+            flat = [_as_bytes(gradient) for gradient in gradients]
+            views = [host.narrow(0, offset, one.numel()) for one, offset in zip(flat, offsets, strict=False)]
+            _copy_all(self._mover.copy_out, zip(flat, views, strict=True))
+        except BaseException:  # the gradients are where they were
+            self._mover.arena.release(extent)
+            raise
+        with uninterrupted():
+            self._taken_in = set(self._optimizer.taken_in()) if isinstance(self._optimizer, StepsInParts) else set()
+            self._extent = extent
+            self._parked = [
+                (parameter, view.view(gradient.dtype).view(gradient.shape))
+                for parameter, gradient, view in zip(with_gradient, gradients, views, strict=True)
+            ]
+            self.drop()
         return Done(offsets[-1])
 
     def _unpark(self) -> Move:
         back = [torch.empty(view.shape, dtype=view.dtype, device=self._mover.device) for _, view in self._parked]
         pairs = list(zip(self._parked, back, strict=True))
-        for transfer in [self._mover.copy_in(_as_bytes(view), _as_bytes(grad)) for (_, view), grad in pairs]:
-            transfer.wait()
-        for (parameter, _), gradient in pairs:
-            # Backward passes since then have only added to what was parked.
-            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
-        self._forget_parked()
+        _copy_all(self._mover.copy_in, [(_as_bytes(view), _as_bytes(gradient)) for (_, view), gradient in pairs])
+        with uninterrupted():
+            for (parameter, _), gradient in pairs:
+                if parameter.grad is not None:  # backward passes since then have only added to what was parked
+                    self._taken_in.discard(parameter)
+                parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+            if isinstance(self._optimizer, StepsInParts):
+                self._optimizer.take_in(self._taken_in)
+            self._forget_parked()
         return Done(sum(gradient.numel() * gradient.element_size() for gradient in back))
 
     def _forget_parked(self) -> None:
         self._parked.clear()
+        self._taken_in.clear()
         if self._extent is not None:
             self._mover.arena.release(self._extent)
             self._extent = None
@@ -299,6 +324,19 @@ def detach_state(state_dict: dict[str, Any]) -> dict[str, Any]:
     are copies.
     """
     return {**state_dict, "state": _map_tensors(state_dict["state"], lambda t: t.detach() if t.dim() else t.clone())}
+
+
+def _copy_all(
+    copy: Callable[[torch.Tensor, torch.Tensor], Transfer], pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]
+) -> None:
+    """Copy, and return or raise when no copy is under way any more: what it reads or writes may be freed then."""
+    with uninterrupted():
+        transfers: list[Transfer] = []
+        try:
+            transfers.extend(copy(source, target) for source, target in pairs)
+        finally:
+            for transfer in transfers:
+                transfer.wait()
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

@@ -1,6 +1,8 @@
 """Offloading must not change a bit of training, for any optimizer, whatever happens in between."""
 
 import gc
+import os
+import signal
 from functools import partial
 
 import pytest
@@ -237,6 +239,74 @@ def test_gradients_of_an_unfinished_accumulation_are_parked_and_come_back(mover)
     offloader.gradients.begin(R).wait()
     assert_same([p.grad for p in plain.parameters()], [p.grad for p in parked.parameters()])
     assert mover.arena.used_bytes == 0
+    offloader.close()
+
+
+@pytest.mark.parametrize("on_the_way", ["out", "in"])
+@pytest.mark.parametrize("raised", [KeyboardInterrupt, RuntimeError])
+def test_gradients_are_whole_when_their_copies_are_interrupted_or_fail(mover, on_the_way, raised, monkeypatch):
+    net = model()
+    offloader = StateOffloader(OPTIMIZERS["adamw"](net.parameters()), mover)
+    backward(net, 0)
+    expected = [p.grad.clone() for p in net.parameters()]
+    if on_the_way == "in":
+        park(offloader)
+    name = {"out": "copy_out", "in": "copy_in"}[on_the_way]
+    copy, calls = getattr(mover, name), []
+
+    def disturbed(source, target):
+        calls.append(source)
+        if len(calls) == 2:
+            if raised is RuntimeError:
+                raise RuntimeError("CUDA error")
+            os.kill(os.getpid(), signal.SIGINT)
+        return copy(source, target)
+
+    monkeypatch.setattr(mover, name, disturbed)
+    with pytest.raises(raised):
+        offloader.gradients.begin(O if on_the_way == "out" else R).wait()
+    monkeypatch.undo()
+    assert offloader.gradients.residency is (R if on_the_way == "out" else O)
+    park(offloader)
+    offloader.gradients.begin(R).wait()
+    assert_same(expected, [p.grad for p in net.parameters()])
+    assert mover.arena.used_bytes == 0
+    offloader.close()
+
+
+class Failing(torch.optim.AdamW):
+    """Raises in its step number `fails_at`, counted from 1."""
+
+    fails_at = 0
+
+    def step(self, closure=None):
+        self.fails_at -= 1
+        if self.fails_at == 0:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return super().step(closure)
+
+
+def test_a_step_that_failed_is_one_step_although_its_gradients_were_parked_before_it_was_repeated(mover):
+    nets = plain, parked = model(torch.bfloat16), model(torch.bfloat16)
+    make = MasterWeights(lambda ps: Failing(ps, lr=1e-2), bucket_bytes=64)
+    optimizers = [make(net.parameters()) for net in nets]
+    offloader = StateOffloader(optimizers[1], mover)
+    for turn in range(4):
+        for net in nets:
+            net.zero_grad()
+            backward(net, turn)
+        for optimizer in optimizers:
+            optimizer.inner.fails_at = 1 + turn
+            with pytest.raises(torch.OutOfMemoryError):
+                optimizer.step()
+        park(offloader)
+        if turn == 3:  # gradients that are added to are a new step's, parked or not
+            for net in nets:
+                backward(net, turn)
+        offloader.gradients.begin(R).wait()
+        for optimizer in optimizers:
+            optimizer.step()
+        assert_same(list(plain.parameters()), list(parked.parameters()))
     offloader.close()
 
 
