@@ -299,7 +299,7 @@ class Runtime:
 
     @property
     def bytes_synced(self) -> int:
-        """Bytes copied to the engine by all publications together; 0 where memory is shared."""
+        """Bytes of weights copied to the engine by all publications together; 0 where memory is shared."""
         return self._publisher.bytes_synced
 
     @property

@@ -13,7 +13,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any
 
 from colo.errors import TransferError
 
@@ -31,7 +30,6 @@ DTYPE_BYTES: Mapping[str, int] = MappingProxyType(
 """Bytes of one element by torch's short dtype name. `float4_e2m1fn_x2` holds two values in an element, as in torch."""
 
 _NUM_SHOWN = 5
-_WIRE_FIELDS = ("digest", "num_tensors", "specs", "total_bytes", "version")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +70,6 @@ class TensorSpec:
         """Bytes of the tensor when contiguous."""
         return self.num_elements * DTYPE_BYTES[self.dtype]
 
-    def __str__(self) -> str:
-        return f"{self.name} {self.dtype}[{', '.join(map(str, self.shape))}]"
-
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
@@ -112,63 +107,13 @@ class Manifest:
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256, in hexadecimal, over the canonical JSON of the specs in order.
+        """SHA-256, in hexadecimal, over the JSON of the specs in order.
 
         The version is left out: two versions of one model have the same digest, so that whatever was planned for
         one (buckets, a load plan) is known to be valid for the other.
         """
-        return hashlib.sha256(_canonical(_rows(self.specs)).encode()).hexdigest()
-
-    def to_json(self) -> str:
-        """The manifest as one line of JSON, with the totals that let the other side check it."""
-        return _canonical(
-            {
-                "digest": self.digest,
-                "num_tensors": len(self.specs),
-                "specs": _rows(self.specs),
-                "total_bytes": self.total_bytes,
-                "version": self.version,
-            }
-        )
-
-    @classmethod
-    def from_json(cls, text: str) -> Manifest:
-        """Read what `to_json` wrote.
-
-        Raises: `TransferError` for text that is no manifest, or whose totals or digest are not those of its tensors.
-        """
-        wire = _wire_object(text)
-        try:
-            specs = tuple(TensorSpec(name, dtype, tuple(shape)) for name, dtype, shape in wire["specs"])
-            manifest = cls(specs=specs, version=wire["version"])
-        except (TypeError, ValueError) as error:
-            raise TransferError(f"the manifest that arrived is not valid: {error}") from error
-        for field, expected in (
-            ("num_tensors", len(manifest.specs)),
-            ("total_bytes", manifest.total_bytes),
-            ("digest", manifest.digest),
-        ):
-            if wire[field] != expected:
-                raise TransferError(
-                    f"the manifest of version {manifest.version} was changed on its way: expected {field} "
-                    f"{expected} for the {len(specs)} tensors it lists, got {wire[field]!r}; send it again"
-                )
-        return manifest
-
-    def compare(self, other: Manifest) -> None:
-        """Check that `other`, what the other side has, is what this manifest expects: version, tensors and order.
-
-        Raises: `TransferError` naming every kind of difference with its count, and the first few of each.
-        """
-        problems = []
-        if other.version != self.version:
-            problems.append(f"version: expected {self.version}, got {other.version}")
-        problems += self._problems(other.specs)
-        if not problems and other.names != self.names:
-            pairs = zip(self.names, other.names, strict=True)
-            position, (expected, got) = next((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
-            problems.append(f"order: expected {expected} at position {position}, got {got}")
-        self._raise(problems)
+        rows = [[spec.name, spec.dtype, list(spec.shape)] for spec in self.specs]
+        return hashlib.sha256(json.dumps(rows, separators=(",", ":")).encode()).hexdigest()
 
     def check_received(self, received: Iterable[str | TensorSpec]) -> None:
         """Check that what arrived is each tensor of this manifest, once, in any order.
@@ -201,27 +146,6 @@ class Manifest:
                 f"weights version {self.version} did not arrive as its manifest says ({len(self.specs)} tensors, "
                 f"{self.total_bytes} bytes): {'; '.join(problems)}. Nothing may be generated from them; send all again"
             )
-
-
-def _rows(specs: Iterable[TensorSpec]) -> list[list[object]]:
-    return [[spec.name, spec.dtype, list(spec.shape)] for spec in specs]
-
-
-def _canonical(value: object) -> str:
-    """JSON with one spelling for one value: sorted keys, no spaces, ASCII."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"))
-
-
-def _wire_object(text: str) -> dict[str, Any]:
-    """The fields of a manifest's JSON, of whatever type they arrived in."""
-    try:
-        wire = json.loads(text)
-    except ValueError as error:
-        raise TransferError(f"the manifest that arrived is not JSON: {error}") from error
-    got = sorted(wire) if isinstance(wire, dict) else f"a {type(wire).__name__}"
-    if got != list(_WIRE_FIELDS):
-        raise TransferError(f"a manifest is a JSON object with the fields {list(_WIRE_FIELDS)}, but got {got}")
-    return dict(wire)
 
 
 def _doubled(names: Iterable[str]) -> list[str]:

@@ -36,7 +36,7 @@ class Publication:
     version: int
     transport: str
     num_bytes: int
-    """Bytes copied; 0 where memory is shared."""
+    """Bytes of weights copied; 0 where memory is shared. Adapters are not counted."""
 
     seconds: float
 
@@ -105,7 +105,7 @@ class Publisher:
 
     @property
     def bytes_synced(self) -> int:
-        """Bytes copied by all publications together."""
+        """Bytes of weights copied by all publications together, without adapters."""
         return sum(publication.num_bytes for publication in self.published)
 
     @property
