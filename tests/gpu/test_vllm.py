@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tiny_vllm import CUDA, KV_CACHE_BYTES, MARKS, PROMPTS, difference, launch, train_step
+from tiny_vllm import CUDA, KV_CACHE_BYTES, MARKS, PROMPTS, config_of_0_6b, difference, launch, train_step
 
 from colo.errors import PhaseError
 from colo.memory.probe import free_device_bytes
@@ -13,8 +13,8 @@ pytestmark = MARKS
 
 @pytest.fixture(scope="class", params=["its own process", "this process"])
 def rt(request):
-    """With CUDA graphs and torch.compile."""
-    rt = launch(own_process=request.param == "its own process")
+    """Qwen3 0.6B, with CUDA graphs and torch.compile."""
+    rt = launch(config_of_0_6b(), own_process=request.param == "its own process")
     yield rt
     rt.close()
 
@@ -23,12 +23,12 @@ class TestOneCopy:
     def test_training_is_what_vllm_samples_from_next_and_nothing_is_sent(self, rt):
         with rt.rollout():
             before = rt.generate(PROMPTS, max_tokens=16, temperature=0)
-        assert difference(rt.model, before) < 0.02
+        assert difference(rt.model, before) < 0.05
         for step in range(3):
             train_step(rt, step)
         with rt.rollout():
             after = rt.generate(PROMPTS, max_tokens=16, temperature=0)
-        assert difference(rt.model, after) < 0.02
+        assert difference(rt.model, after) < 0.05
         assert [c.token_ids for c in before] != [c.token_ids for c in after]
         assert after[0].weights_version == before[0].weights_version + 3
         assert rt.bytes_synced == 0 and rt.transport.name == "shared"

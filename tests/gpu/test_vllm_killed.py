@@ -5,7 +5,7 @@ import signal
 
 import pytest
 import torch
-from tiny_vllm import MARKS, PROMPTS, difference, launch, train_step
+from tiny_vllm import MARKS, PROMPTS, config_of_0_6b, difference, launch, train_step
 
 from colo.engines.base import EngineState
 from colo.errors import EngineLost
@@ -14,7 +14,7 @@ pytestmark = MARKS
 
 
 def test_a_killed_engine_comes_back_on_the_same_weights():
-    rt = launch(enforce_eager=True)
+    rt = launch(config_of_0_6b(), enforce_eager=True)
     train_step(rt, 0)
     with rt.rollout():
         gap = difference(rt.model, rt.generate(PROMPTS, max_tokens=16, temperature=0))

@@ -41,10 +41,25 @@ SIZES = {
     "dtype": "bfloat16",
 }
 
+SIZES_OF_0_6B = {
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+}
+
 
 def config(**changes):
     """A small Qwen3."""
     return Qwen3Config(**(SIZES | changes))
+
+
+def config_of_0_6b():
+    """Qwen3 0.6B."""
+    return config(**SIZES_OF_0_6B)
 
 
 def launch(model=None, *, offload="always", **options):
