@@ -2,7 +2,7 @@
 
 These are files on disk and in RAM, colo's own first load from tensors, and, in this process, what vLLM itself has for
 tensors: `LoRAModel.from_lora_tensors`, added and activated. Random weights, rank 16 on every linear layer of the
-decoder but experts, by the public call that a publication makes.
+decoder but experts, by the public call that a publication makes; beside them, a call to the worker that does nothing.
 """
 
 from __future__ import annotations
@@ -62,6 +62,7 @@ def _measure(
     driven.pause()
     driven.load_adapter("policy@0", adapter)
     yield _row(f"colo, {where}", adapter, median_s(partial(_replace, driven, adapter), device, repeats=20, warmup=3))
+    yield _row(f"an empty call, {where}", None, median_s(partial(_ask_nothing, driven), device, repeats=20, warmup=3))
     yield _row(f"a fresh load from tensors, {where}", adapter, median_s(partial(_reload, driven, adapter), device))
     if not own_process:
         yield _row(f"LoRAModel.from_lora_tensors, {where}", adapter, median_s(_from_tensors(driven, adapter), device))
@@ -77,6 +78,11 @@ def _measure(
 def _replace(driven: VLLMEngine, adapter: AdapterWeights) -> None:
     (loaded,) = driven.adapters
     driven.replace_adapter(loaded, f"policy@{next(_numbers)}", adapter)
+
+
+def _ask_nothing(driven: VLLMEngine) -> None:
+    """One call to the worker and back, of which the replacement of an adapter needs one too."""
+    driven.llm.collective_rpc("colo", args=("adapter_refusal", {}))
 
 
 def _reload(driven: VLLMEngine, adapter: AdapterWeights) -> None:
@@ -163,6 +169,6 @@ def _adapter(config: PretrainedConfig, device: torch.device) -> AdapterWeights:
     )
 
 
-def _row(way: str, adapter: AdapterWeights, seconds: float) -> Row:
-    tensors = [*adapter.a.values(), *adapter.b.values()]
+def _row(way: str, adapter: AdapterWeights | None, seconds: float) -> Row:
+    tensors = [*adapter.a.values(), *adapter.b.values()] if adapter is not None else []
     return {"way": way, "bytes": sum(t.nbytes for t in tensors), "tensors": len(tensors), "median_s": seconds}
