@@ -8,6 +8,7 @@ they are, because optimizers read them on the host.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, Protocol, runtime_checkable
@@ -141,8 +142,14 @@ class StateOffloader:
                     segment.remove([region])
 
     def _stepped(self) -> None:
-        self.gather()
-        self._after_step()
+        try:
+            self.gather()
+        except BudgetError as error:
+            warnings.warn(
+                f"new state of the optimizer cannot leave the device until after the next step: {error}", stacklevel=2
+            )
+        finally:  # whatever became of its state, the step has been made
+            self._after_step()
 
     def _loaded(self) -> None:
         # Whatever was offloaded has just been replaced by what was loaded, which is on the device.
@@ -369,10 +376,11 @@ def _map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -
 
 
 def _by_storage(tensors: Iterable[torch.Tensor]) -> dict[int, list[torch.Tensor]]:
-    groups: dict[int, list[torch.Tensor]] = {}
+    """Tensors by what they lie in, each once: optimizers keep one in the state of several parameters, too."""
+    groups: dict[int, dict[int, torch.Tensor]] = {}
     for tensor in tensors:
-        groups.setdefault(storage_key(tensor), []).append(tensor)
-    return groups
+        groups.setdefault(storage_key(tensor), {})[id(tensor)] = tensor
+    return {key: list(group.values()) for key, group in groups.items()}
 
 
 def _next_batch(groups: dict[int, list[torch.Tensor]], region_bytes: int) -> list[list[torch.Tensor]]:

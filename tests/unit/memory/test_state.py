@@ -41,6 +41,26 @@ class Nested(torch.optim.Optimizer):
                 p.sub_(group["lr"] * inner["moments"][0] / (inner["moments"][1].sqrt() + inner["count"]))
 
 
+class OneTable(torch.optim.Optimizer):
+    """As 8-bit optimizers do, one tensor in the state of every parameter, beside a state of their own."""
+
+    def __init__(self, params):
+        super().__init__(params, {})
+        self.table = None
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            if self.table is None:
+                self.table = torch.linspace(-1.0, 1.0, 256, device=p.device)
+            state = self.state[p]
+            if not state:
+                state |= {"moment": torch.zeros_like(p), "table": self.table}
+            state["moment"].mul_(0.9).add_(p.grad)
+            nearest = torch.bucketize(state["moment"].clamp(-1, 1), state["table"]).clamp_(max=255)
+            p.sub_(0.1 * state["table"][nearest])
+
+
 OPTIMIZERS = {
     "adamw": partial(torch.optim.AdamW, lr=1e-2, foreach=False),
     "adamw-foreach": partial(torch.optim.AdamW, lr=1e-2, foreach=True),
@@ -49,6 +69,7 @@ OPTIMIZERS = {
     "sgd-momentum": partial(torch.optim.SGD, lr=1e-2, momentum=0.9),
     "adafactor": partial(Adafactor, lr=1e-2, relative_step=False, scale_parameter=False, beta1=0.9),
     "nested": Nested,
+    "one-table": OneTable,
 }
 
 
@@ -274,6 +295,29 @@ def test_gradients_are_whole_when_their_copies_are_interrupted_or_fail(mover, on
     offloader.close()
 
 
+def test_a_step_whose_state_finds_no_room_in_a_region_is_a_step_and_is_gathered_after_the_next(mover, monkeypatch):
+    net, counted = model(), []
+    optimizer = OPTIMIZERS["adamw"](net.parameters())
+    offloader = StateOffloader(optimizer, mover, after_step=lambda: counted.append(1))
+
+    def full(*args, **kwargs):
+        raise BudgetError("1 GiB needed, 0 free", needed_bytes=2**30, free_bytes=0)
+
+    backward(net, 0)
+    with monkeypatch.context() as patch, pytest.warns(UserWarning, match="until after the next step: 1 GiB needed"):
+        patch.setattr(state, "allocate_region", full)
+        optimizer.step()
+    assert counted == [1] and not offloader.state.regions
+    backward(net, 1)
+    optimizer.step()
+    assert counted == [1, 1] and offloader.state.regions
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="CUDA error"):
+        patch.setattr(offloader, "gather", lambda: (_ for _ in ()).throw(RuntimeError("CUDA error")))
+        optimizer.step()
+    assert counted == [1, 1, 1]  # and told as one
+    offloader.close()
+
+
 class Failing(torch.optim.AdamW):
     """Raises in its step number `fails_at`, counted from 1."""
 
@@ -310,7 +354,7 @@ def test_a_step_that_failed_is_one_step_although_its_gradients_were_parked_befor
     offloader.close()
 
 
-@pytest.mark.parametrize("name", ["adamw", "adamw-amsgrad", "nested", "masters"])
+@pytest.mark.parametrize("name", ["adamw", "adamw-amsgrad", "nested", "one-table", "masters"])
 @pytest.mark.parametrize("parked", [True, False])
 def test_closing_on_the_host_hands_the_arenas_memory_over(name, parked, device):
     make = MasterWeights(OPTIMIZERS["adamw"]) if name == "masters" else OPTIMIZERS[name]
