@@ -40,6 +40,7 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
 
     To the outside its parameters are the model's, its state holds the masters (under `master_weight`) beside the inner
     optimizer's, and its parameter groups' hyperparameters, which schedulers change, reach the inner one at each step.
+    What the inner one keeps there, such as a count of steps, is in ours after the step.
     What has been written to a parameter since the last step, by `load_state_dict` for one, is its master from then on;
     writes through `.data` are not noticed and are lost.
     Parameters that are fp32 or wider are handed to the inner optimizer as they are.
@@ -100,6 +101,8 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
             for bucket in self._buckets():
                 self._step_bucket(bucket)
         finally:
+            for outer, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
+                outer.update(_without_parameters(inner))
             self._publish_state()
         self._taken.clear()
         return loss
@@ -200,7 +203,7 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
 
     def _copy_hyperparameters(self) -> None:
         for outer, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
-            inner.update({key: value for key, value in outer.items() if key != "params"})
+            inner.update(_without_parameters(outer))
 
     def _publish_state(self) -> None:
         """Show the inner optimizer's state, by the model's parameters and with the masters, as our own."""
@@ -250,6 +253,10 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
         self._inner.load_state_dict({"state": filled, "param_groups": loaded["param_groups"]})
         self.state.clear()
         self._publish_state()
+
+
+def _without_parameters(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}
 
 
 def _as_groups(params: Any) -> list[dict[str, Any]]:

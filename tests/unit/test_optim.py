@@ -101,6 +101,40 @@ def test_schedulers_and_groups_reach_the_inner_optimizer():
     assert torch.allclose(optimizer.state[a]["master_weight"], before[0].float() - 1.5)
 
 
+class WarmsUp(torch.optim.SGD):
+    """Counts steps in its groups, and learns faster with each up to the tenth."""
+
+    def __init__(self, params):
+        super().__init__(params, lr=1e-2)
+        for group in self.param_groups:
+            group["count"] = 0
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["count"] += 1
+            group["lr"] = 1e-2 * min(1, group["count"] / 10)
+        super().step(closure)
+
+
+def test_what_the_inner_optimizer_keeps_in_its_groups_stays_and_is_saved():
+    params = parameters()
+    copies = [torch.nn.Parameter(p.detach().float()) for p in params]
+    mastered, plain = MasterWeights(WarmsUp, bucket_bytes=None)(params), WarmsUp(copies)
+    for seed in range(5):
+        for each in (params, copies):
+            set_gradients(each, seed)
+        for p, copy in zip(params, copies, strict=True):
+            copy.grad = p.grad.float()
+        mastered.step()
+        plain.step()
+    assert all(torch.equal(mastered.state[p]["master_weight"], copy) for p, copy in zip(params, copies, strict=True))
+    saved = mastered.state_dict()
+    assert [group["count"] for group in saved["param_groups"]] == [5]
+    again = MasterWeights(WarmsUp, bucket_bytes=None)(parameters())
+    again.load_state_dict(saved)
+    assert again.inner.param_groups[0]["count"] == 5
+
+
 @pytest.mark.parametrize("inner", [adamw, lambda ps: Adafactor(ps, lr=1e-3, relative_step=False)])
 def test_checkpoints_keep_fp32_state_and_resume_bit_for_bit(inner):
     params, resumed = parameters(), parameters(seed=1)
