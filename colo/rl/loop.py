@@ -19,7 +19,7 @@ from torch import Tensor
 
 from colo.engines.base import Completion, SamplingParams
 from colo.rl.logprob import model_logprobs
-from colo.rl.loss import GRPOLossConfig, group_advantages, grpo_loss
+from colo.rl.loss import Aggregation, GRPOLossConfig, group_advantages, grpo_loss
 
 if TYPE_CHECKING:
     from colo.runtime import Runtime
@@ -76,14 +76,14 @@ class Batch:
         length = max(len(c.prompt_token_ids) + len(c.token_ids) for c in completions)
         ids = torch.zeros(len(completions), length, dtype=torch.long)
         attention, generated = torch.zeros_like(ids), torch.zeros_like(ids)
-        logprobs = torch.zeros(len(completions), length - 1)
+        logprobs = torch.zeros(len(completions), length - 1, dtype=torch.float32)
         for row, completion in enumerate(completions):
             start = len(completion.prompt_token_ids)
             end = start + len(completion.token_ids)
             ids[row, :end] = torch.tensor(completion.prompt_token_ids + completion.token_ids)
             attention[row, :end] = 1
             generated[row, start:end] = 1
-            logprobs[row, start - 1 : end - 1] = torch.tensor(completion.logprobs)
+            logprobs[row, start - 1 : end - 1] = torch.tensor(completion.logprobs, dtype=torch.float32)
         return cls(
             input_ids_BT=ids.to(device),
             attention_mask_BT=attention.to(device),
@@ -115,19 +115,34 @@ def grpo(
 def train_step(
     rt: Runtime, completions: Sequence[Completion], rewards: Sequence[float], config: GRPOConfig
 ) -> dict[str, float]:
-    """One optimizer step on `completions`, which come in groups of `config.group_size`."""
-    advantages_B = group_advantages(torch.tensor(rewards, device=rt.device), config.group_size)
-    num_tokens = sum(len(c.token_ids) for c in completions)
+    """One optimizer step on `completions`, which come in groups of `config.group_size`, and on nothing else.
+
+    Gradients that are there already, of a step that failed for one, are zeroed.
+    """
+    advantages_B = group_advantages(torch.tensor(rewards, dtype=torch.float32, device=rt.device), config.group_size)
+    rt.optimizer.zero_grad()
+    num_tokens, weight = _num_tokens(completions), _weight(completions, config.loss.aggregation)
     loss = mismatch = 0.0
     for start in range(0, len(completions), config.micro_batch_size):
-        part = slice(start, start + config.micro_batch_size)
-        share = sum(len(c.token_ids) for c in completions[part]) / num_tokens
-        output = _loss(rt, Batch.of(completions[part], rt.device), advantages_B[part], config)
+        part = completions[start : start + config.micro_batch_size]
+        share = _weight(part, config.loss.aggregation) / max(1, weight)
+        output = _loss(rt, Batch.of(part, rt.device), advantages_B[start : start + len(part)], config)
         (output.loss * share).backward()
         loss += float(output.loss.detach()) * share
-        mismatch += float(output.metrics["mismatch_mean"]) * share
+        mismatch += float(output.metrics["mismatch_mean"]) * _num_tokens(part) / max(1, num_tokens)
     rt.optimizer.step()
     return {"loss": loss, "mismatch": mismatch}
+
+
+def _num_tokens(completions: Sequence[Completion]) -> int:
+    return sum(len(c.token_ids) for c in completions)
+
+
+def _weight(completions: Sequence[Completion], aggregation: Aggregation) -> int:
+    """What the loss of these completions counts for beside that of others: what it is divided by."""
+    if aggregation is Aggregation.TOKEN:
+        return _num_tokens(completions)
+    return sum(1 for c in completions if c.token_ids or aggregation is Aggregation.CONSTANT)
 
 
 def _loss(rt: Runtime, batch: Batch, advantages_B: Tensor, config: GRPOConfig) -> Any:

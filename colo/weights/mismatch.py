@@ -49,4 +49,4 @@ def _differences(
     ids = torch.cat([prompt, tokens])[None]
     logits = model(input_ids=ids, logits_to_keep=num_tokens + 1, use_cache=False).logits[0, -num_tokens - 1 : -1]
     logprobs: torch.Tensor = (logits.float() / temperature).log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
-    return logprobs - torch.tensor(completion.logprobs[:num_tokens], device=device)
+    return logprobs - torch.tensor(completion.logprobs[:num_tokens], dtype=torch.float32, device=device)

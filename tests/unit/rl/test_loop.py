@@ -11,6 +11,7 @@ import colo
 from colo.config import RuntimeConfig
 from colo.engines.base import Completion
 from colo.rl.loop import Batch, GRPOConfig, Problem, grpo, train_step
+from colo.rl.loss import Aggregation, GRPOLossConfig
 from colo.units import MIB
 
 PROMPTS = [(5, 6, 7), (8, 9)]
@@ -132,17 +133,58 @@ def test_a_step_is_the_gradient_of_the_loss_computed_from_full_logits(rt, temper
     assert max(gradient.abs().max() for gradient in gradients.values()) > 1e-2
 
 
+def alone(rt):
+    """What a step needs, without a runtime, on the same weights."""
+    model = twin(rt)
+    return SimpleNamespace(model=model, device=rt.device, optimizer=sgd(model.parameters()))
+
+
+@pytest.mark.parametrize("aggregation", Aggregation)
 @pytest.mark.parametrize("micro_batch_size", [1, 3])
-def test_micro_batches_add_up_to_the_step_of_the_whole_batch(rt, micro_batch_size):
-    alone = SimpleNamespace(model=twin(rt), device=rt.device)
-    alone.optimizer = sgd(alone.model.parameters())
-    whole = train_step(alone, COMPLETIONS, REWARDS, GRPOConfig(group_size=2, micro_batch_size=64))
+def test_micro_batches_add_up_to_the_step_of_the_whole_batch(rt, micro_batch_size, aggregation):
+    loss = GRPOLossConfig(aggregation=aggregation, max_length=8 if aggregation is Aggregation.CONSTANT else None)
+    other = alone(rt)
+    completions = [*COMPLETIONS[:3], completion((8, 9), (), (), prompt_index=1, sample_index=1)]
+    whole = train_step(other, completions, REWARDS, GRPOConfig(group_size=2, micro_batch_size=64, loss=loss))
+    config = GRPOConfig(group_size=2, micro_batch_size=micro_batch_size, loss=loss)
     with rt.train():
-        parts = train_step(rt, COMPLETIONS, REWARDS, GRPOConfig(group_size=2, micro_batch_size=micro_batch_size))
+        parts = train_step(rt, completions, REWARDS, config)
     assert parts == pytest.approx(whole, abs=1e-6)
-    expected = parameters(alone.model)
+    expected = parameters(other.model)
     for name, after in parameters(rt.model).items():
         assert torch.allclose(after, expected[name], atol=1e-6), name
+
+
+def test_a_step_that_failed_leaves_nothing_for_the_next(rt, monkeypatch):
+    other, config = alone(rt), GRPOConfig(group_size=2, micro_batch_size=1)
+    with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
+        calls = []
+
+        def of(completions, device, make=Batch.of):
+            calls.append(completions)
+            if len(calls) == 3:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return make(completions, device)
+
+        patch.setattr(Batch, "of", of)
+        with rt.train():
+            train_step(rt, COMPLETIONS, REWARDS, config)
+    with rt.rollout():
+        rt.generate(PROMPTS, max_tokens=1)
+    for each in (rt, other):
+        train_step(each, COMPLETIONS[2:], REWARDS[2:], config)
+    expected = parameters(other.model)
+    for name, after in parameters(rt.model).items():
+        assert torch.allclose(after, expected[name], atol=1e-6), name
+
+
+def test_log_probabilities_are_float32_whatever_the_default_is():
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        batch = Batch.of([completion((5,), (1,), (-10.03,))], torch.device("cpu"))
+        assert torch.equal(batch.engine_logprobs_BT, torch.tensor([[-10.03]], dtype=torch.float32))
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def test_equal_rewards_teach_nothing(rt):
