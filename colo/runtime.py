@@ -210,6 +210,7 @@ class Runtime:
             self._to_compare = (temperature, completions[: self.config.mismatch_sequences])
         return [with_text(completion, self.tokenizer) for completion in completions]
 
+    @torch.inference_mode(False)
     def recover(self) -> None:
         """Start a lost engine again on the trainer's weights, and publish their present version to it.
 
@@ -245,6 +246,7 @@ class Runtime:
 
         return write_picture(self, Path(path), title=title)
 
+    @torch.inference_mode(False)
     def close(self) -> None:
         """End the runtime and give its memory back. Idempotent.
 
@@ -316,8 +318,11 @@ class Runtime:
 
     @contextmanager
     def _phases(self, phase: Phase, enter: Callable[[], None], leave: Callable[[], None]) -> Iterator[None]:
-        """Be inside a phase. Threads that generate meanwhile are waited for before it is entered, and left."""
-        with self._switching:
+        """Be inside a phase. Threads that generate meanwhile are waited for before it is entered, and left.
+
+        What is made on the way in or out outlives a caller's inference mode, in which it could not be written later.
+        """
+        with self._switching, torch.inference_mode(False):
             enter()
             self._inside = phase
         raised: BaseException | None = None
@@ -328,7 +333,7 @@ class Runtime:
             raised = error
             raise
         finally:
-            with ExitStack() as held:
+            with torch.inference_mode(False), ExitStack() as held:
                 try:
                     held.enter_context(self._switching)
                 finally:  # also when an interrupt ends the wait for other threads
@@ -572,6 +577,7 @@ class Runtime:
             if is_away:
                 self.scheduler.enter(Phase.IDLE)
 
+    @torch.inference_mode(False)
     def _refresh(self) -> None:
         """Publish what has changed since the rollout began, so that no call samples from older weights."""
         self._notice_writes(compare=False)

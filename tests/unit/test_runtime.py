@@ -5,6 +5,7 @@ import gc
 import tracemalloc
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
@@ -872,6 +873,37 @@ def test_clipping_sees_gradients_that_a_rollout_had_parked():
     assert torch.allclose(norm, expected)
     assert_same_weights(rt.model, twin)
     rt.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_rollout_may_lie_within_a_block_of_inference_mode(dtype):
+    """Also one that makes the runtime take memory, and bring gradients of an accumulation back."""
+
+    def make(params):
+        return MasterWeights(lambda ps: AdamW(ps, lr=1e-2))(params)
+
+    rt = launch(optimizer=make, dtype=dtype, config=replace(ALWAYS, accumulation_steps=2))
+    twin = AutoModelForCausalLM.from_config(qwen3(), dtype=dtype)
+    twin.load_state_dict({name: p.detach().clone() for name, p in rt.model.state_dict().items()})
+    optimizer = make(twin.parameters())
+    ids = torch.tensor([[1, 2, 3]])
+    for _ in range(3):
+        for _ in range(2):
+            with rt.train():
+                rt.model(input_ids=ids, labels=ids).loss.backward()
+            with torch.inference_mode(), rt.rollout():
+                rt.generate([[1, 2]], max_tokens=2)
+            twin(input_ids=ids, labels=ids).loss.backward()
+        with rt.train():
+            rt.optimizer.step()
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.inference_mode():
+        rt.generate([[1, 2]], max_tokens=2)
+    assert all(torch.equal(a, b) for a, b in zip(rt.model.parameters(), twin.parameters(), strict=True))
+    with torch.inference_mode():
+        rt.close()
+    assert not any(t.is_inference() for s in rt.optimizer.state.values() for t in s.values() if torch.is_tensor(t))
 
 
 def test_an_engine_and_an_optimizer_have_one_runtime_at_a_time_too(rt):
