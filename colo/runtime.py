@@ -162,6 +162,7 @@ class Runtime:
 
         Raises: `PhaseError` inside another phase; `BudgetError` when the phase does not fit (nothing has changed);
         `StaleWeights` when trainer and engine cannot be shown to hold the same weights (generation then refuses).
+        Gradients that no step has used are away within it, and come back as they were: zero them before or after.
         """
         with self._phases(Phase.ROLLOUT, self._enter_rollout, self._leave_rollout):
             yield self
@@ -464,9 +465,8 @@ class Runtime:
             self._implicit_train = False
             self.scheduler.enter(Phase.IDLE)
 
-    def _admit_gradient(self, parameter: torch.Tensor) -> None:
+    def _admit_gradient(self) -> None:
         if self._inside == Phase.ROLLOUT:
-            parameter.grad = None
             raise PhaseError("backward() inside rollout(): leave the block first, then use `with rt.train():`")
 
     def _on_backward(self, number: int) -> None:

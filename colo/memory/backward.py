@@ -14,15 +14,16 @@ PROGRESS_CALLS = 8
 class BackwardWatch:
     """Counts the backward passes since the last step, through hooks that torch calls as each gradient is complete.
 
-    `admit(parameter)` is called for every gradient, and may raise, which ends the pass; `on_pass(n)` when the first
-    gradient of the n-th pass appears; `on_progress()` some times in each pass. All run within `backward()`.
+    `admit()` is called before a gradient is added to what its parameter has, and may raise, which ends the pass;
+    `on_pass(n)` when the first gradient of the n-th pass appears; `on_progress()` some times in each pass. All run
+    within `backward()`.
     """
 
     def __init__(
         self,
         parameters: Iterable[torch.Tensor],
         *,
-        admit: Callable[[torch.Tensor], None],
+        admit: Callable[[], None],
         on_pass: Callable[[int], None],
         on_progress: Callable[[], None],
     ) -> None:
@@ -43,6 +44,7 @@ class BackwardWatch:
         for parameter in parameters:
             if parameter.requires_grad and id(parameter) not in self._watched:
                 self._watched.add(id(parameter))
+                self._hooks.append(parameter.register_hook(lambda _: self._admit()))
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(self._on_gradient))
         self._every = max(1, len(self._watched) // PROGRESS_CALLS)
 
@@ -57,7 +59,6 @@ class BackwardWatch:
             self._hooks.pop().remove()
 
     def _on_gradient(self, parameter: torch.Tensor) -> None:
-        self._admit(parameter)
         count = self._counts.get(id(parameter), 0) + 1
         self._counts[id(parameter)] = count
         self._seen += 1
