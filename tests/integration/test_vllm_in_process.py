@@ -154,6 +154,21 @@ def test_sampling_options_are_vllms_colos_or_given_by_name(rt, prompts, library)
         rt.generate(prompts, given, n=2)
 
 
+def test_a_seed_of_colos_is_another_for_every_prompt_and_one_of_vllms_is_vllms(rt, prompts):
+    options = {"n": 4, "max_tokens": 6, "ignore_eos": True}
+
+    def draws(params, num_prompts=4):
+        return [c.token_ids for c in rt.generate([prompts[0]] * num_prompts, params)]
+
+    sampled = draws(SamplingParams(**options, seed=5))
+    assert len(set(sampled)) == 16
+    assert sampled == draws(SamplingParams(**options, seed=5))
+    assert sampled[:4] == draws(SamplingParams(**options, seed=5), 1)
+    assert not set(sampled) & set(draws(SamplingParams(**options, seed=6)))
+    own = draws(vllm.SamplingParams(**options, seed=5))
+    assert own == own[:4] * 4 == [c.token_ids for c in rt.generate([prompts[0]] * 4, **options, seed=5)]
+
+
 def test_log_probabilities_that_were_asked_for_come_as_vllm_gives_them(rt, prompts):
     asked = rt.generate(prompts, logprobs=2, **GREEDY)
     assert all(len(row) == 2 and isinstance(row, dict) for c in asked for row in c.output.logprobs)

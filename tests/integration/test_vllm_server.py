@@ -310,11 +310,20 @@ def test_completions_follow_the_trainer(share, server, weights, prompts, mismatc
 def test_samples_come_in_prompt_then_sample_order_however_many_prompts_there_are(share, mismatch):
     rt = share()
     prompts = [[i % 150, (3 * i) % 150, 5] for i in range(40)]
-    completions = rt.generate(prompts, n=2, max_tokens=4, seed=3, temperature=1.0, ignore_eos=True)
+    completions = rt.generate(prompts, n=2, max_tokens=4, temperature=1.0, ignore_eos=True)
     assert [(c.prompt_index, c.sample_index) for c in completions] == [(p, s) for p in range(40) for s in range(2)]
     assert [c.prompt_token_ids for c in completions] == [tuple(prompts[p]) for p in range(40) for _ in range(2)]
     assert len({c.token_ids for c in completions}) > 40
     assert mismatch(rt.model, completions) < CLOSE
+
+
+def test_a_seed_is_another_for_every_prompt(share, prompts):
+    rt = share()
+    options = {"n": 2, "max_tokens": 6, "ignore_eos": True}
+    sampled = [c.token_ids for c in rt.generate([prompts[0]] * 4, seed=3, **options)]
+    assert len(set(sampled)) == 8
+    assert sampled == [c.token_ids for c in rt.generate([prompts[0]] * 4, seed=3, **options)]
+    assert not set(sampled) & {c.token_ids for c in rt.generate([prompts[0]] * 4, seed=4, **options)}
 
 
 def test_logprobs_are_those_of_the_distribution_that_was_sampled_from(share):

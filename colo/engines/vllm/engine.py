@@ -201,7 +201,7 @@ class VLLMEngine:
         return known | ({"context, libraries and the rest": rest} if rest > 0 else {})
 
     def sampling_params(self, params: Any = None, **options: Any) -> Any:
-        """vLLM's `SamplingParams` from options by name, from colo's or from vLLM's own."""
+        """vLLM's `SamplingParams` from options by name, or colo's or vLLM's own as they are."""
         return sampling.sampling_params(params, options)
 
     def sampling_temperature(self, params: Any) -> float | None:
@@ -211,7 +211,10 @@ class VLLMEngine:
     def generate(
         self, prompts: Sequence[Sequence[int]], params: Any, *, adapter: str | None = None
     ) -> list[Completion]:
-        """Sample `params.n` completions for each prompt; see `Engine.generate`. `params` may be vLLM's own."""
+        """Sample `params.n` completions for each prompt; see `Engine.generate`. `params` may be vLLM's own.
+
+        A `seed` by name or in those is vLLM's: the same for every prompt, and the next number for the next sample.
+        """
         self._require("generate", EngineState.AWAKE)
         if self._version is None:
             raise StaleWeights(f"the engine does not generate: {self._cause}")

@@ -23,6 +23,7 @@ import torch
 
 from colo.engines.base import AdapterWeights, Completion, EngineState, SamplingParams, SleepLevel
 from colo.engines.common import ADVICE, WEIGHTS_AT, check_prompts, is_deeper, wake_segments
+from colo.engines.sampling import row_seed
 from colo.engines.vllm.calls import lives, pid_namespace
 from colo.engines.vllm.options import device_of
 from colo.engines.vllm.requests import PauseMode
@@ -48,7 +49,7 @@ HOW_TO_START = (
 )
 
 _MAX_REQUESTS = 32
-"""Prompts travel in so many requests at once; vLLM batches all of them together."""
+"""Prompts without a seed travel in so many requests at once; vLLM batches all of them together."""
 
 _UNCOMMITTED = "an update of its weights has begun: call commit(version) once it is complete"
 
@@ -466,7 +467,8 @@ class RemoteEngine:
             raise TransferError(f"the server refuses {path}: {error}") from error
 
     def _requests(self, prompts: Sequence[tuple[int, ...]], params: SamplingParams) -> list[Body]:
-        size = -(-len(prompts) // _MAX_REQUESTS) or 1
+        # The server gives all prompts of a request the same seed.
+        size = (-(-len(prompts) // _MAX_REQUESTS) or 1) if params.seed is None else 1
         common: Body = asdict(params) | {
             "model": self._model_name,
             "stop_token_ids": list(params.stop_token_ids),
@@ -476,7 +478,9 @@ class RemoteEngine:
             "return_tokens_as_token_ids": True,
         }
         return [
-            common | {"prompt": [list(prompt) for prompt in prompts[start : start + size]]}
+            common
+            | {"prompt": [list(prompt) for prompt in prompts[start : start + size]]}
+            | ({} if params.seed is None else {"seed": row_seed(params.seed, start, 0)})
             for start in range(0, len(prompts), size)
         ]
 

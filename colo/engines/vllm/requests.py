@@ -10,7 +10,7 @@ from colo.engines.base import Completion
 from colo.engines.common import check_prompts
 from colo.engines.vllm.connection import Connection
 from colo.engines.vllm.named_adapters import NamedAdapters
-from colo.engines.vllm.sampling import check_logprobs, completions, sampling_params
+from colo.engines.vllm.sampling import check_logprobs, completions, for_prompt, sampling_params
 from colo.errors import PhaseError, TransferError, Unsupported
 
 PauseMode = Literal["abort", "wait", "keep"]
@@ -35,21 +35,23 @@ class Requests:
                 "would be mixed with these: step until none is left, or abort them"
             )
         params = sampling_params(params, {})
-        check_logprobs(params, model_config.logprobs_mode, "start it with logprobs_mode='processed_logprobs'")
-        if params.stop and model_config.skip_tokenizer_init:
+        asked = for_prompt(params, 0)
+        check_logprobs(asked, model_config.logprobs_mode, "start it with logprobs_mode='processed_logprobs'")
+        if asked.stop and model_config.skip_tokenizer_init:
             raise Unsupported("this vLLM has no tokenizer and cannot see stop strings: give stop_token_ids")
         token_ids = [tuple(map(operator.index, prompt)) for prompt in prompts]
         check_prompts(token_ids, int(model_config.get_vocab_size()), int(model_config.max_model_len))
         request = self._adapters.request(adapter) if adapter is not None else None
         inputs = [{"prompt_token_ids": list(ids)} for ids in token_ids]
+        each = asked if asked.seed is None else [for_prompt(params, index) for index in range(len(inputs))]
         try:
             outputs = self._connection.in_engine(
-                "generate", lambda: llm.generate(inputs, params, use_tqdm=False, lora_request=request)
+                "generate", lambda: llm.generate(inputs, each, use_tqdm=False, lora_request=request)
             )
         except BaseException:
             self._connection.abort_requests()  # else they would be taken for a user's, or hold up what comes next
             raise
-        has_text = params.detokenize and not model_config.skip_tokenizer_init
+        has_text = asked.detokenize and not model_config.skip_tokenizer_init
         return completions(outputs, version, adapter, has_text=has_text)
 
     def pause(self, mode: PauseMode = "abort") -> None:

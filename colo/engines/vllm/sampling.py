@@ -6,11 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from colo.engines.base import Completion, SamplingParams
+from colo.engines.sampling import row_seed
 from colo.errors import StaleWeights, Unsupported
 
 
 def sampling_params(params: Any, sampling: Mapping[str, Any]) -> Any:
-    """vLLM's `SamplingParams` from options by name, from colo's or from vLLM's own, which are left as they are.
+    """vLLM's `SamplingParams` from options by name; colo's and vLLM's own stay what they are.
 
     Raises: `TypeError` for both parameters and options, `Unsupported` for parameters of another kind, such as a list.
     """
@@ -18,19 +19,34 @@ def sampling_params(params: Any, sampling: Mapping[str, Any]) -> Any:
 
     if params is not None and sampling:
         raise TypeError(f"give {sorted(sampling)} within the sampling parameters, or all options by name")
-    if isinstance(params, SamplingParams):
-        given = {field: getattr(params, field) for field in params.__dataclass_fields__}
-        sampling = given | {"stop_token_ids": list(params.stop_token_ids)}
-        params = None
     if params is None:
-        params = VLLMSamplingParams(**sampling)
-    elif isinstance(params, VLLMSamplingParams):
-        params = params.clone()
-    else:
-        raise Unsupported(
-            f"generate takes one SamplingParams for all prompts, not a {type(params).__name__}: call it once for each "
-            "within one `with rt.rollout():`"
-        )
+        return _with_logprobs(VLLMSamplingParams(**sampling))
+    if isinstance(params, VLLMSamplingParams):
+        return _with_logprobs(params.clone())
+    if isinstance(params, SamplingParams):
+        return params
+    raise Unsupported(
+        f"generate takes one SamplingParams for all prompts, not a {type(params).__name__}: call it once for each "
+        "within one `with rt.rollout():`"
+    )
+
+
+def for_prompt(params: Any, prompt_index: int) -> Any:
+    """What vLLM is asked for one prompt of many, by colo's parameters or by vLLM's own.
+
+    vLLM gives every prompt the same seed, and each of its samples the next number. With colo's, all draw differently.
+    """
+    from vllm import SamplingParams as VLLMSamplingParams
+
+    if not isinstance(params, SamplingParams):
+        return params
+    given = {field: getattr(params, field) for field in params.__dataclass_fields__}
+    seed = None if params.seed is None else row_seed(params.seed, prompt_index, 0)
+    stop_token_ids = list(params.stop_token_ids)
+    return _with_logprobs(VLLMSamplingParams(**given | {"stop_token_ids": stop_token_ids, "seed": seed}))
+
+
+def _with_logprobs(params: Any) -> Any:
     if params.logprobs is None:
         params.logprobs = 0  # that of the sampled token
         if hasattr(params, "flat_logprobs"):
