@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 import urllib.request
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from urllib.error import URLError
 
 import psutil
@@ -62,14 +62,27 @@ while True:
 """
 
 
-@pytest.mark.parametrize("when", ["vLLM has a process", "stepping"])
-def test_ctrl_c_leaves_no_process_behind(when, tiny, tmp_path):
-    AutoModelForCausalLM.from_config(tiny(), dtype=torch.float32).save_pretrained(tmp_path)
-    command = [sys.executable, "-c", LOOP, tmp_path]
-    loop = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True, start_new_session=True)
+@contextmanager
+def looping(tiny, folder):
+    """A training loop, killed with all that it has started if it is still there at the end."""
+    AutoModelForCausalLM.from_config(tiny(), dtype=torch.float32).save_pretrained(folder)
+    command = [sys.executable, "-c", LOOP, folder]
+    loop = subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, text=True, start_new_session=True)
     limit = threading.Timer(150, os.killpg, (loop.pid, signal.SIGKILL))
     limit.start()
     try:
+        yield loop
+    finally:
+        limit.cancel()
+        with suppress(ProcessLookupError):
+            os.killpg(loop.pid, signal.SIGKILL)
+        loop.wait()
+        loop.stdout.close()
+
+
+@pytest.mark.parametrize("when", ["vLLM has a process", "stepping"])
+def test_ctrl_c_leaves_no_process_behind(when, tiny, tmp_path):
+    with looping(tiny, tmp_path) as loop:
         if when == "stepping":
             assert any(line.strip() == when for line in loop.stdout)
         else:
@@ -77,12 +90,15 @@ def test_ctrl_c_leaves_no_process_behind(when, tiny, tmp_path):
         os.killpg(loop.pid, signal.SIGINT)  # to every process, as a terminal sends it
         assert loop.wait(timeout=60) == -signal.SIGINT
         wait_until(lambda: not session_of(loop.pid), within_s=20)
-    finally:
-        limit.cancel()
-        with suppress(ProcessLookupError):
-            os.killpg(loop.pid, signal.SIGKILL)
-        loop.wait()
-        loop.stdout.close()
+
+
+def test_a_trainer_that_is_killed_leaves_no_process_behind(tiny, tmp_path):
+    with looping(tiny, tmp_path) as loop:
+        assert any(line.strip() == "stepping" for line in loop.stdout)
+        assert len(session_of(loop.pid)) > 1
+        os.kill(loop.pid, signal.SIGKILL)  # and nobody else
+        assert loop.wait(timeout=60) == -signal.SIGKILL
+        wait_until(lambda: not session_of(loop.pid), within_s=40)
 
 
 def wait_until(condition, *, within_s):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn, TypeVar
@@ -219,7 +220,7 @@ class Connection:
                 "VLLM_ENABLE_V1_MULTIPROCESSING=0 before"
             )
         with probing(self.device if self.own_process else torch.device("cpu")) as probe:
-            infos = self.call("describe", same_process=not self.own_process, probe=probe)
+            infos = self.call("describe", same_process=not self.own_process, client_pid=os.getpid(), probe=probe)
         if self._calls is not None:
             self._calls.watch([info["pid"] for info in infos])
         found, wanted = infos[0]["device"], device_id(self.device)

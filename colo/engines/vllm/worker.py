@@ -19,6 +19,7 @@ import torch
 
 from colo import errors
 from colo.engines.vllm import adapters, compat, plugin
+from colo.engines.vllm.lifeline import end_with
 from colo.engines.vllm.loader import OwnMemory, Placement, placement_of
 from colo.engines.vllm.options import BITSANDBYTES
 from colo.engines.vllm.packed import packed_weights
@@ -94,11 +95,16 @@ class WorkerAgent:
         self._adapter_bytes = 0
         self._adapter_kept: tuple[dict[str, torch.Tensor], dict[str, float]] | None = None
 
-    def describe(self, same_process: bool, probe: dict[str, Any] | None = None) -> dict[str, Any]:
+    def describe(
+        self, same_process: bool, client_pid: int | None = None, probe: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
         """Who this is, where its weights lie and what it can give back.
 
-        With `probe` (see `colo.memory.window.probing`) also why it cannot map the trainer's memory, if it cannot.
+        With `client_pid` it ends with that process. With `probe` (see `colo.memory.window.probing`) also why it cannot
+        map the trainer's memory, if it cannot.
         """
+        if client_pid is not None and client_pid != os.getpid():
+            end_with(client_pid)
         segments = self._segments_now()
         pooled_bytes = segments.by_name[ENGINE_WEIGHTS].size_bytes
         parameters_bytes = sum({p.data_ptr(): p.numel() * p.element_size() for p in self._model.parameters()}.values())
