@@ -7,6 +7,7 @@ model's weights are the masters rounded (mixed-precision training, arXiv:1710.03
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -65,6 +66,7 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
         self._num_elements = 0
         self._loading: dict[Any, Any] = {}
         self._inner = make_optimizer([self._with_masters(group) for group in groups])
+        self._shown: list[dict[str, Any]] = []  # of the inner optimizer's groups, what ours have had since
         super().__init__(groups, self._inner.defaults)
         self.register_load_state_dict_pre_hook(lambda _, state_dict: self._before_load(state_dict))
         self.register_load_state_dict_post_hook(lambda _: self._after_load())
@@ -101,8 +103,7 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
             for bucket in self._buckets():
                 self._step_bucket(bucket)
         finally:
-            for outer, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
-                outer.update(_without_parameters(inner))
+            self._show_hyperparameters()
             self._publish_state()
         self._taken.clear()
         return loss
@@ -202,8 +203,15 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
         return master
 
     def _copy_hyperparameters(self) -> None:
+        """Give the inner optimizer what has been written to our groups; what it keeps there itself stays."""
+        shown = itertools.chain(self._shown, itertools.repeat({}))
+        for outer, inner, before in zip(self.param_groups, self._inner.param_groups, shown, strict=False):
+            inner.update({k: v for k, v in _without_parameters(outer).items() if k not in before or before[k] is not v})
+
+    def _show_hyperparameters(self) -> None:
         for outer, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
-            inner.update(_without_parameters(outer))
+            outer.update(_without_parameters(inner))
+        self._shown = [_without_parameters(outer) for outer in self.param_groups]
 
     def _publish_state(self) -> None:
         """Show the inner optimizer's state, by the model's parameters and with the masters, as our own."""
@@ -251,6 +259,7 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
             inner_state[index] = state
         filled = {index: state for index, state in inner_state.items() if state}
         self._inner.load_state_dict({"state": filled, "param_groups": loaded["param_groups"]})
+        self._shown = [_without_parameters(outer) for outer in self.param_groups]
         self.state.clear()
         self._publish_state()
 

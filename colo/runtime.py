@@ -162,7 +162,8 @@ class Runtime:
 
         Raises: `PhaseError` inside another phase; `BudgetError` when the phase does not fit (nothing has changed);
         `StaleWeights` when trainer and engine cannot be shown to hold the same weights (generation then refuses).
-        Gradients that no step has used are away within it, and come back as they were: zero them before or after.
+        Gradients that no step has used are away within it, and come back as they were: zero them before, or in
+        `train()`.
         """
         with self._phases(Phase.ROLLOUT, self._enter_rollout, self._leave_rollout):
             yield self

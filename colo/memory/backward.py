@@ -14,7 +14,8 @@ PROGRESS_CALLS = 8
 class BackwardWatch:
     """Counts the backward passes since the last step, through hooks that torch calls as each gradient is complete.
 
-    `admit()` is called before a gradient is added to what its parameter has, and may raise, which ends the pass;
+    `admit()` is called for each gradient before it is added to what its parameter has, also for those that
+    `torch.autograd.grad` returns instead, and may raise, which ends the pass;
     `on_pass(n)` when the first gradient of the n-th pass appears; `on_progress()` some times in each pass. All run
     within `backward()`.
     """

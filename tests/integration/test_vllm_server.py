@@ -450,7 +450,11 @@ def test_an_output_layer_of_the_models_own_is_refused_where_the_servers_is_its_e
 
 def test_a_reload_that_nobody_finished_is_ended_by_the_next(packing, model, tiny, prompts, mismatch):
     with colo.share(colo.connect(packing.url, deadline_s=DEADLINE_S), model, AdamW(model.parameters(), lr=1e-2)) as rt:
+        size_bytes = rt.engine.segments[0].size_bytes
         begin_reload(rt)
+    again = colo.connect(packing.url, deadline_s=DEADLINE_S)
+    assert again.segments[0].size_bytes == size_bytes
+    again.close()
     untied = AutoModelForCausalLM.from_config(tiny(tie_word_embeddings=False), dtype=torch.float32)
     with pytest.raises(TransferError, match=r"lm_head\.weight: its output layer is its embedding"):
         colo.share(colo.connect(packing.url, deadline_s=DEADLINE_S), untied, AdamW(untied.parameters()))

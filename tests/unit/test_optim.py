@@ -135,6 +135,21 @@ def test_what_the_inner_optimizer_keeps_in_its_groups_stays_and_is_saved():
     assert again.inner.param_groups[0]["count"] == 5
 
 
+def test_what_is_written_to_the_groups_of_either_optimizer_holds():
+    params = parameters()
+    optimizer = MasterWeights(WarmsUp, bucket_bytes=None)(params)
+    (outer,), (inner,) = optimizer.param_groups, optimizer.inner.param_groups
+    inner["mode"], outer["momentum"] = "train", 0.5
+    for mode, momentum in (("train", 0.5), ("eval", 0.25), ("eval", 0.25)):
+        inner["mode"] = mode
+        if momentum != outer["momentum"]:
+            outer["momentum"] = momentum
+        set_gradients(params, 0)
+        optimizer.step()
+        assert (inner["mode"], outer["mode"], inner["momentum"], outer["momentum"]) == (mode, mode, momentum, momentum)
+    assert inner["count"] == outer["count"] == 3
+
+
 @pytest.mark.parametrize("inner", [adamw, lambda ps: Adafactor(ps, lr=1e-3, relative_step=False)])
 def test_checkpoints_keep_fp32_state_and_resume_bit_for_bit(inner):
     params, resumed = parameters(), parameters(seed=1)

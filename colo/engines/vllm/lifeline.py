@@ -6,7 +6,6 @@ vLLM's own outlive a client that is killed, and keep the device's memory.
 from __future__ import annotations
 
 import os
-import select
 import threading
 import time
 from collections.abc import Sequence
@@ -14,37 +13,39 @@ from contextlib import suppress
 
 import psutil
 
+from colo.engines.vllm.calls import lives
+
 GRACE_S = 10.0
 """How long processes have to end in order before they are killed."""
+
+_INTERVAL_S = 1.0
 
 _watched: set[int] = set()
 
 
 def end_with(pid: int) -> None:
-    """End this process, and those between it and `pid`, once process `pid` has ended. Idempotent.
-
-    Nothing is watched where the kernel does not tell (Linux before 5.3).
-    """
-    if pid in _watched:
+    """End this process, and those between it and `pid`, once process `pid` has ended. Idempotent; not for its own."""
+    if pid == os.getpid() or pid in _watched:
         return
-    with suppress(OSError):
-        ended = os.pidfd_open(pid)
-        _watched.add(pid)
-        threading.Thread(target=_wait, args=(ended, _down_from(pid)), name="colo-lifeline", daemon=True).start()
-
-
-def _down_from(pid: int) -> list[psutil.Process]:
-    """The descendants of `pid` that lead to this process; this one alone if it is none of them."""
+    _watched.add(pid)
     own = psutil.Process()
+    try:
+        driver, processes = psutil.Process(pid), _down_from(pid, own)
+    except psutil.Error:  # it has ended already, and nobody waits for this process
+        driver, processes = None, [own]
+    threading.Thread(target=_watch, args=(driver, processes), name="colo-lifeline", daemon=True).start()
+
+
+def _down_from(pid: int, own: psutil.Process) -> list[psutil.Process]:
+    """The descendants of `pid` that lead to `own`; that alone if it is none of them."""
     above = own.parents()
     pids = [process.pid for process in above]
     return [*above[: pids.index(pid)], own] if pid in pids else [own]
 
 
-def _wait(ended: int, processes: Sequence[psutil.Process]) -> None:
-    poll = select.poll()
-    poll.register(ended, select.POLLIN)
-    poll.poll()
+def _watch(driver: psutil.Process | None, processes: Sequence[psutil.Process]) -> None:
+    while driver is not None and lives(driver):
+        time.sleep(_INTERVAL_S)
     for end in (psutil.Process.terminate, psutil.Process.kill):
         for process in processes:
             with suppress(psutil.Error):

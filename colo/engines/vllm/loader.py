@@ -25,6 +25,7 @@ from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 from colo.engines.vllm import compat
 from colo.engines.vllm.building import parameters_in
+from colo.engines.vllm.lifeline import end_with
 from colo.engines.vllm.options import FORMAT_KEY, STORE_KEY
 from colo.engines.vllm.store import Layout, StoreClient
 from colo.errors import TransferError
@@ -246,7 +247,8 @@ class ColoModelLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM ships no t
         source: Source = OwnMemory(device)
         if self._address is not None and self._address not in _met:  # a drafter, which is loaded after it, is its own
             _met.add(self._address)
-            source = StoreClient(self._address, rank=rank, pid=os.getpid(), device=device)
+            source = store = StoreClient(self._address, rank=rank, pid=os.getpid(), device=device)
+            end_with(store.owner_pid)
         placement = self._placement = Placement(source, device)
         compat.prefer_sleep_backend(model_config)
         with _plain_pool(placement, device), self._building:

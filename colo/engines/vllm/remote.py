@@ -49,7 +49,7 @@ HOW_TO_START = (
 )
 
 _MAX_REQUESTS = 32
-"""Prompts without a seed travel in so many requests at once; vLLM batches all of them together."""
+"""Prompts travel in so many requests, but with a seed in one each; vLLM batches all of them together."""
 
 _UNCOMMITTED = "an update of its weights has begun: call commit(version) once it is complete"
 

@@ -13,6 +13,9 @@ T = TypeVar("T")
 
 Body = dict[str, Any]
 
+_MAX_CONNECTIONS = 256
+"""How many questions are asked at once: each takes a file of the 1024 that a process commonly may have."""
+
 
 class Silent(Exception):  # noqa: N818 - a state, which the engine turns into `EngineLost`
     """The server does not answer, or its engine has ended."""
@@ -71,11 +74,17 @@ class Server:
         return self._wait(self._while_healthy([question]))[0] if patient else self._wait(question)
 
     def ask_all(self, path: str, bodies: Sequence[Body]) -> list[Any]:
-        """The answers to many questions at once, however long they take while the server is healthy.
+        """The answers to many questions, some hundred at once, however long they take while the server is healthy.
 
         An interrupt ends the requests in the server too. Raises: as `ask`, what the first failing one raised.
         """
-        return self._wait(self._while_healthy([self._ask("POST", path, body, None, timed=False) for body in bodies]))
+        free = asyncio.Semaphore(_MAX_CONNECTIONS)
+
+        async def ask(body: Body) -> Any:
+            async with free:
+                return await self._ask("POST", path, body, None, timed=False)
+
+        return self._wait(self._while_healthy([ask(body) for body in bodies]))
 
     def close(self) -> None:
         """Close the connections and end the thread. Idempotent."""

@@ -5,7 +5,7 @@ user can reach, and maps it. The engine can then live in another process, be kil
 the weights, and a new worker asks for the same pieces in the same order and finds them filled.
 
     worker                                     store (trainer)
-    {"op": "hello", "rank", "pid", "device"}   -> {"fill", "layout"}      whether a checkpoint has to be read
+    {"op": "hello", "rank", "pid", "device"}   -> {"pid", "fill", "layout"}   whether a checkpoint has to be read
     {"op": "slab", "size_bytes"}               -> a slab's description    as often as it takes
     {"op": "done", "layout"}                   -> {}                      from here on the content counts
     {"op": "drop", "indices"}                  -> {}                      slabs that no weight lies in after all
@@ -19,6 +19,7 @@ One JSON object a line; an answer with "error" ends the conversation.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import socket
 import tempfile
@@ -146,7 +147,7 @@ class WeightStore:
                     slab.close()
                 memory = self._by_rank[rank] = _Memory(self._device_of(request["device"]))
             memory.worker = worker
-            return {"fill": not memory.filled, "layout": memory.layout}
+            return {"pid": os.getpid(), "fill": not memory.filled, "layout": memory.layout}
         memory = self._by_rank[worker.rank]
         if memory.worker is not worker:
             raise TransferError(f"another worker of rank {worker.rank} has taken the place of process {worker.pid}")
@@ -217,6 +218,7 @@ class StoreClient:
         self._stream = self._socket.makefile("rw", encoding="utf-8")
         try:
             told = self._ask(op="hello", rank=rank, pid=pid, device=device_id(device))
+            self.owner_pid = int(told["pid"])
             self.fill = bool(told["fill"])
             self.layout: Layout = told["layout"]
         except BaseException:

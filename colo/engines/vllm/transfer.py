@@ -141,6 +141,7 @@ class ColoWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]  # a
 
         With `probe` (see `colo.memory.window.probing`) also why it cannot map the client's memory, if it cannot.
         """
+        self._abandon_reload()  # of a client that has ended
         self._answers = AnswerPart(slab, num_workers, token, worker=self._number)
         return self._describe() | {"ipc_refusal": why_not_mapped(probe, self.device)}
 

@@ -103,7 +103,7 @@ class WorkerAgent:
         With `client_pid` it ends with that process. With `probe` (see `colo.memory.window.probing`) also why it cannot
         map the trainer's memory, if it cannot.
         """
-        if client_pid is not None and client_pid != os.getpid():
+        if client_pid is not None:
             end_with(client_pid)
         segments = self._segments_now()
         pooled_bytes = segments.by_name[ENGINE_WEIGHTS].size_bytes

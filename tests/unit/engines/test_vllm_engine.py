@@ -41,7 +41,7 @@ class FakeLLM:
         self.asked.append(operation)
         return [getattr(self, operation, dict)(**arguments)]
 
-    def describe(self, same_process, probe):
+    def describe(self, same_process, client_pid, probe):
         info = {"pid": os.getpid(), "device": "cpu", "weights_in": "pool", "weights_can_leave": True}
         info |= {"weights_bytes": SIZES["engine.weights"], "kv_cache_bytes": SIZES["engine.kv_cache"]}
         return {"value": info | {"max_adapters": 0, "ipc_refusal": None, "residual_bytes": {}}}

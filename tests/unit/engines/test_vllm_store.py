@@ -272,7 +272,7 @@ def test_a_trainer_that_says_nothing_is_an_error_at_the_deadline(tmp_path, monke
         connection, _ = listener.accept()
         for _ in range(silent_from):
             connection.recv(4096)
-            connection.sendall(b'{"fill": true, "layout": {}}\n')
+            connection.sendall(b'{"pid": 1, "fill": true, "layout": {}}\n')
         held.append(connection)
 
     held = []

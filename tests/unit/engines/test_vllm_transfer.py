@@ -278,6 +278,22 @@ def test_many_questions_are_asked_at_once_and_answered_in_order(serve):
     assert serve(handler).ask_all("/v1/completions", bodies) == list(range(5))
 
 
+def test_more_questions_than_a_process_may_have_files_wait_for_each_other(serve):
+    now = most = 0
+
+    async def handler(request):
+        nonlocal now, most
+        now += 1
+        most = max(most, now)
+        await asyncio.sleep(0.01)
+        now -= 1
+        return httpx.Response(200, json=json.loads(request.content)["number"])
+
+    bodies = [{"number": number} for number in range(1200)]
+    assert serve(handler).ask_all("/v1/completions", bodies) == list(range(1200))
+    assert 100 < most < 1024 // 2
+
+
 def test_a_question_may_take_longer_than_the_deadline_while_the_server_is_healthy(serve):
     asked = []
 
