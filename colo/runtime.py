@@ -29,11 +29,12 @@ from colo.engines.text import encode_prompts, with_text
 from colo.errors import BudgetError, EngineLost, PhaseError
 from colo.memory.backward import BackwardWatch
 from colo.memory.fence import wait_for_queued
+from colo.memory.gradients import parameters_of
 from colo.memory.offload import Mover
 from colo.memory.probe import PeakMeter, free_device_bytes, total_device_bytes, used_device_bytes
 from colo.memory.region import close_all
 from colo.memory.segment import FixedSegment, Segment
-from colo.memory.state import StateOffloader, parameters_of
+from colo.memory.state import StateOffloader
 from colo.phases.phase import (
     ENGINE_KV_CACHE,
     ENGINE_WEIGHTS,

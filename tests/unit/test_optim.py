@@ -5,7 +5,10 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import Adafactor
 
+from colo.memory.offload import Mover
+from colo.memory.state import StateOffloader
 from colo.optim import MasterWeights
+from colo.phases.phase import Residency
 
 
 def parameters(dtype=torch.bfloat16, seed=0):
@@ -244,6 +247,30 @@ def test_a_step_that_failed_and_is_repeated_is_one_step(bucket_bytes, fails_at):
         optimizer.step()
         reference.step()
     assert_equal(optimizer, params, reference, others)
+
+
+def test_a_step_that_failed_is_one_step_although_its_gradients_were_parked_before_it_was_repeated():
+    plain, parked = mixed_parameters(), mixed_parameters()
+    optimizers = [MasterWeights(lambda ps: FailsAt(ps, lr=1e-2), bucket_bytes=1)(ps) for ps in (plain, parked)]
+    offloader = StateOffloader(optimizers[1], Mover(torch.device("cpu")))
+    for turn in range(4):
+        set_gradients(plain, turn)
+        set_gradients(parked, turn)
+        for optimizer in optimizers:
+            optimizer.inner.fails_at = 1 + turn
+            with pytest.raises(torch.OutOfMemoryError):
+                optimizer.step()
+        offloader.gradients.begin(Residency.OFFLOADED).wait()
+        assert all(p.grad is None for p in parked)
+        if turn == 3:  # gradients that are added to are a new step's, parked or not
+            set_gradients(parked, 9)
+            for p, other in zip(plain, parked, strict=True):
+                p.grad = p.grad + other.grad
+        offloader.gradients.begin(Residency.RESIDENT).wait()
+        for optimizer in optimizers:
+            optimizer.step()
+        assert all(torch.equal(p, other) for p, other in zip(plain, parked, strict=True))
+    offloader.close()
 
 
 def test_a_step_that_failed_and_was_given_up_takes_nothing_from_the_next():

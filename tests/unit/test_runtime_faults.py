@@ -15,8 +15,8 @@ from colo.config import Offload, RuntimeConfig
 from colo.engines.base import EngineState
 from colo.engines.torch import TorchEngine
 from colo.errors import EngineLost, PhaseError, TransferError
+from colo.memory.gradients import GradientSegment
 from colo.memory.region import ResizedRegion
-from colo.memory.state import GradientSegment
 from colo.phases.phase import Phase
 from colo.units import MIB
 

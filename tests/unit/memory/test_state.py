@@ -318,42 +318,6 @@ def test_a_step_whose_state_finds_no_room_in_a_region_is_a_step_and_is_gathered_
     offloader.close()
 
 
-class Failing(torch.optim.AdamW):
-    """Raises in its step number `fails_at`, counted from 1."""
-
-    fails_at = 0
-
-    def step(self, closure=None):
-        self.fails_at -= 1
-        if self.fails_at == 0:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return super().step(closure)
-
-
-def test_a_step_that_failed_is_one_step_although_its_gradients_were_parked_before_it_was_repeated(mover):
-    nets = plain, parked = model(torch.bfloat16), model(torch.bfloat16)
-    make = MasterWeights(lambda ps: Failing(ps, lr=1e-2), bucket_bytes=64)
-    optimizers = [make(net.parameters()) for net in nets]
-    offloader = StateOffloader(optimizers[1], mover)
-    for turn in range(4):
-        for net in nets:
-            net.zero_grad()
-            backward(net, turn)
-        for optimizer in optimizers:
-            optimizer.inner.fails_at = 1 + turn
-            with pytest.raises(torch.OutOfMemoryError):
-                optimizer.step()
-        park(offloader)
-        if turn == 3:  # gradients that are added to are a new step's, parked or not
-            for net in nets:
-                backward(net, turn)
-        offloader.gradients.begin(R).wait()
-        for optimizer in optimizers:
-            optimizer.step()
-        assert_same(list(plain.parameters()), list(parked.parameters()))
-    offloader.close()
-
-
 @pytest.mark.parametrize("name", ["adamw", "adamw-amsgrad", "nested", "one-table", "masters"])
 @pytest.mark.parametrize("parked", [True, False])
 def test_closing_on_the_host_hands_the_arenas_memory_over(name, parked, device):
