@@ -1,4 +1,5 @@
 import os
+import signal
 
 import pytest
 import torch
@@ -31,3 +32,11 @@ def device():
 @pytest.fixture(autouse=True)
 def seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def interrupts_raise():
+    """SIGINT raises KeyboardInterrupt, also where whoever started the tests ignores it, as shells do in background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)

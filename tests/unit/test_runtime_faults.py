@@ -74,10 +74,10 @@ def assert_same(rt, twin):
     assert all(torch.equal(a, b) for a, b in zip(rt.model.parameters(), twin[0].parameters(), strict=True))
 
 
+@pytest.mark.usefixtures("interrupts_raise")
 @pytest.mark.parametrize("name", ["engine.kv_cache", "trainer.optimizer"])
 @pytest.mark.parametrize("change", ["_release", "_restore"])
 def test_an_interrupt_as_memory_goes_or_comes_leaves_a_runtime_that_works(rt, twin, name, change, monkeypatch):
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     original = getattr(ResizedRegion, change)
     armed = False
 
@@ -89,25 +89,22 @@ def test_an_interrupt_as_memory_goes_or_comes_leaves_a_runtime_that_works(rt, tw
             os.kill(os.getpid(), signal.SIGINT)
 
     monkeypatch.setattr(ResizedRegion, change, interrupted)
-    try:
-        for number in range(4):
-            armed = number == 1
+    for number in range(4):
+        armed = number == 1
+        try:
+            with rt.rollout():
+                generate(rt)
+            with rt.train():
+                pass
+        except KeyboardInterrupt:
+            assert number == 1
+        for model, optimizer in ((rt.model, rt.optimizer), twin):
             try:
-                with rt.rollout():
-                    generate(rt)
-                with rt.train():
-                    pass
+                plain_step(model, optimizer, number)
             except KeyboardInterrupt:
                 assert number == 1
-            for model, optimizer in ((rt.model, rt.optimizer), twin):
-                try:
-                    plain_step(model, optimizer, number)
-                except KeyboardInterrupt:
-                    assert number == 1
-                    optimizer.step()  # it was interrupted before anything had been added
-        assert not armed
-    finally:
-        signal.signal(signal.SIGINT, before)
+                optimizer.step()  # it was interrupted before anything had been added
+    assert not armed
     assert len(generate(rt)) == 1
     assert_same(rt, twin)
 
@@ -191,6 +188,7 @@ def test_a_train_block_waits_for_threads_that_still_generate(rt, monkeypatch):
     assert all(isinstance(one, (list, PhaseError)) for one in found)
 
 
+@pytest.mark.usefixtures("interrupts_raise")
 def test_an_interrupt_while_a_rollout_waits_for_threads_leaves_it_all_the_same(rt, monkeypatch):
     original, started, go_on = TorchEngine.generate, threading.Event(), threading.Event()
 
@@ -200,7 +198,6 @@ def test_an_interrupt_while_a_rollout_waits_for_threads_leaves_it_all_the_same(r
         go_on.wait(20)
         return found
 
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with ThreadPoolExecutor(1) as pool:
             with monkeypatch.context() as patch:
@@ -213,7 +210,6 @@ def test_an_interrupt_while_a_rollout_waits_for_threads_leaves_it_all_the_same(r
             assert len(call.result()) == 1
     finally:
         go_on.set()
-        signal.signal(signal.SIGINT, before)
     with rt.train():
         backward(rt.model)
     assert len(generate(rt)) == 1

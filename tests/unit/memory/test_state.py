@@ -263,6 +263,7 @@ def test_gradients_of_an_unfinished_accumulation_are_parked_and_come_back(mover)
     offloader.close()
 
 
+@pytest.mark.usefixtures("interrupts_raise")
 @pytest.mark.parametrize("on_the_way", ["out", "in"])
 @pytest.mark.parametrize("raised", [KeyboardInterrupt, RuntimeError])
 def test_gradients_are_whole_when_their_copies_are_interrupted_or_fail(mover, on_the_way, raised, monkeypatch):

@@ -8,12 +8,7 @@ import pytest
 
 from colo.memory.uninterrupted import uninterrupted
 
-
-@pytest.fixture(autouse=True)
-def python_handles_interrupts():
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # also where the shell has them ignored
-    yield
-    signal.signal(signal.SIGINT, before)
+pytestmark = pytest.mark.usefixtures("interrupts_raise")
 
 
 def test_an_interrupt_comes_once_the_block_has_ended():
