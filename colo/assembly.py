@@ -17,6 +17,7 @@ from transformers import AutoTokenizer, PretrainedConfig, PreTrainedModel
 from colo.config import RuntimeConfig
 from colo.engines.base import Engine, EngineState
 from colo.errors import Unsupported
+from colo.memory.dtensor import part_bytes
 from colo.memory.offload import Mover
 from colo.memory.probe import free_device_bytes
 from colo.optim import MakeOptimizer, MasterWeights
@@ -119,15 +120,18 @@ def share(
     `logprobs_mode="processed_logprobs"` it samples at temperature 1 without filters, or greedily: the log-probabilities
     of anything else would not be those of what was sampled from.
 
+    A model that is sharded over ranks (`fully_shard`) is gathered on its way to each rank's engine, some of it at a
+    time: every rank shares, enters the same phases and steps in the same order, and what fails in one fails in all.
+
     Outside `rt.rollout()` the engine is paused, and `generate` of a `vllm.LLM` of yours would wait for ever: call it
     within such a block, or `rt.generate`, which opens one. Without `tokenizer`, that of the `vllm.LLM` encodes texts.
 
     Raises: `PhaseError` when one of the three has a runtime already; `Unsupported` when model and engine are on
-    different devices, parameters are sharded, the optimizer is not one of the model's, or the engine cannot apply the
-    adapter; `TransferError` when the model lacks weights that the engine needs, or has others. Nothing has changed
-    then, but where weights go through the engine's own loader: what is missing is known only when the others have been
-    loaded. `BudgetError`, and whatever fails as the first version is published: the engine may hold the model's weights
-    then.
+    different devices, the model is sharded by FSDP's first version, the optimizer is not one of the model's, or the
+    engine cannot apply the adapter; `TransferError` when the model lacks weights that the engine needs, or has others.
+    Nothing has changed then, but where weights go through the engine's own loader: what is missing is known only when
+    the others have been loaded. `BudgetError`, and whatever fails as the first version is published: the engine may
+    hold the model's weights then.
     """
     check_free(model, optimizer, engine)
     if isinstance(engine, Engine):
@@ -159,8 +163,8 @@ def share(
 def _share(
     engine: Engine, model: nn.Module, optimizer: torch.optim.Optimizer, *, tokenizer: Any, config: RuntimeConfig
 ) -> Runtime:
+    _check_sharding(model)
     _check_optimizer(optimizer, model)
-    _check_whole(model)
     devices = {p.device for p in model.parameters()}
     if devices != {engine.device}:
         names = ", ".join(sorted(map(str, devices)))
@@ -175,7 +179,7 @@ def _share(
     if is_peft_model(model):  # before any weights have moved
         engine.load_adapter(_TRIAL, adapter_weights(cast("PeftModel", model)))
         engine.remove_adapter(_TRIAL)
-    held_bytes = sum(s.device_bytes for s in engine.segments) + sum(p.nbytes for p in model.parameters())
+    held_bytes = sum(s.device_bytes for s in engine.segments) + sum(map(part_bytes, model.parameters()))
     engine.mover.chunk_bytes = config.chunk_bytes
     if config.host_limit_bytes is not None:
         engine.mover.arena.limit_bytes = config.host_limit_bytes
@@ -234,14 +238,14 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None
         )
 
 
-def _check_whole(model: nn.Module) -> None:
-    """Raise `Unsupported` for a model of which this process has parts only."""
-    module = sys.modules.get("torch.distributed.tensor")  # without which nothing is sharded
-    sharded = [n for n, p in model.named_parameters() if module is not None and isinstance(p, module.DTensor)]
-    if sharded:
+def _check_sharding(model: nn.Module) -> None:
+    """Raise `Unsupported` for a model that FSDP's first version has flattened: its parameters are no weights."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # without which none is
+    kind = getattr(fsdp, "FullyShardedDataParallel", None)
+    if kind is not None and any(isinstance(module, kind) for module in model.modules()):
         raise Unsupported(
-            f"{len(sharded)} parameters are sharded (DTensor), {sharded[0]} for one, and an engine takes whole ones: "
-            "share the model as it is before fully_shard or parallelize_module"
+            "FullyShardedDataParallel keeps weights flattened, which cannot be gathered one by one: shard the model "
+            "with fully_shard (FSDP2; fsdp_version: 2 in accelerate)"
         )
 
 

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch.utils.weak import TensorWeakRef
 
+from colo.errors import Unsupported
+from colo.memory.dtensor import is_dtensor
 from colo.memory.state import MASTER_WEIGHT, detach_state
 from colo.units import MIB
 
@@ -196,6 +198,12 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
     def _master_of(self, parameter: torch.Tensor) -> torch.Tensor:
         if not parameter.is_floating_point() or parameter.element_size() >= 4:
             return parameter
+        if is_dtensor(parameter):
+            raise Unsupported(
+                f"a parameter of {parameter.dtype} is sharded over ranks: load the model in float32 and let FSDP2 "
+                "compute in 16 bits, fully_shard(..., mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)); its "
+                "own parameters are the masters then, for an optimizer without MasterWeights"
+            )
         master = parameter.detach().to(torch.float32, copy=True)
         master.requires_grad_(parameter.requires_grad)
         self._masters[parameter] = master

@@ -28,6 +28,7 @@ from colo.engines.base import Completion, Engine, EngineState, SleepLevel
 from colo.engines.text import encode_prompts, with_text
 from colo.errors import BudgetError, EngineLost, PhaseError
 from colo.memory.backward import BackwardWatch
+from colo.memory.dtensor import part_bytes
 from colo.memory.fence import wait_for_queued
 from colo.memory.gradients import parameters_of
 from colo.memory.offload import Mover
@@ -217,16 +218,21 @@ class Runtime:
     def recover(self) -> None:
         """Start a lost engine again on the trainer's weights, and publish their present version to it.
 
+        Every rank of a model that is sharded over them calls, also where the engine is not the one that was lost.
         Raises: `PhaseError` inside a phase, or for an engine that is not lost or not ours to start; `BudgetError` when
         its KV cache does not fit; whatever the engine raises.
         """
         self._require_idle("recover")
-        self.scheduler.plan(Phase.ROLLOUT)  # refuse while nothing has changed
-        self.scheduler.anticipate(Phase.ROLLOUT)
-        self.scheduler.settle()
-        self.engine.recover()
-        self._publisher.start_over()
-        self.transport.reconnect()
+        is_lost = self.engine.state is EngineState.LOST
+        is_lost_elsewhere = self.transport.source.in_any_rank(is_lost) and not is_lost
+        with self.transport.source.together():
+            self.scheduler.plan(Phase.ROLLOUT)  # refuse while nothing has changed
+            self.scheduler.anticipate(Phase.ROLLOUT)
+            self.scheduler.settle()
+            if not is_lost_elsewhere:
+                self.engine.recover()
+                self._publisher.start_over()
+                self.transport.reconnect()
         self._publish()
 
     def log(self, **metrics: float) -> None:
@@ -353,10 +359,11 @@ class Runtime:
         with self.trace.span("switch to rollout", category="switch", phase=Phase.ROLLOUT):
             self._backward.watch(parameters_of(self.optimizer))
             self._notice_writes(compare=True)
-            if self._publisher.is_current:  # else publishing checks
-                self._publisher.check()
-            self.engine.reset_prefix_cache()  # writes through `.data` raise no version that could be noticed
-            self.scheduler.plan(Phase.ROLLOUT)  # refuse before publishing, while nothing has changed
+            with self.transport.source.together():
+                if self._publisher.is_current:  # else publishing checks
+                    self._publisher.check()
+                self.engine.reset_prefix_cache()  # writes through `.data` raise no version that could be noticed
+                self.scheduler.plan(Phase.ROLLOUT)  # refuse before publishing, while nothing has changed
             if not self._publisher.is_current:
                 self._publish()
             try:
@@ -390,7 +397,8 @@ class Runtime:
             self._be_idle()
 
     def _publish(self) -> None:
-        self.scheduler.enter(Phase.SYNC)
+        with self.transport.source.together():
+            self.scheduler.enter(Phase.SYNC)
         try:
             with self.trace.span(Phase.SYNC, category="phase", phase=Phase.SYNC, resource="device"):
                 self._publisher.publish()
@@ -411,10 +419,14 @@ class Runtime:
         """Compare the engine's log-probabilities of the last rollout with the trainer's, on the same weights."""
         temperature, completions = self._to_compare
         self._to_compare = (None, [])
-        if temperature is None or not self._writes_logits:
+        if not self._writes_logits:
             return
-        completions = [c for c in completions if c.weights_version == self.weights_version]
-        difference = logprob_difference(self.model, completions, temperature=temperature, device=self._device)
+        comparable = [c for c in completions if c.weights_version == self.weights_version and c.token_ids]
+        # Ranks of a model that is sharded over them compute each pass together.
+        count = self.transport.source.fewest(0 if temperature is None else len(comparable))
+        if temperature is None or not count:
+            return
+        difference = logprob_difference(self.model, comparable[:count], temperature=temperature, device=self._device)
         if difference is not None:
             self.log(mismatch_sampled=difference)
 
@@ -523,12 +535,12 @@ class Runtime:
 
     def _all_segments(self) -> list[Segment]:
         weights = [tensor for _, tensor in self.transport.source]
-        size_bytes = sum(t.numel() * t.element_size() for t in weights)
+        size_bytes = sum(map(part_bytes, weights))
         is_shared = self.transport.name == "shared"
         residency = Residency.SHARED if is_shared else Residency.RESIDENT
         fixed = [FixedSegment(TRAINER_PARAMETERS, size_bytes, residency)]
         base = {id(tensor) for tensor in weights}
-        adapter_bytes = sum(p.numel() * p.element_size() for p in self.model.parameters() if id(p) not in base)
+        adapter_bytes = sum(part_bytes(p) for p in self.model.parameters() if id(p) not in base)
         if adapter_bytes:
             fixed.append(FixedSegment(TRAINER_ADAPTER, adapter_bytes, Residency.RESIDENT))
         return [*self.engine.segments, *fixed, *self._offloader.segments]
@@ -563,6 +575,8 @@ class Runtime:
         With `compare`, copied weights and adapters are compared, since writes through `.data` leave no other trace.
         """
         changed = self._writes.has_changed()
+        if compare:
+            changed = self.transport.source.in_any_rank(changed)  # which publish together
         if not changed and compare and self.config.verify and self._publisher.is_current:
             changed = not self._compare()
         if changed:
@@ -571,8 +585,9 @@ class Runtime:
     def _compare(self) -> bool:
         """Whether the engine holds what the trainer does: its weights come back for that, if they are away."""
         is_away = self.scheduler.segments[ENGINE_WEIGHTS].residency in (Residency.OFFLOADED, Residency.DISCARDED)
-        if is_away:
-            self.scheduler.enter(Phase.SYNC)
+        with self.transport.source.together():
+            if is_away:
+                self.scheduler.enter(Phase.SYNC)
         try:
             return self.transport.is_current() and self._publisher.has_adapter()
         finally:

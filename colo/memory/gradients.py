@@ -8,12 +8,16 @@ from typing import Protocol, runtime_checkable
 import torch
 
 from colo.memory.arena import Extent
+from colo.memory.dtensor import assembly_of, part_bytes, part_of
 from colo.memory.offload import Mover, Transfer
 from colo.memory.region import ALIGNMENT_BYTES
 from colo.memory.segment import Done, Move
 from colo.memory.uninterrupted import uninterrupted
 from colo.phases.phase import TRAINER_GRADIENTS, Residency, check_move
 from colo.units import align_up
+
+Assembly = Callable[[torch.Tensor], torch.Tensor]
+"""Makes a tensor of a part."""
 
 
 @runtime_checkable
@@ -43,7 +47,9 @@ class GradientSegment:
         self._optimizer = optimizer
         self._mover = mover
         self._extent: Extent | None = None
-        self._parked: list[tuple[torch.Tensor, torch.Tensor]] = []  # (parameter, its gradient as an arena view)
+        self._parked: list[tuple[torch.Tensor, torch.Tensor, Assembly]] = []
+        """Parameters, the parts of their gradients as arena views, and what makes gradients of such parts."""
+
         self._taken_in: set[torch.Tensor] = set()  # of these, what a step that failed has taken in
 
     @property
@@ -57,14 +63,14 @@ class GradientSegment:
     def size_bytes(self) -> int:
         """Bytes of the gradients there are or, without any, of those a backward pass will make."""
         if self._parked:
-            return sum(view.numel() * view.element_size() for _, view in self._parked)
-        trainable = (p.numel() * p.element_size() for p in parameters_of(self._optimizer) if p.requires_grad)
+            return sum(view.numel() * view.element_size() for _, view, _ in self._parked)
+        trainable = (part_bytes(p) for p in parameters_of(self._optimizer) if p.requires_grad)
         return self.device_bytes or sum(trainable)
 
     @property
     def device_bytes(self) -> int:
         """Bytes of the gradients on the device."""
-        return sum(p.grad.numel() * p.grad.element_size() for p in parameters_of(self._optimizer) if p.grad is not None)
+        return sum(part_bytes(p.grad) for p in parameters_of(self._optimizer) if p.grad is not None)
 
     @property
     def host_bytes(self) -> int:
@@ -92,7 +98,8 @@ class GradientSegment:
 
     def _park(self) -> Move:
         with_gradient = [p for p in parameters_of(self._optimizer) if p.grad is not None]
-        gradients = [p.grad.contiguous() for p in with_gradient if p.grad is not None]
+        gradients = [part_of(p.grad).contiguous() for p in with_gradient if p.grad is not None]
+        assemblies = [assembly_of(p.grad) for p in with_gradient if p.grad is not None]
         offsets = _offsets(gradients)
         extent = self._mover.arena.allocate(offsets[-1])
         try:
@@ -107,25 +114,26 @@ class GradientSegment:
             self._taken_in = set(self._optimizer.taken_in()) if isinstance(self._optimizer, StepsInParts) else set()
             self._extent = extent
             self._parked = [
-                (parameter, view.view(gradient.dtype).view(gradient.shape))
-                for parameter, gradient, view in zip(with_gradient, gradients, views, strict=True)
+                (parameter, view.view(gradient.dtype).view(gradient.shape), assembly)
+                for parameter, gradient, view, assembly in zip(with_gradient, gradients, views, assemblies, strict=True)
             ]
             self.drop()
         return Done(offsets[-1])
 
     def _unpark(self) -> Move:
-        back = [torch.empty(view.shape, dtype=view.dtype, device=self._mover.device) for _, view in self._parked]
+        back = [torch.empty(view.shape, dtype=view.dtype, device=self._mover.device) for _, view, _ in self._parked]
         pairs = list(zip(self._parked, back, strict=True))
-        _copy_all(self._mover.copy_in, [(_as_bytes(view), _as_bytes(gradient)) for (_, view), gradient in pairs])
+        _copy_all(self._mover.copy_in, [(_as_bytes(view), _as_bytes(part)) for (_, view, _), part in pairs])
         with uninterrupted():
-            for (parameter, _), gradient in pairs:
+            for (parameter, _, assembly), part in pairs:
+                gradient = assembly(part)
                 if parameter.grad is not None:  # backward passes since then have only added to what was parked
                     self._taken_in.discard(parameter)
                 parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
             if isinstance(self._optimizer, StepsInParts):
                 self._optimizer.take_in(self._taken_in)
             self._forget_parked()
-        return Done(sum(gradient.numel() * gradient.element_size() for gradient in back))
+        return Done(sum(part.nbytes for part in back))
 
     def _forget_parked(self) -> None:
         self._parked.clear()

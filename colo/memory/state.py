@@ -3,7 +3,8 @@
 State is found, not declared: after every step the offloader walks `optimizer.state` for tensors on its device that it
 does not hold yet, and moves their storages into regions, one region at a time, so that never more than a region's worth
 exists twice. The tensor objects stay the same; only where their bytes live changes. Scalars (step counters) stay where
-they are, because optimizers read them on the host.
+they are, because optimizers read them on the host. Of a tensor that is sharded over processes (`DTensor`) each of them
+moves its part.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 
 from colo.errors import BudgetError
+from colo.memory.dtensor import part_bytes, part_of
 from colo.memory.gradients import GradientSegment, parameters_of
 from colo.memory.offload import Mover, RegionSegment
 from colo.memory.region import ALIGNMENT_BYTES, Region, allocate_region, storage_key
@@ -158,6 +160,15 @@ class StateOffloader:
         return {**state_dict, "state": _map_tensors(state_dict["state"], self._host_copy)}
 
     def _host_copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        part = part_of(tensor)
+        copy = self._host_copy_of_part(part)
+        if part is tensor:
+            return copy
+        sharded = torch.empty_like(tensor, device=copy.device)
+        part_of(sharded).copy_(copy)
+        return sharded
+
+    def _host_copy_of_part(self, tensor: torch.Tensor) -> torch.Tensor:
         for segment in (self.state, self.masters):
             for region in segment.regions:
                 if storage_key(region.bytes) != storage_key(tensor):
@@ -171,7 +182,7 @@ class StateOffloader:
 
     def _tensors(self, is_master: bool) -> Iterator[torch.Tensor]:
         """State tensors to move: on the mover's device, not scalars, and not the memory of a parameter."""
-        parameters = {storage_key(p) for p in parameters_of(self.optimizer)}
+        parameters = {storage_key(part_of(p)) for p in parameters_of(self.optimizer)}
         for value in self.optimizer.state.values():
             for path, tensor in _walk(value, ()):
                 movable = tensor.device == self._mover.device and tensor.dim() > 0 and tensor.numel() > 0
@@ -199,7 +210,7 @@ def expected_state_bytes(optimizer: torch.optim.Optimizer) -> int:
             copies = 3 if group.get("amsgrad") else 2
         else:
             copies = int(isinstance(optimizer, torch.optim.SGD) and group.get("momentum", 0) != 0)
-        sizes = (p.numel() * p.element_size() for p in group["params"] if p.requires_grad)
+        sizes = (part_bytes(p) for p in group["params"] if p.requires_grad)
         total_bytes += copies * sum(align_up(size, ALIGNMENT_BYTES) for size in sizes)
     return total_bytes
 
@@ -214,10 +225,10 @@ def detach_state(state_dict: dict[str, Any]) -> dict[str, Any]:
 
 
 def _walk(value: object, path: tuple[object, ...]) -> Iterator[tuple[tuple[object, ...], torch.Tensor]]:
-    """Every strided tensor in nested dicts, lists and tuples, with the keys that lead to it."""
+    """Every strided tensor in nested dicts, lists and tuples, or its part, with the keys that lead to it."""
     if isinstance(value, torch.Tensor):
         if value.layout is torch.strided:
-            yield path, value
+            yield path, part_of(value)
     elif isinstance(value, dict):
         for key, child in value.items():
             yield from _walk(child, (*path, key))

@@ -166,6 +166,17 @@ class LoadPlan:
                 runs.append([copy])
         return tuple(run[0] if len(run) == 1 else _joined(run) for run in runs)
 
+    def part(self, names: Iterable[str]) -> LoadPlan:
+        """That of some of its sources."""
+        chosen = dict.fromkeys(names)
+        return LoadPlan(
+            copies=tuple(copy for copy in self.copies if copy.name in chosen),
+            sources={name: self.sources[name] for name in chosen},
+            strides={name: self.strides[name] for name in chosen},
+            fallbacks={name: why for name, why in self.fallbacks.items() if name in chosen},
+            unused=self.unused & chosen.keys(),
+        )
+
     def check_source(self, source: Mapping[str, torch.Tensor]) -> None:
         """Raise `TransferError` unless `source` holds every tensor of the plan with the recorded shape and strides."""
         missing = [name for name in self.sources if name not in source]

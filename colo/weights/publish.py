@@ -174,9 +174,10 @@ class Publisher:
         return done
 
     def _transfer(self) -> int:
-        if self._engine.state is EngineState.AWAKE:
-            self._engine.pause()
-        self._engine.reset_prefix_cache()
+        with self._transport.source.together():
+            if self._engine.state is EngineState.AWAKE:
+                self._engine.pause()
+            self._engine.reset_prefix_cache()
         has_base = self._has_base()
         self._sent = None  # until it is known to have arrived
         num_bytes = 0 if has_base else self._transport.transfer(self.version)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, cast
 
 from torch import nn
 
-from colo.weights.sources.module import all_modules
+from colo.weights.sources.module import all_modules, fsdp_modules
 from colo.weights.sources.peft import active_adapter, is_peft_model
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ class WriteWatch:
         """Buffers called like those that are `foreign` are not watched."""
         self._model = model
         self._foreign = {name.rpartition(".")[2] for name in foreign}
+        self._fsdp = fsdp_modules(model)
         self._seen = self._state()
 
     def accept(self) -> None:
@@ -37,6 +38,8 @@ class WriteWatch:
 
     def _state(self) -> tuple[int, str | None]:
         adapter = active_adapter(cast("PeftModel", self._model)) if is_peft_model(self._model) else None
+        for module in self._fsdp:
+            module.reshard()
         num_writes = 0
         for module in all_modules(self._model):
             others = module._non_persistent_buffers_set | self._foreign

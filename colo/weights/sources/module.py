@@ -6,13 +6,17 @@ gradient reaches and which an engine needs all the same.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import TypeVar
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from colo.errors import TransferError
+from colo.memory.dtensor import is_dtensor, part_of
+from colo.weights.sources.gathered import Gathered, fewest
 
 T = TypeVar("T")
 
@@ -33,7 +37,8 @@ class ModuleSource:
     """The base weights of a model: what an engine loads, without adapters.
 
     Iterating gives `(name, tensor)` with the names of the plain Hugging Face model, each tied tensor once. Tensors are
-    the live ones, looked up anew each time, so that one that somebody replaced is noticed.
+    the live ones, looked up anew each time, so that one that somebody replaced is noticed; those of a model that is
+    sharded over ranks are `DTensor`s, which `colo.weights.sources.gathered` makes whole.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -41,7 +46,13 @@ class ModuleSource:
         self.foreign: set[str] = set()
         """Names of buffers that are no weights of the engine's; see `given_to`."""
 
+        self._fsdp = fsdp_modules(model)
+        self.is_sharded = any(map(is_dtensor, model.parameters()))
+        """Whether some are sharded over ranks."""
+
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for module in self._fsdp:
+            module.reshard()
         for name, tensor in (*self.model.named_parameters(), *saved_buffers(self.model)):
             if not any(part in name for part in _ADAPTER_PARTS) and (plain := plain_name(name)) not in self.foreign:
                 yield plain, tensor
@@ -65,11 +76,27 @@ class ModuleSource:
 
     def fingerprint(self) -> Hashable:
         """Changes when a base weight is written to or replaced, except through `.data`, which torch does not count."""
-        return tuple((tensor.data_ptr(), tensor._version) for _, tensor in self)
+        return tuple((part_of(tensor).data_ptr(), tensor._version) for _, tensor in self)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Every base weight by name."""
         return dict(self)
+
+    def gathered(self, tensors: Mapping[str, torch.Tensor]) -> AbstractContextManager[Mapping[str, torch.Tensor]]:
+        """`tensors`, each whole when it is its turn; every rank takes them in order. See `Gathered`."""
+        return Gathered(tensors) if self.is_sharded else nullcontext(tensors)
+
+    def together(self) -> AbstractContextManager[object]:
+        """A block that fails in every rank that the weights are sharded over if it fails in one. Gathers nothing."""
+        return Gathered(self.tensors(), order=()) if self.is_sharded else nullcontext()
+
+    def fewest(self, count: int) -> int:
+        """The smallest `count` of all ranks that the weights are sharded over; every rank asks."""
+        return fewest((tensor for _, tensor in self), count) if self.is_sharded else count
+
+    def in_any_rank(self, flag: bool) -> bool:
+        """Whether `flag` is true in one of them; every rank asks."""
+        return self.fewest(int(not flag)) == 0
 
 
 def all_modules(model: nn.Module) -> list[nn.Module]:
@@ -78,6 +105,13 @@ def all_modules(model: nn.Module) -> list[nn.Module]:
     for module in found:  # grows while it is walked
         found += filter(None, module._modules.values())
     return found
+
+
+def fsdp_modules(model: nn.Module) -> list[Any]:
+    """Modules that FSDP2 has taken over, which leaves some whole after a pass without a backward one: `reshard()`."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    kind = getattr(fsdp, "FSDPModule", None)
+    return [module for module in all_modules(model) if kind is not None and isinstance(module, kind)]
 
 
 def saved_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

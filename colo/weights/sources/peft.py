@@ -10,6 +10,7 @@ from torch import nn
 
 from colo.engines.base import AdapterWeights
 from colo.errors import StaleWeights, Unsupported
+from colo.memory.dtensor import is_dtensor
 from colo.weights.sources.module import plain_name
 
 if TYPE_CHECKING:
@@ -102,7 +103,7 @@ def adapter_weights(model: PeftModel) -> AdapterWeights:
 
     The tensors are the trainer's parameters, neither copied nor changed.
     Raises: `StaleWeights` when the adapter is merged into the base, which the engine shares: it would count twice; or
-    when the model has none any more; `Unsupported` for layers that are not plain LoRA on a linear module.
+    when the model has none any more; `Unsupported` for layers that are not plain LoRA on a linear module, or sharded.
     """
     adapter = active_adapter(model)
     check_lora_config(model.peft_config[adapter])
@@ -123,6 +124,11 @@ def adapter_weights(model: PeftModel) -> AdapterWeights:
         a[plain] = module._modules["lora_A"]._modules[adapter].weight
         b[plain] = module._modules["lora_B"]._modules[adapter].weight
         scalings[plain] = float(module.scaling[adapter])
+        if is_dtensor(a[plain]) or is_dtensor(b[plain]):
+            raise Unsupported(
+                f"the adapter of {plain} is sharded over ranks, and an engine takes it whole: leave the model "
+                "unsharded, whose frozen part is the engine's memory and takes none of its own"
+            )
     if not a:
         raise StaleWeights(
             f"no layer of the model has adapter {adapter} any more, as after merge_and_unload(): close its runtime "

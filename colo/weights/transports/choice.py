@@ -12,6 +12,7 @@ from torch import nn
 from colo.config import RuntimeConfig, Weights
 from colo.engines.base import Engine, in_all_ranks
 from colo.errors import Unsupported
+from colo.memory.dtensor import is_dtensor
 from colo.weights.load_plan import LoadPlan
 from colo.weights.packed import PackedWeight, is_packed
 from colo.weights.sources.module import ModuleSource, check_taken
@@ -24,6 +25,11 @@ from colo.weights.transports.shared import SharedTransport, is_same_memory
 def choose_transport(engine: Engine, model: nn.Module, config: RuntimeConfig) -> Transport:
     """Share memory where every parameter can be the engine's own, and copy, with the reason, where not."""
     source = ModuleSource(model)
+    with source.together():
+        return _choose(source, engine, config)
+
+
+def _choose(source: ModuleSource, engine: Engine, config: RuntimeConfig) -> Transport:
     _check_packed(source.tensors(), engine)
     tensors, plan = record_plan(engine, source)
     why_not = why_not_shared(plan, tensors, config)
@@ -69,6 +75,8 @@ def why_not_shared(plan: LoadPlan, tensors: Mapping[str, torch.Tensor], config: 
     if config.weights is not Weights.AUTO:
         return f"a copy each was asked for (weights={config.weights.value!r})"
     for name, tensor in tensors.items():
+        if is_dtensor(tensor):
+            return f"{name} cannot be shared: it is sharded over the trainer's ranks, and an engine takes it whole"
         if name not in plan.aliases:
             copies = [copy for copy in plan.copies if copy.name == name]
             if name in plan.fallbacks:

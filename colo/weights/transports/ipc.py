@@ -1,9 +1,10 @@
 """The transport to an engine in another process of this machine, where trainer and engine each own their weights.
 
 Direct: the trainer's parameters are exported once, while their addresses last, and the engine's workers copy out of
-them. Staged, for parameters that cannot be exported or are not where the engine is: buckets travel through two slabs,
-one being filled while the other is read. The slabs are on the GPU, or in host memory where workers cannot map a GPU's.
-What the engine cannot take by recorded copies goes through its own loader.
+them. Staged, for parameters that cannot be exported, are not where the engine is, or are sharded over ranks and
+gathered on the way: buckets travel through two slabs, one being filled while the other is read. The slabs are on the
+GPU, or in host memory where workers cannot map a GPU's. What the engine cannot take by recorded copies goes through its
+own loader.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 from colo.errors import EngineLost, TransferError, Unsupported
 from colo.memory import cuda_driver
 from colo.memory.checksum import Checksums, values
+from colo.memory.dtensor import is_dtensor
 from colo.memory.fence import wait_for_queued
 from colo.memory.slab import Slab
 from colo.memory.tiles import WORD_BYTES, in_words
@@ -104,28 +106,29 @@ class IpcTransport:
         """Copy everything and return its bytes. What workers find wrong is raised here, as `TransferError`."""
         tensors = self.source.tensors()
         manifest = self._manifest_of(tensors)
-        if self._exported is not None:
-            if not self._exported.is_current(tensors):
-                self._bind(tensors)
-        elif self._staging is None or self._described is not manifest:
-            self._bind(tensors)  # the last attempt failed, or they are of other shapes or dtypes now
         checksums = None
         begin: tuple[str, dict[str, Any]] = ("begin", {"version": version, "digest": manifest.digest})
-        if self._staging is not None:
-            self._sums = None
-            self._peer.receive(begin[0], **begin[1])
-            checksums = self._staging.send(tensors, self._peer, verify=self._verify)
-            answers = self._peer.receive("finish", checksums=checksums)
-        else:
-            wait_for_queued(self._peer.device)
-            copy = ("copy", {"verify": self._verify})
-            answers = self._peer.receive_all([begin, copy, ("finish", {"checksums": None})])
-        for attested in answers:
-            if (attested["version"], attested["num_tensors"]) != (version, len(manifest.specs)):
-                raise TransferError(
-                    f"a worker attests {attested['num_tensors']} tensors of version {attested['version']}, of "
-                    f"{len(manifest.specs)} of version {version}"
-                )
+        with self.source.gathered(tensors) as whole:
+            if self._exported is not None:
+                if not self._exported.is_current(tensors):
+                    self._bind(tensors)
+            elif self._staging is None or self._described is not manifest:
+                self._bind(tensors)  # the last attempt failed, or they are of other shapes or dtypes now
+            if self._staging is not None:
+                self._sums = None
+                self._peer.receive(begin[0], **begin[1])
+                checksums = self._staging.send(whole, self._peer, verify=self._verify)
+                answers = self._peer.receive("finish", checksums=checksums)
+            else:
+                wait_for_queued(self._peer.device)
+                copy = ("copy", {"verify": self._verify})
+                answers = self._peer.receive_all([begin, copy, ("finish", {"checksums": None})])
+            for attested in answers:
+                if (attested["version"], attested["num_tensors"]) != (version, len(manifest.specs)):
+                    raise TransferError(
+                        f"a worker attests {attested['num_tensors']} tensors of version {attested['version']}, of "
+                        f"{len(manifest.specs)} of version {version}"
+                    )
         self._sums = checksums
         return manifest.total_bytes
 
@@ -139,8 +142,11 @@ class IpcTransport:
             # Without checksums there is nothing to compare with; after a transfer that failed there are none yet.
             if not self._verify:
                 return True
-            known = self._sums is not None and self._described is self._manifest_of(tensors)
-            return known and self._sums == self._staging.checksums(tensors)
+            manifest = self._manifest_of(tensors)
+            known = self._sums is not None and self._described is manifest
+            with self.source.gathered(tensors) as whole:
+                differs = not known or self._sums != self._staging.checksums(whole)
+            return not self.source.in_any_rank(differs)
         if self._exported is None or not self._exported.is_current(tensors):
             return False
         wait_for_queued(self._peer.device)
@@ -196,6 +202,10 @@ class IpcTransport:
         elsewhere = [name for name, tensor in tensors.items() if tensor.device != self._peer.device]
         if elsewhere:
             self._why_staged = f"staged through two buckets, since {elsewhere[0]} is not on {self._peer.device}"
+            return None
+        sharded = [name for name, tensor in tensors.items() if is_dtensor(tensor)]
+        if sharded:
+            self._why_staged = f"staged through two buckets, since {sharded[0]} is sharded over ranks"
             return None
         try:
             return Exported(tensors)

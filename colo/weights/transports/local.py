@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
 from colo.errors import TransferError
 from colo.memory.checksum import Checksums, checksum, values
+from colo.memory.dtensor import part_of
 from colo.memory.fence import wait_for_queued
 from colo.memory.tiles import WORD_BYTES, in_words
-from colo.units import align_up
+from colo.units import MIB, align_up
 from colo.weights.load_plan import LoadPlan
+from colo.weights.sources.gathered import Gathered
 from colo.weights.sources.module import ModuleSource
 
 if TYPE_CHECKING:
     from colo.engines.base import Engine
 
+T = TypeVar("T")
+
+GATHERED_BYTES = 256 * MIB
+"""How much of a model that is sharded over ranks is whole at a time, or one tensor if that is larger."""
+
 
 class LocalTransport:
-    """Copies every weight by the engine's load plan or, where the plan has fallbacks, through the engine's loader."""
+    """Copies every weight by the engine's load plan or, where the plan has fallbacks, through the engine's loader.
+
+    Weights that are sharded over ranks are gathered on the way, some at a time.
+    """
 
     name = "local"
 
@@ -32,6 +42,7 @@ class LocalTransport:
         self._sums: list[int] | None = None
         self._engine = engine
         self._plan = plan
+        self._parts = _parts(plan, source.tensors()) if source.is_sharded else []
         how = f"{len(plan.copies)} recorded copies are replayed"
         if plan.fallbacks:
             name, cause = next(iter(plan.fallbacks.items()))
@@ -41,12 +52,12 @@ class LocalTransport:
     def transfer(self, version: int = 0) -> int:
         """Copy everything and return the bytes written to, or sent through, the engine."""
         if not self._plan.fallbacks:
-            num_bytes = self._plan.replay(self.source.tensors())
+            num_bytes = sum(self._each(self.source.tensors(), LoadPlan.replay))
             for device in {copy.target.device for copy in self._plan.copies}:
                 wait_for_queued(device)  # what goes to another GPU ends in that one's stream
             return num_bytes
         self._sums = None
-        self.source.given_to(lambda tensors: self._engine.load_weights(tensors.items()))
+        self.source.given_to(self._load)
         tensors = self.source.tensors()
         if self._verify:
             self._sums = _checksums(tensors)
@@ -54,7 +65,7 @@ class LocalTransport:
 
     def verify(self) -> None:
         """Compare every byte that the plan copied. Raises: `TransferError` naming the tensors that differ."""
-        different = [] if self._plan.fallbacks else self._plan.differences(self.source.tensors())
+        different = [] if self._plan.fallbacks else self._differences(self.source.tensors())
         if different:
             raise TransferError(f"{len(different)} tensors differ after the transfer, {different[0]} for one")
 
@@ -62,8 +73,10 @@ class LocalTransport:
         """Whether every byte that the plan copies is equal or, where the engine's loader is used, what it was given."""
         tensors = self.source.tensors()
         if not self._plan.fallbacks:
-            return not self._plan.differences(tensors)
-        return not self._verify or (self._sums is not None and self._sums == _checksums(tensors))
+            differs = bool(self._differences(tensors))
+        else:
+            differs = self._verify and (self._sums is None or self._sums != _checksums(tensors))
+        return not self.source.in_any_rank(differs)
 
     def reconnect(self) -> None:
         """Do nothing: recorded copies go to memory that has outlived the engine, or through its loader."""
@@ -71,12 +84,42 @@ class LocalTransport:
     def close(self) -> None:
         """Do nothing."""
 
+    def _load(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        with self.source.gathered(tensors) as whole:
+            self._engine.load_weights((name, whole[name]) for name in tensors)
+
+    def _differences(self, tensors: Mapping[str, torch.Tensor]) -> list[str]:
+        return [name for found in self._each(tensors, LoadPlan.differences) for name in found]
+
+    def _each(
+        self, tensors: Mapping[str, torch.Tensor], do: Callable[[LoadPlan, Mapping[str, torch.Tensor]], T]
+    ) -> list[T]:
+        """What `do` returns for the plan or, where weights have to be gathered, for each part of it in turn."""
+        if not self.source.is_sharded:
+            return [do(self._plan, tensors)]
+        with Gathered(tensors, self._plan.sources) as whole:
+            self._plan.check_source(tensors)
+            return [do(part, {name: whole[name] for name in part.sources}) for part in self._parts]
+
+
+def _parts(plan: LoadPlan, tensors: Mapping[str, torch.Tensor]) -> list[LoadPlan]:
+    """The plan in parts, each of as many bytes as may be whole at a time, or of one tensor."""
+    groups: list[list[str]] = []
+    room_bytes = 0
+    for name in plan.sources:
+        if tensors[name].nbytes > room_bytes:
+            groups.append([])
+            room_bytes = GATHERED_BYTES
+        groups[-1].append(name)
+        room_bytes -= tensors[name].nbytes
+    return [plan.part(names) for names in groups]
+
 
 def _checksums(tensors: Mapping[str, torch.Tensor]) -> list[int]:
     """Of every tensor: first of those that are whole words in a row, by device, then of copies of the others."""
     by_device: dict[torch.device, list[torch.Tensor]] = {}
     copied = []
-    for tensor in tensors.values():
+    for tensor in map(part_of, tensors.values()):
         words = in_words(tensor)
         if words is not None:
             by_device.setdefault(tensor.device, []).append(words)

@@ -8,6 +8,7 @@ from colo.errors import StaleWeights, TransferError
 from colo.phases.phase import Phase
 from colo.report.trace import Trace
 from colo.weights.publish import Publisher
+from colo.weights.sources.module import ModuleSource
 
 STEPS = ["pause", "reset_prefix_cache", "transfer", "verify", "commit"]
 ADAPTER_STEPS = ["pause", "reset_prefix_cache", "transfer", "verify", "gather", "load_adapter", "commit"]
@@ -65,6 +66,7 @@ class RecordingTransport:
     """Copies 40 bytes, or none when it shares."""
 
     reason = "the test says so"
+    source = ModuleSource(torch.nn.Linear(2, 2))
 
     def __init__(self, recorder, name="local"):
         self.recorder = recorder

@@ -1,0 +1,47 @@
+"""Tensors that are sharded over the processes of a trainer (`DTensor`: FSDP2, tensor parallelism), and their parts.
+
+State is moved part by part: every process moves what lies in it, and none waits for another.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def is_dtensor(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is sharded over processes. Does not import torch's distributed tensors, which takes a second."""
+    module = sys.modules.get("torch.distributed.tensor")  # without which there are none
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def part_of(tensor: Any) -> torch.Tensor:
+    """What lies in this process: of a `DTensor` the tensor that it keeps, not a copy; any other is its own part."""
+    part: torch.Tensor = tensor
+    if is_dtensor(tensor):
+        with torch.no_grad():  # else it is a view
+            part = tensor.to_local()
+    return part
+
+
+def part_bytes(tensor: torch.Tensor) -> int:
+    """Bytes that lie in this process."""
+    return int(part_of(tensor).nbytes)
+
+
+def assembly_of(tensor: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    """What makes a tensor like `tensor`, sharded alike, of a part like its part. Keeps no memory of it."""
+    if not is_dtensor(tensor):
+        return lambda part: part
+    whole: Any = tensor
+    mesh, placements, shape, stride = whole.device_mesh, whole.placements, whole.shape, whole.stride()
+    from_local = sys.modules["torch.distributed.tensor"].DTensor.from_local
+
+    def assemble(part: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = from_local(part, mesh, placements, run_check=False, shape=shape, stride=stride)
+        return made
+
+    return assemble

@@ -1,0 +1,88 @@
+"""Weights that are sharded over the ranks of a trainer, each gathered when it is its turn.
+
+An engine takes whole tensors. Gathering one is a collective: every rank takes part, in the same order, and one that
+fails on the way goes on gathering to the end, since the others wait for it, and tells them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from colo.errors import TransferError
+from colo.memory.dtensor import is_dtensor
+
+
+class Gathered(Mapping[str, torch.Tensor]):
+    """Weights by name, whole: each that is sharded is gathered as it is asked for, and kept until the next one is.
+
+    A context in which every rank asks for the same names in `order`, each as often in a row as it likes. Tensors that
+    are not sharded are there as they are, in any order.
+    Raises: at the end of the block, `TransferError` when it has failed in another rank. An interrupt of one rank alone
+    leaves the others waiting until its process ends.
+    """
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], order: Iterable[str] | None = None) -> None:
+        self._tensors = tensors
+        self._left = deque(name for name in (tensors if order is None else order) if is_dtensor(tensors[name]))
+        self._held: tuple[str, torch.Tensor] | None = None
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        tensor = self._tensors[name]
+        if not is_dtensor(tensor):
+            return tensor
+        if self._held is None or self._held[0] != name:
+            self._held = None  # before the next one takes memory
+            self._held = self._gather(until=name)
+        return self._held[1]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def __enter__(self) -> Gathered:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._held = None
+        if kind is not None and not issubclass(kind, Exception):
+            return
+        while self._left:
+            _whole(self._tensors[self._left.popleft()])
+        if fewest(self._tensors.values(), int(kind is None)) == 0 and kind is None:
+            raise TransferError("it failed in another rank, which says why")
+
+    def _gather(self, *, until: str) -> tuple[str, torch.Tensor]:
+        while True:
+            name = self._left.popleft()
+            whole = _whole(self._tensors[name])
+            if name == until:
+                return name, whole
+
+
+def fewest(tensors: Iterable[torch.Tensor], count: int) -> int:
+    """The smallest `count` of all ranks that `tensors` are sharded over. Every rank asks."""
+    sharded: list[Any] = [tensor for tensor in tensors if is_dtensor(tensor)]
+    if not sharded:
+        return count
+    from torch import distributed
+
+    smallest = torch.tensor(count, device=sharded[0].device)
+    for mesh in dict.fromkeys(tensor.device_mesh for tensor in sharded):
+        for dim in range(mesh.ndim):
+            distributed.all_reduce(smallest, distributed.ReduceOp.MIN, group=mesh.get_group(dim))
+    return int(smallest)
+
+
+@torch.no_grad()
+def _whole(tensor: Any) -> torch.Tensor:
+    whole: torch.Tensor = tensor.detach().full_tensor()
+    return whole

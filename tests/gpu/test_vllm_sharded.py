@@ -1,0 +1,127 @@
+"""A trainer that FSDP2 has sharded over GPUs, and vLLM: on one GPU, divided between two, or one for each of two."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import distributed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.optim import AdamW
+from transformers import AutoModelForCausalLM
+
+sys.path.insert(0, str(Path(__file__).parent))  # torchrun starts this file by itself
+
+from tiny_vllm import MARKS, PROMPTS, config, difference, train_step
+
+pytestmark = MARKS
+
+SLICES = {"own_process": False, "distributed_executor_backend": "external_launcher", "tensor_parallel_size": 2}
+STEPS = 3
+
+
+def one_rank(checkpoint, results, way):
+    """What a rank finds of three rollouts with a step in between; the engine of the last one ends, if it is apart."""
+    import colo
+    from colo.config import RuntimeConfig
+    from colo.engines.vllm.engine import VLLMEngine
+    from colo.memory.dtensor import part_of
+    from colo.units import GIB
+
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) if way == "slices" else 0)
+    torch.cuda.set_device(device)
+    options = {"enforce_eager": True, "max_model_len": 256, "disable_log_stats": True, "kv_cache_bytes": GIB}
+    if way != "slices":
+        distributed.init_process_group("nccl", device_id=device)
+    engine = VLLMEngine(checkpoint, device=device, **options, **(SLICES if way == "slices" else {}))
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).to(device)
+    weights_bytes = sum(p.numel() for p in model.parameters()) * torch.bfloat16.itemsize
+    mesh = init_device_mesh("cuda", (distributed.get_world_size(),))
+    computing = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh, mp_policy=computing)
+    fully_shard(model, mesh=mesh, mp_policy=computing)
+    optimizer = AdamW(model.parameters(), lr=1e-3, fused=True)
+    settings = RuntimeConfig(offload="always", weights="staged" if way == "staged" else "auto")
+    rt = colo.share(engine, model, optimizer, config=settings)
+    found = {"transport": rt.transport.name, "mismatches": [], "tokens": [], "away": [], "weights_bytes": weights_bytes}
+    for step in range(STEPS):
+        with rt.rollout():
+            completions = rt.generate(PROMPTS, max_tokens=16, temperature=0)
+            found["away"].append(rt.scheduler.segments["trainer.optimizer"].device_bytes)
+        found["mismatches"].append(difference(model, completions))
+        found["tokens"].append([c.token_ids for c in completions])
+        train_step(rt, step)
+    found["bytes_synced"] = rt.bytes_synced
+    found["state_bytes"] = rt.scheduler.segments["trainer.optimizer"].size_bytes
+    found["parts_bytes"] = sum(part_of(p).nbytes for p in optimizer.param_groups[0]["params"])
+    if way == "staged":
+        if int(os.environ["RANK"]) == distributed.get_world_size() - 1:
+            os.kill(engine.pids[0], 9)
+        try:
+            rt.generate(PROMPTS, max_tokens=16, temperature=0)
+        except (colo.EngineLost, colo.TransferError) as error:
+            found["failure"] = type(error).__name__
+        rt.recover()
+        found["mismatches"].append(difference(model, rt.generate(PROMPTS, max_tokens=16, temperature=0)))
+    rt.close()
+    Path(results, f"{os.environ['RANK']}.json").write_text(json.dumps(found))
+
+
+def run(folder, way, ranks):
+    """What every rank has found, in order."""
+    pytest.importorskip("vllm")
+    AutoModelForCausalLM.from_config(config(), dtype=torch.bfloat16).save_pretrained(folder)
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--rdzv-backend", "c10d"]
+    done = subprocess.run(
+        [sys.executable, *launcher, "--rdzv-endpoint", "127.0.0.1:0", __file__, str(folder), str(folder), way],
+        env=os.environ | {"HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=140,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
+    for rank in found:
+        assert max(rank["mismatches"]) < 0.02
+        assert rank["tokens"][0] != rank["tokens"][2]
+        assert rank["away"] == [0] * STEPS
+        assert rank["state_bytes"] >= 2 * rank["parts_bytes"]
+    return found
+
+
+def test_one_rank_gathers_for_an_engine_whose_memory_it_maps(tmp_path):
+    (rank,) = run(tmp_path, "apart", 1)
+    assert rank["transport"] == "local"
+    assert rank["bytes_synced"] == STEPS * rank["weights_bytes"]
+
+
+def test_one_rank_gathers_into_buckets_and_its_engine_comes_back(tmp_path):
+    (rank,) = run(tmp_path, "staged", 1)
+    assert (rank["transport"], rank["failure"], len(rank["mismatches"])) == ("ipc", "EngineLost", STEPS + 1)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_what_two_ranks_gather_goes_into_the_slices_of_both(tmp_path):
+    found = run(tmp_path, "slices", 2)
+    assert [rank["transport"] for rank in found] == ["local"] * 2
+    assert found[0]["tokens"] == found[1]["tokens"]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_an_engine_for_each_of_two_ranks_takes_what_both_gather_and_one_dies(tmp_path):
+    found = run(tmp_path, "staged", 2)
+    assert [rank["transport"] for rank in found] == ["ipc"] * 2
+    assert [rank["failure"] for rank in found] == ["TransferError", "EngineLost"]
+    assert found[0]["parts_bytes"] < 0.6 * 2 * found[0]["weights_bytes"]
+
+
+if __name__ == "__main__":
+    if sys.argv[3] != "slices":  # each rank and its engine see the same one
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[int(os.environ["LOCAL_RANK"])]
+    one_rank(*sys.argv[1:])

@@ -1,0 +1,94 @@
+"""One rank of `test_vllm_sharded.py`: a trainer that FSDP2 has sharded, and vLLM.
+
+torchrun --nproc-per-node 2 sharded_vllm.py CHECKPOINT RESULTS slices|staged
+
+slices: vLLM is divided between the ranks, in their processes. staged: each rank has one of its own, in another process,
+which ends in between.
+"""
+
+import copy
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import torch
+from torch import distributed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.optim import SGD
+from transformers import AutoModelForCausalLM
+
+import colo
+from colo.config import RuntimeConfig
+from colo.engines.vllm.engine import VLLMEngine
+from colo.units import MIB
+
+PROMPTS = [[(7 * i + j * j) % 150 for j in range(70)] for i in range(4)]
+GREEDY = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
+OPTIONS = {"kv_cache_bytes": 4 * MIB, "device": "cpu", "enforce_eager": True, "max_model_len": 256, "block_size": 32}
+SLICES = {"own_process": False, "distributed_executor_backend": "external_launcher", "tensor_parallel_size": 2}
+
+
+@torch.no_grad()
+def mismatch(model, completions):
+    """The largest |log p(engine) - log p(model)|."""
+    ids = torch.tensor([c.prompt_token_ids + c.token_ids for c in completions])
+    logits = model(input_ids=ids).logits[:, 69:-1]
+    expected = logits.log_softmax(-1).gather(-1, ids[:, 70:, None])[..., 0]
+    return float((expected - torch.tensor([c.logprobs for c in completions])).abs().max())
+
+
+def train(rt, twin, optimizer):
+    ids = torch.tensor(PROMPTS)
+    with rt.train():
+        for model in (rt.model, twin):
+            model(input_ids=ids, labels=ids).loss.backward()
+        rt.optimizer.step()
+    optimizer.step()
+    rt.optimizer.zero_grad()
+    optimizer.zero_grad()
+
+
+def failure(rt):
+    try:
+        rt.generate(PROMPTS, **GREEDY)
+    except colo.ColoError as error:
+        return type(error).__name__
+    return None
+
+
+def main(checkpoint, results, way):
+    if way == "staged":
+        distributed.init_process_group("gloo")
+    engine = VLLMEngine(checkpoint, **OPTIONS, **(SLICES if way == "slices" else {"deadline_s": 60.0}))
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    twin = copy.deepcopy(model)
+    mesh = init_device_mesh("cpu", (2,))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    config = RuntimeConfig(weights="staged" if way == "staged" else "auto")
+    rt = colo.share(engine, model, SGD(model.parameters(), lr=0.1), config=config)
+    optimizer = SGD(twin.parameters(), lr=0.1)
+    found = {"transport": rt.transport.name, "reason": rt.transport.reason, "mismatches": []}
+    for _ in range(3):
+        found["mismatches"].append(mismatch(twin, rt.generate(PROMPTS, **GREEDY)))
+        train(rt, twin, optimizer)
+    found["bytes_synced"] = rt.bytes_synced
+    if way == "staged":
+        if os.environ["RANK"] == "1":
+            os.kill(engine.pids[0], signal.SIGKILL)
+        found["failure"] = failure(rt)
+        rt.recover()
+        found["mismatches"].append(mismatch(twin, rt.generate(PROMPTS, **GREEDY)))
+    found["same"] = all(
+        torch.equal(p.full_tensor(), other) for p, other in zip(model.parameters(), twin.parameters(), strict=True)
+    )
+    rt.close()
+    Path(results, f"{os.environ['RANK']}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

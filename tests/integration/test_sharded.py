@@ -1,0 +1,75 @@
+"""A trainer of two ranks, which torchrun has started, whose weights FSDP2 has sharded: engines have them whole."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parent / "sharded.py"
+CLOSE = 1e-5
+REPLAYED = "cannot be shared: it is sharded over the trainer's ranks, and an engine takes it whole; 24 recorded copies"
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    """What both ranks have found, in order."""
+    results = tmp_path_factory.mktemp("results")
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d"]
+    done = subprocess.run(
+        [sys.executable, *launcher, "--rdzv-endpoint", "127.0.0.1:0", str(SCRIPT), str(results)],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [json.loads((results / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+def test_every_rank_samples_from_the_weights_of_all(ranks):
+    for found in ranks:
+        assert found["transport"] == "local"
+        assert REPLAYED in found["reason"]
+        assert max(found["gaps"]) < CLOSE
+        num_bytes, publications = found["synced"]
+        assert num_bytes == publications * found["whole"]
+
+
+def test_training_is_bit_for_bit_what_it_is_without_colo(ranks):
+    for found in ranks:
+        assert found["same"] == [True] * 4
+        assert found["snapshot"]
+
+
+def test_every_rank_parks_its_parts_of_state_and_gradients(ranks):
+    assert sum(found["parts"] for found in ranks) == ranks[0]["whole"]
+    assert ranks[0]["parts"] > ranks[1]["parts"]  # 101 rows do not divide evenly
+    for found in ranks:
+        parameters, state = found["bytes"]
+        assert parameters == found["parts"]
+        assert state >= 2 * found["parts"]
+        assert found["away"][0] == ["discarded", 0]
+        assert [residency for residency, _ in found["away"][1:]] == ["offloaded"] * 2
+        assert min(host_bytes for _, host_bytes in found["away"][1:]) >= state
+        assert found["gradients_away"]
+
+
+def test_the_gap_is_measured_where_ranks_have_sampled_different_numbers_of_completions(ranks):
+    assert [found["mismatches"] for found in ranks] == [4, 4]
+
+
+def test_what_fails_in_one_rank_fails_in_both_and_is_mended_by_the_next_rollout(ranks):
+    elsewhere = "TransferError: it failed in another rank, which says why"
+    assert ranks[0]["failures"][::2] == [elsewhere] * 2
+    assert ranks[1]["failures"][::2] == ["ValueError: rank 1 stumbles", "PhaseError: rank 1 refuses"]
+    for found in ranks:
+        assert max(found["failures"][1::2]) < CLOSE
+
+
+def test_a_write_to_what_lies_in_one_rank_reaches_both_engines(ranks):
+    for found in ranks:
+        versions, gap = found["writes"]
+        assert (versions, gap < CLOSE) == (1, True)
