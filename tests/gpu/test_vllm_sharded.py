@@ -49,12 +49,18 @@ def one_rank(checkpoint, results, way):
     settings = RuntimeConfig(offload="always", weights="staged" if way == "staged" else "auto")
     rt = colo.share(engine, model, optimizer, config=settings)
     found = {"transport": rt.transport.name, "mismatches": [], "tokens": [], "away": [], "weights_bytes": weights_bytes}
+    found["same"], first = [], next(iter(model.parameters()))
     for step in range(STEPS):
         with rt.rollout():
             completions = rt.generate(PROMPTS, max_tokens=16, temperature=0)
             found["away"].append(rt.scheduler.segments["trainer.optimizer"].device_bytes)
+            taken = optimizer.state_dict()
         found["mismatches"].append(difference(model, completions))
         found["tokens"].append([c.token_ids for c in completions])
+        if step:
+            optimizer.load_state_dict(taken)
+            kept = {name: part_of(value) for name, value in optimizer.state[first].items()}
+            found["same"].append(all(torch.equal(part_of(taken["state"][0][n]), v.cpu()) for n, v in kept.items()))
         train_step(rt, step)
     found["bytes_synced"] = rt.bytes_synced
     found["state_bytes"] = rt.scheduler.segments["trainer.optimizer"].size_bytes
@@ -90,6 +96,7 @@ def run(folder, way, ranks):
         assert max(rank["mismatches"]) < 0.02
         assert rank["tokens"][0] != rank["tokens"][2]
         assert rank["away"] == [0] * STEPS
+        assert rank["same"] == [True] * (STEPS - 1)
         assert rank["state_bytes"] >= 2 * rank["parts_bytes"]
     return found
 
