@@ -1,6 +1,9 @@
 """Tiny models for vLLM on a CPU, and what transformers says about what it has sampled."""
 
+import json
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -109,3 +112,27 @@ def mismatch():
         return float((expected - torch.tensor([c.logprobs for c in completions])).abs().max())
 
     return compare
+
+
+@pytest.fixture(scope="session")
+def two_ranks(tmp_path_factory):
+    """Runs a script on two ranks of torchrun, and gives what each has written to `RESULTS/RANK.json`, in order.
+
+    The script is given a folder for results after the other arguments.
+    """
+
+    def run(script, *arguments, timeout=240):
+        results = tmp_path_factory.mktemp("results")
+        launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d"]
+        command = [sys.executable, *launcher, "--rdzv-endpoint", "127.0.0.1:0", script, *arguments, results]
+        done = subprocess.run(
+            list(map(str, command)),
+            env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"},
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+        )
+        assert done.returncode == 0, done.stderr[-4000:]
+        return [json.loads((results / f"{rank}.json").read_text()) for rank in range(2)]
+
+    return run

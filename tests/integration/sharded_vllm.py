@@ -1,6 +1,6 @@
 """One rank of `test_vllm_sharded.py`: a trainer that FSDP2 has sharded, and vLLM.
 
-torchrun --nproc-per-node 2 sharded_vllm.py CHECKPOINT RESULTS slices|staged
+torchrun --nproc-per-node 2 sharded_vllm.py CHECKPOINT slices|staged RESULTS
 
 slices: vLLM is divided between the ranks, in their processes. staged: each rank has one of its own, in another process,
 which ends in between.
@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 import torch
+from tensor_parallel import GREEDY, PROMPTS, mismatch
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -25,19 +26,8 @@ from colo.config import RuntimeConfig
 from colo.engines.vllm.engine import VLLMEngine
 from colo.units import MIB
 
-PROMPTS = [[(7 * i + j * j) % 150 for j in range(70)] for i in range(4)]
-GREEDY = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
 OPTIONS = {"kv_cache_bytes": 4 * MIB, "device": "cpu", "enforce_eager": True, "max_model_len": 256, "block_size": 32}
 SLICES = {"own_process": False, "distributed_executor_backend": "external_launcher", "tensor_parallel_size": 2}
-
-
-@torch.no_grad()
-def mismatch(model, completions):
-    """The largest |log p(engine) - log p(model)|."""
-    ids = torch.tensor([c.prompt_token_ids + c.token_ids for c in completions])
-    logits = model(input_ids=ids).logits[:, 69:-1]
-    expected = logits.log_softmax(-1).gather(-1, ids[:, 70:, None])[..., 0]
-    return float((expected - torch.tensor([c.logprobs for c in completions])).abs().max())
 
 
 def train(rt, twin, optimizer):
@@ -59,7 +49,7 @@ def failure(rt):
     return None
 
 
-def main(checkpoint, results, way):
+def main(checkpoint, way, results):
     if way == "staged":
         distributed.init_process_group("gloo")
     engine = VLLMEngine(checkpoint, **OPTIONS, **(SLICES if way == "slices" else {"deadline_s": 60.0}))

@@ -1,9 +1,5 @@
 """A trainer of two ranks, which torchrun has started, whose weights FSDP2 has sharded: engines have them whole."""
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,19 +10,9 @@ REPLAYED = "cannot be shared: it is sharded over the trainer's ranks, and an eng
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
+def ranks(two_ranks):
     """What both ranks have found, in order."""
-    results = tmp_path_factory.mktemp("results")
-    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d"]
-    done = subprocess.run(
-        [sys.executable, *launcher, "--rdzv-endpoint", "127.0.0.1:0", str(SCRIPT), str(results)],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return [json.loads((results / f"{rank}.json").read_text()) for rank in range(2)]
+    return two_ranks(SCRIPT)
 
 
 def test_every_rank_samples_from_the_weights_of_all(ranks):

@@ -4,7 +4,6 @@ import gc
 import json
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -566,18 +565,9 @@ def one_rank(checkpoint, results):
     Path(results, f"{os.environ['RANK']}.json").write_text(json.dumps(found | {"sums": sums}))
 
 
-def test_every_rank_writes_its_part_in_place(base, tmp_path):
+def test_every_rank_writes_its_part_in_place(base, two_ranks, tmp_path):
     base.save_pretrained(tmp_path)
-    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d"]
-    done = subprocess.run(
-        [sys.executable, *launcher, "--rdzv-endpoint", "127.0.0.1:0", __file__, str(tmp_path), str(tmp_path)],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
+    first, second = two_ranks(__file__, tmp_path)
     for found in (first, second):
         assert (found["in_place"], found["equal"]) == ([True], True)
     adapted = {key for key, total in first["sums"].items() if total}

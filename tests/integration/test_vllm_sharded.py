@@ -1,9 +1,5 @@
 """A trainer of two ranks that FSDP2 has sharded, and vLLM: divided between the ranks, or one in a process for each."""
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -24,24 +20,10 @@ def model(tiny, randomize):
 
 
 @pytest.fixture
-def ranks(model, tmp_path):
+def ranks(model, two_ranks, tmp_path):
     """Runs both ranks; what they have found, in order."""
-    model.save_pretrained(tmp_path / "checkpoint")
-
-    def run(way):
-        launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d"]
-        script = [str(SCRIPT), str(tmp_path / "checkpoint"), str(tmp_path), way]
-        done = subprocess.run(
-            [sys.executable, *launcher, "--rdzv-endpoint", "127.0.0.1:0", *script],
-            env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"},
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
-        assert done.returncode == 0, done.stderr[-4000:]
-        return [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
-
-    return run
+    model.save_pretrained(tmp_path)
+    return lambda way: two_ranks(SCRIPT, tmp_path, way, timeout=300)
 
 
 def test_what_is_gathered_goes_into_the_slices_of_every_rank(ranks, model):

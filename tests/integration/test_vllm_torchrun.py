@@ -1,9 +1,5 @@
 """vLLM across two ranks that torchrun has started: every rank copies its model into its own slices of the engine."""
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -24,20 +20,11 @@ def model(tiny, randomize):
 
 
 @pytest.fixture(scope="module")
-def ranks(model, tmp_path_factory):
+def ranks(model, two_ranks, tmp_path_factory):
     """What both ranks have found, in order."""
-    checkpoint, results = tmp_path_factory.mktemp("checkpoint"), tmp_path_factory.mktemp("results")
+    checkpoint = tmp_path_factory.mktemp("checkpoint")
     model.save_pretrained(checkpoint)
-    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d"]
-    done = subprocess.run(
-        [sys.executable, *launcher, "--rdzv-endpoint", "127.0.0.1:0", str(SCRIPT), str(checkpoint), str(results)],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return [json.loads((results / f"{rank}.json").read_text()) for rank in range(2)]
+    return two_ranks(SCRIPT, checkpoint)
 
 
 def test_every_rank_records_its_slices_of_what_vllm_has_loaded(ranks, model):
