@@ -24,6 +24,7 @@ from colo.optim import MakeOptimizer, MasterWeights
 from colo.phases.phase import ENGINE_KV_CACHE
 from colo.runtime import Runtime, check_free
 from colo.starting import Checkpoint, Order, start_torch, start_vllm
+from colo.weights.sources.module import ModuleSource
 from colo.weights.sources.peft import adapter_weights, check_lora_config, is_peft_model
 from colo.weights.transports.choice import choose_transport
 from colo.weights.transports.shared import SharedTransport
@@ -164,6 +165,7 @@ def _share(
     engine: Engine, model: nn.Module, optimizer: torch.optim.Optimizer, *, tokenizer: Any, config: RuntimeConfig
 ) -> Runtime:
     _check_sharding(model)
+    ModuleSource(model).reshard()
     _check_optimizer(optimizer, model)
     devices = {p.device for p in model.parameters()}
     if devices != {engine.device}:

@@ -359,17 +359,19 @@ class Runtime:
         with self.trace.span("switch to rollout", category="switch", phase=Phase.ROLLOUT):
             self._backward.watch(parameters_of(self.optimizer))
             self._notice_writes(compare=True)
+            is_current = not self.transport.source.in_any_rank(not self._publisher.is_current)
             with self.transport.source.together():
-                if self._publisher.is_current:  # else publishing checks
+                if is_current:  # else publishing checks
                     self._publisher.check()
                 self.engine.reset_prefix_cache()  # writes through `.data` raise no version that could be noticed
                 self.scheduler.plan(Phase.ROLLOUT)  # refuse before publishing, while nothing has changed
-            if not self._publisher.is_current:
+            if not is_current:
                 self._publish()
             try:
-                self.scheduler.enter(Phase.ROLLOUT)
-                wait_for_queued(self._device)  # writes to weights that an engine in another process maps
-                self.engine.resume()
+                with self.transport.source.together():
+                    self.scheduler.enter(Phase.ROLLOUT)
+                    wait_for_queued(self._device)  # writes to weights that an engine in another process maps
+                    self.engine.resume()
             except BaseException:
                 with suppress(Exception):  # of which the first is raised
                     self._leave_rollout()
@@ -409,7 +411,8 @@ class Runtime:
         self._require_idle(Phase.TRAIN)
         with self.trace.span("switch to train", category="switch", phase=Phase.TRAIN):
             self._backward.watch(parameters_of(self.optimizer))
-            self._make_room_to_train()
+            with self.transport.source.together():
+                self._make_room_to_train()
         self._stepped = False
         self._gradients_before = self._offloader.gradients.device_bytes
         self._meter.start()
@@ -427,6 +430,7 @@ class Runtime:
         if temperature is None or not count:
             return
         difference = logprob_difference(self.model, comparable[:count], temperature=temperature, device=self._device)
+        self.transport.source.reshard()
         if difference is not None:
             self.log(mismatch_sampled=difference)
 
@@ -574,11 +578,12 @@ class Runtime:
 
         With `compare`, copied weights and adapters are compared, since writes through `.data` leave no other trace.
         """
+        source = self.transport.source
         changed = self._writes.has_changed()
-        if compare:
-            changed = self.transport.source.in_any_rank(changed)  # which publish together
-        if not changed and compare and self.config.verify and self._publisher.is_current:
-            changed = not self._compare()
+        if compare and not (changed := source.in_any_rank(changed)):  # ranks compare together, and publish together
+            is_current = not source.in_any_rank(not self._publisher.is_current)
+            if is_current and (self.config.verify or source.is_sharded):  # torch counts few of the writes to parts
+                changed = not self._compare()
         if changed:
             self._publisher.version += 1
 

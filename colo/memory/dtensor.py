@@ -20,10 +20,7 @@ def is_dtensor(tensor: torch.Tensor) -> bool:
 
 def part_of(tensor: Any) -> torch.Tensor:
     """What lies in this process: of a `DTensor` the tensor that it keeps, not a copy; any other is its own part."""
-    part: torch.Tensor = tensor
-    if is_dtensor(tensor):
-        with torch.no_grad():  # else it is a view
-            part = tensor.to_local()
+    part: torch.Tensor = tensor._local_tensor if is_dtensor(tensor) else tensor  # `to_local()` may give a view of it
     return part
 
 

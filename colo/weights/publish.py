@@ -181,15 +181,16 @@ class Publisher:
         has_base = self._has_base()
         self._sent = None  # until it is known to have arrived
         num_bytes = 0 if has_base else self._transport.transfer(self.version)
-        if self._verify:
-            self._transport.verify()
-        if self._adapter is not None:
-            adapter = self._adapter()
-            self._load_adapter(adapter)
+        with self._transport.source.together():
             if self._verify:
-                self._adapter_sums = AdapterSums.of(adapter, self._adapter_sums)
-            self._sent = self._fingerprint()
-        self._engine.commit(self.version)
+                self._transport.verify()
+            if self._adapter is not None:
+                adapter = self._adapter()
+                self._load_adapter(adapter)
+                if self._verify:
+                    self._adapter_sums = AdapterSums.of(adapter, self._adapter_sums)
+                self._sent = self._fingerprint()
+            self._engine.commit(self.version)
         return num_bytes
 
     def _has_base(self) -> bool:
@@ -197,9 +198,12 @@ class Publisher:
 
         One that has been given others since, or has lost its weights, holds another version than the last, or none.
         """
-        if self._sent is None or self._engine.weights_version != self.published[-1].version:
-            return False
-        return self._sent == self._fingerprint() and self._transport.is_current()
+        lacks = (
+            self._sent is None
+            or self._engine.weights_version != self.published[-1].version
+            or self._sent != self._fingerprint()
+        )
+        return not self._transport.source.in_any_rank(lacks) and self._transport.is_current()
 
     def _load_adapter(self, adapter: AdapterWeights) -> None:
         name = f"{ADAPTER}@{self.version}"

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 from torch import distributed
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.optim import AdamW
@@ -51,7 +52,10 @@ def make(mesh):
     fully_shard(model, mesh=mesh)
     local.GATHERED_BYTES = 16 << 10  # so that there are several parts
     engine = TorchEngine(config, device="cpu", dtype=torch.float32, kv_cache_bytes=MIB, mover=Mover(CPU))
-    rt = colo.share(engine, model, AdamW(model.parameters(), lr=1e-2))
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    with torch.no_grad():
+        model(input_ids=IDS)  # after which FSDP2 leaves some weights whole
+    rt = colo.share(engine, model, optimizer)
     rt.scheduler.offload = Offload.ALWAYS
     return rt, twin, AdamW(twin.parameters(), lr=1e-2)
 
@@ -63,6 +67,8 @@ def backward(*models):
 
 def step(rt, twin, optimizer):
     with rt.train():
+        if rt.optimizer.state:
+            assert get_optimizer_state_dict(rt.model, rt.optimizer)  # whose parameters the model has, at the start too
         backward(rt.model, twin)
         rt.optimizer.step()
         rt.optimizer.zero_grad()
@@ -133,7 +139,7 @@ def snapshot(rt, optimizer):
 def failures(rt, twin, rank):
     """What both ranks say of what has failed in the second one, and that the next rollout mends it."""
     found = []
-    replay, plan = LoadPlan.replay, rt.scheduler.plan
+    replay, differences, plan, require = LoadPlan.replay, LoadPlan.differences, rt.scheduler.plan, rt.scheduler.enter
     left = 2
 
     def stumble(plan, source):
@@ -146,6 +152,10 @@ def failures(rt, twin, rank):
     def refuse(phase):
         raise colo.PhaseError("rank 1 refuses")
 
+    def train():
+        with rt.train():
+            pass
+
     rt.optimizer.step()  # without gradients: a new version of the same weights
     if rank:
         LoadPlan.replay = stumble
@@ -157,6 +167,20 @@ def failures(rt, twin, rank):
     found.append(failure(lambda: rt.generate([[1, 2]], **GREEDY)))
     rt.scheduler.plan = plan
     found.append(gap(twin, rt.generate([[1, 2]], **GREEDY)))
+    rt.optimizer.step()
+    if rank:
+        LoadPlan.differences = lambda plan, source: ["a weight"]
+    found.append(failure(lambda: rt.generate([[1, 2]], **GREEDY)))
+    LoadPlan.differences = differences
+    found.append(gap(twin, rt.generate([[1, 2]], **GREEDY)))
+    if rank:
+        rt.scheduler.enter = refuse
+    found.append(failure(train))
+    rt.scheduler.enter = require
+    train()
+    if rank:
+        rt.engine.poison("rank 1 has lost it")
+    found.append(gap(twin, rt.generate([[1, 2]], **GREEDY)))
     return found
 
 
@@ -167,6 +191,8 @@ def writes(rt, twin, rank):
     before = rt.weights_version
     if rank:
         part_of(next(rt.model.parameters())).data.mul_(1.5)
+    else:
+        torch._foreach_mul_(list(rt.model.parameters()), 1.25)
     for theirs, mine in zip(twin.parameters(), rt.model.parameters(), strict=True):
         theirs.copy_(mine.full_tensor())
     rt.model(input_ids=IDS)  # a pass without a backward one, after which FSDP2 leaves some weights whole

@@ -22,14 +22,15 @@ class Gathered(Mapping[str, torch.Tensor]):
 
     A context in which every rank asks for the same names in `order`, each as often in a row as it likes. Tensors that
     are not sharded are there as they are, in any order.
-    Raises: at the end of the block, `TransferError` when it has failed in another rank. An interrupt of one rank alone
-    leaves the others waiting until its process ends.
+    Raises: at the end of the block, `TransferError` when it has failed in another rank. An interrupt of one rank alone,
+    or a gathering that fails in it, leaves the others waiting until its process ends, or for the group's deadline.
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], order: Iterable[str] | None = None) -> None:
         self._tensors = tensors
         self._left = deque(name for name in (tensors if order is None else order) if is_dtensor(tensors[name]))
         self._held: tuple[str, torch.Tensor] | None = None
+        self._is_out_of_step = False
 
     def __getitem__(self, name: str) -> torch.Tensor:
         tensor = self._tensors[name]
@@ -53,17 +54,19 @@ class Gathered(Mapping[str, torch.Tensor]):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._held = None
-        if kind is not None and not issubclass(kind, Exception):
+        if self._is_out_of_step or (kind is not None and not issubclass(kind, Exception)):
             return
         while self._left:
-            _whole(self._tensors[self._left.popleft()])
+            self._gather(until=self._left[0])
         if fewest(self._tensors.values(), int(kind is None)) == 0 and kind is None:
             raise TransferError("it failed in another rank, which says why")
 
     def _gather(self, *, until: str) -> tuple[str, torch.Tensor]:
         while True:
             name = self._left.popleft()
+            self._is_out_of_step = True  # a rank in which a collective fails takes part in none that follows
             whole = _whole(self._tensors[name])
+            self._is_out_of_step = False
             if name == until:
                 return name, whole
 

@@ -47,15 +47,20 @@ class ModuleSource:
         """Names of buffers that are no weights of the engine's; see `given_to`."""
 
         self._fsdp = fsdp_modules(model)
+        self.reshard()
         self.is_sharded = any(map(is_dtensor, model.parameters()))
         """Whether some are sharded over ranks."""
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for module in self._fsdp:
-            module.reshard()
+        self.reshard()
         for name, tensor in (*self.model.named_parameters(), *saved_buffers(self.model)):
             if not any(part in name for part in _ADAPTER_PARTS) and (plain := plain_name(name)) not in self.foreign:
                 yield plain, tensor
+
+    def reshard(self) -> None:
+        """Have the model hold parts again where FSDP2 has left whole weights, after a pass without a backward one."""
+        for module in self._fsdp:
+            module.reshard()
 
     def given_to(self, take: Callable[[dict[str, torch.Tensor]], T]) -> T:
         """What `take` returns for every weight, without buffers of yours that the engine's loader has never heard of.
