@@ -88,7 +88,7 @@ def run(folder, way, ranks):
         env=os.environ | {"HF_HUB_OFFLINE": "1"},
         capture_output=True,
         text=True,
-        timeout=140,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     found = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]

@@ -11,7 +11,7 @@ import warnings
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -449,7 +449,10 @@ def in_this_process(wanted: bool) -> Iterator[None]:
     """Let an engine that is built meanwhile run in this process, or in its own, by vLLM's documented variable."""
     from vllm import envs
 
-    with variable("VLLM_ENABLE_V1_MULTIPROCESSING", "0" if wanted else "1"):
+    with ExitStack() as meanwhile:
+        meanwhile.enter_context(variable("VLLM_ENABLE_V1_MULTIPROCESSING", "0" if wanted else "1"))
+        if not wanted:  # torchrun's, by which a process expects a store that another one has opened
+            meanwhile.enter_context(variable("TORCHELASTIC_USE_AGENT_STORE", None))
         envs.disable_envs_cache()  # an engine in this process, also an ended one, has vLLM keep what it read
         yield
 
@@ -471,17 +474,21 @@ def own_random_state(device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
-def variable(name: str, value: str) -> Iterator[None]:
-    """Give an environment variable a value meanwhile."""
+def variable(name: str, value: str | None) -> Iterator[None]:
+    """Give an environment variable a value meanwhile, or none."""
     before = os.environ.get(name)
-    os.environ[name] = value
+    _set_variable(name, value)
     try:
         yield
     finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
+        _set_variable(name, before)
+
+
+def _set_variable(name: str, value: str | None) -> None:
+    if value is None:
+        os.environ.pop(name, None)
+    else:
+        os.environ[name] = value
 
 
 def is_in_this_process(llm: Any) -> bool:

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from colo.engines.base import AdapterWeights, EngineState, SamplingParams
+from colo.engines.vllm import compat
 from colo.engines.vllm.engine import VLLMEngine
 from colo.errors import PhaseError, StaleWeights, TransferError
 
@@ -151,3 +152,16 @@ def test_steps_that_write_no_weights_do_not_poison(engine):
     for step in ("bind", "differences", "release"):
         engine.receive(step)
     assert engine.weights_version == 1
+
+
+@pytest.mark.parametrize("before", [None, "True"])
+def test_an_engine_in_its_own_process_under_torchrun_opens_a_store_of_its_own(monkeypatch, before):
+    name = "TORCHELASTIC_USE_AGENT_STORE"  # which torchrun sets, and with which no other process opens one
+    monkeypatch.delenv(name, raising=False)
+    if before is not None:
+        monkeypatch.setenv(name, before)
+    with compat.in_this_process(False):
+        assert name not in os.environ
+    assert os.environ.get(name) == before
+    with compat.in_this_process(True):
+        assert os.environ.get(name) == before
