@@ -51,6 +51,7 @@ from colo.phases.scheduler import Budget, Scheduler
 from colo.report.trace import Trace
 from colo.weights.mismatch import logprob_difference
 from colo.weights.publish import Publication, Publisher
+from colo.weights.sources.module import fsdp_modules, outermost
 from colo.weights.sources.peft import adapter_weights, is_disabled, is_peft_model
 from colo.weights.transports.shared import SharedTransport
 from colo.weights.watch import WriteWatch
@@ -138,6 +139,7 @@ class Runtime:
             self._publisher = self._make_publisher()
             self._backward = BackwardWatch(
                 parameters_of(optimizer),
+                modules=outermost(fsdp_modules(model)),
                 admit=self._admit_gradient,
                 on_pass=self._on_backward,
                 on_progress=self.scheduler.sample,
@@ -186,7 +188,8 @@ class Runtime:
         `prompts` are texts (the runtime needs a tokenizer then) or lists of token ids. Sampling options are the
         engine's, given as its `SamplingParams` or by name: `rt.generate(prompts, n=8, max_tokens=512)`.
         Outside any phase the call is a rollout of its own. Within one, a write to weights through `.data` between two
-        calls is noticed at the next rollout only. Calls of several threads wait for each other.
+        calls is noticed at the next rollout only; to weights that are sharded over ranks it is `StaleWeights`. Calls of
+        several threads wait for each other.
 
         Raises: `PhaseError` inside `train()` or after `close()`; as `Engine.generate` for everything else.
         """
@@ -523,6 +526,7 @@ class Runtime:
             used_device_bytes=lambda: used_device_bytes(self._device),
         )
         scheduler.working_bytes[Phase.TRAIN] = self.config.train_working_bytes
+        scheduler.working_bytes[Phase.SYNC] = self.transport.working_bytes
         return scheduler
 
     def _make_publisher(self) -> Publisher:
@@ -580,7 +584,9 @@ class Runtime:
         """
         source = self.transport.source
         changed = self._writes.has_changed()
-        if compare and not (changed := source.in_any_rank(changed)):  # ranks compare together, and publish together
+        if compare:  # ranks compare together, and publish together
+            changed = source.in_any_rank(changed or self._publisher.has_changed_part())
+        if compare and not changed:
             is_current = not source.in_any_rank(not self._publisher.is_current)
             if is_current and (self.config.verify or source.is_sharded):  # torch counts few of the writes to parts
                 changed = not self._compare()
@@ -590,13 +596,14 @@ class Runtime:
     def _compare(self) -> bool:
         """Whether the engine holds what the trainer does: its weights come back for that, if they are away."""
         is_away = self.scheduler.segments[ENGINE_WEIGHTS].residency in (Residency.OFFLOADED, Residency.DISCARDED)
+        takes_memory = is_away or self.transport.working_bytes > 0
         with self.transport.source.together():
-            if is_away:
+            if takes_memory:
                 self.scheduler.enter(Phase.SYNC)
         try:
             return self.transport.is_current() and self._publisher.has_adapter()
         finally:
-            if is_away:
+            if takes_memory:
                 self.scheduler.enter(Phase.IDLE)
 
     @torch.inference_mode(False)
@@ -604,7 +611,9 @@ class Runtime:
         """Publish what has changed since the rollout began, so that no call samples from older weights."""
         self._notice_writes(compare=False)
         self._publisher.check()
-        if not self._publisher.is_current:
+        # A poisoned engine alone, of many that weights are gathered for, would wait for the others: it refuses.
+        waits = self.transport.source.is_sharded and self.engine.weights_version is None
+        if not self._publisher.is_current and not waits:
             self._publisher.publish()
             self.engine.resume()
         wait_for_queued(self._device)

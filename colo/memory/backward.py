@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
+from torch import nn
+from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 PROGRESS_CALLS = 8
@@ -15,7 +18,8 @@ class BackwardWatch:
     """Counts the backward passes since the last step, through hooks that torch calls as each gradient is complete.
 
     `admit()` is called for each gradient before it is added to what its parameter has, also for those that
-    `torch.autograd.grad` returns instead, and may raise, which ends the pass;
+    `torch.autograd.grad` returns instead, and may raise, which ends the pass; for those of `modules` whose gradients
+    are their own affair (FSDP2's) before the pass reaches them;
     `on_pass(n)` when the first gradient of the n-th pass appears; `on_progress()` some times in each pass. All run
     within `backward()`.
     """
@@ -24,6 +28,7 @@ class BackwardWatch:
         self,
         parameters: Iterable[torch.Tensor],
         *,
+        modules: Iterable[nn.Module] = (),
         admit: Callable[[], None],
         on_pass: Callable[[int], None],
         on_progress: Callable[[], None],
@@ -39,6 +44,8 @@ class BackwardWatch:
         self._watched: set[int] = set()
         self._hooks: list[RemovableHandle] = []
         self.watch(parameters)
+        for module in modules:  # before hooks of the module's own, which begin a pass
+            self._hooks.append(module.register_forward_hook(self._on_output, prepend=True))
 
     def watch(self, parameters: Iterable[torch.Tensor]) -> None:
         """Watch also those that train by now: unfrozen since, or added."""
@@ -58,6 +65,11 @@ class BackwardWatch:
         """Take the hooks back. Idempotent."""
         while self._hooks:
             self._hooks.pop().remove()
+
+    def _on_output(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        for tensor in pytree.tree_leaves(output):
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                tensor.register_hook(lambda _: self._admit())
 
     def _on_gradient(self, parameter: torch.Tensor) -> None:
         count = self._counts.get(id(parameter), 0) + 1

@@ -8,13 +8,15 @@ parts of what is summed may lie apart.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 
 import torch
 
 from colo.memory import tiles
+from colo.memory.dtensor import part_of
 from colo.memory.tiles import WORD_BYTES, in_words
+from colo.units import align_up
 
 _COLUMNS, _ROWS, _CHUNKS = 1 << 10, 1 << 10, 1 << 14
 """A position's number is made of its column's, its row's and its chunk's (of 4 MiB; from 64 GiB on they come again)."""
@@ -35,6 +37,26 @@ def checksum(data: torch.Tensor) -> int:
         raise ValueError(f"{data.numel()} bytes at {data.data_ptr():#x} are not words of {WORD_BYTES} bytes")
     (value,) = values([Checksums([(0, 0, words)], 1, data.device).compute()])
     return value
+
+
+def checksums_of(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """Of what lies in this process of every tensor: first of those that are whole words in a row, by device.
+
+    Then of copies of the others.
+    """
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
+    copied = []
+    for tensor in map(part_of, tensors):
+        words = in_words(tensor)
+        if words is not None:
+            by_device.setdefault(tensor.device, []).append(words)
+        else:
+            copied.append(checksum(_in_a_row(tensor)))
+    sums = [
+        Checksums([(number, 0, part) for number, part in enumerate(parts)], len(parts), device)
+        for device, parts in by_device.items()
+    ]
+    return [value for of_device in sums for value in values([of_device.compute()])] + copied
 
 
 def values(sums: Sequence[torch.Tensor]) -> list[int]:
@@ -76,6 +98,14 @@ class Checksums:
             products = words[offset : offset + length].to(torch.int64).mul_(within[start : start + length])
             sums[number] += products.sum() * of_chunk[chunk % len(of_chunk)]
         return sums
+
+
+def _in_a_row(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy's bytes, filled up to whole words with zeros."""
+    data = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    whole = data.new_zeros(align_up(data.numel(), WORD_BYTES))
+    whole[: data.numel()] = data
+    return whole
 
 
 @cache

@@ -100,6 +100,7 @@ class Publisher:
         self._verify = verify
         self._loaded_adapter: str | None = None
         self._adapter_sums: AdapterSums | None = None
+        self._part_sums: list[int] | None = None
         self._fingerprint = fingerprint
         self._sent: Hashable | None = None
 
@@ -127,6 +128,15 @@ class Publisher:
         except StaleWeights:
             return True  # `check` raises it, and poisons
 
+    def has_changed_part(self) -> bool:
+        """Whether what lies in this rank of weights that are sharded was written to since it was published.
+
+        False where it was not noted then, and where there is another version by now.
+        """
+        if self._part_sums is None or not self.published or self.published[-1].version != self.version:
+            return False
+        return self._part_sums != self._transport.source.part_sums()
+
     def check(self) -> None:
         """Raise `StaleWeights`, and poison the engine, unless trainer and engine still hold the same weights."""
         if not self._verify:
@@ -136,6 +146,11 @@ class Publisher:
                 self._adapter()
             if self._transport.name == "shared":
                 self._transport.verify()
+            if self.is_current and self.has_changed_part():
+                raise StaleWeights(
+                    "what lies in this rank of the weights is not what was published: torch counts no write through "
+                    "`.data`, `to_local()` or `torch._foreach_*`. Leave the rollout, the next one publishes them"
+                )
         except StaleWeights as error:
             self._engine.poison(str(error))
             raise
@@ -184,6 +199,7 @@ class Publisher:
         with self._transport.source.together():
             if self._verify:
                 self._transport.verify()
+                self._part_sums = self._transport.source.part_sums()
             if self._adapter is not None:
                 adapter = self._adapter()
                 self._load_adapter(adapter)

@@ -21,6 +21,7 @@ from colo.config import Offload
 from colo.engines.torch import TorchEngine
 from colo.memory.dtensor import part_of
 from colo.memory.offload import Mover
+from colo.phases.phase import Phase
 from colo.units import MIB
 from colo.weights.load_plan import LoadPlan
 from colo.weights.transports import local
@@ -116,6 +117,7 @@ def steps(rt, twin, optimizer, rank):
             with rt.rollout():
                 rt.generate([[1, 2]], **GREEDY)
                 found["gradients_away"] = all(p.grad is None for p in rt.model.parameters())
+                found["refused"] = failure(lambda: backward(rt.model))
         step(rt, twin, optimizer)
         found["same"].append(is_same(rt.model.parameters(), twin.parameters()))
     found["mismatches"] = len(rt.trace.metrics["mismatch_sampled"])
@@ -186,7 +188,7 @@ def failures(rt, twin, rank):
 
 @torch.no_grad()
 def writes(rt, twin, rank):
-    """How many versions a write is that torch does not count, to what lies in one rank, and whether both have it."""
+    """How many versions writes are that torch does not count, whether both ranks have them, and what is refused."""
     rt.generate([[1, 2]], **GREEDY)
     before = rt.weights_version
     if rank:
@@ -197,7 +199,17 @@ def writes(rt, twin, rank):
         theirs.copy_(mine.full_tensor())
     rt.model(input_ids=IDS)  # a pass without a backward one, after which FSDP2 leaves some weights whole
     found = gap(twin, rt.generate([[1, 2], [3, 4, 5]], **GREEDY))
-    return [rt.weights_version - before, found]
+    with rt.rollout():
+        rt.generate([[1, 2]], **GREEDY)
+        parts = [part_of(p) for p in rt.model.parameters()]
+        torch._foreach_mul_(parts, 1.25)
+        stale = [failure(lambda: rt.generate([[1, 2]], **GREEDY))]
+        torch._foreach_mul_(parts, 0.75)
+        stale.append(failure(lambda: rt.generate([[1, 2]], **GREEDY)))
+    for theirs, mine in zip(twin.parameters(), rt.model.parameters(), strict=True):
+        theirs.copy_(mine.full_tensor())
+    found = max(found, gap(twin, rt.generate([[1, 2]], **GREEDY)))
+    return [rt.weights_version - before, found, stale]
 
 
 def main(results):
@@ -212,6 +224,7 @@ def main(results):
     found["bytes"] = [segments[name].size_bytes for name in names]
     found["parts"] = sum(part_of(p).nbytes for p in rt.model.parameters())
     found["whole"] = sum(p.nbytes for p in twin.parameters())
+    found["working"] = rt.scheduler.working_bytes[Phase.SYNC]
     found["synced"] = [rt.bytes_synced, len(rt.publications)]
     found["snapshot"] = snapshot(rt, optimizer)
     step(rt, twin, optimizer)

@@ -41,11 +41,11 @@ def train(rt, twin, optimizer):
     optimizer.zero_grad()
 
 
-def failure(rt):
+def failure(call):
     try:
-        rt.generate(PROMPTS, **GREEDY)
+        call()
     except colo.ColoError as error:
-        return type(error).__name__
+        return f"{type(error).__name__}: {error}"
     return None
 
 
@@ -60,9 +60,13 @@ def main(checkpoint, way, results):
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     config = RuntimeConfig(weights="staged" if way == "staged" else "auto")
+    found = {"mismatches": []}
+    if way == "staged":
+        other = RuntimeConfig(weights="staged" if os.environ["RANK"] == "1" else "auto")
+        found["refused"] = failure(lambda: colo.share(engine, model, SGD(model.parameters()), config=other))
     rt = colo.share(engine, model, SGD(model.parameters(), lr=0.1), config=config)
     optimizer = SGD(twin.parameters(), lr=0.1)
-    found = {"transport": rt.transport.name, "reason": rt.transport.reason, "mismatches": []}
+    found |= {"transport": rt.transport.name, "reason": rt.transport.reason}
     for _ in range(3):
         found["mismatches"].append(mismatch(twin, rt.generate(PROMPTS, **GREEDY)))
         train(rt, twin, optimizer)
@@ -70,7 +74,7 @@ def main(checkpoint, way, results):
     if way == "staged":
         if os.environ["RANK"] == "1":
             os.kill(engine.pids[0], signal.SIGKILL)
-        found["failure"] = failure(rt)
+        found["failure"] = failure(lambda: rt.generate(PROMPTS, **GREEDY))
         rt.recover()
         found["mismatches"].append(mismatch(twin, rt.generate(PROMPTS, **GREEDY)))
     found["same"] = all(

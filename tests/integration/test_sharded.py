@@ -43,6 +43,18 @@ def test_every_rank_parks_its_parts_of_state_and_gradients(ranks):
         assert found["gradients_away"]
 
 
+def test_room_for_what_is_whole_at_a_time_is_kept_free(ranks):
+    for found in ranks:
+        assert found["working"] == 2 * 101 * 62 * 4  # the embedding, whole and as it is put together
+
+
+def test_a_backward_pass_within_a_rollout_is_refused_in_every_rank(ranks):
+    for found in ranks:  # and what follows is bit for bit the same
+        assert found["refused"] == (
+            "PhaseError: backward() inside rollout(): leave the block first, then use `with rt.train():`"
+        )
+
+
 def test_the_gap_is_measured_where_ranks_have_sampled_different_numbers_of_completions(ranks):
     assert [found["mismatches"] for found in ranks] == [4, 4]
 
@@ -60,5 +72,12 @@ def test_what_fails_in_one_rank_fails_in_both_and_is_mended_by_the_next_rollout(
 
 def test_a_write_to_what_lies_in_one_rank_reaches_both_engines(ranks):
     for found in ranks:
-        versions, gap = found["writes"]
-        assert (versions, gap < CLOSE) == (1, True)
+        versions, gap, _ = found["writes"]
+        assert (versions, gap < CLOSE) == (2, True)
+
+
+def test_a_write_within_a_rollout_that_torch_does_not_count_is_refused(ranks):
+    for found in ranks:
+        refused, still = found["writes"][2]
+        assert "StaleWeights: what lies in this rank of the weights is not what was published" in refused
+        assert "StaleWeights" in still

@@ -43,4 +43,7 @@ def test_what_is_gathered_is_staged_to_engines_in_other_processes_of_which_one_d
         assert len(rank["mismatches"]) == 4
         assert max(rank["mismatches"]) < CLOSE
         assert rank["bytes_synced"] == 3 * sum(p.nbytes for p in model.parameters())
-    assert [rank["failure"] for rank in found] == ["TransferError", "EngineLost"]
+    assert [rank["failure"].partition(":")[0] for rank in found] == ["TransferError", "EngineLost"]
+    for rank, name in zip(found, ("local", "ipc"), strict=True):
+        assert "ranks of the model would bring its weights to their engines in different ways" in rank["refused"]
+        assert f"this one as '{name}'" in rank["refused"]

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from colo.errors import TransferError
+from colo.memory.checksum import checksums_of
 from colo.memory.dtensor import is_dtensor, part_of
 from colo.weights.sources.gathered import Gathered, fewest
 
@@ -83,6 +84,10 @@ class ModuleSource:
         """Changes when a base weight is written to or replaced, except through `.data`, which torch does not count."""
         return tuple((part_of(tensor).data_ptr(), tensor._version) for _, tensor in self)
 
+    def part_sums(self) -> list[int] | None:
+        """Checksums of what lies in this rank of weights that are sharded; `None` where none are. Asks no other."""
+        return checksums_of(tensor for _, tensor in self) if self.is_sharded else None
+
     def tensors(self) -> dict[str, torch.Tensor]:
         """Every base weight by name."""
         return dict(self)
@@ -117,6 +122,12 @@ def fsdp_modules(model: nn.Module) -> list[Any]:
     fsdp = sys.modules.get("torch.distributed.fsdp")
     kind = getattr(fsdp, "FSDPModule", None)
     return [module for module in all_modules(model) if kind is not None and isinstance(module, kind)]
+
+
+def outermost(modules: list[Any]) -> list[Any]:
+    """Those of `modules` that are in none of the others."""
+    inner = {id(part) for module in modules for part in all_modules(module)[1:]}
+    return [module for module in modules if id(module) not in inner]
 
 
 def saved_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

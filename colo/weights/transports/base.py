@@ -23,6 +23,10 @@ class Transport(Protocol):
     def source(self) -> ModuleSource:
         """The trainer's weights."""
 
+    @property
+    def working_bytes(self) -> int:
+        """Memory of the device that a transfer or a comparison takes for its time, such as for weights gathered."""
+
     def transfer(self, version: int = 0) -> int:
         """Make the trainer's weights, which are `version`, the engine's, and return the bytes that were copied.
 

@@ -21,12 +21,22 @@ from colo.weights.transports.ipc import IpcTransport, Peer
 from colo.weights.transports.local import LocalTransport
 from colo.weights.transports.shared import SharedTransport, is_same_memory
 
+_KINDS = (SharedTransport.name, LocalTransport.name, IpcTransport.name)
+
 
 def choose_transport(engine: Engine, model: nn.Module, config: RuntimeConfig) -> Transport:
     """Share memory where every parameter can be the engine's own, and copy, with the reason, where not."""
     source = ModuleSource(model)
     with source.together():
-        return _choose(source, engine, config)
+        transport = _choose(source, engine, config)
+    kind = _KINDS.index(transport.name)
+    if source.fewest(kind) != -source.fewest(-kind):  # each kind gathers in an order of its own
+        transport.close()
+        raise Unsupported(
+            f"ranks of the model would bring its weights to their engines in different ways, this one as "
+            f"{transport.name!r} ({transport.reason}): start every rank's engine with the same options"
+        )
+    return transport
 
 
 def _choose(source: ModuleSource, engine: Engine, config: RuntimeConfig) -> Transport:

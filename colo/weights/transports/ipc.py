@@ -102,6 +102,12 @@ class IpcTransport:
         how = "copied by the engine out of the trainer's memory" if self._staging is None else self._why_staged
         self.reason = f"{why_not_shared}; {how}"
 
+    @property
+    def working_bytes(self) -> int:
+        """Memory for gathering one tensor at a time, twice that of the largest at most."""
+        sizes = [tensor.nbytes for _, tensor in self.source if is_dtensor(tensor)]
+        return 2 * max(sizes, default=0)
+
     def transfer(self, version: int = 0) -> int:
         """Copy everything and return its bytes. What workers find wrong is raised here, as `TransferError`."""
         tensors = self.source.tensors()
@@ -138,14 +144,17 @@ class IpcTransport:
     def is_current(self) -> bool:
         """Whether the engine holds the trainer's weights as they are now; reads all of them."""
         tensors = self.source.tensors()
-        if self._staging is not None:
+        if self._staging is not None or self.source.is_sharded:  # where ranks ask together, whatever they have
+            staging = self._staging
+            if self.source.in_any_rank(staging is None):
+                return False
             # Without checksums there is nothing to compare with; after a transfer that failed there are none yet.
-            if not self._verify:
-                return True
+            if staging is None or not self._verify:
+                return staging is not None
             manifest = self._manifest_of(tensors)
             known = self._sums is not None and self._described is manifest
             with self.source.gathered(tensors) as whole:
-                differs = not known or self._sums != self._staging.checksums(whole)
+                differs = not known or self._sums != staging.checksums(whole)
             return not self.source.in_any_rank(differs)
         if self._exported is None or not self._exported.is_current(tensors):
             return False

@@ -8,11 +8,9 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from colo.errors import TransferError
-from colo.memory.checksum import Checksums, checksum, values
-from colo.memory.dtensor import part_of
+from colo.memory.checksum import checksums_of
 from colo.memory.fence import wait_for_queued
-from colo.memory.tiles import WORD_BYTES, in_words
-from colo.units import MIB, align_up
+from colo.units import MIB
 from colo.weights.load_plan import LoadPlan
 from colo.weights.sources.gathered import Gathered
 from colo.weights.sources.module import ModuleSource
@@ -49,6 +47,15 @@ class LocalTransport:
             how = f"the engine's own loader is used, because of {name}: {cause}"
         self.reason = f"{why_not_shared}; {how}"
 
+    @property
+    def working_bytes(self) -> int:
+        """Memory for the weights that are whole at a time, and for gathering the last of them."""
+        if not self.source.is_sharded:
+            return 0
+        tensors = self.source.tensors()
+        groups = [sum(tensors[name].nbytes for name in part.sources) for part in self._parts]
+        return max(groups, default=0) + max(tensor.nbytes for tensor in tensors.values())
+
     def transfer(self, version: int = 0) -> int:
         """Copy everything and return the bytes written to, or sent through, the engine."""
         if not self._plan.fallbacks:
@@ -60,7 +67,7 @@ class LocalTransport:
         self.source.given_to(self._load)
         tensors = self.source.tensors()
         if self._verify:
-            self._sums = _checksums(tensors)
+            self._sums = checksums_of(tensors.values())
         return sum(tensor.nbytes for tensor in tensors.values())
 
     def verify(self) -> None:
@@ -75,7 +82,7 @@ class LocalTransport:
         if not self._plan.fallbacks:
             differs = bool(self._differences(tensors))
         else:
-            differs = self._verify and (self._sums is None or self._sums != _checksums(tensors))
+            differs = self._verify and (self._sums is None or self._sums != checksums_of(tensors.values()))
         return not self.source.in_any_rank(differs)
 
     def reconnect(self) -> None:
@@ -113,28 +120,3 @@ def _parts(plan: LoadPlan, tensors: Mapping[str, torch.Tensor]) -> list[LoadPlan
         groups[-1].append(name)
         room_bytes -= tensors[name].nbytes
     return [plan.part(names) for names in groups]
-
-
-def _checksums(tensors: Mapping[str, torch.Tensor]) -> list[int]:
-    """Of every tensor: first of those that are whole words in a row, by device, then of copies of the others."""
-    by_device: dict[torch.device, list[torch.Tensor]] = {}
-    copied = []
-    for tensor in map(part_of, tensors.values()):
-        words = in_words(tensor)
-        if words is not None:
-            by_device.setdefault(tensor.device, []).append(words)
-        else:
-            copied.append(checksum(_in_a_row(tensor)))
-    sums = [
-        Checksums([(number, 0, part) for number, part in enumerate(parts)], len(parts), device)
-        for device, parts in by_device.items()
-    ]
-    return [value for of_device in sums for value in values([of_device.compute()])] + copied
-
-
-def _in_a_row(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy's bytes, filled up to whole words with zeros."""
-    data = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    whole = data.new_zeros(align_up(data.numel(), WORD_BYTES))
-    whole[: data.numel()] = data
-    return whole

@@ -24,6 +24,11 @@ class SharedTransport:
         self.reason = f"all {len(aliases)} weights are the engine's own memory"
         self._seen: _Seen | None = None
 
+    @property
+    def working_bytes(self) -> int:
+        """None."""
+        return 0
+
     def transfer(self, version: int = 0) -> int:
         """Send nothing: 0 bytes."""
         return 0

@@ -25,6 +25,42 @@ def backward(net):
     net(torch.ones(1, 4)).sum().backward()
 
 
+def test_a_pass_of_a_module_is_admitted_before_it_begins():
+    begun = []
+
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = network(2)
+
+        def forward(self, x):
+            return {"outputs": (self.inner(x), None)}
+
+    def refuse():
+        raise RuntimeError("not now")
+
+    net, admitted = Net(), []
+
+    def begin(module, inputs, output):
+        if output["outputs"][0].requires_grad:
+            output["outputs"][0].register_hook(begun.append)
+
+    net.register_forward_hook(begin)
+    calls = {"on_pass": lambda _: None, "on_progress": lambda: None}
+    watch = BackwardWatch([], modules=[net], admit=refuse, **calls)
+    loss = net(torch.ones(1, 4))["outputs"][0].sum()
+    with pytest.raises(RuntimeError, match="not now"):
+        loss.backward()
+    assert begun == []
+    assert all(p.grad is None for p in net.parameters())
+    watch.remove()
+    watch = BackwardWatch([], modules=[net], admit=lambda: admitted.append(1), **calls)
+    net(torch.ones(1, 4))["outputs"][0].sum().backward()
+    assert (len(admitted), len(begun)) == (1, 1)
+    with torch.no_grad():
+        net(torch.ones(1, 4))
+
+
 def test_passes_are_counted_from_one_and_anew_after_a_step():
     net = network()
     log = Log(net)

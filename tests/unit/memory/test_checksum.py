@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from colo.memory import checksum as module
-from colo.memory.checksum import checksum
+from colo.memory.checksum import checksum, checksums_of
 
 WORDS = st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=40)
 
@@ -97,3 +97,15 @@ def test_it_takes_memory_of_any_length_in_words_and_no_other():
     assert checksum(data([])) == 0
     with pytest.raises(ValueError, match="3 bytes"):
         checksum(torch.zeros(3, dtype=torch.uint8))
+
+
+def test_every_tensor_has_its_own_however_it_lies():
+    def make():
+        return [torch.arange(12.0), torch.zeros(0), torch.arange(5, dtype=torch.int8), torch.arange(12.0).view(3, 4).T]
+
+    expected = checksums_of(make())
+    assert len(expected) == 4
+    for changed in (0, 2, 3):
+        tensors = make()
+        tensors[changed][1] += 1
+        assert sum(one != other for one, other in zip(expected, checksums_of(tensors), strict=True)) == 1
