@@ -51,7 +51,6 @@ from colo.phases.scheduler import Budget, Scheduler
 from colo.report.trace import Trace
 from colo.weights.mismatch import logprob_difference
 from colo.weights.publish import Publication, Publisher
-from colo.weights.sources.module import fsdp_modules, outermost
 from colo.weights.sources.peft import adapter_weights, is_disabled, is_peft_model
 from colo.weights.transports.shared import SharedTransport
 from colo.weights.watch import WriteWatch
@@ -125,7 +124,7 @@ class Runtime:
         self._closed = False
         self._switching = RLock()
         self._meter = PeakMeter(self._device)
-        self._writes = WriteWatch(model, foreign=transport.source.foreign)
+        self._writes = WriteWatch(transport.source)
         with ExitStack() as undo:
             self._offloader = StateOffloader(
                 optimizer,
@@ -139,7 +138,7 @@ class Runtime:
             self._publisher = self._make_publisher()
             self._backward = BackwardWatch(
                 parameters_of(optimizer),
-                modules=outermost(fsdp_modules(model)),
+                modules=transport.source.outermost_sharded(),
                 admit=self._admit_gradient,
                 on_pass=self._on_backward,
                 on_progress=self.scheduler.sample,

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, cast
 
-from torch import nn
-
-from colo.weights.sources.module import all_modules, fsdp_modules
+from colo.weights.sources.module import ModuleSource, all_modules
 from colo.weights.sources.peft import active_adapter, is_peft_model
 
 if TYPE_CHECKING:
@@ -20,11 +17,10 @@ class WriteWatch:
     Writes through `.data` leave no trace that it could see.
     """
 
-    def __init__(self, model: nn.Module, *, foreign: Iterable[str] = ()) -> None:
-        """Buffers called like those that are `foreign` are not watched."""
-        self._model = model
-        self._foreign = {name.rpartition(".")[2] for name in foreign}
-        self._fsdp = fsdp_modules(model)
+    def __init__(self, source: ModuleSource) -> None:
+        """Buffers called like those of `source` that are foreign to its engine are not watched."""
+        self._source = source
+        self._foreign = {name.rpartition(".")[2] for name in source.foreign}
         self._seen = self._state()
 
     def accept(self) -> None:
@@ -37,11 +33,11 @@ class WriteWatch:
         return seen != self._seen
 
     def _state(self) -> tuple[int, str | None]:
-        adapter = active_adapter(cast("PeftModel", self._model)) if is_peft_model(self._model) else None
-        for module in self._fsdp:
-            module.reshard()
+        model = self._source.model
+        adapter = active_adapter(cast("PeftModel", model)) if is_peft_model(model) else None
+        self._source.reshard()
         num_writes = 0
-        for module in all_modules(self._model):
+        for module in all_modules(model):
             others = module._non_persistent_buffers_set | self._foreign
             num_writes += sum(p._version for p in module._parameters.values() if p is not None)
             num_writes += sum(b._version for n, b in module._buffers.items() if b is not None and n not in others)

