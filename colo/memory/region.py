@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import math
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -22,6 +23,7 @@ import torch
 
 from colo.errors import BudgetError, PhaseError, Unsupported
 from colo.memory.probe import free_device_bytes
+from colo.memory.storage import num_references
 from colo.memory.uninterrupted import uninterrupted
 from colo.units import align_up, format_bytes
 
@@ -35,8 +37,8 @@ Spec = tuple[Sequence[int], torch.dtype]
 class Region(ABC):
     """A byte range on a device that can be released and restored.
 
-    Ownership: the region owns the bytes. Tensors made over `bytes` may outlive a release, but must not be read or
-    written before the next `restore`.
+    Ownership: the region owns the bytes until `close`, which leaves them to whoever refers to them still. Tensors made
+    over `bytes` may outlive a release, but must not be read or written before the next `restore`.
     """
 
     def __init__(self, name: str, data: torch.Tensor) -> None:
@@ -75,21 +77,33 @@ class Region(ABC):
             self._restore()
             self.resident = True
 
+    @property
+    def is_referred_to(self) -> bool:
+        """Whether somebody has tensors over the bytes beside the region: views, or storages of their own."""
+        return num_references(self.bytes) > 1
+
     def close(self) -> None:
-        """Give everything back for good. Idempotent."""
+        """Give everything back for good: what tensors still refer to, when the last of them dies. Idempotent."""
         if not self.closed:
             with uninterrupted():
                 self.closed = True
-                if self.resident:
-                    self._release()
-                    self.resident = False
-                self._retire()
+                if self.resident and self.is_referred_to:
+                    self._leave()
+                else:
+                    if self.resident:
+                        self._release()
+                    self._retire()
+                self.resident = False
 
     @abstractmethod
     def _release(self) -> None: ...
 
     @abstractmethod
     def _restore(self) -> None: ...
+
+    def _leave(self) -> None:
+        """Let go of bytes that others refer to, which keep them."""
+        self.bytes = self.bytes.new_empty(0)
 
     def _retire(self) -> None:
         self.bytes = self.bytes.new_empty(0)
@@ -126,6 +140,12 @@ class PausableRegion(Region):
         # The library ends the process when memory is missing in resume, so it is asked for only when it is there.
         require_free(self.name, self.size_bytes, self.device)
         _saver().resume(self._tag)
+
+    def _leave(self) -> None:
+        storage, address = self.bytes.untyped_storage(), self.bytes.data_ptr()
+        last = weakref.finalize(storage, _pages.reclaim, self._tag, address, self.size_bytes, self.device)
+        last.atexit = False  # the driver takes the memory with the process
+        super()._leave()
 
     def _retire(self) -> None:
         address = self.bytes.data_ptr()
@@ -208,6 +228,12 @@ class _Pages:
         tag = f"colo.{next(self._numbers)}"
         return tag, self._allocate(tag, size_bytes, device)
 
+    def reclaim(self, tag: str, address: int, size_bytes: int, device: torch.device) -> None:
+        """Take back a range whose last tensor has died after its region was closed."""
+        torch.cuda.current_stream(device).synchronize()
+        _saver().pause(tag)
+        self.give_back(tag, address, size_bytes, device)
+
     def give_back(self, tag: str, address: int, size_bytes: int, device: torch.device) -> None:
         self._retired.setdefault((device, size_bytes), []).append((tag, address))
 
@@ -250,8 +276,3 @@ def close_all(closers: Sequence[Callable[[], None]]) -> None:
             errors.append(error)
     if errors:
         raise errors[0]
-
-
-def storage_key(tensor: torch.Tensor) -> int:
-    """Identifies a tensor's storage while it lives, whether or not it holds bytes."""
-    return int(tensor.untyped_storage()._cdata)

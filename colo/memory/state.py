@@ -20,8 +20,9 @@ from colo.errors import BudgetError
 from colo.memory.dtensor import part_bytes, part_of
 from colo.memory.gradients import GradientSegment, parameters_of
 from colo.memory.offload import Mover, RegionSegment
-from colo.memory.region import ALIGNMENT_BYTES, Region, allocate_region, storage_key
+from colo.memory.region import ALIGNMENT_BYTES, Region, allocate_region
 from colo.memory.segment import Done, Move
+from colo.memory.storage import storage_key
 from colo.phases.phase import TRAINER_MASTER_WEIGHTS, TRAINER_OPTIMIZER, Residency
 from colo.units import GIB, align_up
 

@@ -19,7 +19,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from colo.errors import TransferError, Unsupported
-from colo.memory.region import storage_key
+from colo.memory.storage import storage_key
 from colo.weights.copies import Comparison, copy_all
 
 Load = Callable[[Iterable[tuple[str, torch.Tensor]]], object]

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from colo.engines.vllm import compat
 from colo.errors import TransferError
-from colo.memory.region import storage_key
+from colo.memory.storage import storage_key
 from colo.weights.load_plan import tensors_in
 from colo.weights.manifest import Manifest
 from colo.weights.sources.checkpoint import checkpoint_views

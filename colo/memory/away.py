@@ -1,0 +1,110 @@
+"""Tensors that stand where others have been while those are in host memory: to touch one is to ask for its bytes.
+
+A parked tensor has no memory on the device. Were it left where it is, reading it would be a fault of the process (on
+CUDA the context is lost with it). What stands there instead has its shape, dtype and device, holds no bytes, and calls
+its keeper before torch does anything with it that needs some.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from colo.errors import PhaseError
+
+Call = tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]]
+"""A function of torch, its positional arguments and those by name, some of them standing in for others."""
+
+_FACTS = frozenset(
+    {
+        *("shape", "dtype", "device", "layout", "ndim", "itemsize", "nbytes", "names", "_version", "_base"),
+        *("is_cuda", "is_cpu", "is_meta", "is_sparse", "is_sparse_csr", "is_quantized", "is_nested", "is_mkldnn"),
+        *("is_mps", "is_xpu", "is_leaf", "requires_grad", "grad", "grad_fn", "_grad", "_grad_fn", "retains_grad"),
+        *("size", "dim", "numel", "nelement", "ndimension", "element_size", "stride", "storage_offset", "__len__"),
+        *(
+            "is_contiguous",
+            "is_floating_point",
+            "is_complex",
+            "is_signed",
+            "is_inference",
+            "get_device",
+            "is_same_size",
+        ),
+        *("type", "__hash__", "is_conj", "is_neg", "is_pinned", "output_nr", "_backward_hooks"),
+    }
+)
+"""What can be asked of a tensor without its bytes."""
+
+
+class Keeper(Protocol):
+    """Knows where the bytes of the tensors are that others stand in for."""
+
+    def touched(self, call: Call) -> Any:
+        """Do what `call` asks for, with the tensors themselves, or raise `PhaseError` with what to do first."""
+
+
+class AwayTensor(torch.Tensor):
+    """Stands in for a tensor of the same shape, strides, dtype and device, and has no bytes of its own."""
+
+    keeper: Keeper
+
+    @staticmethod
+    def __new__(cls: type[AwayTensor], like: torch.Tensor, keeper: Keeper) -> AwayTensor:
+        """A stand-in for `like`, whose bytes `keeper` knows. Holds no reference to `like`."""
+        make: Any = torch.Tensor._make_wrapper_subclass
+        made: AwayTensor = make(
+            cls,
+            like.shape,
+            strides=like.stride(),
+            storage_offset=like.storage_offset(),
+            dtype=like.dtype,
+            device=like.device,
+            requires_grad=like.requires_grad,
+        )
+        made.keeper = keeper
+        return made
+
+    def __init__(self, like: torch.Tensor, keeper: Keeper) -> None:
+        """Nothing more: tensors are made by `__new__`."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Answer what needs no bytes, and leave everything else to the keeper."""
+        asked = func.__self__.__name__ if _is_descriptor(func) else getattr(func, "__name__", "")
+        if asked in _FACTS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        return _first_of((args, kwargs)).keeper.touched((func, args, kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch names it otherwise
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Refuse what has got past `__torch_function__`, from within C++. Raises: `PhaseError`."""
+        raise PhaseError(f"{func} on a tensor whose bytes are in host memory: touch it within `with rt.train():`")
+
+
+def _is_descriptor(func: Any) -> bool:
+    return getattr(func, "__name__", "") == "__get__" and hasattr(getattr(func, "__self__", None), "__name__")
+
+
+def _first_of(values: Any) -> AwayTensor:
+    """The first stand-in among arguments, and within lists, tuples and dicts of them."""
+    found = _find(values)
+    if found is None:
+        raise PhaseError("a tensor whose bytes are in host memory was used: touch it within `with rt.train():`")
+    return found
+
+
+def _find(values: Any) -> AwayTensor | None:
+    if isinstance(values, AwayTensor):
+        return values
+    if isinstance(values, dict):
+        values = values.values()
+    if isinstance(values, (list, tuple)) or hasattr(values, "mapping"):
+        return next((found for value in values if (found := _find(value)) is not None), None)
+    return None
