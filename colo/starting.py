@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -18,6 +19,7 @@ from colo.engines.layout import bind, empty_model
 from colo.engines.torch import TorchEngine
 from colo.errors import BudgetError, Unsupported
 from colo.memory.offload import Mover
+from colo.memory.storage import with_own_storage
 from colo.units import GIB, MIB, format_bytes
 from colo.weights.packed import pack
 from colo.weights.sources.module import ModuleSource
@@ -79,7 +81,7 @@ def start_torch(order: Order, undo: ExitStack) -> tuple[Engine, Any]:
     if order.config.weights is not Weights.AUTO:
         return engine, _own(checkpoint, order.model).to(order.device).requires_grad_(True).train()
     model = empty_model(checkpoint.config, dtype=order.dtype, attn_implementation=None)
-    bind(model, engine.weights.hf_views(), engine.weights.layout.tied)
+    bind(model, _ordinary(engine.weights.hf_views()), engine.weights.layout.tied)
     model.generation_config = checkpoint.generation_config
     return engine, model.requires_grad_(True).train()
 
@@ -115,10 +117,10 @@ def start_vllm(order: Order, undo: ExitStack) -> tuple[Engine, Any]:
     if packs:
         if why_not is not None:
             raise Unsupported(f"packed weights can only be shared: {why_not}")
-        bind(model, plan.aliases | {name: tensors[name] for name in packed}, _tied(model))
+        bind(model, _ordinary(plan.aliases) | {name: tensors[name] for name in packed}, _tied(model))
         return engine, model.train()  # frozen: an adapter is what is trained
     if why_not is None:
-        bind(model, plan.aliases, _tied(model))
+        bind(model, _ordinary(plan.aliases), _tied(model))
         if isinstance(order.model, PreTrainedModel):
             _copy_weights(order.model, model)
         elif isinstance(order.model, PretrainedConfig):
@@ -127,6 +129,11 @@ def start_vllm(order: Order, undo: ExitStack) -> tuple[Engine, Any]:
         checkpoint = _load_checkpoint(order.model, order.dtype, order.revision)
         model = _own(checkpoint, order.model).to(order.device)
     return engine, model.requires_grad_(True).train()
+
+
+def _ordinary(views: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The same memory as tensors with storages of their own, which whatever saves or copies a model expects."""
+    return {name: with_own_storage(view) for name, view in views.items()}
 
 
 def _is_packed_by_vllm(order: Order) -> bool:

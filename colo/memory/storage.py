@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch.utils.dlpack import from_dlpack
 
 
 def storage_key(tensor: torch.Tensor) -> int:
@@ -32,5 +33,5 @@ def with_own_storage(tensor: torch.Tensor) -> torch.Tensor:
         raise ValueError(f"a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} is not contiguous")
     if not tensor.numel():
         return torch.empty_like(tensor)
-    own: torch.Tensor = torch.from_dlpack(tensor.detach())
+    own: torch.Tensor = from_dlpack(tensor.detach())
     return own

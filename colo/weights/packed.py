@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from colo.errors import Unsupported
+from colo.memory.storage import with_own_storage
 
 _KINDS = ("Params4bit", "Int8Params")
 """Parameters of bitsandbytes."""
@@ -59,7 +60,7 @@ def pack(model: nn.Module, weights: Mapping[str, PackedWeight], *, compute_dtype
             device="meta",
         )
         packed.weight = Params4bit(
-            weight.data,
+            with_own_storage(weight.data),
             requires_grad=False,
             quant_state=state,
             blocksize=state.blocksize,

@@ -13,6 +13,7 @@ from colo.config import RuntimeConfig, Weights
 from colo.engines.base import Engine, in_all_ranks
 from colo.errors import Unsupported
 from colo.memory.dtensor import is_dtensor
+from colo.memory.storage import with_own_storage
 from colo.weights.load_plan import LoadPlan
 from colo.weights.packed import PackedWeight, is_packed
 from colo.weights.sources.module import ModuleSource, check_taken
@@ -107,4 +108,4 @@ def _move_in(tensors: Mapping[str, torch.Tensor], aliases: Mapping[str, torch.Te
         for name, parameter in tensors.items():
             if name in aliases and not is_same_memory(parameter, aliases[name]):
                 aliases[name].copy_(parameter)
-                parameter.data = aliases[name]
+                parameter.data = with_own_storage(aliases[name])
