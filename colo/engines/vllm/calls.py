@@ -131,11 +131,15 @@ def start_apart_from_interrupts(start: Callable[[], T], discard: Callable[[T], N
     resource_tracker.ensure_running()  # where it is not, spawning lifts the mask
     before = {process.pid for process in active_children()}
     started: Future[T] = Future()
-    one_at_a_time, abandoned, finished = threading.Lock(), threading.Event(), threading.Event()
+    one_at_a_time = threading.Lock()
+    begun, abandoned, finished = threading.Event(), threading.Event(), threading.Event()
 
     def run() -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        begun.wait()
         try:
+            if abandoned.is_set():
+                return
             result = start()
             with one_at_a_time:
                 if not abandoned.is_set():
@@ -147,21 +151,30 @@ def start_apart_from_interrupts(start: Callable[[], T], discard: Callable[[T], N
         finally:
             finished.set()
 
-    threading.Thread(target=run, name="colo-start", daemon=True).start()
     try:
+        threading.Thread(target=run, name="colo-start", daemon=True).start()
+        begun.set()  # an interrupt before has nothing to end
         return started.result()
     except BaseException:
         with one_at_a_time:
             abandoned.set()
+        if not begun.is_set():
+            begun.set()
+            raise
         if started.done() and started.exception() is None:  # just before
             discard(started.result())
-        last_s = time.monotonic() + _START_ENDS_S
-        while not finished.is_set() and time.monotonic() < last_s:
-            for process in active_children():
-                if process.pid not in before:
-                    process.kill()
-            finished.wait(_LOOK_EVERY_S)
+        _kill_children(finished, but=before)
         raise
+
+
+def _kill_children(until: threading.Event, *, but: set[int | None]) -> None:
+    """Kill the children of this process, those that come too, except some (by pid), until an event or too long."""
+    last_s = time.monotonic() + _START_ENDS_S
+    while not until.is_set() and time.monotonic() < last_s:
+        for process in active_children():
+            if process.pid not in but:
+                process.kill()
+        until.wait(_LOOK_EVERY_S)
 
 
 def pid_namespace() -> int:

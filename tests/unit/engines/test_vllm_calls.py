@@ -72,6 +72,26 @@ class TestStart:
             start_apart_from_interrupts(start, discarded.append)
         assert discarded == ["an engine"]
 
+    def test_an_interrupt_as_the_thread_is_started_leaves_nothing_behind(self, monkeypatch):
+        threads, started, discarded = [], [], []
+        begin = threading.Thread.start
+
+        def start_and_interrupt(thread):
+            threads.append(thread)
+            begin(thread)
+            raise KeyboardInterrupt
+
+        def start():
+            started.append("an engine")
+            return "an engine"
+
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(threading.Thread, "start", start_and_interrupt)
+            start_apart_from_interrupts(start, discarded.append)
+        threads[0].join(5)
+        assert not threads[0].is_alive()
+        assert started == discarded
+
 
 class TestEndCalls:
     def test_a_call_returns_for_which_nothing_is_left(self):
