@@ -312,7 +312,7 @@ class Runtime:
 
     @property
     def bytes_synced(self) -> int:
-        """Bytes of weights copied to the engine by all publications together; 0 where memory is shared."""
+        """Bytes that all publications together have copied out of the trainer's memory, adapters included."""
         return self._publisher.bytes_synced
 
     @property

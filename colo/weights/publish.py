@@ -19,6 +19,7 @@ from colo.memory.checksum import Checksums, values
 from colo.memory.tiles import in_words
 from colo.phases.phase import Phase
 from colo.report.trace import Trace
+from colo.weights.meter import CopyMeter
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,7 +37,10 @@ class Publication:
     version: int
     transport: str
     num_bytes: int
-    """Bytes of weights copied; 0 where memory is shared. Adapters are not counted."""
+    """Bytes that left the trainer's memory, adapters included; 0 where all of it is shared."""
+
+    adapter_bytes: int = 0
+    """Those of the adapter among them; 0 where the engine refers to the trainer's tensors."""
 
     seconds: float
 
@@ -106,7 +110,7 @@ class Publisher:
 
     @property
     def bytes_synced(self) -> int:
-        """Bytes of weights copied by all publications together, without adapters."""
+        """Bytes that all publications together have copied out of the trainer's memory."""
         return sum(publication.num_bytes for publication in self.published)
 
     @property
@@ -168,12 +172,12 @@ class Publisher:
         """
         start_s = self._trace.now_s()
         try:
-            num_bytes, _ = in_all_ranks(self._engine, self._transfer)
+            (base_bytes, adapter_bytes), _ = in_all_ranks(self._engine, self._transfer)
         except BaseException as error:  # an interrupt, too, may leave weights written in part
             cause = str(error) or type(error).__name__
             self._engine.poison(f"publishing version {self.version} failed: {cause}")
             raise
-        end_s = self._trace.now_s()
+        end_s, num_bytes = self._trace.now_s(), base_bytes + adapter_bytes
         self._trace.add(
             f"publish ({self._transport.name})",
             start_s,
@@ -183,31 +187,46 @@ class Publisher:
             num_bytes=num_bytes,
         )
         done = Publication(
-            version=self.version, transport=self._transport.name, num_bytes=num_bytes, seconds=end_s - start_s
+            version=self.version,
+            transport=self._transport.name,
+            num_bytes=num_bytes,
+            adapter_bytes=adapter_bytes,
+            seconds=end_s - start_s,
         )
         self.published.append(done)
         return done
 
-    def _transfer(self) -> int:
+    def _transfer(self) -> tuple[int, int]:
+        """Bytes of the base and of the adapter that have left the trainer's memory."""
         with self._transport.source.together():
             if self._engine.state is EngineState.AWAKE:
                 self._engine.pause()
             self._engine.reset_prefix_cache()
         has_base = self._has_base()
         self._sent = None  # until it is known to have arrived
-        num_bytes = 0 if has_base else self._transport.transfer(self.version)
+        base_bytes = 0 if has_base else self._send()
+        adapter_bytes = 0
         with self._transport.source.together():
             if self._verify:
                 self._transport.verify()
                 self._part_sums = self._transport.source.part_sums()
             if self._adapter is not None:
                 adapter = self._adapter()
-                self._load_adapter(adapter)
+                adapter_bytes = self._load_adapter(adapter)
                 if self._verify:
                     self._adapter_sums = AdapterSums.of(adapter, self._adapter_sums)
                 self._sent = self._fingerprint()
             self._engine.commit(self.version)
-        return num_bytes
+        return base_bytes, adapter_bytes
+
+    def _send(self) -> int:
+        """What the transport says that it has copied and, of one that says it copies nothing, what is seen to be."""
+        if self._transport.name != "shared":
+            return self._transport.transfer(self.version)
+        meter = CopyMeter(lambda: self._transport.source.tensors().values())
+        with meter:
+            num_bytes = self._transport.transfer(self.version)
+        return num_bytes + meter.num_bytes
 
     def _has_base(self) -> bool:
         """Whether the engine holds the frozen weights under an adapter already: they are sent once.
@@ -221,11 +240,15 @@ class Publisher:
         )
         return not self._transport.source.in_any_rank(lacks) and self._transport.is_current()
 
-    def _load_adapter(self, adapter: AdapterWeights) -> None:
+    def _load_adapter(self, adapter: AdapterWeights) -> int:
+        """Give the engine the adapter, and return the bytes of it that were copied."""
         name = f"{ADAPTER}@{self.version}"
         old, self._loaded_adapter = self._loaded_adapter, None
-        if old is None:
-            self._engine.load_adapter(name, adapter)
-        else:
-            self._engine.replace_adapter(old, name, adapter)
+        meter = CopyMeter(lambda: [*adapter.a.values(), *adapter.b.values()])
+        with meter:
+            if old is None:
+                self._engine.load_adapter(name, adapter)
+            else:
+                self._engine.replace_adapter(old, name, adapter)
         self._loaded_adapter = name
+        return meter.num_bytes

@@ -163,7 +163,8 @@ def test_where_cuda_ipc_maps_nothing_host_memory_is_in_between():
             assert difference(rt.model, rt.generate(PROMPTS, max_tokens=16, temperature=0)) < 0.02
     assert rt.engine.adapter_refusal is None
     base = ModuleSource(rt.model)
-    assert rt.bytes_synced == sum(tensor.nbytes for _, tensor in base)
+    sent_bytes = sum(publication.num_bytes - publication.adapter_bytes for publication in rt.publications)
+    assert sent_bytes == sum(tensor.nbytes for _, tensor in base)
     with torch.no_grad():
         for _, tensor in base:
             tensor.mul_(1.01)
@@ -199,6 +200,7 @@ def test_later_versions_of_an_adapter_are_written_in_place(own_process, enforce_
         with rt.model.disable_adapter():
             assert difference(rt.model, sampled) > 0.02
     assert rt.engine.adapter_refusal is None
-    assert rt.bytes_synced == 0
+    adapter_bytes = sum(p.nbytes for n, p in rt.model.named_parameters() if "lora_" in n)
+    assert {(p.num_bytes, p.adapter_bytes) for p in rt.publications} == {(adapter_bytes, adapter_bytes)}
     assert all(torch.equal(base[n], p) for n, p in rt.model.named_parameters() if n in base)
     rt.close()

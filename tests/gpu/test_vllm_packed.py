@@ -40,7 +40,8 @@ def test_an_adapter_is_trained_over_the_engines_own_packed_weights(tmp_path):
         train_step(rt, step)
         with rt.rollout():
             assert difference(rt.model, rt.generate(PROMPTS, max_tokens=16, temperature=0)) < 0.03
-    assert rt.bytes_synced == 0 and rt.engine.adapter_refusal is None
+    assert rt.engine.adapter_refusal is None
+    assert all(publication.num_bytes == publication.adapter_bytes for publication in rt.publications)
     assert all(torch.equal(base[n], p) for n, p in rt.model.named_parameters() if n in base)
     shared = {p.data_ptr() for p in rt.model.parameters()}
     assert all(weight.data.data_ptr() in shared for weight in packed.values())

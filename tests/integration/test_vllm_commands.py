@@ -32,7 +32,8 @@ def test_the_demo_of_an_adapter_leaves_the_shared_base_as_it_was(tmp_path):
     command = ["demo", "--engine", "vllm", "--mode", "lora", "--device", "cpu", "--steps", 3, "--json", figures]
     assert "bit-identical" in colo(*command, cwd=tmp_path)
     found = json.loads(figures.read_text())
-    assert found["base_unchanged"] is True and found["bytes_synced"] == 0
+    assert found["base_unchanged"] is True
+    assert 0 < found["bytes_synced"] / (found["steps"] + 1) < found["weights_bytes"], "only adapters are sent"
 
 
 @pytest.mark.parametrize("where", ["--same-process", "--own-process"])

@@ -116,13 +116,13 @@ def test_where_workers_map_nothing_of_the_gpu_host_memory_is_in_between(launch, 
         step(rt)
         with rt.rollout():
             assert mismatch(rt.model, rt.generate(prompts, **GREEDY)) < CLOSE
-    sent = rt.bytes_synced
-    assert sent % base_bytes == 0
+    sent = [publication.num_bytes - publication.adapter_bytes for publication in rt.publications]
+    assert set(sent) == {base_bytes, 0} and sent[-1] == 0
     with torch.no_grad():
         rt.model.get_base_model().model.norm.weight.mul_(1.5)
     with rt.rollout():
         assert mismatch(rt.model, rt.generate(prompts, **GREEDY)) < 1.5 * CLOSE  # as the logits, and their rounding
-    assert rt.bytes_synced == sent + base_bytes
+    assert rt.publications[-1].num_bytes - rt.publications[-1].adapter_bytes == base_bytes
 
 
 def test_a_rollout_without_a_step_sends_nothing(rt, prompts):
@@ -320,18 +320,18 @@ def test_under_an_adapter_the_base_is_sent_once(launch, way, prompts, mismatch):
         rt.engine.load_adapter("other", elsewhere)
     with rt.rollout():
         rt.generate(prompts, **GREEDY)
-    sent = rt.bytes_synced
+    assert rt.publications[-1].num_bytes > rt.publications[-1].adapter_bytes > 0
     for _ in range(2):
         step(rt)
         with rt.rollout():
             completions = rt.generate(prompts, **GREEDY)
         assert mismatch(rt.model, completions) < CLOSE
-    assert rt.bytes_synced == sent
+        assert rt.publications[-1].num_bytes == rt.publications[-1].adapter_bytes > 0
     with torch.no_grad():
         rt.model.get_base_model().model.norm.weight.mul_(1.1)
     with rt.rollout():
         completions = rt.generate(prompts, **GREEDY)
-    assert rt.bytes_synced > sent
+    assert rt.publications[-1].num_bytes > rt.publications[-1].adapter_bytes
     assert mismatch(rt.model, completions) < CLOSE
 
 

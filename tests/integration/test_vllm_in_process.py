@@ -365,7 +365,8 @@ def test_an_adapter_is_trained_and_applied_on_a_base_that_stays_as_it_is(lora_rt
     last = rt.weights_version
     assert names == [(f"policy@{version}", version) for version in range(last - 3, last)]
     assert_bit_equal(base_tensors(rt), base)
-    assert rt.bytes_synced == 0
+    adapter_bytes = sum(tensor.nbytes for tensor in adapter_tensors(rt).values())
+    assert {(p.num_bytes, p.adapter_bytes) for p in rt.publications} == {(adapter_bytes, adapter_bytes)}
 
 
 def test_within_disable_adapter_the_base_is_sampled(lora_rt, prompts, mismatch):

@@ -91,6 +91,11 @@ def assert_same(left, right):
 # ---- one copy, two processes ----------------------------------------------------------------------------------------
 
 
+def weights_bytes_sent(rt):
+    """Without those of adapters."""
+    return rt.bytes_synced - sum(publication.adapter_bytes for publication in rt.publications)
+
+
 def test_the_engine_lives_in_another_process_on_the_trainers_memory(rt):
     (pid,) = rt.engine.pids
     assert pid != os.getpid()
@@ -115,7 +120,7 @@ def test_a_write_to_the_base_changes_what_the_other_process_samples(rt, prompts,
     after = rt.generate(prompts, **GREEDY)
     assert mismatch(rt.model, after) < CLOSE
     assert [c.token_ids for c in after] != [c.token_ids for c in before]
-    assert rt.bytes_synced == 0
+    assert weights_bytes_sent(rt) == 0
 
 
 def test_steps_are_followed_with_an_adapter_for_each_version(rt, prompts, mismatch):
@@ -128,7 +133,9 @@ def test_steps_are_followed_with_an_adapter_for_each_version(rt, prompts, mismat
         seen.append(rt.weights_version)
         train_step(rt)
     assert seen == list(range(seen[0], seen[0] + 3))
-    assert rt.bytes_synced == 0
+    adapter_bytes = sum(p.nbytes for name, p in rt.model.named_parameters() if "lora_" in name)
+    assert {publication.adapter_bytes for publication in rt.publications} == {adapter_bytes}
+    assert weights_bytes_sent(rt) == 0
 
 
 def test_sampling_takes_vllms_own_parameters_and_gives_its_objects(rt, prompts):
@@ -240,7 +247,7 @@ def test_a_killed_engine_is_noticed_the_trainer_goes_on_and_recover_brings_it_ba
     with torch.no_grad():
         base_weights(rt)["model.norm.weight"].mul_(1.5)
     assert mismatch(rt.model, rt.generate(prompts, **GREEDY)) < CLOSE
-    assert rt.bytes_synced == 0
+    assert weights_bytes_sent(rt) == 0
     with pytest.raises(PhaseError, match="the engine is not lost: nothing to recover"):
         rt.recover()
 

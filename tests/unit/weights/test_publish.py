@@ -180,6 +180,37 @@ def test_copied_bytes_add_up(transport, num_bytes):
     assert world.publisher.bytes_synced == num_bytes
 
 
+def test_bytes_that_a_transport_copies_without_saying_so_are_seen():
+    world = World(transport="shared")
+    kept, transfer = [], world.transport.transfer
+
+    def copy(version=0):
+        kept.extend(tensor.clone() for tensor in world.transport.source.tensors().values())
+        return transfer(version)
+
+    assert world.publish(0).num_bytes == 0
+    world.transport.transfer = copy
+    assert world.publish(1).num_bytes == 4 * (2 * 2 + 2)
+
+
+@pytest.mark.parametrize("copies", [True, False], ids=["copied", "referred to"])
+def test_bytes_of_an_adapter_count_where_the_engine_copies_them(copies):
+    world = World(transport="shared", adapter=True, fingerprint=lambda: 7)
+    world.adapter = AdapterWeights(a={"q": torch.ones(2, 8)}, b={"q": torch.ones(4, 2)}, scalings={"q": 1.0})
+    kept = []
+
+    def keep(*arguments):
+        adapter = arguments[-1]
+        kept.extend(t.clone() if copies else t for part in (adapter.a, adapter.b) for t in part.values())
+
+    world.engine.load_adapter = world.engine.replace_adapter = keep
+    num_bytes = 4 * (16 + 8) if copies else 0
+    for version in range(2):
+        done = world.publish(version)
+        assert (done.num_bytes, done.adapter_bytes) == (num_bytes, num_bytes)
+    assert world.publisher.bytes_synced == 2 * num_bytes == sum(s.num_bytes for s in world.trace.spans)
+
+
 def test_every_version_of_an_adapter_has_its_own_name_and_replaces_the_one_before():
     world = World(adapter=True)
     assert world.publisher.adapter_name is None

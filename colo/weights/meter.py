@@ -1,0 +1,54 @@
+"""Counting bytes that leave a trainer's memory, where nobody who copies them counts."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Mapping
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from colo.weights.load_plan import tensors_in
+
+
+class CopyMeter(TorchDispatchMode):
+    """While it is on, counts the bytes of given memory that operations of this thread read to write elsewhere.
+
+    Other threads and processes are not seen: what they read has to be counted by who asks them to.
+    """
+
+    def __init__(self, memory: Callable[[], Iterable[torch.Tensor]]) -> None:
+        """`memory` gives the tensors to watch; it is called when an operation is seen for the first time."""
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves the mode untyped
+        self.num_bytes = 0
+        self._memory = memory
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.is_view:
+            return result
+        names = {argument.name: _is_written(argument) for argument in func._schema.arguments}
+        given = {**dict(zip(names, args, strict=False)), **(kwargs or {})}
+        written = [given[name] for name, is_written in names.items() if is_written and name in given] or [result]
+        if any(not self._holds(tensor) for tensor in tensors_in(written)):
+            read = tensors_in(value for name, value in given.items() if not names[name])
+            self.num_bytes += sum(tensor.nbytes for tensor in read if self._holds(tensor))
+        return result
+
+    @cached_property
+    def _ranges(self) -> list[tuple[int, int]]:
+        """Address of every watched tensor and of what follows it, sorted."""
+        return sorted((t.data_ptr(), t.data_ptr() + t.nbytes) for t in self._memory())
+
+    def _holds(self, tensor: torch.Tensor) -> bool:
+        address = tensor.data_ptr()
+        position = bisect_right(self._ranges, address, key=lambda bounds: bounds[0]) - 1
+        return position >= 0 and address < self._ranges[position][1]
+
+
+def _is_written(argument: Any) -> bool:
+    return argument.alias_info is not None and bool(argument.alias_info.is_write)

@@ -1,0 +1,52 @@
+"""Bytes that leave memory that is watched: read to be written elsewhere, each read counted once."""
+
+import pytest
+import torch
+
+from colo.weights.meter import CopyMeter
+
+
+@pytest.fixture
+def mine():
+    return torch.arange(12.0)
+
+
+OTHERS = {
+    "copy_": (lambda mine, other: other.copy_(mine), 48),
+    "clone": (lambda mine, other: mine.clone(), 48),
+    "to": (lambda mine, other: mine.to(torch.bfloat16), 48),
+    "a part": (lambda mine, other: other[:3].copy_(mine[4:7]), 12),
+    "many at once": (lambda mine, other: torch._foreach_copy_([other[:4], other[4:6]], [mine[:4], other[6:8]]), 16),
+    "cat": (lambda mine, other: torch.cat([mine, other]), 48),
+    "cat, out": (lambda mine, other: torch.cat([mine[:6], mine[6:]], out=other), 48),
+    "computed, then copied": (lambda mine, other: other.copy_(mine * 2), 48),
+    "views": (lambda mine, other: mine[2:].view(2, 5).t().detach(), 0),
+    "within itself": (lambda mine, other: mine[:6].copy_(mine[6:]), 0),
+    "in place": (lambda mine, other: mine.mul_(2), 0),
+    "written to": (lambda mine, other: mine.copy_(other), 0),
+    "others alone": (lambda mine, other: other.clone(), 0),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_is_read_to_be_written_elsewhere_counts(mine, name):
+    work, num_bytes = OTHERS[name]
+    other = torch.zeros(12)
+    with CopyMeter(lambda: [mine[:5], mine[5:]]) as meter:
+        work(mine, other)
+    assert meter.num_bytes == num_bytes
+
+
+def test_nothing_is_counted_before_and_after(mine):
+    meter = CopyMeter(lambda: [mine])
+    mine.clone()
+    with meter:
+        mine.clone()
+    mine.clone()
+    assert meter.num_bytes == 48
+
+
+def test_what_watches_changes_no_result(mine):
+    with CopyMeter(lambda: [mine]):
+        found = mine.view(3, 4).sum(0).sqrt()
+    assert torch.equal(found, mine.view(3, 4).sum(0).sqrt())
