@@ -44,8 +44,8 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
     To the outside its parameters are the model's, its state holds the masters (under `master_weight`) beside the inner
     optimizer's, and its parameter groups' hyperparameters, which schedulers change, reach the inner one at each step.
     What the inner one keeps there, such as a count of steps, is in ours after the step.
-    What has been written to a parameter since the last step, by `load_state_dict` for one, is its master from then on;
-    writes through `.data` are not noticed and are lost.
+    What has been written to a parameter since the last step, in whichever way, is its master from then on: each step
+    compares the two, which takes no more than reading both.
     Parameters that are fp32 or wider are handed to the inner optimizer as they are.
 
     A step handles `bucket_bytes` of fp32 gradients at a time, by calling the inner optimizer's `step` once for each
@@ -61,7 +61,7 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
             raise ValueError(f"bucket_bytes must be positive or None, not {bucket_bytes}")
         groups = _as_groups(params)
         self._masters: dict[torch.Tensor, torch.Tensor] = {}
-        self._written: dict[torch.Tensor, int] = {}  # how often torch had written to a parameter when we last did
+        self._unrounded: dict[torch.Tensor, int] = {}  # masters under way, and writes to their parameters before
         self._bucket_bytes = bucket_bytes
         self._taken: dict[torch.Tensor, tuple[TensorWeakRef, int]] = {}  # gradients, of a step that has not ended
         self._changed: torch.Tensor | None = None
@@ -129,6 +129,7 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
                 master = self._masters.get(parameter)
                 if master is not None and parameter.grad is not None:
                     self._follow(parameter, master)
+                    self._unrounded[parameter] = parameter._version
                     master.grad = parameter.grad.to(torch.float32)
             self._inner.step()
             self.take_in(bucket)
@@ -151,7 +152,8 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
 
     def _follow(self, parameter: torch.Tensor, master: torch.Tensor) -> None:
         """Take over what somebody else has written to a parameter; where it is the master rounded, that stays."""
-        if parameter._version != self._written[parameter]:
+        # Where a step has failed, the parameter is not yet its master rounded: then torch's count of writes must do.
+        if self._unrounded.get(parameter) != parameter._version:
             torch.where(master.to(parameter.dtype) == parameter, master, parameter.to(torch.float32), out=master)
 
     def _round(self, parameter: torch.Tensor) -> None:
@@ -163,7 +165,7 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
         self._changed = changed if self._changed is None else self._changed + changed.to(self._changed.device)
         self._num_elements += parameter.numel()
         parameter.copy_(rounded)
-        self._written[parameter] = parameter._version
+        self._unrounded.pop(parameter, None)
 
     def _hide_gradients(self, except_for: list[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Take away the gradients of parameters without masters whose turn is not now."""
@@ -207,7 +209,6 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
         master = parameter.detach().to(torch.float32, copy=True)
         master.requires_grad_(parameter.requires_grad)
         self._masters[parameter] = master
-        self._written[parameter] = parameter._version
         return master
 
     def _copy_hyperparameters(self) -> None:
@@ -254,6 +255,7 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
     def _after_load(self) -> None:
         loaded, self._loading = self._loading, {}
         self._taken.clear()
+        self._unrounded.clear()
         order = [index for group in loaded["param_groups"] for index in group["params"]]
         own = [p for group in self.param_groups for p in group["params"]]
         inner_state = {}

@@ -8,18 +8,16 @@ Any failure on the way poisons the engine, with the cause, until a later publica
 from __future__ import annotations
 
 from collections.abc import Hashable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
-
 from colo.engines.base import AdapterWeights, Engine, EngineState, in_all_ranks
 from colo.errors import StaleWeights
-from colo.memory.checksum import Checksums, values
-from colo.memory.tiles import in_words
 from colo.phases.phase import Phase
 from colo.report.trace import Trace
 from colo.weights.meter import CopyMeter
+from colo.weights.sums import ContentSums
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -43,40 +41,6 @@ class Publication:
     """Those of the adapter among them; 0 where the engine refers to the trainer's tensors."""
 
     seconds: float
-
-
-class AdapterSums:
-    """What an adapter held: scalings, and a checksum of the tensors, wherever they are."""
-
-    def __init__(self, checksums: Checksums, places: list[Hashable]) -> None:
-        self._checksums = checksums
-        self._places = places
-        self._then = checksums.compute()
-
-    @classmethod
-    def of(cls, adapter: AdapterWeights, earlier: AdapterSums | None) -> AdapterSums | None:
-        """Those of `adapter` now, queued; `None` where it is not made of whole words. `earlier` may save work."""
-        tensors = [*adapter.a.values(), *adapter.b.values()]
-        places: list[Hashable] = [(tensor.data_ptr(), tensor.nbytes) for tensor in tensors]
-        places += adapter.scalings.items()
-        if earlier is not None and earlier._places == places:
-            return cls(earlier._checksums, places)
-        parts: list[tuple[int, int, torch.Tensor]] = []
-        position = 0
-        for tensor in tensors:
-            words = in_words(tensor)
-            if words is None:
-                return None
-            parts.append((0, position, words))
-            position += len(words)
-        return cls(Checksums(parts, 1, tensors[0].device), places) if tensors else None
-
-    def are_of(self, adapter: AdapterWeights) -> bool:
-        """Whether `adapter` holds the same, with the same scalings, in the same memory."""
-        now = AdapterSums.of(adapter, self)
-        if now is None or now._places != self._places:
-            return False
-        return values([self._then]) == values([now._then])
 
 
 class Publisher:
@@ -103,7 +67,9 @@ class Publisher:
         self._adapter = adapter
         self._verify = verify
         self._loaded_adapter: str | None = None
-        self._adapter_sums: AdapterSums | None = None
+        self._uncertain: set[str] = set()  # names of adapters that an interrupted call may have left in the engine
+        self._adapter_sums: ContentSums | None = None
+        self._base_sums: tuple[int, ContentSums] | None = None  # of a version
         self._part_sums: list[int] | None = None
         self._fingerprint = fingerprint
         self._sent: Hashable | None = None
@@ -128,9 +94,24 @@ class Publisher:
         if self._adapter is None or self._adapter_sums is None:
             return True
         try:
-            return self._adapter_sums.are_of(self._adapter())
+            return self._adapter_sums.is_equal(_sums_of(self._adapter(), self._adapter_sums))
         except StaleWeights:
             return True  # `check` raises it, and poisons
+
+    def note_contents(self) -> None:
+        """Remember what the weights hold, so that writes are noticed that torch does not count. Queued."""
+        if self._verify and not self._transport.source.is_sharded:
+            earlier = self._base_sums[1] if self._base_sums is not None else None
+            tensors = list(self._transport.source.tensors().values())
+            self._base_sums = (self.version, ContentSums.of(tensors, earlier=earlier))
+
+    def has_other_contents(self) -> bool:
+        """Whether base weights or adapter were written to since `note_contents` was called for this version."""
+        if self._base_sums is None or self._base_sums[0] != self.version:
+            return False
+        _, noted = self._base_sums
+        self.note_contents()
+        return not noted.is_equal(self._base_sums[1]) or not self.has_adapter()
 
     def has_changed_part(self) -> bool:
         """Whether what lies in this rank of weights that are sharded was written to since it was published.
@@ -146,6 +127,8 @@ class Publisher:
         if not self._verify:
             return
         try:
+            if self._transport.name != "shared":  # which looks at names itself
+                self._transport.source.check_names()
             if self._adapter is not None:
                 self._adapter()
             if self._transport.name == "shared":
@@ -161,7 +144,8 @@ class Publisher:
 
     def start_over(self) -> None:
         """Know that the engine has lost what it was given."""
-        self._loaded_adapter = self._adapter_sums = None
+        self._loaded_adapter = self._adapter_sums = self._base_sums = None
+        self._uncertain.clear()
         self._sent = None
 
     def publish(self) -> Publication:
@@ -202,6 +186,8 @@ class Publisher:
             if self._engine.state is EngineState.AWAKE:
                 self._engine.pause()
             self._engine.reset_prefix_cache()
+            if self._transport.name != "shared":  # which looks at names itself
+                self._transport.source.check_names()
         has_base = self._has_base()
         self._sent = None  # until it is known to have arrived
         base_bytes = 0 if has_base else self._send()
@@ -214,7 +200,7 @@ class Publisher:
                 adapter = self._adapter()
                 adapter_bytes = self._load_adapter(adapter)
                 if self._verify:
-                    self._adapter_sums = AdapterSums.of(adapter, self._adapter_sums)
+                    self._adapter_sums = _sums_of(adapter, self._adapter_sums)
                 self._sent = self._fingerprint()
             self._engine.commit(self.version)
         return base_bytes, adapter_bytes
@@ -244,6 +230,10 @@ class Publisher:
         """Give the engine the adapter, and return the bytes of it that were copied."""
         name = f"{ADAPTER}@{self.version}"
         old, self._loaded_adapter = self._loaded_adapter, None
+        for left in self._uncertain:
+            with suppress(ValueError):  # it is not there
+                self._engine.remove_adapter(left)
+        self._uncertain = {name} if old is None else {old, name}
         meter = CopyMeter(lambda: [*adapter.a.values(), *adapter.b.values()])
         with meter:
             if old is None:
@@ -251,4 +241,10 @@ class Publisher:
             else:
                 self._engine.replace_adapter(old, name, adapter)
         self._loaded_adapter = name
+        self._uncertain.clear()
         return meter.num_bytes
+
+
+def _sums_of(adapter: AdapterWeights, earlier: ContentSums | None) -> ContentSums:
+    """What an adapter holds now, scalings included."""
+    return ContentSums.of([*adapter.a.values(), *adapter.b.values()], list(adapter.scalings.items()), earlier)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 from typing import TYPE_CHECKING, cast
+
+import torch
 
 from colo.weights.sources.module import ModuleSource, all_modules
 from colo.weights.sources.peft import active_adapter, is_peft_model
@@ -12,9 +15,10 @@ if TYPE_CHECKING:
 
 
 class WriteWatch:
-    """Remembers how often torch has written to a model's weights in place, and which adapter is active.
+    """Remembers a model's weights, how often torch has written to each in place, and which adapter is active.
 
-    Writes through `.data` leave no trace that it could see.
+    Writes through `.data` leave no trace that it could see. Ownership: keeps the tensors, so that none that is made
+    anew can be taken for one that has gone.
     """
 
     def __init__(self, source: ModuleSource) -> None:
@@ -29,16 +33,17 @@ class WriteWatch:
 
     def has_changed(self) -> bool:
         """Whether something has changed since it was last asked, or accepted."""
-        seen, self._seen = self._seen, self._state()
-        return seen != self._seen
+        (tensors, counts, adapter), self._seen = self._seen, self._state()
+        is_same = len(tensors) == len(self._seen[0]) and all(map(operator.is_, tensors, self._seen[0]))
+        return not is_same or (counts, adapter) != self._seen[1:]
 
-    def _state(self) -> tuple[int, str | None]:
+    def _state(self) -> tuple[list[torch.Tensor], list[int], str | None]:
         model = self._source.model
         adapter = active_adapter(cast("PeftModel", model)) if is_peft_model(model) else None
         self._source.reshard()
-        num_writes = 0
+        tensors: list[torch.Tensor] = []
         for module in all_modules(model):
             others = module._non_persistent_buffers_set | self._foreign
-            num_writes += sum(p._version for p in module._parameters.values() if p is not None)
-            num_writes += sum(b._version for n, b in module._buffers.items() if b is not None and n not in others)
-        return num_writes, adapter
+            tensors += [p for p in module._parameters.values() if p is not None]
+            tensors += [b for n, b in module._buffers.items() if b is not None and n not in others]
+        return tensors, [tensor._version for tensor in tensors], adapter

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from colo.errors import TransferError
+from colo.errors import StaleWeights, TransferError
 from colo.memory.checksum import checksums_of
 from colo.memory.dtensor import is_dtensor, part_of
 from colo.weights.sources.gathered import Gathered, fewest
@@ -47,6 +47,7 @@ class ModuleSource:
         self.foreign: set[str] = set()
         """Names of buffers that are no weights of the engine's; see `given_to`."""
 
+        self._names: frozenset[str] | None = None
         self._fsdp = _fsdp_modules(model)
         self.reshard()
         self.is_sharded = any(map(is_dtensor, model.parameters()))
@@ -84,6 +85,31 @@ class ModuleSource:
                 if not named or not any(words in said for words in _UNKNOWN):
                     raise
                 self.foreign |= named
+
+    def settle_names(self) -> None:
+        """Take the names that there are for those of the engine's weights, from now on."""
+        self._names = frozenset(name for name, _ in self)
+
+    def check_names(self, names: Iterable[str] | None = None) -> None:
+        """Raise `StaleWeights` when the model has other weights, by name, than when the engine was given them.
+
+        A head that was untied or a bias that was added is computed with by the model, and unknown to the engine.
+        `names` are those of the model, where they have been listed already.
+        """
+        if self._names is None:
+            return
+        now = {name for name, _ in self} if names is None else set(names)
+        if added := sorted(now - self._names):
+            raise StaleWeights(
+                f"the model has {len(added)} weights that it did not have when the runtime was built, {added[0]} for "
+                "one: the engine computes without them. Take them out, or close the runtime and build another with "
+                "the model as it is now"
+            )
+        if lacking := sorted(self._names - now):
+            raise StaleWeights(
+                f"the model has {len(lacking)} weights no longer that the engine computes with, {lacking[0]} for one: "
+                "put them back, or close the runtime and build another with the model as it is now"
+            )
 
     def fingerprint(self) -> Hashable:
         """Changes when a base weight is written to or replaced, except through `.data`, which torch does not count."""

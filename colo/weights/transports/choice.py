@@ -30,6 +30,7 @@ def choose_transport(engine: Engine, model: nn.Module, config: RuntimeConfig) ->
     source = ModuleSource(model)
     with source.together():
         transport = _choose(source, engine, config)
+        source.settle_names()
     kind = _KINDS.index(transport.name)
     if source.fewest(kind) != -source.fewest(-kind):  # each kind gathers in an order of its own
         transport.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from typing import Any
 
@@ -52,6 +53,7 @@ class SharedTransport:
                     "something replaced it, such as model.to(dtype), half(), load_state_dict(assign=True) or a "
                     "quantizer. Undo that, or build the runtime from the model as it is now"
                 )
+        self.source.check_names(parameters)
 
     def is_current(self) -> bool:
         """True: what the trainer holds is what the engine holds (`verify` checks that it is still so)."""
@@ -79,32 +81,36 @@ class SharedTransport:
 
 
 class _Seen:
-    """A model whose parameters have been compared: to be looked at in a moment, which comparing by name is not."""
+    """A model whose parameters have been compared: to be looked at in a moment, which comparing by name is not.
 
-    def __init__(
-        self,
-        modules: list[int],
-        tensors: list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor, tuple[Any, ...]]],
-    ) -> None:
+    Ownership: keeps the modules, so that none that is made anew can be at the address of one that has gone.
+    """
+
+    def __init__(self, modules: list[nn.Module]) -> None:
         self._modules = modules
-        self._tensors = tensors
+        holders: list[dict[str, Any]] = [held for m in modules for held in (m._parameters, m._buffers)]
+        self._holders = [(held, [(name, tensor, _facts(tensor)) for name, tensor in held.items()]) for held in holders]
 
     @classmethod
     def of(cls, model: nn.Module) -> _Seen:
         """The model as it is."""
-        modules = all_modules(model)
-        holders: list[dict[str, Any]] = [held for m in modules for held in (m._parameters, m._buffers) if held]
-        tensors = [(held, n, t, _facts(t)) for held in holders for n, t in held.items() if t is not None]
-        return cls(list(map(id, modules)), tensors)
+        return cls(all_modules(model))
 
     def is_unchanged(self, model: nn.Module) -> bool:
-        """Whether modules, parameters and their memory are the same ones."""
-        return list(map(id, all_modules(model))) == self._modules and all(
-            held.get(name) is tensor and _facts(tensor) == facts for held, name, tensor, facts in self._tensors
+        """Whether modules, parameters and their memory are the same ones, and no others have joined them."""
+        modules = all_modules(model)
+        if len(modules) != len(self._modules) or not all(map(operator.is_, modules, self._modules)):
+            return False
+        return all(
+            len(held) == len(known)
+            and all(held.get(name) is tensor and _facts(tensor) == facts for name, tensor, facts in known)
+            for held, known in self._holders
         )
 
 
-def _facts(tensor: torch.Tensor) -> tuple[Any, ...]:
+def _facts(tensor: torch.Tensor | None) -> tuple[Any, ...]:
+    if tensor is None:
+        return ()
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 

@@ -54,6 +54,11 @@ class RecordingEngine:
         self.recorder.note("replace_adapter")
         self.adapters.append(new)
 
+    def remove_adapter(self, name):
+        if name not in self.adapters:
+            raise ValueError(f"there is no adapter {name}")
+        self.adapters.remove(name)
+
     def commit(self, version):
         self.recorder.note("commit")
         self.weights_version, self.cause = version, None

@@ -1,0 +1,58 @@
+"""Checksums of tensors at one moment, to be compared with what they hold at another."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from colo.memory.checksum import Checksums, checksums_of, values
+from colo.memory.tiles import in_words
+
+
+class Places:
+    """Where tensors are, and facts about them such as an adapter's scalings. Lifetime: keeps the tensors."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor], key: list[Hashable]) -> None:
+        self.key = key
+        self.odd: list[torch.Tensor] = []
+        """Tensors that are not whole words in a row."""
+
+        parts: dict[torch.device, list[tuple[int, int, torch.Tensor]]] = {}
+        for tensor in tensors:
+            words = in_words(tensor)
+            if words is None:
+                self.odd.append(tensor)
+            else:
+                of_device = parts.setdefault(tensor.device, [])
+                of_device.append((0, of_device[-1][1] + len(of_device[-1][2]) if of_device else 0, words))
+        self._checksums = [Checksums(of_device, 1, device) for device, of_device in parts.items()]
+
+    def compute(self) -> list[torch.Tensor]:
+        """One sum for each device: queued, not waited for."""
+        return [checksums.compute() for checksums in self._checksums]
+
+
+@dataclass(frozen=True, slots=True)
+class ContentSums:
+    """What tensors held, and where they were."""
+
+    places: Places
+    _queued: list[torch.Tensor]
+    _odd: list[int]
+
+    @classmethod
+    def of(
+        cls, tensors: Sequence[torch.Tensor], facts: Sequence[Hashable] = (), earlier: ContentSums | None = None
+    ) -> ContentSums:
+        """Those of `tensors` now; with less work where they are in the same places as for `earlier`."""
+        key: list[Hashable] = [*((t.data_ptr(), t.nbytes, t.dtype) for t in tensors), *facts]
+        places = earlier.places if earlier is not None and earlier.places.key == key else Places(tensors, key)
+        return cls(places, places.compute(), checksums_of(places.odd))
+
+    def is_equal(self, other: ContentSums) -> bool:
+        """Whether both are of the same places, with the same facts and the same content. Waits for the sums."""
+        if self.places.key != other.places.key or self._odd != other._odd:
+            return False
+        return values(self._queued) == values(other._queued)
