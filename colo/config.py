@@ -71,6 +71,11 @@ class RuntimeConfig:
     mismatch_sequences: int = 2
     """Sequences of each rollout whose log-probabilities are computed by the trainer too, to report the difference."""
 
+    max_mismatch: float | None = 0.5
+    """The largest mean difference of those log-probabilities, at temperature 1, with which a rollout is trained on.
+    Engines of the same weights differ by some hundredths; only one that samples from another model reaches the default.
+    `None` accepts any."""
+
     verify: bool = True
     """Check at every rollout that trainer and engine still hold the same weights."""
 
@@ -83,8 +88,14 @@ class RuntimeConfig:
         object.__setattr__(self, "weights", Weights(self.weights))
         for entry in fields(self):
             value = getattr(self, entry.name)
-            if entry.name not in ("offload", "weights", "verify") and value is not None and not isinstance(value, int):
+            if (
+                entry.name not in ("offload", "weights", "verify", "max_mismatch")
+                and value is not None
+                and not isinstance(value, int)
+            ):
                 raise TypeError(f"{entry.name} must be a whole number, not {value!r}")
+        if self.max_mismatch is not None and not self.max_mismatch > 0:
+            raise ValueError(f"max_mismatch must be positive or None, not {self.max_mismatch}")
         for name in ("device_limit_bytes", "host_limit_bytes", "kv_cache_bytes"):
             value = getattr(self, name)
             if value is not None and value <= 0:

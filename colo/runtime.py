@@ -12,8 +12,8 @@ The runtime wires engine, trainer state, scheduler and publisher together. It ha
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
 from threading import RLock
 from types import TracebackType
@@ -26,16 +26,16 @@ from transformers import PreTrainedModel
 from colo.config import Offload, RuntimeConfig
 from colo.engines.base import Completion, Engine, EngineState, SleepLevel
 from colo.engines.text import encode_prompts, with_text
-from colo.errors import BudgetError, EngineLost, PhaseError
+from colo.errors import BudgetError, EngineLost, PhaseError, StaleWeights
 from colo.memory.backward import BackwardWatch
 from colo.memory.dtensor import part_bytes
 from colo.memory.fence import wait_for_queued
 from colo.memory.gradients import parameters_of
 from colo.memory.offload import Mover
 from colo.memory.probe import PeakMeter, free_device_bytes, total_device_bytes, used_device_bytes
-from colo.memory.region import close_all
 from colo.memory.segment import FixedSegment, Segment
 from colo.memory.state import StateOffloader
+from colo.memory.uninterrupted import uninterrupted
 from colo.phases.phase import (
     ENGINE_KV_CACHE,
     ENGINE_WEIGHTS,
@@ -115,7 +115,11 @@ class Runtime:
         self._device = mover.device
         self._mover = mover
         mover.trace = self.trace
-        self._inside: str | None = None
+        self._inside: Phase | None = None
+        self._block: PhaseBlock | None = None
+        self._entered_s = 0.0
+        self._generating = False
+        self._closing: list[Callable[[], None]] = []
         self._stepped = False
         self._gradients_before = 0
         self._to_compare: tuple[float | None, list[Completion]] = (None, [])
@@ -134,6 +138,7 @@ class Runtime:
                 after_step=self._after_step,
             )
             undo.callback(self._return_state)
+            self._offloader.gradients.on_touch = self._return_gradients
             self.scheduler = self._make_scheduler(capacity_bytes)
             self._publisher = self._make_publisher()
             self._backward = BackwardWatch(
@@ -146,6 +151,7 @@ class Runtime:
             undo.callback(self._backward.remove)
             self._prepare_arena()
             self._publish()
+            self.engine.before_generate = self._refresh_now
             undo.pop_all()
         _runtimes.update({id(part): self for part in (model, optimizer, engine)})
 
@@ -159,36 +165,51 @@ class Runtime:
 
     # ---- what a loop calls --------------------------------------------------------------------------------------
 
-    @contextmanager
-    def rollout(self) -> Iterator[Runtime]:
+    def rollout(self) -> PhaseBlock:
         """Let the engine generate: publish the weights if they have changed, and make room for the KV cache.
 
+        A block: `with rt.rollout():`. Gradients that the loop still has are as they were when it ends; `zero_grad` and
+        assigning others have their effect within it.
         Raises: `PhaseError` inside another phase; `BudgetError` when the phase does not fit (nothing has changed);
         `StaleWeights` when trainer and engine cannot be shown to hold the same weights (generation then refuses).
-        Gradients that no step has used are away within it, and come back as they were: zero them before, or in
-        `train()`.
         """
-        with self._phases(Phase.ROLLOUT, self._enter_rollout, self._leave_rollout):
-            yield self
+        return PhaseBlock(self, Phase.ROLLOUT)
 
-    @contextmanager
-    def train(self) -> Iterator[Runtime]:
+    def train(self) -> PhaseBlock:
         """Let the trainer work: the KV cache goes if its bytes are needed, parked state comes back for the step.
 
-        Gradients that a step inside the block has consumed are dropped when it ends; others are kept.
-        Raises: `PhaseError` inside another phase; `BudgetError` when the phase does not fit (nothing has changed).
+        A block: `with rt.train():`. Gradients are the loop's, as without colo: drop them after the step
+        (`optimizer.zero_grad()`), and no rollout has to move them.
+        Raises: `PhaseError` inside another phase; `BudgetError` when the phase does not fit (nothing has changed);
+        `StaleWeights` when the engine's log-probabilities of the last rollout are further from the trainer's than
+        `RuntimeConfig.max_mismatch`.
         """
-        with self._phases(Phase.TRAIN, self._enter_train, self._leave_train):
-            yield self
+        return PhaseBlock(self, Phase.TRAIN)
+
+    def enter(self, phase: Phase | None) -> None:
+        """Go to `Phase.ROLLOUT` or `Phase.TRAIN`, out of whichever phase there is, or with `None` just leave that.
+
+        Idempotent. For code that has no block to indent, such as hooks of a trainer; the blocks stand on it. What a
+        block was left in by an interrupt is left by `enter(None)`.
+        Raises: as `rollout` and `train`, but for being inside another phase; then no phase is entered.
+        """
+        if phase not in (None, Phase.ROLLOUT, Phase.TRAIN):
+            raise ValueError(f"enter() takes Phase.ROLLOUT, Phase.TRAIN or None, not {phase!r}")
+        with self._switching, uninterrupted():
+            if self._inside is not phase:
+                if self._inside is not None:
+                    self._leave()
+                if phase is not None:
+                    self._enter(phase)
 
     def generate(self, prompts: Sequence[str | Sequence[int]], params: Any = None, **sampling: Any) -> list[Completion]:
         """Sample completions from the current weights, in prompt order, then sample order.
 
         `prompts` are texts (the runtime needs a tokenizer then) or lists of token ids. Sampling options are the
         engine's, given as its `SamplingParams` or by name: `rt.generate(prompts, n=8, max_tokens=512)`.
-        Outside any phase the call is a rollout of its own. Within one, a write to weights through `.data` between two
-        calls is noticed at the next rollout only; to weights that are sharded over ranks it is `StaleWeights`. Calls of
-        several threads wait for each other.
+        Outside any phase the call is a rollout of its own. Within one, weights that were written to since the last
+        call, in whichever way, are published first; sharded ones are `StaleWeights` where torch has not counted it.
+        Calls of several threads wait for each other.
 
         Raises: `PhaseError` inside `train()` or after `close()`; as `Engine.generate` for everything else.
         """
@@ -208,7 +229,11 @@ class Runtime:
         token_ids = encode_prompts(prompts, self.tokenizer)
         self._refresh()
         adapter = self._adapter_to_apply()
-        completions = self.engine.generate(token_ids, params, adapter=adapter)
+        self._generating = True
+        try:
+            completions = self.engine.generate(token_ids, params, adapter=adapter)
+        finally:
+            self._generating = False
         self.scheduler.sample()
         # Of what a base has sampled without the adapter that it is trained with there is nothing to compare.
         temperature = self.engine.sampling_temperature(params)
@@ -257,29 +282,36 @@ class Runtime:
 
         return write_picture(self, Path(path), title=title)
 
-    @torch.inference_mode(False)
     def close(self) -> None:
-        """End the runtime and give its memory back. Idempotent.
+        """Leave the present phase, end the runtime and give its memory back. Idempotent.
 
         The optimizer keeps its state and the model its weights, in ordinary memory: on the device when they were yours
-        (`share`), on the host when the runtime made the model (`launch`), so that the device is free.
-        Raises: `PhaseError` inside a phase; `BudgetError` when the device has no room for the optimizer's state, and
-        the runtime is open as before, or to wake a `vllm.LLM` of yours: free some and close again.
+        (`share`), on the host when the runtime made the model (`launch`), so that the device is free. What was taken
+        from the model before, such as a `state_dict()`, stays valid and keeps the memory that it is in.
+        After an interrupt a second call goes on where the first one was interrupted.
+        Raises: `BudgetError` when the device has no room for the optimizer's state, and the runtime is open as before,
+        or to wake a `vllm.LLM` of yours: free some and close again.
         """
-        if self._closed:
-            self.engine.close()  # which may have found no room before
-            return
-        if self._inside is not None:
-            raise PhaseError(f"close() inside {self._inside}(): leave the block first")
-        if not self._owns_model and any(segment.host_bytes for segment in self._offloader.segments):
-            with suppress(Exception):  # which is raised below
-                self._drop_kv_cache()
-            self._offloader.bring_back()
-        self._closed = True
-        for part in (self.model, self.optimizer, self.engine):
-            _runtimes.pop(id(part), None)
-        close_all(
-            [
+        with self._switching, torch.inference_mode(False):
+            if not self._closed:
+                self._begin_to_close()
+            elif not self._closing:
+                self.engine.close()  # which may have found no room before
+            self._go_on_closing()
+
+    def _begin_to_close(self) -> None:
+        with uninterrupted():
+            if self._inside is not None:
+                with suppress(Exception):  # what cannot be left in order is closed all the same
+                    self._leave()
+            self._be_idle()
+            if not self._owns_model and any(segment.host_bytes for segment in self._offloader.segments):
+                with suppress(Exception):  # which is raised below
+                    self._drop_kv_cache()
+                self._offloader.bring_back()
+            for part in (self.model, self.optimizer, self.engine):
+                _runtimes.pop(id(part), None)
+            self._closing = [
                 self._drop_kv_cache,
                 self._backward.remove,
                 self._return_state,
@@ -288,7 +320,21 @@ class Runtime:
                 self.engine.close,
                 self._mover.close,
             ]
-        )
+            self.engine.before_generate = None
+            self._closed = True
+
+    def _go_on_closing(self) -> None:
+        """Do what is left of closing, and raise the first error when all of it has been tried."""
+        errors: list[Exception] = []
+        while self._closing:
+            try:
+                with uninterrupted():
+                    self._closing[0]()
+            except Exception as error:  # noqa: BLE001 - one failure must not keep the others' memory
+                errors.append(error)
+            del self._closing[0]  # not reached when interrupted: what was begun is then done again
+        if errors:
+            raise errors[0]
 
     def __enter__(self) -> Runtime:
         return self
@@ -327,37 +373,51 @@ class Runtime:
 
     # ---- phases -------------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def _phases(self, phase: Phase, enter: Callable[[], None], leave: Callable[[], None]) -> Iterator[None]:
-        """Be inside a phase. Threads that generate meanwhile are waited for before it is entered, and left.
+    def _begin(self, block: PhaseBlock) -> None:
+        """Enter the phase of a block, or none. Threads that generate meanwhile are waited for."""
+        with self._switching:
+            try:
+                with uninterrupted():
+                    self._enter(block.phase)
+                    self._block = block
+            except BaseException:  # an interrupt that has waited until the phase was entered
+                if self._block is block:
+                    self._end(block, None)
+                raise
 
-        What is made on the way in or out outlives a caller's inference mode, in which it could not be written later.
-        """
-        with self._switching, torch.inference_mode(False):
-            enter()
-            self._inside = phase
-        raised: BaseException | None = None
-        try:
-            with self.trace.span(phase, category="phase", phase=phase, resource=_RESOURCES[phase]):
-                yield
-        except BaseException as error:
-            raised = error
-            raise
-        finally:
-            with torch.inference_mode(False), ExitStack() as held:
+    def _end(self, block: PhaseBlock, raised: BaseException | None) -> None:
+        """Leave the phase of a block, unless that has been done by other means."""
+        with ExitStack() as held:
+            try:
+                held.enter_context(self._switching)
+            finally:  # also when an interrupt ends the wait for other threads
                 try:
-                    held.enter_context(self._switching)
-                finally:  # also when an interrupt ends the wait for other threads
-                    self._inside = None
-                    try:
-                        leave()
-                    except Exception as error:
-                        if raised is None:
-                            raise
-                        raised.add_note(f"and {phase}() could not be left in order: {type(error).__name__}: {error}")
+                    with uninterrupted():
+                        if self._block is block:
+                            self._leave()
+                except Exception as error:
+                    if raised is None:
+                        raise
+                    raised.add_note(f"and {block.phase}() could not be left in order: {type(error).__name__}: {error}")
+
+    def _enter(self, phase: Phase) -> None:
+        # What is made on the way in or out outlives a caller's inference mode, in which it could not be written later.
+        with torch.inference_mode(False):
+            self._require_idle(phase)
+            (self._enter_rollout if phase is Phase.ROLLOUT else self._enter_train)()
+            self._inside, self._block, self._entered_s = phase, None, self.trace.now_s()
+
+    def _leave(self) -> None:
+        phase = self._inside
+        assert phase is not None, "there is a phase to leave"
+        try:
+            self.trace.add(phase, self._entered_s, category="phase", phase=phase, resource=_RESOURCES[phase])
+            with torch.inference_mode(False):
+                (self._leave_rollout if phase is Phase.ROLLOUT else self._leave_train)()
+        finally:
+            self._inside = self._block = None
 
     def _enter_rollout(self) -> None:
-        self._require_idle(Phase.ROLLOUT)
         with self.trace.span("switch to rollout", category="switch", phase=Phase.ROLLOUT):
             self._backward.watch(parameters_of(self.optimizer))
             self._notice_writes(compare=True)
@@ -378,6 +438,7 @@ class Runtime:
                 with suppress(Exception):  # of which the first is raised
                     self._leave_rollout()
                 raise
+            self._publisher.note_contents()
 
     def _leave_rollout(self) -> None:
         """Gradients of an accumulation that goes on are back: outside a rollout they may be zeroed, clipped or read.
@@ -410,7 +471,6 @@ class Runtime:
             self.scheduler.enter(Phase.IDLE)
 
     def _enter_train(self) -> None:
-        self._require_idle(Phase.TRAIN)
         with self.trace.span("switch to train", category="switch", phase=Phase.TRAIN):
             self._backward.watch(parameters_of(self.optimizer))
             with self.transport.source.together():
@@ -418,7 +478,11 @@ class Runtime:
         self._stepped = False
         self._gradients_before = self._offloader.gradients.device_bytes
         self._meter.start()
-        self._measure_mismatch()
+        try:
+            self._measure_mismatch()
+        except BaseException:
+            self._be_idle()
+            raise
 
     def _measure_mismatch(self) -> None:
         """Compare the engine's log-probabilities of the last rollout with the trainer's, on the same weights."""
@@ -435,6 +499,20 @@ class Runtime:
         self.transport.source.reshard()
         if difference is not None:
             self.log(mismatch_sampled=difference)
+            self._judge(difference, temperature)
+
+    def _judge(self, difference: float, temperature: float) -> None:
+        """Raise `StaleWeights`, and poison the engine, when it computes something else than the trainer."""
+        most = self.config.max_mismatch
+        if most is None or difference * min(1.0, temperature) <= most:  # which divides logits, and so differences
+            return
+        cause = (
+            f"log-probabilities of the engine differ from the trainer's by {difference:.3g} on average at temperature "
+            f"{temperature:g}, and max_mismatch allows {most:g}: the engine samples from another model. Compare "
+            "dtypes, quantization, rope settings and chat templates of the two, or raise RuntimeConfig.max_mismatch"
+        )
+        self.engine.poison(cause)
+        raise StaleWeights(cause)
 
     def _make_room_to_train(self) -> None:
         """Enter the phase, with gradients that a rollout parked: to be added to, clipped, read or zeroed."""
@@ -452,27 +530,32 @@ class Runtime:
     def _leave_train(self) -> None:
         with self.trace.span("switch from train", category="switch", phase=Phase.TRAIN):
             self._learn_working_bytes()
-            if self._stepped and self._backward.passes == 0:
-                self._offloader.gradients.drop()
             self.scheduler.enter(Phase.IDLE)
             if self._stepped:
                 if self.scheduler.offload is Offload.ALWAYS and self._device.type == "cuda":
                     # Of activations and gradients. Before anything leaves: the driver frees nothing beside copies.
                     torch.cuda.empty_cache()
-                # A rollout is what follows a step: what has to leave for it starts leaving now, beside other work.
-                self.scheduler.anticipate(Phase.ROLLOUT)
+                # A rollout is what follows a step: what has to leave for it starts leaving now, beside other work. The
+                # loop may still read, clip or drop its gradients.
+                self.scheduler.anticipate(Phase.ROLLOUT, but_for={TRAINER_GRADIENTS})
 
     def _before_step(self) -> None:
         if self._inside == Phase.ROLLOUT:
             raise PhaseError("optimizer.step() inside rollout(): leave the block first, then use `with rt.train():`")
         self._require_open()
-        self._implicit_train = self._inside is None
-        if self._implicit_train:
-            self._enter_train()
-        for name in (*_LATE, TRAINER_GRADIENTS):
-            self.scheduler.require(name)
+        with uninterrupted():
+            self._implicit_train = self._inside is None
+            if self._implicit_train:
+                self._require_idle("step")
+                self._enter_train()
+            for name in (*_LATE, TRAINER_GRADIENTS):
+                self.scheduler.require(name)
 
     def _after_step(self) -> None:
+        with uninterrupted():
+            self._note_step()
+
+    def _note_step(self) -> None:
         self._publisher.version += 1
         self._writes.accept()
         self._stepped = True
@@ -488,6 +571,22 @@ class Runtime:
     def _admit_gradient(self) -> None:
         if self._inside == Phase.ROLLOUT:
             raise PhaseError("backward() inside rollout(): leave the block first, then use `with rt.train():`")
+        if self._offloader.gradients.is_parked:
+            self._return_gradients()
+
+    def _return_gradients(self) -> None:
+        """Bring gradients back that something touches. Raises: `PhaseError` where they cannot be, with what to do."""
+        try:
+            if Phase.ROLLOUT is self._inside or self.scheduler.phase is Phase.TRAIN:
+                self.scheduler.require(TRAINER_GRADIENTS)
+            else:
+                self._make_room_to_train()
+                self.scheduler.enter(Phase.IDLE)
+        except (BudgetError, torch.OutOfMemoryError) as error:
+            raise PhaseError(
+                "gradients are in host memory, and have no room on the device now: zero_grad() has its effect all the "
+                "same; for anything else leave the rollout and touch them within `with rt.train():`"
+            ) from error
 
     def _on_backward(self, number: int) -> None:
         if number == self.config.accumulation_steps:
@@ -582,7 +681,7 @@ class Runtime:
         With `compare`, copied weights and adapters are compared, since writes through `.data` leave no other trace.
         """
         source = self.transport.source
-        changed = self._writes.has_changed()
+        changed = self._writes.has_changed() or self._publisher.has_other_contents()
         if compare:  # ranks compare together, and publish together
             changed = source.in_any_rank(changed or self._publisher.has_changed_part())
         if compare and not changed:
@@ -605,9 +704,17 @@ class Runtime:
             if takes_memory:
                 self.scheduler.enter(Phase.IDLE)
 
-    @torch.inference_mode(False)
+    def _refresh_now(self) -> None:
+        """Refresh for a call of the engine's own `generate`, which need not come from this runtime's."""
+        if self._inside is Phase.ROLLOUT and not self._generating:
+            self._refresh()
+
     def _refresh(self) -> None:
         """Publish what has changed since the rollout began, so that no call samples from older weights."""
+        with uninterrupted(), torch.inference_mode(False):
+            self._publish_changes()
+
+    def _publish_changes(self) -> None:
         self._notice_writes(compare=False)
         self._publisher.check()
         # A poisoned engine alone, of many that weights are gathered for, would wait for the others: it refuses.
@@ -615,6 +722,7 @@ class Runtime:
         if not self._publisher.is_current and not waits:
             self._publisher.publish()
             self.engine.resume()
+            self._publisher.note_contents()
         wait_for_queued(self._device)
 
     def _adapter_to_apply(self) -> str | None:
@@ -627,8 +735,13 @@ class Runtime:
 
     def _require_idle(self, wanted: str) -> None:
         self._require_open()
+        if self._block is not None and self._block.is_over:  # what ended it did not let it leave its phase
+            self._leave()
         if self._inside is not None:
-            raise PhaseError(f"{wanted}() inside {self._inside}(): phases do not nest, leave the block first")
+            raise PhaseError(
+                f"{wanted}() inside {self._inside}(): phases do not nest, leave the block first, or the phase with "
+                "enter(None)"
+            )
         self._be_idle()  # a step outside train() may have failed on its way
 
     def _be_idle(self) -> None:
@@ -652,6 +765,28 @@ class Runtime:
             self.transport.move_out(torch.device("cpu") if self._owns_model else self._device)
         if self._owns_model:
             self.model.to("cpu")
+
+
+class PhaseBlock(AbstractContextManager[Runtime]):
+    """What `rollout()` and `train()` return: a block within which the runtime is in that phase."""
+
+    def __init__(self, runtime: Runtime, phase: Phase) -> None:
+        self.phase = phase
+        self.is_over = True
+        """Whether its body is not running: it has not begun, or has ended in whichever way."""
+
+        self._runtime = runtime
+
+    def __enter__(self) -> Runtime:
+        self._runtime._begin(self)
+        self.is_over = False
+        return self._runtime
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.is_over = True
+        self._runtime._end(self, error)
 
 
 _RESOURCES = {Phase.ROLLOUT: "engine", Phase.TRAIN: "device"}

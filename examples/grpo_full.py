@@ -77,7 +77,8 @@ def train_step(rt: colo.Runtime, completions: Sequence[colo.Completion], rewards
         loss = output.loss * (mask.sum() / num_tokens)  # every token of the step weighs the same
         loss.backward()
         total += float(loss.detach())
-    rt.optimizer.step()  # the engine samples from the new weights from here on; train() drops the gradients
+    rt.optimizer.step()  # the engine samples from the new weights from here on
+    rt.optimizer.zero_grad()  # so that the next rollout need not keep the gradients
     return total
 
 

@@ -95,6 +95,7 @@ def step_on(rt: colo.Runtime, completions: list[colo.Completion], rewards: list[
         loss = grpo_loss(logprobs, None, advantages[part], mask[:, 1:]).loss
         (loss / MICRO_BATCHES).backward()
     rt.optimizer.step()
+    rt.optimizer.zero_grad()  # so that the next rollout need not keep the gradients
 
 
 def run(rt: colo.Runtime, steps: range, half: int, *, save: tuple[int, Path] | None = None) -> list[float]:

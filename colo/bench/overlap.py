@@ -164,6 +164,7 @@ def _step(rt: Runtime, size: Size, ids_BT: torch.Tensor) -> None:
         for _ in range(size.micro_batches):
             rt.model(input_ids=ids_BT, labels=ids_BT).loss.backward()
         rt.optimizer.step()
+        rt.optimizer.zero_grad()
 
 
 def _runtime(device: torch.device, size: Size, offload: Offload) -> Runtime:

@@ -201,6 +201,9 @@ class Engine(Protocol):
     def segments(self) -> Sequence[Segment]:
         """`engine.weights` and `engine.kv_cache`, for the scheduler to move."""
 
+    before_generate: Callable[[], None] | None
+    """Called first by `generate`, whoever calls that: a runtime brings the weights up to date."""
+
     def sampling_params(self, params: Any = None, **sampling: Any) -> Any:
         """What `generate` takes, from `SamplingParams`, from the engine's own kind, or from options by name."""
 

@@ -114,6 +114,7 @@ class TorchEngine:
             ENGINE_KV_CACHE, regions=[region], away=Residency.DISCARDED, mover=self.mover, on_move=self._on_kv_move
         )
         self._adapters = Adapters(self.module)
+        self.before_generate: Callable[[], None] | None = None
         self._paused = self._closed = False
         self._version: int | None = None
         self._cause = "no weights have been committed yet"
@@ -180,6 +181,8 @@ class TorchEngine:
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, *, adapter: str | None = None
     ) -> list[Completion]:
         """Sample `params.n` completions for each prompt; see `Engine.generate`."""
+        if self.before_generate is not None:
+            self.before_generate()
         self._require("generate", EngineState.AWAKE)
         if self._version is None:
             raise StaleWeights(f"the engine does not generate: {self._cause}")

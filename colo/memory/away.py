@@ -7,8 +7,9 @@ its keeper before torch does anything with it that needs some.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -38,11 +39,16 @@ _FACTS = frozenset(
 """What can be asked of a tensor without its bytes."""
 
 
-class Keeper(Protocol):
+class Keeper(ABC):
     """Knows where the bytes of the tensors are that others stand in for."""
 
+    @abstractmethod
     def touched(self, call: Call) -> Any:
         """Do what `call` asks for, with the tensors themselves, or raise `PhaseError` with what to do first."""
+
+    def reached(self, call: Call) -> Any:
+        """The same for an operation that C++ has begun, which holds the stand-ins by now. Refused unless overridden."""
+        raise PhaseError(f"{call[0]} on a tensor whose bytes are in host memory: touch it within `with rt.train():`")
 
 
 class AwayTensor(torch.Tensor):
@@ -84,8 +90,8 @@ class AwayTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]  # torch names it otherwise
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Refuse what has got past `__torch_function__`, from within C++. Raises: `PhaseError`."""
-        raise PhaseError(f"{func} on a tensor whose bytes are in host memory: touch it within `with rt.train():`")
+        """Leave to the keeper what has come from within C++, a backward pass for one."""
+        return _first_of((args, kwargs)).keeper.reached((func, args, kwargs or {}))
 
 
 def _is_descriptor(func: Any) -> bool:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, MutableMapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary
 
 PROGRESS_CALLS = 8
 """How often a backward pass reports progress."""
@@ -39,9 +40,9 @@ class BackwardWatch:
         self._admit = admit
         self._on_pass = on_pass
         self._on_progress = on_progress
-        self._counts: dict[int, int] = {}  # gradients by parameter
+        self._counts: MutableMapping[torch.Tensor, int] = WeakIdKeyDictionary()  # gradients by parameter
         self._seen = 0
-        self._watched: set[int] = set()
+        self._watched: MutableMapping[torch.Tensor, bool] = WeakIdKeyDictionary()
         self._hooks: list[RemovableHandle] = []
         self.watch(parameters)
         for module in modules:  # before hooks of the module's own, which begin a pass
@@ -50,8 +51,8 @@ class BackwardWatch:
     def watch(self, parameters: Iterable[torch.Tensor]) -> None:
         """Watch also those that train by now: unfrozen since, or added."""
         for parameter in parameters:
-            if parameter.requires_grad and id(parameter) not in self._watched:
-                self._watched.add(id(parameter))
+            if parameter.requires_grad and parameter not in self._watched:
+                self._watched[parameter] = True
                 self._hooks.append(parameter.register_hook(lambda _: self._admit()))
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(self._on_gradient))
         self._every = max(1, len(self._watched) // PROGRESS_CALLS)
@@ -72,8 +73,8 @@ class BackwardWatch:
                 tensor.register_hook(lambda _: self._admit())
 
     def _on_gradient(self, parameter: torch.Tensor) -> None:
-        count = self._counts.get(id(parameter), 0) + 1
-        self._counts[id(parameter)] = count
+        count = self._counts.get(parameter, 0) + 1
+        self._counts[parameter] = count
         self._seen += 1
         if self._seen % self._every == 0:
             self._on_progress()

@@ -25,8 +25,11 @@ def part_of(tensor: Any) -> torch.Tensor:
 
 
 def part_bytes(tensor: torch.Tensor) -> int:
-    """Bytes that lie in this process."""
-    return int(part_of(tensor).nbytes)
+    """Bytes that lie in this process; of a sparse tensor those of its values and of where they belong."""
+    part = part_of(tensor)
+    if part.layout is torch.sparse_coo:
+        return int(part._values().nbytes + part._indices().nbytes)
+    return int(part.nbytes)
 
 
 def assembly_of(tensor: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:

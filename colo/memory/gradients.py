@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol, runtime_checkable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Protocol, runtime_checkable
 
 import torch
+from torch.utils import _pytree as pytree
 
+from colo.errors import PhaseError
 from colo.memory.arena import Extent
-from colo.memory.dtensor import assembly_of, part_bytes, part_of
+from colo.memory.away import AwayTensor, Call, Keeper
+from colo.memory.dtensor import assembly_of, is_dtensor, part_bytes, part_of
 from colo.memory.offload import Mover, Transfer
 from colo.memory.region import ALIGNMENT_BYTES
 from colo.memory.segment import Done, Move
+from colo.memory.storage import num_references
 from colo.memory.uninterrupted import uninterrupted
 from colo.phases.phase import TRAINER_GRADIENTS, Residency, check_move
 from colo.units import align_up
@@ -33,11 +40,38 @@ class StepsInParts(Protocol):
         ...
 
 
-class GradientSegment:
-    """The gradients of some parameters, which autograd allocates and the optimizer consumes.
+@dataclass(slots=True)
+class _Parked:
+    """One parameter's gradient in the arena."""
 
-    Gradients that a step has consumed are worth nothing and are dropped; others, of an accumulation that goes on after
-    a rollout, are copied to the host arena and come back as they were.
+    parameter: torch.Tensor
+    host: torch.Tensor
+    """The part of it that lies in this process, as a view of the arena."""
+
+    assembly: Assembly
+    """What makes a gradient of such a part."""
+
+    stand_in: AwayTensor | None
+    """What the parameter has as its gradient meanwhile; nothing where its parts lie in several processes."""
+
+    was_taken_in: bool = False
+    """By a step that failed, and will go on."""
+
+    is_zeroed: bool = False
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether it is the parameter's gradient still: nobody has taken it away, or assigned another."""
+        return self.stand_in is None or self.parameter.grad is self.stand_in
+
+
+class GradientSegment(Keeper):
+    """The gradients of some parameters, which autograd allocates and the loop zeroes or drops, as it does without colo.
+
+    For a rollout that needs their room they are copied to the host arena, and come back as they were. Meanwhile each
+    parameter has a stand-in for a gradient: `zero_grad` has its effect on it, one that is assigned by hand takes its
+    place, and whatever else touches it is asked of `on_touch` first. Gradients that somebody else holds a reference to,
+    and sparse ones, stay where they are.
     """
 
     name = TRAINER_GRADIENTS
@@ -47,40 +81,40 @@ class GradientSegment:
         self._optimizer = optimizer
         self._mover = mover
         self._extent: Extent | None = None
-        self._parked: list[tuple[torch.Tensor, torch.Tensor, Assembly]] = []
-        """Parameters, the parts of their gradients as arena views, and what makes gradients of such parts."""
+        self._parked: list[_Parked] = []
+        self.on_touch: Callable[[], None] = lambda: self.begin(Residency.RESIDENT).wait()
+        """Brings the gradients back, or raises `PhaseError` with what to do, when one that is away is touched."""
 
-        self._taken_in: set[torch.Tensor] = set()  # of these, what a step that failed has taken in
+    @property
+    def is_parked(self) -> bool:
+        """Whether some are in the arena."""
+        return bool(self._parked)
 
     @property
     def residency(self) -> Residency:
-        """`RESIDENT` while there are gradients, `OFFLOADED` while they are parked, `DISCARDED` without any."""
-        if self._parked:
+        """`RESIDENT` while there are gradients, `OFFLOADED` while some are parked, `DISCARDED` without any."""
+        if any(parked.is_wanted for parked in self._parked):
             return Residency.OFFLOADED
         return Residency.RESIDENT if self.device_bytes else Residency.DISCARDED
 
     @property
     def size_bytes(self) -> int:
         """Bytes of the gradients there are or, without any, of those a backward pass will make."""
-        if self._parked:
-            return sum(view.numel() * view.element_size() for _, view, _ in self._parked)
+        parked_bytes = sum(parked.host.nbytes for parked in self._parked if parked.is_wanted)
+        if parked_bytes:
+            return parked_bytes
         trainable = (part_bytes(p) for p in parameters_of(self._optimizer) if p.requires_grad)
         return self.device_bytes or sum(trainable)
 
     @property
     def device_bytes(self) -> int:
         """Bytes of the gradients on the device."""
-        return sum(part_bytes(p.grad) for p in parameters_of(self._optimizer) if p.grad is not None)
+        return sum(part_bytes(gradient) for _, gradient in self._present())
 
     @property
     def host_bytes(self) -> int:
         """Bytes of the arena held."""
         return self._extent.size_bytes if self._extent else 0
-
-    def drop(self) -> None:
-        """Forget every gradient that is on the device."""
-        for parameter in parameters_of(self._optimizer):
-            parameter.grad = None
 
     def begin(self, target: Residency) -> Move:
         """Move at once; see `colo.memory.segment.Segment.begin`."""
@@ -92,55 +126,156 @@ class GradientSegment:
             return self._park()
         if target is Residency.RESIDENT:
             return self._unpark()
-        self.drop()
+        for parameter in parameters_of(self._optimizer):
+            parameter.grad = None
         self._forget_parked()
         return Done()
 
+    def touched(self, call: Call) -> Any:
+        """Zero what stands in for gradients; for anything else have them brought back, and do it with them."""
+        function, args, kwargs = call
+        verb = getattr(function, "__name__", "")
+        if verb in _UNCHANGED:
+            return args[0]
+        if verb in ("zero_", "_foreach_zero_"):
+            return self._zero(args[0])
+        self.on_touch()
+        return function(*pytree.tree_map(self._returned, list(args)), **pytree.tree_map(self._returned, dict(kwargs)))
+
+    def reached(self, call: Call) -> Any:
+        """Let a backward pass add to gradients that are away: they are brought back, and are what it adds to."""
+        function, args, kwargs = call
+        if getattr(function, "overloadpacket", None) not in (torch.ops.aten.add, torch.ops.aten.add_):
+            return super().reached(call)
+        self.on_touch()
+        return function(*map(self._returned, args), **kwargs)
+
+    def _present(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Every parameter that has a gradient on the device, with the gradient."""
+        with_gradient = ((p, p.grad) for p in parameters_of(self._optimizer))
+        return [(p, g) for p, g in with_gradient if g is not None and not isinstance(g, AwayTensor)]
+
+    def _zero(self, tensors: torch.Tensor | list[torch.Tensor]) -> Any:
+        by_stand_in = {id(parked.stand_in): parked for parked in self._parked}
+        for tensor in [tensors] if isinstance(tensors, torch.Tensor) else tensors:
+            parked = by_stand_in.get(id(tensor))
+            if parked is not None:
+                parked.is_zeroed, parked.was_taken_in = True, False
+            else:
+                self._returned(tensor).zero_()
+        return tensors
+
+    def _returned(self, value: Any) -> Any:
+        """The gradient itself in place of its stand-in. Raises: `PhaseError` for one that has been replaced since."""
+        if not isinstance(value, AwayTensor) or value.keeper is not self:
+            return value
+        parameter: torch.Tensor = value.parameter  # type: ignore[attr-defined]  # set where the stand-in is made
+        gradient = parameter.grad
+        if gradient is None or isinstance(gradient, AwayTensor):
+            raise PhaseError("this stood in for a gradient that was in host memory, and is gone: read `parameter.grad`")
+        return gradient
+
     def _park(self) -> Move:
-        with_gradient = [p for p in parameters_of(self._optimizer) if p.grad is not None]
-        gradients = [part_of(p.grad).contiguous() for p in with_gradient if p.grad is not None]
-        assemblies = [assembly_of(p.grad) for p in with_gradient if p.grad is not None]
-        offsets = _offsets(gradients)
+        taken_in = set(self._optimizer.taken_in()) if isinstance(self._optimizer, StepsInParts) else set()
+        leaving = [parameter for parameter in parameters_of(self._optimizer) if _may_leave(parameter)]
+        if not leaving:
+            return Done()
+        parts = [part_of(_gradient(parameter)).contiguous() for parameter in leaving]
+        offsets = _offsets(parts)
         extent = self._mover.arena.allocate(offsets[-1])
         try:
             host = self._mover.arena.view(extent)
-            flat = [_as_bytes(gradient) for gradient in gradients]
+            flat = [_as_bytes(part) for part in parts]
             views = [host.narrow(0, offset, one.numel()) for one, offset in zip(flat, offsets, strict=False)]
             _copy_all(self._mover.copy_out, zip(flat, views, strict=True))
         except BaseException:  # the gradients are where they were
             self._mover.arena.release(extent)
             raise
         with uninterrupted():
-            self._taken_in = set(self._optimizer.taken_in()) if isinstance(self._optimizer, StepsInParts) else set()
+            self._forget_parked()
             self._extent = extent
-            self._parked = [
-                (parameter, view.view(gradient.dtype).view(gradient.shape), assembly)
-                for parameter, gradient, view, assembly in zip(with_gradient, gradients, views, assemblies, strict=True)
-            ]
-            self.drop()
+            for parameter, part, view in zip(leaving, parts, views, strict=True):
+                gradient = _gradient(parameter)
+                host_part = view.view(part.dtype).view(part.shape)
+                parked = _Parked(parameter, host_part, assembly_of(gradient), self._stand_in(parameter))
+                parked.was_taken_in = parameter in taken_in
+                self._parked.append(parked)
+                parameter.grad = parked.stand_in
         return Done(offsets[-1])
 
+    def _stand_in(self, parameter: torch.Tensor) -> AwayTensor | None:
+        """What stands in for the gradient of `parameter`; nothing in place of a `DTensor`, whose kind it has not."""
+        gradient = _gradient(parameter)
+        if is_dtensor(gradient):
+            return None
+        made = AwayTensor(gradient, self)
+        made.parameter = parameter  # type: ignore[attr-defined]  # tensors take attributes
+        return made
+
     def _unpark(self) -> Move:
-        back = [torch.empty(view.shape, dtype=view.dtype, device=self._mover.device) for _, view, _ in self._parked]
-        pairs = list(zip(self._parked, back, strict=True))
-        _copy_all(self._mover.copy_in, [(_as_bytes(view), _as_bytes(part)) for (_, view, _), part in pairs])
+        wanted = [parked for parked in self._parked if parked.is_wanted]
+        back = [torch.empty(p.host.shape, dtype=p.host.dtype, device=self._mover.device) for p in wanted]
+        pairs = list(zip(wanted, back, strict=True))
+        copied = [(_as_bytes(p.host), _as_bytes(part)) for p, part in pairs if not p.is_zeroed]
+        _copy_all(self._mover.copy_in, copied)
         with uninterrupted():
-            for (parameter, _, assembly), part in pairs:
-                gradient = assembly(part)
-                if parameter.grad is not None:  # backward passes since then have only added to what was parked
-                    self._taken_in.discard(parameter)
-                parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+            for parked, part in pairs:
+                _return_gradient(parked, part.zero_() if parked.is_zeroed else part)
             if isinstance(self._optimizer, StepsInParts):
-                self._optimizer.take_in(self._taken_in)
+                self._optimizer.take_in([parked.parameter for parked in wanted if parked.was_taken_in])
             self._forget_parked()
         return Done(sum(part.nbytes for part in back))
 
     def _forget_parked(self) -> None:
         self._parked.clear()
-        self._taken_in.clear()
         if self._extent is not None:
             self._mover.arena.release(self._extent)
             self._extent = None
+
+
+_UNCHANGED = frozenset({"requires_grad_", "detach_", "__set__"})
+"""What `zero_grad` does to a gradient before it zeroes it: nothing to one that has no history."""
+
+
+def _return_gradient(parked: _Parked, part: torch.Tensor) -> None:
+    """Give a parameter its gradient again: added to what backward passes have made where nothing stood in for it."""
+    parameter, gradient = parked.parameter, parked.assembly(part)
+    if parked.stand_in is None and parameter.grad is not None:
+        parked.was_taken_in = False
+        gradient = parameter.grad + gradient
+    parameter.grad = gradient
+
+
+def _gradient(parameter: torch.Tensor) -> torch.Tensor:
+    assert parameter.grad is not None, "only parameters with gradients are parked"
+    return parameter.grad
+
+
+def _may_leave(parameter: torch.Tensor) -> bool:
+    """Whether a parameter has a gradient that is its alone: held by no variable, and no view of a bucket, as DDP's."""
+    gradient = parameter.grad
+    if gradient is None or isinstance(gradient, AwayTensor) or gradient.layout is not torch.strided:
+        return False
+    del gradient
+    return is_dtensor(_gradient(parameter)) or num_holders(parameter) == 0
+
+
+def num_holders(parameter: torch.Tensor) -> int:
+    """How many variables, attributes and views refer to the gradient of `parameter`, beside the parameter itself."""
+    return max(0, _count_references(parameter) - _references_of_nobody())
+
+
+def _count_references(parameter: torch.Tensor) -> int:
+    gradient = _gradient(parameter)
+    return sys.getrefcount(gradient) + num_references(gradient)
+
+
+@cache
+def _references_of_nobody() -> int:
+    """What is counted of a gradient that nobody holds: it differs with versions of Python and torch."""
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    parameter.grad = torch.zeros(1)
+    return _count_references(parameter)
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

@@ -8,7 +8,8 @@ undoing fails too, the phase is `IDLE`, which asks nothing of any segment.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -106,18 +107,16 @@ class Scheduler:
         self.sample()
         return transition
 
-    def anticipate(self, target: Phase) -> None:
+    def anticipate(self, target: Phase, *, but_for: Container[str] = ()) -> None:
         """Start the departures that entering `target` would need, in the background; later calls wait for them.
 
-        Does nothing when the phase would not fit: entering it is where that is said.
+        Segments in `but_for` stay until then. Where the phase would not fit, or the host has no room, nothing more is
+        started: entering the phase is where that is said.
         """
-        try:
-            transition = self.plan(target)
-        except BudgetError:
-            return
-        for step in transition.steps:
-            if step.action is Action.OFFLOAD:
-                self._start(step)
+        with suppress(BudgetError):
+            for step in self.plan(target).steps:
+                if step.action is Action.OFFLOAD and step.segment not in but_for:
+                    self._start(step)
 
     def expected_departures(self, target: Phase, ledger: Ledger) -> int:
         """Bytes that would go to the host if `target` were entered with `ledger`; 0 when the phase would not fit."""
@@ -222,6 +221,9 @@ class Scheduler:
             except Exception as failure:  # noqa: BLE001 - reported with the error that made undoing necessary
                 error.add_note(f"undoing '{step}' failed too: {failure!r}; the runtime is idle")
                 self.phase = Phase.IDLE
+            except BaseException:
+                self.phase = Phase.IDLE
+                raise
         self.sample()
 
     def _make_room(self, needed_bytes: int, *, keep: str | None = None) -> None:

@@ -131,6 +131,7 @@ def train_step(
         loss += float(output.loss.detach()) * share
         mismatch += float(output.metrics["mismatch_mean"]) * _num_tokens(part) / max(1, num_tokens)
     rt.optimizer.step()
+    rt.optimizer.zero_grad()  # no rollout has to keep what is dropped
     return {"loss": loss, "mismatch": mismatch}
 
 

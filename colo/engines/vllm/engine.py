@@ -134,6 +134,7 @@ class VLLMEngine:
         self._store = None
         self._start = None  # starts a vLLM of our own, the first time and after a loss
         self._memory = WorkerMemory(self._before_leaving)
+        self.before_generate: Callable[[], None] | None = None
         self._closed = False
         self._version: int | None = None
         self._cause = "no weights have been committed yet"
@@ -215,6 +216,8 @@ class VLLMEngine:
 
         A `seed` by name or in those is vLLM's: the same for every prompt, and the next number for the next sample.
         """
+        if self.before_generate is not None:
+            self.before_generate()
         self._require("generate", EngineState.AWAKE)
         if self._version is None:
             raise StaleWeights(f"the engine does not generate: {self._cause}")

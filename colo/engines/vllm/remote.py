@@ -12,7 +12,7 @@ both map (`colo.weights.transports.ipc`), and the workers' answers by memory too
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Any, NoReturn
@@ -110,6 +110,7 @@ class RemoteEngine:
         self._infos: list[dict[str, Any]] = []
         self._processes: list[psutil.Process] = []
         self._segments: dict[str, WorkerSegment] = {}
+        self.before_generate: Callable[[], None] | None = None
         self._paused = self._closed = False
         self._lost: str | None = None
         self._version: int | None = None
@@ -201,6 +202,8 @@ class RemoteEngine:
         Raises: `EngineLost` when the server ends or stops saying that it is healthy; `Unsupported` for sampling whose
         log-probabilities the server does not return; whatever it complains about as `ValueError`.
         """
+        if self.before_generate is not None:
+            self.before_generate()
         self._require("generate", EngineState.AWAKE)
         if self._version is None:
             raise StaleWeights(f"the engine does not generate: {self._cause}")
