@@ -175,7 +175,8 @@ def test_what_was_taken_from_the_model_outlives_the_runtime(kind):
     rt = RUNTIMES[kind]()
     expected = copied(rt.model)
     state, data = rt.model.state_dict(), {n: p.data for n, p in rt.model.named_parameters()}
-    detached, rows = {n: p.detach() for n, p in rt.model.named_parameters()}, rt.model.get_input_embeddings().weight[3:5]
+    detached = {n: p.detach() for n, p in rt.model.named_parameters()}
+    rows = rt.model.get_input_embeddings().weight[3:5]
     rt.close()
     for taken in (state, data, detached):
         for name, tensor in taken.items():
