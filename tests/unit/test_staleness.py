@@ -226,8 +226,7 @@ def test_an_engine_that_computes_something_else_is_refused_where_the_rollout_is_
             rt.train().__enter__()
         assert rt.trace.metrics["mismatch_sampled"][-1] > 0.5
         assert rt.phase == "idle"
-        with pytest.raises(colo.StaleWeights, match="max_mismatch"):
-            rt.engine.generate([PROMPT], rt.engine.sampling_params(max_tokens=2))
+        assert rt.engine.weights_version is None
         assert logprob_gap(rt) < 1e-4, "the next rollout sends the weights again"
 
 
