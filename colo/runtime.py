@@ -490,6 +490,8 @@ class Runtime:
         self._to_compare = (None, [])
         if not self._writes_logits:
             return
+        if completions:
+            self._notice_writes(compare=False)  # of a loop that has changed weights since it sampled
         comparable = [c for c in completions if c.weights_version == self.weights_version and c.token_ids]
         # Ranks of a model that is sharded over them compute each pass together.
         count = self.transport.source.fewest(0 if temperature is None else len(comparable))
