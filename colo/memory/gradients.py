@@ -51,8 +51,8 @@ class _Parked:
     assembly: Assembly
     """What makes a gradient of such a part."""
 
-    stand_in: AwayTensor | None
-    """What the parameter has as its gradient meanwhile; nothing where its parts lie in several processes."""
+    stand_in: AwayTensor
+    """What the parameter has as its gradient meanwhile."""
 
     was_taken_in: bool = False
     """By a step that failed, and will go on."""
@@ -62,7 +62,7 @@ class _Parked:
     @property
     def is_wanted(self) -> bool:
         """Whether it is the parameter's gradient still: nobody has taken it away, or assigned another."""
-        return self.stand_in is None or self.parameter.grad is self.stand_in
+        return self.parameter.grad is self.stand_in
 
 
 class GradientSegment(Keeper):
@@ -203,12 +203,8 @@ class GradientSegment(Keeper):
                 parameter.grad = parked.stand_in
         return Done(offsets[-1])
 
-    def _stand_in(self, parameter: torch.Tensor) -> AwayTensor | None:
-        """What stands in for the gradient of `parameter`; nothing in place of a `DTensor`, whose kind it has not."""
-        gradient = _gradient(parameter)
-        if is_dtensor(gradient):
-            return None
-        made = AwayTensor(gradient, self)
+    def _stand_in(self, parameter: torch.Tensor) -> AwayTensor:
+        made = AwayTensor(_gradient(parameter), self)
         made.parameter = parameter  # type: ignore[attr-defined]  # tensors take attributes
         return made
 
@@ -220,7 +216,7 @@ class GradientSegment(Keeper):
         _copy_all(self._mover.copy_in, copied)
         with uninterrupted():
             for parked, part in pairs:
-                _return_gradient(parked, part.zero_() if parked.is_zeroed else part)
+                parked.parameter.grad = parked.assembly(part.zero_() if parked.is_zeroed else part)
             if isinstance(self._optimizer, StepsInParts):
                 self._optimizer.take_in([parked.parameter for parked in wanted if parked.was_taken_in])
             self._forget_parked()
@@ -235,15 +231,6 @@ class GradientSegment(Keeper):
 
 _UNCHANGED = frozenset({"requires_grad_", "detach_", "__set__"})
 """What `zero_grad` does to a gradient before it zeroes it: nothing to one that has no history."""
-
-
-def _return_gradient(parked: _Parked, part: torch.Tensor) -> None:
-    """Give a parameter its gradient again: added to what backward passes have made where nothing stood in for it."""
-    parameter, gradient = parked.parameter, parked.assembly(part)
-    if parked.stand_in is None and parameter.grad is not None:
-        parked.was_taken_in = False
-        gradient = parameter.grad + gradient
-    parameter.grad = gradient
 
 
 def _gradient(parameter: torch.Tensor) -> torch.Tensor:
