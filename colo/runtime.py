@@ -312,6 +312,7 @@ class Runtime:
             for part in (self.model, self.optimizer, self.engine):
                 _runtimes.pop(id(part), None)
             self._closing = [
+                self._publisher.start_over,  # whose sums refer to the engine's memory
                 self._drop_kv_cache,
                 self._backward.remove,
                 self._return_state,

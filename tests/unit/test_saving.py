@@ -1,8 +1,10 @@
 """What people save a model with, in every phase: every tensor arrives, with its value, and outlives the runtime."""
 
 import copy
+import gc
 import io
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -204,3 +206,19 @@ def test_writes_are_counted_by_parameter():
             rt.model.lm_head.weight.add_(1)
         after = {name: p._version for name, p in rt.model.named_parameters()}
         assert [name for name in before if before[name] != after[name]] == ["lm_head.weight"]
+
+
+@pytest.mark.parametrize("kind", RUNTIMES)
+def test_the_engines_memory_goes_with_the_last_tensor_over_it(kind):
+    rt = RUNTIMES[kind]()
+    rt.generate([[1, 2]], max_tokens=2)
+    gone = []
+    storage = rt.engine.weights.regions[0].bytes.untyped_storage()
+    weakref.finalize(storage, gone.append, "gone")
+    kept = rt.model.state_dict()
+    del storage
+    rt.close()
+    assert not gone
+    del kept
+    gc.collect()
+    assert gone, "something of the runtime's refers to the engine's memory"
