@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import sys
 import warnings
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 from transformers import AutoTokenizer, PretrainedConfig, PreTrainedModel
 
+from colo.arguments import check_launch, check_optimizer_type, check_share, chosen_device, chosen_dtype
 from colo.config import RuntimeConfig
 from colo.engines.base import Engine, EngineState
 from colo.errors import Unsupported
@@ -23,7 +25,7 @@ from colo.memory.probe import free_device_bytes
 from colo.optim import MakeOptimizer, MasterWeights
 from colo.phases.phase import ENGINE_KV_CACHE
 from colo.runtime import Runtime, check_free
-from colo.starting import Checkpoint, Order, start_torch, start_vllm
+from colo.starting import Checkpoint, Order, dtype_of, revision_of, start_torch, start_vllm
 from colo.weights.sources.module import ModuleSource
 from colo.weights.sources.peft import adapter_weights, check_lora_config, is_peft_model
 from colo.weights.transports.choice import choose_transport
@@ -41,6 +43,7 @@ _TRIAL = "colo.trial"
 """Name of an adapter that is loaded to see whether it can be."""
 
 
+@torch.inference_mode(False)
 def launch(
     model: Checkpoint,
     *,
@@ -48,8 +51,8 @@ def launch(
     engine_options: Mapping[str, Any] | None = None,
     lora: LoraConfig | None = None,
     optimizer: MakeOptimizer | None = None,
-    device: str | torch.device | None = None,
-    dtype: torch.dtype | None = None,
+    device: str | int | torch.device | None = None,
+    dtype: torch.dtype | str | None = None,
     tokenizer: Any = None,
     config: RuntimeConfig | None = None,
 ) -> Runtime:
@@ -60,39 +63,43 @@ def launch(
     own process unless `engine_options` has `own_process=False`; the rest of `engine_options` are those of `vllm.LLM`.
     With `lora` the base is frozen and shared, and an adapter is trained; with `quantization="bitsandbytes"` among the
     `engine_options`, or a checkpoint that bitsandbytes has packed, that base is in 4 bits, and vLLM in this process.
-    `optimizer` builds the optimizer from the trainable parameters; by default see `default_optimizer`. `dtype` defaults
-    to bf16 on CUDA and to fp32 on the CPU, where bf16 is slow.
+    `optimizer` builds the optimizer from the trainable parameters; by default see `default_optimizer`. `dtype`, one of
+    torch's or its name, or "auto" for the checkpoint's own, defaults to bf16 on CUDA and to fp32 on the CPU, where bf16
+    is slow.
 
-    Raises: `BudgetError` before anything is allocated when weights and KV cache do not fit; `Unsupported` for a LoRA
-    setting that an engine cannot apply; whatever transformers raises for a checkpoint it cannot read.
+    Raises: `TypeError` and `ValueError` for what it does not take; `BudgetError` before anything is allocated when
+    weights and KV cache do not fit; `Unsupported` for a LoRA setting that an engine cannot apply, or an optimizer of
+    other parameters; whatever transformers raises for a checkpoint it cannot read.
     """
-    config = config or RuntimeConfig()
-    target = _device(device)
-    dtype = dtype or (torch.bfloat16 if target.type == "cuda" else torch.float32)
-    if lora is not None:
-        check_lora_config(lora)
-    if engine not in ("torch", "vllm"):
-        raise ValueError(f"engine must be 'torch' or 'vllm', not {engine!r}")
-    if engine == "torch" and engine_options:
-        raise ValueError(f"engine_options are those of vLLM: pass engine='vllm' with {sorted(engine_options)}")
+    check_launch(
+        model,
+        engine=engine,
+        engine_options=engine_options,
+        lora=lora,
+        optimizer=optimizer,
+        tokenizer=tokenizer,
+        config=config,
+    )
+    config, options, target = config or RuntimeConfig(), dict(engine_options or {}), chosen_device(device)
+    weights_dtype = chosen_dtype(dtype, target, lambda: dtype_of(model, revision_of(options)))
+    if isinstance(model, PretrainedConfig):
+        model = copy.deepcopy(model)  # in which transformers notes the dtype of what it builds
     start = start_vllm if engine == "vllm" else start_torch
     capacity_bytes = _capacity(config, target, held_bytes=0)
     with ExitStack() as undo:
         mover = Mover(target, host_limit_bytes=config.host_limit_bytes, chunk_bytes=config.chunk_bytes)
         undo.callback(mover.close)
-        order = Order(model, target, dtype, config, capacity_bytes, mover, lora, dict(engine_options or {}))
+        order = Order(model, target, weights_dtype, config, capacity_bytes, mover, lora, options)
         started, trained = start(order, undo)
         if config.device_limit_bytes is None:  # what the engine took beside its segments is known now
             held_bytes = sum(segment.device_bytes for segment in started.segments)
             capacity_bytes = _capacity(config, target, held_bytes=held_bytes)
         if lora is not None:
-            from peft import get_peft_model
-
-            trained = get_peft_model(trained, lora)
+            trained = _adapted(trained, lora)
         rt = _assemble(
             started,
             trained,
-            (optimizer or default_optimizer)([p for p in trained.parameters() if p.requires_grad]),
+            _made_optimizer(optimizer or default_optimizer, trained),
             mover=mover,
             config=config,
             capacity_bytes=capacity_bytes,
@@ -103,6 +110,7 @@ def launch(
     return rt
 
 
+@torch.inference_mode(False)
 def share(
     engine: Any,
     model: nn.Module,
@@ -127,13 +135,14 @@ def share(
     Outside `rt.rollout()` the engine is paused, and `generate` of a `vllm.LLM` of yours would wait for ever: call it
     within such a block, or `rt.generate`, which opens one. Without `tokenizer`, that of the `vllm.LLM` encodes texts.
 
-    Raises: `PhaseError` when one of the three has a runtime already; `Unsupported` when model and engine are on
-    different devices, the model is sharded by FSDP's first version, the optimizer is not one of the model's, or the
-    engine cannot apply the adapter; `TransferError` when the model lacks weights that the engine needs, or has others.
-    Nothing has changed then, but where weights go through the engine's own loader: what is missing is known only when
-    the others have been loaded. `BudgetError`, and whatever fails as the first version is published: the engine may
-    hold the model's weights then.
+    Raises: `TypeError` for what it does not take; `PhaseError` when one of the three has a runtime already;
+    `Unsupported` when model and engine are on different devices, the model is wrapped or sharded by FSDP's first
+    version, the optimizer is not one of the model's, or the engine cannot apply the adapter; `TransferError` when the
+    model lacks weights that the engine needs, or has others. Nothing has changed then, but where weights go through the
+    engine's own loader: what is missing is known only when the others have been loaded. `BudgetError`, and whatever
+    fails as the first version is published: the engine may hold the model's weights then.
     """
+    check_share(model, optimizer, tokenizer=tokenizer, config=config)
     check_free(model, optimizer, engine)
     if isinstance(engine, Engine):
         was_awake = engine.state is EngineState.AWAKE
@@ -176,7 +185,7 @@ def _share(
         warnings.warn(
             "the engine's KV cache stays on the device while the trainer works: start vLLM with enable_sleep_mode=True "
             "(a server with --enable-sleep-mode) to let it go",
-            stacklevel=3,
+            stacklevel=4,
         )
     if is_peft_model(model):  # before any weights have moved
         engine.load_adapter(_TRIAL, adapter_weights(cast("PeftModel", model)))
@@ -224,6 +233,23 @@ def _assemble(
         raise
 
 
+def _adapted(model: nn.Module, lora: LoraConfig) -> Any:
+    """The model with a new adapter. Raises: `Unsupported` for one that an engine cannot apply."""
+    from peft import get_peft_model
+
+    adapted: Any = get_peft_model(cast("PreTrainedModel", model), lora)
+    check_lora_config(adapted.peft_config[adapted.active_adapter])  # to which PEFT may have added a mixture's experts
+    return adapted
+
+
+def _made_optimizer(make: MakeOptimizer, model: nn.Module) -> torch.optim.Optimizer:
+    """The optimizer of what is trained. Raises: `TypeError` for another thing, `Unsupported` as `_check_optimizer`."""
+    made = make([p for p in model.parameters() if p.requires_grad])
+    check_optimizer_type(made, "optimizer is a function that returns an optimizer of the parameters it is given")
+    _check_optimizer(made, model)
+    return made
+
+
 def _check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
     """Raise `Unsupported` for an optimizer without torch's hooks, or one that trains something else."""
     if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
@@ -259,15 +285,6 @@ def _tokenizer(model: Checkpoint, revision: str) -> Any:
     if folder.is_dir() and not any(folder.glob("tokenizer*")):
         return None
     return AutoTokenizer.from_pretrained(os.fspath(model), revision=revision)
-
-
-def _device(device: str | torch.device | None) -> torch.device:
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    found = torch.device(device)
-    if found.type == "cuda" and not torch.cuda.is_available():
-        raise Unsupported("device='cuda' was asked for, but torch sees no CUDA device: run `colo doctor`")
-    return torch.device("cuda", torch.cuda.current_device()) if str(found) == "cuda" else found
 
 
 def _capacity(config: RuntimeConfig, device: torch.device, *, held_bytes: int) -> int:

@@ -54,7 +54,7 @@ class Order:
     @property
     def revision(self) -> str:
         """Of the checkpoint, where that is a hub's."""
-        return str(self.engine_options.get("revision") or "main")
+        return revision_of(self.engine_options)
 
     def kv_cache_bytes(self, model: nn.Module, *, packed: bool = False) -> int:
         """Size of the KV cache beside `model`. Raises: `BudgetError` when the two do not fit."""
@@ -63,6 +63,21 @@ class Order:
         size_bytes = self.config.kv_cache_bytes or _default_kv_bytes(model, self.dtype, left_bytes, self.device)
         _admit(weights_bytes, size_bytes, self.capacity_bytes)
         return size_bytes
+
+
+def revision_of(engine_options: Mapping[str, Any]) -> str:
+    """The revision of a hub's checkpoint."""
+    return str(engine_options.get("revision") or "main")
+
+
+def dtype_of(model: Checkpoint, revision: str) -> torch.dtype | None:
+    """The dtype that a model's weights have, or that a checkpoint's config names; `None` where it names none."""
+    if isinstance(model, PreTrainedModel):
+        return next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
+    config = _config(model, revision)
+    named: object = config.dtype or config.get_text_config().dtype
+    found = getattr(torch, named, None) if isinstance(named, str) else named
+    return found if isinstance(found, torch.dtype) else None
 
 
 def start_torch(order: Order, undo: ExitStack) -> tuple[Engine, Any]:

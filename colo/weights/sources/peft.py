@@ -61,7 +61,8 @@ _REASONS = {
     "lora_bias": "a bias beside B has no place in the engine",
     "trainable_token_indices": "the engine shares the embedding as it is",
     "layer_replication": "the engine has the model's own layers",
-    "target_parameters": "the engine adapts modules, not single parameters",
+    "target_parameters": "the engine adapts modules, not single parameters such as a mixture's packed experts, which "
+    "target_modules='all-linear' includes: name modules, as in target_modules=['q_proj', 'k_proj', 'v_proj', 'o_proj']",
     "alora_invocation_tokens": "the engine applies an adapter to every token",
 }
 

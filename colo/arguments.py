@@ -1,0 +1,206 @@
+"""Arguments of `launch` and `share`, checked before anything is made: each error says what to pass instead."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from colo.config import RuntimeConfig
+from colo.errors import Unsupported
+from colo.weights.sources.peft import check_lora_config
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+def check_launch(
+    model: object,
+    *,
+    engine: object,
+    engine_options: object,
+    lora: Any,
+    optimizer: object,
+    tokenizer: object,
+    config: object,
+) -> None:
+    """Raise `TypeError`, `ValueError` or `Unsupported` for what `launch` does not take."""
+    check_common(tokenizer, config)
+    _check_checkpoint(model)
+    if not isinstance(engine, str):
+        raise TypeError(
+            f"launch starts the engine itself, 'torch' or 'vllm', and engine={_named(engine)} is neither: an engine "
+            "that you have made goes to colo.share(engine, model, optimizer)"
+        )
+    if engine not in ("torch", "vllm"):
+        raise ValueError(f"engine must be 'torch' or 'vllm', not {engine!r}")
+    if engine_options is not None and not isinstance(engine_options, Mapping):
+        raise TypeError(
+            f"engine_options are options of vllm.LLM by name, such as {{'max_model_len': 4096}}, not "
+            f"{_named(engine_options)}"
+        )
+    if engine == "torch" and engine_options:
+        raise ValueError(f"engine_options are those of vLLM: pass engine='vllm' with {sorted(engine_options)}")
+    if isinstance(optimizer, torch.optim.Optimizer) or (optimizer is not None and not callable(optimizer)):
+        raise TypeError(
+            f"launch makes the model, and calls optimizer with its parameters: pass a function such as "
+            f"optimizer=lambda params: AdamW(params, lr=1e-6), not {_named(optimizer)}, or use colo.share(engine, "
+            "model, optimizer)"
+        )
+    if lora is not None:
+        _check_lora(lora)
+
+
+def check_share(model: object, optimizer: object, *, tokenizer: object, config: object) -> None:
+    """Raise `TypeError` or `Unsupported` for what `share` does not take beside an engine."""
+    check_common(tokenizer, config)
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"share(engine, model, optimizer) takes an nn.Module second, not {_named(model)}")
+    check_optimizer_type(optimizer, "share(engine, model, optimizer) takes an optimizer of the model's parameters")
+    _check_wrapper(model, "share the module within, colo.share(engine, model.module, optimizer)")
+    made_in_inference = [name for name, tensor in _tensors(model) if tensor.is_inference()]
+    if made_in_inference:
+        raise Unsupported(
+            f"{len(made_in_inference)} tensors of the model, {made_in_inference[0]} for one, were made under "
+            "torch.inference_mode(), and torch cannot train them: make the model outside of it, or share "
+            "copy.deepcopy(model)"
+        )
+
+
+def check_common(tokenizer: object, config: object) -> None:
+    """Raise `TypeError` for a `config` or a `tokenizer` of another kind."""
+    if config is not None and not isinstance(config, RuntimeConfig):
+        given = ", ".join(f"{key}=..." for key in (config if isinstance(config, Mapping) else ["kv_cache_bytes"]))
+        raise TypeError(f"config is a colo.RuntimeConfig, not {_named(config)}: pass colo.RuntimeConfig({given})")
+    if isinstance(tokenizer, str):
+        raise TypeError(
+            f"tokenizer is an object, not a name: pass transformers.AutoTokenizer.from_pretrained({tokenizer!r})"
+        )
+    if tokenizer is not None and not (callable(tokenizer) and hasattr(tokenizer, "decode")):
+        raise TypeError(
+            f"tokenizer is what transformers.AutoTokenizer.from_pretrained(...) returns, not {_named(tokenizer)}"
+        )
+
+
+def check_optimizer_type(optimizer: object, taken: str) -> None:
+    """Raise `TypeError`, beginning with what is `taken`, for what has no parameter groups, such as a function."""
+    if isinstance(optimizer, type) or not hasattr(optimizer, "param_groups"):
+        raise TypeError(f"{taken}, such as AdamW(model.parameters(), lr=1e-6), not {_named(optimizer)}")
+
+
+def chosen_device(device: str | int | torch.device | None) -> torch.device:
+    """The device that is meant: the current GPU for `cuda`, and for `None` where there is one.
+
+    Raises: `ValueError` for what is no name of a device, `Unsupported` for one that is not there, or of another kind.
+    """
+    has_cuda = torch.cuda.is_available()
+    if device is None:
+        device = "cuda" if has_cuda else "cpu"
+    if isinstance(device, int):
+        device = f"cuda:{device}"
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError):
+        raise ValueError(f"device must be 'cuda', 'cuda:0' or 'cpu', not {device!r}") from None
+    if found.type not in ("cuda", "cpu"):
+        raise Unsupported(f"colo runs on CUDA and on the CPU: device must be 'cuda', 'cuda:0' or 'cpu', not {device!r}")
+    if found.type == "cuda" and not has_cuda:
+        raise Unsupported(
+            f"device={str(device)!r} was asked for, but torch sees no CUDA device: run `colo doctor`, or pass 'cpu'"
+        )
+    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
+        raise Unsupported(f"device={str(device)!r} was asked for, but torch sees {torch.cuda.device_count()} of them")
+    return torch.device("cuda", torch.cuda.current_device()) if str(found) == "cuda" else found
+
+
+def chosen_dtype(
+    dtype: str | torch.dtype | None, device: torch.device, of_checkpoint: Callable[[], torch.dtype | None]
+) -> torch.dtype:
+    """The dtype that is meant by one of torch's, its name, `auto` for the checkpoint's own, or `None`.
+
+    By default, and for a checkpoint that names none, bf16 on CUDA and fp32 on the CPU.
+    Raises: `ValueError` for another.
+    """
+    found: object = dtype
+    if isinstance(dtype, str):
+        found = of_checkpoint() if dtype == "auto" else getattr(torch, dtype.removeprefix("torch."), dtype)
+    if found is None:
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    if not isinstance(found, torch.dtype) or found not in _DTYPES:
+        names = ", ".join(str(known).removeprefix("torch.") for known in _DTYPES)
+        raise ValueError(f"dtype must be a torch.dtype or its name, one of {names}, or 'auto', not {dtype!r}")
+    return found
+
+
+def _check_checkpoint(model: object) -> None:
+    """Raise unless `launch` can make a model to train of `model`."""
+    takes = "launch takes a folder or a hub id, a transformers config, or a transformers model"
+    if hasattr(model, "peft_config"):
+        raise TypeError(
+            f"launch makes the adapter itself, and {_named(model)} has one: pass the model without it and "
+            "lora=LoraConfig(...), or share a PEFT model of yours, colo.share(engine, model, optimizer)"
+        )
+    if isinstance(model, nn.Module):
+        _check_wrapper(model, "launch(model.module, ...) and wrap rt.model")
+        if hasattr(model, "_orig_mod"):
+            raise TypeError(
+                f"{takes}, not one that torch.compile has wrapped: launch(model._orig_mod, ...) and compile rt.model"
+            )
+    if isinstance(model, PreTrainedModel):
+        if not model.can_generate():
+            raise TypeError(f"{type(model).__name__} generates no tokens: load it with AutoModelForCausalLM")
+        if any(parameter.is_meta for parameter in model.parameters()):
+            raise ValueError("the model is on the meta device, without weights: launch(model.config) draws random ones")
+    elif isinstance(model, nn.Module):
+        raise TypeError(f"{takes}, not {_named(model)}: colo.share(engine, model, optimizer) takes other modules")
+    elif isinstance(model, (str, os.PathLike)):
+        _check_path(model)
+    elif not isinstance(model, PretrainedConfig):
+        raise TypeError(f"{takes}, not {_named(model)}")
+
+
+def _check_path(path: str | os.PathLike[str]) -> None:
+    """Raise `FileNotFoundError` for what cannot be a hub id and is not there either."""
+    if os.fspath(path).startswith((".", "/", "~")) and not Path(path).exists():
+        raise FileNotFoundError(
+            f"there is no {os.fspath(path)!r} in {os.fspath(Path.cwd())!r}: give a folder, with ~ expanded, or a hub id"
+        )
+
+
+def _check_wrapper(model: nn.Module, advice: str) -> None:
+    """Raise `Unsupported` for a module that is one other, `module`, and nothing else: DDP, DataParallel, DeepSpeed."""
+    names = [name for name, _ in model.named_parameters()]
+    if names and all(name.startswith("module.") for name in names):
+        raise Unsupported(
+            f"the model is wrapped, and an engine does not know its weights by the names that {type(model).__name__} "
+            f"gives them: {advice}"
+        )
+
+
+def _check_lora(lora: Any) -> None:
+    from peft import LoraConfig
+
+    if not isinstance(lora, LoraConfig):
+        raise TypeError(f"lora is a peft.LoraConfig, such as LoraConfig(r=16), not {_named(lora)}")
+    check_lora_config(lora)
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    return chain(model.named_parameters(), model.named_buffers())
+
+
+def _named(value: object) -> str:
+    """What was given, in a few words: a class or a function by name, a short value as it is, others by their class."""
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    if callable(value) and hasattr(value, "__name__"):
+        return f"the function {value.__name__}"
+    if value is None or isinstance(value, (int, float, str)):
+        return repr(value) if len(repr(value)) < 80 else f"a {type(value).__name__}"
+    article = "an" if type(value).__name__[0] in "AEIOUaeiou" else "a"
+    return f"{article} {type(value).__name__}"
