@@ -86,14 +86,17 @@ class RuntimeConfig:
             raise ValueError(f"weights must be one of {', '.join(Weights)}, not {self.weights!r}")
         object.__setattr__(self, "offload", Offload(self.offload))
         object.__setattr__(self, "weights", Weights(self.weights))
+        if not isinstance(self.verify, bool):
+            raise TypeError(f"verify must be True or False, not {self.verify!r}")
         for entry in fields(self):
             value = getattr(self, entry.name)
-            if (
-                entry.name not in ("offload", "weights", "verify", "max_mismatch")
-                and value is not None
-                and not isinstance(value, int)
-            ):
-                raise TypeError(f"{entry.name} must be a whole number, not {value!r}")
+            if entry.name in ("offload", "weights", "verify", "max_mismatch"):
+                continue
+            if value is None and entry.default is None:
+                continue
+            if not isinstance(value, int) or isinstance(value, bool):
+                size = " of bytes, such as 4 * 2**30" if entry.name.endswith("_bytes") else ""
+                raise TypeError(f"{entry.name} must be a whole number{size}, not {value!r}")
         if self.max_mismatch is not None and not self.max_mismatch > 0:
             raise ValueError(f"max_mismatch must be positive or None, not {self.max_mismatch}")
         for name in ("device_limit_bytes", "host_limit_bytes", "kv_cache_bytes"):

@@ -15,9 +15,11 @@ withdraws it (after a failed update, or a wake from level 2) until `commit(versi
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
+from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 from colo.errors import TransferError
@@ -91,7 +93,11 @@ class SamplingParams:
         for option in fields(self):
             if option.name != "seed" and getattr(self, option.name) is None:
                 raise ValueError(f"{option.name} cannot be None: give a value, or leave it out for {option.default}")
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        for name in ("n", "max_tokens", "top_k", "seed"):
+            _check_number(name, getattr(self, name), Integral, "a whole number")
+        for name in ("temperature", "top_p", "min_p"):
+            _check_number(name, getattr(self, name), Real, "a number")
+        object.__setattr__(self, "stop_token_ids", _token_ids(self.stop_token_ids))
         checks = {
             "n must be at least 1": self.n >= 1,
             "max_tokens must be at least 1": self.max_tokens >= 1,
@@ -104,6 +110,20 @@ class SamplingParams:
             if not holds:
                 name = message.split()[0]
                 raise ValueError(f"{message}, but is {getattr(self, name)}")
+
+
+def _check_number(name: str, value: Any, kind: type, words: str) -> None:
+    """Raise `TypeError` for a value that is neither of this kind nor left out."""
+    if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
+        raise TypeError(f"{name} must be {words}, not {value!r}")
+
+
+def _token_ids(given: Any) -> tuple[int, ...]:
+    """`stop_token_ids` as they are kept. Raises: `TypeError` for anything but token ids."""
+    try:
+        return tuple(map(operator.index, given))
+    except TypeError:
+        raise TypeError(f"stop_token_ids must be a list of token ids, such as [2], not {given!r}") from None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

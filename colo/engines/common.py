@@ -6,8 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from colo.engines.base import EngineState, SleepLevel
 from colo.errors import BudgetError
+from colo.memory.probe import available_host_bytes
 from colo.memory.segment import Segment
 from colo.phases.phase import ENGINE_KV_CACHE, ENGINE_WEIGHTS, Residency
+from colo.units import format_bytes
 
 WEIGHTS_AT: Mapping[SleepLevel, Residency] = {
     SleepLevel.KEEP_WEIGHTS: Residency.RESIDENT,
@@ -22,6 +24,9 @@ ADVICE: Mapping[EngineState, str] = {
     EngineState.CLOSED: "make a new one",
 }
 """What to do about a state that does not allow an operation."""
+
+COMPLETION_BYTES = 256
+"""Host memory of a `Completion` of one token, without its text; what engines keep of a sequence comes on top."""
 
 _DEPTH = (Residency.RESIDENT, Residency.OFFLOADED, Residency.DISCARDED)
 _TAGS = {"weights": ENGINE_WEIGHTS, "kv_cache": ENGINE_KV_CACHE}
@@ -63,3 +68,16 @@ def check_prompts(prompts: Sequence[tuple[int, ...]], vocab_size: int, num_posit
         if min(prompt) < 0 or max(prompt) >= vocab_size:
             token = next(t for t in prompt if not 0 <= t < vocab_size)
             raise ValueError(f"prompt {index} has token id {token}, outside the vocabulary of {vocab_size}")
+
+
+def check_count(num_prompts: int, n: int) -> None:
+    """Raise `BudgetError` for more completions than the host would hold if each had one token only."""
+    needed_bytes, free_bytes = num_prompts * n * COMPLETION_BYTES, available_host_bytes()
+    if needed_bytes > free_bytes:
+        raise BudgetError(
+            f"n={n} for {num_prompts} prompts asks for {num_prompts * n} completions, of which the shortest take "
+            f"{format_bytes(needed_bytes)} of host memory, and {format_bytes(free_bytes)} are available: lower n, or "
+            "generate for some of them at a time",
+            needed_bytes=needed_bytes,
+            free_bytes=free_bytes,
+        )

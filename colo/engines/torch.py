@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from colo.engines.base import AdapterWeights, Completion, EngineState, SamplingParams, SleepLevel
-from colo.engines.common import ADVICE, WEIGHTS_AT, check_prompts, is_deeper, wake_segments
+from colo.engines.common import ADVICE, WEIGHTS_AT, check_count, check_prompts, is_deeper, wake_segments
 from colo.engines.kv_slab import KVSlab, Wave, forward, prefill
 from colo.engines.layout import Adapters, FusedWeights, Layout, bind, empty_model
 from colo.engines.sampling import sample_rows
@@ -188,6 +188,7 @@ class TorchEngine:
             raise StaleWeights(f"the engine does not generate: {self._cause}")
         if adapter is not None:
             self._adapters.require(adapter)
+        check_count(len(prompts), params.n)
         token_ids = [tuple(map(operator.index, prompt)) for prompt in prompts]
         text = self.module.config.get_text_config()
         check_prompts(token_ids, text.vocab_size, text.max_position_embeddings)

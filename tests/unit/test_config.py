@@ -57,6 +57,18 @@ def test_a_policy_that_does_not_exist_is_answered_with_those_that_do():
         RuntimeConfig(offload="sometimes")
 
 
-def test_bytes_are_whole_numbers():
-    with pytest.raises(TypeError, match="device_limit_bytes must be a whole number, not 1.5"):
-        RuntimeConfig(device_limit_bytes=1.5)
+@pytest.mark.parametrize("value", [1.5, "4GiB", True])
+def test_bytes_are_whole_numbers(value):
+    with pytest.raises(TypeError, match=f"device_limit_bytes must be a whole number of bytes, .* not {value!r}"):
+        RuntimeConfig(device_limit_bytes=value)
+
+
+def test_only_what_may_be_left_open_is_none():
+    with pytest.raises(TypeError, match="accumulation_steps must be a whole number, not None"):
+        RuntimeConfig(accumulation_steps=None)
+    assert RuntimeConfig(host_limit_bytes=None).host_limit_bytes is None
+
+
+def test_whether_to_verify_is_yes_or_no():
+    with pytest.raises(TypeError, match="verify must be True or False, not 'no'"):
+        RuntimeConfig(verify="no")

@@ -22,7 +22,7 @@ import psutil
 import torch
 
 from colo.engines.base import AdapterWeights, Completion, EngineState, SamplingParams, SleepLevel
-from colo.engines.common import ADVICE, WEIGHTS_AT, check_prompts, is_deeper, wake_segments
+from colo.engines.common import ADVICE, WEIGHTS_AT, check_count, check_prompts, is_deeper, wake_segments
 from colo.engines.sampling import row_seed
 from colo.engines.vllm.calls import lives, pid_namespace
 from colo.engines.vllm.options import device_of
@@ -211,6 +211,7 @@ class RemoteEngine:
             raise Unsupported(_NO_ADAPTERS)
         params = self.sampling_params(params)
         check_logprobs(params, self._infos[0]["logprobs_mode"], "start it with --logprobs-mode processed_logprobs")
+        check_count(len(prompts), params.n)
         token_ids = [tuple(map(operator.index, prompt)) for prompt in prompts]
         check_prompts(token_ids, self._infos[0]["vocab_size"], self._infos[0]["max_length"])
         try:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from colo.engines.base import Completion
-from colo.engines.common import check_prompts
+from colo.engines.common import check_count, check_prompts
 from colo.engines.vllm.connection import Connection
 from colo.engines.vllm.named_adapters import NamedAdapters
 from colo.engines.vllm.sampling import check_logprobs, completions, for_prompt, sampling_params
@@ -35,6 +35,7 @@ class Requests:
                 "would be mixed with these: step until none is left, or abort them"
             )
         params = sampling_params(params, {})
+        check_count(len(prompts), params.n)
         asked = for_prompt(params, 0)
         check_logprobs(asked, model_config.logprobs_mode, "start it with logprobs_mode='processed_logprobs'")
         if asked.stop and model_config.skip_tokenizer_init:

