@@ -19,17 +19,10 @@ from rich.console import Console
 from rich.markup import escape
 
 from colo.errors import ColoError
-from colo.units import parse_bytes
+from colo.options import device_option, file_option, json_option, require_vllm, size_option
 
 out = Console()
 err = Console(stderr=True)
-
-json_option = click.option(
-    "--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Write the figures as JSON."
-)
-device_option = click.option(
-    "--device", type=click.Choice(["cpu", "cuda"]), help="By default cuda where there is one, else cpu."
-)
 
 
 def main() -> None:
@@ -60,26 +53,27 @@ def app() -> None:
 @click.option("--own-process/--same-process", default=True, help="Where vLLM runs.")
 @device_option
 @click.option("--mode", type=click.Choice(["full", "lora"]), default="full", help="Train every weight, or an adapter.")
-@click.option("--seed", type=int, default=0, help="Makes model, problems and samples repeatable.")
-@click.option(
-    "--html", type=click.Path(dir_okay=False, path_type=Path), default=Path("colo-demo.html"), help="Picture."
-)
-@click.option(
-    "--png", type=click.Path(dir_okay=False, path_type=Path), help="The picture as PNG too; needs matplotlib."
-)
+@click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, help="Makes model and samples repeatable.")
+@file_option("--html", suffix=".html", default=Path("colo-demo.html"), help="Picture.")
+@file_option("--png", suffix=".png", help="The picture as PNG too; needs matplotlib.")
 @json_option
 def demo(
     steps: int,
     engine: Literal["torch", "vllm"],
     own_process: bool,
-    device: str | None,
+    device: str,
     mode: str,
     seed: int,
     html: Path,
     png: Path | None,
     json_path: Path | None,
 ) -> None:
-    """Let a small model learn addition by GRPO on a device too small for both tenants."""
+    """Teach a small model addition by GRPO, on a small device.
+
+    It is too small for both tenants at once: engine and trainer take turns on it.
+    """
+    if engine == "vllm":
+        require_vllm("--engine vllm")
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     from colo.bench.common import machine, versions
@@ -109,6 +103,7 @@ def demo(
         out.print("Memory, event by event, over the last three steps")
         out.print(memory_timeline(rt.trace, width=out.width))
         for path in filter(None, (html, png)):
+            path.parent.mkdir(parents=True, exist_ok=True)
             rt.plot(path, title=f"colo demo, {mode}, seed {seed}")
     finally:
         rt.close()
@@ -124,26 +119,24 @@ def demo(
 
 @app.command()
 @click.argument("model")
-@click.option("--gpu-memory", default="80GiB", help="Size of the GPU, such as 80GiB or 24GB.")
-@click.option("--mode", type=click.Choice(["full", "lora", "qlora"]), default="full")
-@click.option("--optimizer", type=click.Choice(["adamw", "sgd", "adafactor"]), default="adamw")
+@size_option("--gpu-memory", default="80GiB", help="Of one GPU: 24GiB, or 24G, which is the same; 24GB is decimal.")
+@click.option("--mode", type=click.Choice(["full", "lora", "qlora"]), default="full", help="What is trained.")
+@click.option("--optimizer", type=click.Choice(["adamw", "sgd-momentum", "adafactor"]), default="adamw")
 @click.option("--context", type=click.IntRange(min=1), default=4096, help="Tokens of prompt and completion together.")
 @click.option("--generations", type=click.IntRange(min=1), default=8, help="Sequences generated at the same time.")
-@click.option("--tp", type=click.IntRange(min=1), default=1, help="GPUs that share the model by tensor parallelism.")
 @json_option
 def plan(
     model: str,
-    gpu_memory: str,
+    gpu_memory: int,
     mode: str,
     optimizer: str,
     context: int,
     generations: int,
-    tp: int,
     json_path: Path | None,
-) -> None:
+) -> int:
     """Say what fits, before anything is allocated.
 
-    MODEL is a hub id, or a folder with a config.json.
+    MODEL is a hub id, or a folder with a config.json. Exits with 1 when what is asked for does not fit.
     """
     from colo.memory.estimate import plan as estimated
     from colo.report.plan_table import plan_tables
@@ -155,17 +148,20 @@ def plan(
         optimizer=optimizer,
         context=context,
         generations=generations,
-        tp=tp,
     )
     for table in plan_tables(found, model=model):
         out.print(table)
     _write_json(json_path, found.to_json())
+    return int(not found.fits)
 
 
 @app.command()
 @json_option
 def doctor(json_path: Path | None) -> int:
-    """Examine this machine, and say what to do about what is found; exits with 1 when there is a problem."""
+    """Examine this machine, and say what to do about what is found.
+
+    Exits with 1 when there is a problem.
+    """
     from colo import doctor as examiner
 
     findings = examiner.examine()
@@ -176,41 +172,51 @@ def doctor(json_path: Path | None) -> int:
 
 @app.group()
 def bench() -> None:
-    """Measure this machine: ours beside what people use today."""
+    """Measure this machine: ours beside what people use today.
+
+    All but offload and logprob need vLLM. On a CPU the models are tiny, which shows that it works and no more.
+    """
 
 
 @bench.command("offload")
 @device_option
-@click.option("--size", help="Bytes to move, such as 16GiB.")
+@size_option("--size", "size_bytes", help="How much to move, such as 16GiB.")
 @json_option
-def bench_offload(device: str | None, size: str | None, json_path: Path | None) -> None:
-    """How fast trainer state leaves the device and comes back, and what that costs those who work meanwhile."""
+def bench_offload(device: str, size_bytes: int | None, json_path: Path | None) -> None:
+    """How fast trainer state leaves the device and comes back.
+
+    And what that costs those who work meanwhile.
+    """
     from colo.bench import offload
 
-    size_bytes = parse_bytes(size) if size else None
-    _run_bench(lambda tell: offload.run(device=_default_device(device), size_bytes=size_bytes, tell=tell), json_path)
+    _run_bench(lambda tell: offload.run(device=device, size_bytes=size_bytes, tell=tell), json_path)
 
 
 @bench.command("share")
 @click.option("--shape", "shape_name", type=click.Choice(["0.6b", "30b-a3b"]), default="0.6b", help="Qwen3's shapes.")
 @device_option
 @json_option
-def bench_share(shape_name: str, device: str | None, json_path: Path | None) -> None:
-    """vLLM on the trainer's weights: publication, growth, a killed engine; recorded copies for 30B-A3B."""
+def bench_share(shape_name: str, device: str, json_path: Path | None) -> None:
+    """vLLM on the trainer's weights: a publication, and what grows.
+
+    A killed engine too; for 30B-A3B, recorded copies.
+    """
+    require_vllm("colo bench share")
     from colo.bench import share
 
-    _run_bench(lambda tell: share.run(shape_name=shape_name, device=_default_device(device), tell=tell), json_path)
+    _run_bench(lambda tell: share.run(shape_name=shape_name, device=device, tell=tell), json_path)
 
 
 @bench.command("generation")
 @click.option("--shape", "shape_name", type=click.Choice(["0.6b", "8b"]), default="0.6b", help="Qwen3's shapes.")
 @device_option
 @json_option
-def bench_generation(shape_name: str, device: str | None, json_path: Path | None) -> None:
-    """Tokens a second of vLLM on the trainer's weights, beside stock vLLM on its own."""
+def bench_generation(shape_name: str, device: str, json_path: Path | None) -> None:
+    """Tokens a second on the trainer's weights, beside stock vLLM."""
+    require_vllm("colo bench generation")
     from colo.bench import generation
 
-    _run_bench(lambda tell: generation.run(shape_name=shape_name, device=_default_device(device), tell=tell), json_path)
+    _run_bench(lambda tell: generation.run(shape_name=shape_name, device=device, tell=tell), json_path)
 
 
 @bench.command("sync")
@@ -219,11 +225,12 @@ def bench_generation(shape_name: str, device: str | None, json_path: Path | None
 )
 @device_option
 @json_option
-def bench_sync(shape_name: str, device: str | None, json_path: Path | None) -> None:
-    """All weights to vLLM in another process: direct and staged, beside what others do."""
+def bench_sync(shape_name: str, device: str, json_path: Path | None) -> None:
+    """All weights to vLLM in another process, beside what others do."""
+    require_vllm("colo bench sync")
     from colo.bench import sync
 
-    _run_bench(lambda tell: sync.run(shape_name=shape_name, device=_default_device(device), tell=tell), json_path)
+    _run_bench(lambda tell: sync.run(shape_name=shape_name, device=device, tell=tell), json_path)
 
 
 @bench.command("lora")
@@ -232,48 +239,56 @@ def bench_sync(shape_name: str, device: str | None, json_path: Path | None) -> N
 )
 @device_option
 @json_option
-def bench_lora(shape_name: str, device: str | None, json_path: Path | None) -> None:
-    """The next version of an adapter to vLLM, from memory and through files."""
+def bench_lora(shape_name: str, device: str, json_path: Path | None) -> None:
+    """The next version of an adapter to vLLM, and through files."""
+    require_vllm("colo bench lora")
     from colo.bench import lora
 
-    _run_bench(lambda tell: lora.run(shape_name=shape_name, device=_default_device(device), tell=tell), json_path)
+    _run_bench(lambda tell: lora.run(shape_name=shape_name, device=device, tell=tell), json_path)
 
 
 @bench.command("sleep")
 @device_option
 @json_option
-def bench_sleep(device: str | None, json_path: Path | None) -> None:
-    """How fast vLLM, 8B, gives memory back and takes it again, driven by colo and by itself."""
+def bench_sleep(device: str, json_path: Path | None) -> None:
+    """How fast vLLM, 8B, gives memory back and takes it again."""
+    require_vllm("colo bench sleep")
     from colo.bench import sleep
 
-    _run_bench(lambda tell: sleep.run(device=_default_device(device), tell=tell), json_path)
+    _run_bench(lambda tell: sleep.run(device=device, tell=tell), json_path)
 
 
 @bench.command("step")
 @click.option("--shape", "shape_name", type=click.Choice(["0.6b", "8b"]), default="0.6b", help="Qwen3's shapes.")
 @device_option
 @json_option
-def bench_step(shape_name: str, device: str | None, json_path: Path | None) -> None:
-    """Whole steps of rollout and full fine-tuning: time against two copies of the weights, memory for 8B."""
+def bench_step(shape_name: str, device: str, json_path: Path | None) -> None:
+    """Whole steps of rollout and training, against two copies.
+
+    Time for 0.6B, memory for 8B.
+    """
+    require_vllm("colo bench step")
     from colo.bench import step
 
-    _run_bench(lambda tell: step.run(shape_name=shape_name, device=_default_device(device), tell=tell), json_path)
+    _run_bench(lambda tell: step.run(shape_name=shape_name, device=device, tell=tell), json_path)
 
 
 @bench.command("logprob")
 @device_option
 @json_option
-def bench_logprob(device: str | None, json_path: Path | None) -> None:
-    """Memory and time of chunked log-probabilities, against full logits: 65,536 tokens on a GPU, small on a CPU."""
+def bench_logprob(device: str, json_path: Path | None) -> None:
+    """Memory and time of chunked log-probabilities and full logits.
+
+    For 65,536 tokens on a GPU, and for a few on a CPU.
+    """
     from colo.bench import logprob
     from colo.bench.common import result
 
     def run(tell: Callable[[str], None]) -> Any:
         tell("chunked and full log-probabilities")
-        target = _default_device(device)
         small = {"tokens": 512, "vocab": 4096, "hidden": 128, "full_tokens": 128}
-        rows = logprob.run(device=target, **({} if target == "cuda" else small))
-        return result("logprob", f"colo bench logprob --device {target}", limit={}, rows=rows)
+        rows = logprob.run(device=device, **({} if device == "cuda" else small))
+        return result("logprob", f"colo bench logprob --device {device}", limit={}, rows=rows)
 
     _run_bench(run, json_path)
 
@@ -286,12 +301,6 @@ def _run_bench(run: Callable[[Callable[[str], None]], Any], json_path: Path | No
     for table in rows_tables(measured, width=out.width):
         out.print(table)
     _write_json(json_path, measured.to_json())
-
-
-def _default_device(device: str | None) -> str:
-    import torch
-
-    return device or ("cuda" if torch.cuda.is_available() else "cpu")
 
 
 @contextmanager

@@ -17,6 +17,7 @@ import torch
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, Qwen3Config
 
+from colo.arguments import chosen_device
 from colo.assembly import launch
 from colo.config import Offload, RuntimeConfig
 from colo.engines.base import Completion
@@ -120,14 +121,14 @@ def run(
 ) -> DemoResult:
     """Warm a model up, train it for `steps`, and return what was measured with the runtime still open.
 
-    Raises: `ValueError` for an unknown mode or fewer than one step.
+    Raises: `ValueError` for an unknown mode or fewer than one step, `Unsupported` for a device that is not there.
     """
     if mode not in LEARNING_RATE:
         raise ValueError(f"mode must be one of {', '.join(LEARNING_RATE)}, not {mode!r}")
     if steps < 1:
         raise ValueError(f"steps must be at least 1, but is {steps}")
     torch.manual_seed(seed)
-    target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    target = chosen_device(device)
     options = {"own_process": own_process, **VLLM_OPTIONS} if engine == "vllm" else {}
     rt = _runtime(warm_up(target, seed, tell), target, mode, engine, options)
     config = GRPOConfig(group_size=GROUP_SIZE, max_tokens=MAX_TOKENS, micro_batch_size=1024, seed=seed)

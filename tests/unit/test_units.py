@@ -17,6 +17,9 @@ SIZES = st.integers(0, 1 << 50)
         ("1.5 GiB", 3 * GIB // 2),
         (" .5kib ", 512),
         ("512 b", 512),
+        ("24G", 24 * GIB),
+        ("24gi", 24 * GIB),
+        ("1.5M", 3 * MIB // 2),
         ("1073741824", GIB),
         ("2TiB", 2048 * GIB),
         ("3tb", 3 * 10**12),
@@ -32,6 +35,15 @@ def test_what_is_not_a_size_is_refused_with_an_example(text):
     with pytest.raises(ValueError, match=re.escape(repr(text))) as caught:
         parse_bytes(text)
     assert "80GiB" in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["24", 24])
+def test_a_number_that_lacks_its_unit_is_refused_where_a_size_has_a_least_value(text):
+    with pytest.raises(ValueError, match="'24' is 24 B, less than 1.00 MiB: write 24GiB, or another unit"):
+        parse_bytes(text, least_bytes=MIB)
+    with pytest.raises(ValueError, match="^'24B' is 24 B, less than 1.00 MiB$"):
+        parse_bytes("24B", least_bytes=MIB)
+    assert parse_bytes(MIB, least_bytes=MIB) == MIB
 
 
 @pytest.mark.parametrize(

@@ -96,6 +96,11 @@ def test_contexts_go_up_to_what_the_model_was_made_for():
     assert row(text, "4096") == ["53", "216", "128.10 GiB"]
 
 
+def test_a_context_beyond_the_models_own_is_pointed_out():
+    assert "50000 tokens are more than the 40960 that the model was made for" in render(plan(context=50_000))
+    assert "made for" not in render(plan(context=40_960))
+
+
 def test_contexts_may_be_chosen():
     text = render(plan(), contexts=[100, 200])
     assert row(text, "100") and row(text, "200")
