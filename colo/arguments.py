@@ -13,6 +13,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from colo.config import RuntimeConfig
+from colo.engines.vllm import compat
 from colo.errors import Unsupported
 from colo.weights.sources.peft import check_lora_config
 
@@ -46,6 +47,8 @@ def check_launch(
         )
     if engine == "torch" and engine_options:
         raise ValueError(f"engine_options are those of vLLM: pass engine='vllm' with {sorted(engine_options)}")
+    if engine == "vllm":
+        compat.vllm_version()  # which is there, or says how to install it
     if isinstance(optimizer, torch.optim.Optimizer) or (optimizer is not None and not callable(optimizer)):
         raise TypeError(
             f"launch makes the model, and calls optimizer with its parameters: pass a function such as "

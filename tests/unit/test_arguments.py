@@ -2,6 +2,7 @@
 
 import copy
 from functools import partial
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ import colo
 from colo.arguments import chosen_device, chosen_dtype
 from colo.config import RuntimeConfig
 from colo.engines.torch import TorchEngine
+from colo.engines.vllm import compat
 from colo.starting import dtype_of
 from colo.units import MIB
 
@@ -204,6 +206,16 @@ def test_launch_within_inference_mode_makes_a_model_that_trains(weights):
         train_step(rt.model, rt.optimizer)
     assert rt.generate([[1, 2]], max_tokens=1)[0].weights_version == 1
     rt.close()
+
+
+@pytest.mark.parametrize("options", [{}, {"quantization": "bitsandbytes"}])
+def test_an_engine_that_is_not_installed_is_named_before_anything_is_made(monkeypatch, options):
+    def version(package):
+        raise PackageNotFoundError(package)
+
+    monkeypatch.setattr(compat, "version", version)
+    with pytest.raises(colo.Unsupported, match="vLLM is not installed: pip install"):
+        launch(engine="vllm", engine_options=options, lora=LORA)
 
 
 # ---- devices -------------------------------------------------------------------------------------------------------
