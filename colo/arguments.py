@@ -19,6 +19,13 @@ from colo.weights.sources.peft import check_lora_config
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
+_TAKEN_BY_LAUNCH = {
+    "model": "it first, launch(model, ...)",
+    "dtype": "launch(model, dtype=...)",
+    "device": "launch(model, device=...)",
+    "kv_cache_bytes": "config=colo.RuntimeConfig(kv_cache_bytes=...)",
+}
+
 
 def check_launch(
     model: object,
@@ -45,6 +52,8 @@ def check_launch(
             f"engine_options are options of vllm.LLM by name, such as {{'max_model_len': 4096}}, not "
             f"{_named(engine_options)}"
         )
+    for name in _TAKEN_BY_LAUNCH.keys() & (engine_options or {}):
+        raise TypeError(f"engine_options has {name!r}, which launch takes itself: pass {_TAKEN_BY_LAUNCH[name]}")
     if engine == "torch" and engine_options:
         raise ValueError(f"engine_options are those of vLLM: pass engine='vllm' with {sorted(engine_options)}")
     if engine == "vllm":

@@ -1,7 +1,8 @@
 """The command line: `colo demo`, `colo plan`, `colo doctor`, `colo bench`.
 
 Every command has `--json PATH`. Ctrl-C releases what was taken and ends with exit code 130; an error that colo raises
-on purpose is printed without a traceback and ends with 1, wrong usage with 2. Modules that import torch are imported
+on purpose is printed without a traceback and ends with 1, as does a plan that does not fit; wrong usage, and what is
+not installed, with 2. Modules that import torch are imported
 by the commands that need them.
 """
 

@@ -98,6 +98,7 @@ def train_step(model, optimizer):
             "vllm.LLM by name.* not a list",
         ),
         ({"engine_options": {"max_model_len": 1}}, ValueError, r"pass engine='vllm' with \['max_model_len'\]"),
+        ({"engine": "vllm", "engine_options": {"dtype": "auto"}}, TypeError, r"pass launch\(model, dtype=...\)"),
         ({"tokenizer": "Qwen/Qwen3-0.6B"}, TypeError, r"AutoTokenizer.from_pretrained\('Qwen/Qwen3-0.6B'\)"),
         ({"tokenizer": 7}, TypeError, "tokenizer is what .* returns, not 7"),
         ({"device": "gpu"}, ValueError, "device must be 'cuda', 'cuda:0' or 'cpu', not 'gpu'"),
