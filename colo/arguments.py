@@ -40,24 +40,7 @@ def check_launch(
     """Raise `TypeError`, `ValueError` or `Unsupported` for what `launch` does not take."""
     check_common(tokenizer, config)
     _check_checkpoint(model)
-    if not isinstance(engine, str):
-        raise TypeError(
-            f"launch starts the engine itself, 'torch' or 'vllm', and engine={_named(engine)} is neither: an engine "
-            "that you have made goes to colo.share(engine, model, optimizer)"
-        )
-    if engine not in ("torch", "vllm"):
-        raise ValueError(f"engine must be 'torch' or 'vllm', not {engine!r}")
-    if engine_options is not None and not isinstance(engine_options, Mapping):
-        raise TypeError(
-            f"engine_options are options of vllm.LLM by name, such as {{'max_model_len': 4096}}, not "
-            f"{_named(engine_options)}"
-        )
-    for name in _TAKEN_BY_LAUNCH.keys() & (engine_options or {}):
-        raise TypeError(f"engine_options has {name!r}, which launch takes itself: pass {_TAKEN_BY_LAUNCH[name]}")
-    if engine == "torch" and engine_options:
-        raise ValueError(f"engine_options are those of vLLM: pass engine='vllm' with {sorted(engine_options)}")
-    if engine == "vllm":
-        compat.vllm_version()  # which is there, or says how to install it
+    _check_engine(engine, engine_options)
     if isinstance(optimizer, torch.optim.Optimizer) or (optimizer is not None and not callable(optimizer)):
         raise TypeError(
             f"launch makes the model, and calls optimizer with its parameters: pass a function such as "
@@ -147,6 +130,27 @@ def chosen_dtype(
         names = ", ".join(str(known).removeprefix("torch.") for known in _DTYPES)
         raise ValueError(f"dtype must be a torch.dtype or its name, one of {names}, or 'auto', not {dtype!r}")
     return found
+
+
+def _check_engine(engine: object, options: object) -> None:
+    if not isinstance(engine, str):
+        raise TypeError(
+            f"launch starts the engine itself, 'torch' or 'vllm', and engine={_named(engine)} is neither: an engine "
+            "that you have made goes to colo.share(engine, model, optimizer)"
+        )
+    if engine not in ("torch", "vllm"):
+        raise ValueError(f"engine must be 'torch' or 'vllm', not {engine!r}")
+    if options is not None and not isinstance(options, Mapping):
+        raise TypeError(
+            "engine_options are options of vllm.LLM by name, such as {'max_model_len': 4096}, not " + _named(options)
+        )
+    given = dict(options or {})
+    for name in _TAKEN_BY_LAUNCH.keys() & given:
+        raise TypeError(f"engine_options has {name!r}, which launch takes itself: pass {_TAKEN_BY_LAUNCH[name]}")
+    if engine == "torch" and given:
+        raise ValueError(f"engine_options are those of vLLM: pass engine='vllm' with {sorted(given)}")
+    if engine == "vllm":
+        compat.vllm_version()  # which is there, or says how to install it
 
 
 def _check_checkpoint(model: object) -> None:

@@ -2,8 +2,7 @@
 
 Every command has `--json PATH`. Ctrl-C releases what was taken and ends with exit code 130; an error that colo raises
 on purpose is printed without a traceback and ends with 1, as does a plan that does not fit; wrong usage, and what is
-not installed, with 2. Modules that import torch are imported
-by the commands that need them.
+not installed, with 2. Modules that import torch are imported by the commands that need them.
 """
 
 from __future__ import annotations
