@@ -17,6 +17,9 @@ from colo.engines.vllm import compat
 from colo.errors import Unsupported
 from colo.weights.sources.peft import check_lora_config
 
+ADAPTER_FILE = "adapter_config.json"
+"""What PEFT writes beside an adapter."""
+
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 _TAKEN_BY_LAUNCH = {
@@ -181,11 +184,21 @@ def _check_checkpoint(model: object) -> None:
 
 
 def _check_path(path: str | os.PathLike[str]) -> None:
-    """Raise `FileNotFoundError` for what cannot be a hub id and is not there either."""
+    """Raise `FileNotFoundError` for what cannot be a hub id and is not there either, `Unsupported` for an adapter."""
     if os.fspath(path).startswith((".", "/", "~")) and not Path(path).exists():
         raise FileNotFoundError(
             f"there is no {os.fspath(path)!r} in {os.fspath(Path.cwd())!r}: give a folder, with ~ expanded, or a hub id"
         )
+    if Path(path, ADAPTER_FILE).exists() and not Path(path, "config.json").exists():
+        raise adapter_alone(os.fspath(path))
+
+
+def adapter_alone(checkpoint: str) -> Unsupported:
+    """The error for a checkpoint that is an adapter of PEFT's, which transformers would put on its base."""
+    return Unsupported(
+        f"{checkpoint!r} is an adapter: launch the model that it was trained on, with lora=LoraConfig(...) for a new "
+        f"one, or go on with it, PeftModel.from_pretrained(model, {checkpoint!r}, is_trainable=True), under colo.share"
+    )
 
 
 def _check_wrapper(model: nn.Module, advice: str) -> None:

@@ -30,6 +30,11 @@ class MasterWeights:
     """
 
     def __init__(self, make_optimizer: MakeOptimizer, *, bucket_bytes: int | None = 512 * MIB) -> None:
+        if not callable(make_optimizer):
+            raise TypeError(
+                "MasterWeights takes a function that makes an optimizer, such as lambda params: AdamW(params, "
+                f"lr=1e-6), not an instance of {type(make_optimizer).__name__}"
+            )
         self._make_optimizer = make_optimizer
         self._bucket_bytes = bucket_bytes
 

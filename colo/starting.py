@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from colo.arguments import adapter_alone
 from colo.config import RuntimeConfig, Weights
 from colo.engines.base import Engine
 from colo.engines.layout import bind, empty_model
@@ -230,12 +231,18 @@ def _copy_weights(source: nn.Module, target: nn.Module) -> None:
 
 
 def _load_checkpoint(model: Checkpoint, dtype: torch.dtype, revision: str) -> Any:
-    """A model with the weights of a checkpoint or random ones, on the host unless it was given."""
+    """A model with the weights of a checkpoint or random ones, on the host unless it was given.
+
+    Raises: `Unsupported` for an adapter, which would be dropped.
+    """
     if isinstance(model, PreTrainedModel):
         return model
     if isinstance(model, PretrainedConfig):
         return AutoModelForCausalLM.from_config(model, dtype=dtype)
-    return AutoModelForCausalLM.from_pretrained(os.fspath(model), dtype=dtype, revision=revision)
+    loaded = AutoModelForCausalLM.from_pretrained(os.fspath(model), dtype=dtype, revision=revision)
+    if hasattr(loaded, "peft_config"):
+        raise adapter_alone(os.fspath(model))
+    return loaded
 
 
 def _own(model: Any, given: Checkpoint) -> Any:

@@ -219,6 +219,19 @@ def test_an_engine_that_is_not_installed_is_named_before_anything_is_made(monkey
         launch(engine="vllm", engine_options=options, lora=LORA)
 
 
+@pytest.mark.parametrize("engine", ["torch", "vllm"])
+def test_an_adapter_is_no_model(monkeypatch, tmp_path, engine):
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    made().save_pretrained(base)
+    lora = LoraConfig(r=2, target_modules=["q_proj"])
+    get_peft_model(AutoModelForCausalLM.from_pretrained(base), lora).save_pretrained(adapter)
+    with pytest.raises(colo.Unsupported, match=r"adapter' is an adapter: launch the model .* under colo.share"):
+        launch(adapter, engine=engine)
+    monkeypatch.setattr("colo.arguments.ADAPTER_FILE", "none")  # of the hub's, known once transformers has loaded it
+    with pytest.raises(colo.Unsupported, match="adapter' is an adapter"):
+        launch(adapter)
+
+
 # ---- devices -------------------------------------------------------------------------------------------------------
 
 

@@ -314,3 +314,8 @@ def assert_equal(optimizer, params, reference, others):
         assert torch.equal(p, other)
         assert optimizer.state[p].keys() == reference.state[other].keys()
         assert all(torch.equal(value, reference.state[other][key]) for key, value in optimizer.state[p].items())
+
+
+def test_an_optimizer_that_is_made_already_has_no_masters():
+    with pytest.raises(TypeError, match="such as lambda params: AdamW.* not an instance of SGD"):
+        MasterWeights(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1))
