@@ -202,9 +202,10 @@ def adapter_alone(checkpoint: str) -> Unsupported:
 
 
 def _check_wrapper(model: nn.Module, advice: str) -> None:
-    """Raise `Unsupported` for a module that is one other, `module`, and nothing else: DDP, DataParallel, DeepSpeed."""
+    """Raise `Unsupported` for torch's wrappers of a whole model: DistributedDataParallel, DataParallel, averages."""
     names = [name for name, _ in model.named_parameters()]
-    if names and all(name.startswith("module.") for name in names):
+    is_torchs = type(model).__module__.startswith("torch.")
+    if is_torchs and names and all(name.startswith("module.") for name in names):
         raise Unsupported(
             f"the model is wrapped, and an engine does not know its weights by the names that {type(model).__name__} "
             f"gives them: {advice}"

@@ -11,6 +11,7 @@ from peft import IA3Config, LoraConfig, get_peft_model
 from torch import nn
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import ConstantLR
+from torch.optim.swa_utils import AveragedModel
 from transformers import AutoModel, AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
 import colo
@@ -285,10 +286,11 @@ def test_share_says_what_its_options_are(options, words):
         colo.share(engine(), model, adamw(model.parameters()), **options)
 
 
-def test_a_wrapped_model_is_shared_without_its_wrapper():
-    wrapped = nn.DataParallel(made())
+@pytest.mark.parametrize("wrap", [nn.DataParallel, AveragedModel])
+def test_a_wrapped_model_is_shared_without_its_wrapper(wrap):
+    wrapped = wrap(made())
     optimizer = adamw(wrapped.parameters())
-    with pytest.raises(colo.Unsupported, match=r"DataParallel .* colo.share\(engine, model.module, optimizer\)"):
+    with pytest.raises(colo.Unsupported, match=rf"{wrap.__name__} .* colo.share\(engine, model.module, optimizer\)"):
         colo.share(engine(), wrapped, optimizer)
     with colo.share(engine(), wrapped.module, optimizer) as rt:
         before = rt.engine.module.lm_head.weight.clone()
