@@ -27,6 +27,13 @@ def test_texts_are_encoded_and_token_ids_kept():
     assert encode_prompts([], None) == []
 
 
+def test_what_can_be_read_only_once_is_read_once():
+    assert encode_prompts((prompt for prompt in ["1+2", [3, 4]]), CharTokenizer()) == [[1, 10, 2], [3, 4]]
+    assert encode_prompts([(token for token in (3, 4))], None) == [[3, 4]]
+    with pytest.raises(TypeError, match="pass \\[prompt\\] for one"):
+        encode_prompts(iter([1, 2]), None)
+
+
 @pytest.mark.parametrize("prompts", ["1+2", [1, 2]])
 def test_one_prompt_is_not_taken_for_many(prompts):
     with pytest.raises(TypeError, match="pass \\[prompt\\] for one"):
