@@ -8,7 +8,7 @@ that a family whose projections go by other names simply keeps them unfused.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -228,11 +228,17 @@ def bind(model: PreTrainedModel, views: Mapping[str, torch.Tensor], tied: Mappin
 
 
 class Adapters:
-    """LoRA adapters by name, on the linear modules of one model."""
+    """LoRA adapters by name, on the linear modules of one model.
+
+    A module that any of them adapts has a hook, which does nothing unless an adapter is applied. It is put on once and
+    not for every application: an interrupt anywhere in one leaves nothing behind that would count twice.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._modules = dict(model.named_modules())
         self._by_name: dict[str, AdapterWeights] = {}
+        self._hooks: dict[str, _LowRankHook] = {}
+        self._applied: AdapterWeights | None = None
 
     @property
     def names(self) -> list[str]:
@@ -252,6 +258,10 @@ class Adapters:
             raise ValueError(f"adapter {name!r} needs A, B and a scaling for each module, but lacks one for {odd}")
         for module_name in adapter.a:
             self._check(module_name, adapter)
+        for module_name in adapter.a.keys() - self._hooks.keys():
+            hook = _LowRankHook(self, module_name)
+            self._modules[module_name].register_forward_hook(hook)
+            self._hooks[module_name] = hook  # before which it does nothing, so that one of two can be left behind
         self._by_name[name] = adapter if adapter.shared else self._copied(adapter)
 
     def remove(self, name: str) -> None:
@@ -271,13 +281,18 @@ class Adapters:
     @contextmanager
     def applied(self, name: str | None) -> Iterator[None]:
         """Let the model compute with an adapter, or with none, while the body runs."""
-        with ExitStack() as hooks:
-            if name is not None:
-                adapter = self._by_name[name]
-                for module, a in adapter.a.items():
-                    hook = _low_rank_hook(a, adapter.b[module], adapter.scalings[module])
-                    hooks.callback(self._modules[module].register_forward_hook(hook).remove)
+        self._applied = None if name is None else self._by_name[name]
+        try:
             yield
+        finally:
+            self._applied = None
+
+    def applied_by(self, hook: _LowRankHook) -> AdapterWeights | None:
+        """The adapter that `hook` is to apply now, if it is the one of its module and the adapter has that."""
+        adapter = self._applied
+        if adapter is None or hook.module_name not in adapter.a or self._hooks.get(hook.module_name) is not hook:
+            return None
+        return adapter
 
     def _check(self, name: str, adapter: AdapterWeights) -> None:
         module, a, b = self._modules.get(name), adapter.a[name], adapter.b[name]
@@ -301,13 +316,20 @@ class Adapters:
         return replace(adapter, a=copied(adapter.a), b=copied(adapter.b), scalings=dict(adapter.scalings))
 
 
-def _low_rank_hook(a: torch.Tensor, b: torch.Tensor, scaling: float) -> Callable[..., torch.Tensor]:
+class _LowRankHook:
     """`y + scaling * B (A x)` in the order and the dtypes of PEFT's `lora.Linear.forward`, so that results agree."""
 
-    def add_low_rank(module: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
-        return (output + F.linear(F.linear(args[0].to(a.dtype), a), b) * scaling).to(output.dtype)
+    def __init__(self, adapters: Adapters, module_name: str) -> None:
+        self._adapters = adapters
+        self.module_name = module_name
 
-    return add_low_rank
+    def __call__(self, module: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor | None:
+        adapter = self._adapters.applied_by(self)
+        if adapter is None:
+            return None
+        a, b = adapter.a[self.module_name], adapter.b[self.module_name]
+        scaling = adapter.scalings[self.module_name]
+        return (output + F.linear(F.linear(args[0].to(a.dtype), a), b) * scaling).to(output.dtype)
 
 
 def _group(specs: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> list[dict[str, tuple[Any, torch.dtype]]]:
