@@ -17,6 +17,7 @@ from colo.arguments import adapter_alone
 from colo.config import RuntimeConfig, Weights
 from colo.engines.base import Engine
 from colo.engines.layout import bind, empty_model
+from colo.engines.positions import positions_of
 from colo.engines.torch import TorchEngine
 from colo.errors import BudgetError, Unsupported
 from colo.memory.offload import Mover
@@ -260,16 +261,21 @@ def _weights_bytes(model: Any, *, packed: bool) -> int:
 
 def _default_kv_bytes(model: Any, dtype: torch.dtype, left_bytes: int, device: torch.device) -> int:
     """Room for `DEFAULT_SEQUENCES`, within most of what the weights leave; a CPU is given a GiB at most."""
-    text = model.config.get_text_config()
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    bytes_per_token = int(2 * text.num_hidden_layers * heads * head_dim * dtype.itemsize)
-    length = min(DEFAULT_LENGTH, int(text.max_position_embeddings))
+    length = min(DEFAULT_LENGTH, positions_of(model.config).count or DEFAULT_LENGTH)
+    bytes_per_token = _kv_bytes_per_token(model.config.get_text_config(), dtype)
     wanted_bytes = DEFAULT_SEQUENCES * length * bytes_per_token
     most_bytes = int(0.9 * left_bytes)
     if device.type != "cuda":
         most_bytes = min(most_bytes, GIB)
     return max(min(wanted_bytes, most_bytes), min(16 * MIB, bytes_per_token * length))
+
+
+def _kv_bytes_per_token(text: PretrainedConfig, dtype: torch.dtype) -> int:
+    """Keys and values of every layer, as the config tells; a model that has none is taken to need as much."""
+    query_heads = getattr(text, "num_attention_heads", None) or 1
+    heads = getattr(text, "num_key_value_heads", None) or query_heads
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // query_heads
+    return int(2 * text.num_hidden_layers * heads * head_dim * dtype.itemsize)
 
 
 def _admit(weights_bytes: int, kv_cache_bytes: int, capacity_bytes: int) -> None:

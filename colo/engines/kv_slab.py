@@ -1,95 +1,28 @@
 """The KV cache of the embedded engine: one piece of memory, of which every call takes views.
 
 Nothing here allocates: keys and values are written in place, into rows of fixed length. A call whose sequences do not
-all fit is cut into waves. Knows shapes and bytes; knows nothing about weights, adapters or sampling.
+all fit is cut into waves. Knows shapes and bytes; knows nothing about weights or sampling.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from colo.engines.waves import NO_LIMIT, Positions, Wave, plan_groups, plan_waves
 from colo.errors import BudgetError
 from colo.memory.region import Region
 from colo.units import format_bytes
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers import PreTrainedModel
 
 PREFILL_TOKENS = 8192
 """Prompt tokens, padding included, of one forward pass. Bounds the activations, which are not part of the slab."""
-
-MAX_ROWS = 1024
-"""Sequences of one wave. Bounds the logits of a step, which are not part of the slab."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Wave:
-    """Sequences that run together."""
-
-    prompts: tuple[tuple[int, ...], ...]
-    """The distinct prompts, each computed once."""
-
-    rows: tuple[tuple[int, int], ...]
-    """Prompt index and sample index of every sequence."""
-
-    slots: tuple[int, ...]
-    """For every sequence, the position of its prompt in `prompts`."""
-
-    max_tokens: int
-    in_place: bool = False
-    """A single sequence grows where its prompt was computed, since there is no room for both."""
-
-    @property
-    def prompt_length(self) -> int:
-        """Tokens of the longest prompt, to which the others are padded on the left."""
-        return max(len(prompt) for prompt in self.prompts)
-
-
-def plan_waves(
-    prompts: Sequence[tuple[int, ...]], *, n: int, max_tokens: int, capacity_tokens: int, max_rows: int = MAX_ROWS
-) -> list[Wave]:
-    """Cut `n` sequences of each prompt into waves of at most `max_rows`, in prompt order, then sample order.
-
-    A wave takes `prompt_length` tokens of the slab for each distinct prompt, and `prompt_length + max_tokens` for each
-    sequence. Every prompt must fit alone: `len(prompt) + max_tokens <= capacity_tokens`.
-    """
-    waves: list[Wave] = []
-    rows: list[tuple[int, int]] = []
-    slots: dict[tuple[int, ...], int] = {}
-    length = 0
-    for row in ((p, s) for p in range(len(prompts)) for s in range(n)):
-        prompt = prompts[row[0]]
-        num_prompts, longest = len(slots) + (prompt not in slots), max(length, len(prompt))
-        needed_tokens = num_prompts * longest + (len(rows) + 1) * (longest + max_tokens)
-        if rows and (needed_tokens > capacity_tokens or len(rows) == max_rows):
-            waves.append(_wave(prompts, rows, slots, max_tokens, capacity_tokens))
-            rows, slots, longest = [], {}, len(prompt)
-        slots.setdefault(prompt, len(slots))
-        rows.append(row)
-        length = longest
-    return [*waves, _wave(prompts, rows, slots, max_tokens, capacity_tokens)] if rows else waves
-
-
-def _wave(
-    prompts: Sequence[tuple[int, ...]],
-    rows: Sequence[tuple[int, int]],
-    slots: dict[tuple[int, ...], int],
-    max_tokens: int,
-    capacity_tokens: int,
-) -> Wave:
-    length = max(map(len, slots))
-    return Wave(
-        prompts=tuple(slots),
-        rows=tuple(rows),
-        slots=tuple(slots[prompts[prompt_index]] for prompt_index, _ in rows),
-        max_tokens=max_tokens,
-        in_place=len(rows) == 1 and 2 * length + max_tokens > capacity_tokens,
-    )
 
 
 class SlabLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers ships no types
@@ -147,21 +80,26 @@ class SlabLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers ships no
 class SlabCache(Cache):  # type: ignore[misc]  # transformers ships no types
     """A transformers cache over a piece of the slab, with the left padding of its rows."""
 
-    def __init__(self, block: torch.Tensor, padding: torch.Tensor, *, padded: bool) -> None:
+    def __init__(
+        self, block: torch.Tensor, padding: torch.Tensor, *, padded: bool, num_positions: int | None = None
+    ) -> None:
         """`block` is [2 * layers, rows, heads, max_length, head_dim]; `padding` [rows] counts columns (int64).
 
-        `padded` says whether any of them is positive, so that nobody has to wait for the device to know.
+        `padded` says whether any of them is positive, so that nobody has to wait for the device to know. Rows that have
+        ended at the last of `num_positions` and stay in the batch stay at that position.
         """
         super().__init__(layers=[SlabLayer(keys, values) for keys, values in zip(block[::2], block[1::2], strict=True)])
         self._block = block
         self._padding = padding
         self._padded = padded
+        self._num_positions = num_positions
 
     def position_ids(self, query_length: int) -> torch.Tensor:
         """Positions of the next tokens within their own sequences, int64 [rows, query_length]; 0 on padding."""
         start = self.get_seq_length()
         columns = torch.arange(start, start + query_length, device=self._padding.device)
-        return (columns - self._padding[:, None]).clamp_min(0)
+        last = None if self._num_positions is None else self._num_positions - 1
+        return (columns - self._padding[:, None]).clamp(0, last)
 
     def attention_mask(self, query_length: int) -> torch.Tensor | None:
         """Which columns are tokens, bool [rows, length + query_length]; `None` when all are."""
@@ -173,7 +111,7 @@ class SlabCache(Cache):  # type: ignore[misc]  # transformers ships no types
     def parts(self, num_rows: int) -> Iterator[SlabCache]:
         """Caches over the same memory, each of at most `num_rows` of the rows."""
         for block, padding in zip(self._block.split(num_rows, dim=1), self._padding.split(num_rows), strict=True):
-            yield SlabCache(block, padding, padded=self._padded)
+            yield SlabCache(block, padding, padded=self._padded, num_positions=self._num_positions)
 
     def set_length(self, length: int) -> None:
         """Declare the first `length` columns to be filled, by `parts` of this cache or by an earlier one."""
@@ -209,7 +147,16 @@ class KVSlab:
     depends on the prompts and on the adapter's name alone: after new weights, `forget`.
     """
 
-    def __init__(self, region: Region, *, num_layers: int, num_heads: int, head_dim: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        region: Region,
+        *,
+        num_layers: int,
+        num_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        positions: Positions = NO_LIMIT,
+    ) -> None:
         """Use `region` for a model with `num_heads` key-value heads a layer.
 
         Raises: `ValueError` when not even one token fits.
@@ -217,40 +164,42 @@ class KVSlab:
         self._region = region
         self._num_layers, self._num_heads, self._head_dim = num_layers, num_heads, head_dim
         self._dtype = dtype
+        self._positions = positions
         self._prefix: _Prefix | None = None
         self.bytes_per_token = 2 * num_layers * num_heads * head_dim * dtype.itemsize
         self.capacity_tokens = region.size_bytes // self.bytes_per_token
         if not self.capacity_tokens:
             raise ValueError(f"a KV cache of {region.size_bytes} bytes holds no token of {self.bytes_per_token} bytes")
 
-    @classmethod
-    def of(cls, config: PretrainedConfig, region: Region, dtype: torch.dtype) -> KVSlab:
-        """The slab of a transformers model of `config` that computes in `dtype`."""
-        text = config.get_text_config()
-        return cls(
-            region,
-            num_layers=text.num_hidden_layers,
-            num_heads=getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
-            head_dim=getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads,
-            dtype=dtype,
-        )
-
     def plan(self, prompts: Sequence[tuple[int, ...]], *, n: int, max_tokens: int) -> list[Wave]:
         """The waves of a call.
 
         Raises: `BudgetError` when one sequence does not fit even alone.
         """
-        length = max(map(len, prompts), default=0)
-        if length + max_tokens > self.capacity_tokens:
-            needed_bytes, free_bytes = (length + max_tokens) * self.bytes_per_token, self._region.size_bytes
-            raise BudgetError(
-                f"a prompt of {length} tokens and max_tokens={max_tokens} need {format_bytes(needed_bytes)} of "
-                f"KV cache ({self.bytes_per_token} bytes a token), which has {format_bytes(free_bytes)}: lower "
-                f"max_tokens, shorten the prompt, or raise kv_cache_bytes to {needed_bytes}",
-                needed_bytes=needed_bytes,
-                free_bytes=free_bytes,
-            )
-        return plan_waves(prompts, n=n, max_tokens=max_tokens, capacity_tokens=self.capacity_tokens)
+        limits = self._positions.limits(prompts, max_tokens)
+        check_room(prompts, limits, lambda length: length * self.bytes_per_token, self._region.size_bytes)
+        return plan_groups(
+            prompts,
+            key=self._positions.is_long,
+            limits=limits,
+            plan=lambda group, ends: plan_waves(group, n=n, limits=ends, capacity=self.capacity_tokens),
+        )
+
+    def start(self, model: PreTrainedModel, wave: Wave, adapter: str | None) -> tuple[torch.Tensor, SlabCache]:
+        """The logits that follow each row's prompt, [rows, vocab], and the cache that the rows go on in."""
+        prompts, rows = self.open(wave)
+        logits = self.recall(wave, adapter)
+        if logits is None:
+            logits = prefill(model, wave, prompts)
+            self.remember(wave, adapter, logits)
+        prompts.set_length(wave.prompt_length)
+        slots = torch.tensor(wave.slots, device=self._region.device)
+        rows.take(prompts, slots)
+        return logits[slots], rows
+
+    def advance(self, model: PreTrainedModel, token_ids: torch.Tensor, rows: SlabCache) -> torch.Tensor:
+        """Append one token to each row (int64 [rows]); returns the logits that follow, [rows, vocab]."""
+        return forward(model, token_ids[:, None], rows)
 
     def recall(self, wave: Wave, adapter: str | None) -> torch.Tensor | None:
         """The logits [prompts, vocab] that follow the prompts of `wave`, if they are the last ones computed.
@@ -280,19 +229,37 @@ class KVSlab:
         length = wave.prompt_length
         padding = torch.tensor([length - len(prompt) for prompt in wave.prompts], device=self._region.device)
         padded = any(len(prompt) < length for prompt in wave.prompts)
-        row_length = length + wave.max_tokens
+        row_length, count = length + wave.max_tokens, self._positions.count
         if wave.in_place:
-            cache = SlabCache(self._block(0, 1, row_length), padding, padded=padded)
+            cache = SlabCache(self._block(0, 1, row_length), padding, padded=padded, num_positions=count)
             return cache, cache
         num_prompts = len(wave.prompts)
-        prompts = SlabCache(self._block(0, num_prompts, length), padding, padded=padded)
+        prompts = SlabCache(self._block(0, num_prompts, length), padding, padded=padded, num_positions=count)
         block = self._block(num_prompts * length, len(wave.rows), row_length)
-        return prompts, SlabCache(block, padding.new_zeros(len(wave.rows)), padded=False)
+        no_padding = padding.new_zeros(len(wave.rows))
+        return prompts, SlabCache(block, no_padding, padded=False, num_positions=count)
 
     def _block(self, first_token: int, num_rows: int, length: int) -> torch.Tensor:
         first_byte, size_bytes = first_token * self.bytes_per_token, num_rows * length * self.bytes_per_token
         shape = (2 * self._num_layers, num_rows, self._num_heads, length, self._head_dim)
         return self._region.bytes.narrow(0, first_byte, size_bytes).view(self._dtype).view(shape)
+
+
+def check_room(
+    prompts: Sequence[tuple[int, ...]], limits: Sequence[int], size_bytes: Callable[[int], int], free_bytes: int
+) -> None:
+    """Raise `BudgetError` when a sequence of a prompt and its limit does not fit in `free_bytes` even alone."""
+    lengths = [(len(prompt) + limit, len(prompt), limit) for prompt, limit in zip(prompts, limits, strict=True)]
+    total, length, limit = max(lengths, default=(0, 0, 0))
+    needed_bytes = size_bytes(total)
+    if needed_bytes > free_bytes:
+        raise BudgetError(
+            f"a prompt of {length} tokens and max_tokens={limit} need {format_bytes(needed_bytes)} of KV cache "
+            f"({size_bytes(1)} bytes a token), which has {format_bytes(free_bytes)}: lower max_tokens, shorten the "
+            f"prompt, or raise kv_cache_bytes to {needed_bytes}",
+            needed_bytes=needed_bytes,
+            free_bytes=free_bytes,
+        )
 
 
 def forward(model: PreTrainedModel, token_ids: torch.Tensor, cache: SlabCache) -> torch.Tensor:

@@ -123,14 +123,17 @@ class Sampler:
 class Transcript:
     """What has been drawn for each row so far, and which rows go on.
 
-    A row ends with the first of the stop tokens, which it keeps, or at `max_tokens`. Rows that have ended may stay in
-    the batch: what is drawn for them afterwards is dropped.
+    A row ends with the first of the stop tokens, which it keeps, or at its limit. Rows that have ended may stay in the
+    batch: what is drawn for them afterwards is dropped.
     """
 
-    def __init__(self, num_rows: int, max_tokens: int, stop_token_ids: Collection[int], device: torch.device) -> None:
+    def __init__(self, limits: Sequence[int], stop_token_ids: Collection[int], device: torch.device) -> None:
+        """`limits` are the most tokens of each row."""
+        num_rows, max_tokens = len(limits), max(limits)
         self._tokens = torch.zeros(num_rows, max_tokens, dtype=torch.int64, device=device)
         self._logprobs = torch.zeros(num_rows, max_tokens, dtype=torch.float32, device=device)
-        self._lengths = torch.full((num_rows,), max_tokens, device=device)
+        self._lengths = torch.tensor(limits, dtype=torch.int64, device=device)
+        self._ends_together = min(limits) == max_tokens and not stop_token_ids
         self._stopped = torch.zeros(num_rows, dtype=torch.bool, device=device)
         self._rows = torch.arange(num_rows, device=device)
         self._stop_token_ids = torch.tensor(sorted(stop_token_ids), dtype=torch.int64, device=device)
@@ -146,11 +149,11 @@ class Transcript:
         self._step += 1
         if self._step == self._tokens.shape[1]:
             return 0
-        if not self._stop_token_ids.numel():
+        if self._ends_together:
             return len(self._rows)
-        stopped = self._stopped[self._rows]
-        stops_now = torch.isin(tokens, self._stop_token_ids) & ~stopped
-        self._lengths[self._rows] = torch.where(stops_now, self._step, self._lengths[self._rows])
+        stopped, lengths = self._stopped[self._rows], self._lengths[self._rows]
+        stops_now = (torch.isin(tokens, self._stop_token_ids) | (lengths == self._step)) & ~stopped
+        self._lengths[self._rows] = torch.where(stops_now, self._step, lengths)
         self._stopped[self._rows] = stopped | stops_now
         return len(self._rows) - int((stopped | stops_now).sum())
 
@@ -175,14 +178,15 @@ def sample_rows(
     *,
     advance: Callable[[torch.Tensor], torch.Tensor],
     keep: Callable[[torch.Tensor], None],
+    limits: Sequence[int] | None = None,
 ) -> Transcript:
-    """Draw until every row has ended, starting from `logits` [rows, vocab].
+    """Draw until every row has ended, starting from `logits` [rows, vocab], at its limit (`params.max_tokens`) at last.
 
     `advance` takes the tokens just drawn (int64 [rows in the batch]) and returns the next logits. `keep` is told which
     rows (int64 positions) stay in the batch, whenever half of them have ended, before `advance` is next called.
     """
     sampler = Sampler(params, rows, logits.device)
-    transcript = Transcript(len(rows), params.max_tokens, stop_token_ids, logits.device)
+    transcript = Transcript(limits or [params.max_tokens] * len(rows), stop_token_ids, logits.device)
     while True:
         tokens, logprobs = sampler.sample(logits)
         num_running = transcript.append(tokens, logprobs)

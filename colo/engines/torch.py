@@ -1,7 +1,8 @@
 """The embedded engine: transformers in this process, on the CPU or on one GPU.
 
 Its parameters lie in regions, fused and padded as vLLM lays them out; the transformers module that computes with them
-is views of that memory, and so may be a trainer's. Its KV cache is one slab that every call cuts into rows.
+is views of that memory, and so may be a trainer's. Its KV cache is one slab that every call cuts into rows, or, for a
+model that keeps more than keys and values of one shape, the model's own, of which the bytes are counted.
 """
 
 from __future__ import annotations
@@ -16,9 +17,12 @@ import torch
 
 from colo.engines.base import AdapterWeights, Completion, EngineState, SamplingParams, SleepLevel
 from colo.engines.common import ADVICE, WEIGHTS_AT, check_count, check_prompts, is_deeper, wake_segments
-from colo.engines.kv_slab import KVSlab, Wave, forward, prefill
+from colo.engines.kv_slab import KVSlab
 from colo.engines.layout import Adapters, FusedWeights, Layout, bind, empty_model
+from colo.engines.model_cache import Caches, Footprint, ModelCaches, Reservation
+from colo.engines.positions import positions_of
 from colo.engines.sampling import sample_rows
+from colo.engines.waves import Wave
 from colo.errors import PhaseError, StaleWeights
 from colo.memory.offload import Mover, RegionSegment
 from colo.memory.region import Region, allocate_region, close_all
@@ -88,7 +92,8 @@ class TorchEngine:
         """Take the memory for a model of `config`. No checkpoint is read.
 
         `module.generation_config`, made from `config`, names the end-of-sequence tokens: replace it by a checkpoint's.
-        Raises: `ValueError` when `kv_cache_bytes` holds no token, `BudgetError` when memory is missing.
+        Raises: `ValueError` when `kv_cache_bytes` holds no token, `BudgetError` when memory is missing, `Unsupported`
+        for a model that cannot go on from what it keeps of a sequence.
         """
         self.mover = mover or Mover(torch.device(device))
         self._owns_mover = mover is None
@@ -97,10 +102,9 @@ class TorchEngine:
         with torch.inference_mode(False), ExitStack() as undo:
             self.weights = FusedWeights(Layout.of(self.module), device=torch.device(device))
             undo.callback(close_all, [region.close for region in self.weights.regions])
-            region = allocate_region(kv_cache_bytes, torch.device(device), name=ENGINE_KV_CACHE)
-            undo.callback(region.close)
-            self._slab = KVSlab.of(self.module.config, region, dtype)
             bind(self.module, self.weights.hf_views(), self.weights.layout.tied)
+            self._positions = positions_of(self.module.config)
+            region = self._make_cache(kv_cache_bytes, dtype)
             undo.pop_all()
         self.device = region.device
         self._weights_segment = EngineSegment(
@@ -118,6 +122,26 @@ class TorchEngine:
         self._paused = self._closed = False
         self._version: int | None = None
         self._cause = "no weights have been committed yet"
+
+    def _make_cache(self, size_bytes: int, dtype: torch.dtype) -> Region:
+        """Choose what holds the states of sequences, and take or count its memory."""
+        for region in self.weights.regions:
+            region.bytes.zero_()  # a model without weights is measured, not one of whatever was there
+        footprint, device = Footprint.of(self.module, self._positions), self.weights.regions[0].device
+        if footprint.slab is None:
+            room = Reservation(ENGINE_KV_CACHE, size_bytes, device)
+            self._caches: Caches = ModelCaches(room, footprint, self._positions)
+            return room
+        layers, heads, size = footprint.slab
+        region = allocate_region(size_bytes, device, name=ENGINE_KV_CACHE)
+        try:
+            self._caches = KVSlab(
+                region, num_layers=layers, num_heads=heads, head_dim=size, dtype=dtype, positions=self._positions
+            )
+        except BaseException:
+            region.close()
+            raise
+        return region
 
     @property
     def state(self) -> EngineState:
@@ -151,7 +175,7 @@ class TorchEngine:
     @property
     def kv_bytes_per_token(self) -> int:
         """Bytes of KV cache for each token of a sequence."""
-        return self._slab.bytes_per_token
+        return self._caches.bytes_per_token
 
     def sampling_params(self, params: SamplingParams | None = None, **sampling: Any) -> SamplingParams:
         """`SamplingParams`, with the options given by name in place of those of `params`.
@@ -180,7 +204,11 @@ class TorchEngine:
     def generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, *, adapter: str | None = None
     ) -> list[Completion]:
-        """Sample `params.n` completions for each prompt; see `Engine.generate`."""
+        """Sample `params.n` completions for each prompt; see `Engine.generate`.
+
+        A completion ends, with `length`, where the positions end that the model was made for, as in vLLM: learned ones,
+        and rotary ones beyond which a trainer would compute other log-probabilities (see `positions_of`).
+        """
         if self.before_generate is not None:
             self.before_generate()
         self._require("generate", EngineState.AWAKE)
@@ -188,14 +216,15 @@ class TorchEngine:
             raise StaleWeights(f"the engine does not generate: {self._cause}")
         if adapter is not None:
             self._adapters.require(adapter)
-        check_count(len(prompts), params.n)
         token_ids = [tuple(map(operator.index, prompt)) for prompt in prompts]
+        check_count(len(token_ids), params.n)
         text = self.module.config.get_text_config()
-        check_prompts(token_ids, text.vocab_size, text.max_position_embeddings)
-        waves = self._slab.plan(token_ids, n=params.n, max_tokens=params.max_tokens)
+        check_prompts(token_ids, text.vocab_size, self._positions.count)
+        waves = self._caches.plan(token_ids, n=params.n, max_tokens=params.max_tokens)
         plain = torch.autocast(self.device.type, enabled=False)  # a caller's autocast is for training
         with torch.no_grad(), plain, self._adapters.applied(adapter):
-            return [c for wave in waves for c in self._run(wave, params, adapter, self._version)]
+            completions = [c for wave in waves for c in self._run(wave, params, adapter, self._version)]
+        return sorted(completions, key=lambda c: (c.prompt_index, c.sample_index))
 
     def pause(self) -> None:
         """Stop generating, so that weights may change. Idempotent; `PhaseError` when asleep or closed."""
@@ -238,7 +267,7 @@ class TorchEngine:
 
     def reset_prefix_cache(self) -> None:
         """Forget everything computed from earlier weights."""
-        self._slab.forget()
+        self._caches.forget()
 
     def record_plan(self, source: Mapping[str, torch.Tensor]) -> LoadPlan:
         """Record what the loader does with `source`; see `Engine.record_plan`. `PhaseError` unless resident."""
@@ -280,7 +309,7 @@ class TorchEngine:
     def remove_adapter(self, name: str) -> None:
         """Forget an adapter, and prompts computed with it. `ValueError` when there is none of that name."""
         self._adapters.remove(name)
-        self._slab.forget()
+        self._caches.forget()
 
     def recover(self) -> None:
         """Refuse: an engine in this process is never lost. Raises: `PhaseError`."""
@@ -293,7 +322,7 @@ class TorchEngine:
         self._closed = True
         self.poison("it is closed")
         self._adapters.clear()
-        self._slab.forget()
+        self._caches.forget()
         self.module.to_empty(device="meta")
         self.weights.drop_views()
         close_all([self._weights_segment.close, self._kv_segment.close])
@@ -301,22 +330,16 @@ class TorchEngine:
             self.mover.close()
 
     def _run(self, wave: Wave, params: SamplingParams, adapter: str | None, version: int) -> list[Completion]:
-        prompts, rows = self._slab.open(wave)
-        logits = self._slab.recall(wave, adapter)
-        if logits is None:
-            logits = prefill(self.module, wave, prompts)
-            self._slab.remember(wave, adapter, logits)
-        prompts.set_length(wave.prompt_length)
-        slots = torch.tensor(wave.slots, device=self.device)
-        rows.take(prompts, slots)
+        logits, rows = self._caches.start(self.module, wave, adapter)
         stop_token_ids = self._stop_token_ids(params)
         transcript = sample_rows(
-            logits[slots],
+            logits,
             wave.rows,
             params,
             stop_token_ids,
-            advance=lambda tokens: forward(self.module, tokens[:, None], rows),
+            advance=lambda tokens: self._caches.advance(self.module, tokens, rows),
             keep=rows.keep,
+            limits=wave.limits,
         )
         return [
             Completion(
@@ -351,7 +374,7 @@ class TorchEngine:
 
     def _on_kv_move(self, source: Residency, target: Residency) -> None:
         self._paused = True
-        self._slab.forget()
+        self._caches.forget()
 
     def _require(self, verb: str, *states: EngineState) -> None:
         if self.state not in states:

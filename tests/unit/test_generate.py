@@ -80,3 +80,115 @@ def test_prompts_from_a_generator_are_all_read_also_as_generators_of_token_ids()
         with rt.rollout():
             found = rt.engine.generate((p for p in prompts), params)
         assert [c.token_ids for c in found] == [c.token_ids for c in expected]
+
+
+# ---- positions ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("config", [GPT2, qwen3(max_position_embeddings=32)], ids=["learned", "rotary"])
+def test_a_completion_ends_where_the_positions_do_as_in_vllm(config):
+    with launch(config) as rt:
+        prompts = [[1] * 30, [2] * 5, [3] * 31]
+        completions = rt.generate(prompts, n=2, max_tokens=20)
+        lengths = [(len(c.token_ids), c.finish_reason) for c in completions]
+        assert lengths == [(2, "length")] * 2 + [(20, "length")] * 2 + [(1, "length")] * 2
+        assert_sampled_from(rt.model, completions)
+        with pytest.raises(ValueError, match="prompt 1 has 32 tokens, the model knows 32 positions: shorten it"):
+            rt.generate([[1], [1] * 32], max_tokens=1)
+
+
+def test_a_row_at_its_last_position_waits_there_for_the_others_in_its_batch():
+    with launch(GPT2) as rt:
+        token_ids = [c.token_ids for c in rt.generate([[1] * 31, [2]], max_tokens=31, temperature=0)]
+        assert [len(ids) for ids in token_ids] == [1, 31]
+        assert token_ids == [rt.generate([p], max_tokens=31, temperature=0)[0].token_ids for p in ([1] * 31, [2])]
+
+
+def test_dynamic_rotary_frequencies_are_used_only_where_they_have_no_effect_yet():
+    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
+    with launch(qwen3(max_position_embeddings=16, rope_parameters=rope)) as rt:
+        completions = rt.generate([[1] * 3, [2] * 14], n=2, max_tokens=40)
+        assert [len(c.token_ids) for c in completions] == [13, 13, 2, 2]
+        assert_sampled_from(rt.model, completions)
+
+
+def test_no_completion_grows_over_the_length_at_which_longrope_changes_all_frequencies():
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}
+    rope |= {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+    with launch(qwen3(max_position_embeddings=64, rope_parameters=rope)) as rt:
+        completions = rt.generate([[1] * 3, [2] * 20, [3] * 14], n=2, max_tokens=30)
+        assert [len(c.token_ids) for c in completions] == [13, 13, 30, 30, 2, 2]
+        assert_sampled_from(rt.model, completions)
+        with pytest.raises(ValueError, match="prompt 0 has 16 tokens, after which LongRoPE"):
+            rt.generate([[1] * 16], max_tokens=1)
+
+
+# ---- other caches ---------------------------------------------------------------------------------------------------
+
+MAMBA = MambaConfig(hidden_size=32, num_hidden_layers=2, vocab_size=64, state_size=4, eos_token_id=None)
+DEEPSEEK = DeepseekV3Config(
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=2,
+    vocab_size=64,
+    moe_intermediate_size=32,
+    n_routed_experts=8,
+    n_group=1,
+    topk_group=1,
+    num_experts_per_tok=2,
+    first_k_dense_replace=1,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+    kv_lora_rank=16,
+    qk_rope_head_dim=8,
+    qk_nope_head_dim=8,
+    v_head_dim=16,
+    q_lora_rank=None,
+    max_position_embeddings=64,
+    eos_token_id=None,
+)
+
+
+@pytest.mark.parametrize("config", [MAMBA, DEEPSEEK], ids=["mamba", "deepseek-v3"])
+def test_models_with_caches_of_their_own_are_sampled_from_as_they_are_trained(config):
+    with launch(config, optimizer=lambda ps: torch.optim.AdamW(ps, lr=1e-2)) as rt:
+        for _ in range(2):
+            completions = rt.generate([[1, 2, 3], [4], [5, 6, 7], [8, 9]], n=3, max_tokens=5)
+            assert [(c.prompt_index, c.sample_index) for c in completions] == [
+                (p, s) for p in range(4) for s in range(3)
+            ]
+            assert_sampled_from(rt.model, completions)
+            with rt.train():
+                rt.model(input_ids=torch.tensor([[1, 2, 3]])).logits.logsumexp(-1).sum().backward()
+                rt.optimizer.step()
+                rt.optimizer.zero_grad()
+        assert rt.bytes_synced == 0
+
+
+def test_a_cache_of_a_models_own_is_counted_and_bounds_how_many_sequences_run_together():
+    room = 40_000
+    engine = TorchEngine(
+        MAMBA, device="cpu", dtype=torch.float32, kv_cache_bytes=room, mover=Mover(torch.device("cpu"))
+    )
+    model = AutoModelForCausalLM.from_config(copy.deepcopy(MAMBA))
+    rt = colo.share(engine, model, torch.optim.SGD(model.parameters(), lr=0.1))
+    row_bytes = 2 * 64 * (4 + 4) * 4  # two layers of convolution and recurrent states, fp32
+    waves = engine._caches.plan([(1, 2), (3, 4)], n=8, max_tokens=4)
+    assert max(len(w.prompts) + len(w.rows) for w in waves) == room // row_bytes
+    assert sum(len(w.rows) for w in waves) == 16
+    (kv_cache,) = (s for s in engine.segments if s.name == "engine.kv_cache")
+    with rt.rollout():
+        assert kv_cache.device_bytes == room
+    engine.sleep("keep-weights")
+    assert kv_cache.device_bytes == 0
+    rt.close()
+    with pytest.raises(
+        ValueError, match="a KV cache of 4000 bytes holds no sequence of one token, which takes 4096 bytes"
+    ):
+        TorchEngine(MAMBA, device="cpu", dtype=torch.float32, kv_cache_bytes=4000)
+
+
+def test_a_model_that_keeps_nothing_of_a_sequence_is_refused_by_launch():
+    config = OpenAIGPTConfig(n_embd=32, n_layer=1, n_head=2, vocab_size=64, n_positions=64)
+    with pytest.raises(colo.Unsupported, match=r"cannot run openai-gpt \(OpenAIGPTLMHeadModel\): it takes no cache"):
+        launch(config)

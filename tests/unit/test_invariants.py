@@ -88,7 +88,8 @@ def refusals():
 
         from colo.engines.torch import TorchEngine
 
-        config = Qwen3Config(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=64, head_dim=16)
+        sizes = {"hidden_size": 32, "num_hidden_layers": 1, "vocab_size": 64, "head_dim": 16}
+        config = Qwen3Config(**sizes, num_attention_heads=2, num_key_value_heads=2)
         made = TorchEngine(
             config,
             device="cpu",

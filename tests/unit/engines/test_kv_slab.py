@@ -2,12 +2,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
 
 from colo.engines import kv_slab
-from colo.engines.kv_slab import KVSlab, SlabCache, SlabLayer, Wave, forward, plan_waves, prefill
+from colo.engines.kv_slab import KVSlab, SlabCache, SlabLayer, forward, prefill
+from colo.engines.waves import Wave, plan_waves
 from colo.errors import BudgetError
 from colo.memory.region import allocate_region
 
@@ -23,7 +22,7 @@ def make_slab(num_tokens: int) -> KVSlab:
 
 
 def make_wave(prompts: list[tuple[int, ...]], n: int, max_tokens: int) -> Wave:
-    (wave,) = plan_waves(prompts, n=n, max_tokens=max_tokens, capacity_tokens=10_000)
+    (wave,) = plan_waves(prompts, n=n, limits=[max_tokens] * len(prompts), capacity=10_000)
     return wave
 
 
@@ -31,42 +30,7 @@ def states(rows: int, tokens: int, seed: int) -> torch.Tensor:
     return torch.randn(rows, HEADS, tokens, HEAD_DIM, generator=torch.Generator().manual_seed(seed))
 
 
-# ---- waves ----------------------------------------------------------------------------------------------------------
-
-
-@settings(max_examples=200, deadline=None)
-@given(
-    prompts=st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6).map(tuple), max_size=12),
-    n=st.integers(1, 5),
-    max_tokens=st.integers(1, 8),
-    spare_tokens=st.integers(0, 60),
-    max_rows=st.integers(1, 9),
-)
-def test_waves_hold_every_sequence_once_in_order_and_fit(prompts, n, max_tokens, spare_tokens, max_rows):
-    capacity = max(map(len, prompts), default=0) + max_tokens + spare_tokens
-    waves = plan_waves(prompts, n=n, max_tokens=max_tokens, capacity_tokens=capacity, max_rows=max_rows)
-    assert [row for wave in waves for row in wave.rows] == [(p, s) for p in range(len(prompts)) for s in range(n)]
-    for wave in waves:
-        assert len(set(wave.prompts)) == len(wave.prompts)
-        assert [wave.prompts[slot] for slot in wave.slots] == [prompts[p] for p, _ in wave.rows]
-        assert len(wave.rows) <= max_rows
-        prompt_tokens = 0 if wave.in_place else len(wave.prompts) * wave.prompt_length
-        assert prompt_tokens + len(wave.rows) * (wave.prompt_length + wave.max_tokens) <= capacity
-
-
-def test_equal_prompts_are_computed_once():
-    wave = make_wave([(1, 2), (3,), (1, 2)], n=2, max_tokens=4)
-    assert (wave.prompts, wave.slots) == (((1, 2), (3,)), (0, 0, 1, 1, 0, 0))
-
-
-def test_a_wave_is_not_cut_before_the_slab_is_full():
-    assert len(plan_waves([(1, 2)], n=3, max_tokens=4, capacity_tokens=2 + 3 * 6)) == 1
-    assert [len(w.rows) for w in plan_waves([(1, 2)], n=3, max_tokens=4, capacity_tokens=2 + 3 * 6 - 1)] == [2, 1]
-
-
-def test_a_sequence_that_fits_alone_runs_in_place():
-    waves = plan_waves([(1, 2, 3)], n=2, max_tokens=4, capacity_tokens=7)
-    assert [(wave.in_place, wave.rows) for wave in waves] == [(True, ((0, 0),)), (True, ((0, 1),))]
+# ---- room -----------------------------------------------------------------------------------------------------------
 
 
 def test_a_sequence_too_long_is_refused_with_the_numbers():
@@ -198,9 +162,3 @@ def test_the_prefill_is_the_same_in_parts_and_as_transformers_computes_it(monkey
         with torch.no_grad():
             expected = model(torch.tensor([[*prompt, row + 1]])).logits[0, -2:]
         assert torch.allclose(torch.stack([whole[0][row], whole[1][row]]), expected, atol=1e-5)
-
-
-def test_the_shape_of_the_slab_is_read_from_the_config():
-    region = allocate_region(4096, CPU, name="kv")
-    config = LlamaConfig(hidden_size=32, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=16)
-    assert KVSlab.of(config, region, torch.bfloat16).bytes_per_token == 2 * 3 * 2 * 16 * 2

@@ -197,7 +197,7 @@ def test_row_seeds_are_fixed_for_good():
 
 
 def test_a_row_ends_at_its_first_stop_token_and_keeps_it():
-    transcript = Transcript(3, 4, {9, 8}, CPU)
+    transcript = Transcript([4] * 3, {9, 8}, CPU)
     steps = [([1, 9, 2], 2), ([3, 9, 4], 2), ([8, 5, 6], 1), ([7, 7, 7], 0)]
     for tokens, num_running in steps:
         assert transcript.append(torch.tensor(tokens), -torch.tensor(tokens).float()) == num_running
@@ -209,7 +209,7 @@ def test_a_row_ends_at_its_first_stop_token_and_keeps_it():
 
 
 def test_a_shrunken_transcript_goes_on_with_the_remaining_rows():
-    transcript = Transcript(4, 3, {0}, CPU)
+    transcript = Transcript([3] * 4, {0}, CPU)
     assert transcript.append(torch.tensor([0, 1, 0, 2]), torch.zeros(4)) == 2
     assert transcript.shrink().tolist() == [1, 3]
     assert transcript.append(torch.tensor([3, 0]), torch.zeros(2)) == 1
@@ -219,9 +219,17 @@ def test_a_shrunken_transcript_goes_on_with_the_remaining_rows():
 
 
 def test_without_stop_tokens_every_row_runs_to_the_end():
-    transcript = Transcript(2, 2, (), CPU)
+    transcript = Transcript([2, 2], (), CPU)
     assert [transcript.append(torch.tensor([0, 1]), torch.zeros(2)) for _ in range(2)] == [2, 0]
     assert [tokens for tokens, _ in transcript.results()] == [(0, 0), (1, 1)]
+
+
+def test_rows_end_at_their_own_limits_with_and_without_stop_tokens():
+    for stop_token_ids in ((), {9}):
+        transcript = Transcript([1, 3, 2], stop_token_ids, CPU)
+        running = [transcript.append(torch.tensor([5, 6, 7]) + step, torch.zeros(3)) for step in range(3)]
+        assert running == [2, 1, 0]
+        assert [tokens for tokens, _ in transcript.results()] == [(5,), (6, 7, 8), (7, 8)]
 
 
 def test_sample_rows_stops_as_soon_as_all_rows_have_and_tells_who_stays():

@@ -1,0 +1,146 @@
+"""Which sequences of a call run together, so that their states fit. Pure: knows lengths and sizes, imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
+
+MAX_ROWS = 1024
+"""Sequences of one wave. Bounds the logits of a step, which are not part of the KV cache."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wave:
+    """Sequences that run together."""
+
+    prompts: tuple[tuple[int, ...], ...]
+    """The distinct prompts, each computed once."""
+
+    rows: tuple[tuple[int, int], ...]
+    """Prompt index and sample index of every sequence."""
+
+    slots: tuple[int, ...]
+    """For every sequence, the position of its prompt in `prompts`."""
+
+    limits: tuple[int, ...]
+    """For every sequence, the most tokens that it may grow by."""
+
+    in_place: bool = False
+    """A single sequence grows where its prompt was computed, since there is no room for both."""
+
+    @property
+    def max_tokens(self) -> int:
+        """The most tokens that one of them may grow by."""
+        return max(self.limits)
+
+    @property
+    def prompt_length(self) -> int:
+        """Tokens of the longest prompt, to which the others are padded on the left."""
+        return max(len(prompt) for prompt in self.prompts)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Positions:
+    """The positions that a model can compute with."""
+
+    count: int | None = None
+    """How many there are; `None` for a model that has no such limit."""
+
+    boundary: int | None = None
+    """Sequences that are longer are computed with other frequencies from their first token on (LongRoPE)."""
+
+    def limits(self, prompts: Sequence[tuple[int, ...]], max_tokens: int) -> list[int]:
+        """How many tokens each prompt may grow by: `max_tokens`, or, as in vLLM, as many as there are positions left.
+
+        None grows over the boundary: its first tokens would have been drawn with one set of frequencies, and a trainer
+        would compute them with the other. A prompt that ends right at it cannot be continued so.
+        """
+        for index, prompt in enumerate(prompts):
+            if len(prompt) == self.boundary:
+                raise ValueError(
+                    f"prompt {index} has {len(prompt)} tokens, after which LongRoPE computes the whole sequence with "
+                    "other frequencies: add or leave out a token"
+                )
+        return [min(max_tokens, last - len(prompt)) for prompt in prompts for last in [self._last(len(prompt))]]
+
+    def is_long(self, prompt: tuple[int, ...]) -> bool:
+        """Whether a prompt is beyond the boundary: such ones cannot run beside others."""
+        return self.boundary is not None and len(prompt) > self.boundary
+
+    def _last(self, length: int) -> int:
+        ends = [end for end in (self.boundary, self.count) if end is not None and length < end]
+        return min(ends, default=1 << 62)
+
+
+NO_LIMIT = Positions()
+
+
+def plan_waves(
+    prompts: Sequence[tuple[int, ...]],
+    *,
+    n: int,
+    limits: Sequence[int],
+    capacity: int,
+    size: Callable[[int], int] = lambda length: length,
+    max_rows: int = MAX_ROWS,
+    max_prompts: int = MAX_ROWS,
+) -> list[Wave]:
+    """Cut `n` sequences of each prompt into waves of at most `max_rows`, in prompt order, then sample order.
+
+    A wave takes `size(prompt_length)` of the `capacity` for each distinct prompt, of which it has at most
+    `max_prompts`, and `size(prompt_length + max_tokens)` for each sequence: tokens, unless `size` says otherwise. Every
+    prompt must fit alone: `size(len(prompt) + its limit) <= capacity`.
+    """
+    waves: list[Wave] = []
+    rows: list[tuple[int, int]] = []
+    distinct: set[tuple[int, ...]] = set()
+    length = growth = 0
+    for row in ((p, s) for p in range(len(prompts)) for s in range(n)):
+        prompt, limit = prompts[row[0]], limits[row[0]]
+        num_prompts = len(distinct) + (prompt not in distinct)
+        longest, most = max(length, len(prompt)), max(growth, limit)
+        needed = num_prompts * size(longest) + (len(rows) + 1) * size(longest + most)
+        if rows and (needed > capacity or len(rows) == max_rows or num_prompts > max_prompts):
+            waves.append(_wave(prompts, rows, limits))
+            rows, distinct, longest, most = [], set(), len(prompt), limit
+        distinct.add(prompt)
+        rows.append(row)
+        length, growth = longest, most
+    if rows:
+        waves.append(_wave(prompts, rows, limits))
+    return [replace(wave, in_place=not _has_room(wave, capacity, size)) for wave in waves]
+
+
+def plan_groups(
+    prompts: Sequence[tuple[int, ...]],
+    *,
+    key: Callable[[tuple[int, ...]], Hashable],
+    limits: Sequence[int],
+    plan: Callable[[list[tuple[int, ...]], list[int]], list[Wave]],
+) -> list[Wave]:
+    """The waves that `plan` makes of the prompts (and limits) of each `key` alone, with the indices of `prompts`."""
+    groups: dict[Hashable, list[int]] = {}
+    for index, prompt in enumerate(prompts):
+        groups.setdefault(key(prompt), []).append(index)
+    waves = []
+    for group in groups.values():
+        planned = plan([prompts[index] for index in group], [limits[index] for index in group])
+        waves += [replace(wave, rows=tuple((group[i], sample) for i, sample in wave.rows)) for wave in planned]
+    return waves
+
+
+def _wave(prompts: Sequence[tuple[int, ...]], rows: Sequence[tuple[int, int]], limits: Sequence[int]) -> Wave:
+    slots: dict[tuple[int, ...], int] = {}
+    for index, _ in rows:
+        slots.setdefault(prompts[index], len(slots))
+    return Wave(
+        prompts=tuple(slots),
+        rows=tuple(rows),
+        slots=tuple(slots[prompts[index]] for index, _ in rows),
+        limits=tuple(limits[index] for index, _ in rows),
+    )
+
+
+def _has_room(wave: Wave, capacity: int, size: Callable[[int], int]) -> bool:
+    prompts_size = len(wave.prompts) * size(wave.prompt_length)
+    return prompts_size + len(wave.rows) * size(wave.prompt_length + wave.max_tokens) <= capacity
