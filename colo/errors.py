@@ -8,7 +8,7 @@
     +-- EngineLost      the engine stopped answering
     +-- Unsupported     a combination that cannot work, named before anything has changed
 
-Wrong arguments are `ValueError`, wrong types `TypeError`.
+Wrong arguments are `ValueError`, wrong types `TypeError`, log-probabilities that are not numbers `FloatingPointError`.
 """
 
 from __future__ import annotations

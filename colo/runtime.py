@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 from colo.config import Offload, RuntimeConfig
 from colo.engines.base import Completion, Engine, EngineState, SleepLevel
 from colo.engines.text import encode_prompts, with_text
-from colo.errors import BudgetError, EngineLost, PhaseError, StaleWeights
+from colo.errors import BudgetError, EngineLost, PhaseError, StaleWeights, TransferError
 from colo.memory.backward import BackwardWatch
 from colo.memory.dtensor import part_bytes
 from colo.memory.fence import wait_for_queued
@@ -49,6 +49,7 @@ from colo.phases.phase import (
 )
 from colo.phases.scheduler import Budget, Scheduler
 from colo.report.trace import Trace
+from colo.weights.finite import first_not_finite, not_numbers
 from colo.weights.mismatch import logprob_difference
 from colo.weights.publish import Publication, Publisher
 from colo.weights.sources.peft import adapter_weights, is_disabled, is_peft_model
@@ -232,6 +233,9 @@ class Runtime:
         self._generating = True
         try:
             completions = self.engine.generate(token_ids, params, adapter=adapter)
+        except (FloatingPointError, TransferError) as error:
+            self._name_not_finite(error)
+            raise
         finally:
             self._generating = False
         self.scheduler.sample()
@@ -240,6 +244,18 @@ class Runtime:
         if temperature is not None and adapter == self._publisher.adapter_name:
             self._to_compare = (temperature, completions[: self.config.mismatch_sequences])
         return [with_text(completion, self.tokenizer) for completion in completions]
+
+    def _name_not_finite(self, error: Exception) -> None:
+        """Raise `FloatingPointError` if a weight of the trainer's is why what was sampled is not made of numbers.
+
+        A vLLM server answers with an error then that does not say so.
+        """
+        weights = list(self.transport.source)
+        if is_peft_model(self.model):
+            weights += adapter_weights(cast("PeftModel", self.model)).named_tensors()
+        culprit = first_not_finite(weights)
+        if culprit is not None:
+            raise FloatingPointError(not_numbers(culprit)) from error
 
     @torch.inference_mode(False)
     def recover(self) -> None:

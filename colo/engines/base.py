@@ -184,6 +184,14 @@ class AdapterWeights:
 
     metadata: Mapping[str, str] = field(default_factory=dict)
 
+    def named_tensors(self) -> list[tuple[str, torch.Tensor]]:
+        """Every A, then every B, by names as PEFT has them."""
+        return [
+            (f"{module}.{part}", tensor)
+            for part, tensors in (("lora_A", self.a), ("lora_B", self.b))
+            for module, tensor in tensors.items()
+        ]
+
 
 @runtime_checkable
 class Engine(Protocol):
@@ -236,7 +244,9 @@ class Engine(Protocol):
         """Sample `params.n` completions for each prompt of token ids, in prompt order, then sample order.
 
         Raises: `PhaseError` unless awake, `StaleWeights` while poisoned, `BudgetError` for a sequence longer than
-        the KV cache, `ValueError` for an empty prompt, a token id outside the vocabulary, or an unknown adapter.
+        the KV cache, `ValueError` for an empty prompt, one that leaves no position to sample for, a token id outside
+        the vocabulary, or an unknown adapter; `FloatingPointError` when the log-probabilities are not numbers. Where
+        the model's positions end a completion does, with `length`.
         """
 
     def pause(self) -> None:

@@ -245,6 +245,10 @@ class Adapters:
         """Names of the adapters, sorted."""
         return sorted(self._by_name)
 
+    def tensors(self, name: str | None) -> list[tuple[str, torch.Tensor]]:
+        """A and B of an adapter, by names as PEFT has them; none of `None`."""
+        return [] if name is None else self._by_name[name].named_tensors()
+
     def add(self, name: str, adapter: AdapterWeights) -> None:
         """Keep `adapter`: its very tensors when it is shared, copies on the model's device otherwise.
 

@@ -163,6 +163,11 @@ class Transcript:
         self._rows = self._rows[index]
         return index
 
+    def has_nan(self) -> bool:
+        """Whether a log-probability of what was drawn is not a finite number. Waits for the device."""
+        counts = torch.arange(self._step, device=self._lengths.device) < self._lengths[:, None]
+        return bool((self._logprobs[:, : self._step].isfinite().logical_not() & counts).any())
+
     def results(self) -> list[tuple[tuple[int, ...], tuple[float, ...]]]:
         """Tokens and their log-probabilities of every row, in the order of the first batch."""
         tokens, logprobs = self._tokens[:, : self._step].tolist(), self._logprobs[:, : self._step].tolist()

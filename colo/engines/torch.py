@@ -29,6 +29,7 @@ from colo.memory.region import Region, allocate_region, close_all
 from colo.memory.segment import Move, Segment
 from colo.memory.uninterrupted import uninterrupted
 from colo.phases.phase import ENGINE_KV_CACHE, ENGINE_WEIGHTS, Residency
+from colo.weights.finite import first_not_finite, not_numbers
 from colo.weights.load_plan import LoadPlan
 
 if TYPE_CHECKING:
@@ -341,6 +342,9 @@ class TorchEngine:
             keep=rows.keep,
             limits=wave.limits,
         )
+        if transcript.has_nan():
+            self._caches.forget()
+            raise FloatingPointError(self._why_nan(adapter))
         return [
             Completion(
                 prompt_index=prompt_index,
@@ -356,6 +360,10 @@ class TorchEngine:
                 wave.rows, wave.slots, transcript.results(), strict=True
             )
         ]
+
+    def _why_nan(self, adapter: str | None) -> str:
+        """What to say of log-probabilities that are not numbers: the first tensor that is to blame."""
+        return not_numbers(first_not_finite([*self.weights.hf_views().items(), *self._adapters.tensors(adapter)]))
 
     def _stop_token_ids(self, params: SamplingParams) -> set[int]:
         token_ids = set(params.stop_token_ids)

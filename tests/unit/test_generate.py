@@ -192,3 +192,50 @@ def test_a_model_that_keeps_nothing_of_a_sequence_is_refused_by_launch():
     config = OpenAIGPTConfig(n_embd=32, n_layer=1, n_head=2, vocab_size=64, n_positions=64)
     with pytest.raises(colo.Unsupported, match=r"cannot run openai-gpt \(OpenAIGPTLMHeadModel\): it takes no cache"):
         launch(config)
+
+
+# ---- numbers --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_logits_that_are_not_numbers_are_an_error_that_names_the_first_bad_weight(value, temperature):
+    with launch(qwen3()) as rt:
+        expected = rt.generate([[1, 2, 3]], max_tokens=3, temperature=0)
+        kept = rt.model.lm_head.weight[3].detach().clone()
+        with torch.no_grad():
+            rt.model.lm_head.weight[3].fill_(value)
+        with pytest.raises(
+            FloatingPointError, match=r"lm_head\.weight \(64, 32\) has 32 values that are NaN or infinite"
+        ):
+            rt.generate([[1, 2, 3]], max_tokens=3, temperature=temperature)
+        with torch.no_grad():
+            rt.model.lm_head.weight[3].copy_(kept)
+        found = rt.generate([[1, 2, 3]], max_tokens=3, temperature=0)
+        assert [c.logprobs for c in found] == [c.logprobs for c in expected]
+
+
+def test_a_bad_matrix_of_an_adapter_is_named():
+    with launch(qwen3(), lora=copy.deepcopy(LORA)) as rt:
+        with torch.no_grad():
+            rt.model.get_submodule("base_model.model.model.layers.1.mlp.down_proj.lora_B.default").weight[0, 0] = (
+                math.nan
+            )
+        with pytest.raises(
+            FloatingPointError, match=r"model\.layers\.1\.mlp\.down_proj\.lora_B \(32, 4\) has 1 values"
+        ):
+            rt.generate([[1, 2, 3]], max_tokens=3)
+
+
+def test_an_activation_that_overflows_is_an_error_too():
+    with launch(qwen3()) as rt:
+        with torch.no_grad():
+            rt.model.lm_head.weight.fill_(3e38)
+        with pytest.raises(FloatingPointError, match="every weight is finite, so that an activation has overflowed"):
+            rt.generate([[1, 2, 3]], max_tokens=3)
+
+
+def test_filters_that_leave_a_single_token_are_no_error():
+    with launch(qwen3()) as rt:
+        (completion,) = rt.generate([[1]], max_tokens=4, top_k=1, min_p=0.5, top_p=0.1, temperature=1e-6)
+        assert completion.logprobs == (0.0,) * 4

@@ -11,6 +11,7 @@ both map (`colo.weights.transports.ipc`), and the workers' answers by memory too
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -27,7 +28,7 @@ from colo.engines.sampling import row_seed
 from colo.engines.vllm.calls import lives, pid_namespace
 from colo.engines.vllm.options import device_of
 from colo.engines.vllm.requests import PauseMode
-from colo.engines.vllm.sampling import check_logprobs, sampling_temperature
+from colo.engines.vllm.sampling import check_logprobs, check_numbers, sampling_temperature
 from colo.engines.vllm.segment import WorkerSegment, residual_bytes
 from colo.engines.vllm.server import Body, Refused, Server, Silent
 from colo.engines.vllm.workers import FIRST_STEPS, Workers
@@ -527,12 +528,14 @@ def _completion(
     *,
     has_text: bool,
 ) -> Completion:
+    logprobs = tuple(math.nan if value is None else value for value in choice["logprobs"]["token_logprobs"])
+    check_numbers(logprobs)
     return Completion(
         prompt_index=prompt_index,
         sample_index=sample_index,
         prompt_token_ids=prompt,
         token_ids=tuple(choice["token_ids"]),
-        logprobs=tuple(choice["logprobs"]["token_logprobs"]),
+        logprobs=logprobs,
         finish_reason=choice["finish_reason"] or "abort",
         weights_version=version,
         text=choice["text"] if has_text else None,

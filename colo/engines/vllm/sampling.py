@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from colo.engines.base import Completion, SamplingParams
 from colo.engines.sampling import row_seed
 from colo.errors import StaleWeights, Unsupported
+from colo.weights.finite import not_numbers
 
 
 def sampling_params(params: Any, sampling: Mapping[str, Any]) -> Any:
@@ -91,11 +93,18 @@ def check_logprobs(params: Any, mode: str, advice: str) -> None:
         )
 
 
+def check_numbers(logprobs: Sequence[float]) -> None:
+    """Raise `FloatingPointError` unless every log-probability of what was sampled is a finite number."""
+    if not math.isfinite(sum(logprobs)):
+        raise FloatingPointError(not_numbers(None))
+
+
 def completions(outputs: Sequence[Any], version: int, adapter: str | None, *, has_text: bool) -> list[Completion]:
     """Every sample of vLLM's `RequestOutput`s, in prompt order, then sample order.
 
     Without `has_text` vLLM has decoded nothing, and its texts, all empty, are none.
-    Raises: `StaleWeights` where vLLM itself (from 0.33) names another version for some of the tokens.
+    Raises: `StaleWeights` where vLLM itself (from 0.33) names another version for some of the tokens;
+    `FloatingPointError` for log-probabilities that are not numbers.
     """
     return [
         _completion(prompt_index, output, sample, version, adapter, has_text=has_text)
@@ -119,6 +128,7 @@ def _completion(
         logprobs = tuple(rows.logprobs)
     else:
         logprobs = tuple(row[token].logprob for token, row in zip(token_ids, rows, strict=True))
+    check_numbers(logprobs)
     return Completion(
         prompt_index=prompt_index,
         sample_index=sample.index,

@@ -232,6 +232,16 @@ def test_rows_end_at_their_own_limits_with_and_without_stop_tokens():
         assert [tokens for tokens, _ in transcript.results()] == [(5,), (6, 7, 8), (7, 8)]
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_what_is_not_a_number_is_seen_in_what_was_drawn_and_not_in_what_was_dropped(value):
+    transcript = Transcript([3, 3], {9}, CPU)
+    transcript.append(torch.tensor([9, 5]), torch.zeros(2))
+    transcript.append(torch.tensor([1, 5]), torch.tensor([value, 0.0]))
+    assert not transcript.has_nan()
+    transcript.append(torch.tensor([1, 5]), torch.tensor([0.0, value]))
+    assert transcript.has_nan()
+
+
 def test_sample_rows_stops_as_soon_as_all_rows_have_and_tells_who_stays():
     next_tokens = torch.tensor([[5, 9, 6, 7], [9, 9, 6, 7], [9, 9, 9, 9]])  # one row a step
     rows_left, kept, step = torch.arange(4), [], 0

@@ -1,12 +1,19 @@
 """What becomes of vLLM's outputs, without vLLM: plain objects with the fields of its own."""
 
+import math
 from types import SimpleNamespace
 
 import pytest
 
 from colo.engines.base import SamplingParams
 from colo.engines.vllm.requests import Requests
-from colo.engines.vllm.sampling import check_logprobs, completions, sampling_params, sampling_temperature
+from colo.engines.vllm.sampling import (
+    check_logprobs,
+    check_numbers,
+    completions,
+    sampling_params,
+    sampling_temperature,
+)
 from colo.errors import BudgetError, StaleWeights, Unsupported
 
 
@@ -83,6 +90,13 @@ def test_raw_log_probabilities_will_do_where_nothing_changes_them(params):
 def test_other_log_probabilities_are_refused_with_what_to_do(mode):
     with pytest.raises(Unsupported, match=f"logprobs_mode='{mode}' .* at temperature 0.5 .*: do this"):
         check_logprobs(SamplingParams(temperature=0.5), mode, "do this")
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_log_probabilities_that_are_not_numbers_are_refused(value):
+    check_numbers((-0.5, -9999.0))
+    with pytest.raises(FloatingPointError, match="the log-probabilities of what was sampled are not numbers"):
+        check_numbers((-0.5, value))
 
 
 @pytest.mark.parametrize("text", ["", "no special tokens"])

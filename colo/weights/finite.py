@@ -1,0 +1,37 @@
+"""Which tensor is to blame for log-probabilities that are not numbers. Looked for only when there are some."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from colo.memory.dtensor import part_of
+
+_CHUNK_ELEMENTS = 1 << 24
+
+
+def first_not_finite(tensors: Iterable[tuple[str, torch.Tensor]]) -> str | None:
+    """The first tensor with NaN or infinite values, with how many it has; `None` where all are finite.
+
+    Of a tensor that is sharded over ranks this rank's part is looked at. Waits for the device once a tensor.
+    """
+    for name, tensor in tensors:
+        values = part_of(tensor.detach())
+        if not values.is_floating_point() or not values.numel():
+            continue
+        chunks = values.reshape(-1).split(_CHUNK_ELEMENTS)
+        count = sum(int((~chunk.float().isfinite()).sum()) for chunk in chunks)
+        if count:
+            return f"{name} {tuple(tensor.shape)} has {count} values that are NaN or infinite"
+    return None
+
+
+def not_numbers(culprit: str | None) -> str:
+    """The message for log-probabilities that are not numbers, with what `first_not_finite` has found."""
+    return "the log-probabilities of what was sampled are not numbers: " + (
+        f"{culprit}. Load weights that are finite, and look for the step that made them so (a norm of the gradients "
+        "that is not finite, a learning rate too high)"
+        if culprit
+        else "every weight is finite, so that an activation has overflowed. Use another dtype (bfloat16, float32)"
+    )
