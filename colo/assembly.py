@@ -26,6 +26,7 @@ from colo.optim import MakeOptimizer, MasterWeights
 from colo.phases.phase import ENGINE_KV_CACHE
 from colo.runtime import Runtime, check_free
 from colo.starting import Checkpoint, Order, dtype_of, revision_of, start_torch, start_vllm
+from colo.weights.sources.heads import causal_lm, refuse_heads
 from colo.weights.sources.module import ModuleSource
 from colo.weights.sources.peft import adapter_weights, check_lora_config, is_peft_model
 from colo.weights.transports.choice import choose_transport
@@ -80,6 +81,8 @@ def launch(
         tokenizer=tokenizer,
         config=config,
     )
+    if isinstance(model, PreTrainedModel):
+        refuse_heads(model)
     config, options, target = config or RuntimeConfig(), dict(engine_options or {}), chosen_device(device)
     weights_dtype = chosen_dtype(dtype, target, lambda: dtype_of(model, revision_of(options)))
     if isinstance(model, PretrainedConfig):
@@ -129,6 +132,10 @@ def share(
     `logprobs_mode="processed_logprobs"` it samples at temperature 1 without filters, or greedily: the log-probabilities
     of anything else would not be those of what was sampled from.
 
+    What trains along with the model and is not the engine's stays yours: a value head that was added to the model, in a
+    module around it (`rt.model` is the causal language model within), or beside it in the same optimizer. Its state is
+    moved with the others'.
+
     A model that is sharded over ranks (`fully_shard`) is gathered on its way to each rank's engine, some of it at a
     time: every rank shares, enters the same phases and steps in the same order, and what fails in one fails in all.
 
@@ -143,6 +150,7 @@ def share(
     fails as the first version is published: the engine may hold the model's weights then.
     """
     check_share(model, optimizer, tokenizer=tokenizer, config=config)
+    model = causal_lm(model)
     check_free(model, optimizer, engine)
     if isinstance(engine, Engine):
         was_awake = engine.state is EngineState.AWAKE
@@ -251,18 +259,32 @@ def _made_optimizer(make: MakeOptimizer, model: nn.Module) -> torch.optim.Optimi
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    """Raise `Unsupported` for an optimizer without torch's hooks, or one that trains something else."""
+    """Raise `Unsupported` for an optimizer without torch's hooks, or one that trains something else.
+
+    It may train other parameters along, such as those of a value head, which no logits depend on.
+    """
     if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
         raise Unsupported(
             f"{type(optimizer).__name__} wraps an optimizer without torch's own hooks: share first and prepare after, "
             "or pass the wrapped one (optimizer.optimizer)"
         )
-    own = {id(p) for p in model.parameters()}
-    foreign = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in own]
+    trained = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+    own = {id(p): p for p in model.parameters()}
+    others = [p for key, p in trained.items() if key not in own]
+    # One that the model had before, and that was replaced, would be trained in vain.
+    untrained = {p.shape for key, p in own.items() if p.requires_grad and key not in trained}
+    foreign = others if len(others) == len(trained) else [p for p in others if p.shape in untrained]
     if foreign:
         raise Unsupported(
             f"{len(foreign)} parameters of the optimizer are not the model's, one with shape "
             f"{tuple(foreign[0].shape)}: build the optimizer from this model's parameters"
+        )
+    device = next(model.parameters()).device
+    elsewhere = [p for p in others if p.device != device]
+    if elsewhere:
+        raise Unsupported(
+            f"the optimizer trains {len(elsewhere)} parameters on {elsewhere[0].device} along with a model on "
+            f"{device}: the runtime moves state of one device"
         )
 
 

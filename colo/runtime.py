@@ -52,6 +52,7 @@ from colo.report.trace import Trace
 from colo.weights.finite import first_not_finite, not_numbers
 from colo.weights.mismatch import logprob_difference
 from colo.weights.publish import Publication, Publisher
+from colo.weights.sources.heads import causal_lm
 from colo.weights.sources.peft import adapter_weights, is_disabled, is_peft_model
 from colo.weights.transports.shared import SharedTransport
 from colo.weights.watch import WriteWatch
@@ -159,7 +160,7 @@ class Runtime:
     @classmethod
     def of(cls, part: object) -> Runtime:
         """The open runtime of a model, an optimizer or an engine. Raises: `ValueError` when it has none."""
-        runtime = _runtimes.get(id(part))
+        runtime = _runtimes.get(id(causal_lm(part) if isinstance(part, nn.Module) else part))
         if runtime is None:
             raise ValueError(f"this {type(part).__name__} has no open runtime")
         return runtime

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Hashable
 from typing import TYPE_CHECKING, cast
 
 import torch
 
 from colo.weights.sources.module import ModuleSource, all_modules
-from colo.weights.sources.peft import active_adapter, is_peft_model
+from colo.weights.sources.peft import adapter_settings, is_peft_model
 
 if TYPE_CHECKING:
     from peft import PeftModel
 
 
 class WriteWatch:
-    """Remembers a model's weights, how often torch has written to each in place, and which adapter is active.
+    """Remembers a model's weights, how often torch has written to each in place, and an adapter's settings.
 
     Writes through `.data` leave no trace that it could see. Ownership: keeps the tensors, so that none that is made
     anew can be taken for one that has gone.
@@ -37,9 +38,9 @@ class WriteWatch:
         is_same = len(tensors) == len(self._seen[0]) and all(map(operator.is_, tensors, self._seen[0]))
         return not is_same or (counts, adapter) != self._seen[1:]
 
-    def _state(self) -> tuple[list[torch.Tensor], list[int], str | None]:
+    def _state(self) -> tuple[list[torch.Tensor], list[int], Hashable]:
         model = self._source.model
-        adapter = active_adapter(cast("PeftModel", model)) if is_peft_model(model) else None
+        adapter = adapter_settings(cast("PeftModel", model)) if is_peft_model(model) else None
         self._source.reshard()
         tensors: list[torch.Tensor] = []
         for module in all_modules(model):

@@ -376,6 +376,19 @@ def test_within_disable_adapter_the_base_is_sampled(lora_rt, prompts, mismatch):
     assert {c.adapter for c in completions} == {None}
 
 
+def test_a_layer_whose_adapter_is_switched_off_is_left_out(lora_rt, prompts, mismatch):
+    layers = [module for module in lora_rt.model.modules() if "lora_A" in module._modules]
+    with lora_rt.rollout():
+        for layer in (layers[0], layers[-1]):
+            layer.enable_adapters(False)
+            assert mismatch(lora_rt.model, lora_rt.generate(prompts, **GREEDY)) < CLOSE
+        for layer in (layers[0], layers[-1]):
+            layer.enable_adapters(True)
+        assert mismatch(lora_rt.model, lora_rt.generate(prompts, **GREEDY)) < CLOSE
+        layers[1].set_scale("default", 0.5)
+        assert mismatch(lora_rt.model, lora_rt.generate(prompts, **GREEDY)) < CLOSE
+
+
 def test_publishing_leaves_the_trainers_adapter_alone(lora_rt, prompts):
     train_step(lora_rt)
     before = adapter_tensors(lora_rt)

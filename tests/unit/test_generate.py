@@ -239,3 +239,96 @@ def test_filters_that_leave_a_single_token_are_no_error():
     with launch(qwen3()) as rt:
         (completion,) = rt.generate([[1]], max_tokens=4, top_k=1, min_p=0.5, top_p=0.1, temperature=1e-6)
         assert completion.logprobs == (0.0,) * 4
+
+
+# ---- adapters -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def adapted() -> Iterator[colo.Runtime]:
+    with launch(qwen3(), lora=copy.deepcopy(LORA)) as rt:
+        yield rt
+
+
+def layers_of(rt: colo.Runtime) -> list[Any]:
+    return [module for module in rt.model.modules() if "lora_A" in module._modules]
+
+
+def test_a_layer_whose_adapter_is_switched_off_is_left_out_and_the_others_are_not(adapted):
+    base = adapted.generate([[1, 2]], max_tokens=4)
+    layers_of(adapted)[0].enable_adapters(False)
+    assert_sampled_from(adapted.model, adapted.generate([[1, 2]], max_tokens=4))
+    with adapted.rollout():
+        layers_of(adapted)[2].enable_adapters(False)
+        assert_sampled_from(adapted.model, adapted.generate([[1, 2]], max_tokens=4))
+        for layer in layers_of(adapted):
+            layer.enable_adapters(True)
+        completions = adapted.generate([[1, 2]], max_tokens=4)
+        assert_sampled_from(adapted.model, completions)
+    assert completions[0].weights_version > base[0].weights_version
+
+
+def test_switching_the_whole_adapter_off_samples_from_the_base_and_is_no_new_version(adapted):
+    version = adapted.weights_version
+    with adapted.model.disable_adapter():
+        completions = adapted.generate([[1, 2]], max_tokens=4)
+        assert_sampled_from(adapted.model, completions)
+    assert [c.adapter for c in completions] == [None]
+    assert_sampled_from(adapted.model, adapted.generate([[1, 2]], max_tokens=4))
+    assert adapted.weights_version == version
+
+
+def test_a_scaling_that_is_changed_within_a_rollout_is_seen_by_the_next_generate(adapted):
+    from peft.helpers import rescale_adapter_scale
+
+    with adapted.rollout():
+        (before,) = adapted.generate([[1, 2]], max_tokens=4)
+        with rescale_adapter_scale(adapted.model, multiplier=3.0):
+            completions = adapted.generate([[1, 2]], max_tokens=4)
+            assert_sampled_from(adapted.model, completions)
+        assert completions[0].weights_version > before.weights_version
+        layers_of(adapted)[1].set_scale("default", 0.25)
+        assert_sampled_from(adapted.model, adapted.generate([[1, 2]], max_tokens=4))
+
+
+def test_an_adapter_that_transformers_has_added_is_sampled_with_and_trained():
+    model = AutoModelForCausalLM.from_config(qwen3())
+    model.add_adapter(copy.deepcopy(LORA), "mine")
+    engine = TorchEngine(qwen3(), device="cpu", dtype=torch.float32, kv_cache_bytes=MIB)
+    params = [p for p in model.parameters() if p.requires_grad]
+    rt = colo.share(engine, model, torch.optim.AdamW(params, lr=1e-1))
+    for _ in range(2):
+        completions = rt.generate([[1, 2]], max_tokens=4)
+        assert completions[0].adapter is not None
+        assert_sampled_from(model, completions)
+        with rt.train():
+            model(input_ids=torch.tensor([[1, 2, 3]])).logits.logsumexp(-1).sum().backward()
+            rt.optimizer.step()
+            rt.optimizer.zero_grad()
+    model.disable_adapters()
+    assert_sampled_from(model, rt.generate([[1, 2]], max_tokens=4))
+    rt.close()
+
+
+def test_an_interrupt_wherever_an_adapter_is_added_or_applied_leaves_it_to_count_once(adapted, monkeypatch):
+    expected = adapted.generate([[1, 2]], max_tokens=3, temperature=0)[0].logprobs
+    adapters, adapter = adapted.engine._adapters, adapted.engine._adapters._by_name[adapted.engine._adapters.names[0]]
+    register = nn.Module.register_forward_hook
+
+    def interrupted(module, hook, **options):
+        register(module, hook, **options)
+        raise KeyboardInterrupt
+
+    fresh = Adapters(adapted.engine.module)
+    monkeypatch.setattr(nn.Module, "register_forward_hook", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        fresh.add("twice", adapter)
+    monkeypatch.undo()
+    fresh.add("twice", adapter)
+    with torch.no_grad(), fresh.applied("twice"):
+        logits = adapted.engine.module(input_ids=torch.tensor([[1, 2]])).logits
+    with torch.no_grad(), adapters.applied(adapters.names[0]):
+        assert torch.equal(adapted.engine.module(input_ids=torch.tensor([[1, 2]])).logits, logits)
+    with pytest.raises(KeyboardInterrupt), adapters.applied(adapters.names[0]):
+        raise KeyboardInterrupt
+    assert adapted.generate([[1, 2]], max_tokens=3, temperature=0)[0].logprobs == expected

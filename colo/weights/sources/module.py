@@ -18,6 +18,7 @@ from colo.errors import StaleWeights, TransferError
 from colo.memory.checksum import checksums_of
 from colo.memory.dtensor import is_dtensor, part_of
 from colo.weights.sources.gathered import Gathered, fewest
+from colo.weights.sources.heads import added_heads
 
 T = TypeVar("T")
 
@@ -47,6 +48,9 @@ class ModuleSource:
         self.foreign: set[str] = set()
         """Names of buffers that are no weights of the engine's; see `given_to`."""
 
+        self.heads = added_heads(model)
+        """Names of modules that train along and are not the engine's; see `colo.weights.sources.heads`."""
+
         self._names: frozenset[str] | None = None
         self._fsdp = _fsdp_modules(model)
         self.reshard()
@@ -56,7 +60,9 @@ class ModuleSource:
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         self.reshard()
         for name, tensor in (*self.model.named_parameters(), *saved_buffers(self.model)):
-            if not any(part in name for part in _ADAPTER_PARTS) and (plain := plain_name(name)) not in self.foreign:
+            if any(part in name for part in _ADAPTER_PARTS) or (plain := plain_name(name)) in self.foreign:
+                continue
+            if not self.heads or plain.partition(".")[0] not in self.heads:
                 yield plain, tensor
 
     def reshard(self) -> None:

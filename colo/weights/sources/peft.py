@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ from torch import nn
 from colo.engines.base import AdapterWeights
 from colo.errors import StaleWeights, Unsupported
 from colo.memory.dtensor import is_dtensor
+from colo.weights.sources.heads import is_peft_model as is_peft_model
 from colo.weights.sources.module import plain_name
 
 if TYPE_CHECKING:
@@ -78,19 +80,18 @@ def check_lora_config(config: LoraConfig) -> None:
         raise Unsupported(f"LoraConfig(bias={config.bias!r}) is not supported: it would change the shared base weights")
 
 
-def is_peft_model(model: nn.Module) -> bool:
-    """Whether PEFT has wrapped this model, without importing PEFT."""
-    return hasattr(model, "peft_config") and hasattr(model, "base_model")
-
-
 def is_disabled(model: nn.Module) -> bool:
-    """Whether adapters are switched off, as within PEFT's `disable_adapter()`."""
-    return any(getattr(module, "disable_adapters", False) is True for module in model.modules())
+    """Whether adapters are switched off in every layer, as within PEFT's `disable_adapter()`."""
+    layers = _lora_layers(model)
+    return bool(layers) and all(layer.disable_adapters for _, layer in layers)
 
 
 def active_adapter(model: PeftModel) -> str:
     """The one active adapter. Raises: `Unsupported` when there are several, or another kind than LoRA."""
-    names = list(getattr(model, "active_adapters", None) or [model.active_adapter])
+    active: Any = getattr(model, "active_adapters", None)
+    if callable(active):  # transformers' own, a method
+        active = active()
+    names = list(active or [model.active_adapter])
     if len(names) != 1:
         raise Unsupported(f"{len(names)} adapters are active ({', '.join(names)}): activate one with set_adapter")
     kind = str(getattr(model.peft_config[names[0]].peft_type, "value", model.peft_config[names[0]].peft_type))
@@ -99,10 +100,23 @@ def active_adapter(model: PeftModel) -> str:
     return str(names[0])
 
 
+def adapter_settings(model: PeftModel) -> Hashable:
+    """What changes when another adapter is activated, a scaling is set, or a layer's adapter is switched on or off.
+
+    Switching off all layers at once changes nothing: the adapter is not applied then, and stays what it is.
+    """
+    adapter = active_adapter(model)
+    layers = [layer for _, layer in _lora_layers(model) if _has_adapter(layer, adapter)]
+    off = [_is_off(layer, adapter) for layer in layers]
+    partly = any(off) and not all(off)
+    return adapter, tuple(layer.scaling[adapter] for layer in layers), tuple(off) if partly else ()
+
+
 def adapter_weights(model: PeftModel) -> AdapterWeights:
     """The active adapter's live tensors by engine module name, with PEFT's own scaling of each module.
 
-    The tensors are the trainer's parameters, neither copied nor changed.
+    The tensors are the trainer's parameters, neither copied nor changed. Layers whose adapter is switched off, by
+    themselves and not within `disable_adapter()`, are left out.
     Raises: `StaleWeights` when the adapter is merged into the base, which the engine shares: it would count twice; or
     when the model has none any more; `Unsupported` for layers that are not plain LoRA on a linear module, or sharded.
     """
@@ -111,9 +125,9 @@ def adapter_weights(model: PeftModel) -> AdapterWeights:
     a: dict[str, torch.Tensor] = {}
     b: dict[str, torch.Tensor] = {}
     scalings: dict[str, float] = {}
-    module: Any
-    for name, module in model.named_modules():
-        if not _has_adapter(module, adapter):
+    takes_all = is_disabled(model)
+    for name, module in _lora_layers(model):
+        if not _has_adapter(module, adapter) or (not takes_all and _is_off(module, adapter)):
             continue
         plain = plain_name(name)
         if module.merged:
@@ -138,7 +152,21 @@ def adapter_weights(model: PeftModel) -> AdapterWeights:
     return AdapterWeights(a=a, b=b, scalings=scalings, shared=True)
 
 
-def _has_adapter(module: Any, adapter: str) -> bool:
+def _lora_layers(model: nn.Module) -> list[tuple[str, Any]]:
     # Looked up where modules keep their children: asking thousands for an attribute that few have takes milliseconds.
-    matrices = module._modules.get("lora_A")
-    return matrices is not None and (adapter in matrices or adapter in module.lora_embedding_A)
+    return [(name, module) for name, module in model.named_modules() if "lora_A" in module._modules]
+
+
+def _has_adapter(layer: Any, adapter: str) -> bool:
+    return adapter in layer._modules["lora_A"] or adapter in layer.lora_embedding_A
+
+
+def _is_off(layer: Any, adapter: str) -> bool:
+    """Whether a layer computes without `adapter`. Raises: `Unsupported` where it computes with another one."""
+    others = [name for name in layer.active_adapters if name != adapter and _has_adapter(layer, name)]
+    if others and not layer.disable_adapters:
+        raise Unsupported(
+            f"a layer of the model computes with adapter {others[0]}, where {adapter} is the model's: activate one for "
+            "all layers with set_adapter"
+        )
+    return layer.disable_adapters or adapter not in layer.active_adapters
