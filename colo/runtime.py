@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 from colo.config import Offload, RuntimeConfig
 from colo.engines.base import Completion, Engine, EngineState, SleepLevel
 from colo.engines.text import encode_prompts, with_text
-from colo.errors import BudgetError, EngineLost, PhaseError, StaleWeights, TransferError
+from colo.errors import BudgetError, EngineLost, PhaseError, StaleWeights
 from colo.memory.backward import BackwardWatch
 from colo.memory.dtensor import part_bytes
 from colo.memory.fence import wait_for_queued
@@ -234,7 +234,7 @@ class Runtime:
         self._generating = True
         try:
             completions = self.engine.generate(token_ids, params, adapter=adapter)
-        except (FloatingPointError, TransferError) as error:
+        except FloatingPointError as error:
             self._name_not_finite(error)
             raise
         finally:
@@ -247,10 +247,7 @@ class Runtime:
         return [with_text(completion, self.tokenizer) for completion in completions]
 
     def _name_not_finite(self, error: Exception) -> None:
-        """Raise `FloatingPointError` if a weight of the trainer's is why what was sampled is not made of numbers.
-
-        A vLLM server answers with an error then that does not say so.
-        """
+        """Raise `FloatingPointError` if a weight of the trainer's is why what was sampled is not made of numbers."""
         weights = list(self.transport.source)
         if is_peft_model(self.model):
             weights += adapter_weights(cast("PeftModel", self.model)).named_tensors()

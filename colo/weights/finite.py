@@ -33,5 +33,6 @@ def not_numbers(culprit: str | None) -> str:
         f"{culprit}. Load weights that are finite, and look for the step that made them so (a norm of the gradients "
         "that is not finite, a learning rate too high)"
         if culprit
-        else "every weight is finite, so that an activation has overflowed. Use another dtype (bfloat16, float32)"
+        else "every weight is finite, so that an activation has overflowed (use another dtype, bfloat16 or float32), "
+        "or vLLM's KV cache still holds what earlier weights, not finite, have left in it (start vLLM anew)"
     )

@@ -335,6 +335,21 @@ def test_logprobs_are_those_of_the_distribution_that_was_sampled_from(share):
     assert (ended.token_ids, ended.finish_reason) == ((stop,), "stop")
 
 
+def test_a_weight_that_makes_logits_that_are_not_numbers_is_named(share, mismatch):
+    rt = share()
+    weight = rt.model.model.layers[1].mlp.down_proj.weight  # behind all attention: vLLM's KV cache keeps its numbers
+    kept = weight.detach().clone()
+    with torch.no_grad():
+        weight[0].fill_(float("nan"))
+    with pytest.raises(
+        FloatingPointError, match=r"model\.layers\.1\.mlp\.down_proj\.weight .* has 96 values that are NaN"
+    ):
+        rt.generate([[1, 2, 3]], max_tokens=4)
+    with torch.no_grad():
+        weight.copy_(kept)
+    assert mismatch(rt.model, rt.generate([[1, 2, 3]], max_tokens=4, ignore_eos=True)) < CLOSE
+
+
 def test_a_failed_update_reaches_the_trainer_and_nothing_is_generated_until_the_next_good_one(share, prompts, mismatch):
     rt = share(weights=Weights.STAGED)
     ask, dropped = rt.engine.receive, []

@@ -38,6 +38,7 @@ from colo.memory.probe import device_id, free_device_bytes
 from colo.memory.segment import Segment
 from colo.phases.phase import ENGINE_KV_CACHE, ENGINE_WEIGHTS, Residency
 from colo.units import format_bytes
+from colo.weights.finite import not_numbers
 from colo.weights.load_plan import LoadPlan
 
 DEADLINE_S = 300.0
@@ -58,6 +59,9 @@ _NO_ADAPTERS = (
     "adapters cannot be given to a vLLM server: merge them and share the merged model, or let colo start vLLM "
     "(colo.launch(..., engine='vllm'))"
 )
+
+_NO_JSON = "Out of range float values are not JSON compliant"
+"""What Python's `json`, and so a server, says of log-probabilities that are not numbers."""
 
 
 def connect(
@@ -220,6 +224,8 @@ class RemoteEngine:
         except Silent as error:
             self._lose(str(error), error)
         except Refused as error:
+            if _NO_JSON in str(error):
+                raise FloatingPointError(not_numbers(None)) from error
             raise (ValueError if error.status < httpx.codes.INTERNAL_SERVER_ERROR else TransferError)(
                 f"the server does not generate: {error}"
             ) from error
