@@ -16,7 +16,8 @@ from torch.utils.weak import TensorWeakRef
 
 from colo.errors import Unsupported
 from colo.memory.dtensor import is_dtensor
-from colo.memory.state import MASTER_WEIGHT, detach_state
+from colo.memory.inventory import MASTER_WEIGHT
+from colo.memory.snapshot import detach_state
 from colo.units import MIB
 
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
@@ -246,7 +247,7 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
                 f"the state of {len(lacking)} parameters, number {lacking[0]} for one, has no {MASTER_WEIGHT}: it was "
                 "saved by an optimizer without master weights"
             )
-        self._loading = detach_state(state_dict)
+        self._loading = detach_state(state_dict, self)
         return {**state_dict, "state": {}}
 
     def _lacks_master(self, state_dict: dict[str, Any], index: int) -> bool:

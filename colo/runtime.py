@@ -31,6 +31,7 @@ from colo.memory.backward import BackwardWatch
 from colo.memory.dtensor import part_bytes
 from colo.memory.fence import wait_for_queued
 from colo.memory.gradients import parameters_of
+from colo.memory.inventory import Kept
 from colo.memory.offload import Mover
 from colo.memory.probe import PeakMeter, free_device_bytes, total_device_bytes, used_device_bytes
 from colo.memory.segment import FixedSegment, Segment
@@ -138,6 +139,7 @@ class Runtime:
                 region_bytes=config.region_bytes,
                 before_step=self._before_step,
                 after_step=self._after_step,
+                on_touch=lambda name: self.scheduler.require(name),
             )
             undo.callback(self._return_state)
             self._offloader.gradients.on_touch = self._return_gradients
@@ -382,6 +384,11 @@ class Runtime:
         return tuple(self._publisher.published)
 
     @property
+    def kept_state(self) -> Sequence[Kept]:
+        """State of the optimizer that stays on the device in every phase, by name, and why."""
+        return tuple(self._offloader.kept.items)
+
+    @property
     def device(self) -> torch.device:
         """The device that engine and trainer share."""
         return self._device
@@ -435,6 +442,7 @@ class Runtime:
     def _enter_rollout(self) -> None:
         with self.trace.span("switch to rollout", category="switch", phase=Phase.ROLLOUT):
             self._backward.watch(parameters_of(self.optimizer))
+            self._offloader.refresh()
             self._notice_writes(compare=True)
             is_current = not self.transport.source.in_any_rank(not self._publisher.is_current)
             with self.transport.source.together():
@@ -554,6 +562,7 @@ class Runtime:
                     torch.cuda.empty_cache()
                 # A rollout is what follows a step: what has to leave for it starts leaving now, beside other work. The
                 # loop may still read, clip or drop its gradients.
+                self._offloader.refresh()
                 self.scheduler.anticipate(Phase.ROLLOUT, but_for={TRAINER_GRADIENTS})
 
     def _before_step(self) -> None:
@@ -666,7 +675,7 @@ class Runtime:
         adapter_bytes = sum(part_bytes(p) for p in self.model.parameters() if id(p) not in base)
         if adapter_bytes:
             fixed.append(FixedSegment(TRAINER_ADAPTER, adapter_bytes, Residency.RESIDENT))
-        return [*self.engine.segments, *fixed, *self._offloader.segments]
+        return [*self.engine.segments, *fixed, *self._offloader.segments, self._offloader.kept]
 
     def _prepare_arena(self) -> None:
         """Pin host memory in the background for the state that will have to leave, so that no step waits for it."""

@@ -18,24 +18,14 @@ from colo.errors import PhaseError
 Call = tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]]
 """A function of torch, its positional arguments and those by name, some of them standing in for others."""
 
-_FACTS = frozenset(
-    {
-        *("shape", "dtype", "device", "layout", "ndim", "itemsize", "nbytes", "names", "_version", "_base"),
-        *("is_cuda", "is_cpu", "is_meta", "is_sparse", "is_sparse_csr", "is_quantized", "is_nested", "is_mkldnn"),
-        *("is_mps", "is_xpu", "is_leaf", "requires_grad", "grad", "grad_fn", "_grad", "_grad_fn", "retains_grad"),
-        *("size", "dim", "numel", "nelement", "ndimension", "element_size", "stride", "storage_offset", "__len__"),
-        *(
-            "is_contiguous",
-            "is_floating_point",
-            "is_complex",
-            "is_signed",
-            "is_inference",
-            "get_device",
-            "is_same_size",
-        ),
-        *("type", "__hash__", "is_conj", "is_neg", "is_pinned", "output_nr", "_backward_hooks"),
-    }
+_TELLS = (
+    "shape dtype device layout ndim itemsize nbytes names _version _base is_cuda is_cpu is_meta is_sparse "
+    "is_sparse_csr is_quantized is_nested is_mkldnn is_mps is_xpu is_leaf requires_grad grad grad_fn _grad _grad_fn "
+    "retains_grad output_nr _backward_hooks size dim numel nelement ndimension element_size stride storage_offset "
+    "__len__ __hash__ is_contiguous is_floating_point is_complex is_signed is_inference is_conj is_neg is_pinned "
+    "is_same_size get_device"
 )
+_FACTS = frozenset(_TELLS.split())
 """What can be asked of a tensor without its bytes."""
 
 
@@ -81,9 +71,11 @@ class AwayTensor(torch.Tensor):
     ) -> Any:
         """Answer what needs no bytes, and leave everything else to the keeper."""
         asked = func.__self__.__name__ if _is_descriptor(func) else getattr(func, "__name__", "")
-        if asked in _FACTS:
+        if asked in _FACTS or (asked == "type" and len(args) == 1 and not kwargs):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
+        if asked in ("__repr__", "__format__"):  # of debuggers and logs, which must neither move bytes nor fail
+            return f"<tensor in host memory: {args[0].dtype} {tuple(args[0].shape)}>"
         return _first_of((args, kwargs)).keeper.touched((func, args, kwargs or {}))
 
     @classmethod
@@ -92,6 +84,21 @@ class AwayTensor(torch.Tensor):
     ) -> Any:
         """Leave to the keeper what has come from within C++, a backward pass for one."""
         return _first_of((args, kwargs)).keeper.reached((func, args, kwargs or {}))
+
+
+def exchange(one: torch.Tensor, other: torch.Tensor) -> None:
+    """Let each of two tensor objects be what the other has been. Attributes that were set on them stay where they are.
+
+    Whatever refers to one of the objects, weakly too, finds the other tensor in it. Unlike `torch.utils.swap_tensors`
+    this does not ask who else owns them: what owns a tensor beside its Python object goes on with what it has.
+    """
+    swap_content(one, other)
+    one.__class__, other.__class__ = type(other), type(one)
+
+
+def swap_content(one: torch.Tensor, other: torch.Tensor) -> None:
+    """As `exchange`, between tensors that are of one class as far as torch's C++ is concerned."""
+    torch._C._swap_tensor_impl(one, other)
 
 
 def _is_descriptor(func: Any) -> bool:

@@ -219,6 +219,11 @@ class RegionSegment:
 
     def remove(self, regions: Sequence[Region]) -> None:
         """Close some of the regions and return their extents; without any left the segment is discarded."""
+        self.take_out(regions)
+        close_all([region.close for region in regions])
+
+    def take_out(self, regions: Sequence[Region]) -> None:
+        """Let some of the regions leave the segment as they are, and return their extents."""
         self.settle()
         for region in regions:
             self._regions.remove(region)
@@ -227,7 +232,6 @@ class RegionSegment:
                 self._mover.arena.release(extent)
         if not self._regions:
             self._residency = Residency.DISCARDED
-        close_all([region.close for region in regions])
 
     def give_away(self, region: Region) -> torch.Tensor:
         """Close a region of an offloaded segment and hand its bytes over as host memory (uint8), without a copy.
@@ -244,6 +248,9 @@ class RegionSegment:
         """Release the regions and the extents. Idempotent."""
         self.remove(list(self._regions))
 
+    def _arrived(self) -> None:
+        """The bytes are on the device again. May be called more than once."""
+
     def _depart(self) -> Move:
         self.settle()
         self._take_extents()
@@ -256,6 +263,7 @@ class RegionSegment:
             kept_bytes = self._move.cancel()
             if kept_bytes == self.size_bytes:
                 self._residency, self._move = Residency.RESIDENT, None
+                self._arrived()
                 return Done()
         source = self._residency
         try:
@@ -361,7 +369,9 @@ class _Arrival:
             return
         for transfer in self._transfers:
             transfer.wait()
-        self._segment._move = None
+        with uninterrupted():
+            self._segment._arrived()
+            self._segment._move = None
         self._record(self._transfers)
 
     def poll(self) -> bool:

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
 import torch
 from torch.utils.dlpack import from_dlpack
 
@@ -20,6 +26,36 @@ def num_references(tensor: torch.Tensor) -> int:
     return int(torch._C._storage_Use_Count(storage._cdata)) - 1
 
 
+def num_others(tensors: Sequence[torch.Tensor]) -> int:
+    """How many refer to the memory of `tensors`, which lie in one storage, beside them: views that somebody holds, say.
+
+    Counted are tensors over the storage, and what else than Python objects owns one of `tensors`, an exported capsule
+    for one. A tensor that nobody holds but the views among `tensors` that were taken of it does not count.
+    """
+    known = {id(tensor) for tensor in tensors}
+    views = {id(view._base): view for view in tensors if view._base is not None and _shares_storage(view, view._base)}
+    num_views = Counter(id(tensor._base) for tensor in tensors)
+    owners = sum(_num_owners(tensor) - 1 - num_views[id(tensor)] for tensor in tensors)
+    hidden = sum(_is_base_unheld(view, num_views[base]) for base, view in views.items() if base not in known)
+    return num_references(tensors[0]) - len(tensors) - hidden + owners
+
+
+def tensor_over(memory: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """A tensor of the shape, strides, dtype and offset of `like` over `memory` (uint8), as whose storage it lay."""
+    flat = memory.view(like.dtype)
+    offset = int(flat.storage_offset()) + int(like.storage_offset())
+    made = torch.empty(0, dtype=like.dtype, device=memory.device)
+    made.set_(memory.untyped_storage(), offset, like.size(), like.stride())
+    return made.requires_grad_(like.requires_grad)
+
+
+def storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """All bytes of a tensor's storage (uint8)."""
+    storage = tensor.untyped_storage()
+    whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return whole.set_(storage, 0, (storage.nbytes(),), (1,))
+
+
 def with_own_storage(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor over the same memory whose storage is just its bytes, and which keeps that memory alive.
 
@@ -35,3 +71,27 @@ def with_own_storage(tensor: torch.Tensor) -> torch.Tensor:
         return torch.empty_like(tensor)
     own: torch.Tensor = from_dlpack(tensor.detach())
     return own
+
+
+def _num_owners(tensor: Any) -> int:
+    """Its Python object for one, and what owns it in C++."""
+    return int(tensor._use_count())
+
+
+def _shares_storage(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return storage_key(one) == storage_key(other)
+
+
+def _is_base_unheld(view: torch.Tensor, num_views: int) -> bool:
+    """Whether what `view` was taken of is held by `num_views` views alone."""
+    base = view._base
+    assert base is not None
+    return sys.getrefcount(base) <= _unheld_references() and _num_owners(base) == 1 + num_views
+
+
+@cache
+def _unheld_references() -> int:
+    """What Python counts as references, within a function, to the base of a view that only the view holds."""
+    view = torch.zeros(2)[0]
+    base = view._base
+    return sys.getrefcount(base)

@@ -81,6 +81,7 @@ TRAINER_ADAPTER = "trainer.adapter"
 TRAINER_GRADIENTS = "trainer.gradients"
 TRAINER_OPTIMIZER = "trainer.optimizer"
 TRAINER_MASTER_WEIGHTS = "trainer.master_weights"
+TRAINER_KEPT = "trainer.kept"
 
 NEEDS: Mapping[Phase, Mapping[str, Need]] = MappingProxyType(
     {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -18,6 +18,7 @@ from colo.report.trace import Trace
 from colo.units import format_bytes
 
 if TYPE_CHECKING:
+    from colo.memory.inventory import Kept
     from colo.runtime import Runtime
 
 
@@ -82,6 +83,8 @@ def _facts(runtime: Runtime) -> dict[str, str]:
     if residual:
         parts = ", ".join(f"{kind} {format_bytes(num_bytes)}" for kind, num_bytes in residual.items())
         facts["asleep"] = f"{format_bytes(sum(residual.values()))} stay with the engine: {parts}"
+    if runtime.kept_state:
+        facts["kept"] = _what_is_kept(runtime.kept_state)
     changed = runtime.trace.metrics.get("changed_fraction")
     if changed:
         facts["changed"] = f"{changed[-1]:.1%} of the 16-bit weights in the last step"
@@ -89,6 +92,19 @@ def _facts(runtime: Runtime) -> dict[str, str]:
     if mismatch:
         facts["mismatch"] = f"{mismatch[-1]:.2g} mean |log p(engine) - log p(trainer)| in the last step"
     return facts
+
+
+def _what_is_kept(kept: Sequence[Kept]) -> str:
+    """State that stays on the device: how much, and by reason one name for all."""
+    by_reason: dict[str, list[Kept]] = {}
+    for item in kept:
+        by_reason.setdefault(item.reason, []).append(item)
+    parts = [
+        f"{items[0].name}" + (f" and {len(items) - 1} others" if len(items) > 1 else "") + f": {reason}"
+        for reason, items in by_reason.items()
+    ]
+    size = format_bytes(sum(item.size_bytes for item in kept))
+    return f"{size} of the optimizer's state stay on the device: {'; '.join(parts)}"
 
 
 def _why_offload(runtime: Runtime) -> str:

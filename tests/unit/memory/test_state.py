@@ -10,7 +10,7 @@ import torch
 from transformers import Adafactor
 
 from colo.errors import BudgetError
-from colo.memory import state
+from colo.memory import state_segment
 from colo.memory.away import AwayTensor
 from colo.memory.offload import Mover
 from colo.memory.state import StateOffloader, expected_state_bytes
@@ -307,7 +307,7 @@ def test_a_step_whose_state_finds_no_room_in_a_region_is_a_step_and_is_gathered_
 
     backward(net, 0)
     with monkeypatch.context() as patch, pytest.warns(UserWarning, match="until after the next step: 1 GiB needed"):
-        patch.setattr(state, "allocate_region", full)
+        patch.setattr(state_segment, "allocate_region", full)
         optimizer.step()
     assert counted == [1] and not offloader.state.regions
     backward(net, 1)
@@ -357,7 +357,7 @@ def test_without_room_to_gather_the_optimizer_stays_as_it_was(num_regions, devic
     backward(net, 0)
     optimizer.step()
     before = [t.clone() for kept in optimizer.state.values() for t in kept.values()]
-    allocate, made = state.allocate_region, []
+    allocate, made = state_segment.allocate_region, []
 
     def allocate_some(*args, **kwargs):
         if len(made) == num_regions:
@@ -365,7 +365,7 @@ def test_without_room_to_gather_the_optimizer_stays_as_it_was(num_regions, devic
         made.append(allocate(*args, **kwargs))
         return made[-1]
 
-    monkeypatch.setattr(state, "allocate_region", allocate_some)
+    monkeypatch.setattr(state_segment, "allocate_region", allocate_some)
     called = []
     with pytest.raises(BudgetError, match="no room"):
         StateOffloader(optimizer, mover, region_bytes=10_000, before_step=lambda: called.append(1))
