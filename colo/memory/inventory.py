@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from colo.memory.away import AwayTensor
 from colo.memory.dtensor import part_of
 from colo.memory.gradients import parameters_of
 from colo.memory.places import Place
-from colo.memory.storage import num_others, storage_key
+from colo.memory.storage import dense_parts, num_others, storage_key
 from colo.memory.subclasses import inner_tensors, is_wrapper
 
 MASTER_WEIGHT = "master_weight"
@@ -159,17 +159,7 @@ def tensor_bytes(tensor: torch.Tensor) -> int:
     """Bytes that a tensor of any layout takes, without what it shares its storage with."""
     if is_wrapper(tensor):
         return sum(map(tensor_bytes, inner_tensors(tensor).values()))
-    return sum(int(part.numel() * part.element_size()) for part in _parts(tensor))
-
-
-def _parts(tensor: torch.Tensor) -> Iterable[torch.Tensor]:
-    if tensor.layout is torch.sparse_coo:
-        return tensor._indices(), tensor._values()
-    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
-    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
-    return (tensor,)
+    return sum(part.numel() * part.element_size() for part in dense_parts(tensor))
 
 
 def _peculiarity(tensor: torch.Tensor) -> str | None:

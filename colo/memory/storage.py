@@ -56,6 +56,17 @@ def storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return whole.set_(storage, 0, (storage.nbytes(),), (1,))
 
 
+def dense_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """What a tensor of any layout keeps its bytes in: indices and values of a sparse one, itself of any other."""
+    if tensor.layout is torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    return (tensor,)
+
+
 def with_own_storage(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor over the same memory whose storage is just its bytes, and which keeps that memory alive.
 
