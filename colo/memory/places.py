@@ -8,6 +8,7 @@ from typing import Any, Protocol, cast
 
 import torch
 
+from colo.errors import PhaseError
 from colo.memory.away import AwayTensor, Call, Keeper, exchange, swap_content
 from colo.memory.region import Region
 from colo.memory.storage import tensor_over
@@ -17,8 +18,8 @@ from colo.memory.subclasses import inner_tensors, wrapped
 class Bringer(Protocol):
     """A segment whose tensors are asked for while they are away."""
 
-    def touched(self, call: Call) -> Any:
-        """Bring the segment back and do what `call` asks for. Raises: `PhaseError` when it cannot come back now."""
+    def bring_back(self) -> None:
+        """Make the segment resident. Raises: `PhaseError` when it cannot come back now, with what to do."""
 
     def host_copy(self, region: Region) -> torch.Tensor:
         """The bytes of a region in host memory (uint8)."""
@@ -95,16 +96,19 @@ class Place(Keeper):
 
     def touched(self, call: Call) -> Any:
         """See `colo.memory.away.Keeper.touched`; memory that is given to a tensor replaces bytes that are away."""
-        function, args, _ = call
+        function, args, kwargs = call
         if function == torch.Tensor.data.__set__ and args[0] is self.tensor and not isinstance(args[1], AwayTensor):  # type: ignore[attr-defined]
             self.show()
             self.tensor.data = args[1]
             return None
-        return self._segment.touched(call)
+        self._segment.bring_back()
+        if self.is_away:
+            raise PhaseError(f"{self.name} is in host memory and did not come back: use it within `with rt.train():`")
+        return function(*args, **kwargs)
 
     def reached(self, call: Call) -> Any:
         """As `touched`: what operations on subclasses around tensors do, their arguments are the same objects after."""
-        return self._segment.touched(call)
+        return self.touched(call)
 
 
 def can_be_hidden(tensor: torch.Tensor) -> bool:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from colo.errors import BudgetError
+from colo.errors import BudgetError, Unsupported
 from colo.memory.dtensor import part_bytes
 from colo.memory.gradients import GradientSegment
 from colo.memory.inventory import Found, Inventory, Kept
@@ -81,6 +81,7 @@ class StateOffloader:
 
     Ownership: owns the regions of its segments. `close` moves the state back to ordinary memory, so that the optimizer
     goes on working without colo.
+    Raises: `Unsupported` for an optimizer without torch's hooks, `BudgetError` without room for state that is there.
     """
 
     def __init__(
@@ -93,6 +94,7 @@ class StateOffloader:
         after_step: Callable[[], None] | None = None,
         on_touch: Callable[[str], None] | None = None,
     ) -> None:
+        _check_hooks(optimizer)
         self.optimizer = optimizer
         self._mover = mover
         self._region_bytes = region_bytes
@@ -214,6 +216,16 @@ class StateOffloader:
             batch = _next_batch(groups, self._region_bytes)
             segment.take_in(batch, self._mover.device)
             groups = groups[len(batch) :]
+
+
+def _check_hooks(optimizer: torch.optim.Optimizer) -> None:
+    """Raise `Unsupported` for an optimizer, one around another mostly, that torch has not initialized."""
+    if not hasattr(optimizer, "_optimizer_state_dict_post_hooks"):
+        kind = type(optimizer).__name__
+        raise Unsupported(
+            f"{kind} does not call torch.optim.Optimizer.__init__, without which it has no hooks and colo cannot tell "
+            "when it steps: use the optimizer that it is around, or call super().__init__ in a subclass"
+        )
 
 
 def _untraced(hook: Callable[..., Any]) -> Callable[..., Any]:

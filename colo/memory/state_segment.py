@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
 from colo.errors import BudgetError, PhaseError
-from colo.memory.away import AwayTensor, Call, swap_content
+from colo.memory.away import AwayTensor, swap_content
 from colo.memory.inventory import Found, Inventory, Kept, why_memory_stays
 from colo.memory.offload import Mover, RegionSegment
 from colo.memory.places import Place, can_be_hidden
@@ -17,7 +16,7 @@ from colo.memory.segment import Done, Move
 from colo.memory.storage import storage_bytes, storage_key, tensor_over
 from colo.memory.uninterrupted import uninterrupted
 from colo.phases.phase import Residency
-from colo.units import align_up
+from colo.units import align_up, format_bytes
 
 
 class StateSegment(RegionSegment):
@@ -63,23 +62,19 @@ class StateSegment(RegionSegment):
                 self._arrived()
                 raise
 
-    def touched(self, call: Call) -> Any:
-        """Bring the segment back and do what `call` asks for.
+    def bring_back(self) -> None:
+        """Have the segment brought back, of which a tensor has been touched.
 
-        Raises: `PhaseError` when it cannot come back now.
+        Raises: `PhaseError` when there is no room for it now.
         """
-        function, args, kwargs = call
-        advice = (
-            "read it within `with rt.train():`, after the backward pass, or before the rollout; "
-            "optimizer.state_dict() works in every phase"
-        )
         try:
             self._on_touch(self.name)
         except BudgetError as error:
-            raise PhaseError(f"{self.name} is in host memory and has no room on the device now: {advice}") from error
-        if any(place.is_away for place in self._leaving()):
-            raise PhaseError(f"{self.name} is in host memory and did not come back: {advice}")
-        return function(*args, **kwargs)
+            raise PhaseError(
+                f"{self.name} is in host memory, and the device has no room for {format_bytes(self.size_bytes)} now: "
+                "read it within `with rt.train():`, after the backward pass, or before the rollout; "
+                "optimizer.state_dict() works in every phase"
+            ) from error
 
     # ---- tensors and their regions ------------------------------------------------------------------------------
 
@@ -148,12 +143,13 @@ class StateSegment(RegionSegment):
             is_away = self.residency is Residency.OFFLOADED
             memory = self.host_copy(region) if is_away else region.bytes.to(target, copy=True)
             with uninterrupted():
-                for place in self._places.pop(region, []):
+                for place in self._places.get(region, []):
                     place.move_to(memory)
                 if is_away:
                     self.give_away(region)
                 else:
                     self.remove([region])
+                self._places.pop(region, None)
         for region in list(self._aside):
             self._close_region(region)
         for place in self._wrappers:

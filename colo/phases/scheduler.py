@@ -139,6 +139,7 @@ class Scheduler:
         Raises: `BudgetError` when there is no room; nothing has changed then.
         """
         self.fetch(name).wait()
+        self.promised_bytes = max(self.promised_bytes, self.ledger().device_bytes)  # the phase may not have needed it
         self.sample()
 
     def fetch(self, name: str) -> Move:

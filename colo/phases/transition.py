@@ -183,9 +183,7 @@ class _Request:
 
     def _require(self, needed_bytes: int, available_bytes: int) -> None:
         if needed_bytes > available_bytes:
-            staying = [
-                h.name for h in self.ledger.holdings.values() if h.residency is Residency.RESIDENT and not h.away
-            ]
+            staying = [h.name for h in self.ledger.holdings.values() if h.device_bytes and not h.away]
             kept = f" {', '.join(staying)} cannot leave." if staying else ""
             what = f"phase {self.target}"
             if available_bytes < 0:  # the capacity is smaller than what stays in any case
