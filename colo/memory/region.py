@@ -115,6 +115,11 @@ class ResizedRegion(Region):
     def __init__(self, name: str, size_bytes: int, device: torch.device) -> None:
         super().__init__(name, torch.empty(size_bytes, dtype=torch.uint8, device=device))
 
+    @property
+    def is_referred_to(self) -> bool:
+        """As `Region.is_referred_to`; an array of NumPy's over the bytes is not counted, but leaves its mark."""
+        return super().is_referred_to or not self.bytes.untyped_storage().resizable()
+
     def _release(self) -> None:
         self.bytes.untyped_storage().resize_(0)
 

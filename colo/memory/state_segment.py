@@ -90,22 +90,9 @@ class StateSegment(RegionSegment):
         """
         if self.residency is not Residency.OFFLOADED:
             self.settle()
-        self._wrappers = self._still_wrapping(inventory)
-        regions = self._by_storage()
-        for region, places in self._places.items():
-            self._places[region] = [place for place in places if place.is_away or self._lies_in(place, region)]
-        known = {id(place.tensor) for places in self._places.values() for place in places}
-        for found in inventory.tensors.values():
-            region_of_it = None if isinstance(found.tensor, AwayTensor) else regions.get(storage_key(found.tensor))
-            if region_of_it is not None and id(found.tensor) not in known:
-                self._places[region_of_it].append(Place(found.tensor, region_of_it, self, name=found.name))
-        for region, places in list(self._places.items()):
-            live = [place for place in places if id(place.tensor) in inventory.tensors or place.is_held]
-            for place in set(places).difference(live):
-                place.forget()
-            self._places[region] = live
-            if not live:
-                self._close_region(region)
+        self._note_wrappers(inventory)
+        self._note_tensors(inventory)
+        self._let_go(inventory)
         if self.residency is not Residency.OFFLOADED:
             self._rejoin()
 
@@ -139,6 +126,9 @@ class StateSegment(RegionSegment):
 
         Regions that are aside are left to whoever refers to them. May be called again after an error.
         """
+        if self.residency is Residency.RESIDENT:
+            self.settle()
+            self._set_aside()
         for region in self.regions:
             is_away = self.residency is Residency.OFFLOADED
             memory = self.host_copy(region) if is_away else region.bytes.to(target, copy=True)
@@ -172,8 +162,8 @@ class StateSegment(RegionSegment):
                 del self._aside[region]
         self._set_aside()
 
-    def _still_wrapping(self, inventory: Inventory) -> list[Place]:
-        """Subclasses around tensors of this segment: those of the state, and those that somebody holds."""
+    def _note_wrappers(self, inventory: Inventory) -> None:
+        """Note subclasses around tensors of this segment: those of the state, and those that somebody holds."""
         kept = [place for place in self._wrappers if id(place.tensor) in inventory.wrappers or place.is_held]
         for place in set(self._wrappers).difference(kept):
             place.forget()
@@ -181,7 +171,29 @@ class StateSegment(RegionSegment):
         for key, found in inventory.wrappers.items():
             if key not in known and found.is_master is self.is_master and can_be_hidden(found.tensor):
                 kept.append(Place(found.tensor, None, self, name=found.name))
-        return kept
+        self._wrappers = kept
+
+    def _note_tensors(self, inventory: Inventory) -> None:
+        for region, places in self._places.items():
+            self._places[region] = [place for place in places if place.is_away or self._lies_in(place, region)]
+        regions = self._by_storage()
+        known = {id(place.tensor) for places in self._places.values() for place in places}
+        for key, found in inventory.tensors.items():
+            if key in known or isinstance(found.tensor, AwayTensor):
+                continue
+            lies_in = regions.get(storage_key(found.tensor))
+            if lies_in is not None:
+                self._places[lies_in].append(Place(found.tensor, lies_in, self, name=found.name))
+
+    def _let_go(self, inventory: Inventory) -> None:
+        """Forget tensors that neither the state nor anybody else refers to, and close regions that are left empty."""
+        for region, places in list(self._places.items()):
+            live = [place for place in places if id(place.tensor) in inventory.tensors or place.is_held]
+            for place in set(places).difference(live):
+                place.forget()
+            self._places[region] = live
+            if not live:
+                self._close_region(region)
 
     def _by_storage(self) -> dict[int, Region]:
         return {storage_key(region.bytes): region for region in self._places}
