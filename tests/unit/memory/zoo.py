@@ -12,8 +12,7 @@ Cases = Iterator[tuple[str, Make]]
 
 TORCH = "SGD Adam AdamW Adamax NAdam RAdam Adagrad Adadelta ASGD RMSprop Rprop Adafactor".split()  # noqa: SIM905
 FLAGS = "foreach fused maximize amsgrad nesterov centered capturable differentiable".split()  # noqa: SIM905
-NEEDS_GROUPS_OF_THE_LOOP = {"DeMo", "DistributedMuon"}
-"""Those that talk to other processes."""
+OF_SEVERAL_PROCESSES = {"DeMo", "DistributedMuon"}
 
 
 def torch_cases() -> Cases:
@@ -70,8 +69,9 @@ def pytorch_optimizer_cases() -> Cases:
 
     for name in sorted(family.get_supported_optimizers()):
         kind = family.load_optimizer(name)
-        if kind.__name__ not in NEEDS_GROUPS_OF_THE_LOOP:
-            yield f"pytorch_optimizer-{kind.__name__}", partial(_as_it_likes, kind)
+        if kind.__name__ not in OF_SEVERAL_PROCESSES:
+            way = _of_matrices if kind.__name__ == "SpectralSphere" else _as_it_likes
+            yield f"pytorch_optimizer-{kind.__name__}", partial(way, kind)
     for name in ("SAM", "LookSAM", "FriendlySAM"):
         kind = getattr(family, name)
         yield f"pytorch_optimizer-{name}", partial(_of_all, kind, base_optimizer=torch.optim.AdamW, lr=1e-2)
@@ -137,7 +137,7 @@ def _as_it_likes(kind: type, model: torch.nn.Module) -> torch.optim.Optimizer:
     for parameters in ways[:-1]:
         try:
             return kind(parameters, **options)
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RuntimeError):
             continue
     return kind(ways[-1], **options)
 
