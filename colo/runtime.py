@@ -496,6 +496,7 @@ class Runtime:
     def _enter_train(self) -> None:
         with self.trace.span("switch to train", category="switch", phase=Phase.TRAIN):
             self._backward.watch(parameters_of(self.optimizer))
+            self._offloader.refresh()
             with self.transport.source.together():
                 self._make_room_to_train()
         self._stepped = False

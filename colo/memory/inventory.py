@@ -20,6 +20,9 @@ MASTER_WEIGHT = "master_weight"
 """Key under which an optimizer's state keeps a parameter's fp32 master (`colo.optim.MasterWeights`)."""
 
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Kept:
     """State that stays on the device, and why."""
@@ -37,15 +40,21 @@ class Found:
     key: object
     """Number of the parameter whose state it is, or another key of `optimizer.state`."""
 
-    path: pytree.KeyPath
+    within: object
+    """What `optimizer.state` has under that key."""
+
+    number: int
+    """Which of the leaves of that it is, or is in."""
+
     is_master: bool
-    within: str = ""
-    """Names of the attributes that lead to it, for a part of a tensor subclass."""
+    attributes: str = ""
+    """Names of those that lead to it, for a part of a tensor subclass."""
 
     @property
     def name(self) -> str:
         """Such as `state[3]['exp_avg']`."""
-        return f"state[{self.key}]{pytree.keystr(self.path)}{self.within}"
+        path = pytree.tree_flatten_with_path(self.within)[0][self.number][0]
+        return f"state[{self.key}]{pytree.keystr(path)}{self.attributes}"
 
 
 class Inventory:
@@ -113,24 +122,26 @@ class Inventory:
         return 0 if int(storage._cdata) in self._gradients else int(storage.nbytes())
 
     def _look_through(self, key: object, value: Any) -> None:
-        for path, leaf in pytree.tree_flatten_with_path(value)[0]:
-            is_master = path[-1:] == (pytree.MappingKey(MASTER_WEIGHT),)
+        master = value.get(MASTER_WEIGHT) if isinstance(value, dict) else None
+        for number, leaf in enumerate(pytree.tree_leaves(value)):
             if isinstance(leaf, torch.Tensor):
-                self._add(Found(leaf, key, path, is_master))
-            else:
+                self._add(Found(leaf, key, value, number, leaf is master))
+            elif not isinstance(leaf, (int, float, str, bytes, type(None))):
                 reason = f"colo does not look into objects of type {type(leaf).__name__}"
-                self._others.extend((Found(t, key, path, is_master), reason) for t in _tensors_within(leaf))
+                self._others += [(Found(t, key, value, number, False), reason) for t in _tensors_within(leaf)]
 
     def _add(self, found: Found) -> None:
         tensor = found.tensor
         if id(tensor) in self.tensors or id(tensor) in self.wrappers:
             return
         original = original_of(tensor)
-        if is_wrapper(original):
+        if type(original) is torch.Tensor and original.layout is torch.strided:
+            self.tensors[id(tensor)] = found
+        elif is_wrapper(original):
             self.wrappers[id(tensor)] = found
             for name, inner in inner_tensors(original).items():
-                self._add(dataclasses.replace(found, tensor=inner, within=f"{found.within}.{name}"))
-        elif isinstance(original, AwayTensor) or type(original) in (torch.Tensor, torch.nn.Parameter):
+                self._add(dataclasses.replace(found, tensor=inner, attributes=f"{found.attributes}.{name}"))
+        elif isinstance(original, AwayTensor) or type(original) in _PLAIN:
             if original.layout is torch.strided:
                 self.tensors[id(tensor)] = found
             else:

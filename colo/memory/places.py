@@ -87,7 +87,8 @@ class Place(Keeper):
     def forget(self) -> None:
         """Let go of what stands in, or is stood in for: nobody asks for it any more."""
         self._hidden = None
-        self.tensor.__dict__.pop("keeper", None)
+        if self.tensor.__dict__.get("keeper") is self:
+            del self.tensor.__dict__["keeper"]
 
     def host_copy(self) -> torch.Tensor:
         """A copy of the tensor while it is away, in ordinary host memory."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 
 import torch
 
@@ -50,6 +51,7 @@ class StateSegment(RegionSegment):
             self.settle()
             self._set_aside()
         if not self.regions:
+            self._arrived()
             return Done()
         if not leaves:
             return super().begin(target)
@@ -59,7 +61,8 @@ class StateSegment(RegionSegment):
                     place.hide()
                 return super().begin(target)
             except BaseException:
-                self._arrived()
+                if self.residency is Residency.RESIDENT:
+                    self._arrived()
                 raise
 
     def bring_back(self) -> None:
@@ -109,14 +112,18 @@ class StateSegment(RegionSegment):
         """
         sizes = [align_up(group[0].tensor.untyped_storage().nbytes(), ALIGNMENT_BYTES) for group in groups]
         region = allocate_region(sum(sizes), device, name=self.name)
-        starts = [sum(sizes[:number]) for number in range(len(sizes))]
-        for group, start_bytes in zip(groups, starts, strict=True):
-            content = storage_bytes(group[0].tensor)
-            region.bytes.narrow(0, start_bytes, content.numel()).copy_(content)
+        starts = list(accumulate(sizes, initial=0))
+        try:
+            for group, start_bytes in zip(groups, starts, strict=False):
+                content = storage_bytes(group[0].tensor)
+                region.bytes.narrow(0, start_bytes, content.numel()).copy_(content)
+        except BaseException:
+            region.close()
+            raise
         with uninterrupted():
             self.add([region])
             self._places[region] = []
-            for group, start_bytes in zip(groups, starts, strict=True):
+            for group, start_bytes in zip(groups, starts, strict=False):
                 for found in group:
                     swap_content(found.tensor, tensor_over(region.bytes[start_bytes:], found.tensor))
                     self._places[region].append(Place(found.tensor, region, self, name=found.name))
