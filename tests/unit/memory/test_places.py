@@ -98,6 +98,7 @@ USES = {
     "an index": lambda t: t[2:4],
     "numbers": lambda t: torch.tensor(t.tolist()),
     "one number": lambda t: torch.tensor(t[0, 0].item()),
+    "text": lambda t: torch.tensor(len(repr(t))),
     "numpy": lambda t: torch.from_numpy(t.numpy().copy()),
     "data": lambda t: t.data,
     "detach": lambda t: t.detach(),
@@ -128,7 +129,6 @@ def test_what_needs_no_bytes_leaves_them_where_they_are(parked):
         lambda t: (torch.is_tensor(t), torch.is_floating_point(t), t.is_cuda, isinstance(t, torch.Tensor)),
     ):
         assert ask(tensor) == ask(expected)
-    assert "in host memory" in repr(tensor) and "(8, 8)" in f"{tensor}"
     assert parked.is_away
 
 
