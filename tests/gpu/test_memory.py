@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from colo.errors import BudgetError, PhaseError
+from colo.memory.away import AwayTensor
 from colo.memory.offload import Mover, RegionSegment
 from colo.memory.probe import free_device_bytes
 from colo.memory.region import allocate_region
@@ -195,4 +196,30 @@ def test_gradients_of_an_unfinished_accumulation_are_parked_and_come_back():
     offloader.gradients.begin(R).wait()
     assert all(torch.equal(a, p.grad) for a, p in zip(expected, net.parameters(), strict=True))
     offloader.close()
+    mover.close()
+
+
+def test_parked_state_comes_back_at_its_address_for_whoever_touches_it_and_views_keep_theirs():
+    mover = Mover(CUDA, host_limit_bytes=GIB)
+    net = torch.nn.Linear(1024, 1024, device=CUDA, bias=False)
+    optimizer = torch.optim.AdamW(net.parameters(), fused=True)
+    offloader = StateOffloader(optimizer, mover, region_bytes=4 * MIB)
+    net(torch.randn(8, 1024, device=CUDA)).square().mean().backward()
+    optimizer.step()
+    first, second = (optimizer.state[net.weight][key] for key in ("exp_avg", "exp_avg_sq"))
+    expected, address = [first.clone(), second.clone()], second.data_ptr()
+    view = first.view(-1)
+    free = free_device_bytes(CUDA)
+    offloader.state.begin(O).wait()
+    assert free_device_bytes(CUDA) - free >= 4 * MIB
+    assert isinstance(second, AwayTensor) and not isinstance(first, AwayTensor)
+    assert torch.equal(view, expected[0].view(-1))
+    assert [kept.size_bytes for kept in offloader.kept.items] == [4 * MIB]
+    assert torch.equal(second, expected[1]) and second.data_ptr() == address
+    del view
+    offloader.refresh()
+    offloader.state.begin(O).wait()
+    offloader.close(torch.device("cpu"))
+    assert first.device == second.device == torch.device("cpu")
+    assert torch.equal(first, expected[0].cpu()) and torch.equal(second, expected[1].cpu())
     mover.close()

@@ -19,6 +19,7 @@ from colo.config import Offload, RuntimeConfig
 from colo.errors import BudgetError, PhaseError
 from colo.memory.away import AwayTensor
 from colo.memory.offload import Mover
+from colo.memory.places import Place
 from colo.memory.region import Region
 from colo.memory.state import StateOffloader
 from colo.phases.phase import Phase, Residency
@@ -298,8 +299,6 @@ def test_state_that_fails_to_come_back_stays_away_and_comes_back_the_next_time(p
 @pytest.mark.parametrize("target", [O, R])
 @pytest.mark.parametrize("at", ["hide", "show"])
 def test_an_interrupt_amid_the_tensors_leaves_them_all_here_or_all_away(target, at, parked, monkeypatch):
-    from colo.memory.places import Place
-
     if target is O:
         parked.tensor.norm()
     change, calls = getattr(Place, at), []
@@ -319,6 +318,30 @@ def test_an_interrupt_amid_the_tensors_leaves_them_all_here_or_all_away(target, 
     tensors = [t for state in parked.optimizer.state.values() for t in state.values() if t.dim()]
     assert len({isinstance(t, AwayTensor) for t in tensors}) == 1
     assert isinstance(tensors[0], AwayTensor) is (parked.offloader.state.residency is O)
+    parked.step(1)
+    parked.assert_weights_are_the_twins()
+
+
+@pytest.mark.parametrize(("at", "target"), [("hide", O), ("show", R)])
+def test_an_error_amid_the_tensors_leaves_each_with_its_bytes_or_away(at, target, parked, monkeypatch):
+    if target is O:
+        parked.tensor.norm()
+    change, calls = getattr(Place, at), []
+
+    def failing(place):
+        calls.append(place)
+        if len(calls) == 2:
+            raise RuntimeError("not this one")
+        change(place)
+
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="not this one"):
+        patch.setattr(Place, at, failing)
+        parked.offloader.state.begin(target).wait()
+    assert torch.equal(parked.optimizer.state_dict()["state"][0]["exp_avg"], parked.expected)
+    assert torch.equal(parked.tensor, parked.expected)
+    assert parked.offloader.state.residency is R
+    park(parked.offloader)
+    assert parked.is_away
     parked.step(1)
     parked.assert_weights_are_the_twins()
 

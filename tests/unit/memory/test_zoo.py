@@ -1,14 +1,13 @@
 """Every optimizer that we know trains with parked state as without colo, or is refused by name in one line.
 
-How many of how many is printed by `pytest tests/unit/memory/test_zoo.py -rP -k how_many`.
+How many of how many is printed by `pytest tests/unit/memory/test_zoo.py -rP`.
 """
 
 import copy
 import io
-import sys
+import shutil
 import warnings
 from contextlib import redirect_stdout
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,10 +20,9 @@ from colo.memory.subclasses import is_wrapper
 from colo.phases.phase import Residency
 from colo.units import MIB
 
-sys.path.insert(0, str(Path(__file__).parent))
-with warnings.catch_warnings(), redirect_stdout(io.StringIO()):
+with warnings.catch_warnings(), redirect_stdout(io.StringIO()):  # the packages have something to say when imported
     warnings.simplefilter("ignore")
-    from zoo import cases
+    from optimizer_zoo import cases
 
     ZOO = cases()
 
@@ -147,6 +145,24 @@ def test_training_with_parked_state_is_training_without_colo(name, mover):
         trained.step(STEPS, way)
     assert_same(twin.values(), ours.values())
     OUTCOMES[name] = "keeps some of its state on the device" if offloader.kept.loose else "works"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="torch.compile needs a compiler")
+def test_a_step_that_torchao_compiles_finds_its_state(mover):
+    name = "torchao-AdamW8bit"
+    if name not in ZOO:
+        pytest.skip("torchao is not installed")
+    torch.compiler.set_stance("default")
+    twin, ours = Trained(ZOO[name]), Trained(ZOO[name])
+    offloader = StateOffloader(ours.optimizer, mover, region_bytes=1024)
+    for number in range(STEPS):
+        for trained in (twin, ours):
+            trained.step(number, "loop")
+        park(offloader)
+        assert offloader.state.device_bytes == 0 and not offloader.kept.items
+        assert_same(twin.values(), ours.values())
+    offloader.close()
 
 
 def _averaged(trained, number):
