@@ -36,6 +36,10 @@ class Keeper(ABC):
     def touched(self, call: Call) -> Any:
         """Do what `call` asks for, with the tensors themselves, or raise `PhaseError` with what to do first."""
 
+    def lacks(self, name: str) -> Any:
+        """An attribute that a stand-in has not: one of the class of what it stands in for. Raises: `AttributeError`."""
+        raise AttributeError(f"a tensor in host memory has no attribute {name!r}")
+
     def reached(self, call: Call) -> Any:
         """The same for an operation that C++ has begun, which holds the stand-ins by now. Refused unless overridden."""
         raise PhaseError(f"{call[0]} on a tensor whose bytes are in host memory: touch it within `with rt.train():`")
@@ -64,6 +68,11 @@ class AwayTensor(torch.Tensor):
 
     def __init__(self, like: torch.Tensor, keeper: Keeper) -> None:
         """Nothing more: tensors are made by `__new__`."""
+
+    def __getattr__(self, name: str) -> Any:
+        if "keeper" not in self.__dict__:
+            raise AttributeError(name)
+        return self.keeper.lacks(name)
 
     @classmethod
     def __torch_function__(

@@ -169,7 +169,7 @@ class GradientSegment(Keeper):
         """The gradient itself in place of its stand-in. Raises: `PhaseError` for one that has been replaced since."""
         if not isinstance(value, AwayTensor) or value.keeper is not self:
             return value
-        parameter: torch.Tensor = value.parameter  # type: ignore[attr-defined]  # set where the stand-in is made
+        parameter: torch.Tensor = value.parameter
         gradient = parameter.grad
         if gradient is None or isinstance(gradient, AwayTensor):
             raise PhaseError("this stood in for a gradient that was in host memory, and is gone: read `parameter.grad`")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from functools import cache
 from typing import Any, Protocol, cast
 
@@ -102,14 +103,33 @@ class Place(Keeper):
             self.show()
             self.tensor.data = args[1]
             return None
-        self._segment.bring_back()
-        if self.is_away:
-            raise PhaseError(f"{self.name} is in host memory and did not come back: use it within `with rt.train():`")
+        self._come_back()
+        if args and args[0] is self.tensor:
+            function = _as_of(type(self.tensor), function)
         return function(*args, **kwargs)
+
+    def lacks(self, name: str) -> Any:
+        """See `colo.memory.away.Keeper.lacks`: what subclasses of tensors can do beside, with their bytes."""
+        if not hasattr(type(self.original), name):
+            return super().lacks(name)
+        self._come_back()
+        return getattr(self.tensor, name)
 
     def reached(self, call: Call) -> Any:
         """As `touched`: what operations on subclasses around tensors do, their arguments are the same objects after."""
         return self.touched(call)
+
+    def _come_back(self) -> None:
+        self._segment.bring_back()
+        if self.is_away:
+            raise PhaseError(f"{self.name} is in host memory and did not come back: use it within `with rt.train():`")
+
+
+def _as_of(kind: type[torch.Tensor], function: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of `torch.Tensor` as a subclass has it; any other function as it is."""
+    name = getattr(function, "__name__", "")
+    own: Callable[..., Any] = getattr(kind, name, function)
+    return own if getattr(torch.Tensor, name, None) is function else function
 
 
 def can_be_hidden(tensor: torch.Tensor) -> bool:

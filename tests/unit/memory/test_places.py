@@ -22,6 +22,7 @@ from colo.memory.offload import Mover
 from colo.memory.places import Place
 from colo.memory.region import Region
 from colo.memory.state import StateOffloader
+from colo.optim import MasterWeights
 from colo.phases.phase import Phase, Residency
 from colo.units import MIB
 
@@ -264,6 +265,90 @@ def test_parts_of_sharded_state_come_back_for_whoever_computes_with_them(tmp_pat
         offloader.close()
     finally:
         torch.distributed.destroy_process_group()
+
+
+class Scaled(torch.Tensor):
+    """Half a tensor and a factor: a subclass around others, as quantized optimizers keep them."""
+
+    @staticmethod
+    def __new__(cls, half, factor):
+        return torch.Tensor._make_wrapper_subclass(cls, half.shape, dtype=torch.float32, device=half.device)
+
+    def __init__(self, half, factor):
+        self.half, self.factor = half, factor
+
+    def __tensor_flatten__(self):
+        return ["half", "factor"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner, context, size, stride):
+        return cls(inner["half"], inner["factor"])
+
+    def dequantize(self):
+        return self.half.float() * self.factor
+
+    def total(self):
+        return self.dequantize().sum()
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].half.detach(), args[0].factor.detach())
+        return func(*[arg.dequantize() if isinstance(arg, cls) else arg for arg in args], **(kwargs or {}))
+
+
+class Halving(torch.optim.SGD):
+    def step(self, closure=None):
+        super().step()
+        for p in self.param_groups[0]["params"]:
+            if not self.state[p].get("scaled"):
+                self.state[p]["scaled"] = [Scaled(torch.ones(8, 8, dtype=torch.float16), torch.full((1,), 3.0))]
+
+
+WRAPPED = {
+    "a method of its own": lambda t: t.total(),
+    "a method that it overrides": lambda t: t.dequantize(),
+    "a part of it": lambda t: t.half * 2,
+    "an operator": lambda t: t + 1,
+    "its class": lambda t: torch.tensor((t.norm() > 0) and isinstance(t, Scaled)),
+}
+
+
+@pytest.mark.parametrize("use", WRAPPED)
+def test_a_subclass_around_tensors_leaves_and_comes_back_whole(use, mover):
+    parked = Parked(mover, lambda params: Halving(params, lr=0.1))
+    (ours,) = parked.optimizer.state[parked.net.weight]["scaled"]
+    (theirs,) = parked.reference.state[parked.twin.weight]["scaled"]
+    assert isinstance(ours, AwayTensor) and isinstance(ours.half, AwayTensor) and not parked.offloader.kept.items
+    (saved,) = parked.optimizer.state_dict()["state"][0]["scaled"]
+    assert isinstance(saved, Scaled) and torch.equal(saved.dequantize(), theirs.dequantize())
+    assert not hasattr(ours, "nothing") and parked.offloader.state.residency is O
+    assert torch.equal(WRAPPED[use](ours), WRAPPED[use](theirs))
+    assert type(ours) is Scaled and parked.offloader.state.residency is R
+    part = ours.half.view(-1)
+    park(parked.offloader)
+    assert [item.name for item in parked.offloader.kept.items] != [] and torch.equal(part, theirs.half.view(-1))
+    del part
+    parked.offloader.close(torch.device("cpu"))
+    assert torch.equal(ours.dequantize(), theirs.dequantize())
+
+
+def test_only_the_segment_that_is_touched_comes_back(mover):
+    net = net_of().to(torch.bfloat16)
+    optimizer = MasterWeights(adamw)(net.parameters())
+    offloader = StateOffloader(optimizer, mover)
+    net(torch.ones(1, 8, dtype=torch.bfloat16)).sum().backward()
+    optimizer.step()
+    state = optimizer.state[net.weight]
+    expected = {key: state[key].detach().clone() for key in ("master_weight", "exp_avg")}
+    park(offloader)
+    assert torch.equal(state["master_weight"], expected["master_weight"]) and state["master_weight"].requires_grad
+    assert (offloader.masters.residency, offloader.state.residency) == (R, O)
+    park(offloader)
+    both = torch._foreach_mul([state["master_weight"], state["exp_avg"]], 1)
+    assert all(torch.equal(a, b) for a, b in zip(both, expected.values(), strict=True))
+    assert (offloader.masters.residency, offloader.state.residency) == (R, R)
+    offloader.close()
 
 
 # ---- faults ----------------------------------------------------------------------------------------------------------
