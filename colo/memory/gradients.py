@@ -82,6 +82,7 @@ class GradientSegment(Keeper):
         self._mover = mover
         self._extent: Extent | None = None
         self._parked: list[_Parked] = []
+        self._staying_bytes = 0
         self.on_touch: Callable[[], None] = lambda: self.begin(Residency.RESIDENT).wait()
         """Brings the gradients back, or raises `PhaseError` with what to do, when one that is away is touched."""
 
@@ -104,12 +105,25 @@ class GradientSegment(Keeper):
         if parked_bytes:
             return parked_bytes
         trainable = (part_bytes(p) for p in parameters_of(self._optimizer) if p.requires_grad)
-        return self.device_bytes or sum(trainable)
+        return self.device_bytes or max(0, sum(trainable) - self.staying_bytes)
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of the gradients on the device."""
-        return sum(part_bytes(gradient) for _, gradient in self._present())
+        """Bytes of the gradients on the device, without those that stay there."""
+        return self._present_bytes() - self.staying_bytes
+
+    @property
+    def staying_bytes(self) -> int:
+        """Bytes of gradients that were seen, by `refresh`, to be held by something else, or sparse."""
+        return min(self._staying_bytes, self._present_bytes()) if self._staying_bytes else 0
+
+    def refresh(self) -> None:
+        """Look at which gradients may leave, before they are asked to."""
+        parameters = [p for p in parameters_of(self._optimizer) if p.grad is not None]
+        # Each gradient is looked up where it is asked about: a list of them would hold them.
+        self._staying_bytes = sum(
+            part_bytes(_gradient(p)) for p in parameters if not isinstance(p.grad, AwayTensor) and not _may_leave(p)
+        )
 
     @property
     def host_bytes(self) -> int:
@@ -154,6 +168,9 @@ class GradientSegment(Keeper):
         """Every parameter that has a gradient on the device, with the gradient."""
         with_gradient = ((p, p.grad) for p in parameters_of(self._optimizer))
         return [(p, g) for p, g in with_gradient if g is not None and not isinstance(g, AwayTensor)]
+
+    def _present_bytes(self) -> int:
+        return sum(part_bytes(gradient) for _, gradient in self._present())
 
     def _zero(self, tensors: torch.Tensor | list[torch.Tensor]) -> Any:
         by_stand_in = {id(parked.stand_in): parked for parked in self._parked}

@@ -45,15 +45,24 @@ class KeptSegment:
     away = None
     host_bytes = 0
 
-    def __init__(self, segments: Sequence[StateSegment]) -> None:
+    def __init__(self, segments: Sequence[StateSegment], gradients: GradientSegment) -> None:
         self._segments = segments
+        self._gradients = gradients
         self.loose: list[Kept] = []
         """What no region has been made for."""
 
     @property
     def items(self) -> list[Kept]:
         """What stays, by name, and why."""
-        return [*self.loose, *(kept for segment in self._segments for kept in segment.kept)]
+        kept = [*self.loose, *(kept for segment in self._segments for kept in segment.kept)]
+        if num_bytes := self._gradients.staying_bytes:
+            kept.append(Kept("gradients", num_bytes, "something else refers to them, or they are sparse"))
+        return kept
+
+    @property
+    def holds_state(self) -> bool:
+        """Whether some of it is the optimizer's."""
+        return bool(self.loose) or any(segment.kept for segment in self._segments)
 
     @property
     def size_bytes(self) -> int:
@@ -103,8 +112,8 @@ class StateOffloader:
         touch = on_touch or (lambda name: self._bring(name))
         self.state = StateSegment(TRAINER_OPTIMIZER, mover=mover, on_touch=touch, is_master=False)
         self.masters = StateSegment(TRAINER_MASTER_WEIGHTS, mover=mover, on_touch=touch, is_master=True)
-        self.kept = KeptSegment((self.state, self.masters))
         self.gradients = GradientSegment(optimizer, mover=mover)
+        self.kept = KeptSegment((self.state, self.masters), self.gradients)
         self._hooks = [
             optimizer.register_step_pre_hook(_untraced(lambda *_: self._before_step())),
             optimizer.register_step_post_hook(_untraced(lambda *_: self._stepped())),
@@ -149,12 +158,13 @@ class StateOffloader:
                 _kept(g, inventory, "there was no room to gather it") for g in self._outside(inventory, movable)
             ]
             self.kept.loose = [*inventory.kept(self._mover.device), *kept, *roomless]
-            self.state.expected_bytes = 0 if self.kept.items else expected_state_bytes(self.optimizer)
+            self.state.expected_bytes = 0 if self.kept.holds_state else expected_state_bytes(self.optimizer)
         for segment in was_offloaded:
             segment.begin(Residency.OFFLOADED).wait()  # nobody who counts bytes knows of this move
 
     def refresh(self) -> None:
         """Look through the state before it is asked to leave: somebody may have taken views of it, or replaced it."""
+        self.gradients.refresh()
         with suppress(BudgetError):
             self.gather()
 

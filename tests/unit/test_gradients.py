@@ -233,7 +233,9 @@ def test_gradients_that_something_refers_to_stay_on_the_device_and_the_same_obje
         assert first.grad is held
         assert torch.equal(held, expected)
         assert torch.equal(rows, second.grad.view(-1)[:5])
-        assert twins.rt.scheduler.segments["trainer.gradients"].device_bytes == held.nbytes + second.grad.nbytes
+        assert twins.rt.scheduler.segments["trainer.gradients"].device_bytes == 0
+        assert twins.rt.scheduler.segments["trainer.kept"].device_bytes == held.nbytes + second.grad.nbytes
+        assert "gradients" in twins.rt.report().facts["kept"]
     assert first.grad is held
     twins.assert_same()
 
