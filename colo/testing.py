@@ -1,16 +1,26 @@
-"""Fakes that count bytes, and tiny models, for tests of code that uses colo. Public, and kept as stable as the rest.
+"""Fakes for tests of code that uses colo: they count bytes, or copy late. Public, and kept as stable as the rest.
 
 device = FakeDevice(capacity_bytes=100)
 kv = FakeSegment("engine.kv_cache", 60, device, away=Residency.DISCARDED)
 scheduler = Scheduler([kv], Budget(capacity_bytes=100, host_capacity_bytes=0))
+
+A GPU's copies go on while the host does other things. `LateMover` and `ForgetfulRegion` show on a CPU whether somebody
+waits for them: copies are made when they are waited for, and memory that was given back holds other bytes afterwards.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 
+import torch
+
+from colo.errors import BudgetError
+from colo.memory.offload import Mover, Transfer
+from colo.memory.region import ResizedRegion
 from colo.memory.segment import Done, Move
 from colo.phases.phase import Residency, check_move
+from colo.report.trace import Trace
 
 
 class FakeDevice:
@@ -118,3 +128,125 @@ class _FakeDeparture:
 
     def poll(self) -> bool:
         return self._segment._departure is not self  # its bytes stay until somebody waits for them
+
+
+class IllegalAccess(Exception):  # noqa: N818 - what a GPU reports so
+    """A copy under way has met memory that was given back."""
+
+
+class LateMover(Mover):
+    """A mover whose copies run late, in pieces, and in no order but that of their direction.
+
+    A copy runs when it, or a later one of its direction, is waited for. Each time that somebody asks whether one has
+    finished, `progress()` pieces of each direction run. `queue` is the stream that kernels run in.
+    """
+
+    def __init__(
+        self,
+        *,
+        host_limit_bytes: int | None = None,
+        chunk_bytes: int = 256,
+        trace: Trace | None = None,
+        progress: Callable[[], int] = lambda: 0,
+    ) -> None:
+        device = torch.device("cpu")
+        super().__init__(device, host_limit_bytes=host_limit_bytes, chunk_bytes=chunk_bytes, trace=trace)
+        self._lanes = {"d2h": _Lane(), "h2d": _Lane()}
+        self._kernels = _Lane()
+        self._progress = progress
+
+    def queue(self, kernel: Callable[[], object]) -> None:
+        """Have `kernel` run before copies that are to wait for what is queued, and by `synchronize` at the latest."""
+        self._kernels.add(kernel)
+
+    def synchronize(self) -> None:
+        """Run the kernels that are queued."""
+        self._kernels.run_to(self._kernels.num_queued)
+
+    def advance(self) -> None:
+        """Let some time pass."""
+        for lane in self._lanes.values():
+            lane.run_to(min(lane.num_queued, lane.num_run + self._progress()))
+
+    def close(self) -> None:
+        """Run what is queued and release the arena. Idempotent."""
+        for lane in self._lanes.values():
+            lane.run_to(lane.num_queued)
+        super().close()
+
+    def _copy(self, lane: str, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], *, after_queued: bool) -> Transfer:
+        queued = self._lanes[lane]
+        if after_queued:
+            number = self._kernels.num_queued
+            queued.add(lambda: self._kernels.run_to(number))
+        for source, target, _ in self._chunks(pairs):
+            queued.add(_Piece(source, target))
+        return _LateTransfer(self, queued)
+
+
+class _Lane:
+    """Work in order, that runs as far as it is told to."""
+
+    def __init__(self) -> None:
+        self.num_queued = self.num_run = 0
+        self._work: deque[Callable[[], object]] = deque()
+
+    def add(self, work: Callable[[], object]) -> None:
+        self._work.append(work)
+        self.num_queued += 1
+
+    def run_to(self, number: int) -> None:
+        while self.num_run < number:
+            self.num_run += 1
+            self._work.popleft()()
+
+
+class _Piece:
+    def __init__(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        self._source, self._target = source, target
+
+    def __call__(self) -> None:
+        for tensor in (self._source, self._target):
+            if tensor.untyped_storage().nbytes() == 0:
+                raise IllegalAccess(f"{tensor.numel()} bytes to copy lie in memory that has been given back")
+        self._target.copy_(self._source)
+
+
+class _LateTransfer(Transfer):
+    def __init__(self, mover: LateMover, lane: _Lane) -> None:
+        super().__init__()
+        self._mover, self._lane, self._end = mover, lane, lane.num_queued
+
+    @property
+    def done(self) -> bool:
+        self._mover.advance()
+        return self._lane.num_run >= self._end
+
+    def wait(self) -> None:
+        self._lane.run_to(self._end)
+
+
+class ForgetfulRegion(ResizedRegion):
+    """A region on a `FakeDevice` that holds `GARBAGE` in every byte each time it comes back."""
+
+    GARBAGE = 0xA5
+
+    def __init__(self, name: str, size_bytes: int, device: FakeDevice) -> None:
+        """Take the bytes, `GARBAGE` too. Raises: `MemoryError` past the device's capacity."""
+        device.take(size_bytes)
+        self._on = device
+        super().__init__(name, size_bytes, torch.device("cpu"))
+        self.bytes.fill_(self.GARBAGE)
+
+    def _release(self) -> None:
+        super()._release()
+        self._on.free(self.size_bytes)
+
+    def _restore(self) -> None:
+        try:
+            self._on.take(self.size_bytes)
+        except MemoryError as error:
+            free_bytes = self._on.capacity_bytes - self._on.used_bytes
+            raise BudgetError(str(error), needed_bytes=self.size_bytes, free_bytes=free_bytes) from error
+        super()._restore()
+        self.bytes.fill_(self.GARBAGE)
