@@ -1,0 +1,278 @@
+"""A mutation run: small faults put into the code one at a time, and whether the tests that mirror it notice.
+
+    python -m tests.mutants [WORD ...] [--fraction 0.1] [--seed 0]
+
+Every mutant runs in a forked child, so that torch is imported once: of the mutated module, the tests that mirror it and
+those named in EXTRA. mutmut leaves out decorated functions, of which there are many (properties, context managers) and
+the tables of a module; cosmic-ray starts a process for each mutant. Survivors that no test could notice are explained
+in mutants.txt, a line each: `module :: mutation :: reason`, or `module :: @scope :: reason` for what runs on CUDA only.
+Exits 1 when fewer than 95% of the others are killed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import gc
+import importlib.util
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from pathlib import Path
+from types import CodeType
+
+ROOT = Path(__file__).parent.parent
+EXPLAINED = Path(__file__).with_name("mutants.txt")
+WANTED = 0.95
+
+ORDERING = "memory/test_ordering.py"
+EXTRA = {
+    "phases/phase": ("phases/test_transition.py", "phases/test_scheduler.py"),
+    "phases/transition": ("phases/test_scheduler.py",),
+    "phases/scheduler": (ORDERING,),
+    "memory/ledger": ("phases/test_transition.py", "phases/test_scheduler.py"),
+    "memory/segment": ("phases/test_scheduler.py", ORDERING),
+    "memory/region": ("memory/test_offload.py", ORDERING),
+    "memory/offload": (ORDERING,),
+    "memory/gradients": (ORDERING, "test_runtime_faults.py", "test_runtime.py"),
+    "memory/state": (ORDERING, "test_optim.py"),
+    "weights/publish": ("weights/test_meter.py", "test_runtime.py"),
+    "weights/copies": ("weights/test_load_plan.py",),
+    "weights/pieces": ("weights/test_ipc.py",),
+    "runtime": ("test_runtime_faults.py", "test_starting.py", "test_optim.py"),
+}
+"""Tests beside those that mirror a module, in tests/unit."""
+
+SWAPS: dict[type[ast.AST], type[ast.AST]] = {
+    ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
+    ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In, ast.And: ast.Or, ast.Or: ast.And,
+    ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.FloorDiv, ast.FloorDiv: ast.Mult, ast.Div: ast.Mult,
+    ast.Mod: ast.Mult, ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd, ast.BitXor: ast.BitAnd,
+}  # fmt: skip
+NAMES = {"min": "max", "max": "min", "any": "all", "all": "any", "reversed": "list", "sorted": "list"}
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One change of a tree: `owner.field`, or an item of it, becomes `new`."""
+
+    owner: ast.AST
+    field: str
+    index: int | None
+    new: ast.AST | None
+    statement: ast.stmt
+    scope: str
+
+    def swap(self, new: object) -> object:
+        """Put `new` there, and return what was."""
+        if self.index is None:
+            old = getattr(self.owner, self.field)
+            setattr(self.owner, self.field, new)
+            return old
+        items = getattr(self.owner, self.field)
+        old, items[self.index] = items[self.index], new
+        return old
+
+    def compiled(self, tree: ast.Module, path: Path) -> CodeType:
+        """The module with the change."""
+        self.swap(self.new)
+        return compile(ast.fix_missing_locations(tree), str(path), "exec")
+
+    @property
+    def label(self) -> str:
+        """The statement before and after, without its body."""
+        before = _first_line(self.statement)
+        old = self.swap(self.new)
+        after = _first_line(self.new if isinstance(self.new, ast.stmt) else self.statement)
+        self.swap(old)
+        return f"{before} => {after}"
+
+
+def _first_line(statement: ast.stmt) -> str:
+    lines = ast.unparse(statement).splitlines()
+    return next(line for line in lines if not line.startswith("@")).strip()
+
+
+def mutants_of(tree: ast.Module) -> Iterator[Mutant]:
+    """Every mutant of a module, in the order of its lines."""
+    yield from _within(tree, tree.body[0], "")
+
+
+def _within(node: ast.AST, statement: ast.stmt, scope: str) -> Iterator[Mutant]:
+    for field, value in ast.iter_fields(node):
+        if field in ("annotation", "returns", "decorator_list", "type_comment", "ctx"):
+            continue
+        for index, child in enumerate(value) if isinstance(value, list) else [(None, value)]:
+            if not isinstance(child, ast.AST) or _is_left_alone(child):
+                continue
+            inner = child if isinstance(child, ast.stmt) else statement
+            name = getattr(child, "name", "") if isinstance(child, (ast.FunctionDef, ast.ClassDef)) else ""
+            path = ".".join(filter(None, (scope, name)))
+            for new in _changes(child):
+                yield Mutant(node, field, index, new, inner, path)
+            yield from _within(child, inner, path)
+
+
+def _is_left_alone(node: ast.AST) -> bool:
+    if isinstance(node, (ast.Import, ast.ImportFrom, ast.JoinedStr, ast.AnnAssign)):
+        return not isinstance(node, ast.AnnAssign) or node.value is None
+    if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+        return True
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)  # documentation
+
+
+def _changes(node: ast.AST) -> Iterator[ast.AST | None]:
+    """What `node` may become instead."""
+    if type(node) in SWAPS:
+        yield SWAPS[type(node)]()
+    elif isinstance(node, ast.Constant) and isinstance(node.value, bool):
+        yield ast.Constant(not node.value)
+    elif isinstance(node, ast.Constant) and isinstance(node.value, (int, float)):
+        yield ast.Constant(node.value + 1)
+    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.Not, ast.USub)):
+        yield node.operand
+    elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node.id in NAMES:
+        yield ast.Name(NAMES[node.id], ast.Load())
+    elif isinstance(node, (ast.Raise, ast.AugAssign)) or (isinstance(node, ast.Expr) and not _is_yield(node)):
+        yield ast.Pass()
+    elif isinstance(node, ast.Assign) and not isinstance(node.targets[0], (ast.Name, ast.Tuple)):
+        yield ast.Pass()  # of an attribute or an item; without a name the next line fails
+    elif isinstance(node, ast.Return) and node.value is not None and not isinstance(node.value, ast.Constant):
+        yield ast.Return(ast.Constant(None))
+    elif isinstance(node, (ast.Break, ast.Continue)):
+        yield ast.Continue() if isinstance(node, ast.Break) else ast.Break()
+    elif isinstance(node, (ast.If, ast.IfExp, ast.While)) and not isinstance(node.test, (ast.Compare, ast.UnaryOp)):
+        yield type(node)(**{**dict(ast.iter_fields(node)), "test": ast.UnaryOp(ast.Not(), node.test)})
+
+
+def _is_yield(node: ast.Expr) -> bool:
+    return isinstance(node.value, (ast.Yield, ast.YieldFrom))
+
+
+class _Loader(SourceFileLoader):
+    def __init__(self, name: str, path: Path, code: CodeType) -> None:
+        super().__init__(name, str(path))
+        self._code = code
+
+    def get_code(self, fullname: str) -> CodeType:
+        return self._code
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        return importlib.util.spec_from_loader(name, self) if name == self.name else None
+
+
+def tests_of(module: str) -> list[str]:
+    """Test files for a module such as `memory/arena`, the one that mirrors it first."""
+    mirror = Path(module).with_name(f"test_{Path(module).name}.py")
+    files = [ROOT / "tests/unit" / file for file in (mirror, *EXTRA.get(module, ()))]
+    return [str(file) for file in dict.fromkeys(files) if file.exists()]
+
+
+def is_noticed(module: str, code: CodeType | None, deadline_s: float) -> bool:
+    """Whether the module's tests fail, or take too long, with `code` in its place."""
+    child = os.fork()
+    if child == 0:
+        os.setsid()
+        _run_tests(module, code)
+    give_up_s = time.monotonic() + deadline_s
+    while time.monotonic() < give_up_s:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            return status != 0
+        time.sleep(0.01)
+    os.killpg(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return True
+
+
+def _run_tests(module: str, code: CodeType | None) -> None:
+    import hypothesis
+    import pytest
+
+    if code is not None:
+        name = f"colo.{module}".replace("/", ".")
+        sys.meta_path.insert(0, _Loader(name, ROOT / f"colo/{module}.py", code))  # type: ignore[arg-type]
+    phases = (hypothesis.Phase.explicit, hypothesis.Phase.generate)  # without making examples smaller
+    hypothesis.settings.register_profile("mutants", derandomize=True, database=None, phases=phases)
+    hypothesis.settings.load_profile("mutants")
+    sink = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(sink, 1)
+    os.dup2(sink, 2)
+    options = ["-x", "-q", "-p", "no:cacheprovider", "--tb=no", "-Wignore::pytest.PytestAssertRewriteWarning"]
+    status = 1
+    try:
+        status = int(pytest.main([*options, *tests_of(module)]))
+    finally:
+        os._exit(status)
+
+
+def examine(module: str, fraction: float, seed: int, explained: dict[tuple[str, str], str]) -> tuple[int, int, int]:
+    """Print what became of the mutants of a module; how many there were, were killed, and were explained."""
+    path = ROOT / f"colo/{module}.py"
+    tree = ast.parse(path.read_text())
+    mutants = list(mutants_of(tree))
+    chosen = sorted(random.Random(seed).sample(range(len(mutants)), max(1, round(fraction * len(mutants)))))
+    start_s = time.monotonic()
+    if not tests_of(module) or is_noticed(module, None, 600):
+        raise SystemExit(f"{module}: its tests fail as it is, or there are none: {tests_of(module)}")
+    deadline_s = 10 + 4 * (time.monotonic() - start_s)
+    survivors = [mutants[i] for i in chosen if not _is_killed(module, path, i, deadline_s)]
+    known = {m: explained.get((module, m.label)) or _of_scope(module, m.scope, explained) for m in survivors}
+    num_explained = sum(reason is not None for reason in known.values())
+    counts = len(chosen), len(chosen) - len(survivors), num_explained
+    seconds = time.monotonic() - start_s
+    print(f"{module}: {counts[0]} mutants, {counts[1]} killed, {num_explained} explained, {seconds:.0f} s", flush=True)
+    for mutant, reason in known.items():
+        if reason is None:
+            print(f"    {mutant.statement.lineno} {mutant.scope}: {mutant.label}", flush=True)
+    return counts
+
+
+def _is_killed(module: str, path: Path, number: int, deadline_s: float) -> bool:
+    tree = ast.parse(path.read_text())  # of its own, which stays changed
+    return is_noticed(module, list(mutants_of(tree))[number].compiled(tree, path), deadline_s)
+
+
+def _of_scope(module: str, scope: str, explained: dict[tuple[str, str], str]) -> str | None:
+    parts = scope.split(".")
+    names = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
+    return next((explained[module, f"@{name}"] for name in names if (module, f"@{name}") in explained), None)
+
+
+def read_explained() -> dict[tuple[str, str], str]:
+    """Reasons by module and mutation, or `@scope`."""
+    rows = [line.split(" :: ") for line in EXPLAINED.read_text().splitlines() if line and not line.startswith("#")]
+    return {(module, mutation): reason for module, mutation, reason in rows}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run, and return the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__.splitlines()[0])
+    parser.add_argument("words", nargs="*", help="only modules whose path has one of these, such as memory/arena")
+    parser.add_argument("--fraction", type=float, default=1.0, help="of each module's mutants")
+    parser.add_argument("--seed", type=int, default=0, help="which ones, of a fraction")
+    given = parser.parse_args(arguments)
+    import hypothesis  # noqa: F401 - imported before the forks, as torch is
+    import peft  # noqa: F401
+    import pytest  # noqa: F401
+    from transformers import Qwen3ForCausalLM  # noqa: F401
+
+    gc.freeze()  # what is there is not looked at again by the children, whose pytest collects garbage
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+    files = [p for folder in ("phases", "memory", "weights") for p in sorted((ROOT / "colo" / folder).rglob("*.py"))]
+    modules = [str(p.relative_to(ROOT / "colo").with_suffix("")) for p in [*files, ROOT / "colo/runtime.py"]]
+    chosen = [m for m in modules if tests_of(m) and (not given.words or any(word in m for word in given.words))]
+    totals = [examine(module, given.fraction, given.seed, read_explained()) for module in chosen]
+    mutants, killed, explained = (sum(column) for column in zip(*totals, strict=True))
+    share = killed / max(1, mutants - explained)
+    print(f"{mutants} mutants, {killed} killed, {explained} survivors explained: {share:.1%} of the others killed")
+    return int(share < WANTED)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
