@@ -56,7 +56,8 @@ def allocate(size_bytes: int, device: torch.device) -> torch.Tensor:
     if code == _OUT_OF_MEMORY:
         free_bytes = free_device_bytes(device)
         raise BudgetError(
-            f"weights need {format_bytes(size_bytes)} of {device}, which has {format_bytes(free_bytes)} free",
+            f"weights need {format_bytes(size_bytes)} of {device}, which has {format_bytes(free_bytes)} free: release "
+            "other memory of this or of other processes first, or make the model smaller",
             needed_bytes=size_bytes,
             free_bytes=free_bytes,
         )

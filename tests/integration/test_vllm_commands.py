@@ -10,6 +10,7 @@ import threading
 import time
 import urllib.request
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from urllib.error import URLError
 
 import psutil
@@ -25,6 +26,23 @@ def colo(*arguments, cwd):
     done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     return done.stdout
+
+
+@pytest.mark.slow
+def test_importing_colo_and_a_run_on_vllm_change_nothing_of_other_libraries():
+    """Before and after are taken in one process, which has used vLLM as it comes, so that none is there to share."""
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.unchanged", "vllm"],
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert json.loads(done.stdout.splitlines()[-1]) == {}
 
 
 def test_the_demo_of_an_adapter_leaves_the_shared_base_as_it_was(tmp_path):

@@ -8,110 +8,163 @@
 6. Refusals say what, how many bytes, and what to change: here, for every `BudgetError` that a user can meet.
 """
 
+import ast
 import json
 import os
 import subprocess
 import sys
-import textwrap
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import colo
+from colo.config import RuntimeConfig
+from colo.engines.vllm import remote
+from colo.memory import cuda_driver, region
 from colo.memory.arena import PinnedArena
 from colo.memory.ledger import Holding, Ledger
 from colo.memory.offload import Mover
 from colo.phases.phase import Phase, Residency
+from colo.phases.scheduler import Budget, Scheduler
 from colo.phases.transition import plan_transition
-from colo.units import MIB
+from colo.testing import FakeDevice, FakeSegment
+from colo.units import GIB, MIB
+from tests import unchanged
+
+ROOT = Path(colo.__file__).parent.parent
+CUDA = torch.device("cuda", 0)
 
 
-def test_a_run_changes_no_environment_setting_or_class_of_another_library():
-    script = """
-    import json, os, warnings
-    import peft, torch, transformers
-
-    def shape(cls):
-        return {name: id(value) for name, value in vars(cls).items() if name not in ("__doc__", "__slotnames__")}
-
-    def settings():
-        return {
-            "environment": dict(os.environ),
-            "threads": torch.get_num_threads(),
-            "dtype": str(torch.get_default_dtype()),
-            "grad": torch.is_grad_enabled(),
-            "deterministic": torch.are_deterministic_algorithms_enabled(),
-            "filters": len(warnings.filters),
-            "verbosity": transformers.logging.get_verbosity(),
-            "classes": {cls.__name__: shape(cls) for cls in CLASSES},
-        }
-
-    CLASSES = [
-        torch.Tensor, torch.nn.Module, torch.nn.Parameter, torch.nn.Linear, torch.optim.Optimizer, torch.optim.AdamW,
-        transformers.PreTrainedModel, transformers.Qwen3ForCausalLM, transformers.cache_utils.Cache,
-        peft.PeftModel, peft.LoraModel,
-    ]
-    import colo.demo
-    colo.demo.run(steps=1, device="cpu", mode="lora").runtime.close()  # let libraries finish their own lazy set-up
-    before = settings()
-    for mode in ("full", "lora"):
-        result = colo.demo.run(steps=2, device="cpu", mode=mode)
-        result.runtime.close()
-    after = settings()
-    changed = {key: [before[key], after[key]] for key in before if before[key] != after[key]}
-    print(json.dumps(changed, default=str))
-    """
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+def test_importing_colo_and_a_run_change_no_environment_setting_or_class_of_another_library():
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "tests.unchanged", "embedded"]
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)],
+        command,
         capture_output=True,
         text=True,
         timeout=300,
         check=False,
         env=environment,
+        cwd=Path(__file__).parents[2],
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1]) == {}
 
 
-def refusals():
-    def ledger():
-        kv = Holding(name="engine.kv_cache", size_bytes=90, residency=Residency.DISCARDED)
-        weights = Holding(name="engine.weights", size_bytes=20, residency=Residency.RESIDENT)
-        return Ledger.of([kv, weights], capacity_bytes=100, host_capacity_bytes=0)
-
-    def arena():
-        PinnedArena(torch.device("cpu"), limit_bytes=MIB).allocate(2 * MIB)
-
-    def engine():
-        from transformers import Qwen3Config
-
-        from colo.engines.torch import TorchEngine
-
-        sizes = {"hidden_size": 32, "num_hidden_layers": 1, "vocab_size": 64, "head_dim": 16}
-        config = Qwen3Config(**sizes, num_attention_heads=2, num_key_value_heads=2)
-        made = TorchEngine(
-            config,
-            device="cpu",
-            dtype=torch.float32,
-            kv_cache_bytes=64 * 1024,
-            mover=Mover(torch.device("cpu")),
-        )
-        made.commit(0)
-        made.generate([[1]], colo.SamplingParams(max_tokens=100_000))
-
-    return {
-        "phase": lambda: plan_transition(Phase.IDLE, Phase.ROLLOUT, ledger()),
-        "arena": arena,
-        "engine": engine,
+def test_a_changed_class_function_or_setting_is_seen(monkeypatch):
+    before = unchanged.settings(), unchanged.attributes()
+    assert unchanged.differences(before, (unchanged.settings(), unchanged.attributes())) == {}
+    monkeypatch.setattr(torch.nn.Linear, "forward", lambda self, x: x)
+    monkeypatch.setattr(torch.Tensor, "by_colo", property(lambda tensor: 1), raising=False)
+    monkeypatch.setattr(torch.nn.functional, "linear", lambda *arguments: None)
+    monkeypatch.setenv("COLO_WAS_HERE", "1")
+    found = unchanged.differences(before, (unchanged.settings(), unchanged.attributes()))
+    assert found.keys() == {
+        "torch.nn.modules.linear.Linear.forward",
+        "torch.Tensor.by_colo",
+        "torch.nn.functional.linear",
+        "environment",
     }
 
 
-@pytest.mark.parametrize("name", refusals())
-def test_every_refusal_says_what_how_many_bytes_and_what_to_change(name):
+# ---- refusals ------------------------------------------------------------------------------------------------------
+
+
+def plan(monkeypatch, host_bytes=0):
+    kv = Holding(name="engine.kv_cache", size_bytes=90, residency=Residency.DISCARDED)
+    state = Holding(name="state", size_bytes=20, residency=Residency.RESIDENT, away=Residency.OFFLOADED)
+    ledger = Ledger.of([kv, state], capacity_bytes=100 if host_bytes else 80, host_capacity_bytes=host_bytes)
+    plan_transition(Phase.IDLE, Phase.ROLLOUT, ledger)
+
+
+def bring_back(monkeypatch):
+    device = FakeDevice(100)
+    segments = [
+        FakeSegment("engine.kv_cache", 60, device),
+        FakeSegment("state", 60, device, residency=Residency.OFFLOADED),
+    ]
+    Scheduler(segments, Budget(capacity_bytes=100, host_capacity_bytes=100)).require("state")
+
+
+def start(monkeypatch):
+    config = RuntimeConfig(kv_cache_bytes=MIB, device_limit_bytes=MIB)
+    colo.launch(unchanged.tiny(), device="cpu", config=config)
+
+
+def generate(monkeypatch):
+    from colo.engines.torch import TorchEngine
+
+    mover = Mover(torch.device("cpu"))
+    engine = TorchEngine(unchanged.tiny(), device="cpu", dtype=torch.float32, kv_cache_bytes=64 * 1024, mover=mover)
+    engine.commit(0)
+    engine.generate([[1]], colo.SamplingParams(max_tokens=100_000))
+
+
+def wake_a_server(monkeypatch):
+    monkeypatch.setattr(remote, "free_device_bytes", lambda device: GIB)
+    engine = SimpleNamespace(device=CUDA, _segments={"engine.kv_cache": SimpleNamespace(size_bytes=2 * GIB)})
+    remote.RemoteEngine.before_move(engine, "engine.kv_cache", Residency.RESIDENT)
+
+
+def restore_a_region(monkeypatch):
+    monkeypatch.setattr(region, "free_device_bytes", lambda device: GIB)
+    region.require_free("trainer.optimizer", 2 * GIB, CUDA)
+
+
+def take_memory_of_the_driver(monkeypatch):
+    full = SimpleNamespace(cuMemAlloc_v2=lambda address, size: 2)
+    for name, value in (
+        ("_driver", lambda: full),
+        ("_ensure_context", lambda: None),
+        ("free_device_bytes", lambda device: GIB),
+    ):
+        monkeypatch.setattr(cuda_driver, name, value)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    cuda_driver.allocate(2 * GIB, CUDA)
+
+
+REFUSALS = {
+    "phases/transition.py _require": plan,
+    "phases/transition.py refusal_of_host": lambda monkeypatch: plan(monkeypatch, host_bytes=10),
+    "phases/scheduler.py _admit_one": bring_back,
+    "starting.py _admit": start,
+    "engines/kv_slab.py plan": generate,
+    "engines/vllm/remote.py before_move": wake_a_server,
+    "memory/arena.py _grow": lambda monkeypatch: PinnedArena(torch.device("cpu"), limit_bytes=MIB).allocate(2 * MIB),
+    "memory/region.py require_free": restore_a_region,
+    "memory/cuda_driver.py allocate": take_memory_of_the_driver,
+}
+"""By the function that refuses."""
+
+PASSED_ON = {"memory/ledger.py refuse", "engines/vllm/connection.py error_from"}
+"""What makes an error for others to raise, or raises a worker's again. `colo.testing` is for tests."""
+
+
+def refusing_functions():
+    for file in sorted((ROOT / "colo").rglob("*.py")):
+        for function in ast.walk(ast.parse(file.read_text())):
+            if isinstance(function, ast.FunctionDef):
+                calls = [node.func for node in ast.walk(function) if isinstance(node, ast.Call)]
+                names = {getattr(call, "id", getattr(call, "attr", None)) for call in calls}
+                if names & {"BudgetError", "refuse"}:
+                    yield f"{file.relative_to(ROOT / 'colo')} {function.name}"
+
+
+def test_every_place_that_refuses_for_want_of_memory_is_visited_here():
+    found = {name for name in refusing_functions() if not name.startswith("testing.py")}
+    assert found - PASSED_ON == REFUSALS.keys()
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_every_refusal_says_what_how_many_bytes_and_what_to_change(name, monkeypatch):
     with pytest.raises(colo.BudgetError) as caught:
-        refusals()[name]()
+        REFUSALS[name](monkeypatch)
     text = str(caught.value)
     assert caught.value.needed_bytes > caught.value.free_bytes
     assert any(unit in text for unit in (" B", "KiB", "MiB", "GiB")), text
-    assert any(word in text.lower() for word in ("raise", "smaller", "pass", "make", "lower", "shorten")), text
+    first, words = text.partition("\n")[0], ("raise", "smaller", "pass", "make", "lower", "shorten", "release", "free")
+    advice = max(first.rfind(". "), first.rfind(": "), first.rfind("; "))
+    assert any(word in first[advice:].lower().split() for word in words), text

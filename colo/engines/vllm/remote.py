@@ -438,7 +438,8 @@ class RemoteEngine:
             free_bytes = free_device_bytes(self.device)
             if free_bytes < needed_bytes:
                 raise BudgetError(
-                    f"{name} needs {format_bytes(needed_bytes)} and {format_bytes(free_bytes)} are free",
+                    f"{name} needs {format_bytes(needed_bytes)} and {format_bytes(free_bytes)} are free: release other "
+                    "memory of the GPU first, or start the server with a smaller --gpu-memory-utilization",
                     needed_bytes=needed_bytes,
                     free_bytes=free_bytes,
                 )
