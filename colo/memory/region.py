@@ -15,7 +15,6 @@ import math
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -252,21 +251,21 @@ _pages = _Pages()
 
 @cache
 def _saver() -> Any:
-    """torch-memory-saver's singleton, in the mode that needs no LD_PRELOAD."""
+    """torch-memory-saver without LD_PRELOAD: an object of our own, which leaves the library's, and its mode, alone."""
     try:
-        from torch_memory_saver import torch_memory_saver as saver
+        from torch_memory_saver import TorchMemorySaver
     except ImportError as error:
         raise Unsupported(
             "releasing CUDA memory needs torch-memory-saver, which has wheels for Linux on x86-64: "
             "pip install 'torch-memory-saver>=0.0.10'"
         ) from error
-    # Once the library runs it refuses to be configured: then someone else chose its mode, and either mode serves.
-    with suppress(AttributeError, AssertionError):
-        saver.hook_mode = "torch"
-    # The library (0.0.10) ends the process when its blocks are freed outside one of its regions, which is what happens
-    # when the interpreter, at its exit, destroys the pools that they are in. One reference more, which nobody gives
-    # back, and it destroys none; the driver takes the memory with the process. (A region entered at exit would do as
-    # well, but then torch refuses to destroy the pools of others, vLLM's for one, and that ends the process too.)
+    saver = TorchMemorySaver()
+    saver.hook_mode = "torch"
+    # What stays until the process ends: the pools, whose ranges hold no memory once their regions are closed, and this
+    # object. The library (0.0.10) ends the process when its blocks are freed outside one of its regions, which is what
+    # happens when the interpreter, at its exit, destroys the pools that they are in. One reference more, which nobody
+    # gives back, and it destroys none; the driver takes the memory with the process. (A region entered at exit would do
+    # as well, but then torch refuses to destroy the pools of others, vLLM's for one, and that ends the process too.)
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(saver))
     return saver
 

@@ -1,9 +1,13 @@
+import copy
+import sys
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from colo.errors import PhaseError
+from colo.memory import region as regions
 from colo.memory.region import ALIGNMENT_BYTES, allocate_region, carve, carved_bytes
 
 DTYPES = [torch.bool, torch.int8, torch.float8_e4m3fn, torch.bfloat16, torch.float32, torch.float64, torch.int64]
@@ -52,3 +56,14 @@ def test_carved_tensors_are_aligned_disjoint_and_as_specified(specs):
 def test_carving_more_than_there_is_is_refused():
     with pytest.raises(ValueError, match="1 tensors need 512 bytes, but the region has 256"):
         carve(torch.zeros(256, dtype=torch.uint8), [((65,), torch.float32)])
+
+
+def test_the_library_that_takes_and_gives_pages_keeps_its_own_mode_and_references():
+    library = pytest.importorskip("torch_memory_saver")
+    theirs = library.torch_memory_saver
+    before = copy.copy(vars(theirs)["_impl_ctor_kwargs"]), sys.getrefcount(theirs)
+    regions._saver.cache_clear()
+    ours = regions._saver()
+    assert isinstance(ours, library.TorchMemorySaver) and ours is not theirs and regions._saver() is ours
+    assert (vars(theirs)["_impl_ctor_kwargs"], sys.getrefcount(theirs)) == before
+    assert vars(ours)["_impl_ctor_kwargs"] == {"hook_mode": "torch"}
