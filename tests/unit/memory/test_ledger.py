@@ -49,3 +49,15 @@ def test_a_refusal_carries_its_numbers_and_shows_who_holds_what():
 def test_only_an_offload_costs_bus_bytes():
     assert holding(away=Residency.OFFLOADED).eviction_cost_bytes == 10
     assert holding(away=Residency.DISCARDED).eviction_cost_bytes == 0
+
+
+def test_the_ledger_as_text_lists_the_largest_first_in_columns_and_what_is_free():
+    book = ledger(holding("small", 10), holding("a.long.name", 50, Residency.OFFLOADED), capacity_bytes=90)
+    assert book.render().splitlines() == [
+        "ledger of the device:",
+        "  a.long.name         50 B  offloaded",
+        "  small               10 B  resident",
+        "  free                80 B",
+        "  capacity            90 B",
+        "  host arena: 50 B of 100 B",
+    ]

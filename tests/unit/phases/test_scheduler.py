@@ -178,14 +178,168 @@ def test_spans_tell_every_step_and_its_bytes():
     assert steps == [("offload trainer.optimizer", "d2h", 60), ("allocate engine.kv_cache", "device", 0)]
 
 
+# ---- what is kept for others --------------------------------------------------------------------------------------
+
+
+def test_what_a_phase_was_promised_is_known_while_it_lasts():
+    _, scheduler = build()
+    assert (scheduler.promised_bytes, scheduler.side_by_side) == (0, True)
+    scheduler.working_bytes[Phase.TRAIN] = 50
+    assert scheduler.enter(Phase.TRAIN).target is Phase.TRAIN
+    assert (scheduler.promised_bytes, scheduler.side_by_side) == (80, False)
+    scheduler.enter(Phase.IDLE)
+    assert (scheduler.promised_bytes, scheduler.side_by_side) == (20, True)
+
+
+def test_a_segment_fits_to_the_last_byte():
+    _, scheduler = build(capacity_bytes=130)
+    scheduler.segments["trainer.optimizer"].begin(O).wait()
+    scheduler.segments["engine.kv_cache"].begin(R).wait()
+    assert scheduler.fits("trainer.optimizer") is True
+    _, scheduler = build(capacity_bytes=129)
+    scheduler.segments["trainer.optimizer"].begin(O).wait()
+    scheduler.segments["engine.kv_cache"].begin(R).wait()
+    assert scheduler.fits("trainer.optimizer") is False
+
+
+def samples(scheduler):
+    """Bytes of KV cache and optimizer."""
+    names = ("engine.kv_cache", "trainer.optimizer")
+    return [tuple(sample.segments[name] for name in names) for sample in scheduler.trace.samples]
+
+
+def test_every_change_of_memory_is_sampled():
+    _, scheduler = build()
+    scheduler.enter(Phase.ROLLOUT)
+    assert samples(scheduler) == [(0, 60), (0, 0), (50, 0), (50, 0)], "leaving, left, allocated, entered"
+    scheduler.enter(Phase.IDLE)
+    scheduler.enter(Phase.TRAIN)
+    before = len(scheduler.trace.samples)
+    scheduler.fetch("trainer.optimizer")
+    assert samples(scheduler)[before:] == [(0, 60)]
+    scheduler.require("trainer.optimizer")
+    assert len(scheduler.trace.samples) == before + 3
+
+
+def test_settling_samples_what_has_become_free():
+    _, scheduler = build(capacity_bytes=200, offload=Offload.ALWAYS)
+    scheduler.enter(Phase.ROLLOUT)
+    assert samples(scheduler)[-1] == (50, 60)
+    scheduler.settle()
+    assert samples(scheduler)[-1] == (50, 0)
+
+
+# ---- room ----------------------------------------------------------------------------------------------------------
+
+
+def test_nobody_waits_for_a_departure_while_there_is_room_to_the_last_byte():
+    device, scheduler = build(capacity_bytes=130, offload=Offload.ALWAYS)
+    scheduler.enter(Phase.ROLLOUT)
+    assert device.used_bytes == 130
+
+
+def test_one_byte_too_few_is_waited_for():
+    device, scheduler = build(capacity_bytes=80, kv=1)
+    scheduler.enter(Phase.ROLLOUT)
+    assert device.used_bytes == 21
+
+
+def pair(capacity_bytes):
+    """Two segments that leave for a train phase whose working memory they are in the way of."""
+    device = FakeDevice(capacity_bytes)
+    segments = [FakeSegment(name, 60, device) for name in ("trainer.optimizer", "trainer.master_weights")]
+    segments.append(FakeSegment("extra", 60, device, away=None, residency=D))
+    scheduler = Scheduler(segments, Budget(capacity_bytes=capacity_bytes, host_capacity_bytes=1000))
+    scheduler.working_bytes[Phase.TRAIN] = capacity_bytes
+    scheduler.anticipate(Phase.TRAIN)
+    assert list(residencies(scheduler).values()) == [O, O, D] and device.used_bytes == 120
+    return device, scheduler
+
+
+def test_bringing_back_what_is_still_leaving_waits_for_nothing_else():
+    _, scheduler = pair(120)
+    scheduler.require("trainer.optimizer")
+    assert scheduler.segments["trainer.master_weights"].device_bytes == 60
+
+
+def test_bringing_one_back_waits_for_the_departure_of_another_that_has_its_room():
+    _, scheduler = pair(120)
+    optimizer, masters, extra = scheduler.segments.values()
+    optimizer.begin(O).wait()
+    extra.begin(R)
+    assert (optimizer.device_bytes, masters.device_bytes, extra.device_bytes) == (0, 60, 60)
+    scheduler.require("trainer.optimizer")
+    assert (optimizer.device_bytes, masters.device_bytes) == (60, 0)
+
+
+# ---- undoing -------------------------------------------------------------------------------------------------------
+
+UNDO_NEEDS = NEEDS | {Phase.SYNC: {}, Phase.ROLLOUT: {"first": Need.RESIDENT, "last": Need.RESIDENT}}
+
+
+def undoing(*, last=10):
+    """A device that is full in both phases: what leaves first makes the room that `first` and `last` take."""
+    device = FakeDevice(60 + last)
+    segments = [
+        FakeSegment("state", 60, device),
+        FakeSegment("cache", last, device, away=D),
+        FakeSegment("first", 60, device, away=D, residency=D),
+        FakeSegment("last", last, device, away=O, residency=O),
+    ]
+    budget = Budget(capacity_bytes=60 + last, host_capacity_bytes=1000)
+    return device, Scheduler(segments, budget, needs=UNDO_NEEDS)
+
+
+def test_steps_are_undone_last_first_so_that_each_finds_its_room():
+    device, scheduler = undoing()
+    before, order = residencies(scheduler), []
+
+    def fail(segment, target):
+        raise Fault
+
+    for segment in scheduler.segments.values():
+        segment.before_begin = lambda segment, target: order.append((segment.name, target))
+    scheduler.segments["first"].before_begin = fail
+    scheduler.enter(Phase.SYNC)
+    with pytest.raises(Fault) as caught:
+        scheduler.enter(Phase.ROLLOUT)
+    assert getattr(caught.value, "__notes__", []) == []
+    assert order == [("cache", D), ("state", O), ("last", R), ("last", O), ("state", R), ("cache", R)]
+    assert residencies(scheduler) == before
+    assert (scheduler.phase, device.used_bytes) == (Phase.SYNC, 70)
+    assert scheduler.trace.samples[-1].segments == {n: s.device_bytes for n, s in scheduler.segments.items()}
+
+
+def test_a_failed_undo_ends_in_idle_whatever_the_phase_was_and_the_others_are_undone():
+    _, scheduler = undoing()
+
+    def fail(segment, target):
+        raise Fault
+
+    def fail_back(segment, target):
+        if target is R:
+            raise Fault
+
+    scheduler.enter(Phase.SYNC)
+    scheduler.segments["first"].before_begin = fail
+    scheduler.segments["state"].before_begin = fail_back
+    with pytest.raises(Fault) as caught:
+        scheduler.enter(Phase.ROLLOUT)
+    assert [note.partition(" failed")[0] for note in caught.value.__notes__] == ["undoing 'offload state (60 B)'"]
+    assert scheduler.phase is Phase.IDLE
+    assert residencies(scheduler) == {"state": O, "cache": R, "first": D, "last": O}
+
+
 class Faults:
     """Fails the moves whose turn it is, in the order in which they happen."""
 
     def __init__(self, plan):
         self.plan = iter(plan)
+        self.count = 0
 
     def __call__(self, segment, target):
         if next(self.plan, False):
+            self.count += 1
             raise Fault(f"{segment.name} to {target}")
 
 
@@ -207,13 +361,17 @@ def test_any_sequence_of_requests_and_faults_ends_in_a_defined_state(
     for segment in scheduler.segments.values():
         segment.before_begin, segment.before_wait = begin, wait
     for request in requests:
-        before = scheduler.phase
+        before, where, failed_waits = scheduler.phase, residencies(scheduler), wait.count
         try:
             scheduler.require("trainer.optimizer") if request == "optimizer" else scheduler.enter(request)
-        except Fault:
+        except Fault as error:
             assert scheduler.phase in (before, Phase.IDLE)
+            if not hasattr(error, "__notes__"):  # undone; a departure that fails is back, whenever it began
+                assert scheduler.phase is before
+                assert failed_waits < wait.count or residencies(scheduler) == where
         except BudgetError:
             assert scheduler.phase is before
+            assert residencies(scheduler) == where
         except PhaseError:
             assert scheduler.phase is before
             assert request not in EDGES[before]

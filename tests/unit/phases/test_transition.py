@@ -8,7 +8,7 @@ from colo.config import Offload
 from colo.errors import BudgetError, PhaseError
 from colo.memory.ledger import Holding, Ledger
 from colo.phases.phase import EDGES, MOVES, NEEDS, Need, Phase, Residency, check_edge, check_move
-from colo.phases.transition import Action, plan_transition
+from colo.phases.transition import Action, Step, plan_transition
 
 R, O, D, S = Residency.RESIDENT, Residency.OFFLOADED, Residency.DISCARDED, Residency.SHARED  # noqa: E741
 AWAY = {
@@ -117,6 +117,83 @@ def test_shared_bytes_count_once_and_never_move():
     plan = plan_transition(Phase.IDLE, Phase.TRAIN, book(weights=(90, R), parameters=(90, S)))
     assert plan.steps == ()
     assert plan.after.device_bytes == 90
+
+
+def test_what_is_refused_names_what_cannot_leave_and_nothing_else():
+    ledger = book(weights=(60, R), kv_cache=(70, D), optimizer=(10, R), gradients=(5, O))
+    with pytest.raises(BudgetError, match=r"raise device_limit_bytes\. engine\.weights cannot leave\.\n"):
+        plan_transition(Phase.IDLE, Phase.ROLLOUT, ledger)
+    with pytest.raises(BudgetError, match=r"raise device_limit_bytes\.\n"):
+        plan_transition(Phase.IDLE, Phase.ROLLOUT, book(kv_cache=(170, D), optimizer=(10, R), parameters=(5, S)))
+
+
+def test_a_full_device_is_told_by_what_the_phase_needs():
+    with pytest.raises(BudgetError, match="phase rollout needs 10 B, but 0 B could be made free"):
+        plan_transition(Phase.IDLE, Phase.ROLLOUT, book(weights=(100, R), kv_cache=(10, D)))
+
+
+def test_working_memory_makes_unused_segments_leave():
+    plan = plan_transition(Phase.IDLE, Phase.TRAIN, book(weights=(20, R), kv_cache=(40, R)), working_bytes=50)
+    assert steps_of(plan) == [("discard", "engine.kv_cache")]
+    assert (plan.side_by_side, plan.promised_bytes, plan.moved_bytes) == (True, 70, 0)
+
+
+@pytest.mark.parametrize(("working_bytes", "side_by_side", "promised_bytes"), [(30, True, 100), (31, False, 70)])
+def test_what_fits_to_the_last_byte_is_side_by_side(working_bytes, side_by_side, promised_bytes):
+    ledger = book(weights=(20, R), optimizer=(50, O))
+    plan = plan_transition(Phase.IDLE, Phase.TRAIN, ledger, working_bytes=working_bytes)
+    assert (plan.side_by_side, plan.promised_bytes, plan.steps) == (side_by_side, promised_bytes, ())
+
+
+@pytest.mark.parametrize(
+    ("sizes", "needed_bytes", "leaving"),
+    [
+        ((30, 30, 30), 60, "gradients master_weights"),  # the first two of equal ones, by name
+        ((10, 20, 40), 45, "gradients optimizer"),  # of the small ones the larger is spared
+        ((10, 12, 40), 42, "gradients optimizer"),  # and not both
+        ((20, 0, 60), 60, "optimizer"),  # to the byte
+        ((20, 30, 60), 20, "gradients"),
+        ((0, 0, 0), 0, ""),
+    ],
+)
+def test_the_fewest_bytes_that_are_enough_leave(sizes, needed_bytes, leaving):
+    gradients, masters, optimizer = sizes
+    ledger = book(
+        capacity_bytes=sum(sizes),
+        gradients=(gradients, R),
+        master_weights=(masters, R),
+        optimizer=(optimizer, R),
+        kv_cache=(needed_bytes, D),
+    )
+    plan = plan_transition(Phase.IDLE, Phase.ROLLOUT, ledger)
+    names = [step.segment.removeprefix("trainer.") for step in plan.steps if step.action is Action.OFFLOAD]
+    assert sorted(names) == leaving.split()
+    assert plan.moved_bytes == sum(step.size_bytes for step in plan.steps if step.action is Action.OFFLOAD)
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "action", "resource", "delta", "moved"),
+    [
+        (R, D, "discard", "device", -7, 0),
+        (O, D, "discard", "device", 0, 0),
+        (R, O, "offload", "d2h", -7, 7),
+        (O, R, "onload", "h2d", 7, 7),
+        (D, R, "allocate", "device", 7, 0),
+    ],
+)
+def test_a_step_knows_what_it_does_and_costs(source, target, action, resource, delta, moved):
+    step = Step(segment="s", source=source, target=target, size_bytes=7)
+    assert (step.action, step.resource, step.device_delta_bytes, step.moved_bytes) == (action, resource, delta, moved)
+    assert str(step) == f"{action} s (7 B)"
+
+
+def test_what_may_follow_is_listed_in_order():
+    with pytest.raises(PhaseError, match="from idle the runtime may enter rollout, sync, train$"):
+        check_edge(Phase.IDLE, Phase.IDLE)
+    with pytest.raises(PhaseError, match="cannot become resident; it may become discarded, offloaded$"):
+        check_move("x", R, R)
+    with pytest.raises(PhaseError, match="it may become nothing: it is someone else's memory$"):
+        check_move("x", S, R)
 
 
 @pytest.mark.parametrize("source", Phase)
