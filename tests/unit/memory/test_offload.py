@@ -1,8 +1,11 @@
+from types import SimpleNamespace
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from colo.errors import BudgetError, PhaseError
-from colo.memory.offload import Mover, RegionSegment
+from colo.memory.offload import Mover, RegionSegment, Transfer
 from colo.memory.region import ResizedRegion, allocate_region
 from colo.phases.phase import Residency
 from colo.report.trace import Trace
@@ -105,10 +108,36 @@ def test_a_region_that_cannot_be_restored_leaves_the_segment_offloaded(mover):
     assert all(torch.equal(old, region.bytes) for old, region in zip(before, segment.regions, strict=True))
 
 
+def test_regions_join_an_empty_segment_and_a_resident_one(mover):
+    segment = RegionSegment("s", regions=[], away=O, mover=mover)
+    assert (segment.residency, segment.size_bytes) == (D, 0)
+    segment.add([])
+    assert segment.residency is D
+    first, second = (allocate_region(256 * n, mover.device, name="r") for n in (1, 2))
+    segment.add([first])
+    assert (segment.residency, segment.size_bytes) == (R, 256)
+    segment.add([second])
+    assert segment.regions == (first, second)
+    segment.remove([first, second])
+    assert segment.residency is D
+
+
+def test_an_illegal_move_is_refused(mover):
+    segment = make(mover, 1000)
+    segment.begin(D)
+    with pytest.raises(PhaseError, match="segment s is discarded and cannot become offloaded"):
+        segment.begin(O)
+    arrival = segment.begin(R)
+    assert (arrival.moved_bytes, arrival.poll()) == (0, True), "there is nothing to copy"
+
+
 def test_copies_are_in_the_trace_with_their_bytes(mover):
     segment = make(mover, 1024)
     segment.begin(O).wait()
-    segment.begin(R).wait()
+    arrival = segment.begin(R)
+    arrival.wait()
+    arrival.wait()
+    assert all(0 <= span.duration_s < 10 for span in mover.trace.spans)
     assert [(s.name, s.resource, s.num_bytes) for s in mover.trace.spans] == [
         ("out s", "d2h", 1024),
         ("back s", "h2d", 1024),
@@ -133,3 +162,113 @@ def test_a_return_that_finds_no_room_while_leaving_is_under_way_leaves_it_offloa
     segment.begin(R).wait()
     assert all(torch.equal(old, region.bytes) for old, region in zip(before, segment.regions, strict=True))
     mover.close()
+
+
+# ---- on a GPU: streams and events, noted in order ------------------------------------------------------------------
+
+
+class Log(TorchDispatchMode):
+    """Notes copies and ticks among what streams and events are asked."""
+
+    def __init__(self):
+        super().__init__()
+        self.notes = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.copy_.default:
+            self.notes.append(f"copy {args[0].numel()}" if args[2] else "a copy that blocks")
+        if func is torch.ops.aten.add_.Tensor:
+            self.notes.append("tick" if args[0].dtype == torch.int32 else "add")
+        return func(*args, **(kwargs or {}))
+
+
+class Stream:
+    def __init__(self, log, name):
+        self.log, self.name = log, name
+
+    def wait_stream(self, other):
+        self.log.notes.append(f"{self.name} waits for {other.name}")
+
+    def synchronize(self):
+        self.log.notes.append(f"{self.name} ends")
+
+
+class Event:
+    def __init__(self, log, enable_timing=False):
+        self.log, self.timed, self.stream, self.is_done = log, enable_timing, None, False
+
+    def record(self, stream):
+        self.stream = stream
+        self.log.notes.append("record")
+
+    def query(self):
+        return self.is_done
+
+    def synchronize(self):
+        self.log.notes.append("event ends")
+        self.is_done = True
+
+    def elapsed_time(self, other):
+        assert self.timed and other.timed and self.stream is other.stream is not None
+        return 2500.0
+
+
+@pytest.fixture
+def log(monkeypatch):
+    log = Log()
+    made, zeros = iter(("d2h", "h2d")), torch.zeros
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: Stream(log, f"{next(made)}, {priority}"))
+    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing=False: Event(log, enable_timing))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(name="kernels"))
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: log)
+    monkeypatch.setattr(torch, "zeros", lambda *shape, device=None, **options: zeros(*shape, **options))
+    return log
+
+
+def test_on_a_gpu_copies_are_queued_in_chunks_with_a_kernel_between_and_an_event_at_each_end(log):
+    mover = Mover(torch.device("cuda", 0), chunk_bytes=100, host_limit_bytes=MIB)
+    source = torch.arange(250, dtype=torch.uint8)
+    target = torch.empty_like(source)
+    transfer = mover.copy_out(source, target)
+    begin, end = ["d2h, -1 waits for kernels", "record"], ["record"]
+    assert log.notes == [*begin, "copy 100", "tick", "copy 100", "tick", "copy 50", *end]
+    assert torch.equal(source, target)
+    log.notes.clear()
+    mover.copy_out(source[:50], target[:50])
+    mover.copy_out(source[:1], target[:1])
+    assert log.notes == [*begin, "copy 50", *end, *begin, "tick", "copy 1", *end]
+    log.notes.clear()
+    assert not transfer.done
+    transfer.wait()
+    assert transfer.done and log.notes == ["event ends"] and transfer.seconds == 2.5
+
+
+def test_on_a_gpu_copies_back_wait_for_kernels_only_if_they_are_to(log):
+    mover = Mover(torch.device("cuda", 0), chunk_bytes=100)
+    pairs = [(torch.ones(60, dtype=torch.uint8), torch.empty(60, dtype=torch.uint8)) for _ in range(2)]
+    mover.copy_all_in(pairs)
+    assert log.notes == ["record", "copy 60", "tick", "copy 60", "record"]
+    log.notes.clear()
+    mover.copy_in(*pairs[0])
+    assert log.notes[0] == "h2d, -1 waits for kernels"
+    log.notes.clear()
+    mover.copy_in(*pairs[0], after_queued=False)
+    assert log.notes == ["record", "tick", "copy 60", "record"]
+
+
+def test_closing_waits_for_the_streams_before_the_arena_goes(log, monkeypatch):
+    mover = Mover(torch.device("cuda", 0))
+    close = mover.arena.close
+    monkeypatch.setattr(mover.arena, "close", lambda: (log.notes.append("arena"), close()))
+    mover.close()
+    assert log.notes == ["d2h, -1 ends", "h2d, -1 ends", "arena"]
+    with pytest.raises(PhaseError, match="arena is closed"):
+        mover.arena.allocate(1)
+
+
+def test_on_a_cpu_a_copy_is_done_when_it_returns_and_knows_what_it_took(device):
+    mover = Mover(device)
+    assert mover.chunk_bytes == 64 * MIB
+    transfer = mover.copy_in(torch.ones(8), torch.zeros(8))
+    assert transfer.done and 0 <= transfer.seconds < 10
+    assert (Transfer().done, Transfer().seconds, Transfer().wait()) == (True, 0.0, None)

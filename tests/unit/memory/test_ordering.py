@@ -75,6 +75,15 @@ def test_a_copy_out_waits_for_kernels_that_were_queued_before_and_not_for_later_
     assert source.eq(2).all()
 
 
+def test_a_copy_in_waits_for_kernels_unless_it_need_not(mover):
+    source, target, ran = torch.ones(8, dtype=torch.uint8), torch.zeros(8, dtype=torch.uint8), []
+    mover.queue(lambda: ran.append("kernel"))
+    mover.copy_in(source, target, after_queued=False).wait()
+    assert target.eq(1).all() and not ran
+    mover.copy_in(source, target).wait()
+    assert ran == ["kernel"]
+
+
 def test_a_copy_that_meets_memory_given_back_says_so(mover):
     region = filled("r", 1000, FakeDevice(AMPLE))
     transfer = mover.copy_out(region.bytes, torch.zeros(1024, dtype=torch.uint8))
@@ -110,12 +119,13 @@ def test_no_byte_leaves_before_its_copy_has_ended(mover):
 
 
 def test_regions_go_one_by_one_as_their_copies_end():
-    mover = LateMover(chunk_bytes=1024, progress=lambda: 1)
+    mover = LateMover(chunk_bytes=1024, progress=lambda: 1, trace=Trace())
     segment = make(mover, 2048, 2048, 1024)
     before, held = contents(segment), [5120]
     departure = segment.begin(O)
     while not departure.poll():
         held.append(segment.device_bytes)
+    assert [span.name for span in mover.trace.spans] == ["out s"]
     assert list(dict.fromkeys(held)) == [5120, 3072, 1024]
     assert segment.device_bytes == 0
     segment.begin(R).wait()
@@ -332,11 +342,11 @@ def test_gradients_are_parked_and_back_when_the_moves_return(mover):
     segment = GradientSegment(torch.optim.SGD(parameters, lr=0.1), mover=mover)
     expected = [torch.randn(p.shape) for p in parameters]
     for parameter, gradient in zip(parameters, expected, strict=True):
-        mover.queue(lambda p=parameter, g=gradient: setattr(p, "grad", p.grad.copy_(g)))
         parameter.grad = torch.zeros_like(parameter)
+        mover.queue(lambda p=parameter, g=gradient: p.grad.copy_(g))
     for _ in range(2):
         segment.begin(O).wait()
-        assert all(p.grad is None for p in parameters)
+        assert (segment.residency, segment.device_bytes) == (O, 0)
         blocker = mover.arena.allocate(64 * KIB)
         mover.arena.view(blocker).fill_(3)
         segment.begin(R).wait()
