@@ -1,10 +1,18 @@
+import gc
+import os
 import threading
+import time
+from contextlib import nullcontext
+from types import SimpleNamespace
 
+import psutil
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colo.errors import BudgetError, PhaseError
+from colo.errors import BudgetError, ColoError, PhaseError
+from colo.memory import arena as arenas
 from colo.memory.arena import ALIGNMENT_BYTES, SLAB_ALIGNMENT_BYTES, PinnedArena
 from colo.units import MIB
 
@@ -66,8 +74,6 @@ def test_a_closed_arena_lends_nothing(arena):
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 3 * MIB), st.booleans()), max_size=20))
 def test_extents_never_overlap_and_all_bytes_come_back(actions):
-    import torch
-
     arena = PinnedArena(torch.device("cpu"), limit_bytes=32 * MIB)
     lent = []
     for size_bytes, gives_back in actions:
@@ -88,3 +94,131 @@ def test_extents_never_overlap_and_all_bytes_come_back(actions):
     assert arena.used_bytes == 0
     assert arena.pinned_bytes % SLAB_ALIGNMENT_BYTES == 0
     arena.close()
+
+
+def test_what_is_free_already_is_not_reserved_again(arena):
+    arena.reserve(3 * MIB)
+    arena.reserve(4 * MIB)
+    assert arena.pinned_bytes == 4 * MIB
+    arena.reserve(4 * MIB + 1)
+    assert arena.pinned_bytes == 6 * MIB
+    arena.allocate(5000)
+    arena.reserve(6 * MIB - 8192)
+    assert arena.pinned_bytes == 6 * MIB
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 2, 1, 0), (0, 2, 1, 3), (1, 3, 0, 2)])
+def test_freed_ranges_join_so_that_one_as_large_as_all_of_them_fits(arena, order):
+    arena.reserve(4 * MIB)
+    extents = [arena.allocate(MIB) for _ in range(4)]
+    for number in order:
+        arena.release(extents[number])
+    arena.allocate(4 * MIB)
+    assert arena.pinned_bytes == 4 * MIB
+
+
+def test_a_limit_below_what_is_held_keeps_that_and_gives_nothing_more(arena):
+    extent = arena.allocate(10 * MIB)
+    arena.limit_bytes = 4 * MIB
+    with pytest.raises(BudgetError, match="but only 0 B are allowed") as caught:
+        arena.reserve(MIB)
+    assert (caught.value.needed_bytes, caught.value.free_bytes) == (2 * MIB, 0)
+    arena.release(extent)
+    arena.allocate(10 * MIB)
+    assert arena.pinned_bytes == 10 * MIB
+
+
+def test_a_closed_arena_says_so_whatever_it_is_asked(arena):
+    extent = arena.allocate(1)
+    arena.close()
+    for ask in (lambda: arena.prepare(1), lambda: arena.reserve(1), lambda: arena.release(extent)):
+        with pytest.raises(PhaseError, match="the host arena is closed"):
+            ask()
+    assert arena.pinned_bytes == 0
+
+
+def test_closing_waits_for_what_is_being_prepared(arena, monkeypatch):
+    begun, ended = threading.Event(), threading.Event()
+
+    def slow(num_bytes):
+        begun.set()
+        time.sleep(0.2)
+        ended.set()
+
+    monkeypatch.setattr(arena, "reserve", slow)
+    arena.prepare(1)
+    begun.wait()
+    arena.close()
+    assert ended.is_set()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("colo-arena")]
+
+
+def test_pages_are_there_before_they_are_lent_made_on_the_cpus_of_the_device_and_gone_after(device, monkeypatch):
+    cpus, calls = os.sched_getaffinity(0), []
+    monkeypatch.setattr(arenas, "local_cpus", lambda device: cpus)
+    monkeypatch.setattr(os, "sched_setaffinity", lambda thread, cpus: calls.append((thread, cpus)))
+    process = psutil.Process()
+    arena = PinnedArena(device, limit_bytes=128 * MIB)
+    gc.collect()
+    before = process.memory_info().rss
+    arena.reserve(64 * MIB)
+    assert process.memory_info().rss - before > 60 * MIB
+    assert calls and all(call == (0, cpus) for call in calls)
+    assert arena.view(arena.allocate(64 * MIB)).eq(0).all()
+    arena.close()
+    assert process.memory_info().rss - before < 20 * MIB
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    """cudart's registration of host memory."""
+    driver = SimpleNamespace(registered={}, code=0)
+
+    def register(address, size_bytes, flags):
+        assert flags == 0
+        driver.registered[address] = size_bytes
+        return SimpleNamespace(value=driver.code)
+
+    def unregister(address):
+        del driver.registered[address]
+        return driver.code
+
+    driver.cudaHostRegister, driver.cudaHostUnregister = register, unregister
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(arenas, "local_cpus", lambda device: os.sched_getaffinity(0))
+    return driver
+
+
+def test_for_a_gpu_slabs_are_registered_once_and_unregistered_as_the_arena_closes(driver):
+    arena = PinnedArena(torch.device("cuda", 0), limit_bytes=16 * MIB)
+    extent = arena.allocate(3 * MIB)
+    assert driver.registered == {arena.view(extent).data_ptr(): 4 * MIB}
+    arena.allocate(MIB)
+    assert len(driver.registered) == 1
+    arena.close()
+    assert driver.registered == {}
+    arena.close()
+
+
+def test_an_arena_that_nobody_closed_is_unregistered_as_it_is_collected_but_not_at_exit(driver):
+    arena = PinnedArena(torch.device("cuda", 0), limit_bytes=16 * MIB)
+    arena.allocate(1)
+    assert arena._slabs[0]._unregister.atexit is False
+    del arena
+    gc.collect()
+    assert driver.registered == {}
+
+
+@pytest.mark.parametrize("code", [1, 2])
+def test_memory_that_the_driver_does_not_register_is_an_error_with_its_code(driver, code):
+    driver.code = code
+    arena = PinnedArena(torch.device("cuda", 0), limit_bytes=16 * MIB)
+    with pytest.raises(ColoError, match=f"cudaHostRegister of 2.00 MiB failed with CUDA error {code}: .*ulimit"):
+        arena.allocate(1)
+    assert arena.pinned_bytes == 0
+    driver.code = 0
+    arena.allocate(1)
+    driver.code = code
+    with pytest.raises(ColoError, match="cudaHostUnregister failed"):
+        arena.close()

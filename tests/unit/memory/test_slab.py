@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from colo.errors import TransferError
+from colo.memory import cuda_driver
 from colo.memory.slab import Slab, open_slab
 
 CPU = torch.device("cpu")
@@ -138,6 +139,21 @@ def test_no_two_slabs_have_the_same_description_though_their_files_have_the_same
     with pytest.raises(TransferError, match="has been closed by its owner"):
         open_slab(before, CPU)
     second.close()
+
+
+def test_a_slab_of_a_gpu_is_the_drivers_memory_by_its_handle(monkeypatch):
+    memory = torch.zeros(64, dtype=torch.uint8)
+    monkeypatch.setattr(cuda_driver, "allocate", lambda size_bytes, device: memory[:size_bytes])
+    monkeypatch.setattr(cuda_driver, "export", lambda data: bytes([data.numel()]) * 3)
+    monkeypatch.setattr(cuda_driver, "open_exported", lambda handle, size, device: (handle, size, device))
+    cuda = torch.device("cuda", 0)
+    slab = Slab(16, cuda)
+    assert (slab.bytes.data_ptr(), slab.device, slab.size_bytes) == (memory.data_ptr(), cuda, 16)
+    description = json.loads(json.dumps(slab.describe(to_pid=1)))
+    assert open_slab(description, cuda) == (bytes([16]) * 3, 16, cuda)
+    assert open_slab(slab.describe(to_pid=os.getpid()), cuda) is slab.bytes
+    slab.close()
+    assert slab.bytes.numel() == 0
 
 
 def test_a_description_travels_as_json(slab):
