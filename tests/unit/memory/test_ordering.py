@@ -415,6 +415,29 @@ def test_phases_take_turns_on_a_device_that_holds_one_at_a_time():
     assert world.device.peak_bytes <= 9 * KIB
 
 
+@pytest.mark.parametrize("size_bytes", [1, 5000])
+def test_what_a_phase_needs_has_arrived_when_it_begins(size_bytes):
+    device, mover = FakeDevice(AMPLE), LateMover()
+    weights = make(mover, size_bytes, name="weights", device=device)
+    weights.regions[0].bytes.fill_(3)
+    weights.begin(O).wait()
+    scheduler = Scheduler([weights], Budget(capacity_bytes=AMPLE, host_capacity_bytes=AMPLE), needs=NEEDS)
+    scheduler.enter(Phase.SYNC)
+    assert weights.regions[0].bytes.eq(3).all()
+    mover.close()
+
+
+def test_looking_takes_back_what_departures_have_freed():
+    world = World(20 * KIB, offload=Offload.ALWAYS)
+    world.scheduler.enter(Phase.ROLLOUT)
+    world.mover._progress = lambda: 1000
+    world.scheduler.sample()
+    assert world.device.used_bytes == 7 * KIB == sum(world.scheduler.trace.samples[-1].segments.values())
+    world.mover._progress = lambda: 0
+    world.scheduler.enter(Phase.IDLE)
+    assert world.device.used_bytes == 7 * KIB
+
+
 def test_departures_beside_a_rollout_are_done_by_the_time_their_bytes_are_needed():
     world = World(20 * KIB, offload=Offload.ALWAYS)
     world.scheduler.enter(Phase.ROLLOUT)

@@ -59,7 +59,14 @@ def test_a_phase_that_does_not_fit_changes_nothing():
 
 @pytest.mark.parametrize(
     ("offload", "capacity", "expected"),
-    [(Offload.AUTO, 100, 60), (Offload.AUTO, 200, 0), (Offload.ALWAYS, 200, 60), (Offload.AUTO, 60, 0)],
+    [
+        (Offload.AUTO, 100, 60),
+        (Offload.AUTO, 130, 0),
+        (Offload.AUTO, 129, 60),
+        (Offload.AUTO, 200, 0),
+        (Offload.ALWAYS, 200, 60),
+        (Offload.AUTO, 60, 0),
+    ],
 )
 def test_what_will_go_to_the_host_is_known_before_it_does(offload, capacity, expected):
     device, scheduler = build(offload=offload)
@@ -328,6 +335,24 @@ def test_a_failed_undo_ends_in_idle_whatever_the_phase_was_and_the_others_are_un
     assert [note.partition(" failed")[0] for note in caught.value.__notes__] == ["undoing 'offload state (60 B)'"]
     assert scheduler.phase is Phase.IDLE
     assert residencies(scheduler) == {"state": O, "cache": R, "first": D, "last": O}
+
+
+def test_an_interrupt_while_undoing_ends_in_idle_too():
+    _, scheduler = undoing()
+
+    def interrupt(segment, target):
+        if target is R:
+            raise KeyboardInterrupt
+
+    def fail(segment, target):
+        raise Fault
+
+    scheduler.enter(Phase.SYNC)
+    scheduler.segments["first"].before_begin = fail
+    scheduler.segments["state"].before_begin = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        scheduler.enter(Phase.ROLLOUT)
+    assert scheduler.phase is Phase.IDLE
 
 
 class Faults:
