@@ -1,5 +1,6 @@
 """Recording what a loader does, on loaders that do what real ones do."""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -437,3 +438,104 @@ def test_copies_that_continue_one_another_are_replayed_as_one():
     assert [copy.name for copy in plan._runs] == ["swapped"] * 6 + ["w"]
     assert plan.replay(source) == 2 * 6 * 4 * 4
     assert torch.equal(engine["w"], source["w"]) and torch.equal(engine["swapped"], source["swapped"].flip(0))
+
+
+class Scattered:
+    """A loader that copies parts of one source into views of one memory: of some dtype, side by side or apart."""
+
+    def __init__(self, parts):
+        self.memory = torch.zeros(4096, dtype=torch.uint8)
+        self.copies, at_bytes = [], 0
+        start = 0
+        for length, dtype, gap, skip in parts:
+            start += skip
+            at_bytes = (-(-at_bytes // dtype.itemsize) + gap) * dtype.itemsize
+            view = self.memory[at_bytes : at_bytes + length * dtype.itemsize].view(dtype)
+            self.copies.append((slice(start, start + length), view))
+            start, at_bytes = start + length, at_bytes + length * dtype.itemsize
+        self.num_elements = start
+
+    @property
+    def destinations(self):
+        return {str(number): view for number, (_, view) in enumerate(self.copies)}
+
+    def load(self, pairs):
+        for _, tensor in pairs:
+            for part, view in self.copies:
+                view.copy_(tensor[part])
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    parts=st.lists(
+        st.tuples(
+            st.sampled_from([1, 2, 3, 4, 8]),
+            st.sampled_from([torch.float32, torch.float32, torch.int32, torch.float64, torch.bfloat16]),
+            st.sampled_from([0, 0, 0, 1]),
+            st.sampled_from([0, 0, 0, 1]),
+        ),
+        min_size=1,
+        max_size=8,
+    ),
+    order=st.randoms(use_true_random=False),
+)
+def test_whatever_lies_side_by_side_replaying_writes_what_loading_does_and_no_other_byte(parts, order):
+    loaded, replayed = Scattered(parts), Scattered(parts)
+    order.shuffle(replayed.copies)
+    source = {"t": torch.arange(1.0, loaded.num_elements + 1)}
+    loaded.load(source.items())
+    plan = LoadPlan.record(replayed.load, source, replayed.destinations)
+    assert plan.replay(source) == sum(view.nbytes for _, view in loaded.copies)
+    assert torch.equal(loaded.memory, replayed.memory)
+    assert plan.differences(source) == []
+    for part, view in replayed.copies:
+        view[-1] += 1
+        assert plan.differences(source) == ["t"], part
+        view[-1] -= 1
+
+
+def test_a_plan_of_some_sources_knows_nothing_of_the_others():
+    engine, source = FusedLoader(), weights()
+    plan = LoadPlan.record(engine.load, source, engine.destinations)
+    part = plan.part(["v", "norm"])
+    assert list(part.sources) == list(part.strides) == ["v", "norm"]
+    assert {copy.name for copy in part.copies} == {"v", "norm"} and part.fallbacks == {} and not part.unused
+    assert part.replay({"v": source["v"], "norm": source["norm"]}) == 4 * (8 + 4)
+    assert torch.equal(engine.qkv[6:], source["v"]) and not engine.qkv[:6].any()
+
+
+def test_what_a_loader_leaves_out_is_counted_unless_it_is_explained():
+    source = {"a": torch.randn(4), "b": torch.randn(3), "c": torch.randn(2)}
+    target = torch.zeros(2)
+
+    def load(pairs):
+        for name, tensor in pairs:
+            if name == "a":
+                target.copy_(tensor[:2])
+            if name == "c":
+                tensor * 2
+
+    plan = LoadPlan.record(load, source, {"target": target})
+    assert list(plan.fallbacks) == ["c"]
+    assert plan.left_out == {"a": 2, "b": 0}
+    assert replace(plan, unused=frozenset({"b"})).left_out == {"a": 2}
+
+
+def test_memory_that_is_optional_is_filled_whole_or_not_at_all():
+    source = {"t": torch.randn(4)}
+    target, optional = torch.zeros(4), torch.zeros(4)
+
+    def record(*places):
+        def load(pairs):
+            for _, tensor in pairs:
+                for place in places:
+                    place.copy_(tensor[: len(place)])
+
+        return LoadPlan.record(load, source, {"target": target}, optional={"optional": optional})
+
+    assert len(record(target).copies) == 1
+    assert len(record(target, optional).copies) == 2
+    with pytest.raises(
+        TransferError, match="does not cover optional exactly once: of 4 elements it leaves 1 unwritten"
+    ):
+        record(target, optional[:3])
