@@ -42,7 +42,7 @@ EXTRA = {
     "memory/offload": (ORDERING,),
     "memory/gradients": (ORDERING, "test_runtime_faults.py", "test_runtime.py"),
     "memory/state": (ORDERING, "test_optim.py"),
-    "weights/publish": ("weights/test_meter.py", "test_runtime.py"),
+    "weights/publish": ("weights/test_meter.py",),
     "weights/copies": ("weights/test_load_plan.py",),
     "weights/pieces": ("weights/test_ipc.py",),
     "runtime": ("test_runtime_faults.py", "test_starting.py", "test_optim.py"),

@@ -1,4 +1,5 @@
 import copy
+import gc
 import sys
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
@@ -201,3 +202,30 @@ def test_every_closer_is_called_and_the_first_error_raised():
     assert called == [0, 1, 2, 3]
     regions.close_all([lambda: called.append(4)])
     assert called[-1] == 4
+
+
+def test_a_closed_region_leaves_its_bytes_to_tensors_over_them_and_holds_none(device):
+    region = allocate_region(1024, device, name="r")
+    view = region.bytes[:4].fill_(7)
+    region.close()
+    assert (region.device_bytes, region.bytes.numel(), region.closed) == (0, 0, True)
+    assert view.tolist() == [7] * 4
+    alone = allocate_region(1024, device, name="alone")
+    data = alone.bytes.untyped_storage()
+    del data
+    alone.close()
+    assert (alone.device_bytes, alone.bytes.numel()) == (0, 0)
+
+
+def test_pages_that_tensors_refer_to_are_taken_back_when_the_last_of_them_has_died(saver, device, monkeypatch):
+    pages = regions._Pages()
+    monkeypatch.setattr(regions, "_pages", pages)
+    region = regions.PausableRegion("r", 512, device)
+    tag, view, address = region._tag, region.bytes[256:], region.bytes.data_ptr()
+    region.close()
+    assert (region.device_bytes, region.bytes.numel()) == (0, 0)
+    assert ("pause", tag) not in saver.calls and pages._retired == {}
+    del view
+    gc.collect()
+    assert saver.calls[-2:] == ["synchronize", ("pause", tag)]
+    assert pages._retired == {(device, 512): [(tag, address)]}
