@@ -124,7 +124,7 @@ def examine(module: str, fraction: float, seed: int, explained: dict[tuple[str, 
     print(f"{module}: {counts[0]} mutants, {counts[1]} killed, {num_explained} explained, {seconds:.0f} s", flush=True)
     for mutant, reason in known.items():
         if reason is None:
-            print(f"    {mutant.statement.lineno} {mutant.scope}: {mutant.label}", flush=True)
+            print(f"    {mutant.statement.lineno} {mutant.label}", flush=True)
     return counts
 
 

@@ -43,12 +43,12 @@ class Mutant:
 
     @property
     def label(self) -> str:
-        """The statement before and after, without its body."""
+        """Where it is, and the statement before and after, without its body."""
         before = _first_line(self.statement)
         old = self.swap(self.new)
         after = _first_line(self.new if isinstance(self.new, ast.stmt) else self.statement)
         self.swap(old)
-        return f"{before} => {after}"
+        return f"{self.scope}: {before} => {after}"
 
 
 def _first_line(statement: ast.stmt) -> str:
