@@ -1,5 +1,7 @@
 """Publication over an engine and a transport that record what they are asked, and fail where they are told to."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
@@ -71,9 +73,9 @@ class RecordingTransport:
     """Copies 40 bytes, or none when it shares."""
 
     reason = "the test says so"
-    source = ModuleSource(torch.nn.Linear(2, 2))
 
     def __init__(self, recorder, name="local"):
+        self.source = ModuleSource(torch.nn.Linear(2, 2))
         self.recorder = recorder
         self.name = name
         self.error = None
@@ -159,8 +161,9 @@ def test_verification_can_be_left_out():
 
 def test_a_publication_makes_the_version_the_engines_and_is_recorded():
     world = World()
-    assert not world.publisher.is_current
+    assert world.publisher.version == 0 and not world.publisher.is_current
     done = world.publish(version=7)
+    assert done.adapter_bytes == 0
     assert world.publisher.is_current
     assert world.engine.weights_version == 7
     assert (done.version, done.transport, done.num_bytes) == (7, "local", 40)
@@ -354,3 +357,168 @@ def test_without_verification_nothing_is_checked():
     world = World(transport="shared", adapter=True, verify=False)
     world.publisher.check()
     assert world.calls == []
+
+
+# ---- writes that torch does not count ------------------------------------------------------------------------------
+
+
+class Sharded(ModuleSource):
+    """A source whose parts lie in this rank, one of one."""
+
+    def __init__(self, sums):
+        super().__init__(torch.nn.Linear(2, 2))
+        self.sums = sums
+        self.is_sharded = True
+
+    def part_sums(self):
+        return list(self.sums)
+
+    def together(self):
+        return nullcontext()
+
+    def fewest(self, count):
+        return count
+
+
+def test_contents_are_compared_from_when_they_were_noted_and_for_that_version_alone():
+    world = World()
+    weight = world.transport.source.model.weight
+    assert not world.publisher.has_other_contents(), "none have been noted"
+    world.publish(0)
+    world.publisher.note_contents()
+    assert world.publisher.has_other_contents() is False
+    weight.data.add_(1)
+    assert world.publisher.has_other_contents() is True
+    assert world.publisher.has_other_contents() is False, "what was found is noted"
+    weight.data.add_(1)
+    world.publisher.version = 1
+    assert world.publisher.has_other_contents() is False, "another version is published anyway"
+    world.publisher.note_contents()
+    world.publisher.start_over()
+    weight.data.add_(1)
+    assert world.publisher.has_other_contents() is False
+
+
+def test_contents_include_the_adapter():
+    world = World(adapter=True)
+    b = torch.ones(4, 2)
+    world.adapter = AdapterWeights(a={"q": torch.ones(2, 4)}, b={"q": b}, scalings={"q": 1.0})
+    world.publish(0)
+    world.publisher.note_contents()
+    assert world.publisher.has_other_contents() is False
+    b.mul_(2)
+    assert world.publisher.has_other_contents() is True
+
+
+@pytest.mark.parametrize("why", ["not verified", "sharded"])
+def test_contents_are_not_compared_where_nobody_checks_or_parts_are(why):
+    world = World(verify=why != "not verified")
+    if why == "sharded":
+        world.transport.source = Sharded([1])
+    world.publisher.note_contents()
+    world.transport.source.model.weight.data.add_(1)
+    assert world.publisher.has_other_contents() is False
+
+
+def test_a_part_that_was_written_to_is_stale_until_it_is_published():
+    world = World()
+    source = world.transport.source = Sharded([1, 2])
+    assert not world.publisher.has_changed_part(), "nothing has been published"
+    for version in range(2):
+        world.publish(version)
+        assert world.publisher.has_changed_part() is False
+        world.publisher.check()
+        source.sums[1] += 1
+        assert world.publisher.has_changed_part() is True
+        with pytest.raises(StaleWeights, match="what lies in this rank of the weights is not what was published"):
+            world.publisher.check()
+        assert "not what was published" in world.engine.cause
+    world.publisher.version = 2
+    assert world.publisher.has_changed_part() is False
+    world.engine.weights_version = None
+    world.publisher.version = 1
+    world.publisher.check()
+
+
+def test_without_parts_none_has_changed():
+    world = World()
+    world.publish(0)
+    assert world.publisher.has_changed_part() is False
+
+
+@pytest.mark.parametrize("transport", ["local", "shared"])
+def test_other_names_are_stale_for_the_transports_that_do_not_look_themselves(transport, monkeypatch):
+    world = World(transport=transport)
+
+    def other():
+        raise StaleWeights("the model has 1 weights that it did not have")
+
+    monkeypatch.setattr(world.transport.source, "check_names", other)
+    if transport == "shared":
+        world.publish(0)
+        world.publisher.check()
+        return
+    with pytest.raises(StaleWeights, match="1 weights that it did not have"):
+        world.publish(0)
+    assert "transfer" not in world.calls and world.engine.cause.startswith("publishing version 0 failed: the model has")
+    world.engine.cause = None
+    with pytest.raises(StaleWeights, match="1 weights that it did not have"):
+        world.publisher.check()
+    assert world.engine.cause.startswith("the model has")
+
+
+# ---- an engine that has lost what it was given, or may hold more ---------------------------------------------------
+
+
+def test_an_engine_that_starts_over_is_given_base_and_adapter_anew():
+    world = World(adapter=True, fingerprint=lambda: 7)
+    world.publish(0)
+    assert world.publish(1).num_bytes == 0
+    world.engine.adapters.clear()
+    world.publisher.start_over()
+    assert world.publisher.adapter_name is None and world.publisher.has_adapter()
+    assert world.publish(1).num_bytes == 40
+    assert world.calls == ADAPTER_STEPS[1:]
+
+
+def test_a_transfer_that_failed_once_is_not_taken_for_sent():
+    world = World(adapter=True, fingerprint=lambda: 7)
+    world.publish(0)
+    world.transport.current = False
+    world.recorder.failing = "transfer"
+    with pytest.raises(TransferError):
+        world.publish(1)
+    world.recorder.failing, world.transport.current = None, True
+    world.engine.weights_version = 0  # as a poisoned engine that is told its old version would say
+    assert world.publish(1).num_bytes == 40
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_an_adapter_that_an_interrupt_may_have_left_is_removed_before_the_next(is_there):
+    world = World(adapter=True)
+    removed = []
+
+    def remove(name):
+        removed.append(name)
+        if not is_there:
+            raise ValueError(f"there is no adapter {name}")
+
+    world.engine.remove_adapter = remove
+    world.recorder.failing = "load_adapter"
+    with pytest.raises(TransferError):
+        world.publish(0)
+    world.recorder.failing = None
+    world.publish(0)
+    assert removed == ["policy@0"]
+    world.recorder.failing = "replace_adapter"
+    with pytest.raises(TransferError):
+        world.publish(1)
+    world.recorder.failing = None
+    world.publish(1)
+    assert sorted(removed[1:]) == ["policy@0", "policy@1"]
+    world.publish(2)
+    assert len(removed) == 3
+    world.publisher._uncertain.add("policy@9")
+    world.publisher.start_over()
+    world.publish(3)
+    assert len(removed) == 3
