@@ -76,6 +76,8 @@ def mutants_of(node: ast.AST, statement: ast.stmt | None = None, scope: str = ""
 def _is_left_alone(node: ast.AST) -> bool:
     if isinstance(node, (ast.Import, ast.ImportFrom, ast.JoinedStr, ast.AnnAssign)):
         return not isinstance(node, ast.AnnAssign) or node.value is None
+    if isinstance(node, ast.keyword) and node.arg == "strict":  # of `zip`: a check, which nothing is meant to fail
+        return True
     if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
         return True
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)  # documentation

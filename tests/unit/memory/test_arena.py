@@ -222,3 +222,17 @@ def test_memory_that_the_driver_does_not_register_is_an_error_with_its_code(driv
     driver.code = code
     with pytest.raises(ColoError, match="cudaHostUnregister failed"):
         arena.close()
+
+
+def test_the_host_has_the_last_word_whatever_the_limit(device, monkeypatch):
+    monkeypatch.setattr(arenas, "available_host_bytes", lambda: 5 * MIB)
+    assert PinnedArena(device).limit_bytes == 5 * MIB
+    arena = PinnedArena(device, limit_bytes=64 * MIB)
+    with pytest.raises(BudgetError, match="its limit is 64.00 MiB, and the host has 5.00 MiB available") as caught:
+        arena.allocate(6 * MIB)
+    assert (caught.value.free_bytes, arena.pinned_bytes) == (5 * MIB, 0)
+    arena.allocate(4 * MIB)
+    monkeypatch.setattr(arenas, "available_host_bytes", lambda: 0)
+    with pytest.raises(BudgetError, match="but only 0 B are allowed"):
+        arena.allocate(1)
+    arena.close()

@@ -488,6 +488,7 @@ def test_whatever_lies_side_by_side_replaying_writes_what_loading_does_and_no_ot
     assert plan.replay(source) == sum(view.nbytes for _, view in loaded.copies)
     assert torch.equal(loaded.memory, replayed.memory)
     assert plan.differences(source) == []
+    assert all(torch.equal(alias, source[name]) for name, alias in plan.aliases.items())
     for part, view in replayed.copies:
         view[-1] += 1
         assert plan.differences(source) == ["t"], part
@@ -539,3 +540,56 @@ def test_memory_that_is_optional_is_filled_whole_or_not_at_all():
         TransferError, match="does not cover optional exactly once: of 4 elements it leaves 1 unwritten"
     ):
         record(target, optional[:3])
+
+
+@pytest.mark.parametrize("way", ["strided in the engine", "strided in the source"])
+def test_only_what_lies_in_a_row_on_both_sides_is_joined(way):
+    source = torch.arange(1.0, 9.0)[None]
+
+    def load(target):
+        def copy(pairs):
+            for _, t in pairs:
+                if way == "strided in the engine":
+                    parts = [(target[:, :4], t[:, :4]), (target[:, 4::2], t[:, 4:6]), (target[:, 5::2], t[:, 6:])]
+                else:
+                    parts = [(target[:, :4], t[:, ::2]), (target[:, 4:], t[:, 4:])]
+                for place, part in parts:
+                    place.copy_(part)
+
+        return copy
+
+    loaded, replayed = torch.zeros(1, 8), torch.zeros(1, 8)
+    load(loaded)([("t", source)])
+    plan = record_one(load(replayed), source, replayed)
+    assert plan.replay({"t": source}) == 32
+    assert torch.equal(loaded, replayed)
+
+
+def test_copying_returns_the_engines_memory_as_it_always_does():
+    target, other, returned = torch.zeros(4), torch.zeros(4), []
+
+    def load(pairs):
+        for _, t in pairs:
+            returned.extend([target.copy_(t), other.copy_(t * 2)])
+
+    LoadPlan.record(load, {"t": torch.randn(4)}, {"target": target, "other": other})
+    assert returned[0] is target and returned[1] is other
+
+
+def test_what_is_computed_in_several_steps_is_the_fallback_of_its_source_alone():
+    target, other = torch.zeros(4), torch.zeros(4)
+    scale = torch.full((4,), 3.0)
+
+    def load(pairs):
+        for name, t in pairs:
+            if name == "computed":
+                target.copy_(((t * 2) + 1).neg())
+            else:
+                other.copy_(t)
+                scale.mul(2)
+
+    plan = LoadPlan.record(
+        load, {"computed": torch.randn(4), "plain": torch.randn(4)}, {"target": target, "other": other}
+    )
+    assert list(plan.fallbacks) == ["computed"] and "aten.mul" in plan.fallbacks["computed"]
+    assert [copy.name for copy in plan.copies] == ["plain"]
