@@ -576,14 +576,17 @@ def test_copying_returns_the_engines_memory_as_it_always_does():
     assert returned[0] is target and returned[1] is other
 
 
-def test_what_is_computed_in_several_steps_is_the_fallback_of_its_source_alone():
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_what_is_computed_in_several_steps_is_the_fallback_of_its_source_alone(steps):
     target, other = torch.zeros(4), torch.zeros(4)
     scale = torch.full((4,), 3.0)
 
     def load(pairs):
         for name, t in pairs:
             if name == "computed":
-                target.copy_(((t * 2) + 1).neg())
+                for _ in range(steps):
+                    t = t * 2
+                target.copy_(t)
             else:
                 other.copy_(t)
                 scale.mul(2)
@@ -593,3 +596,18 @@ def test_what_is_computed_in_several_steps_is_the_fallback_of_its_source_alone()
     )
     assert list(plan.fallbacks) == ["computed"] and "aten.mul" in plan.fallbacks["computed"]
     assert [copy.name for copy in plan.copies] == ["plain"]
+
+
+def test_parts_that_the_engine_keeps_in_two_dtypes_are_no_alias_though_they_lie_side_by_side():
+    memory = torch.zeros(32, dtype=torch.uint8)
+    halves = {"top": memory[:16].view(torch.float32), "bottom": memory[16:].view(torch.int32)}
+
+    def load(pairs):
+        for _, t in pairs:
+            halves["top"].copy_(t[:4])
+            halves["bottom"].copy_(t[4:])
+
+    plan = LoadPlan.record(load, {"t": torch.arange(8.0)}, halves)
+    assert plan.aliases == {}
+    plan.replay({"t": torch.arange(8.0)})
+    assert halves["bottom"].tolist() == [4, 5, 6, 7]

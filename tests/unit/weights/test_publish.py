@@ -268,6 +268,20 @@ def test_an_adapter_that_was_written_to_without_a_trace_is_noticed(write):
         assert not world.publisher.has_adapter()
 
 
+def test_an_adapter_that_cannot_be_read_is_left_to_the_check():
+    world = World(adapter=True)
+    world.adapter = AdapterWeights(a={"q": torch.ones(2, 4)}, b={"q": torch.ones(4, 2)}, scalings={"q": 1.0})
+    world.publish(0)
+
+    def merged():
+        raise StaleWeights("adapter default is merged")
+
+    world.publisher._adapter = merged
+    assert world.publisher.has_adapter() is True
+    with pytest.raises(StaleWeights, match="merged"):
+        world.publisher.check()
+
+
 def test_another_scaling_is_another_adapter():
     world = World(adapter=True)
     tensors = {"a": {"q": torch.ones(2, 4)}, "b": {"q": torch.ones(4, 2)}}
