@@ -40,12 +40,12 @@ EXTRA = {
     "memory/segment": ("phases/test_scheduler.py", ORDERING),
     "memory/region": ("memory/test_offload.py", ORDERING),
     "memory/offload": (ORDERING,),
-    "memory/gradients": (ORDERING, "test_runtime_faults.py", "test_runtime.py"),
+    "memory/gradients": (ORDERING, "test_gradients.py"),
     "memory/state": (ORDERING, "test_optim.py"),
     "weights/publish": ("weights/test_meter.py",),
     "weights/copies": ("weights/test_load_plan.py",),
     "weights/pieces": ("weights/test_ipc.py",),
-    "runtime": ("test_runtime_faults.py", "test_starting.py", "test_optim.py"),
+    "runtime": ("test_runtime_undo.py", "test_runtime_faults.py", "test_gradients.py", "test_staleness.py"),
 }
 """Tests beside those that mirror a module, in tests/unit."""
 
