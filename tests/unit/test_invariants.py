@@ -22,6 +22,7 @@ import torch
 
 import colo
 from colo.config import RuntimeConfig
+from colo.engines.common import check_count
 from colo.engines.vllm import remote
 from colo.memory import cuda_driver, region
 from colo.memory.arena import PinnedArena
@@ -131,6 +132,7 @@ REFUSALS = {
     "phases/transition.py refusal_of_host": lambda monkeypatch: plan(monkeypatch, host_bytes=10),
     "phases/scheduler.py _admit_one": bring_back,
     "starting.py _admit": start,
+    "engines/common.py check_count": lambda monkeypatch: check_count(1, 10**12),
     "engines/kv_slab.py plan": generate,
     "engines/vllm/remote.py before_move": wake_a_server,
     "memory/arena.py _grow": lambda monkeypatch: PinnedArena(torch.device("cpu"), limit_bytes=MIB).allocate(2 * MIB),
