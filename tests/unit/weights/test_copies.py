@@ -1,3 +1,6 @@
+import ctypes
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given
@@ -64,3 +67,38 @@ def test_large_and_small_are_copied(sizes):
         patch.setattr(copies, "_LARGE_BYTES", 80)
         copy_all(targets, sources)
     assert all(torch.equal(t.float(), s) for t, s in zip(targets, sources, strict=True))
+
+
+def test_nothing_to_compare_is_no_flag():
+    flags = Comparison([], []).flags()
+    assert (flags.dtype, flags.tolist()) == (torch.bool, [])
+
+
+def test_where_there_are_kernels_they_compare_words_and_torch_the_rest(monkeypatch):
+    """Kernels that read addresses as those of a GPU do, and what they are told of each pair."""
+    seen = []
+
+    def table(starts, lengths, left, right, numbers, *, device):
+        assert (left[1], right[1], numbers[1]) == (4, 4, 0) and device == torch.device("cpu")
+        return list(zip(starts, lengths, left[0], right[0], numbers[0], strict=True))
+
+    def compare(rows, flags):
+        assert flags.dtype == torch.int32
+        for start, length, left, right, number in rows:
+            seen.append(number)
+            assert start == 0
+            flags[number] = ctypes.string_at(left, 4 * length) != ctypes.string_at(right, 4 * length)
+
+    monkeypatch.setattr(copies.tiles, "table", table)
+    monkeypatch.setattr(copies.tiles, "kernels", lambda device: SimpleNamespace(compare=compare))
+    sources = [torch.randn(6), torch.randn(3).bfloat16(), torch.randn(4), torch.randn(8), torch.randn(5).bfloat16()]
+    targets = [source.clone() for source in sources]
+    targets[2] = targets[2].bfloat16()
+    comparison = Comparison(sources, targets)
+    flags = comparison.flags()
+    assert (flags.dtype, flags.tolist()) == (torch.bool, [False] * 5)
+    for number in range(5):
+        targets[number][-1] += 1
+        assert comparison.flags().tolist() == [other == number for other in range(5)]
+        targets[number][-1] = sources[number][-1]
+    assert set(seen) == {0, 3}, "whole words of one dtype"

@@ -611,3 +611,15 @@ def test_parts_that_the_engine_keeps_in_two_dtypes_are_no_alias_though_they_lie_
     assert plan.aliases == {}
     plan.replay({"t": torch.arange(8.0)})
     assert halves["bottom"].tolist() == [4, 5, 6, 7]
+
+
+def test_what_a_loader_makes_for_itself_is_made_as_it_asks():
+    target, made = torch.zeros(4), []
+
+    def load(pairs):
+        made.append(torch.ones(3, dtype=torch.int16))
+        for _, t in pairs:
+            target.copy_(t)
+
+    record_one(load, torch.randn(4), target)
+    assert made[0].dtype == torch.int16 and made[0].tolist() == [1, 1, 1]

@@ -136,3 +136,10 @@ def test_long_lists_are_cut_and_counted():
     with pytest.raises(TransferError, match=r"300 missing: w0, w1, w2, w3, w4 and 295 more") as error:
         manifest.check_received([])
     assert len(str(error.value)) < 300
+
+
+@pytest.mark.parametrize(("count", "tail"), [(5, "w3, w4."), (6, "w3, w4 and 1 more.")])
+def test_a_list_says_how_many_more_there_are(count, tail):
+    manifest = Manifest(specs=tuple(TensorSpec(f"w{n}", "int8", (1,)) for n in range(count)), version=0)
+    with pytest.raises(TransferError, match=re.escape(f"{count} missing: w0, w1, w2, {tail}")):
+        manifest.check_received([])
