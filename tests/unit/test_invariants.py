@@ -99,9 +99,9 @@ def generate(monkeypatch):
     from colo.engines.torch import TorchEngine
 
     mover = Mover(torch.device("cpu"))
-    engine = TorchEngine(unchanged.tiny(), device="cpu", dtype=torch.float32, kv_cache_bytes=64 * 1024, mover=mover)
+    engine = TorchEngine(unchanged.tiny(), device="cpu", dtype=torch.float32, kv_cache_bytes=4096, mover=mover)
     engine.commit(0)
-    engine.generate([[1]], colo.SamplingParams(max_tokens=100_000))
+    engine.generate([[1]], colo.SamplingParams(max_tokens=100))
 
 
 def wake_a_server(monkeypatch):
@@ -133,7 +133,7 @@ REFUSALS = {
     "phases/scheduler.py _admit_one": bring_back,
     "starting.py _admit": start,
     "engines/common.py check_count": lambda monkeypatch: check_count(1, 10**12),
-    "engines/kv_slab.py plan": generate,
+    "engines/kv_slab.py check_room": generate,
     "engines/vllm/remote.py before_move": wake_a_server,
     "memory/arena.py _grow": lambda monkeypatch: PinnedArena(torch.device("cpu"), limit_bytes=MIB).allocate(2 * MIB),
     "memory/region.py require_free": restore_a_region,
