@@ -50,3 +50,19 @@ def test_what_watches_changes_no_result(mine):
     with CopyMeter(lambda: [mine]):
         found = mine.view(3, 4).sum(0).sqrt()
     assert torch.equal(found, mine.view(3, 4).sum(0).sqrt())
+
+
+def test_what_lies_behind_and_between_watched_tensors_is_not_watched(mine):
+    with CopyMeter(lambda: [mine[8:10], mine[:2], mine[4:6]]) as meter:
+        for part in (mine[10:], mine[2:4], mine[6:8]):
+            part.clone()
+        assert meter.num_bytes == 0
+        for part in (mine[4:6], mine[:2], mine[9:10]):
+            part.clone()
+    assert meter.num_bytes == 8 + 8 + 4
+
+
+def test_one_target_elsewhere_is_enough(mine):
+    with CopyMeter(lambda: [mine]) as meter:
+        torch._foreach_copy_([mine[:2], torch.zeros(2)], [mine[2:4], mine[4:6]])
+    assert meter.num_bytes == 16
