@@ -540,6 +540,8 @@ def test_memory_that_is_optional_is_filled_whole_or_not_at_all():
         TransferError, match="does not cover optional exactly once: of 4 elements it leaves 1 unwritten"
     ):
         record(target, optional[:3])
+    with pytest.raises(TransferError, match="does not cover target exactly once: of 4 elements it leaves 1 unwritten"):
+        record(target[:3])
 
 
 @pytest.mark.parametrize("way", ["strided in the engine", "strided in the source"])
