@@ -18,7 +18,7 @@ from colo.bench.common import Result, clear, gigabytes_per_s, median_s, result, 
 from colo.errors import Unsupported
 from colo.memory.offload import Mover, RegionSegment
 from colo.memory.probe import free_device_bytes
-from colo.memory.region import _saver, allocate_region
+from colo.memory.region import allocate_region, memory_saver
 from colo.phases.phase import Residency
 from colo.units import GIB, MIB, format_bytes
 
@@ -165,7 +165,7 @@ def _keep(kept: list[torch.Tensor], out: Callable[[], torch.Tensor]) -> None:
 
 
 def _saver_backup(device: torch.device, size_bytes: int) -> tuple[float, float]:
-    saver = _saver()
+    saver = memory_saver()
     with saver.region(tag="bench.backup", enable_cpu_backup=True):
         tensor = torch.empty(size_bytes, dtype=torch.uint8, device=device)
     tensor.random_()

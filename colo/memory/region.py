@@ -138,12 +138,12 @@ class PausableRegion(Region):
     def _release(self) -> None:
         # The library does not wait for work on the memory it unmaps, and ends the process on a second pause.
         torch.cuda.current_stream(self.device).synchronize()
-        _saver().pause(self._tag)
+        memory_saver().pause(self._tag)
 
     def _restore(self) -> None:
         # The library ends the process when memory is missing in resume, so it is asked for only when it is there.
         require_free(self.name, self.size_bytes, self.device)
-        _saver().resume(self._tag)
+        memory_saver().resume(self._tag)
 
     def _leave(self) -> None:
         storage, address = self.bytes.untyped_storage(), self.bytes.data_ptr()
@@ -222,27 +222,27 @@ class _Pages:
         spare = self._retired.get((device, size_bytes), [])
         while spare:
             tag, address = spare.pop()
-            _saver().resume(tag)
+            memory_saver().resume(tag)
             data = self._allocate(tag, size_bytes, device)
             if data.data_ptr() == address:
                 return tag, data
             # Somebody still holds a tensor over the old range: it cannot be reused, and goes back to sleep.
             del data
-            _saver().pause(tag)
+            memory_saver().pause(tag)
         tag = f"colo.{next(self._numbers)}"
         return tag, self._allocate(tag, size_bytes, device)
 
     def reclaim(self, tag: str, address: int, size_bytes: int, device: torch.device) -> None:
         """Take back a range whose last tensor has died after its region was closed."""
         torch.cuda.current_stream(device).synchronize()
-        _saver().pause(tag)
+        memory_saver().pause(tag)
         self.give_back(tag, address, size_bytes, device)
 
     def give_back(self, tag: str, address: int, size_bytes: int, device: torch.device) -> None:
         self._retired.setdefault((device, size_bytes), []).append((tag, address))
 
     def _allocate(self, tag: str, size_bytes: int, device: torch.device) -> torch.Tensor:
-        with torch.cuda.device(device), _saver().region(tag=tag, enable_cpu_backup=False):
+        with torch.cuda.device(device), memory_saver().region(tag=tag, enable_cpu_backup=False):
             return torch.empty(size_bytes, dtype=torch.uint8, device=device)
 
 
@@ -250,7 +250,7 @@ _pages = _Pages()
 
 
 @cache
-def _saver() -> Any:
+def memory_saver() -> Any:
     """torch-memory-saver without LD_PRELOAD: an object of our own, which leaves the library's, and its mode, alone."""
     try:
         from torch_memory_saver import TorchMemorySaver
