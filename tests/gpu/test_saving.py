@@ -30,13 +30,14 @@ def embedded():
 
 PLACEMENTS = {
     "embedded": embedded,
-    "this process": lambda: launch_vllm(own_process=False),
-    "its own process": lambda: launch_vllm(own_process=True),
+    "this process": lambda: launch_vllm(own_process=False, enforce_eager=True),
+    "its own process": lambda: launch_vllm(own_process=True, enforce_eager=True),
 }
 
 
-@pytest.fixture(params=PLACEMENTS)
+@pytest.fixture(scope="module", params=PLACEMENTS)
 def rt(request):
+    """One for all tests of a placement, the last of which closes it."""
     runtime = PLACEMENTS[request.param]()
     yield runtime
     runtime.close()
@@ -58,30 +59,6 @@ def assert_same(saved, expected):
     assert len(saved) >= len(expected) - 1  # the embedding is the output layer, and saved once
     for name, tensor in saved.items():
         assert torch.equal(tensor.cpu(), expected[name]), name
-
-
-def test_what_is_saved_and_kept_is_whole_in_every_phase_and_after_close(rt, tmp_path):
-    step(rt)
-    expected = {name: tensor.cpu() for name, tensor in rt.model.state_dict().items()}
-    assert rt.transport.name == "shared"
-    for number, verb in enumerate([rt.rollout, rt.train]):
-        with verb():
-            Accelerator().save_model(rt.model, tmp_path / f"accelerate{number}")
-            save_model(rt.model, str(tmp_path / f"safetensors{number}"))
-            assert_same(load_file(tmp_path / f"accelerate{number}" / "model.safetensors"), expected)
-            assert_same(load_file(tmp_path / f"safetensors{number}"), expected)
-            assert_same(copy.deepcopy(rt.model).state_dict(), expected)
-    kept, rows = rt.model.state_dict(), rt.model.get_input_embeddings().weight[3:5]
-    rt.close()
-    torch.cuda.empty_cache()
-    assert_same(kept, expected)
-    assert torch.equal(rows.cpu(), expected["model.embed_tokens.weight"][3:5])
-    free_bytes = free_device_bytes(CUDA)
-    size_bytes = sum(t.nbytes for t in {t.data_ptr(): t for t in kept.values()}.values())
-    del kept, rows
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    assert free_device_bytes(CUDA) - free_bytes >= 0.9 * size_bytes, "memory goes with what was kept of it"
 
 
 def test_state_that_is_away_comes_back_for_whoever_reads_it():
@@ -126,3 +103,27 @@ def test_a_write_within_a_rollout_reaches_the_next_call(rt, counted):
         second = rt.generate([[1, 2, 3]], max_tokens=8, temperature=0)[0]
     assert second.weights_version == first.weights_version + 1
     assert second.logprobs != first.logprobs
+
+
+def test_what_is_saved_and_kept_is_whole_in_every_phase_and_after_close(rt, tmp_path):
+    step(rt)
+    expected = {name: tensor.cpu() for name, tensor in rt.model.state_dict().items()}
+    assert rt.transport.name == "shared"
+    for number, verb in enumerate([rt.rollout, rt.train]):
+        with verb():
+            Accelerator().save_model(rt.model, tmp_path / f"accelerate{number}")
+            save_model(rt.model, str(tmp_path / f"safetensors{number}"))
+            assert_same(load_file(tmp_path / f"accelerate{number}" / "model.safetensors"), expected)
+            assert_same(load_file(tmp_path / f"safetensors{number}"), expected)
+            assert_same(copy.deepcopy(rt.model).state_dict(), expected)
+    kept, rows = rt.model.state_dict(), rt.model.get_input_embeddings().weight[3:5]
+    rt.close()
+    torch.cuda.empty_cache()
+    assert_same(kept, expected)
+    assert torch.equal(rows.cpu(), expected["model.embed_tokens.weight"][3:5])
+    free_bytes = free_device_bytes(CUDA)
+    size_bytes = sum(t.nbytes for t in {t.data_ptr(): t for t in kept.values()}.values())
+    del kept, rows
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    assert free_device_bytes(CUDA) - free_bytes >= 0.9 * size_bytes, "memory goes with what was kept of it"
