@@ -241,6 +241,21 @@ def test_an_adapter_is_refused_without_lora_and_one_that_is_not_there_by_name(rt
         rt.engine.generate(prompts, None, adapter="policy")
 
 
+# ---- numbers --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("sampling", [GREEDY, {"temperature": 1, "max_tokens": 4}, {"top_p": 0.9, "max_tokens": 4}])
+def test_logits_that_are_not_numbers_are_an_error_that_names_the_first_bad_weight(rt, randomize, sampling, value):
+    expected = drawn(rt.generate([[1, 2, 3]], **GREEDY))
+    with torch.no_grad():
+        rt.model.model.layers[1].mlp.down_proj.weight[0].fill_(value)
+    with pytest.raises(FloatingPointError, match=r"model\.layers\.1\.mlp\.down_proj\.weight \(64, 96\) has 96 values"):
+        rt.generate([[1, 2, 3]], **sampling)
+    randomize(rt.model)
+    assert drawn(rt.generate([[1, 2, 3]], **GREEDY)) == expected
+
+
 # ---- sleep ----------------------------------------------------------------------------------------------------------
 
 
@@ -660,18 +675,3 @@ def test_a_version_of_vllm_that_was_not_tested_is_warned_about_once(monkeypatch)
 
 def test_the_version_that_is_installed_is_a_tested_one():
     assert compat.vllm_version() in compat.TESTED
-
-
-# ---- numbers --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("sampling", [GREEDY, {"temperature": 1, "max_tokens": 4}, {"top_p": 0.9, "max_tokens": 4}])
-def test_logits_that_are_not_numbers_are_an_error_that_names_the_first_bad_weight(rt, randomize, sampling, value):
-    expected = drawn(rt.generate([[1, 2, 3]], **GREEDY))
-    with torch.no_grad():
-        rt.model.model.layers[1].mlp.down_proj.weight[0].fill_(value)
-    with pytest.raises(FloatingPointError, match=r"model\.layers\.1\.mlp\.down_proj\.weight \(64, 96\) has 96 values"):
-        rt.generate([[1, 2, 3]], **sampling)
-    randomize(rt.model)
-    assert drawn(rt.generate([[1, 2, 3]], **GREEDY)) == expected

@@ -631,8 +631,8 @@ def test_a_model_that_is_not_the_engines_is_refused_by_name_and_the_engine_still
         if load_format == "colo":
             assert greedy_tokens(llm, prompts) == before
     unknown = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-    unknown.value_head = torch.nn.Linear(64, 1)
-    with pytest.raises((ValueError, TransferError), match="value_head") as caught:
+    unknown.model.layers[0].extra_gate = torch.nn.Linear(64, 1)
+    with pytest.raises((ValueError, TransferError), match="extra_gate") as caught:
         colo.share(llm, unknown, adamw(unknown.parameters()))
     if not isinstance(caught.value, ColoError):
         assert "in the worker:\nTraceback" in caught.value.__notes__[0]
