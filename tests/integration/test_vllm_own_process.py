@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from accelerate import Accelerator
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch.optim import AdamW
@@ -111,6 +112,13 @@ def test_every_base_weight_is_the_engines_memory_and_there_is_no_second_copy(rt)
     assert rt.transport.name == "shared"
     weights_bytes = sum(tensor.nbytes for tensor in weights.values())
     assert weights_bytes <= rt.engine._store.size_bytes < weights_bytes + 66 * MIB
+
+
+def test_savers_write_every_tensor_of_the_memory_that_the_other_process_maps(rt, tmp_path):
+    Accelerator(cpu=True).save_model(rt.model, tmp_path)
+    saved, names = load_file(tmp_path / "model.safetensors"), rt.model.state_dict()
+    assert saved.keys() == names.keys() - {"base_model.model.lm_head.weight"}  # which is the embedding
+    assert all(torch.equal(tensor, names[name]) for name, tensor in saved.items())
 
 
 def test_a_write_to_the_base_changes_what_the_other_process_samples(rt, prompts, mismatch, randomize):

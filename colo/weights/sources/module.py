@@ -111,7 +111,7 @@ class ModuleSource:
                 "one: the engine computes without them. Take them out, or close the runtime and build another with "
                 "the model as it is now"
             )
-        if lacking := sorted(self._names - now):
+        if lacking := sorted(self._names - now - self.foreign):
             raise StaleWeights(
                 f"the model has {len(lacking)} weights no longer that the engine computes with, {lacking[0]} for one: "
                 "put them back, or close the runtime and build another with the model as it is now"

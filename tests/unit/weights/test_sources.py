@@ -327,3 +327,19 @@ def test_what_workers_take_together_is_whole(left_out):
 def test_weights_that_no_engine_takes_are_refused_by_name(left_out, words):
     with pytest.raises(TransferError, match=words):
         check_taken(TENSORS, left_out)
+
+
+def test_names_are_compared_but_for_buffers_that_turn_out_to_be_foreign():
+    model = nn.BatchNorm1d(2)
+    source = ModuleSource(model)
+    source.check_names()  # nothing is known yet
+    source.settle_names()
+    source.check_names()
+    source.foreign.add("running_mean")
+    source.check_names()
+    model.register_parameter("extra", nn.Parameter(torch.ones(1)))
+    with pytest.raises(StaleWeights, match="1 weights that it did not have when the runtime was built, extra for one"):
+        source.check_names()
+    del model.extra, model.weight
+    with pytest.raises(StaleWeights, match="1 weights no longer that the engine computes with, weight for one"):
+        source.check_names()
