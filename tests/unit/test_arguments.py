@@ -108,7 +108,7 @@ def train_step(model, optimizer):
         ({"dtype": torch.int8}, ValueError, "not torch.int8"),
         ({"dtype": float}, ValueError, "not <class 'float'>"),
     ],
-    ids=lambda value: str(value)[:50] if isinstance(value, dict) else "",
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_launch_says_what_to_pass_instead(options, kind, words):
     with pytest.raises(kind, match=words) as caught:
