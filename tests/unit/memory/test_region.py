@@ -67,9 +67,9 @@ def test_the_library_that_takes_and_gives_pages_keeps_its_own_mode_and_reference
     library = pytest.importorskip("torch_memory_saver")
     theirs = library.torch_memory_saver
     before = copy.copy(vars(theirs)["_impl_ctor_kwargs"]), sys.getrefcount(theirs)
-    regions._saver.cache_clear()
-    ours = regions._saver()
-    assert isinstance(ours, library.TorchMemorySaver) and ours is not theirs and regions._saver() is ours
+    regions.memory_saver.cache_clear()
+    ours = regions.memory_saver()
+    assert isinstance(ours, library.TorchMemorySaver) and ours is not theirs and regions.memory_saver() is ours
     assert (vars(theirs)["_impl_ctor_kwargs"], sys.getrefcount(theirs)) == before
     assert vars(ours)["_impl_ctor_kwargs"] == {"hook_mode": "torch"}
     held = {"once": library.TorchMemorySaver()}
@@ -79,9 +79,9 @@ def test_the_library_that_takes_and_gives_pages_keeps_its_own_mode_and_reference
 
 def test_a_missing_library_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch_memory_saver", None)
-    regions._saver.cache_clear()
+    regions.memory_saver.cache_clear()
     with pytest.raises(Unsupported, match="pip install 'torch-memory-saver"):
-        regions._saver()
+        regions.memory_saver()
 
 
 class FakeSaver:
@@ -118,7 +118,7 @@ class FakePages(regions._Pages):
 @pytest.fixture
 def saver(monkeypatch):
     saver = FakeSaver()
-    monkeypatch.setattr(regions, "_saver", lambda: saver)
+    monkeypatch.setattr(regions, "memory_saver", lambda: saver)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     stream = SimpleNamespace(synchronize=lambda: saver.calls.append("synchronize"))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
