@@ -18,6 +18,7 @@ from colo.errors import Unsupported
 from colo.memory.dtensor import is_dtensor
 from colo.memory.inventory import MASTER_WEIGHT
 from colo.memory.snapshot import detach_state
+from colo.memory.uninterrupted import uninterrupted
 from colo.units import MIB
 
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
@@ -109,10 +110,12 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
         try:
             self._go_on()
             for bucket in self._buckets():
-                self._step_bucket(bucket)
+                with uninterrupted():  # masters, gradients and the note of what was taken in change together
+                    self._step_bucket(bucket)
         finally:
-            self._show_hyperparameters()
-            self._publish_state()
+            with uninterrupted():
+                self._show_hyperparameters()
+                self._publish_state()
         self._taken.clear()
         return loss
 
