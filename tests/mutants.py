@@ -32,6 +32,9 @@ EXPLAINED = Path(__file__).with_name("mutants.txt")
 WANTED = 0.95
 
 ORDERING = "memory/test_ordering.py"
+PLACES = "memory/test_places.py"
+INVENTORY = "memory/test_inventory.py"
+LOOPS = "memory/test_zoo.py::test_what_loops_do_with_an_optimizer_does_the_same_to_one_whose_state_is_parked"
 EXTRA = {
     "phases/phase": ("phases/test_transition.py", "phases/test_scheduler.py"),
     "phases/transition": ("phases/test_scheduler.py",),
@@ -40,14 +43,27 @@ EXTRA = {
     "memory/segment": ("phases/test_scheduler.py", ORDERING),
     "memory/region": ("memory/test_offload.py", ORDERING),
     "memory/offload": (ORDERING,),
-    "memory/gradients": (ORDERING, "test_gradients.py"),
-    "memory/state": (ORDERING, "test_optim.py"),
+    "memory/gradients": ("test_gradients.py", ORDERING),
+    "memory/state": (INVENTORY, PLACES, ORDERING, "test_optim.py"),
+    "memory/state_segment": (PLACES, INVENTORY, "memory/test_state.py", LOOPS),
+    "memory/inventory": (PLACES,),
+    "memory/places": (INVENTORY,),
+    "memory/away": (PLACES, "test_gradients.py"),
+    "memory/snapshot": (PLACES, "memory/test_state.py"),
+    "memory/subclasses": (PLACES,),
+    "memory/dtensor": (PLACES, INVENTORY, "test_gradients.py"),
     "weights/publish": ("weights/test_meter.py",),
     "weights/copies": ("weights/test_load_plan.py",),
     "weights/pieces": ("weights/test_ipc.py",),
     "runtime": ("test_runtime_undo.py", "test_runtime_faults.py", "test_gradients.py", "test_staleness.py"),
 }
-"""Tests beside those that mirror a module, in tests/unit."""
+"""Tests beside those that mirror a module, in tests/unit: files, or one test of a file."""
+
+LEFT_OUT = (
+    "memory/test_places.py::test_a_compiled_step",
+    "memory/test_tiles.py::test_kernels",
+)
+"""Beginnings of the names of tests that are slow, or run in a process of their own, which has no mutant."""
 
 
 class _Loader(SourceFileLoader):
@@ -65,8 +81,8 @@ class _Loader(SourceFileLoader):
 def tests_of(module: str) -> list[str]:
     """Test files for a module such as `memory/arena`, the one that mirrors it first."""
     mirror = Path(module).with_name(f"test_{Path(module).name}.py")
-    files = [ROOT / "tests/unit" / file for file in (mirror, *EXTRA.get(module, ()))]
-    return [str(file) for file in dict.fromkeys(files) if file.exists()]
+    named = dict.fromkeys((str(mirror), *EXTRA.get(module, ())))
+    return [str(ROOT / "tests/unit" / name) for name in named if (ROOT / "tests/unit" / name.split("::")[0]).exists()]
 
 
 def is_noticed(module: str, code: CodeType | None, deadline_s: float) -> bool:
@@ -99,6 +115,7 @@ def _run_tests(module: str, code: CodeType | None) -> None:
     for stream in (1, 2):
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
     options = ["-x", "-q", "-p", "no:cacheprovider", "--tb=no", "-Wignore::pytest.PytestAssertRewriteWarning"]
+    options += [f"--deselect=tests/unit/{name}" for name in LEFT_OUT]
     status = 1
     try:
         status = int(pytest.main([*options, *tests_of(module)]))

@@ -42,7 +42,7 @@ class BackwardWatch:
         self._on_progress = on_progress
         self._counts: MutableMapping[torch.Tensor, int] = WeakIdKeyDictionary()  # gradients by parameter
         self._seen = 0
-        self._watched: MutableMapping[torch.Tensor, bool] = WeakIdKeyDictionary()
+        self._watched: MutableMapping[torch.Tensor, None] = WeakIdKeyDictionary()
         self._hooks: list[RemovableHandle] = []
         self.watch(parameters)
         for module in modules:  # before hooks of the module's own, which begin a pass
@@ -52,7 +52,7 @@ class BackwardWatch:
         """Watch also those that train by now: unfrozen since, or added."""
         for parameter in parameters:
             if parameter.requires_grad and parameter not in self._watched:
-                self._watched[parameter] = True
+                self._watched[parameter] = None
                 self._hooks.append(parameter.register_hook(lambda _: self._admit()))
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(self._on_gradient))
         self._every = max(1, len(self._watched) // PROGRESS_CALLS)

@@ -232,8 +232,8 @@ def _suggestions(found: Estimate) -> Iterator[Suggestion]:
     """Single changes that make an estimate fit, each tried."""
     w = found.workload
     step = 256 if w.context > 256 else 1
-    shorter = _largest(lambda n: n * step < w.context and _fitting(found, context=n * step) is not None) * step
-    fewer = _largest(lambda n: n < w.generations and _fitting(found, generations=n) is not None)
+    shorter = _largest(lambda n: _fitting(found, context=n * step) is not None) * step
+    fewer = _largest(lambda n: _fitting(found, generations=n) is not None)
     tries: list[tuple[str, dict[str, Any]]] = [
         (f"context {shorter}", {"context": shorter}),
         (f"at most {fewer} generation{'s' * (fewer > 1)}", {"generations": fewer}),

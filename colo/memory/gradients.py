@@ -136,14 +136,8 @@ class GradientSegment(Keeper):
         if target is source or (source is Residency.DISCARDED and target is Residency.RESIDENT):
             return Done()  # the backward pass makes them
         check_move(self.name, source, target)
-        if target is Residency.OFFLOADED:
-            return self._park()
-        if target is Residency.RESIDENT:
-            return self._unpark()
-        for parameter in parameters_of(self._optimizer):
-            parameter.grad = None
-        self._forget_parked()
-        return Done()
+        assert target is not Residency.DISCARDED, "gradients are the loop's to drop"
+        return self._park() if target is Residency.OFFLOADED else self._unpark()
 
     def touched(self, call: Call) -> Any:
         """Zero what stands in for gradients; for anything else have them brought back, and do it with them."""

@@ -269,7 +269,7 @@ class RegionSegment:
         try:
             arrival = _Arrival(self, copies=source is Residency.OFFLOADED)
         except BaseException:
-            for region in self._regions:  # which have not left yet, and whose copies are complete
+            for region in self._regions:  # back by now, or not gone yet: the copies of all are complete
                 if region.resident:
                     region.release()
             raise
@@ -350,15 +350,8 @@ class _Arrival:
         self.moved_bytes = sum(region.size_bytes for region in regions) if copies else 0
         self._record = _Recorder(segment._mover, f"back {segment.name}", "h2d", self.moved_bytes)
         self._transfers: list[Transfer] = []
-        restored: list[Region] = []
-        try:
-            for region in regions:
-                region.restore()
-                restored.append(region)
-        except BaseException:
-            for region in restored:
-                region.release()
-            raise
+        for region in regions:
+            region.restore()
         # Copies make no headway while the driver maps memory, so that nothing is won by starting them in between.
         if copies and regions:
             pairs = [(segment._host_view(region), region.bytes) for region in regions]

@@ -70,7 +70,7 @@ class PeakMeter:
         return None if base_bytes is None else torch.cuda.max_memory_allocated(self._device) - base_bytes
 
 
-def local_cpus(device: torch.device) -> set[int]:
+def local_cpus(device: torch.device, devices: Path = Path("/sys/bus/pci/devices")) -> set[int]:
     """CPUs on the NUMA node of a GPU, or every CPU this process may use where the node is not known."""
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
     if device.type != "cuda":
@@ -78,7 +78,7 @@ def local_cpus(device: torch.device) -> set[int]:
     properties: Any = torch.cuda.get_device_properties(device)
     address = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
     try:
-        text = Path(f"/sys/bus/pci/devices/{address}/local_cpulist").read_text()
+        text = (devices / address / "local_cpulist").read_text()
     except OSError:
         return allowed
     return (_parse_cpu_list(text) & allowed) or allowed

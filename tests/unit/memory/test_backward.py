@@ -89,6 +89,24 @@ def test_progress_is_reported_some_times_in_every_pass():
     assert log.progress == PROGRESS_CALLS
 
 
+def test_progress_is_reported_at_equal_distances_and_at_the_end():
+    net = network()
+    seen = []
+    Log(net, on_progress=lambda: seen.append(sum(p.grad is not None for p in net.parameters())))
+    backward(net)
+    assert seen == [5, 10, 15, 20, 25, 30, 35, 40]
+
+
+def test_parameters_that_are_watched_already_are_not_watched_twice():
+    net = network()
+    net[0].requires_grad_(False)
+    log = Log(net)
+    net[0].requires_grad_(True)
+    log.watch.watch(net.parameters())
+    backward(net)
+    assert (log.admitted, log.passes, log.progress) == (40, [1], PROGRESS_CALLS)
+
+
 def test_frozen_parameters_are_not_watched_and_removed_hooks_are_silent():
     net = network()
     net[0].requires_grad_(False)

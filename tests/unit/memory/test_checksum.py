@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from colo.memory import checksum as module
 from colo.memory.checksum import checksum, checksums_of
 
+SIZES = {name: getattr(module, name) for name in ("_COLUMNS", "_ROWS", "_CHUNKS")}
 WORDS = st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=40)
 
 
@@ -50,8 +51,8 @@ def test_the_order_of_words_counts_within_rows_and_chunks_and_between_them():
 @pytest.fixture
 def large():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_COLUMNS", 1 << 10)
-        patch.setattr(module, "_ROWS", 1 << 10)
+        for name, size in SIZES.items():
+            patch.setattr(module, name, size)
         yield
 
 
@@ -91,6 +92,16 @@ def test_signs_in_a_rectangle_do_not_cancel(large):
 
 def test_it_is_the_same_in_every_process():
     assert checksum(data(range(1, 20))) == 9838111199040075414
+
+
+def test_it_is_the_same_in_every_process_over_several_chunks(large):
+    assert checksum(torch.arange(1 << 20).view(torch.uint8)) == 7496135244541004656
+
+
+def test_a_tensor_has_that_of_its_bytes_filled_up_to_whole_words():
+    assert checksums_of([torch.arange(12.0)]) == [checksum(torch.arange(12.0).view(torch.uint8))]
+    filled = torch.tensor([1, 2, 3, 4, 5, 0, 0, 0], dtype=torch.uint8)
+    assert checksums_of([filled[:5].clone()]) == [checksum(filled)]
 
 
 def test_it_takes_memory_of_any_length_in_words_and_no_other():

@@ -1,6 +1,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from colo.memory import estimate as module
 from colo.memory.estimate import Estimate, Mode, ModelShape, Optimizer, Workload, estimate, max_generations, what_fits
+from colo.memory.estimate import plan as plan_of_folder
 from colo.units import GIB
 
 HEADS = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
@@ -151,6 +153,40 @@ def test_activations_hold_a_checkpoint_for_every_layer():
     assert eleven - one == 10 * 1000 * 128 * 2
 
 
+ATTENTION = 2 * (8 * 128 + 4) + 2 * 2 * (128 + 64) + 4 * 4
+"""Bytes of two norms, of queries, keys, values and what comes out, and of the sums of exponentials, a token."""
+
+ATTENTION_OF_ONE = 2 * (8 * 128 + 4) + 2 * 2 * (64 + 32) + 4 * 2  # of two ranks
+QK_NORMS = 8 * (128 + 64) + 4 * (4 + 2)
+ADAPTED_INPUTS = 4 * (3 * 128 + 128 + 4 * 16)
+ADAPTED_MLP = 3 * 2 * 384 + 4 * (2 * 128 + 384 + 3 * 16)
+ROUTED = 2 * (2 * 2 * 128 + 40) + 4 * 2 * 2 * 96 + 2 * 128 + 4 * 8  # two experts of eight
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "num_bytes"),
+    [
+        ("llama", {}, ATTENTION + 2 * 2 * 128 + 4 * 2 * 384),
+        ("llama", {"tp": 2}, ATTENTION_OF_ONE + 2 * 2 * 128 + 4 * 2 * 192),
+        ("llama", {"mode": "lora"}, ATTENTION + ADAPTED_INPUTS + ADAPTED_MLP),
+        ("qwen3", {}, ATTENTION + QK_NORMS + 2 * 2 * 128 + 4 * 2 * 384),
+        ("qwen3_moe", {}, ATTENTION + QK_NORMS + 2 * 2 * 128 + ROUTED),
+        ("qwen3_moe", {"mode": "lora"}, ATTENTION + QK_NORMS + ADAPTED_INPUTS + ROUTED),
+    ],
+)
+def test_what_a_layer_keeps_of_a_token_term_by_term(kind, options, num_bytes):
+    workload = Workload(gpu_memory_bytes=1, context=8, generations=1, **options)
+    assert module._layer_bytes(ModelShape.from_config(tiny(kind).to_dict()), workload) == num_bytes
+
+
+def test_activations_are_checkpoints_a_layer_its_gradients_and_the_last_norm():
+    shape = ModelShape.from_config(tiny("llama").to_dict())
+    kept = 2 * 128 * 2 + module._layer_bytes(shape, Workload(gpu_memory_bytes=1, context=1, generations=1))
+    per_token = kept + 128 * (8 + 2 * 2) + 2 * 2 * (384 + 128)
+    found = plan(shape, context=50, micro_batch=3).phases["train"]["activations"]
+    assert found == 3 * 50 * per_token + 2 * 384 * 128  # and a new gradient of the largest matrix
+
+
 @pytest.mark.parametrize("width", [16, 960])
 def test_layers_of_mixed_kinds_count_the_larger(width):
     config = {**tiny("qwen3_moe").to_dict(), "moe_intermediate_size": width}
@@ -165,6 +201,10 @@ def test_engine_workspace_is_a_step_or_the_sampler():
     plans = [plan(context=context, generations=n) for context, n in ((1000, 1), (8192, 100), (8192, 1000))]
     sizes = [found.phases["rollout"]["activations"] for found in plans]
     assert sizes == [1000 * 4 * width, 8192 * 4 * width, 1000 * 151_936 * 38]
+    shared = plan(context=1000, generations=1, tp=2).phases["rollout"]["activations"]
+    assert shared == max(1000 * 4 * width // 2, 151_936 * 38)
+    routed = (32 + 8) * 128 + 8 * (3 * 768 + 2048)
+    assert plan(MOE, context=4000, generations=1).phases["rollout"]["activations"] == 4000 * 4 * routed
 
 
 def test_whole_matrices_that_exist_for_a_moment():
@@ -293,6 +333,26 @@ def test_suggestions_name_what_would_do():
     names = [text.split(" would fit: needs ")[0] for text in full]
     assert names == ["LoRA of rank 16", "QLoRA of rank 16", "optimizer adafactor"]
     assert plan(gpu_memory_bytes=GIB).suggestions == ()  # hopeless
+    few = plan(gpu_memory_bytes=24 * GIB, mode="lora", context=200, generations=300)
+    assert few.suggestions[0].text.startswith("context 121 would fit: needs ")  # to the token, where there are few
+    assert not plan(gpu_memory_bytes=24 * GIB, mode="lora", context=122, generations=300).fits
+
+
+def test_suggestions_say_that_they_are_for_each_gpu_of_several():
+    for tp in (1, 2):
+        texts = plan(gpu_memory_bytes=40 * GIB, tp=tp).to_json()["suggestions"]
+        assert {text.endswith(" on each GPU") for text in texts} == {tp > 1}
+
+
+def test_a_folder_is_planned_as_its_config_on_80_gib_unless_said_otherwise(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", **SIZES, **HEADS}))
+    expected = plan(gpu_memory_bytes=80 * GIB, mode="full", context=4096, generations=8)
+    assert plan_of_folder(str(tmp_path)) == expected
+    assert plan_of_folder(str(tmp_path), gpu_memory="2MiB", tp=2).workload == replace(
+        expected.workload, gpu_memory_bytes=2 << 20, tp=2
+    )
+    with pytest.raises(ValueError, match="less than 1.00 MiB"):
+        plan_of_folder(str(tmp_path), gpu_memory=1000)
 
 
 @given(shape=st.sampled_from(SHAPES), arguments=workloads())

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -42,6 +43,13 @@ class Flat(torch.optim.Optimizer):
 class Moments:
     m: torch.Tensor
     v: torch.Tensor
+
+
+class Pair:
+    """An object that nothing is known of."""
+
+    def __init__(self, one, other):
+        self.one, self.others = one, [other]
 
 
 class Named(torch.Tensor):
@@ -96,6 +104,8 @@ OUTSIDE = []  # what the rest of a program holds
 
 STAYING = {
     "an object": (lambda p: Moments(torch.ones_like(p), torch.ones_like(p)), 2 * 256, "objects of type Moments"),
+    "an object of any kind": (lambda p: Pair(torch.ones_like(p), torch.ones_like(p)), 2 * 256, "objects of type Pair"),
+    "a mapping": (lambda p: MappingProxyType({1: torch.ones_like(p)}), 256, "objects of type mappingproxy"),
     "a set": (lambda p: {torch.ones_like(p)}, 256, "objects of type set"),
     "a subclass": (lambda p: torch.ones_like(p).as_subclass(Named), 256, "tensors of type Named"),
     "a sparse tensor": (sparse, 64 * (2 * 8 + 4), "its layout is torch.sparse_coo"),
@@ -168,6 +178,8 @@ def test_a_region_that_somebody_has_views_of_stays_until_they_are_gone(hold, mov
     assert (offloader.kept.size_bytes, offloader.state.size_bytes) == (256, 256)
     assert (torch.as_tensor(held) == torch.as_tensor(expected)).all()
     step(net, optimizer)
+    offloader.refresh()
+    assert [item.name for item in offloader.kept.items] == ["state[0]['exp_avg']"]  # before it is asked to leave
     seen = torch.as_tensor(held).flatten()
     assert torch.equal(seen, optimizer.state[net.weight]["exp_avg"].flatten()[: seen.numel()])
     del seen

@@ -189,6 +189,27 @@ def test_a_window_that_the_config_switches_off_does_not_count():
     assert ModelShape.from_config({**CONFIGS["mistral"], "sliding_window": None}).sliding_layers == 0
 
 
+def test_no_layer_slides_where_the_window_begins_after_the_last():
+    config = {**CONFIGS["qwen2"], "sliding_window": 8, "use_sliding_window": True}
+    assert ModelShape.from_config({**config, "max_window_layers": 3}).sliding_layers == 0
+    assert ModelShape.from_config({**config, "max_window_layers": 0}).sliding_layers == 3
+    assert ModelShape.from_config(config).sliding_layers == 0  # from the 28th on
+
+
+def test_a_dense_model_has_no_experts_and_one_of_experts_alone_no_dense_layers():
+    dense, experts = (ModelShape.from_config(CONFIGS[name]) for name in ("qwen3", "qwen3_moe"))
+    assert (dense.num_moe_layers, dense.num_experts, dense.experts_per_token, dense.moe_intermediate_size) == (0,) * 4
+    assert (dense.mlp_widths(), dense.mlp_widths(2)) == ((160, 0), (80, 0))
+    assert (experts.mlp_widths(), experts.mlp_widths(2)) == ((0, 2 * 48), (0, 48))
+
+
+def test_the_longest_context_is_that_of_the_config_and_of_gemma_that_of_transformers():
+    built = AutoConfig.for_model("gemma3_text")
+    assert ModelShape.from_config(GEMMA_3_4B_TEXT).max_context == built.max_position_embeddings
+    assert ModelShape.from_config({**CONFIGS["qwen3"], "max_position_embeddings": 512}).max_context == 512
+    assert ModelShape.from_config(CONFIGS["qwen3"]).max_context is None
+
+
 def test_layer_types_say_which_layers_slide():
     kinds = ["sliding_attention", "full_attention", "full_attention"]
     shape = ModelShape.from_config({**CONFIGS["gemma3_text"], "layer_types": kinds, "sliding_window": 8})

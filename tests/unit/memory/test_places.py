@@ -262,7 +262,11 @@ def test_parts_of_sharded_state_come_back_for_whoever_computes_with_them(tmp_pat
         assert offloader.state.residency is O
         assert float((buffer * 2).sum().full_tensor()) == 128
         assert offloader.state.residency is R
+        park(offloader)
+        assert isinstance(parameter.grad, AwayTensor)
         offloader.close()
+        assert isinstance(parameter.grad, DTensor) and parameter.grad.placements == (Shard(0),)
+        assert torch.equal(parameter.grad.to_local(), torch.ones(8, 8))
     finally:
         torch.distributed.destroy_process_group()
 
@@ -290,6 +294,9 @@ class Scaled(torch.Tensor):
     def total(self):
         return self.dequantize().sum()
 
+    def maximum(self, other):
+        return torch.full((8, 8), 7.0)
+
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         if func is torch.ops.aten.detach.default:
@@ -308,6 +315,8 @@ class Halving(torch.optim.SGD):
 WRAPPED = {
     "a method of its own": lambda t: t.total(),
     "a method that it overrides": lambda t: t.dequantize(),
+    "a method that means something else": lambda t: t.maximum(torch.zeros(8, 8)),
+    "a method of another tensor": lambda t: torch.zeros(8, 8).maximum(t),
     "a part of it": lambda t: t.half * 2,
     "an operator": lambda t: t + 1,
     "its class": lambda t: torch.tensor((t.norm() > 0) and isinstance(t, Scaled)),
@@ -333,6 +342,66 @@ def test_a_subclass_around_tensors_leaves_and_comes_back_whole(use, mover):
     assert torch.equal(ours.dequantize(), theirs.dequantize())
 
 
+def test_a_subclass_that_the_state_has_let_go_of_moves_with_the_rest_for_as_long_as_it_is_held(mover):
+    parked = Parked(mover, lambda params: Halving(params, lr=0.1))
+    (held,) = parked.optimizer.state[parked.net.weight].pop("scaled")
+    expected = torch.full((8, 8), 3.0)
+    for _ in range(2):
+        parked.offloader.gather()
+        park(parked.offloader)
+        assert isinstance(held, AwayTensor)
+    assert torch.equal(held.dequantize(), expected)
+    parked.offloader.close()
+
+
+@pytest.mark.parametrize("make", [adamw, lambda params: Halving(params, lr=0.1)])
+@pytest.mark.parametrize("ended", ["gathered", "closed"])
+def test_what_the_state_has_let_go_of_is_freed_at_once(make, ended, mover):
+    parked = Parked(mover, make)
+    tensors = torch.utils._pytree.tree_leaves(list(parked.optimizer.state.values()))
+    gone = [weakref.ref(t) for t in tensors if isinstance(t, AwayTensor)]
+    assert gone
+    del tensors, parked.tensor
+    gc.collect()
+    gc.disable()
+    try:
+        if ended == "closed":
+            parked.offloader.close()
+        parked.optimizer.state.clear()
+        if ended == "gathered":
+            parked.offloader.gather()
+        assert [ref() for ref in gone if ref() is not None] == []
+    finally:
+        gc.enable()
+    assert parked.offloader.state.host_bytes == 0
+    parked.offloader.close()
+
+
+def test_a_tensor_that_joins_memory_that_has_moved_moves_with_it(parked):
+    state = parked.optimizer.state[parked.net.weight]
+    state["flat"] = parked.tensor.view(-1)
+    parked.offloader.gather()
+    park(parked.offloader)
+    assert parked.is_away and isinstance(state["flat"], AwayTensor) and not parked.offloader.kept.items
+    assert torch.equal(state["flat"], parked.expected.view(-1))
+    assert state["flat"].data_ptr() == parked.tensor.data_ptr()
+
+
+def test_state_that_appears_while_the_rest_is_away_joins_it_there(parked):
+    state = parked.optimizer.state[parked.net.weight]
+    state["late"] = torch.arange(100.0)
+    parked.offloader.gather()
+    assert parked.is_away and isinstance(state["late"], AwayTensor)
+    assert torch.equal(state["late"], torch.arange(100.0)) and torch.equal(parked.tensor, parked.expected)
+
+
+def test_looking_through_state_that_is_on_its_way_back_waits_for_it(parked):
+    parked.offloader.state.begin(R)
+    parked.offloader.gather()
+    assert type(parked.tensor) is torch.Tensor and not parked.offloader.kept.items
+    assert torch.equal(parked.tensor, parked.expected)
+
+
 def test_only_the_segment_that_is_touched_comes_back(mover):
     net = net_of().to(torch.bfloat16)
     optimizer = MasterWeights(adamw)(net.parameters())
@@ -352,6 +421,27 @@ def test_only_the_segment_that_is_touched_comes_back(mover):
 
 
 # ---- faults ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_tensor_that_nobody_brings_back_is_refused_by_name(mover):
+    parked = Parked(mover, on_touch=lambda name: None)
+    with pytest.raises(PhaseError, match=r"^state\[0\]\['exp_avg'\] is in host memory and did not come back"):
+        parked.tensor.norm()
+    assert parked.is_away
+    parked.offloader.close()
+
+
+def test_a_stand_in_where_none_is_looked_for_says_so(parked):
+    with pytest.raises(PhaseError, match="was used: touch it within"):
+        AwayTensor.__torch_function__(torch.add, (AwayTensor,), ({1: {parked.tensor}},))
+    assert parked.is_away
+
+
+def test_a_stand_in_that_has_been_forgotten_has_no_attributes():
+    forgotten = AwayTensor(torch.zeros(2), None)
+    del forgotten.keeper
+    with pytest.raises(AttributeError, match="anything"):
+        forgotten.anything  # noqa: B018
 
 
 def test_state_that_fails_to_leave_is_there_as_before(parked, monkeypatch):
@@ -434,6 +524,7 @@ def test_an_error_amid_the_tensors_leaves_each_with_its_bytes_or_away(at, target
 def test_closing_while_away_serves_whoever_holds_a_tensor(parked):
     parked.offloader.close(torch.device("cpu"))
     gc.collect()
+    assert (parked.offloader.state.host_bytes, parked.offloader.state.device_bytes) == (0, 0)
     assert torch.equal(parked.tensor, parked.expected)
     step(parked.net, parked.optimizer, 1), step(parked.twin, parked.reference, 1)
     assert torch.equal(parked.tensor, parked.expected)

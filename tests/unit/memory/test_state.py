@@ -230,6 +230,28 @@ def test_gathering_never_holds_more_than_one_region_twice(mover):
     offloader.close()
 
 
+def test_a_region_holds_what_fits_it_and_no_more(mover):
+    parameters = [torch.nn.Parameter(torch.zeros(64)) for _ in range(5)]
+    optimizer = OPTIMIZERS["sgd-momentum"](parameters)
+    for parameter in parameters:
+        parameter.grad = torch.ones(64)
+    offloader = StateOffloader(optimizer, mover, region_bytes=512)
+    optimizer.step()
+    assert [region.size_bytes for region in offloader.state.regions] == [512, 512, 256]
+    offloader.close()
+
+
+def test_gradients_that_are_all_held_stay_when_they_are_asked_to_leave(mover):
+    net = model()
+    offloader = StateOffloader(OPTIMIZERS["adamw"](net.parameters()), mover)
+    backward(net, 0)
+    held = [p.grad for p in net.parameters()]
+    offloader.gradients.begin(O).wait()
+    assert all(p.grad is g for p, g in zip(net.parameters(), held, strict=True))
+    assert (offloader.gradients.residency, mover.arena.used_bytes) == (R, 0)
+    offloader.close()
+
+
 def test_the_first_step_is_expected_before_it_happens(mover):
     net = model()
     for name in ("adamw", "adamw-amsgrad", "sgd-momentum"):

@@ -44,6 +44,32 @@ def test_words_are_whole_and_in_a_row():
         assert tiles.in_words(other) is None
 
 
+def test_a_cpu_has_no_kernels(recwarn):
+    assert tiles.kernels.__wrapped__(CPU) is None
+    assert not recwarn.list
+
+
+def test_kernels_that_do_not_work_are_warned_of_and_memory_that_is_missing_now_is_not_taken_for_that(monkeypatch):
+    pytest.importorskip("triton", reason="Triton is missing, which torch for CUDA brings along")
+    from colo.memory import kernels
+
+    def fail(error):
+        def try_out(device):
+            raise error
+
+        monkeypatch.setattr(kernels, "try_out", try_out)
+
+    gpu = torch.device("cuda", 0)
+    fail(RuntimeError("no compiler"))
+    with pytest.warns(RuntimeWarning, match="without Triton, which is slower: no compiler"):
+        assert tiles.kernels.__wrapped__(gpu) is None
+    fail(torch.OutOfMemoryError("not now"))
+    with pytest.raises(torch.OutOfMemoryError):
+        tiles.kernels.__wrapped__(gpu)
+    monkeypatch.setattr(kernels, "try_out", lambda device: None)
+    assert tiles.kernels.__wrapped__(gpu) is kernels
+
+
 def test_kernels_do_what_torch_does():
     pytest.importorskip("triton", reason="Triton is missing, which torch for CUDA brings along")
     # In a process of its own, since Triton asks for the variable once, when it is imported.
