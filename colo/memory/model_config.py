@@ -231,7 +231,7 @@ _FAMILIES: Mapping[str, _Family] = {
     "qwen3": _Family(sliding="last", window_switch=True, qk_norm=True, defaults={"head_dim": 128}),
     "qwen3_moe": _Family(sliding="all", window_switch=True, qk_norm=True, experts=True),
 }
-SUPPORTED = tuple(sorted(_FAMILIES))
+SUPPORTED = tuple(_FAMILIES)
 
 
 def _read_shape(config: Mapping[str, object], uncounted: tuple[str, ...] = ()) -> ModelShape:
@@ -283,9 +283,8 @@ def _integer(config: Mapping[str, object], key: str, *, least: int = 1, null: in
 
 def _window(config: Mapping[str, object], family: _Family) -> int | None:
     off = family.sliding == "none" or (family.window_switch and not config.get("use_sliding_window", False))
-    if off or config.get("sliding_window", 4096) is None:  # 4096 is the default of every family that has windows
-        return None
-    return _integer({"sliding_window": 4096, **config}, "sliding_window")
+    config = {"sliding_window": 4096, **config}  # the default of every family that has windows
+    return None if off or config["sliding_window"] is None else _integer(config, "sliding_window")
 
 
 def _num_sliding(config: Mapping[str, object], family: _Family, layers: int) -> int:

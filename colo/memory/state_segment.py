@@ -51,7 +51,6 @@ class StateSegment(RegionSegment):
             self.settle()
             self._set_aside()
         if not self.regions:
-            self._arrived()
             return Done()
         if not leaves:
             return super().begin(target)

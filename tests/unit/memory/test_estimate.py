@@ -249,6 +249,11 @@ def test_what_leaves_for_a_rollout_is_the_cheapest_that_makes_it_fit(gpu_gib, go
     assert tuple(name for name in away if name != "trainer.gradients") == moved
 
 
+def test_what_fills_a_gpu_to_the_last_byte_fits_it():
+    needed = plan().needed_bytes
+    assert plan(gpu_memory_bytes=needed).fits and not plan(gpu_memory_bytes=needed - 1).fits
+
+
 def test_offloaded_bytes_are_on_the_host_and_not_on_the_device():
     found = plan(gpu_memory_bytes=140 * GIB, context=16_384)
     assert found.fits

@@ -116,9 +116,8 @@ def test_what_zeroing_calls_returns_what_it_is_called_on_and_brings_nothing_back
     fill(parameters)
     segment.begin(O).wait()
     stand_in, other = parameters[0].grad, torch.ones(3)
-    assert (
-        stand_in.requires_grad_(False) is stand_in and stand_in.detach_() is stand_in and stand_in.zero_() is stand_in
-    )
+    for same in (stand_in.requires_grad_(False), stand_in.detach_(), stand_in.zero_()):
+        assert same is stand_in
     torch._foreach_zero_([other, parameters[1].grad])
     assert other.sum() == 0 and segment.residency is O
     segment.begin(R).wait()
@@ -136,3 +135,15 @@ def test_a_stand_in_that_is_held_stands_for_the_gradient_after_its_return(segmen
     parameters[1].grad = None
     with pytest.raises(PhaseError, match=r"and is gone: read `parameter.grad`"):
         second.sum()
+
+
+def test_a_backward_pass_adds_to_gradients_that_are_away_and_nothing_else_in_cpp_reads_them(segment, parameters):
+    fill(parameters)
+    segment.begin(O).wait()
+    stand_in = parameters[2].grad
+    with torch._C.DisableTorchFunctionSubclass(), pytest.raises(PhaseError, match="mul.*touch it within"):
+        stand_in * 2
+    assert segment.residency is O
+    sum(p.sum() for p in parameters).backward()
+    assert [p.grad.unique().tolist() for p in parameters] == [[2.0], [3.0], [4.0]]
+    assert (segment.residency, segment.host_bytes) == (R, 0)

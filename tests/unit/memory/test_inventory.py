@@ -39,7 +39,7 @@ class Flat(torch.optim.Optimizer):
             p.sub_(0.1 * state["m"])
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(slots=True)
 class Moments:
     m: torch.Tensor
     v: torch.Tensor
@@ -104,6 +104,7 @@ OUTSIDE = []  # what the rest of a program holds
 
 STAYING = {
     "an object": (lambda p: Moments(torch.ones_like(p), torch.ones_like(p)), 2 * 256, "objects of type Moments"),
+    "beside a number": (lambda p: Moments(torch.ones(()), torch.ones_like(p)), 256, "objects of type Moments"),
     "an object of any kind": (lambda p: Pair(torch.ones_like(p), torch.ones_like(p)), 2 * 256, "objects of type Pair"),
     "a mapping": (lambda p: MappingProxyType({1: torch.ones_like(p)}), 256, "objects of type mappingproxy"),
     "a set": (lambda p: {torch.ones_like(p)}, 256, "objects of type set"),
@@ -212,6 +213,23 @@ def test_views_of_a_buffer_that_only_the_state_refers_to_move_together(mover):
     first, second = optimizer.state[net.weight]["kept"]
     assert isinstance(first, AwayTensor) and isinstance(second, AwayTensor)
     assert first.untyped_storage()._cdata == second.untyped_storage()._cdata
+    offloader.close()
+
+
+def test_a_number_that_lies_in_a_buffer_of_the_state_moves_with_it(mover):
+    def make(p):
+        buffer = torch.ones(8)
+        return [buffer[0], buffer]
+
+    net = net_of()
+    optimizer = Keeping(net.parameters(), make)
+    offloader = StateOffloader(optimizer, mover)
+    step(net, optimizer)
+    park(offloader)
+    number, buffer = optimizer.state[net.weight]["kept"]
+    assert isinstance(buffer, AwayTensor) and isinstance(number, AwayTensor) and not offloader.kept.items
+    buffer[0] = 5
+    assert float(number) == 5
     offloader.close()
 
 

@@ -203,6 +203,12 @@ def test_a_dense_model_has_no_experts_and_one_of_experts_alone_no_dense_layers()
     assert (experts.mlp_widths(), experts.mlp_widths(2)) == ((0, 2 * 48), (0, 48))
 
 
+def test_a_shape_of_sizes_alone_is_dense_and_has_neither_biases_nor_a_window():
+    sizes = {"vocab_size": 96, "hidden_size": 64, "num_layers": 3, "num_heads": 4, "num_kv_heads": 2, "head_dim": 32}
+    alone = ModelShape(model_type="llama", **sizes, intermediate_size=160, tied_embeddings=False)
+    assert alone == ModelShape.from_config(CONFIGS["llama"])
+
+
 def test_the_longest_context_is_that_of_the_config_and_of_gemma_that_of_transformers():
     built = AutoConfig.for_model("gemma3_text")
     assert ModelShape.from_config(GEMMA_3_4B_TEXT).max_context == built.max_position_embeddings

@@ -110,6 +110,7 @@ USES = {
     "deepcopy": copy.deepcopy,
     "pickle": lambda t: pickle.loads(pickle.dumps(t)),
     "in place": lambda t: t.mul_(2),
+    "an attribute of torch's": lambda t: setattr(t, "grad", torch.ones(8, 8)) or t.grad.clone(),
     "assignment": lambda t: t.__setitem__(0, 1.0) or t,
     "autograd": lambda t: (t * torch.ones(8, 8, requires_grad=True)).detach(),
     "an operation of C++": lambda t: torch.ops.aten.add.Tensor(t, 1),
@@ -342,6 +343,13 @@ def test_a_subclass_around_tensors_leaves_and_comes_back_whole(use, mover):
     assert torch.equal(ours.dequantize(), theirs.dequantize())
 
 
+def test_a_subclass_that_is_away_when_colo_is_closed_is_there_again(mover):
+    parked = Parked(mover, lambda params: Halving(params, lr=0.1))
+    (ours,) = parked.optimizer.state[parked.net.weight]["scaled"]
+    parked.offloader.close(torch.device("cpu"))
+    assert type(ours) is Scaled and torch.equal(ours.dequantize(), torch.full((8, 8), 3.0))
+
+
 def test_a_subclass_that_the_state_has_let_go_of_moves_with_the_rest_for_as_long_as_it_is_held(mover):
     parked = Parked(mover, lambda params: Halving(params, lr=0.1))
     (held,) = parked.optimizer.state[parked.net.weight].pop("scaled")
@@ -395,11 +403,19 @@ def test_state_that_appears_while_the_rest_is_away_joins_it_there(parked):
     assert torch.equal(state["late"], torch.arange(100.0)) and torch.equal(parked.tensor, parked.expected)
 
 
-def test_looking_through_state_that_is_on_its_way_back_waits_for_it(parked):
+def test_state_that_is_on_its_way_back_is_waited_for_and_not_asked_for(mover):
+    asked = []
+    parked = Parked(mover, on_touch=asked.append)
     parked.offloader.state.begin(R)
     parked.offloader.gather()
-    assert type(parked.tensor) is torch.Tensor and not parked.offloader.kept.items
-    assert torch.equal(parked.tensor, parked.expected)
+    assert type(parked.tensor) is torch.Tensor and torch.equal(parked.tensor, parked.expected)
+    park(parked.offloader)
+    parked.offloader.state.begin(R)
+    parked.offloader.state.begin(O).wait()
+    assert parked.is_away and not parked.offloader.kept.items and not asked
+    parked.offloader.state.begin(R)
+    parked.offloader.close()
+    assert torch.equal(parked.tensor, parked.expected) and not asked
 
 
 def test_only_the_segment_that_is_touched_comes_back(mover):

@@ -59,6 +59,7 @@ def test_a_cpu_is_measured_by_the_operating_system():
     assert free_device_bytes(CPU) < total_device_bytes(CPU)
     assert used_device_bytes(CPU) is None
     assert probe.device_id(CPU) == "cpu"
+    assert torch.cuda.is_initialized() or probe.torch_pinned_bytes() == 0
     assert total_device_bytes(CPU) == psutil.virtual_memory().total
 
 

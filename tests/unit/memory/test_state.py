@@ -259,6 +259,7 @@ def test_the_first_step_is_expected_before_it_happens(mover):
         offloader = StateOffloader(optimizer, mover)
         expected = offloader.state.size_bytes
         assert (offloader.state.residency, offloader.state.device_bytes) == (D, 0)
+        assert offloader.masters.size_bytes == 0
         backward(net, 0)
         optimizer.step()
         assert offloader.state.size_bytes == expected == expected_state_bytes(optimizer)
