@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import Adafactor
 
-from colo.errors import BudgetError
+from colo.errors import BudgetError, PhaseError
 from colo.memory import state_segment
 from colo.memory.away import AwayTensor
 from colo.memory.offload import Mover
@@ -230,15 +230,49 @@ def test_gathering_never_holds_more_than_one_region_twice(mover):
     offloader.close()
 
 
-def test_a_region_holds_what_fits_it_and_no_more(mover):
-    parameters = [torch.nn.Parameter(torch.zeros(64)) for _ in range(5)]
-    optimizer = OPTIMIZERS["sgd-momentum"](parameters)
-    for parameter in parameters:
-        parameter.grad = torch.ones(64)
-    offloader = StateOffloader(optimizer, mover, region_bytes=512)
-    optimizer.step()
-    assert [region.size_bytes for region in offloader.state.regions] == [512, 512, 256]
+def test_only_state_that_is_known_beforehand_is_expected():
+    trained, frozen = torch.nn.Parameter(torch.zeros(65)), torch.nn.Parameter(torch.zeros(65), requires_grad=False)
+    for kind, copies in (
+        (partial(torch.optim.SGD, lr=0.1), 0),
+        (partial(torch.optim.SGD, lr=0.1, momentum=0.9), 1),
+        (torch.optim.Adam, 2),
+        (partial(torch.optim.Adam, amsgrad=True), 3),
+        (torch.optim.Adagrad, 0),
+        (Nested, 0),
+    ):
+        assert expected_state_bytes(kind([trained, frozen])) == copies * 512
+    groups = [{"params": [trained]}, {"params": [torch.nn.Parameter(torch.zeros(64))], "amsgrad": True}]
+    assert expected_state_bytes(torch.optim.AdamW(groups)) == 2 * 512 + 3 * 256
+    halves = [torch.nn.Parameter(torch.zeros(64, dtype=torch.bfloat16))]
+    assert expected_state_bytes(MasterWeights(torch.optim.AdamW)(halves)) == 2 * 256
+
+
+def test_gradients_that_are_held_are_among_what_stays_and_refuse_to_move(mover):
+    net = model()
+    offloader = StateOffloader(OPTIMIZERS["adamw"](net.parameters()), mover)
+    backward(net, 0)
+    held = net[0].weight.grad
+    assert offloader.kept.items == [] and not offloader.kept.holds_state
+    offloader.refresh()
+    (kept,) = offloader.kept.items
+    assert (kept.name, kept.size_bytes) == ("gradients", held.nbytes) and not offloader.kept.holds_state
+    assert offloader.kept.size_bytes == offloader.kept.device_bytes == held.nbytes
+    assert offloader.kept.begin(R).poll()
+    with pytest.raises(PhaseError, match="trainer.kept is shared and cannot become offloaded"):
+        offloader.kept.begin(O)
     offloader.close()
+
+
+def test_a_region_holds_what_fits_it_and_no_more(mover):
+    for elements, expected in (((64, 64, 64, 64, 64), [512, 512, 256]), ((64, 128, 64, 200), [256, 512, 256, 1024])):
+        parameters = [torch.nn.Parameter(torch.zeros(count)) for count in elements]
+        optimizer = OPTIMIZERS["sgd-momentum"](parameters)
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        offloader = StateOffloader(optimizer, mover, region_bytes=512)
+        optimizer.step()
+        assert [region.size_bytes for region in offloader.state.regions] == expected and not offloader.kept.items
+        offloader.close()
 
 
 def test_gradients_that_are_all_held_stay_when_they_are_asked_to_leave(mover):
@@ -333,9 +367,12 @@ def test_a_step_whose_state_finds_no_room_in_a_region_is_a_step_and_is_gathered_
         patch.setattr(state_segment, "allocate_region", full)
         optimizer.step()
     assert counted == [1] and not offloader.state.regions
+    assert {kept.reason for kept in offloader.kept.items} == {"there was no room to gather it"}
+    assert offloader.kept.device_bytes == sum(2 * p.nbytes for p in net.parameters())
+    assert offloader.kept.holds_state and offloader.state.size_bytes == 0
     backward(net, 1)
     optimizer.step()
-    assert counted == [1, 1] and offloader.state.regions
+    assert counted == [1, 1] and offloader.state.regions and not offloader.kept.items
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="CUDA error"):
         patch.setattr(offloader, "gather", lambda: (_ for _ in ()).throw(RuntimeError("CUDA error")))
         optimizer.step()

@@ -61,7 +61,7 @@ def test_a_view_of_a_tensor_whose_memory_has_been_exchanged_is_no_view_of_it():
     base = torch.zeros(4)
     view = base[1:]
     base.data = torch.ones(4)
-    assert not storage_key(base) == storage_key(view) and num_others([base]) == 1
+    assert storage_key(base) != storage_key(view) and num_others([base]) == 1
     assert num_references(view) == 1
 
 
