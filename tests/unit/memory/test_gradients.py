@@ -144,6 +144,9 @@ def test_a_backward_pass_adds_to_gradients_that_are_away_and_nothing_else_in_cpp
     with torch._C.DisableTorchFunctionSubclass(), pytest.raises(PhaseError, match="mul.*touch it within"):
         stand_in * 2
     assert segment.residency is O
+    with torch._C.DisableTorchFunctionSubclass():
+        assert torch.add(stand_in, torch.ones(64), alpha=2).unique().tolist() == [5.0]
+    segment.begin(O).wait()
     sum(p.sum() for p in parameters).backward()
     assert [p.grad.unique().tolist() for p in parameters] == [[2.0], [3.0], [4.0]]
     assert (segment.residency, segment.host_bytes) == (R, 0)

@@ -104,6 +104,7 @@ OUTSIDE = []  # what the rest of a program holds
 
 STAYING = {
     "an object": (lambda p: Moments(torch.ones_like(p), torch.ones_like(p)), 2 * 256, "objects of type Moments"),
+    "the parameter": (lambda p: {p}, 0, "objects of type set"),
     "beside a number": (lambda p: Moments(torch.ones(()), torch.ones_like(p)), 256, "objects of type Moments"),
     "an object of any kind": (lambda p: Pair(torch.ones_like(p), torch.ones_like(p)), 2 * 256, "objects of type Pair"),
     "a mapping": (lambda p: MappingProxyType({1: torch.ones_like(p)}), 256, "objects of type mappingproxy"),
@@ -213,6 +214,16 @@ def test_views_of_a_buffer_that_only_the_state_refers_to_move_together(mover):
     first, second = optimizer.state[net.weight]["kept"]
     assert isinstance(first, AwayTensor) and isinstance(second, AwayTensor)
     assert first.untyped_storage()._cdata == second.untyped_storage()._cdata
+    offloader.close()
+
+
+def test_what_several_parameters_share_has_the_name_that_comes_first(mover):
+    net, buffer = torch.nn.Linear(8, 8), torch.ones(16, 8)
+    part = buffer[:8]
+    optimizer = Keeping(net.parameters(), lambda p: part)
+    offloader = StateOffloader(optimizer, mover)
+    step(net, optimizer)
+    assert [(item.name, item.size_bytes) for item in offloader.kept.items] == [("state[0]['kept']", 512)]
     offloader.close()
 
 
