@@ -68,7 +68,8 @@ EXTRA = {
 
 LEFT_OUT = (
     "memory/test_places.py::test_a_compiled_step",
-    "memory/test_tiles.py::test_kernels",
+    "memory/test_tiles.py::test_kernels_do",
+    "memory/test_tiles.py::test_kernels_compile",
 )
 """Beginnings of the names of tests that are slow, or run in a process of their own, which has no mutant."""
 

@@ -199,7 +199,9 @@ def test_a_view_outlives_the_end_of_colo(mover):
     offloader = StateOffloader(optimizer, mover)
     step(net, optimizer)
     view = optimizer.state[net.weight]["exp_avg"].view(-1)
+    regions = offloader.state.regions
     offloader.close()
+    assert all(region.closed for region in regions) and not offloader.kept.items
     step(net, optimizer)
     assert torch.equal(view, optimizer.state[net.weight]["exp_avg"].view(-1))
 
