@@ -150,7 +150,7 @@ class ModelShape:
         sizes = {"num_attention_heads": self.num_heads}
         sizes |= {"intermediate_size": self.intermediate_size} if self.num_dense_layers else {}
         sizes |= {"moe_intermediate_size": self.moe_intermediate_size} if self.num_moe_layers else {}
-        if tp < 1 or tp % self.num_kv_heads:  # a multiple of the key/value heads replicates them
+        if tp % self.num_kv_heads:  # a multiple of the key/value heads replicates them
             sizes["num_key_value_heads"] = self.num_kv_heads
         for name, size in sizes.items():
             if tp < 1 or size % tp:

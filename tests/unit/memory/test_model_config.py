@@ -79,6 +79,12 @@ CONFIGS = {
     "qwen3_moe": {"model_type": "qwen3_moe", **TINY_MOE},
     "qwen3_moe, dense layers": {"model_type": "qwen3_moe", **TINY_MOE, "mlp_only_layers": [0], "attention_bias": True},
     "qwen3_moe, every second": {"model_type": "qwen3_moe", **TINY_MOE, "decoder_sparse_step": 2},
+    "qwen3_moe, the last of three": {
+        "model_type": "qwen3_moe",
+        **TINY_MOE,
+        "decoder_sparse_step": 3,
+        "mlp_only_layers": [0, 1],
+    },
     "gemma3_text": {"model_type": "gemma3_text", **TINY},
     "gemma3_text, untied": {"model_type": "gemma3_text", **TINY, "tie_word_embeddings": False, "attention_bias": True},
     "Qwen3-8B": QWEN3_8B,
@@ -129,7 +135,7 @@ def test_qwen3_8b_is_what_the_papers_say():
     assert shape.kv_bytes(1) == 147_456
 
 
-MIXED = ("qwen3_moe, dense layers", "qwen3_moe, every second")
+MIXED = ("qwen3_moe, dense layers", "qwen3_moe, every second", "qwen3_moe, the last of three")
 
 
 def peft_adapters(name):
@@ -185,7 +191,9 @@ def test_sliding_layers_are_those_of_transformers(name):
 
 
 def test_a_window_that_the_config_switches_off_does_not_count():
-    assert ModelShape.from_config({**CONFIGS["qwen3"], "sliding_window": 8}).sliding_layers == 0
+    for name in ("qwen2", "qwen3", "qwen3_moe"):
+        shape = ModelShape.from_config({**CONFIGS[name], "sliding_window": 8, "max_window_layers": 0})
+        assert (shape.sliding_layers, shape.sliding_window) == (0, None)
     assert ModelShape.from_config({**CONFIGS["mistral"], "sliding_window": None}).sliding_layers == 0
 
 
@@ -322,6 +330,12 @@ def test_a_size_must_be_a_positive_integer(value):
 def test_a_folder_with_a_config_is_read(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS["qwen3"]))
     assert load_model_config(str(tmp_path)) == CONFIGS["qwen3"]
+
+
+def test_a_file_in_place_of_its_folder_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS["qwen3"]))
+    with pytest.raises(ValueError, match=r"config\.json is a file: pass the folder"):
+        load_model_config(str(tmp_path / "config.json"))
 
 
 def test_a_folder_without_a_config_is_refused(tmp_path):
