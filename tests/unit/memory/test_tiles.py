@@ -26,6 +26,7 @@ def test_tiles_are_the_ranges_cut_at_the_multiples_of_the_width(ranges, width):
     covered = [(index, offset + i) for index, offset, length in cuts for i in range(length)]
     assert covered == [(index, i) for index, length in enumerate(lengths) for i in range(length)]
     for index, offset, length in cuts:
+        assert length > 0 or lengths[index] == length == 0
         start = starts[index] + offset
         assert start // width == (start + max(length, 1) - 1) // width
 
