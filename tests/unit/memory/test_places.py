@@ -416,6 +416,9 @@ def test_state_that_is_on_its_way_back_is_waited_for_and_not_asked_for(mover):
     parked.offloader.state.begin(R)
     assert torch.equal(parked.optimizer.state_dict()["state"][0]["exp_avg"], parked.expected)
     park(parked.offloader)
+    parked.step(1)
+    parked.assert_weights_are_the_twins()
+    park(parked.offloader)
     parked.offloader.state.begin(R)
     parked.offloader.close()
     assert torch.equal(parked.tensor, parked.expected) and not asked
