@@ -89,12 +89,13 @@ def test_progress_is_reported_some_times_in_every_pass():
     assert log.progress == PROGRESS_CALLS
 
 
-def test_progress_is_reported_at_equal_distances_and_at_the_end():
-    net = network()
+@pytest.mark.parametrize(("layers", "distance"), [(20, 5), (16, 4)])
+def test_progress_is_reported_at_equal_distances_and_at_the_end(layers, distance):
+    net = network(layers)
     seen = []
     Log(net, on_progress=lambda: seen.append(sum(p.grad is not None for p in net.parameters())))
     backward(net)
-    assert seen == [5, 10, 15, 20, 25, 30, 35, 40]
+    assert seen == [distance * number for number in range(1, PROGRESS_CALLS + 1)]
 
 
 def test_parameters_that_are_watched_already_are_not_watched_twice():
