@@ -75,6 +75,7 @@ CONFIGS = {
     "mistral": {"model_type": "mistral", **TINY},
     "qwen2": {"model_type": "qwen2", **TINY, "head_dim": 16},
     "qwen3": {"model_type": "qwen3", **TINY},
+    "qwen3, heads of its own": {"model_type": "qwen3", **{k: v for k, v in TINY.items() if k != "head_dim"}},
     "qwen3, biases": {"model_type": "qwen3", **TINY, "attention_bias": True},
     "qwen3_moe": {"model_type": "qwen3_moe", **TINY_MOE},
     "qwen3_moe, dense layers": {"model_type": "qwen3_moe", **TINY_MOE, "mlp_only_layers": [0], "attention_bias": True},
