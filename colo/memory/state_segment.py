@@ -213,8 +213,7 @@ class StateSegment(RegionSegment):
 
     def _close_region(self, region: Region) -> None:
         with uninterrupted():
-            for place in self._places.pop(region, []):
-                place.forget()
+            self._places.pop(region, None)  # none of them is away
             if self._aside.pop(region, None) is None:
                 self.remove([region])
             else:

@@ -174,14 +174,14 @@ def test_a_region_that_somebody_has_views_of_stays_until_they_are_gone(hold, mov
     step(net, optimizer)
     held = hold(optimizer.state[net.weight]["exp_avg"])
     expected = copy.deepcopy(held)
+    offloader.refresh()
+    assert [item.name for item in offloader.kept.items] == ["state[0]['exp_avg']"]  # before it is asked to leave
     park(offloader)
     assert isinstance(optimizer.state[net.weight]["exp_avg_sq"], AwayTensor)
     assert [item.name for item in offloader.kept.items] == ["state[0]['exp_avg']"]
     assert (offloader.kept.size_bytes, offloader.state.size_bytes) == (256, 256)
     assert (torch.as_tensor(held) == torch.as_tensor(expected)).all()
     step(net, optimizer)
-    offloader.refresh()
-    assert [item.name for item in offloader.kept.items] == ["state[0]['exp_avg']"]  # before it is asked to leave
     seen = torch.as_tensor(held).flatten()
     assert torch.equal(seen, optimizer.state[net.weight]["exp_avg"].flatten()[: seen.numel()])
     del seen
