@@ -3,9 +3,10 @@
     python -m tests.mutants [WORD ...] [--fraction 0.1] [--seed 0]
 
 Every mutant runs in a forked child, so that torch is imported once: of the mutated module, the tests that mirror it and
-those named in EXTRA. mutmut leaves out decorated functions, of which there are many (properties, context managers) and
-the tables of a module; cosmic-ray starts a process for each mutant. Survivors that no test could notice are explained
-in mutants.txt, a line each: `module :: mutation :: reason`, or `module :: @scope :: reason` for what runs on CUDA only.
+those named in EXTRA. Tests that run the mutated line come first, the quick ones before the slow, and then all others.
+mutmut leaves out decorated functions, of which there are many (properties, context managers) and tables of a module;
+cosmic-ray starts a process for each mutant. Survivors that no test could notice are explained in mutants.txt, a line
+each: `module :: mutation :: reason`, or `module :: @scope :: reason` for what runs on CUDA only.
 Exits 1 when fewer than 95% of the others are killed.
 """
 
@@ -13,19 +14,26 @@ from __future__ import annotations
 
 import argparse
 import ast
+import builtins
 import gc
 import importlib.util
+import json
 import os
 import random
 import signal
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
 from types import CodeType
 
-from tests.mutations import mutants_of
+import pytest
+
+from tests.mutations import marked, mutants_of
 
 ROOT = Path(__file__).parent.parent
 EXPLAINED = Path(__file__).with_name("mutants.txt")
@@ -62,6 +70,17 @@ EXTRA = {
     "weights/publish": ("weights/test_meter.py",),
     "weights/copies": ("weights/test_load_plan.py",),
     "weights/pieces": ("weights/test_ipc.py",),
+    "weights/sources/checkpoint": ("weights/test_checkpoint_views.py",),
+    "weights/sources/gathered": ("weights/test_gathered.py",),
+    "weights/sources/heads": ("weights/test_heads.py",),
+    "weights/sources/module": ("weights/test_sources.py", "weights/test_heads.py"),
+    "weights/sources/peft": ("weights/test_sources.py",),
+    "weights/transports/choice": ("test_staleness.py", "weights/test_ipc.py"),
+    "weights/transports/export": ("weights/test_ipc.py",),
+    "weights/transports/ipc": ("weights/test_ipc.py",),
+    "weights/transports/local": ("weights/test_local.py", "test_staleness.py"),
+    "weights/transports/shared": ("test_staleness.py",),
+    "weights/transports/turns": ("weights/test_turns.py",),
     "runtime": ("test_runtime_undo.py", "test_runtime_faults.py", "test_gradients.py", "test_staleness.py"),
 }
 """Tests beside those that mirror a module, in tests/unit: files, or one test of a file."""
@@ -93,30 +112,75 @@ def tests_of(module: str) -> list[str]:
     return [str(ROOT / "tests/unit" / name) for name in named if (ROOT / "tests/unit" / name.split("::")[0]).exists()]
 
 
-def is_noticed(module: str, code: CodeType | None, deadline_s: float) -> bool:
-    """Whether the module's tests fail, or take too long, with `code` in its place."""
-    child = os.fork()
-    if child == 0:
-        os.setsid()
-        _run_tests(module, code)
-    give_up_s = time.monotonic() + deadline_s
-    while time.monotonic() < give_up_s:
-        done, status = os.waitpid(child, os.WNOHANG)
-        if done:
-            return status != 0
-        time.sleep(0.01)
-    os.killpg(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    return True
+@dataclass(kw_only=True)
+class Timing:
+    """What is known of each test by its id, from a run without a fault."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    lines: dict[str, list[int]] = field(default_factory=dict)
+    """Where statements of functions of the module begin that it has run."""
+
+    def order(self, test: str, line: int) -> tuple[bool, float]:
+        """The place of a test among those that look for a fault in `line`."""
+        return line not in self.lines.get(test, ()), self.seconds.get(test, 0.0)
+
+    def deadline_s(self, test: str) -> float:
+        """How long a test may take: what is mutated may well loop."""
+        return 5 + 5 * self.seconds[test] if test in self.seconds else 0.0
 
 
-def _run_tests(module: str, code: CodeType | None) -> None:
+class _Plugin:
+    """Orders the tests for `line`, or has `timing` know them when there is none."""
+
+    def __init__(self, timing: Timing, line: int | None) -> None:
+        self.timing = timing
+        self._line = line
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        if self._line is not None:
+            line = self._line
+            items.sort(key=lambda item: self.timing.order(item.nodeid, line))
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+        lines: set[int] = set()
+        vars(builtins)["__ran__"] = lines.add
+        signal.setitimer(signal.ITIMER_REAL, self.timing.deadline_s(item.nodeid))  # which ends the process
+        start_s = time.monotonic()
+        result = yield
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        if self._line is None:
+            self.timing.seconds[item.nodeid] = time.monotonic() - start_s
+            self.timing.lines[item.nodeid] = sorted(lines)
+        return result
+
+
+def run_tests(module: str, code: CodeType, deadline_s: float, timing: Timing, line: int | None = None) -> bool:
+    """Whether the module's tests succeed in time with `code` in its place. Without a `line` they fill in `timing`."""
+    with tempfile.NamedTemporaryFile() as file:
+        child = os.fork()
+        if child == 0:
+            os.setsid()
+            _run_tests(module, code, _Plugin(timing, line), Path(file.name))
+        give_up_s = time.monotonic() + deadline_s
+        done = status = 0
+        while not done and time.monotonic() < give_up_s:
+            time.sleep(0.01)
+            done, status = os.waitpid(child, os.WNOHANG)
+        with suppress(ProcessLookupError):  # what the tests have started and not ended
+            os.killpg(child, signal.SIGKILL)
+        if not done:
+            os.waitpid(child, 0)
+        if line is None and done and not status:
+            vars(timing).update(json.load(file))
+    return bool(done) and status == 0
+
+
+def _run_tests(module: str, code: CodeType, plugin: _Plugin, file: Path) -> None:
     import hypothesis
-    import pytest
 
-    if code is not None:
-        name = f"colo.{module}".replace("/", ".")
-        sys.meta_path.insert(0, _Loader(name, ROOT / f"colo/{module}.py", code))  # type: ignore[arg-type]
+    name = f"colo.{module}".replace("/", ".")
+    sys.meta_path.insert(0, _Loader(name, ROOT / f"colo/{module}.py", code))  # type: ignore[arg-type]
     phases = (hypothesis.Phase.explicit, hypothesis.Phase.generate)  # without making examples smaller
     hypothesis.settings.register_profile("mutants", derandomize=True, database=None, phases=phases)
     hypothesis.settings.load_profile("mutants")
@@ -126,7 +190,8 @@ def _run_tests(module: str, code: CodeType | None) -> None:
     options += [f"--deselect=tests/unit/{name}" for name in LEFT_OUT]
     status = 1
     try:
-        status = int(pytest.main([*options, *tests_of(module)]))
+        status = int(pytest.main([*options, *tests_of(module)], plugins=[plugin]))
+        file.write_text(json.dumps(asdict(plugin.timing)))
     finally:
         os._exit(status)
 
@@ -138,10 +203,11 @@ def examine(module: str, fraction: float, seed: int, explained: dict[tuple[str, 
     mutants = list(mutants_of(tree))
     chosen = sorted(random.Random(seed).sample(range(len(mutants)), max(1, round(fraction * len(mutants)))))
     start_s = time.monotonic()
-    if not tests_of(module) or is_noticed(module, None, 600):
+    timing = Timing()
+    if not tests_of(module) or not run_tests(module, marked(tree, path), 600, timing):
         raise SystemExit(f"{module}: its tests fail as it is, or there are none: {tests_of(module)}")
     deadline_s = 10 + 4 * (time.monotonic() - start_s)
-    survivors = [mutants[i] for i in chosen if not _is_killed(module, path, i, deadline_s)]
+    survivors = [mutants[i] for i in chosen if not _is_killed(module, path, i, deadline_s, timing)]
     known = {m: explained.get((module, m.label)) or _of_scope(module, m.scope, explained) for m in survivors}
     num_explained = sum(reason is not None for reason in known.values())
     counts = len(chosen), len(chosen) - len(survivors), num_explained
@@ -153,9 +219,10 @@ def examine(module: str, fraction: float, seed: int, explained: dict[tuple[str, 
     return counts
 
 
-def _is_killed(module: str, path: Path, number: int, deadline_s: float) -> bool:
+def _is_killed(module: str, path: Path, number: int, deadline_s: float, timing: Timing) -> bool:
     tree = ast.parse(path.read_text())  # of its own, which stays changed
-    return is_noticed(module, list(mutants_of(tree))[number].compiled(tree, path), deadline_s)
+    mutant = list(mutants_of(tree))[number]
+    return not run_tests(module, mutant.compiled(tree, path), deadline_s, timing, mutant.statement.lineno)
 
 
 def _of_scope(module: str, scope: str, explained: dict[tuple[str, str], str]) -> str | None:
@@ -179,7 +246,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     import hypothesis  # noqa: F401 - imported before the forks, as torch is
     import peft  # noqa: F401
-    import pytest  # noqa: F401
     from transformers import Qwen3ForCausalLM  # noqa: F401
 
     gc.freeze()  # what is there is not looked at again by the children, whose pytest collects garbage

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from peft.tuners.lora.bnb import Linear4bit
 from torch import nn
 from transformers import AutoModelForCausalLM, Qwen3Config
 
@@ -70,6 +71,7 @@ def test_it_computes_what_the_unpacked_weights_do_without_memory_of_its_own(mode
 def test_an_adapter_over_it_learns_and_the_packed_weights_stay(model, packed):
     before = {name: weight.data.clone() for name, weight in packed.items()}
     peft = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear"))
+    assert isinstance(peft.get_submodule("base_model.model.model.layers.1.mlp.up_proj"), Linear4bit)
     optimizer = torch.optim.AdamW([p for p in peft.parameters() if p.requires_grad], lr=1e-2)
     losses = []
     for _ in range(6):

@@ -1,0 +1,146 @@
+"""Weights that are gathered in turn: in this process alone, and in two ranks, each a process forked from this one."""
+
+import os
+import pickle
+from datetime import timedelta
+
+import pytest
+import torch
+from torch import distributed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from colo.errors import TransferError
+from colo.weights.sources.gathered import Gathered, fewest
+
+
+@pytest.fixture
+def mesh(tmp_path):
+    """Of this process alone."""
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/alone", rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
+
+
+@pytest.fixture
+def both(tmp_path):
+    """Runs a function of the rank in two processes; what each returned or, as a string, raised."""
+
+    def run(function):
+        children = [_forked(function, rank, tmp_path) for rank in range(2)]
+        found = []
+        for child, reader in children:
+            with os.fdopen(reader, "rb") as pipe:
+                found.append(pickle.load(pipe))
+            os.waitpid(child, 0)
+        return found
+
+    return run
+
+
+def _forked(function, rank, folder):
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child:
+        os.close(writer)
+        return child, reader
+    try:
+        rendezvous, limit = f"file://{folder}/two", timedelta(seconds=30)
+        distributed.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=2, timeout=limit)
+        try:
+            found = function(rank)
+        except Exception as error:  # noqa: BLE001 - which the test compares
+            found = f"{type(error).__name__}: {error}"
+        with os.fdopen(writer, "wb") as pipe:
+            pickle.dump(found, pipe)
+        distributed.destroy_process_group()
+    finally:
+        os._exit(0)
+
+
+def whole():
+    return {"a": torch.arange(6.0).view(3, 2), "plain": torch.ones(2), "b": torch.arange(5.0), "c": torch.ones(4)}
+
+
+def sharded(mesh):
+    return {n: t if n == "plain" else distribute_tensor(t, mesh, [Shard(0)]) for n, t in whole().items()}
+
+
+def test_every_rank_has_whole_weights_in_turn_and_the_rest_is_gathered_for_the_others(both):
+    def body(rank):
+        with Gathered(sharded(init_device_mesh("cpu", (2,)))) as gathered:
+            found = {name: gathered[name] for name in (["a", "b"] if rank else ["a", "plain", "b", "c"])}
+        return {name: tensor.tolist() for name, tensor in found.items()}
+
+    expected = {name: tensor.tolist() for name, tensor in whole().items()}
+    one, other = both(body)
+    assert one == expected
+    assert other == {name: expected[name] for name in ("a", "b")}
+
+
+def test_a_failure_in_one_rank_is_told_in_the_others_and_the_next_block_is_in_step(both):
+    def body(rank):
+        mesh, said = init_device_mesh("cpu", (2,)), []
+        for order in (None, ()):
+            try:
+                with Gathered(sharded(mesh), order=order) as gathered:
+                    if rank:
+                        raise ValueError("tested")
+                    if order is None:
+                        assert len(gathered["b"]) == 5
+            except (ValueError, TransferError) as error:
+                said.append(str(error))
+        with Gathered(sharded(mesh)) as gathered:
+            return said, gathered["b"].tolist()
+
+    one, other = both(body)
+    assert one == (["it failed in another rank, which says why"] * 2, [0, 1, 2, 3, 4])
+    assert other == (["tested"] * 2, [0, 1, 2, 3, 4])
+
+
+def test_the_smallest_count_is_that_of_all_ranks_along_every_dimension(both):
+    def body(rank):
+        flat, square = init_device_mesh("cpu", (2,)), init_device_mesh("cpu", (1, 2))
+        one = distribute_tensor(torch.ones(4), flat, [Shard(0)])
+        other = distribute_tensor(torch.ones(4), square, [Replicate(), Shard(0)])
+        return fewest([one], 7 + rank), fewest([torch.ones(1), other], 9 - rank), fewest([torch.ones(1)], rank)
+
+    assert both(body) == [(7, 8, 0), (7, 8, 1)]
+
+
+def test_what_is_not_sharded_is_there_as_it_is_in_any_order(mesh):
+    tensors = sharded(mesh)
+    with Gathered(tensors) as gathered:
+        assert gathered["plain"] is tensors["plain"]
+        assert torch.equal(gathered["b"], whole()["b"])
+        assert gathered["plain"] is tensors["plain"]
+        assert list(gathered) == list(tensors) and len(gathered) == 4
+
+
+def test_a_weight_is_kept_until_the_next_one_is_asked_for(mesh):
+    with Gathered(sharded(mesh), order=["b", "a"]) as gathered:
+        first = gathered["b"]
+        assert gathered["b"] is first
+        assert torch.equal(gathered["a"], whole()["a"])
+        with pytest.raises(IndexError):
+            gathered["b"]  # whose turn has passed
+
+
+def test_whole_weights_are_no_part_of_a_graph(mesh):
+    parameter = torch.nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)]))
+    with Gathered({"w": parameter}) as gathered:
+        assert not gathered["w"].requires_grad
+
+
+def test_a_rank_in_which_a_gathering_fails_takes_part_in_none_that_follows(mesh):
+    with pytest.raises(RuntimeError) as raised, Gathered(sharded(mesh)) as gathered:
+        distributed.destroy_process_group()
+        gathered["a"]
+    assert raised.value.__context__ is None or not isinstance(raised.value.__context__, RuntimeError)
+
+
+def test_after_an_interrupt_nothing_is_gathered(mesh):
+    with pytest.raises(KeyboardInterrupt), Gathered(sharded(mesh)):
+        distributed.destroy_process_group()  # without which nothing can be gathered
+        raise KeyboardInterrupt

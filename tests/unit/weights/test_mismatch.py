@@ -1,0 +1,89 @@
+"""The distance of log-probabilities, for a model whose logits are a table."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from colo.engines.base import Completion
+from colo.weights.mismatch import MAX_TOKENS, logprob_difference
+
+CPU = torch.device("cpu")
+
+
+class Table(nn.Module):
+    """Logits of the next token by the last one; noise while it trains."""
+
+    def __init__(self, size=6):
+        super().__init__()
+        self.logits = nn.Parameter(torch.randn(size, size))
+        self.frozen, self.trained = nn.Dropout(), nn.Dropout()
+        self.asked = []
+        self.frozen.eval()
+
+    def forward(self, input_ids, *, logits_to_keep, use_cache):
+        assert not use_cache and not torch.is_grad_enabled()
+        self.asked.append(logits_to_keep)
+        logits = self.logits[input_ids][:, -logits_to_keep:]
+        return SimpleNamespace(logits=logits + 100 * torch.rand_like(logits) * self.training)
+
+
+def completion(model, prompt, tokens, errors, *, temperature):
+    """What an engine would have that is off by `errors`."""
+    before = [prompt[-1], *tokens[:-1]]
+    logprobs = (model.logits[before] / temperature).log_softmax(-1)[range(len(tokens)), list(tokens)]
+    return Completion(
+        prompt_index=0,
+        sample_index=0,
+        prompt_token_ids=tuple(prompt),
+        token_ids=tuple(tokens),
+        logprobs=tuple((logprobs.detach()[: len(errors)] + torch.tensor(errors)).tolist()),
+        finish_reason="length",
+        weights_version=0,
+    )
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_it_is_the_mean_over_every_token_in_whichever_direction(temperature):
+    model = Table()
+    found = [
+        completion(model, [1, 2], [3, 0, 5], [0.1, -0.2, 0.6], temperature=temperature),
+        completion(model, [4], [4], [-0.3], temperature=temperature),
+    ]
+    difference = logprob_difference(model, found, temperature=temperature, device=CPU)
+    assert difference == pytest.approx((0.1 + 0.2 + 0.6 + 0.3) / 4, abs=1e-5)
+    assert model.asked == [4, 2]  # of a whole vocabulary, no more than are compared
+
+
+def test_the_first_tokens_that_have_log_probabilities_are_compared():
+    model = Table()
+    tokens = [number % 6 for number in range(MAX_TOKENS + 10)]
+    errors = [0.5] * MAX_TOKENS + [3.0] * 10
+    assert logprob_difference(
+        model, [completion(model, [1], tokens, errors, temperature=1.0)], temperature=1.0, device=CPU
+    ) == pytest.approx(0.5, abs=1e-5)
+    few = completion(model, [1], tokens[:5], [0.25, 0.25], temperature=1.0)
+    assert logprob_difference(model, [few], temperature=1.0, device=CPU) == pytest.approx(0.25, abs=1e-5)
+
+
+def test_without_any_token_there_is_nothing_to_compare():
+    model = Table()
+    assert logprob_difference(model, [], temperature=1.0, device=CPU) is None
+    none = completion(model, [1], [2], [], temperature=1.0)
+    assert logprob_difference(model, [none], temperature=1.0, device=CPU) is None
+    some = completion(model, [1], [2], [0.5], temperature=1.0)
+    assert logprob_difference(model, [none, some], temperature=1.0, device=CPU) == pytest.approx(0.5, abs=1e-5)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_every_module_is_in_the_mode_that_it_was_in(fails):
+    model = Table()
+    found = completion(model, [1], [2], [0.0], temperature=1.0)
+    if fails:
+        model.logits = None
+        with pytest.raises(TypeError):
+            logprob_difference(model, [found], temperature=1.0, device=CPU)
+    else:
+        logprob_difference(model, [found], temperature=1.0, device=CPU)
+    assert (model.training, model.frozen.training, model.trained.training) == (True, False, True)
