@@ -75,11 +75,11 @@ EXTRA = {
     "weights/sources/heads": ("weights/test_heads.py",),
     "weights/sources/module": ("weights/test_sources.py", "weights/test_heads.py"),
     "weights/sources/peft": ("weights/test_sources.py",),
-    "weights/transports/choice": ("test_staleness.py", "weights/test_ipc.py"),
+    "weights/transports/choice": ("weights/test_choice.py",),
     "weights/transports/export": ("weights/test_ipc.py",),
     "weights/transports/ipc": ("weights/test_ipc.py",),
     "weights/transports/local": ("weights/test_local.py", "test_staleness.py"),
-    "weights/transports/shared": ("test_staleness.py",),
+    "weights/transports/shared": ("weights/test_shared.py",),
     "weights/transports/turns": ("weights/test_turns.py",),
     "runtime": ("test_runtime_undo.py", "test_runtime_faults.py", "test_gradients.py", "test_staleness.py"),
 }

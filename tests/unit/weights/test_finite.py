@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-from torch import distributed
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from colo.weights import finite
@@ -33,14 +31,9 @@ def test_a_tensor_is_looked_at_to_its_end():
     assert first_not_finite([("long", long)]) == f"long {tuple(long.shape)} has 2 values that are NaN or infinite"
 
 
-def test_of_a_sharded_tensor_the_part_is_looked_at_and_the_whole_shape_is_told(tmp_path):
-    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
-    try:
-        whole = torch.tensor([[1.0, NAN], [2.0, 3.0]])
-        sharded = distribute_tensor(whole, init_device_mesh("cpu", (1,)), [Shard(0)])
-        assert first_not_finite([("w", sharded)]) == "w (2, 2) has 1 values that are NaN or infinite"
-    finally:
-        distributed.destroy_process_group()
+def test_of_a_sharded_tensor_the_part_is_looked_at_and_the_whole_shape_is_told(mesh):
+    sharded = distribute_tensor(torch.tensor([[1.0, NAN], [2.0, 3.0]]), mesh, [Shard(0)])
+    assert first_not_finite([("w", sharded)]) == "w (2, 2) has 1 values that are NaN or infinite"
 
 
 def test_the_message_has_the_culprit_or_says_that_there_is_none():

@@ -1,0 +1,210 @@
+"""Which way weights take to an engine of which only the loader and the memory are there."""
+
+import os
+import re
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from colo.config import RuntimeConfig
+from colo.engines.vllm.receive import Receiver
+from colo.errors import StaleWeights, TransferError, Unsupported
+from colo.weights.load_plan import LoadPlan
+from colo.weights.packed import PackedWeight
+from colo.weights.transports.choice import choose_transport
+
+CPU = torch.device("cpu")
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("bias", torch.ones(2))
+        self.q = nn.Parameter(torch.randn(3, 2))
+        self.k = nn.Parameter(torch.randn(3, 2))
+
+
+class Engine:
+    """Takes `q` and `k` one below the other. `pids` are those of its workers, for one in another process."""
+
+    device = CPU
+    model_type = None
+    ipc_refusal = None
+
+    def __init__(self, dtype=torch.float32, *, factor=1, transposed=False, pids=None):
+        self.memory = {"qk": torch.zeros(*((2, 6) if transposed else (6, 2)), dtype=dtype)}
+        self.is_shared = False
+        self._factor = factor
+        self._transposed = transposed
+        if pids is not None:
+            self.pids = pids
+            self.receiver = Receiver(CPU, lambda source, model_type: self.record_plan(source))
+            self.receive, self.receive_all = self._receive, self._receive_all
+
+    def load_weights(self, weights):
+        qk = self.memory["qk"].t() if self._transposed else self.memory["qk"]
+        for name, tensor in weights:
+            if name in ("q", "k"):
+                rows = slice(0, 3) if name == "q" else slice(3, 6)
+                qk[rows].copy_(tensor * self._factor if self._factor != 1 else tensor)
+            elif name != "bias":
+                raise KeyError(name)
+
+    def record_plan(self, source):
+        return LoadPlan.record(self.load_weights, source, self.memory)
+
+    def share_weights(self):
+        self.is_shared = True
+
+    def _receive(self, step, **arguments):
+        return [getattr(self.receiver, step)(**arguments)]
+
+    def _receive_all(self, operations):
+        return [self._receive(name, **arguments) for name, arguments in operations][-1]
+
+
+ELSEWHERE = (os.getpid() + 1,)
+
+
+def choose(engine, model, **settings):
+    return choose_transport(engine, model, RuntimeConfig(**settings))
+
+
+def test_weights_that_can_be_the_engines_memory_are_with_the_values_that_they_have():
+    model, engine = Net(), Engine()
+    before = {name: (p, p.detach().clone()) for name, p in model.named_parameters()}
+    bias = model.bias.data_ptr()
+    transport = choose(engine, model)
+    assert transport.name == "shared" and engine.is_shared
+    assert torch.equal(engine.memory["qk"], torch.cat([before["q"][1], before["k"][1]]))
+    for name, parameter in model.named_parameters():
+        assert parameter is before[name][0]
+        assert torch.equal(parameter, before[name][1])
+    engine.memory["qk"].fill_(7)
+    assert model.q.eq(7).all() and model.k.eq(7).all()
+    assert model.bias.data_ptr() == bias
+    model.extra = nn.Parameter(torch.ones(1))
+    with pytest.raises(StaleWeights, match="extra"):
+        transport.verify()
+
+
+def test_weights_that_are_the_engines_memory_already_stay_there():
+    model, engine = Net(), Engine()
+    model.q.data, model.k.data = engine.memory["qk"][:3], engine.memory["qk"][3:]
+    engine.memory["qk"].fill_(5)
+    assert choose(engine, model).name == "shared"
+    assert [model.q.data_ptr(), model.k.data_ptr()] == [half.data_ptr() for half in engine.memory["qk"].split(3)]
+    assert model.q.eq(5).all()
+
+
+@pytest.mark.parametrize(
+    ("engine", "settings", "reason"),
+    [
+        ({}, {"weights": "copy"}, r"a copy each was asked for \(weights='copy'\); 2 recorded copies are replayed"),
+        (
+            {"dtype": torch.bfloat16},
+            {},
+            "q cannot be shared: it is torch.float32 here and torch.bfloat16 in the engine; 2 recorded copies",
+        ),
+        ({"transposed": True}, {}, "q cannot be shared: the engine lays it out differently; 2 recorded copies"),
+        ({"factor": 2}, {}, "q cannot be shared: .*computes with it.*; the engine's own loader is used, because of q"),
+        ({"pids": ELSEWHERE, "transposed": True}, {}, "q cannot be shared: the engine lays it out differently; 2 rec"),
+        ({"pids": (os.getpid(),)}, {"weights": "copy"}, r"a copy each was asked for .*; 2 recorded copies"),
+        (
+            {"pids": ELSEWHERE, "factor": 2},
+            {},
+            "q cannot be shared: .*; recorded copies will not do .*; the engine's own loader is used",
+        ),
+    ],
+)
+def test_where_they_cannot_be_they_are_copied_and_the_reason_is_told(engine, settings, reason):
+    model, engine = Net(), Engine(**engine)
+    values = [p.detach().clone() for p in model.parameters()]
+    transport = choose(engine, model, **settings)
+    assert transport.name == "local" and not engine.is_shared
+    assert not engine.memory["qk"].any()
+    assert all(torch.equal(p, value) for p, value in zip(model.parameters(), values, strict=True))
+    assert re.match(reason, transport.reason), transport.reason
+
+
+@pytest.mark.parametrize("weights", ["copy", "staged"])
+@pytest.mark.parametrize("verify", [True, False])
+def test_an_engine_in_another_process_copies_out_of_the_trainers_memory_or_is_sent_buckets(weights, verify):
+    model, engine = Net(), Engine(pids=ELSEWHERE)
+    transport = choose(engine, model, weights=weights, verify=verify)
+    assert transport.name == "ipc"
+    how = "copied by the engine out of" if weights == "copy" else "staged through two buckets, as was asked for"
+    assert how in transport.reason and transport.reason.startswith("a copy each was asked for")
+    transport.transfer()
+    assert torch.equal(engine.memory["qk"], torch.cat([model.q, model.k]))
+    if weights == "staged":
+        model.q.data.add_(1)
+        assert transport.is_current() is not verify  # which is read only for that
+    transport.close()
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_copies_within_the_process_are_verified_where_that_is_asked_for(verify):
+    model, engine = Net(), Engine(factor=2)
+    transport = choose(engine, model, verify=verify)
+    transport.transfer()
+    model.q.data.add_(1)
+    assert transport.is_current() is not verify
+
+
+def test_a_weight_that_the_engine_does_not_take_is_named():
+    model, engine = Net(), Engine()
+    engine.load_weights = lambda weights: Engine.load_weights(engine, ((n, t) for n, t in weights if n != "extra"))
+    model.extra = nn.Parameter(torch.ones(2))
+    with pytest.raises(TransferError, match="takes 0 of the 2 elements of extra"):
+        choose(engine, model)
+
+
+def test_sharded_weights_are_copied(mesh):
+    model = Net()
+    model.q = nn.Parameter(distribute_tensor(model.q.detach(), mesh, [Shard(0)]))
+    transport = choose(Engine(), model)
+    assert transport.name == "local"
+    assert transport.reason.startswith("q cannot be shared: it is sharded over the trainer's ranks")
+
+
+def test_ranks_whose_weights_would_take_different_ways_are_refused(both):
+    def body(rank):
+        model = Net()
+        model.q = nn.Parameter(distribute_tensor(model.q.detach(), mesh_of_two(), [Shard(0)]))
+        engine = Engine(pids=ELSEWHERE if rank else None)
+        choose(engine, model, weights="copy")
+
+    one, other = both(body)
+    assert "different ways, this one as 'local' (a copy each was asked for" in one
+    assert "different ways, this one as 'ipc' (a copy each was asked for" in other
+
+
+def mesh_of_two():
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh("cpu", (2,))
+
+
+class Params4bit(nn.Parameter):
+    """Called like bitsandbytes' own."""
+
+
+def packed(memory):
+    model = Net()
+    model.q = Params4bit(memory, requires_grad=False)
+    return model
+
+
+def test_packed_weights_have_to_be_the_engines_memory_already():
+    engine = Engine()
+    for engines in (None, {}, {"q": PackedWeight(data=torch.zeros(3, 2), quant_state=None)}):
+        if engines is not None:
+            engine.packed_weights = lambda engines=engines: engines
+        with pytest.raises(Unsupported, match="1 weights are quantized by bitsandbytes, q for one"):
+            choose(engine, packed(torch.zeros(3, 2)))
+    held = engine.memory["qk"][:3]
+    engine.packed_weights = lambda: {"q": PackedWeight(data=held, quant_state=None)}
+    assert choose(engine, packed(held)).name == "shared"
