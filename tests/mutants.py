@@ -73,7 +73,7 @@ EXTRA = {
     "weights/sources/checkpoint": ("weights/test_checkpoint_views.py",),
     "weights/sources/gathered": ("weights/test_gathered.py",),
     "weights/sources/heads": ("weights/test_heads.py",),
-    "weights/sources/module": ("weights/test_sources.py", "weights/test_heads.py"),
+    "weights/sources/module": ("weights/test_sources.py", "weights/test_watch.py"),
     "weights/sources/peft": ("weights/test_sources.py",),
     "weights/transports/choice": ("weights/test_choice.py",),
     "weights/transports/export": ("weights/test_export.py",),

@@ -190,6 +190,45 @@ def test_what_is_unfrozen_later_is_watched_too():
     rt.close()
 
 
+def test_a_pass_through_what_was_unfrozen_before_a_step_brings_parked_state_back():
+    rt = launch(config=RuntimeConfig(kv_cache_bytes=MIB, offload=Offload.ALWAYS))
+    norm, embedding = rt.model.model.norm, rt.model.model.embed_tokens
+    rt.model.requires_grad_(False)
+    norm.requires_grad_(True)
+    with rt.train():
+        train_step(rt)
+    rt.generate([[1]], max_tokens=1)
+    norm.requires_grad_(False)
+    embedding.requires_grad_(True)
+    ids = torch.tensor([[1, 2, 3]])
+    with rt.train():
+        assert segment(rt, "trainer.optimizer").residency is Residency.OFFLOADED
+        rt.model(input_ids=ids, labels=ids).loss.backward()
+        assert segment(rt, "trainer.optimizer").residency is Residency.RESIDENT
+    rt.close()
+
+
+def test_state_that_came_back_stays_where_no_step_was_taken():
+    rt = launch(config=RuntimeConfig(kv_cache_bytes=MIB, offload=Offload.ALWAYS))
+    with rt.train():
+        train_step(rt)
+    assert segment(rt, "trainer.optimizer").residency is Residency.OFFLOADED, "a rollout is what follows a step"
+    ids = torch.tensor([[1, 2, 3]])
+    with rt.train():
+        rt.model(input_ids=ids, labels=ids).loss.backward()
+    assert segment(rt, "trainer.optimizer").residency is Residency.RESIDENT
+    rt.close()
+
+
+def test_an_engines_own_call_after_one_of_the_runtimes_has_what_was_written_between(rt):
+    with rt.rollout():
+        params = rt.engine.sampling_params(max_tokens=2)
+        rt.generate(PROMPTS, params)
+        with torch.no_grad():
+            rt.model.model.norm.weight.mul_(2)
+        assert rt.engine.generate(PROMPTS, params)[0].weights_version == rt.weights_version == 1
+
+
 def test_a_baseline_without_the_adapter_is_not_compared_with_the_model_that_has_it():
     rt = lora_runtime()
     with rt.train():

@@ -16,8 +16,9 @@ from colo.engines.base import EngineState
 from colo.engines.torch import TorchEngine
 from colo.errors import EngineLost, PhaseError, TransferError
 from colo.memory.gradients import GradientSegment
+from colo.memory.offload import Mover
 from colo.memory.region import ResizedRegion
-from colo.phases.phase import Phase
+from colo.phases.phase import Phase, Residency
 from colo.units import MIB
 
 CONFIG = Qwen3Config(
@@ -133,6 +134,7 @@ def test_gradients_are_back_when_the_engine_is_lost_at_an_end_of_a_rollout(rt, t
             assert (number, moment) == (1, "resume")
         assert rt.phase is Phase.IDLE
         assert lost is armed
+        assert rt.scheduler.segments["trainer.gradients"].residency is not Residency.OFFLOADED
         for model, optimizer in ((rt.model, rt.optimizer), twin):
             plain_step(model, optimizer, number)
         lost = False
@@ -242,3 +244,82 @@ def test_a_rollout_that_does_not_fit_is_refused_before_weights_are_published(tig
     tight.scheduler.offload = Offload.AUTO
     with tight.rollout():
         assert [publication.version for publication in tight.publications] == [0, 1]
+
+
+def losing(rt, monkeypatch):
+    """Has the engine lost what it held; `recover` then gives it memory that says nothing."""
+    recovered = []
+
+    def recover(engine):
+        for memory in engine.weights.parameters.values():
+            memory.fill_(float("nan"))
+        recovered.append(engine)
+
+    state = TorchEngine.state
+    monkeypatch.setattr(TorchEngine, "recover", recover)
+    monkeypatch.setattr(TorchEngine, "state", property(lambda e: state.fget(e) if recovered else EngineState.LOST))
+    return recovered
+
+
+def test_a_recovered_engine_has_the_weights_and_is_told_what_it_has_forgotten(monkeypatch):
+    config = RuntimeConfig(kv_cache_bytes=MIB, weights="copy")
+    with colo.launch(CONFIG, optimizer=sgd, config=config, device="cpu") as rt:
+        expected = rt.generate([[1, 2, 3]], max_tokens=4, temperature=0)
+        told = []
+        monkeypatch.setattr(rt.transport, "reconnect", lambda: told.append(rt.transport))
+        recovered = losing(rt, monkeypatch)
+        rt.recover()
+        assert recovered == [rt.engine] and told == [rt.transport]
+        assert len(rt.publications) == 2
+        found = rt.generate([[1, 2, 3]], max_tokens=4, temperature=0)
+        assert [(c.token_ids, c.weights_version) for c in found] == [(c.token_ids, 0) for c in expected]
+
+
+def test_an_engine_whose_cache_has_no_room_is_not_started_again(tight, monkeypatch):
+    with tight.train():
+        backward(tight.model)
+        tight.optimizer.step()
+    recovered = losing(tight, monkeypatch)
+    with pytest.raises(colo.BudgetError, match="phase rollout needs"):
+        tight.recover()
+    assert recovered == []
+    monkeypatch.undo()
+
+
+def test_closing_goes_on_past_errors_and_raises_the_first(monkeypatch):
+    rt = colo.launch(CONFIG, optimizer=sgd, config=RuntimeConfig(kv_cache_bytes=MIB), device="cpu")
+
+    def fail(error):
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rt.transport, "close", lambda: fail(ValueError("first")))
+        patch.setattr(rt._mover, "close", lambda: fail(RuntimeError("second")))
+        with pytest.raises(ValueError, match="first"):
+            rt.close()
+    assert rt.engine.state is EngineState.CLOSED
+    rt.close()
+
+
+def test_the_cache_goes_before_the_state_comes_home(monkeypatch):
+    model = AutoModelForCausalLM.from_config(CONFIG)
+    engine = TorchEngine(
+        CONFIG, device="cpu", dtype=torch.float32, kv_cache_bytes=MIB, mover=Mover(torch.device("cpu"))
+    )
+    rt = colo.share(engine, model, sgd(model.parameters()), config=RuntimeConfig(offload=Offload.ALWAYS))
+    with rt.train():
+        backward(model)
+        rt.optimizer.step()
+        rt.optimizer.zero_grad()
+    generate(rt)
+    order = []
+    for change in ("_release", "_restore"):
+        original = getattr(ResizedRegion, change)
+
+        def noted(region, change=change, original=original):
+            order.append((change, region.name))
+            original(region)
+
+        monkeypatch.setattr(ResizedRegion, change, noted)
+    rt.close()
+    assert order.index(("_release", "engine.kv_cache")) < order.index(("_restore", "trainer.optimizer"))

@@ -107,9 +107,8 @@ def opened(places: list[Place], memory: list[Description], device: torch.device)
         if index == NOWHERE:
             tensors[name] = torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype, device=device)
             continue
-        end = max(0, sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) + 1) * dtype.itemsize
-        flat = mapped[index][offset_bytes : offset_bytes + (0 if 0 in shape else end)].view(dtype)
-        tensors[name] = flat.as_strided(tuple(shape), tuple(stride), int(flat.storage_offset()))
+        start = mapped[index][offset_bytes:offset_bytes].view(dtype)  # for its place: the elements may end anywhere
+        tensors[name] = start.as_strided(tuple(shape), tuple(stride), int(start.storage_offset()))
     return tensors
 
 

@@ -112,7 +112,7 @@ class LocalTransport:
 def _parts(plan: LoadPlan, tensors: Mapping[str, torch.Tensor]) -> list[LoadPlan]:
     """The plan in parts, each of as many bytes as may be whole at a time, or of one tensor."""
     groups: list[list[str]] = []
-    room_bytes = 0
+    room_bytes = -1  # the first weight begins a part, also one without elements
     for name in plan.sources:
         if tensors[name].nbytes > room_bytes:
             groups.append([])

@@ -193,6 +193,7 @@ def test_a_copy_that_is_not_there_is_refused():
         ({"bucket_bytes": 1024, "replication": 0}, "replication of w must be at least 1, but is 0"),
         ({"bucket_bytes": 1024, "replication": {"w": -2}}, "but is -2"),
         ({"bucket_bytes": 1024, "replication": {"v": 2}}, "1 tensors that are not in the plan, such as v"),
+        ({"bucket_bytes": 1024, "replication": dict.fromkeys("edcba", 2)}, "5 tensors .* not in the plan, such as a"),
         ({"bucket_bytes": 1024, "alignment": 8}, "at least 16 bytes.* but is 8"),
         ({"bucket_bytes": 1024, "alignment": 48}, "power of two .* but is 48"),
     ],

@@ -145,8 +145,9 @@ def test_a_wrapper_around_two_language_models_is_refused_by_their_names():
 
 def test_launch_refuses_a_model_with_a_head_that_it_would_leave_behind():
     model = AutoModelForCausalLM.from_config(copy.deepcopy(CONFIG))
-    model.v_head = nn.Linear(32, 1)
-    with pytest.raises(colo.Unsupported, match=r"without v_head: share this one"):
+    for name in ("v_head", "q_head", "a_head", "z_head"):
+        setattr(model, name, nn.Linear(32, 1))
+    with pytest.raises(colo.Unsupported, match=r"without a_head, q_head, v_head, z_head: share this one"):
         colo.launch(model, device="cpu")
 
 

@@ -145,8 +145,10 @@ def test_every_byte_arrives_again_and_again(model, workers, way, verify):
     assert workers.asked.count("bind") == 1
     assert all(a is b for a, b in zip(parameters, model.parameters(), strict=True))
     assert WHY in transport.reason
+    assert transport.working_bytes == 0
     transport.close()
     transport.close()
+    assert workers.asked.count("release") == 1
 
 
 @pytest.mark.parametrize("bucket_bytes", [256, 1 << 20])
@@ -160,6 +162,7 @@ def test_sharded_weights_are_gathered_into_buckets(workers, bucket_bytes, tmp_pa
             model.register_parameter(name, nn.Parameter(distribute_tensor(parameter.detach(), mesh, placements)))
         transport = connect(model, workers, bucket_bytes=bucket_bytes)
         assert transport.reason.endswith("staged through two buckets, since q is sharded over ranks")
+        assert transport.working_bytes == 2 * 8 * 6 * 4
         for _ in range(3):
             with torch.no_grad():
                 for parameter in (*model.parameters(), *whole.parameters()):
@@ -417,6 +420,7 @@ def test_another_shape_is_refused_before_anything_is_written_and_what_fits_arriv
         transport.transfer()
     assert same(before, workers.engine.memory)
     model.down = fitting
+    assert not transport.is_current()
     transport.transfer()
     assert same(workers.engine.memory, workers.engine.expected(model))
 

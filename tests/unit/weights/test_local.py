@@ -144,6 +144,15 @@ def test_sharded_weights_are_gathered_in_parts_of_bounded_size(mesh):
     assert not local.is_current()
 
 
+def test_a_first_weight_without_elements_is_in_a_part_too(mesh):
+    model = nn.ParameterDict({"none": torch.zeros(0, 4), "some": torch.ones(3, 4)})
+    for name, parameter in list(model.items()):
+        model[name] = nn.Parameter(distribute_tensor(parameter.detach(), mesh, [Shard(0)]))
+    engine, local = recorded(model)
+    assert local.transfer() == 3 * 4 * 4
+    assert engine.memory["some"].eq(1).all()
+
+
 def test_parts_are_as_large_as_may_be_whole_at_a_time(mesh):
     rows = GATHERED_BYTES // 256
     model = nn.ParameterDict({"first": torch.zeros(rows // 2, 64), "rest": torch.zeros(rows // 2, 64)})

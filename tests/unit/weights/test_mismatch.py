@@ -15,8 +15,9 @@ CPU = torch.device("cpu")
 class Table(nn.Module):
     """Logits of the next token by the last one; noise while it trains."""
 
-    def __init__(self, size=6):
+    def __init__(self, size=6, keeps_all=False):
         super().__init__()
+        self.keeps_all = keeps_all
         self.logits = nn.Parameter(torch.randn(size, size))
         self.frozen, self.trained = nn.Dropout(), nn.Dropout()
         self.asked = []
@@ -25,7 +26,7 @@ class Table(nn.Module):
     def forward(self, input_ids, *, logits_to_keep, use_cache):
         assert not use_cache and not torch.is_grad_enabled()
         self.asked.append(logits_to_keep)
-        logits = self.logits[input_ids][:, -logits_to_keep:]
+        logits = self.logits[input_ids][:, 0 if self.keeps_all else -logits_to_keep :]
         return SimpleNamespace(logits=logits + 100 * torch.rand_like(logits) * self.training)
 
 
@@ -45,10 +46,11 @@ def completion(model, prompt, tokens, errors, *, temperature):
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
-def test_it_is_the_mean_over_every_token_in_whichever_direction(temperature):
-    model = Table()
+@pytest.mark.parametrize("keeps_all", [True, False])
+def test_it_is_the_mean_over_every_token_in_whichever_direction(temperature, keeps_all):
+    model = Table(keeps_all=keeps_all)  # as models do that do not know the argument
     found = [
-        completion(model, [1, 2], [3, 0, 5], [0.1, -0.2, 0.6], temperature=temperature),
+        completion(model, [0, 4, 1, 2], [3, 0, 5], [0.1, -0.2, 0.6], temperature=temperature),
         completion(model, [4], [4], [-0.3], temperature=temperature),
     ]
     difference = logprob_difference(model, found, temperature=temperature, device=CPU)

@@ -4,11 +4,21 @@ import pytest
 import torch
 from peft import BdLoraConfig, KasaConfig, LoraConfig, VeraConfig, get_peft_model
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from colo.errors import StaleWeights, TransferError, Unsupported
-from colo.weights.sources.module import ModuleSource, check_taken, plain_name
-from colo.weights.sources.peft import active_adapter, adapter_weights, check_lora_config, is_peft_model
+from colo.weights.sources.module import ModuleSource, check_taken, noted, plain_name
+from colo.weights.sources.peft import (
+    active_adapter,
+    adapter_settings,
+    adapter_weights,
+    check_lora_config,
+    is_disabled,
+    is_peft_model,
+)
 
 PATTERNS = {
     "plain": {},
@@ -167,6 +177,33 @@ def test_the_active_adapter_is_the_one_that_is_sent():
     assert {tensor.shape[0] for tensor in adapter.a.values()} == {2}
 
 
+def test_adapters_are_switched_off_everywhere_or_in_some_layers():
+    model = peft_model()
+    layers = [module for module in model.modules() if hasattr(module, "lora_A")]
+    settings = adapter_settings(model)
+    assert is_disabled(model) is False and is_disabled(base_model()) is False
+    with model.disable_adapter():
+        assert is_disabled(model) is True
+        assert adapter_settings(model) == settings and len(adapter_weights(model).a) == 14
+    layers[3].enable_adapters(False)
+    assert is_disabled(model) is False
+    assert adapter_settings(model) != settings and len(adapter_weights(model).a) == 13
+    layers[3].enable_adapters(True)
+    assert adapter_settings(model) == settings
+
+
+def test_a_layer_without_the_active_adapter_is_left_out_and_one_with_another_is_refused():
+    model = peft_model()
+    model.add_adapter("second", lora(r=2, target_modules=["q_proj"]))
+    layer = model.base_model.model.model.layers[1].self_attn.q_proj
+    layer.set_adapter([])
+    assert "model.layers.1.self_attn.q_proj" not in adapter_weights(model).a
+    layer.set_adapter("second")
+    for read in (adapter_weights, adapter_settings):
+        with pytest.raises(Unsupported, match="a layer of the model computes with adapter second, where default is"):
+            read(model)
+
+
 # ---- what is refused -----------------------------------------------------------------------------------------------
 
 
@@ -321,6 +358,8 @@ def test_what_workers_take_together_is_whole(left_out):
     [
         ([{"w": 0}], r"takes 0 of the 8 elements of w \(4, 2\)"),
         ([{"w": 2}, {"w": 4}], "takes 6 of the 8 elements of w"),
+        ([{"bias": 0, "w": 2}], "takes 2 of the 8 elements of w"),
+        ([{"bias": 0, "w": 2}, {"w": 2}], "takes 4 of the 8 elements of w"),
         ([{"bias": 3}], "takes 3 of the 4 elements of bias"),
     ],
 )
@@ -343,3 +382,66 @@ def test_names_are_compared_but_for_buffers_that_turn_out_to_be_foreign():
     del model.extra, model.weight
     with pytest.raises(StaleWeights, match="1 weights no longer that the engine computes with, weight for one"):
         source.check_names()
+
+
+def test_weights_are_noted_as_they_pass_without_their_memory():
+    specs = {}
+    given = {"w": nn.Parameter(torch.zeros(4, 2)), "bias": torch.zeros(4, dtype=torch.bfloat16)}
+    assert [(name, tensor is given[name]) for name, tensor in noted(given.items(), specs)] == [
+        ("w", True),
+        ("bias", True),
+    ]
+    for name, spec in specs.items():
+        assert (spec.shape, spec.dtype, spec.is_meta) == (given[name].shape, given[name].dtype, True)
+        assert isinstance(spec, nn.Parameter) is isinstance(given[name], nn.Parameter)
+
+
+# ---- sharded over ranks ----------------------------------------------------------------------------------------------
+
+
+def test_a_model_of_one_process_asks_no_other():
+    source = ModuleSource(nn.Linear(2, 2))
+    assert source.is_sharded is False and source.part_sums() is None and source.outermost_sharded() == []
+    assert source.in_any_rank(True) is True and source.in_any_rank(False) is False
+    assert source.fewest(3) == 3
+
+
+def test_a_model_of_which_some_weights_are_sharded_is(mesh):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[0].weight = nn.Parameter(distribute_tensor(model[0].weight.detach(), mesh, [Shard(0)]))
+    source = ModuleSource(model)
+    assert source.is_sharded is True
+    sums = source.part_sums()
+    assert sums is not None and source.part_sums() == sums
+    model[0].weight.data.to_local().add_(1)
+    assert source.part_sums() != sums
+    with source.gathered(source.tensors()) as whole:
+        assert torch.equal(whole["0.weight"], model[0].weight.full_tensor())
+
+
+def test_ranks_are_asked_together_and_fail_together(both):
+    def body(rank):
+        model = nn.Linear(2, 2)
+        model.weight = nn.Parameter(distribute_tensor(torch.ones(2, 2), init_device_mesh("cpu", (2,)), [Shard(0)]))
+        source = ModuleSource(model)
+        asked = source.in_any_rank(rank == 0), source.in_any_rank(False), source.fewest(5 + rank)
+        try:
+            with source.together():
+                if rank:
+                    raise ValueError("tested")
+        except (ValueError, TransferError) as error:
+            return (*asked, type(error).__name__)
+
+    assert both(body) == [(True, False, 5, "TransferError"), (True, False, 5, "ValueError")]
+
+
+def test_where_backward_passes_begin_is_known_of_what_fsdp_has_taken_over(mesh):
+    model = nn.Sequential(nn.Sequential(nn.Linear(2, 2)), nn.Linear(2, 2))
+    fully_shard(model[0][0], mesh=mesh)
+    fully_shard(model[0], mesh=mesh)
+    fully_shard(model[1], mesh=mesh)
+    source = ModuleSource(model)
+    assert source.outermost_sharded() == [model[0], model[1]]
+    with torch.no_grad():
+        model(torch.ones(1, 2))
+    assert all(isinstance(tensor, DTensor) for _, tensor in source)

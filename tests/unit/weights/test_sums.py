@@ -42,3 +42,16 @@ def test_other_memory_and_other_facts_are_not_the_same():
     assert not ContentSums.of([t.clone() for t in held], facts=[("scale", 1.0)], earlier=then).is_equal(then)
     assert not ContentSums.of(held, facts=[("scale", 2.0)], earlier=then).is_equal(then)
     assert ContentSums.of(held, facts=[("scale", 1.0)], earlier=then).is_equal(then)
+
+
+def test_contents_that_change_places_are_noticed_in_whichever_layout():
+    torch.manual_seed(0)
+    for held in ([torch.randn(4, 6) for _ in range(4)], [torch.randn(6, 4).t() for _ in range(4)]):
+        then = ContentSums.of(held)
+        for one in range(4):
+            for other in range(one):
+                first, second = held[one].clone(), held[other].clone()
+                held[one].copy_(second), held[other].copy_(first)
+                assert not ContentSums.of(held, earlier=then).is_equal(then)
+                held[one].copy_(first), held[other].copy_(second)
+        assert ContentSums.of(held, earlier=then).is_equal(then)
