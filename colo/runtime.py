@@ -592,7 +592,6 @@ class Runtime:
             self.log(changed_fraction=fraction)
         self.scheduler.sample()
         if self._implicit_train:
-            self._implicit_train = False
             self.scheduler.enter(Phase.IDLE)
 
     def _admit_gradient(self) -> None:

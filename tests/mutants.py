@@ -199,7 +199,8 @@ def _run_tests(module: str, code: CodeType, plugin: _Plugin, file: Path) -> None
 def examine(module: str, fraction: float, seed: int, explained: dict[tuple[str, str], str]) -> tuple[int, int, int]:
     """Print what became of the mutants of a module; how many there were, were killed, and were explained."""
     path = ROOT / f"colo/{module}.py"
-    tree = ast.parse(path.read_text())
+    source = path.read_text()
+    tree = ast.parse(source)
     mutants = list(mutants_of(tree))
     chosen = sorted(random.Random(seed).sample(range(len(mutants)), max(1, round(fraction * len(mutants)))))
     start_s = time.monotonic()
@@ -207,7 +208,7 @@ def examine(module: str, fraction: float, seed: int, explained: dict[tuple[str, 
     if not tests_of(module) or not run_tests(module, marked(tree, path), 600, timing):
         raise SystemExit(f"{module}: its tests fail as it is, or there are none: {tests_of(module)}")
     deadline_s = 10 + 4 * (time.monotonic() - start_s)
-    survivors = [mutants[i] for i in chosen if not _is_killed(module, path, i, deadline_s, timing)]
+    survivors = [mutants[i] for i in chosen if not _is_killed(module, source, i, deadline_s, timing)]
     known = {m: explained.get((module, m.label)) or _of_scope(module, m.scope, explained) for m in survivors}
     num_explained = sum(reason is not None for reason in known.values())
     counts = len(chosen), len(chosen) - len(survivors), num_explained
@@ -219,10 +220,11 @@ def examine(module: str, fraction: float, seed: int, explained: dict[tuple[str, 
     return counts
 
 
-def _is_killed(module: str, path: Path, number: int, deadline_s: float, timing: Timing) -> bool:
-    tree = ast.parse(path.read_text())  # of its own, which stays changed
+def _is_killed(module: str, source: str, number: int, deadline_s: float, timing: Timing) -> bool:
+    tree = ast.parse(source)  # of its own, which stays changed
     mutant = list(mutants_of(tree))[number]
-    return not run_tests(module, mutant.compiled(tree, path), deadline_s, timing, mutant.statement.lineno)
+    code = mutant.compiled(tree, ROOT / f"colo/{module}.py")
+    return not run_tests(module, code, deadline_s, timing, mutant.statement.lineno)
 
 
 def _of_scope(module: str, scope: str, explained: dict[tuple[str, str], str]) -> str | None:

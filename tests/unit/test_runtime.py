@@ -229,6 +229,51 @@ def test_an_engines_own_call_after_one_of_the_runtimes_has_what_was_written_betw
         assert rt.engine.generate(PROMPTS, params)[0].weights_version == rt.weights_version == 1
 
 
+@pytest.mark.parametrize("lora", [False, True])
+def test_an_error_of_numbers_names_the_weight_that_is_to_blame_or_is_raised_as_it_is(lora, monkeypatch):
+    rt = lora_runtime() if lora else launch()
+
+    def fail(*args, **kwargs):
+        raise FloatingPointError("somewhere")
+
+    monkeypatch.setattr(rt.engine, "generate", fail)
+    with pytest.raises(FloatingPointError, match="^somewhere$"):
+        rt.generate([[1]], max_tokens=1)
+    name = next(n for n, _ in rt.model.named_parameters() if ("lora_B" in n) is lora)
+    rt.model.get_parameter(name).data.view(-1)[:2] = float("nan")
+    named = (
+        r"q_proj.*has 2 values that are NaN" if lora else r"embed_tokens\.weight \(100, 64\) has 2 values that are NaN"
+    )
+    with pytest.raises(FloatingPointError, match=named):
+        rt.generate([[1]], max_tokens=1)
+    rt.close()
+
+
+def test_completions_are_compared_once_and_only_with_the_weights_that_they_were_sampled_from(rt):
+    rt.generate(PROMPTS, max_tokens=4)
+    for _ in range(2):
+        with rt.train():
+            assert len(rt.trace.metrics["mismatch_sampled"]) == 1
+    rt.generate(PROMPTS, max_tokens=4)
+    with torch.no_grad():
+        rt.model.model.norm.weight.mul_(2)
+    with rt.train():
+        assert len(rt.trace.metrics["mismatch_sampled"]) == 1
+    assert rt.weights_version == 1
+
+
+def test_memory_is_recorded_as_an_engine_generates_and_as_an_optimizer_steps(rt):
+    with rt.rollout():
+        before = len(rt.trace.samples)
+        rt.generate([[1]], max_tokens=1)
+        assert len(rt.trace.samples) > before
+    with rt.train():
+        rt.model(input_ids=torch.tensor([[1, 2]])).logits.sum().backward()
+        before = len(rt.trace.samples)
+        rt.optimizer.step()
+        assert rt.trace.samples[-1].segments["trainer.optimizer"] > 0 and len(rt.trace.samples) > before
+
+
 def test_a_baseline_without_the_adapter_is_not_compared_with_the_model_that_has_it():
     rt = lora_runtime()
     with rt.train():
@@ -704,6 +749,7 @@ def test_nothing_works_after_close_and_closing_twice_is_fine():
         train_step(rt)
     rt.close()
     rt.close()
+    assert rt.engine.before_generate is None
     for use in (lambda: rt.generate([[1]]), lambda: rt.rollout().__enter__(), lambda: rt.train().__enter__()):
         with pytest.raises(colo.PhaseError, match="the runtime is closed"):
             use()

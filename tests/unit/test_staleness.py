@@ -245,6 +245,25 @@ def test_a_mismatch_is_judged_at_temperature_one_and_may_be_accepted():
             assert rt.trace.metrics["mismatch_sampled"][-1] < 0.1
 
 
+def mismatch(limit):
+    """What is measured at temperature 2 for an engine that computes something else."""
+    torch.manual_seed(0)
+    with launch("copy", verify=False, max_mismatch=limit) as rt:
+        with rt.rollout():
+            for parameter in rt.engine.weights.parameters.values():
+                parameter.mul_(-8)
+            rt.generate([PROMPT], max_tokens=8, temperature=2.0, seed=1)
+        with rt.train():
+            return rt.trace.metrics["mismatch_sampled"][-1]
+
+
+def test_a_mismatch_at_a_higher_temperature_is_judged_as_it_is():
+    found = mismatch(None)
+    assert mismatch(found * 1.5) == found
+    with pytest.raises(colo.StaleWeights, match="at temperature 2, and max_mismatch allows"):
+        mismatch(found * 0.9)
+
+
 def test_a_limit_of_the_mismatch_is_positive():
     with pytest.raises(ValueError, match="max_mismatch must be positive or None, not 0"):
         colo.RuntimeConfig(max_mismatch=0)
