@@ -647,3 +647,50 @@ def test_two_workers_read_the_same_host_memory(model):
             model.q.add_(1)
         transport.transfer()
         assert all(same(engine.memory, engine.expected(model)) for engine in engines)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_engine_that_was_started_again_is_told_everything_anew(model, workers, way):
+    transport = connect(model, workers, **WAYS[way])
+    transport.transfer()
+    workers.engine = Engine()
+    workers.receiver = Receiver(CPU, workers._record)
+    workers.asked.clear()
+    transport.reconnect()
+    assert workers.asked[0] == "bind" and "release" not in workers.asked
+    transport.transfer()
+    assert same(workers.engine.memory, workers.engine.expected(model))
+
+
+def test_one_worker_of_two_that_holds_something_else_is_noticed(model):
+    engines = [Engine(), Engine()]
+    transport = connect(model, TwoWorkers(engines))
+    transport.transfer()
+    assert transport.is_current()
+    engines[1].memory["down"][0, 0] += 1
+    assert not transport.is_current()
+
+
+def test_a_bucket_is_not_overwritten_while_a_slow_worker_reads_it(model, workers):
+    transport = connect(model, workers, **SMALL, verify=False)
+
+    def slowly(take, index):
+        time.sleep(0.02)
+        take(index)
+
+    workers.take(slowly)
+    transport.transfer()
+    assert same(workers.engine.memory, workers.engine.expected(model))
+
+
+def test_a_bucket_is_not_read_before_a_slow_sender_has_filled_it(model, workers):
+    transport = connect(model, workers, **SMALL, verify=False)
+    fill = transport._staging._fill
+
+    def slowly(*args):
+        time.sleep(0.02)
+        fill(*args)
+
+    transport._staging._fill = slowly
+    transport.transfer()
+    assert same(workers.engine.memory, workers.engine.expected(model))

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from colo.errors import StaleWeights, TransferError, Unsupported
-from colo.weights.sources.module import ModuleSource, check_taken, noted, plain_name
+from colo.weights.sources.module import ModuleSource, check_taken, noted, own_output_layer, plain_name
 from colo.weights.sources.peft import (
     active_adapter,
     adapter_settings,
@@ -393,7 +393,48 @@ def test_weights_are_noted_as_they_pass_without_their_memory():
     ]
     for name, spec in specs.items():
         assert (spec.shape, spec.dtype, spec.is_meta) == (given[name].shape, given[name].dtype, True)
-        assert isinstance(spec, nn.Parameter) is isinstance(given[name], nn.Parameter)
+        assert isinstance(spec, nn.Parameter) is isinstance(given[name], nn.Parameter) and not spec.requires_grad
+
+
+def test_heads_that_train_along_are_no_weights_of_the_engine():
+    model = base_model()
+    model.v_head = nn.Linear(32, 1)
+    tensors = ModuleSource(model).tensors()
+    assert list(tensors) == [name for name, _ in base_model().named_parameters()]
+
+
+class Buffers(nn.Module):
+    def __init__(self, shared):
+        super().__init__()
+        self.register_buffer("table", torch.ones(2), persistent=False)
+        self.register_buffer("shared", shared)
+        self.register_buffer("empty", torch.ones(0))
+        self.register_buffer("last", torch.ones(1))
+
+
+def test_every_saved_buffer_comes_once_whatever_lies_before_it():
+    shared = torch.ones(3)
+    model = nn.ModuleDict({"a": Buffers(shared), "b": Buffers(shared)})
+    assert list(ModuleSource(model).tensors()) == ["a.shared", "a.last", "b.last"]
+    assert list(ModuleSource(Buffers(shared)).tensors()) == ["shared", "last"]
+
+
+def test_of_many_weights_that_came_or_went_the_first_by_name_is_told():
+    model = nn.ParameterDict({name: torch.ones(1) for name in ("m1", "m2", "m3", "m4", "m5")})
+    source = ModuleSource(model)
+    source.settle_names()
+    for name in "edcba":
+        model[name] = nn.Parameter(torch.ones(1))
+    with pytest.raises(StaleWeights, match="has 5 weights that it did not have when the runtime was built, a for one"):
+        source.check_names()
+    for name in list(model):
+        del model[name]
+    with pytest.raises(StaleWeights, match="has 5 weights no longer that the engine computes with, m1 for one"):
+        source.check_names()
+
+
+def test_an_output_layer_that_would_become_the_embedding_is_an_error_of_the_transfer():
+    assert "takes 0 of the 12 elements of lm_head.weight" in str(own_output_layer(12))
 
 
 # ---- sharded over ranks ----------------------------------------------------------------------------------------------
@@ -445,3 +486,7 @@ def test_where_backward_passes_begin_is_known_of_what_fsdp_has_taken_over(mesh):
     with torch.no_grad():
         model(torch.ones(1, 2))
     assert all(isinstance(tensor, DTensor) for _, tensor in source)
+    alone = fully_shard(nn.Linear(2, 2), mesh=mesh)
+    with torch.no_grad():
+        alone(torch.ones(1, 2))
+    assert ModuleSource(alone).is_sharded
