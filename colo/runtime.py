@@ -199,6 +199,7 @@ class Runtime:
         """
         if phase not in (None, Phase.ROLLOUT, Phase.TRAIN):
             raise ValueError(f"enter() takes Phase.ROLLOUT, Phase.TRAIN or None, not {phase!r}")
+        phase = None if phase is None else Phase(phase)  # from a name, which is equal to it
         with self._switching, uninterrupted():
             if self._inside is not phase:
                 if self._inside is not None:

@@ -12,7 +12,9 @@ from transformers import Qwen3Config
 
 import colo
 from colo.memory.away import AwayTensor
+from colo.memory.gradients import GradientSegment
 from colo.optim import MasterWeights
+from colo.phases.phase import Residency
 from colo.units import MIB
 
 
@@ -249,6 +251,30 @@ def test_a_backward_pass_while_idle_adds_to_gradients_that_had_no_room_to_come_b
     rt.generate([[1, 2]], max_tokens=2)
     for pair in twins.both:
         backward(*pair, 2)
+    twins.assert_same()
+    rt.close()
+
+
+def test_gradients_that_had_no_room_at_the_end_of_a_rollout_come_back_when_they_are_touched(monkeypatch):
+    parameters = sum(p.numel() * 4 for p in Twins().rt.model.parameters())
+    twins = Twins(device_limit_bytes=MIB + int(1.5 * parameters))
+    rt = twins.rt
+    for pair in twins.both:
+        backward(*pair)
+
+    def full(segment):
+        raise colo.BudgetError("the device is full", needed_bytes=1, free_bytes=0)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(GradientSegment, "_unpark", full)
+        rt.generate([[1, 2]], max_tokens=1)
+        with pytest.raises(colo.PhaseError, match="gradients are in host memory, and have no room"):
+            next(rt.model.parameters()).grad.norm()
+    assert rt.scheduler.segments["trainer.gradients"].residency is Residency.OFFLOADED
+    assert rt.phase is colo.Phase.IDLE
+    for pair in twins.both:
+        clip(*pair)
+    assert rt.phase is colo.Phase.IDLE
     twins.assert_same()
     rt.close()
 

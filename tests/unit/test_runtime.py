@@ -707,6 +707,37 @@ def test_phases_do_not_nest(rt, outer, inner):
     assert rt.phase is Phase.IDLE
 
 
+def test_phases_are_entered_and_left_without_a_block(rt):
+    for phase in (Phase.ROLLOUT, Phase.ROLLOUT, Phase.TRAIN, Phase.TRAIN, Phase.ROLLOUT, None, None):
+        rt.enter(phase)
+        assert rt.phase is (phase or Phase.IDLE)
+        if phase is Phase.ROLLOUT:
+            assert len(rt.generate([[1]], max_tokens=1)) == 1
+    assert [span.name for span in rt.trace.spans if span.category == "phase"][1:] == ["rollout", "train", "rollout"]
+    rt.enter("rollout")
+    assert len(rt.generate([[1]], max_tokens=1)) == 1
+    rt.enter("train")
+    assert rt.phase is Phase.TRAIN
+    for phase in (Phase.SYNC, Phase.IDLE, "generate"):
+        with pytest.raises(ValueError, match=r"enter\(\) takes Phase.ROLLOUT, Phase.TRAIN or None"):
+            rt.enter(phase)
+
+
+def test_state_of_a_launched_model_goes_home_to_the_host_though_the_device_is_full(monkeypatch):
+    rt = launch(config=RuntimeConfig(kv_cache_bytes=MIB, offload=Offload.ALWAYS))
+    with rt.train():
+        train_step(rt)
+    rt.generate([[1]], max_tokens=1)
+    assert segment(rt, "trainer.optimizer").residency is Residency.OFFLOADED
+
+    def full(region):
+        raise colo.BudgetError("no room", needed_bytes=1, free_bytes=0)
+
+    monkeypatch.setattr(regions.ResizedRegion, "_restore", full)
+    rt.close()
+    assert all(state["exp_avg"].any() for state in rt.optimizer.state.values())
+
+
 def test_an_engine_is_not_recovered_inside_a_phase(rt):
     with (
         rt.rollout(),
