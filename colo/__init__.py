@@ -3,14 +3,14 @@
 from typing import TYPE_CHECKING, Any
 
 from colo.config import Offload, RuntimeConfig
-from colo.engines.base import Completion, SamplingParams, SleepLevel
+from colo.engine import Completion, SamplingParams, SleepLevel
 from colo.errors import BudgetError, ColoError, EngineLost, PhaseError, StaleWeights, TransferError, Unsupported
 from colo.phases.phase import Phase, Residency
 
 if TYPE_CHECKING:
-    from colo.assembly import launch, share
+    from colo.assembly.launch import launch, share
     from colo.engines.vllm.remote import connect
-    from colo.memory.estimate import plan
+    from colo.planning.estimate import plan
     from colo.runtime import Runtime
 
 __all__ = [
@@ -36,10 +36,10 @@ __all__ = [
 ]
 
 _LAZY = {
-    "launch": "colo.assembly",
-    "share": "colo.assembly",
+    "launch": "colo.assembly.launch",
+    "share": "colo.assembly.launch",
     "connect": "colo.engines.vllm.remote",
-    "plan": "colo.memory.estimate",
+    "plan": "colo.planning.estimate",
     "Runtime": "colo.runtime",
 }
 """Names whose modules import torch and transformers, which takes seconds: loaded when they are first used."""

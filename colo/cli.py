@@ -18,8 +18,8 @@ import click
 from rich.console import Console
 from rich.markup import escape
 
+from colo.cli_options import device_option, file_option, json_option, require_vllm, size_option
 from colo.errors import ColoError
-from colo.options import device_option, file_option, json_option, require_vllm, size_option
 
 out = Console()
 err = Console(stderr=True)
@@ -138,8 +138,8 @@ def plan(
 
     MODEL is a hub id, or a folder with a config.json. Exits with 1 when what is asked for does not fit.
     """
-    from colo.memory.estimate import plan as estimated
-    from colo.report.plan_table import plan_tables
+    from colo.planning.estimate import plan as estimated
+    from colo.planning.table import plan_tables
 
     found = estimated(
         model,

@@ -17,10 +17,10 @@ import torch
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from colo.arguments import chosen_device
-from colo.assembly import launch
+from colo.assembly.arguments import chosen_device
+from colo.assembly.launch import launch
 from colo.config import Offload, RuntimeConfig
-from colo.engines.base import Completion
+from colo.engine import Completion
 from colo.phases.phase import TRAINER_MASTER_WEIGHTS, TRAINER_OPTIMIZER, Phase
 from colo.rl.loop import GRPOConfig, Problem, grpo
 from colo.runtime import Runtime

@@ -18,9 +18,9 @@ import torch
 from colo.errors import BudgetError
 from colo.memory.offload import Mover, Transfer
 from colo.memory.region import ResizedRegion
-from colo.memory.segment import Done, Move
 from colo.phases.phase import Residency, check_move
-from colo.report.trace import Trace
+from colo.phases.segment import Done, Move
+from colo.phases.trace import Trace
 
 
 class FakeDevice:
@@ -80,7 +80,7 @@ class FakeSegment:
         return self._residency
 
     def begin(self, target: Residency) -> Move:
-        """Start moving; see `colo.memory.segment.Segment.begin`."""
+        """Start moving; see `colo.phases.segment.Segment.begin`."""
         if target is self._residency:
             return self._departure or Done()
         check_move(self.name, self._residency, target)

@@ -18,10 +18,10 @@ import torch
 
 import colo
 from colo.demo import CharTokenizer, warm_up
-from colo.optim import MasterWeights
 from colo.rl.logprob import model_logprobs
 from colo.rl.loop import Batch
 from colo.rl.loss import group_advantages, grpo_loss
+from colo.trainer.master_weights import MasterWeights
 
 PROBLEMS = 50  # a step
 GROUP = 8  # completions for each problem

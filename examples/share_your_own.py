@@ -20,12 +20,12 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Qwen3Config
 
 import colo
-from colo.engines.torch import TorchEngine
+from colo.engines.embedded.torch import TorchEngine
 from colo.memory.offload import Mover
-from colo.optim import MasterWeights
 from colo.rl.logprob import model_logprobs
 from colo.rl.loop import Batch
 from colo.rl.loss import group_advantages, grpo_loss
+from colo.trainer.master_weights import MasterWeights
 from colo.units import MIB
 
 PROMPTS = [[1, 2, 3], [4, 5], [6, 7, 8, 9], [10]]

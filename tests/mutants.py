@@ -40,48 +40,48 @@ EXPLAINED = Path(__file__).with_name("mutants.txt")
 WANTED = 0.95
 
 ORDERING = "memory/test_ordering.py"
-PLACES = "memory/test_places.py"
-INVENTORY = "memory/test_inventory.py"
+PLACES = "trainer/test_places.py"
+INVENTORY = "trainer/test_inventory.py"
 LOOPS = "memory/test_zoo.py::test_what_loops_do_with_an_optimizer_does_the_same_to_one_whose_state_is_parked"
 EXTRA = {
     "phases/phase": ("phases/test_transition.py", "phases/test_scheduler.py"),
     "phases/transition": ("phases/test_scheduler.py",),
     "phases/scheduler": (ORDERING,),
-    "memory/ledger": ("phases/test_transition.py", "phases/test_scheduler.py"),
-    "memory/segment": ("phases/test_scheduler.py", ORDERING),
+    "phases/ledger": ("phases/test_transition.py", "phases/test_scheduler.py"),
+    "phases/segment": ("phases/test_scheduler.py", ORDERING),
     "memory/region": ("memory/test_offload.py", ORDERING),
     "memory/offload": (ORDERING,),
-    "memory/gradients": (
+    "trainer/gradients": (
         "memory/test_state.py::test_gradients_are_whole_when_their_copies_are_interrupted_or_fail",
-        "test_optim.py",
+        "trainer/test_master_weights.py",
         ORDERING,
-        "test_gradients.py",
+        "trainer/test_gradients.py",
     ),
-    "memory/state": (INVENTORY, PLACES, ORDERING, "test_optim.py"),
-    "memory/state_segment": (PLACES, INVENTORY, "memory/test_state.py", LOOPS),
-    "memory/inventory": (PLACES,),
-    "memory/places": (INVENTORY,),
-    "memory/away": (PLACES, "memory/test_gradients.py"),
-    "memory/snapshot": (PLACES, "memory/test_state.py"),
-    "memory/subclasses": (PLACES,),
+    "trainer/optimizer_state": (INVENTORY, PLACES, ORDERING, "trainer/test_master_weights.py"),
+    "trainer/state_segment": (PLACES, INVENTORY, "trainer/test_optimizer_state.py", LOOPS),
+    "trainer/inventory": (PLACES,),
+    "trainer/places": (INVENTORY,),
+    "trainer/stand_ins": (PLACES, "memory/test_gradients.py"),
+    "trainer/snapshot": (PLACES, "trainer/test_optimizer_state.py"),
+    "trainer/subclasses": (PLACES,),
     "memory/cuda_driver": ("memory/test_slab.py",),
     "memory/kernels": ("memory/test_tiles.py",),
     "memory/dtensor": (PLACES, INVENTORY, "memory/test_gradients.py"),
     "weights/publish": ("weights/test_meter.py",),
-    "weights/copies": ("weights/test_load_plan.py",),
-    "weights/pieces": ("weights/test_ipc.py",),
+    "memory/copies": ("memory/test_load_plan.py",),
+    "weights/pieces": ("weights/transports/test_ipc.py",),
     "weights/sources/checkpoint": ("weights/test_checkpoint_views.py",),
     "weights/sources/gathered": ("weights/test_gathered.py",),
     "weights/sources/heads": ("weights/test_heads.py",),
     "weights/sources/module": ("weights/test_sources.py", "weights/test_watch.py"),
     "weights/sources/peft": ("weights/test_sources.py",),
     "weights/transports/choice": ("weights/test_choice.py",),
-    "weights/transports/export": ("weights/test_export.py",),
-    "weights/transports/ipc": ("weights/test_ipc.py",),
-    "weights/transports/local": ("weights/test_local.py",),
+    "weights/transports/ipc/export": ("weights/test_export.py",),
+    "weights/transports/ipc/sender": ("weights/transports/test_ipc.py",),
+    "weights/transports/local": ("weights/transports/test_local.py",),
     "weights/transports/shared": ("weights/test_shared.py",),
-    "weights/transports/turns": ("weights/test_turns.py",),
-    "runtime": ("test_runtime_undo.py", "test_runtime_faults.py", "test_gradients.py", "test_staleness.py"),
+    "weights/transports/ipc/turns": ("weights/transports/test_turns.py",),
+    "runtime": ("test_runtime_undo.py", "test_runtime_faults.py", "trainer/test_gradients.py", "test_staleness.py"),
 }
 """Tests beside those that mirror a module, in tests/unit: files, or one test of a file."""
 

@@ -27,11 +27,11 @@ from torch.optim import SGD, AdamW
 from transformers import Qwen3Config
 
 import colo
-from colo.engines.torch import TorchEngine
+from colo.engines.embedded.torch import TorchEngine
 from colo.memory.arena import PinnedArena
 from colo.memory.offload import Mover
 from colo.memory.region import ResizedRegion
-from colo.optim import MasterWeights
+from colo.trainer.master_weights import MasterWeights
 from colo.weights.transports.shared import SharedTransport
 
 KV_BYTES = 1 << 17

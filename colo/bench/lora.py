@@ -22,7 +22,7 @@ from transformers import PretrainedConfig
 
 from colo.bench.common import Result, clear, median_s, result
 from colo.bench.workload import SIZES, Row, Size, Tell, device_copy_bytes_per_s, engine, shape, size_name
-from colo.engines.base import AdapterWeights
+from colo.engine import AdapterWeights
 from colo.engines.vllm.engine import VLLMEngine
 from colo.engines.vllm.options import save_config
 from colo.units import GIB

@@ -13,15 +13,15 @@ from typing import Any
 import torch
 from transformers import Qwen3Config
 
-from colo.assembly import launch
+from colo.assembly.launch import launch
 from colo.bench.common import clear, timed
 from colo.config import Offload, RuntimeConfig
-from colo.engines.base import SamplingParams
+from colo.engine import SamplingParams
 from colo.memory.offload import RegionSegment
 from colo.memory.region import allocate_region
-from colo.optim import MasterWeights
 from colo.phases.phase import TRAINER_MASTER_WEIGHTS, TRAINER_OPTIMIZER, Residency
 from colo.runtime import Runtime
+from colo.trainer.master_weights import MasterWeights
 from colo.units import GIB, MIB
 
 Row = dict[str, Any]

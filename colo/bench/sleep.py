@@ -19,7 +19,7 @@ import torch
 from colo.bench.common import Result, clear, gigabytes_per_s, result, timed
 from colo.bench.offload import copy_limit
 from colo.bench.workload import SIZES, Row, Size, Tell, engine, seconds, shape, shut_down, stock, wait_for_pinning
-from colo.engines.base import SleepLevel
+from colo.engine import SleepLevel
 from colo.engines.vllm import compat
 from colo.engines.vllm.engine import VLLMEngine
 from colo.engines.vllm.options import save_config

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from colo.assembly import default_optimizer
+from colo.assembly.launch import default_optimizer
 from colo.bench.common import Result, clear, result, synchronize
 from colo.bench.offload import copy_limit
 from colo.bench.workload import (

@@ -42,7 +42,7 @@ from colo.memory.probe import torch_pinned_bytes, used_device_bytes
 from colo.units import GIB, MIB
 from colo.weights.sources.checkpoint import checkpoint_views
 from colo.weights.sources.module import ModuleSource
-from colo.weights.transports.ipc import IpcTransport
+from colo.weights.transports.ipc.sender import IpcTransport
 
 FLAT_BYTES = 512 * MIB
 PUBLICATIONS = 200

@@ -14,7 +14,7 @@ import psutil
 import torch
 from transformers import PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
-from colo.assembly import launch
+from colo.assembly.launch import launch
 from colo.bench.common import median_s
 from colo.config import RuntimeConfig
 from colo.engines.vllm import compat

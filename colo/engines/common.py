@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from colo.engines.base import EngineState, SleepLevel
+from colo.engine import EngineState, SleepLevel
 from colo.errors import BudgetError
 from colo.memory.probe import available_host_bytes
-from colo.memory.segment import Segment
 from colo.phases.phase import ENGINE_KV_CACHE, ENGINE_WEIGHTS, Residency
+from colo.phases.segment import Segment
 from colo.units import format_bytes
 
 WEIGHTS_AT: Mapping[SleepLevel, Residency] = {

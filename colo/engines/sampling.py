@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Sequence
 
 import torch
 
-from colo.engines.base import SamplingParams
+from colo.engine import SamplingParams
 
 _BLOCK_STEPS = 64
 """Uniforms drawn for a row at a time. Fixed, so that a row's numbers do not depend on how many of them are used."""

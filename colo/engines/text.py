@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from colo.engines.base import Completion
+from colo.engine import Completion
 
 _TAKEN = "prompts is a list of prompts, each a text or a list of token ids"
 

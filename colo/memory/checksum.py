@@ -13,7 +13,7 @@ from functools import cache
 
 import torch
 
-from colo.memory import tiles
+from colo.memory import tiles, triton_kernels
 from colo.memory.dtensor import part_of
 from colo.memory.tiles import WORD_BYTES, in_words
 from colo.units import align_up
@@ -72,7 +72,7 @@ class Checksums:
         self._parts = list(parts)
         self._count = count
         self._device = device
-        self._kernels = tiles.kernels(device)
+        self._kernels = triton_kernels.kernels(device)
         numbers, positions = [number for number, *_ in parts], [position for _, position, _ in parts]
         lengths = [len(words) for *_, words in parts]
         if self._kernels is None:

@@ -1,4 +1,4 @@
-"""Triton kernels that read memory in many places in one launch. Import through `colo.memory.tiles.kernels`."""
+"""Triton kernels that read memory in many places in one launch. Import through `colo.memory.triton_kernels`."""
 
 import torch
 import triton

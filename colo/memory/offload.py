@@ -15,13 +15,13 @@ import torch
 from colo.errors import PhaseError
 from colo.memory.arena import Extent, PinnedArena
 from colo.memory.region import Region, close_all
-from colo.memory.segment import Done, Move
 from colo.memory.uninterrupted import uninterrupted
 from colo.phases.phase import Residency, check_move
+from colo.phases.segment import Done, Move
 from colo.units import MIB
 
 if TYPE_CHECKING:
-    from colo.report.trace import Trace
+    from colo.phases.trace import Trace
 
 
 class Transfer:
@@ -191,7 +191,7 @@ class RegionSegment:
             self._residency = Residency.RESIDENT
 
     def begin(self, target: Residency) -> Move:
-        """Start moving to `target`; see `colo.memory.segment.Segment.begin`."""
+        """Start moving to `target`; see `colo.phases.segment.Segment.begin`."""
         with uninterrupted():  # regions and what is noted of them change together
             if target is self._residency:
                 return self._move or Done()

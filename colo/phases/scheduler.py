@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING
 
 from colo.config import Offload
 from colo.errors import BudgetError
-from colo.memory.ledger import Holding, Ledger
+from colo.phases.ledger import Holding, Ledger
 from colo.phases.phase import NEEDS, Need, Phase, Residency
+from colo.phases.trace import MemorySample, Trace
 from colo.phases.transition import Action, Step, Transition, plan_transition
-from colo.report.trace import MemorySample, Trace
 
 if TYPE_CHECKING:
-    from colo.memory.segment import Move, Segment
+    from colo.phases.segment import Move, Segment
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

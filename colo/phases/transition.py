@@ -12,7 +12,7 @@ from enum import StrEnum
 
 from colo.config import Offload
 from colo.errors import BudgetError
-from colo.memory.ledger import Holding, Ledger
+from colo.phases.ledger import Holding, Ledger
 from colo.phases.phase import NEEDS, Need, Phase, Residency, check_edge
 from colo.units import format_bytes
 

@@ -16,10 +16,10 @@ from typing import Any
 
 from colo.errors import Unsupported
 from colo.phases import phase as known
+from colo.phases.trace import MemorySample, Span, Trace
 from colo.report import svg
 from colo.report.svg import Frame, Markup
 from colo.report.table import EMPTY, PARTS, Cycle, cycles, moves_once, phase_spans, segment_peaks, sheets
-from colo.report.trace import MemorySample, Span, Trace
 from colo.units import format_bytes, format_seconds
 
 PART_COLOURS = dict(zip(PARTS, (svg.BLUE, svg.GREEN, svg.VERMILLION, svg.YELLOW, svg.GREY), strict=True))

@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from colo.phases.phase import Phase
-from colo.report.trace import MemorySample, Span, Trace
+from colo.phases.trace import MemorySample, Span, Trace
 from colo.units import format_bytes, format_seconds
 
 PARTS = ("rollout", "sync", "train", "switch", "idle")

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from rich.text import Text
 
 from colo.phases.phase import Phase
+from colo.phases.trace import MemorySample, Trace
 from colo.report.table import cycles
-from colo.report.trace import MemorySample, Trace
 from colo.units import format_bytes
 
 BLOCKS = " ▁▂▃▄▅▆▇█"

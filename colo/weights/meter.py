@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from colo.weights.load_plan import tensors_in
+from colo.memory.load_plan import tensors_in
 
 
 class CopyMeter(TorchDispatchMode):

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from colo.engines.base import Completion
+from colo.engine import Completion
 
 MAX_TOKENS = 64
 """Tokens of a completion that are compared; bounds the logits."""

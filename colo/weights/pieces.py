@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from colo.errors import Unsupported
-from colo.weights.load_plan import Copy
+from colo.memory.load_plan import Copy
 
 
 @dataclass(frozen=True, slots=True)

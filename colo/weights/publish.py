@@ -12,10 +12,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from colo.engines.base import AdapterWeights, Engine, EngineState, in_all_ranks
+from colo.engine import AdapterWeights, Engine, EngineState, in_all_ranks
 from colo.errors import StaleWeights
 from colo.phases.phase import Phase
-from colo.report.trace import Trace
+from colo.phases.trace import Trace
 from colo.weights.meter import CopyMeter
 from colo.weights.sums import ContentSums
 

@@ -1,6 +1,6 @@
 """A worker extension for which this machine has no CUDA IPC."""
 
-from colo.engines.vllm.worker import ColoWorker
+from colo.engines.vllm.worker.agent import ColoWorker
 from colo.errors import TransferError
 from colo.memory import cuda_driver
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from colo.engines.vllm.worker import ColoWorker
+from colo.engines.vllm.worker.agent import ColoWorker
 
 
 class ProbeWorker(ColoWorker):

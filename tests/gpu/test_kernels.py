@@ -4,9 +4,9 @@ import pytest
 import torch
 from tiny_vllm import CUDA
 
-from colo.memory import checksum, tiles
+from colo.memory import checksum, triton_kernels
+from colo.memory.copies import Comparison
 from colo.units import MIB
-from colo.weights.copies import Comparison
 
 pytestmark = pytest.mark.gpu
 
@@ -14,13 +14,13 @@ pytestmark = pytest.mark.gpu
 @pytest.fixture
 def without_kernels(monkeypatch):
     def switch():
-        monkeypatch.setattr(tiles, "kernels", lambda device: None)
+        monkeypatch.setattr(triton_kernels, "kernels", lambda device: None)
 
     return switch
 
 
 def test_checksums_of_scattered_parts_are_those_of_torch(without_kernels):
-    assert tiles.kernels(CUDA) is not None  # else slow, with a warning
+    assert triton_kernels.kernels(CUDA) is not None  # else slow, with a warning
     words = torch.randint(-(2**31), 2**31, (20 * MIB,), device=CUDA).to(torch.int32)
     lengths = [1, 3, 65_536, 65_537, 1 << 20, (1 << 20) + 5, 7_000_001]
     parts, place = [], 0

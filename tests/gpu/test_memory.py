@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from colo.errors import BudgetError, PhaseError
-from colo.memory.away import AwayTensor
 from colo.memory.offload import Mover, RegionSegment
 from colo.memory.probe import free_device_bytes
 from colo.memory.region import allocate_region
-from colo.memory.state import StateOffloader
-from colo.optim import MasterWeights
 from colo.phases.phase import Residency
+from colo.trainer.master_weights import MasterWeights
+from colo.trainer.optimizer_state import StateOffloader
+from colo.trainer.stand_ins import AwayTensor
 from colo.units import GIB, MIB
 
 pytestmark = pytest.mark.gpu

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 import colo
 from colo.config import Offload, RuntimeConfig
 from colo.memory.probe import free_device_bytes
-from colo.optim import MasterWeights
+from colo.trainer.master_weights import MasterWeights
 from colo.units import GIB, MIB
 
 pytestmark = pytest.mark.gpu

@@ -14,8 +14,8 @@ from colo.memory.probe import free_device_bytes
 from colo.memory.region import allocate_region
 from colo.units import GIB, MIB
 from colo.weights.sources.module import ModuleSource
-from colo.weights.transports.export import Exported
-from colo.weights.transports.ipc import IpcTransport
+from colo.weights.transports.ipc.export import Exported
+from colo.weights.transports.ipc.sender import IpcTransport
 
 pytestmark = MARKS
 OPTIONS = {"max_model_len": 256, "disable_log_stats": True, "enforce_eager": True, "share_memory": False}

@@ -7,7 +7,7 @@ import pytest
 import torch
 from tiny_vllm import MARKS, PROMPTS, config_of_0_6b, difference, launch, train_step
 
-from colo.engines.base import EngineState
+from colo.engine import EngineState
 from colo.errors import EngineLost
 
 pytestmark = MARKS

@@ -5,7 +5,7 @@ import torch
 from tiny_vllm import CUDA, KV_CACHE_BYTES, MARKS, OPTIONS, PROMPTS, config, difference, launch, train_step
 from transformers import AutoModelForCausalLM
 
-from colo.engines.base import AdapterWeights, EngineState
+from colo.engine import AdapterWeights, EngineState
 from colo.errors import BudgetError, PhaseError, StaleWeights
 from colo.memory.probe import free_device_bytes
 from colo.units import GIB

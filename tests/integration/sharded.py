@@ -18,12 +18,12 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 import colo
 from colo.config import Offload
-from colo.engines.torch import TorchEngine
+from colo.engines.embedded.torch import TorchEngine
 from colo.memory.dtensor import part_of
+from colo.memory.load_plan import LoadPlan
 from colo.memory.offload import Mover
 from colo.phases.phase import Phase
 from colo.units import MIB
-from colo.weights.load_plan import LoadPlan
 from colo.weights.transports import local
 
 IDS = torch.arange(24).view(2, 12)

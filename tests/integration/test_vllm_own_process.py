@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, Gemma4TextConfig, LlamaConfig, OP
 
 import colo
 from colo.config import RuntimeConfig
-from colo.engines.base import AdapterWeights, EngineState
+from colo.engine import AdapterWeights, EngineState
 from colo.engines.vllm.engine import VLLMEngine
 from colo.engines.vllm.plugin import WORKER_EXTENSION
 from colo.errors import ColoError, EngineLost, PhaseError, TransferError, Unsupported

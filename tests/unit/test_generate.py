@@ -22,8 +22,8 @@ from transformers import (
 )
 
 import colo
-from colo.engines.layout import Adapters
-from colo.engines.torch import TorchEngine
+from colo.engines.embedded.layout import Adapters
+from colo.engines.embedded.torch import TorchEngine
 from colo.memory.offload import Mover
 from colo.units import MIB
 

@@ -26,8 +26,8 @@ from colo.engines.common import check_count
 from colo.engines.vllm import remote
 from colo.memory import cuda_driver, region
 from colo.memory.arena import PinnedArena
-from colo.memory.ledger import Holding, Ledger
 from colo.memory.offload import Mover
+from colo.phases.ledger import Holding, Ledger
 from colo.phases.phase import Phase, Residency
 from colo.phases.scheduler import Budget, Scheduler
 from colo.phases.transition import plan_transition
@@ -96,7 +96,7 @@ def start(monkeypatch):
 
 
 def generate(monkeypatch):
-    from colo.engines.torch import TorchEngine
+    from colo.engines.embedded.torch import TorchEngine
 
     mover = Mover(torch.device("cpu"))
     engine = TorchEngine(unchanged.tiny(), device="cpu", dtype=torch.float32, kv_cache_bytes=4096, mover=mover)
@@ -133,7 +133,7 @@ REFUSALS = {
     "phases/scheduler.py _admit_one": bring_back,
     "starting.py _admit": start,
     "engines/common.py check_count": lambda monkeypatch: check_count(1, 10**12),
-    "engines/kv_slab.py check_room": generate,
+    "engines/embedded/kv_cache.py check_room": generate,
     "engines/vllm/remote.py before_move": wake_a_server,
     "memory/arena.py _grow": lambda monkeypatch: PinnedArena(torch.device("cpu"), limit_bytes=MIB).allocate(2 * MIB),
     "memory/region.py require_free": restore_a_region,
@@ -141,7 +141,7 @@ REFUSALS = {
 }
 """By the function that refuses."""
 
-PASSED_ON = {"memory/ledger.py refuse", "engines/vllm/connection.py error_from"}
+PASSED_ON = {"phases/ledger.py refuse", "engines/vllm/connection.py error_from"}
 """What makes an error for others to raise, or raises a worker's again. `colo.testing` is for tests."""
 
 

@@ -17,12 +17,12 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config, Glm4MoeConfig, 
 
 import colo
 from colo.config import Offload, RuntimeConfig
-from colo.engines.layout import empty_model
-from colo.engines.torch import TorchEngine
+from colo.engines.embedded.layout import empty_model
+from colo.engines.embedded.torch import TorchEngine
 from colo.memory import region as regions
 from colo.memory.offload import Mover
-from colo.optim import MasterWeights
 from colo.phases.phase import Phase, Residency
+from colo.trainer.master_weights import MasterWeights
 from colo.units import MIB
 
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7], [8, 9]]
@@ -369,8 +369,8 @@ def test_a_hundred_cycles_grow_nothing():
 
 
 def test_the_record_of_a_long_run_stops_growing(monkeypatch):
-    monkeypatch.setattr("colo.report.trace.MAX_SPANS", 60)
-    monkeypatch.setattr("colo.report.trace.MAX_SAMPLES", 60)
+    monkeypatch.setattr("colo.phases.trace.MAX_SPANS", 60)
+    monkeypatch.setattr("colo.phases.trace.MAX_SAMPLES", 60)
     rt = launch(config=RuntimeConfig(kv_cache_bytes=MIB, offload=Offload.ALWAYS))
 
     def held_after(cycles):

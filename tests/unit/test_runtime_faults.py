@@ -12,13 +12,13 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 import colo
 from colo.config import Offload, RuntimeConfig
-from colo.engines.base import EngineState
-from colo.engines.torch import TorchEngine
+from colo.engine import EngineState
+from colo.engines.embedded.torch import TorchEngine
 from colo.errors import EngineLost, PhaseError, TransferError
-from colo.memory.gradients import GradientSegment
 from colo.memory.offload import Mover
 from colo.memory.region import ResizedRegion
 from colo.phases.phase import Phase, Residency
+from colo.trainer.gradients import GradientSegment
 from colo.units import MIB
 
 CONFIG = Qwen3Config(

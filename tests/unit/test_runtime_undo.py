@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 import colo
 from colo.config import RuntimeConfig
-from colo.engines.torch import TorchEngine
+from colo.engines.embedded.torch import TorchEngine
 from colo.memory.offload import Mover
 from colo.phases.phase import Phase
 from colo.units import MIB

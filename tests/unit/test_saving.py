@@ -17,7 +17,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 import colo
-from colo.engines.torch import TorchEngine
+from colo.engines.embedded.torch import TorchEngine
 from colo.memory.offload import Mover
 from colo.units import MIB
 

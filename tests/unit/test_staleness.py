@@ -8,11 +8,11 @@ from torch.optim import AdamW
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 import colo
-from colo.engines.base import EngineState
-from colo.engines.torch import TorchEngine
+from colo.engine import EngineState
+from colo.engines.embedded.torch import TorchEngine
 from colo.memory.arena import PinnedArena
 from colo.memory.offload import Mover
-from colo.optim import MasterWeights
+from colo.trainer.master_weights import MasterWeights
 from colo.units import MIB
 
 PROMPT = [1, 2, 3]

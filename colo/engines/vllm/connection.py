@@ -11,8 +11,9 @@ from typing import Any, NoReturn, TypeVar
 import torch
 
 from colo import errors
-from colo.engines.vllm import compat, plugin
+from colo.engines.vllm import compat
 from colo.engines.vllm.calls import Caller, NoAnswer, ProcessEnded, start_apart_from_interrupts
+from colo.engines.vllm.names import WORKER_EXTENSION
 from colo.errors import BudgetError, EngineLost, Unsupported
 from colo.memory.probe import device_id, used_device_bytes
 from colo.memory.window import probing
@@ -131,7 +132,7 @@ class Connection:
     def ask(self, operation: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
         """Run an operation in every worker and return {"value": ...} or {"error": ...} of each."""
         if not self.own_process:
-            from colo.engines.vllm.worker import call
+            from colo.engines.vllm.worker.agent import call
 
             # A function of this module needs no worker extension, which a caller's own engine may lack.
             return list(self.llm.collective_rpc(call, args=(operation, arguments)))
@@ -216,7 +217,7 @@ class Connection:
         if self.own_process and not self.llm.llm_engine.vllm_config.parallel_config.worker_extension_cls:
             raise Unsupported(
                 "this vllm.LLM runs in a process of its own, where colo has no foothold: start it with "
-                f"worker_extension_cls='{plugin.WORKER_EXTENSION}' and load_format='colo', or set "
+                f"worker_extension_cls='{WORKER_EXTENSION}' and load_format='colo', or set "
                 "VLLM_ENABLE_V1_MULTIPROCESSING=0 before"
             )
         with probing(self.device if self.own_process else torch.device("cpu")) as probe:

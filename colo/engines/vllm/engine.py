@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from colo.engines.base import AdapterWeights, Completion, EngineState, SleepLevel
+from colo.engine import AdapterWeights, Completion, EngineState, SleepLevel
 from colo.engines.common import ADVICE, wake_segments
 from colo.engines.vllm import compat, plugin, sampling
 from colo.engines.vllm.connection import DEADLINE_S, Connection
@@ -29,19 +29,19 @@ from colo.engines.vllm.named_adapters import NamedAdapters
 from colo.engines.vllm.options import device_of, llm_options, quantization_of, save_config
 from colo.engines.vllm.requests import PauseMode, Requests
 from colo.engines.vllm.segment import residual_bytes
-from colo.engines.vllm.staging import Staging
 from colo.engines.vllm.store import WeightStore
 from colo.engines.vllm.weights import WorkerWeights
 from colo.errors import EngineLost, PhaseError, StaleWeights, TransferError
+from colo.memory.load_plan import LoadPlan
 from colo.memory.offload import Mover
-from colo.memory.segment import Segment
 from colo.phases.phase import ENGINE_WEIGHTS, Residency
-from colo.weights.load_plan import LoadPlan
+from colo.phases.segment import Segment
 from colo.weights.packed import PackedWeight
+from colo.weights.transports.ipc.staging import Staging
 
 
 class VLLMEngine:
-    """An `Engine` (see `colo.engines.base`) that runs vLLM.
+    """An `Engine` (see `colo.engine`) that runs vLLM.
 
     Ownership: owns the `vllm.LLM` it has started and the memory of its weights until `close`; of an engine made by
     `around` it owns neither. It starts awake and poisoned, until `commit` names what it holds.
@@ -293,7 +293,7 @@ class VLLMEngine:
         self._requests.reset_prefix_cache()
 
     def receive(self, operation: str, **arguments: Any) -> list[Any]:
-        """One step of copying weights from this process, in every worker; see `colo.weights.transports.ipc.Peer`.
+        """One step of copying weights from this process, in every worker; see `ipc.sender.Peer`.
 
         Poisons from `begin` until the next `commit`. Raises: `PhaseError` while the weights are away.
         """

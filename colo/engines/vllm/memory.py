@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from colo.engines.base import SleepLevel
+from colo.engine import SleepLevel
 from colo.engines.common import WEIGHTS_AT, is_deeper
 from colo.engines.vllm.connection import Connection, error_from
 from colo.engines.vllm.segment import WorkerSegment

@@ -1,14 +1,14 @@
-"""LoRA adapters by name, on the trainer's side; `colo.engines.vllm.adapters` is the workers'."""
+"""LoRA adapters by name, on the trainer's side; `colo.engines.vllm.worker.adapters` is the workers'."""
 
 from __future__ import annotations
 
 from contextlib import suppress
 from typing import Any
 
-from colo.engines.base import AdapterWeights
+from colo.engine import AdapterWeights
 from colo.engines.vllm.connection import Connection
-from colo.engines.vllm.staging import Staging
 from colo.errors import EngineLost, Unsupported
+from colo.weights.transports.ipc.staging import Staging
 
 _FIRST = 1 << 20
 """Adapters are numbered from here, out of the way of those that a user loads by hand."""

@@ -1,4 +1,4 @@
-"""What colo asks of `vllm.LLM`, on which device, and the keys by which its loader hears of it."""
+"""What colo asks of `vllm.LLM`, on which device."""
 
 from __future__ import annotations
 
@@ -11,15 +11,9 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from colo.engines.vllm import compat, plugin
+from colo.engines.vllm import compat
+from colo.engines.vllm.names import COLO, FORMAT_KEY, STORE_KEY, WORKER_EXTENSION
 from colo.errors import Unsupported
-
-STORE_KEY = "colo_store"
-"""Address of the `WeightStore` whose memory the weights lie in; without, the worker takes memory of its own."""
-
-FORMAT_KEY = "colo_load_format"
-"""vLLM's load format for what is read into that memory, such as `auto` or `dummy`."""
-
 
 LOGPROBS_MODE = "processed_logprobs"
 """vLLM's name for log-probabilities of the distribution that was sampled from, which training needs."""
@@ -102,7 +96,7 @@ def llm_options(
         "dtype": str(dtype).removeprefix("torch."),
         "kv_cache_memory_bytes": kv_cache_bytes,
         "gpu_memory_utilization": compat.smallest_utilization(),
-        "worker_extension_cls": plugin.WORKER_EXTENSION,
+        "worker_extension_cls": WORKER_EXTENSION,
         "logprobs_mode": LOGPROBS_MODE,
         "enable_sleep_mode": device.type == "cuda",
         "skip_tokenizer_init": Path(model).is_dir() and not any(Path(model).glob("tokenizer*")),
@@ -110,7 +104,7 @@ def llm_options(
     if store is not None:
         extra = dict(given.pop("model_loader_extra_config", None) or {})
         extra |= {STORE_KEY: store, FORMAT_KEY: given.pop("load_format", "auto")}
-        chosen |= {"load_format": plugin.NAME, "model_loader_extra_config": extra}
+        chosen |= {"load_format": COLO, "model_loader_extra_config": extra}
     if max_lora_rank:
         chosen |= {"enable_lora": True, "max_lora_rank": max_lora_rank, "max_loras": 2}
     return chosen | given

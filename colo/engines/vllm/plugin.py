@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-NAME = "colo"
-"""Of the model loader (`--load-format colo`), the sleep-mode backend and the weight-transfer backend."""
-
-WORKER_EXTENSION = "colo.engines.vllm.worker.ColoWorker"
+from colo.engines.vllm.names import COLO
 
 
 def register() -> None:
@@ -14,11 +11,11 @@ def register() -> None:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.model_executor.model_loader import _LOAD_FORMAT_TO_MODEL_LOADER, register_model_loader
 
-    if NAME not in _LOAD_FORMAT_TO_MODEL_LOADER:
-        from colo.engines.vllm.loader import ColoModelLoader
+    if COLO not in _LOAD_FORMAT_TO_MODEL_LOADER:
+        from colo.engines.vllm.worker.loader import ColoModelLoader
 
-        register_model_loader(NAME)(ColoModelLoader)
-    if NAME not in SleepModeBackendFactory._registry:
-        SleepModeBackendFactory.register_backend(NAME, "colo.engines.vllm.sleep", "ColoSleepBackend")
-    if NAME not in WeightTransferEngineFactory._registry:
-        WeightTransferEngineFactory.register_engine(NAME, "colo.engines.vllm.transfer", "ColoWeightTransferEngine")
+        register_model_loader(COLO)(ColoModelLoader)
+    if COLO not in SleepModeBackendFactory._registry:
+        SleepModeBackendFactory.register_backend(COLO, "colo.engines.vllm.worker.sleep", "ColoSleepBackend")
+    if COLO not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(COLO, "colo.engines.vllm.transfer", "ColoWeightTransferEngine")

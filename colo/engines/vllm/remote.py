@@ -6,7 +6,7 @@
     rt = colo.share(colo.connect("http://localhost:8000"), model, optimizer)
 
 Server and trainer share a machine and a device. Requests and steps of an update travel as JSON, weights by memory that
-both map (`colo.weights.transports.ipc`), and the workers' answers by memory too (`colo.engines.vllm.answers`).
+both map (`colo.weights.transports.ipc.sender`), and the workers' answers by memory too (`colo.engines.vllm.answers`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import httpx
 import psutil
 import torch
 
-from colo.engines.base import AdapterWeights, Completion, EngineState, SamplingParams, SleepLevel
+from colo.engine import AdapterWeights, Completion, EngineState, SamplingParams, SleepLevel
 from colo.engines.common import ADVICE, WEIGHTS_AT, check_count, check_prompts, is_deeper, wake_segments
 from colo.engines.sampling import row_seed
 from colo.engines.vllm.calls import lives, pid_namespace
@@ -33,13 +33,13 @@ from colo.engines.vllm.segment import WorkerSegment, residual_bytes
 from colo.engines.vllm.server import Body, Refused, Server, Silent
 from colo.engines.vllm.workers import FIRST_STEPS, Workers
 from colo.errors import BudgetError, EngineLost, PhaseError, StaleWeights, TransferError, Unsupported
+from colo.memory.load_plan import LoadPlan
 from colo.memory.offload import Mover
 from colo.memory.probe import device_id, free_device_bytes
-from colo.memory.segment import Segment
 from colo.phases.phase import ENGINE_KV_CACHE, ENGINE_WEIGHTS, Residency
+from colo.phases.segment import Segment
 from colo.units import format_bytes
 from colo.weights.finite import not_numbers
-from colo.weights.load_plan import LoadPlan
 
 DEADLINE_S = 300.0
 """How long the server may take to answer, or to say that it is healthy while it generates, before it counts as lost."""
@@ -88,7 +88,7 @@ def base_url(url: str) -> str:
 
 
 class RemoteEngine:
-    """An `Engine` (see `colo.engines.base`) over a vLLM server. Made by `colo.connect`.
+    """An `Engine` (see `colo.engine`) over a vLLM server. Made by `colo.connect`.
 
     It starts awake, or paused if the server is, and poisoned, until `commit` names what it holds. Other clients of the
     server are not kept from generating while weights change.

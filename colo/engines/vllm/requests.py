@@ -6,7 +6,7 @@ import operator
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from colo.engines.base import Completion
+from colo.engine import Completion
 from colo.engines.common import check_count, check_prompts
 from colo.engines.vllm.connection import Connection
 from colo.engines.vllm.named_adapters import NamedAdapters

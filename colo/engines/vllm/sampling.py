@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from colo.engines.base import Completion, SamplingParams
+from colo.engine import Completion, SamplingParams
 from colo.engines.sampling import row_seed
 from colo.errors import StaleWeights, Unsupported
 from colo.weights.finite import not_numbers

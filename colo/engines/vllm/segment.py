@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from colo.engines.base import SleepLevel
+from colo.engine import SleepLevel
 from colo.errors import PhaseError
-from colo.memory.segment import Done, Move
 from colo.phases.phase import Residency, check_move
+from colo.phases.segment import Done, Move
 
 
 class Holder(Protocol):

@@ -33,18 +33,18 @@ from vllm.distributed.weight_transfer.base import (
 from colo.engines.vllm import compat
 from colo.engines.vllm.answers import AnswerPart
 from colo.engines.vllm.calls import pid_namespace
-from colo.engines.vllm.loader import placement_of
-from colo.engines.vllm.receive import Receiver
-from colo.engines.vllm.record import record
-from colo.engines.vllm.reload import Reload, check_begun
-from colo.engines.vllm.staging import end_bytes, staged
-from colo.engines.vllm.worker import error_in_words
+from colo.engines.vllm.worker.agent import error_in_words
+from colo.engines.vllm.worker.loader import placement_of
+from colo.engines.vllm.worker.record import record
+from colo.engines.vllm.worker.reload import Reload, check_begun
 from colo.errors import ColoError, PhaseError, TransferError, Unsupported
+from colo.memory.load_plan import LoadPlan
 from colo.memory.probe import device_id
 from colo.memory.slab import Description
 from colo.memory.window import Window, why_not_mapped
-from colo.weights.load_plan import LoadPlan
 from colo.weights.manifest import Manifest, TensorSpec
+from colo.weights.transports.ipc.receiver import Receiver
+from colo.weights.transports.ipc.staging import end_bytes, staged
 
 Step = Callable[..., Any]
 

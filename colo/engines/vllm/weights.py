@@ -1,4 +1,4 @@
-"""The weights of an engine as the trainer's process sees them; `colo.engines.vllm.worker` is the other end.
+"""The weights of an engine as the trainer's process sees them; `colo.engines.vllm.worker.agent` is the other end.
 
 A worker in another process is asked about parameters as [name, dtype, shape, stride]. It answers with the copies that
 vLLM's loader makes, each [name, shape, stride, offset, [memory, offset], dtype, shape, stride]: the source, then the
@@ -15,15 +15,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from colo.engines.base import in_all_ranks
+from colo.engine import in_all_ranks
 from colo.engines.vllm.connection import Connection
-from colo.engines.vllm.staging import Staging
 from colo.engines.vllm.store import WeightStore
 from colo.errors import ColoError, TransferError, Unsupported
+from colo.memory.load_plan import Copy, LoadPlan
 from colo.memory.probe import device_id
 from colo.memory.slab import Description, open_slab
-from colo.weights.load_plan import Copy, LoadPlan
 from colo.weights.sources.module import OUTPUT_LAYER, check_taken, noted, own_output_layer
+from colo.weights.transports.ipc.staging import Staging
 
 
 class WorkerWeights:

@@ -10,11 +10,11 @@ import torch
 
 from colo import errors
 from colo.engines.vllm.answers import Answers
-from colo.engines.vllm.staging import Named, Staging
 from colo.errors import BudgetError, ColoError, TransferError
 from colo.memory.window import probing
 from colo.weights.sources.module import check_taken, noted
-from colo.weights.transports.export import dtype_name
+from colo.weights.transports.ipc.export import dtype_name
+from colo.weights.transports.ipc.staging import Named, Staging
 
 Ask = Callable[[str, str, dict[str, Any] | None], Any]
 """What a server answers to (method, path, body). Raises: `TransferError` for an error."""

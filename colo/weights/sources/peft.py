@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from colo.engines.base import AdapterWeights
+from colo.engine import AdapterWeights
 from colo.errors import StaleWeights, Unsupported
 from colo.memory.dtensor import is_dtensor
 from colo.weights.sources.heads import is_peft_model as is_peft_model

@@ -10,15 +10,15 @@ import torch
 from torch import nn
 
 from colo.config import RuntimeConfig, Weights
-from colo.engines.base import Engine, in_all_ranks
+from colo.engine import Engine, in_all_ranks
 from colo.errors import Unsupported
 from colo.memory.dtensor import is_dtensor
+from colo.memory.load_plan import LoadPlan
 from colo.memory.storage import with_own_storage
-from colo.weights.load_plan import LoadPlan
 from colo.weights.packed import PackedWeight, is_packed
 from colo.weights.sources.module import ModuleSource, check_taken
 from colo.weights.transports.base import Transport
-from colo.weights.transports.ipc import IpcTransport, Peer
+from colo.weights.transports.ipc.sender import IpcTransport, Peer
 from colo.weights.transports.local import LocalTransport
 from colo.weights.transports.shared import SharedTransport, is_same_memory
 

@@ -10,13 +10,13 @@ import torch
 from colo.errors import TransferError
 from colo.memory.checksum import checksums_of
 from colo.memory.fence import wait_for_queued
+from colo.memory.load_plan import LoadPlan
 from colo.units import MIB
-from colo.weights.load_plan import LoadPlan
 from colo.weights.sources.gathered import Gathered
 from colo.weights.sources.module import ModuleSource
 
 if TYPE_CHECKING:
-    from colo.engines.base import Engine
+    from colo.engine import Engine
 
 T = TypeVar("T")
 

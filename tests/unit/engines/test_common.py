@@ -5,8 +5,8 @@ import pytest
 from transformers import Qwen3Config
 
 import colo
+from colo.engine import SamplingParams
 from colo.engines import common
-from colo.engines.base import SamplingParams
 from colo.engines.common import COMPLETION_BYTES, check_count
 from colo.errors import BudgetError
 from colo.units import MIB

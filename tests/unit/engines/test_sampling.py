@@ -7,8 +7,8 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from colo.engine import SamplingParams
 from colo.engines import sampling
-from colo.engines.base import SamplingParams
 from colo.engines.sampling import Sampler, Transcript, invert_cdf, processed_logprobs, row_seed, sample_rows
 
 CPU = torch.device("cpu")

@@ -5,7 +5,7 @@ import torch
 from transformers import BatchEncoding
 
 from colo.demo import CharTokenizer
-from colo.engines.base import Completion
+from colo.engine import Completion
 from colo.engines.text import encode_prompts, with_text
 
 

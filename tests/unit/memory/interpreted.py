@@ -5,8 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colo.memory import checksum, kernels, tiles
-from colo.weights import copies
+from colo.memory import checksum, copies, kernels, tiles, triton_kernels
 
 CPU = torch.device("cpu")
 
@@ -20,7 +19,7 @@ def by_kernels():
         patch.setattr(tiles, "WORDS", 8)
 
         def using(module):
-            patch.setattr(tiles, "kernels", lambda device: module)
+            patch.setattr(triton_kernels, "kernels", lambda device: module)
 
         yield [lambda: using(kernels), lambda: using(None)]
 

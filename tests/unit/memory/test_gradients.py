@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from colo.errors import PhaseError
-from colo.memory.away import AwayTensor
-from colo.memory.gradients import GradientSegment, num_holders
 from colo.memory.offload import Mover
 from colo.phases.phase import Residency
+from colo.trainer.gradients import GradientSegment, num_holders
+from colo.trainer.stand_ins import AwayTensor
 from colo.units import MIB
 
 R, O, D = Residency.RESIDENT, Residency.OFFLOADED, Residency.DISCARDED  # noqa: E741

@@ -8,7 +8,7 @@ from colo.errors import BudgetError, PhaseError
 from colo.memory.offload import Mover, RegionSegment, Transfer
 from colo.memory.region import ResizedRegion, allocate_region
 from colo.phases.phase import Residency
-from colo.report.trace import Trace
+from colo.phases.trace import Trace
 from colo.units import MIB
 
 R, O, D = Residency.RESIDENT, Residency.OFFLOADED, Residency.DISCARDED  # noqa: E741

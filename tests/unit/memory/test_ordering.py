@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 
 from colo.config import Offload
 from colo.errors import BudgetError, PhaseError
-from colo.memory.gradients import GradientSegment
 from colo.memory.offload import RegionSegment
-from colo.memory.segment import FixedSegment
 from colo.phases.phase import Need, Phase, Residency
 from colo.phases.scheduler import Budget, Scheduler
-from colo.report.trace import Trace
+from colo.phases.segment import FixedSegment
+from colo.phases.trace import Trace
 from colo.testing import FakeDevice, ForgetfulRegion, IllegalAccess, LateMover
+from colo.trainer.gradients import GradientSegment
 from colo.units import KIB, MIB
 
 R, O, D = Residency.RESIDENT, Residency.OFFLOADED, Residency.DISCARDED  # noqa: E741

@@ -2,8 +2,8 @@
 
 import torch
 
-from colo.memory.snapshot import detach_state
 from colo.memory.storage import storage_key
+from colo.trainer.snapshot import detach_state
 
 
 def is_shared(one, other):

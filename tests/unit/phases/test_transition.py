@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from colo.config import Offload
 from colo.errors import BudgetError, PhaseError
-from colo.memory.ledger import Holding, Ledger
+from colo.phases.ledger import Holding, Ledger
 from colo.phases.phase import EDGES, MOVES, NEEDS, Need, Phase, Residency, check_edge, check_move
 from colo.phases.transition import Action, Step, plan_transition
 

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from colo.errors import Unsupported
 from colo.phases.phase import Phase
+from colo.phases.trace import MemorySample, Trace
 from colo.report import svg
 from colo.report.plot import PART_COLOURS, decimate, segment_colours, time_range, write_html, write_png
 from colo.report.svg import Frame, Markup
 from colo.report.table import EMPTY, PARTS
-from colo.report.trace import MemorySample, Trace
 from colo.units import GIB, MIB
 
 VOID = {"meta"}

@@ -9,9 +9,9 @@ from transformers import Qwen3Config
 
 import colo
 from colo.config import Offload, RuntimeConfig
-from colo.optim import MasterWeights
+from colo.phases.trace import Trace
 from colo.report.report import Report
-from colo.report.trace import Trace
+from colo.trainer.master_weights import MasterWeights
 from colo.units import MIB
 
 

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from colo.phases.phase import Phase
+from colo.phases.trace import MemorySample, Trace
 from colo.report.table import (
     PARTS,
     cycles,
@@ -22,7 +23,6 @@ from colo.report.table import (
     step_figures,
     summary,
 )
-from colo.report.trace import MemorySample, Trace
 from colo.units import GIB
 
 

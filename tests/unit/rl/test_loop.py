@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 import colo
 from colo.config import RuntimeConfig
-from colo.engines.base import Completion
+from colo.engine import Completion
 from colo.rl.loop import Batch, GRPOConfig, Problem, grpo, train_step
 from colo.rl.loss import Aggregation, GRPOLossConfig
 from colo.units import MIB

@@ -9,11 +9,11 @@ from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from colo.config import RuntimeConfig
-from colo.engines.vllm.receive import Receiver
 from colo.errors import StaleWeights, TransferError, Unsupported
-from colo.weights.load_plan import LoadPlan
+from colo.memory.load_plan import LoadPlan
 from colo.weights.packed import PackedWeight
 from colo.weights.transports.choice import choose_transport
+from colo.weights.transports.ipc.receiver import Receiver
 
 CPU = torch.device("cpu")
 

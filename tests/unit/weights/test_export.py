@@ -8,7 +8,7 @@ import torch
 
 from colo.errors import TransferError
 from colo.memory.slab import Slab
-from colo.weights.transports.export import Exported, dtype_name, opened
+from colo.weights.transports.ipc.export import Exported, dtype_name, opened
 
 CPU = torch.device("cpu")
 

@@ -9,7 +9,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 import colo
-from colo.engines.torch import TorchEngine
+from colo.engines.embedded.torch import TorchEngine
 from colo.memory.offload import Mover
 from colo.phases.phase import TRAINER_OPTIMIZER, Residency
 from colo.units import MIB

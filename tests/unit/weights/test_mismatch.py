@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from colo.engines.base import Completion
+from colo.engine import Completion
 from colo.weights.mismatch import MAX_TOKENS, logprob_difference
 
 CPU = torch.device("cpu")

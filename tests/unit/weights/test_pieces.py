@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from colo.errors import Unsupported
-from colo.weights.load_plan import Copy
+from colo.memory.load_plan import Copy
 from colo.weights.pieces import meets
 
 

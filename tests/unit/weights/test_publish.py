@@ -5,10 +5,10 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from colo.engines.base import AdapterWeights, EngineState
+from colo.engine import AdapterWeights, EngineState
 from colo.errors import StaleWeights, TransferError
 from colo.phases.phase import Phase
-from colo.report.trace import Trace
+from colo.phases.trace import Trace
 from colo.weights.publish import Publisher
 from colo.weights.sources.module import ModuleSource
 

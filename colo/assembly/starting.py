@@ -1,0 +1,289 @@
+"""What `colo.launch` starts: an engine, and a model to train over its memory."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from colo.assembly.arguments import adapter_alone
+from colo.config import RuntimeConfig, Weights
+from colo.engine import Engine
+from colo.engines.embedded.layout import bind, empty_model
+from colo.engines.embedded.positions import positions_of
+from colo.engines.embedded.torch import TorchEngine
+from colo.errors import BudgetError, Unsupported
+from colo.memory.offload import Mover
+from colo.memory.storage import with_own_storage
+from colo.units import GIB, MIB, format_bytes
+from colo.weights.packed import pack
+from colo.weights.sources.module import ModuleSource
+from colo.weights.sources.peft import check_lora_config
+from colo.weights.transports.choice import record_plan, why_not_shared
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
+Checkpoint: TypeAlias = str | os.PathLike[str] | PretrainedConfig | PreTrainedModel
+
+DEFAULT_SEQUENCES, DEFAULT_LENGTH = 64, 4096
+"""The KV cache holds so many sequences of so many tokens unless told otherwise."""
+
+_PACKED_BYTES = 0.5 + 4 / 64
+"""Of an element in 4 bits, with its share of a scale for every 64."""
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What `launch` was asked for."""
+
+    model: Checkpoint
+    device: torch.device
+    dtype: torch.dtype
+    config: RuntimeConfig
+    capacity_bytes: int
+    mover: Mover
+    lora: LoraConfig | None
+    engine_options: dict[str, Any]
+
+    @property
+    def revision(self) -> str:
+        """Of the checkpoint, where that is a hub's."""
+        return revision_of(self.engine_options)
+
+    def kv_cache_bytes(self, model: nn.Module, *, packed: bool = False) -> int:
+        """Size of the KV cache beside `model`. Raises: `BudgetError` when the two do not fit."""
+        weights_bytes = _weights_bytes(model, packed=packed)
+        left_bytes = self.capacity_bytes - weights_bytes
+        size_bytes = self.config.kv_cache_bytes or _default_kv_bytes(model, self.dtype, left_bytes, self.device)
+        _admit(weights_bytes, size_bytes, self.capacity_bytes)
+        return size_bytes
+
+
+def revision_of(engine_options: Mapping[str, Any]) -> str:
+    """The revision of a hub's checkpoint."""
+    return str(engine_options.get("revision") or "main")
+
+
+def dtype_of(model: Checkpoint, revision: str) -> torch.dtype | None:
+    """The dtype that a model's weights have, or that a checkpoint's config names; `None` where it names none."""
+    if isinstance(model, PreTrainedModel):
+        return next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
+    config = _config(model, revision)
+    named: object = config.dtype or config.get_text_config().dtype
+    found = getattr(torch, named, None) if isinstance(named, str) else named
+    return found if isinstance(found, torch.dtype) else None
+
+
+def start_torch(order: Order, undo: ExitStack) -> tuple[Engine, Any]:
+    """The embedded engine, and a model over its memory."""
+    checkpoint = _load_checkpoint(order.model, order.dtype, order.revision)
+    engine = TorchEngine(
+        checkpoint.config,
+        device=order.device,
+        dtype=order.dtype,
+        kv_cache_bytes=order.kv_cache_bytes(checkpoint),
+        mover=order.mover,
+    )
+    undo.callback(engine.close)
+    engine.module.generation_config = checkpoint.generation_config
+    engine.load_weights(ModuleSource(checkpoint))
+    if order.config.weights is not Weights.AUTO:
+        return engine, _own(checkpoint, order.model).to(order.device).requires_grad_(True).train()
+    model = empty_model(checkpoint.config, dtype=order.dtype, attn_implementation=None)
+    bind(model, _ordinary(engine.weights.hf_views()), engine.weights.layout.tied)
+    model.generation_config = checkpoint.generation_config
+    return engine, model.requires_grad_(True).train()
+
+
+def start_vllm(order: Order, undo: ExitStack) -> tuple[Engine, Any]:
+    """vLLM, which reads the checkpoint itself, and a model over its memory, or one of its own where that cannot be."""
+    from colo.engines.vllm.engine import VLLMEngine
+    from colo.engines.vllm.options import rank_limit
+
+    options = order.engine_options
+    if "kv_cache_memory_bytes" in options:
+        raise Unsupported("the KV cache is planned by colo: pass config=RuntimeConfig(kv_cache_bytes=...)")
+    packs, config = _is_packed_by_vllm(order), _config(order.model, order.revision)
+    if order.lora is not None:
+        rank = _rank(order.lora)
+        if rank > options.setdefault("max_lora_rank", rank_limit(rank)):
+            raise Unsupported(f"the adapter has rank {rank} and the engine would take {options['max_lora_rank']}")
+        options.setdefault("lora_target_modules", _adapted_modules(config, order.lora))
+    model = empty_model(config, dtype=order.dtype, attn_implementation=None)
+    engine = VLLMEngine(
+        order.model,
+        kv_cache_bytes=order.kv_cache_bytes(model, packed=packs),
+        device=order.device,
+        dtype=order.dtype,
+        mover=order.mover,
+        **options,
+    )
+    undo.callback(engine.close)
+    packed = engine.packed_weights()
+    pack(model, packed, compute_dtype=order.dtype)
+    tensors, plan = record_plan(engine, ModuleSource(model))
+    why_not = why_not_shared(plan, tensors, order.config)
+    if packs:
+        if why_not is not None:
+            raise Unsupported(f"packed weights can only be shared: {why_not}")
+        bind(model, _ordinary(plan.aliases) | {name: tensors[name] for name in packed}, _tied(model))
+        return engine, model.train()  # frozen: an adapter is what is trained
+    if why_not is None:
+        bind(model, _ordinary(plan.aliases), _tied(model))
+        if isinstance(order.model, PreTrainedModel):
+            _copy_weights(order.model, model)
+        elif isinstance(order.model, PretrainedConfig):
+            _draw_weights(model)
+    else:
+        checkpoint = _load_checkpoint(order.model, order.dtype, order.revision)
+        model = _own(checkpoint, order.model).to(order.device)
+    return engine, model.requires_grad_(True).train()
+
+
+def _ordinary(views: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The same memory as tensors with storages of their own, which whatever saves or copies a model expects."""
+    return {name: with_own_storage(view) for name, view in views.items()}
+
+
+def _is_packed_by_vllm(order: Order) -> bool:
+    """Whether vLLM packs the weights to 4 bits as it reads them. Raises: `Unsupported` where they could not be shared.
+
+    Its loader of such weights puts them where no other process can map them, so that the engine runs in this one.
+    """
+    from colo.engines.vllm import compat
+    from colo.engines.vllm.options import BITSANDBYTES, is_packed_config, packs_weights
+
+    options = order.engine_options
+    if isinstance(order.model, (PretrainedConfig, PreTrainedModel)):
+        config = order.model if isinstance(order.model, PretrainedConfig) else order.model.config
+        if options.get("quantization") == BITSANDBYTES or is_packed_config(
+            getattr(config, "quantization_config", None)
+        ):
+            raise Unsupported("vLLM packs weights as it reads a checkpoint: give a folder or a hub id")
+        return False
+    if not packs_weights(order.model, options):
+        return False
+    if order.lora is None:
+        raise Unsupported("weights that bitsandbytes has packed cannot be trained: pass lora=LoraConfig(...)")
+    if order.dtype not in (torch.float16, torch.bfloat16):
+        raise Unsupported(f"vLLM packs 16-bit weights, and these would be {order.dtype}: pass dtype=torch.bfloat16")
+    if options.setdefault("own_process", False):
+        raise Unsupported(
+            "vLLM keeps packed weights where no other process can map them: pass engine_options={'own_process': False}"
+        )
+    compat.require_packing()
+    return True
+
+
+def _draw_weights(model: PreTrainedModel) -> None:
+    """Random weights as transformers draws them, in place."""
+    for module in model.modules():  # which believe that they were initialized when they were empty
+        module._is_hf_initialized = False
+    model.init_weights()
+
+
+def _config(model: Checkpoint, revision: str) -> PretrainedConfig:
+    if isinstance(model, PretrainedConfig):
+        return model
+    return (
+        model.config
+        if isinstance(model, PreTrainedModel)
+        else AutoConfig.from_pretrained(os.fspath(model), revision=revision)
+    )
+
+
+def _rank(lora: LoraConfig) -> int:
+    ranks: list[int] = [lora.r, *(lora.rank_pattern or {}).values()]
+    return max(ranks)
+
+
+def _adapted_modules(config: PretrainedConfig, lora: LoraConfig) -> list[str]:
+    """Last names of the modules that PEFT adapts. vLLM holds matrices for no others then, such as the vocabulary's."""
+    from peft import inject_adapter_in_model
+
+    model = empty_model(config, dtype=torch.bfloat16, attn_implementation=None)
+    settings = copy.deepcopy(lora)
+    settings.init_lora_weights = False
+    inject_adapter_in_model(settings, model, low_cpu_mem_usage=True)
+    check_lora_config(settings)  # to which PEFT may have added, parameters of experts for one
+    return sorted({name.rpartition(".")[2] for name, module in model.named_modules() if "lora_A" in module._modules})
+
+
+def _tied(model: nn.Module) -> dict[str, str]:
+    """Parameters that are others under a second name."""
+    first = {id(p): name for name, p in model.named_parameters()}
+    names = model.named_parameters(remove_duplicate=False)
+    return {name: first[id(p)] for name, p in names if first[id(p)] != name}
+
+
+@torch.no_grad()
+def _copy_weights(source: nn.Module, target: nn.Module) -> None:
+    tensors = ModuleSource(source).tensors()
+    for name, tensor in ModuleSource(target):
+        tensor.copy_(tensors[name])
+
+
+def _load_checkpoint(model: Checkpoint, dtype: torch.dtype, revision: str) -> Any:
+    """A model with the weights of a checkpoint or random ones, on the host unless it was given.
+
+    Raises: `Unsupported` for an adapter, which would be dropped.
+    """
+    if isinstance(model, PreTrainedModel):
+        return model
+    if isinstance(model, PretrainedConfig):
+        return AutoModelForCausalLM.from_config(model, dtype=dtype)
+    loaded = AutoModelForCausalLM.from_pretrained(os.fspath(model), dtype=dtype, revision=revision)
+    if hasattr(loaded, "peft_config"):
+        raise adapter_alone(os.fspath(model))
+    return loaded
+
+
+def _own(model: Any, given: Checkpoint) -> Any:
+    """The model to train: a copy where it is the very one that was given."""
+    return copy.deepcopy(model) if model is given else model
+
+
+def _weights_bytes(model: Any, *, packed: bool) -> int:
+    """Bytes of the parameters, or what they will be with those of the linear layers packed to 4 bits."""
+    head = model.get_output_embeddings()
+    linears = [m for m in model.modules() if packed and isinstance(m, nn.Linear) and m is not head]
+    saved_bytes = sum(m.weight.numel() * (m.weight.element_size() - _PACKED_BYTES) for m in linears)
+    return int(sum(p.numel() * p.element_size() for p in model.parameters()) - saved_bytes)
+
+
+def _default_kv_bytes(model: Any, dtype: torch.dtype, left_bytes: int, device: torch.device) -> int:
+    """Room for `DEFAULT_SEQUENCES`, within most of what the weights leave; a CPU is given a GiB at most."""
+    length = min(DEFAULT_LENGTH, positions_of(model.config).count or DEFAULT_LENGTH)
+    bytes_per_token = _kv_bytes_per_token(model.config.get_text_config(), dtype)
+    wanted_bytes = DEFAULT_SEQUENCES * length * bytes_per_token
+    most_bytes = int(0.9 * left_bytes)
+    if device.type != "cuda":
+        most_bytes = min(most_bytes, GIB)
+    return max(min(wanted_bytes, most_bytes), min(16 * MIB, bytes_per_token * length))
+
+
+def _kv_bytes_per_token(text: PretrainedConfig, dtype: torch.dtype) -> int:
+    """Keys and values of every layer, as the config tells; a model that has none is taken to need as much."""
+    query_heads = getattr(text, "num_attention_heads", None) or 1
+    heads = getattr(text, "num_key_value_heads", None) or query_heads
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // query_heads
+    return int(2 * text.num_hidden_layers * heads * head_dim * dtype.itemsize)
+
+
+def _admit(weights_bytes: int, kv_cache_bytes: int, capacity_bytes: int) -> None:
+    if weights_bytes + kv_cache_bytes > capacity_bytes:
+        raise BudgetError(
+            f"weights of {format_bytes(weights_bytes)} and a KV cache of {format_bytes(kv_cache_bytes)} do not fit in "
+            f"{format_bytes(capacity_bytes)}: pass a smaller kv_cache_bytes, a smaller model, or raise "
+            "device_limit_bytes (`colo plan MODEL` shows what fits)",
+            needed_bytes=weights_bytes + kv_cache_bytes,
+            free_bytes=capacity_bytes,
+        )

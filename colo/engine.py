@@ -1,0 +1,332 @@
+"""What a runtime needs of an inference engine. Every engine, in this process or another, is driven through this.
+
+States of an engine, and what each allows:
+
+    AWAKE    --pause-->  PAUSED      generating raises, weights may change
+    PAUSED   --resume--> AWAKE
+    AWAKE or PAUSED --sleep--> ASLEEP   some of its memory is away; generating and updating raise
+    ASLEEP   --wake-->   PAUSED      once every segment is resident again; resume() lets it generate
+    any      --close-->  CLOSED
+    any      --its process ends-->  LOST  --recover-->  AWAKE
+
+Whether it may generate is a second, independent question: `weights_version` names what it holds, and `poison(cause)`
+withdraws it (after a failed update, or a wake from level 2) until `commit(version)` gives it a new one.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from enum import StrEnum
+from numbers import Integral, Real
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
+
+from colo.errors import TransferError
+
+if TYPE_CHECKING:
+    import torch
+
+    from colo.memory.load_plan import LoadPlan
+    from colo.memory.offload import Mover
+    from colo.phases.segment import Segment
+
+T = TypeVar("T")
+
+
+class EngineState(StrEnum):
+    """Whether an engine can generate, be updated, or neither."""
+
+    AWAKE = "awake"
+    PAUSED = "paused"
+    ASLEEP = "asleep"
+    CLOSED = "closed"
+    LOST = "lost"
+    """Its process has ended, or does not answer: `recover()` starts it again."""
+
+
+class SleepLevel(StrEnum):
+    """How deeply an engine sleeps. `1` and `2` mean what they mean in vLLM."""
+
+    KEEP_WEIGHTS = "keep-weights"
+    """Weights stay on the device, the KV cache is dropped."""
+
+    LEVEL_1 = "1"
+    """Weights go to the host arena, the KV cache is dropped."""
+
+    LEVEL_2 = "2"
+    """Weights and KV cache are both dropped; waking asks for new weights."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingParams:
+    """How tokens are drawn. Names and meanings follow vLLM's `SamplingParams`."""
+
+    n: int = 1
+    """Completions for each prompt."""
+
+    max_tokens: int = 16
+    """The most tokens to generate for one completion."""
+
+    temperature: float = 1.0
+    """Divides the logits; 0 is greedy."""
+
+    top_p: float = 1.0
+    """Keep the smallest set of tokens whose probabilities add up to at least this."""
+
+    top_k: int = 0
+    """Keep this many of the most likely tokens; 0 keeps all."""
+
+    min_p: float = 0.0
+    """Keep tokens at least this probable relative to the most likely one."""
+
+    seed: int | None = None
+    """Makes every completion a function of (seed, prompt index, sample index, weights); `None` draws anew."""
+
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end a completion, beside the model's end-of-sequence token; the token is kept in the output."""
+
+    ignore_eos: bool = False
+    """Go on past the end-of-sequence token."""
+
+    def __post_init__(self) -> None:
+        for option in fields(self):
+            if option.name != "seed" and getattr(self, option.name) is None:
+                raise ValueError(f"{option.name} cannot be None: give a value, or leave it out for {option.default}")
+        for name in ("n", "max_tokens", "top_k", "seed"):
+            _check_number(name, getattr(self, name), Integral, "a whole number")
+        for name in ("temperature", "top_p", "min_p"):
+            _check_number(name, getattr(self, name), Real, "a number")
+        object.__setattr__(self, "stop_token_ids", _token_ids(self.stop_token_ids))
+        checks = {
+            "n must be at least 1": self.n >= 1,
+            "max_tokens must be at least 1": self.max_tokens >= 1,
+            "temperature must be at least 0": self.temperature >= 0,
+            "top_p must be in (0, 1]": 0 < self.top_p <= 1,
+            "top_k must be 0 (all) or positive": self.top_k >= 0,
+            "min_p must be in [0, 1]": 0 <= self.min_p <= 1,
+        }
+        for message, holds in checks.items():
+            if not holds:
+                name = message.split()[0]
+                raise ValueError(f"{message}, but is {getattr(self, name)}")
+
+
+def _check_number(name: str, value: Any, kind: type, words: str) -> None:
+    """Raise `TypeError` for a value that is neither of this kind nor left out."""
+    if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
+        raise TypeError(f"{name} must be {words}, not {value!r}")
+
+
+def _token_ids(given: Any) -> tuple[int, ...]:
+    """`stop_token_ids` as they are kept. Raises: `TypeError` for anything but token ids."""
+    try:
+        return tuple(map(operator.index, given))
+    except TypeError:
+        raise TypeError(f"stop_token_ids must be a list of token ids, such as [2], not {given!r}") from None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Completion:
+    """One sampled continuation of a prompt."""
+
+    prompt_index: int
+    """Which prompt of the call this continues."""
+
+    sample_index: int
+    """Which of the `n` samples of that prompt this is."""
+
+    prompt_token_ids: tuple[int, ...]
+    """The prompt as the engine saw it."""
+
+    token_ids: tuple[int, ...]
+    """What was generated, the stop token included."""
+
+    logprobs: tuple[float, ...]
+    """Log-probability of each generated token under the distribution it was drawn from (temperature and filters
+    applied; for greedy decoding the unscaled softmax)."""
+
+    finish_reason: str
+    """`stop` when a stop token ended it, `length` when it ran into a limit."""
+
+    weights_version: int
+    """Version of the weights that every token of this completion was sampled from."""
+
+    adapter: str | None = None
+    """Name of the LoRA adapter that was applied, if any."""
+
+    text: str | None = None
+    """The engine's own text, which ends before a stop string, or else the tokens decoded by the runtime's tokenizer
+    without special ones; `None` where neither has a tokenizer."""
+
+    output: Any = None
+    """The engine's own object for this sample, where it has one (`vllm.CompletionOutput`)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdapterWeights:
+    """A LoRA adapter as tensors in memory, in the engine's own module names.
+
+    For every module `name` the engine computes `y = W x + scalings[name] * B (A x)`.
+    """
+
+    a: Mapping[str, torch.Tensor]
+    """Module name to A, shape (rank, in_features)."""
+
+    b: Mapping[str, torch.Tensor]
+    """Module name to B, shape (out_features, rank)."""
+
+    scalings: Mapping[str, float]
+    """Module name to its scaling, rank and alpha patterns and rsLoRA already resolved."""
+
+    shared: bool = False
+    """The tensors are the trainer's own and may be referred to rather than copied; they are never written."""
+
+    metadata: Mapping[str, str] = field(default_factory=dict)
+
+    def named_tensors(self) -> list[tuple[str, torch.Tensor]]:
+        """Every A, then every B, by names as PEFT has them."""
+        return [
+            (f"{module}.{part}", tensor)
+            for part, tensors in (("lora_A", self.a), ("lora_B", self.b))
+            for module, tensor in tensors.items()
+        ]
+
+
+@runtime_checkable
+class Engine(Protocol):
+    """An inference engine that takes turns with a trainer."""
+
+    @property
+    def name(self) -> str:
+        """Short name for reports, such as `torch` or `vllm`."""
+
+    @property
+    def device(self) -> torch.device:
+        """The device that it shares with a trainer."""
+
+    @property
+    def mover(self) -> Mover:
+        """What moves memory of this process between that device and the host."""
+
+    @property
+    def placement(self) -> str:
+        """Where the engine runs and its weights lie, in a phrase for reports."""
+
+    @property
+    def residual_bytes(self) -> Mapping[str, int]:
+        """Device bytes that no sleep gives back, as far as they are known: what they are, and how many."""
+
+    @property
+    def state(self) -> EngineState:
+        """What the engine can do now."""
+
+    @property
+    def weights_version(self) -> int | None:
+        """Version of the weights it holds; `None` while poisoned."""
+
+    @property
+    def segments(self) -> Sequence[Segment]:
+        """`engine.weights` and `engine.kv_cache`, for the scheduler to move."""
+
+    before_generate: Callable[[], None] | None
+    """Called first by `generate`, whoever calls that: a runtime brings the weights up to date."""
+
+    def sampling_params(self, params: Any = None, **sampling: Any) -> Any:
+        """What `generate` takes, from `SamplingParams`, from the engine's own kind, or from options by name."""
+
+    def sampling_temperature(self, params: Any) -> float | None:
+        """The temperature at which softmax gives a completion's `logprobs`; `None` where filters change them too."""
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], params: Any, *, adapter: str | None = None
+    ) -> list[Completion]:
+        """Sample `params.n` completions for each prompt of token ids, in prompt order, then sample order.
+
+        Raises: `PhaseError` unless awake, `StaleWeights` while poisoned, `BudgetError` for a sequence longer than
+        the KV cache, `ValueError` for an empty prompt, one that leaves no position to sample for, a token id outside
+        the vocabulary, or an unknown adapter; `FloatingPointError` when the log-probabilities are not numbers. Where
+        the model's positions end a completion does, with `length`.
+        """
+
+    def pause(self) -> None:
+        """Stop generating, so that weights may change. Idempotent; `PhaseError` when asleep or closed."""
+
+    def resume(self) -> None:
+        """Generate again. Idempotent; `PhaseError` unless every segment is resident."""
+
+    def sleep(self, level: SleepLevel | int) -> None:
+        """Give memory back. Idempotent at the same level; `PhaseError` while the weights are someone else's and
+        the level would move them."""
+
+    def wake(self, tags: Iterable[str] | None = None) -> None:
+        """Bring back `weights`, `kv_cache`, or both (`None`). The engine is paused afterwards.
+
+        Raises: `BudgetError` when the bytes are not free; the engine is then asleep as before.
+        """
+
+    def reset_prefix_cache(self) -> None:
+        """Forget everything computed from earlier weights."""
+
+    def record_plan(self, source: Mapping[str, torch.Tensor]) -> LoadPlan:
+        """Record what the engine's own loader does with `source`, in Hugging Face names; no byte is moved."""
+
+    def share_weights(self) -> None:
+        """Let a trainer work on the engine's own memory (`LoadPlan.aliases`): from now on it never leaves the device.
+
+        Raises: `PhaseError` unless the weights are resident.
+        """
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Run the engine's own loader, the authority on names, fusion and padding. `PhaseError` while asleep."""
+
+    def commit(self, version: int) -> None:
+        """Declare that the engine now holds `version`; lifts a poisoning."""
+
+    def poison(self, cause: str) -> None:
+        """Refuse to generate, with `cause`, until the next `commit`."""
+
+    def load_adapter(self, name: str, adapter: AdapterWeights) -> None:
+        """Make a LoRA adapter available by name. `ValueError` for a name in use, `Unsupported` for a module that
+        the engine cannot adapt: every key is accounted for, none dropped."""
+
+    def replace_adapter(self, old: str, new: str, adapter: AdapterWeights) -> None:
+        """Put `adapter`, by the name `new`, in the place of `old`, which is gone then. The next version of an adapter.
+
+        Ordering: pause first. What was computed with an earlier adapter of the name `new` is forgotten.
+        Raises: `ValueError` when there is no `old` or `new` is in use, and nothing has changed; otherwise as
+        `load_adapter`, and `old` is gone.
+        """
+
+    def remove_adapter(self, name: str) -> None:
+        """Forget an adapter. `ValueError` when there is none of that name."""
+
+    def recover(self) -> None:
+        """Start a lost engine again; it is awake and poisoned then. `PhaseError` for one that is not lost."""
+
+    def close(self) -> None:
+        """Release everything. Idempotent."""
+
+
+def in_all_ranks(
+    engine: Any, call: Callable[[], T], tell: Callable[[T], Any] = lambda result: None
+) -> tuple[T, list[Any]]:
+    """What `call` returns, and what `tell` makes of it in every rank of an engine that is divided among processes.
+
+    Ordering: every rank calls, in the same order, and waits for the others. An interrupt or `SystemExit` of one alone
+    leaves them waiting until its process ends.
+    Raises: what `call` raises; `TransferError` when it has raised in another rank.
+    """
+    gather = getattr(engine, "gather", None)
+    if gather is None:
+        result = call()
+        return result, [tell(result)]
+    try:
+        result = call()
+    except Exception:
+        gather(None)
+        raise
+    told = gather((tell(result),))
+    if None in told:
+        raise TransferError("it failed in another rank, which says why")
+    return result, [one for (one,) in told]

@@ -1,0 +1,400 @@
+"""The embedded engine: transformers in this process, on the CPU or on one GPU.
+
+Its parameters lie in regions, fused and padded as vLLM lays them out; the transformers module that computes with them
+is views of that memory, and so may be a trainer's. Its KV cache is one slab that every call cuts into rows, or, for a
+model that keeps more than keys and values of one shape, the model's own, of which the bytes are counted.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from colo.engine import AdapterWeights, Completion, EngineState, SamplingParams, SleepLevel
+from colo.engines.common import ADVICE, WEIGHTS_AT, check_count, check_prompts, is_deeper, wake_segments
+from colo.engines.embedded.kv_cache import KVSlab
+from colo.engines.embedded.layout import Adapters, FusedWeights, Layout, bind, empty_model
+from colo.engines.embedded.model_cache import Caches, Footprint, ModelCaches, Reservation
+from colo.engines.embedded.positions import positions_of
+from colo.engines.embedded.waves import Wave
+from colo.engines.sampling import sample_rows
+from colo.errors import PhaseError, StaleWeights
+from colo.memory.load_plan import LoadPlan
+from colo.memory.offload import Mover, RegionSegment
+from colo.memory.region import Region, allocate_region, close_all
+from colo.memory.uninterrupted import uninterrupted
+from colo.phases.phase import ENGINE_KV_CACHE, ENGINE_WEIGHTS, Residency
+from colo.phases.segment import Move, Segment
+from colo.weights.finite import first_not_finite, not_numbers
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+OnMove = Callable[[Residency, Residency], None]
+"""Told where a segment was and where it is going, once it is on its way."""
+
+
+class EngineSegment(RegionSegment):
+    """A segment of the engine, which hears of every move, whoever asks for it. With `away=None` it never leaves."""
+
+    def __init__(
+        self, name: str, *, regions: Sequence[Region], away: Residency | None, mover: Mover, on_move: OnMove
+    ) -> None:
+        super().__init__(name, regions=regions, away=away, mover=mover)
+        self._on_move = on_move
+
+    def begin(self, target: Residency) -> Move:
+        """Start moving to `target`. Raises: as `Segment.begin`, and `PhaseError` when it must not leave."""
+        source = self.residency
+        if target is not source and self.away is None and target is not Residency.RESIDENT:
+            raise PhaseError(
+                f"segment {self.name} cannot become {target}: a trainer works on these {self.size_bytes} bytes. "
+                f"Put the engine to sleep with level '{SleepLevel.KEEP_WEIGHTS}', which drops the KV cache only"
+            )
+        with uninterrupted():
+            move = super().begin(target)
+            if target is not source:
+                self._on_move(source, target)
+        return move
+
+
+class TorchEngine:
+    """An `Engine` (see `colo.engine`) that runs a transformers model in this process.
+
+    Ownership: owns the memory of its weights and of its KV cache until `close`, and its mover where none was given.
+    Rotary buffers, adapters and the logits of cached prompts are ordinary tensors beside them, and survive every sleep.
+
+    It starts awake and poisoned: load weights and `commit` a version. `load_weights` withdraws the version, since what
+    it leaves is neither the old weights nor, before `commit`, known to be all of the new ones.
+
+    Sleeping is monotone: a deeper level than the present one gives back more, a lighter one changes nothing. Waking an
+    engine that is not asleep changes nothing either. The weights alone may be woken, and updated, before the KV cache.
+
+    Not thread-safe: one caller at a time.
+    """
+
+    name = "torch"
+
+    def __init__(
+        self,
+        config: PretrainedConfig,
+        *,
+        device: torch.device | str,
+        dtype: torch.dtype,
+        kv_cache_bytes: int,
+        mover: Mover | None = None,
+        attn_implementation: str | None = None,
+    ) -> None:
+        """Take the memory for a model of `config`. No checkpoint is read.
+
+        `module.generation_config`, made from `config`, names the end-of-sequence tokens: replace it by a checkpoint's.
+        Raises: `ValueError` when `kv_cache_bytes` holds no token, `BudgetError` when memory is missing, `Unsupported`
+        for a model that cannot go on from what it keeps of a sequence.
+        """
+        self.mover = mover or Mover(torch.device(device))
+        self._owns_mover = mover is None
+        self.module: PreTrainedModel = empty_model(config, dtype=dtype, attn_implementation=attn_implementation)
+        # A trainer may compute gradients over this memory, which tensors made in inference mode do not allow.
+        with torch.inference_mode(False), ExitStack() as undo:
+            self.weights = FusedWeights(Layout.of(self.module), device=torch.device(device))
+            undo.callback(close_all, [region.close for region in self.weights.regions])
+            bind(self.module, self.weights.hf_views(), self.weights.layout.tied)
+            self._positions = positions_of(self.module.config)
+            region = self._make_cache(kv_cache_bytes, dtype)
+            undo.pop_all()
+        self.device = region.device
+        self._weights_segment = EngineSegment(
+            ENGINE_WEIGHTS,
+            regions=self.weights.regions,
+            away=Residency.OFFLOADED,
+            mover=self.mover,
+            on_move=self._on_weights_move,
+        )
+        self._kv_segment = EngineSegment(
+            ENGINE_KV_CACHE, regions=[region], away=Residency.DISCARDED, mover=self.mover, on_move=self._on_kv_move
+        )
+        self._adapters = Adapters(self.module)
+        self.before_generate: Callable[[], None] | None = None
+        self._paused = self._closed = False
+        self._version: int | None = None
+        self._cause = "no weights have been committed yet"
+
+    def _make_cache(self, size_bytes: int, dtype: torch.dtype) -> Region:
+        """Choose what holds the states of sequences, and take or count its memory."""
+        for region in self.weights.regions:
+            region.bytes.zero_()  # a model without weights is measured, not one of whatever was there
+        footprint, device = Footprint.of(self.module, self._positions), self.weights.regions[0].device
+        if footprint.slab is None:
+            room = Reservation(ENGINE_KV_CACHE, size_bytes, device)
+            self._caches: Caches = ModelCaches(room, footprint, self._positions)
+            return room
+        layers, heads, size = footprint.slab
+        region = allocate_region(size_bytes, device, name=ENGINE_KV_CACHE)
+        try:
+            self._caches = KVSlab(
+                region, num_layers=layers, num_heads=heads, head_dim=size, dtype=dtype, positions=self._positions
+            )
+        except BaseException:
+            region.close()
+            raise
+        return region
+
+    @property
+    def state(self) -> EngineState:
+        """What the engine can do now, as its segments have it."""
+        if self._closed:
+            return EngineState.CLOSED
+        if any(segment.residency is not Residency.RESIDENT for segment in self.segments):
+            return EngineState.ASLEEP
+        return EngineState.PAUSED if self._paused else EngineState.AWAKE
+
+    @property
+    def placement(self) -> str:
+        """Where the engine runs and its weights lie, in a phrase for reports."""
+        return "transformers in this process"
+
+    @property
+    def residual_bytes(self) -> Mapping[str, int]:
+        """Nothing: it has no memory beside its segments."""
+        return {}
+
+    @property
+    def weights_version(self) -> int | None:
+        """Version of the weights it holds; `None` while poisoned."""
+        return self._version
+
+    @property
+    def segments(self) -> Sequence[Segment]:
+        """`engine.weights` and `engine.kv_cache`."""
+        return (self._weights_segment, self._kv_segment)
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of KV cache for each token of a sequence."""
+        return self._caches.bytes_per_token
+
+    def sampling_params(self, params: SamplingParams | None = None, **sampling: Any) -> SamplingParams:
+        """`SamplingParams`, with the options given by name in place of those of `params`.
+
+        Raises: `ValueError` for an option that this engine does not have, `TypeError` for parameters of another kind.
+        """
+        taken = [option.name for option in fields(SamplingParams)]
+        if unknown := sorted(sampling.keys() - set(taken)):
+            raise ValueError(
+                f"the embedded engine does not take {', '.join(unknown)}, but {', '.join(taken)}: leave it out, or use "
+                "vLLM (engine='vllm')"
+            )
+        if params is not None and not isinstance(params, SamplingParams):
+            raise TypeError(
+                f"the embedded engine takes one colo.SamplingParams for all prompts, or options by name, not a "
+                f"{type(params).__name__}"
+            )
+        return replace(params, **sampling) if params is not None else SamplingParams(**sampling)
+
+    def sampling_temperature(self, params: SamplingParams) -> float | None:
+        """The temperature that `logprobs` have in them; `None` where filters change them too."""
+        if params.top_p < 1 or params.top_k > 0 or params.min_p > 0:
+            return None
+        return params.temperature or 1.0
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, *, adapter: str | None = None
+    ) -> list[Completion]:
+        """Sample `params.n` completions for each prompt; see `Engine.generate`.
+
+        A completion ends, with `length`, where the positions end that the model was made for, as in vLLM: learned ones,
+        and rotary ones beyond which a trainer would compute other log-probabilities (see `positions_of`).
+        """
+        if self.before_generate is not None:
+            self.before_generate()
+        self._require("generate", EngineState.AWAKE)
+        if self._version is None:
+            raise StaleWeights(f"the engine does not generate: {self._cause}")
+        if adapter is not None:
+            self._adapters.require(adapter)
+        token_ids = [tuple(map(operator.index, prompt)) for prompt in prompts]
+        check_count(len(token_ids), params.n)
+        text = self.module.config.get_text_config()
+        check_prompts(token_ids, text.vocab_size, self._positions.count)
+        waves = self._caches.plan(token_ids, n=params.n, max_tokens=params.max_tokens)
+        plain = torch.autocast(self.device.type, enabled=False)  # a caller's autocast is for training
+        with torch.no_grad(), plain, self._adapters.applied(adapter):
+            completions = [c for wave in waves for c in self._run(wave, params, adapter, self._version)]
+        return sorted(completions, key=lambda c: (c.prompt_index, c.sample_index))
+
+    def pause(self) -> None:
+        """Stop generating, so that weights may change. Idempotent; `PhaseError` when asleep or closed."""
+        self._require("pause", EngineState.AWAKE, EngineState.PAUSED)
+        self._paused = True
+
+    def resume(self) -> None:
+        """Generate again. Idempotent; `PhaseError` unless every segment is resident."""
+        self._require("resume", EngineState.AWAKE, EngineState.PAUSED)
+        self._weights_segment.settle()
+        self._kv_segment.settle()
+        self._paused = False
+
+    def sleep(self, level: SleepLevel | int) -> None:
+        """Give memory back, unless it is given back already.
+
+        Raises: `PhaseError` when closed, or when the level would move weights that a trainer works on; `BudgetError`
+        when the host arena cannot take the weights; `ValueError` for an unknown level. Nothing has changed then.
+        """
+        self._require_open("sleep")
+        weights_at = WEIGHTS_AT[SleepLevel(str(level))]
+        targets = ((self._weights_segment, weights_at), (self._kv_segment, Residency.DISCARDED))
+        moves = [s.begin(target) for s, target in targets if is_deeper(target, s.residency)]
+        for move in moves:
+            move.wait()
+
+    def wake(self, tags: Iterable[str] | None = None) -> None:
+        """Bring back `weights`, `kv_cache`, or both (`None`); see `Engine.wake`. `ValueError` for another tag."""
+        self._require_open("wake")
+        wake_segments(self.segments, tags)
+
+    def share_weights(self) -> None:
+        """Let a trainer work on the same memory (`weights.hf_views()`): from now on it never leaves the device.
+
+        What the trainer writes is what the next `generate` computes with; `commit` names it.
+        Raises: `PhaseError` unless the weights are resident.
+        """
+        self._require_weights("share its weights")
+        self._weights_segment.away = None
+
+    def reset_prefix_cache(self) -> None:
+        """Forget everything computed from earlier weights."""
+        self._caches.forget()
+
+    def record_plan(self, source: Mapping[str, torch.Tensor]) -> LoadPlan:
+        """Record what the loader does with `source`; see `Engine.record_plan`. `PhaseError` unless resident."""
+        self._require_weights("record a load plan")
+        return LoadPlan.record(self.weights.load, source, self.weights.unpadded())
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Copy `weights` (name, tensor) to their places; see `FusedWeights.load`. Poisons until the next `commit`.
+
+        Raises: `PhaseError` unless the weights are resident; the KV cache may be away.
+        """
+        self._require_weights("load weights")
+        self.poison("weights have been loaded into it and not committed: call commit(version) once all of them have")
+        self.weights.load(weights)
+
+    def commit(self, version: int) -> None:
+        """Declare that the engine now holds `version`; lifts a poisoning. `PhaseError` unless they are resident."""
+        self._require_weights(f"hold version {version}")
+        self._version = version
+
+    def poison(self, cause: str) -> None:
+        """Refuse to generate, with `cause`, until the next `commit`."""
+        self._version, self._cause = None, cause
+
+    def load_adapter(self, name: str, adapter: AdapterWeights) -> None:
+        """Make a LoRA adapter available by name; see `Adapters.add`. Modules go by their Hugging Face names."""
+        self._require_open("load an adapter")
+        self._adapters.add(name, adapter)
+
+    def replace_adapter(self, old: str, new: str, adapter: AdapterWeights) -> None:
+        """Remove `old` and load `adapter` as `new`; see `Engine.replace_adapter`."""
+        self._require_open("replace an adapter")
+        self._adapters.require(old)
+        if new != old and new in self._adapters.names:
+            raise ValueError(f"there is an adapter {new!r} already: give each version a name of its own")
+        self.remove_adapter(old)
+        self.load_adapter(new, adapter)
+
+    def remove_adapter(self, name: str) -> None:
+        """Forget an adapter, and prompts computed with it. `ValueError` when there is none of that name."""
+        self._adapters.remove(name)
+        self._caches.forget()
+
+    def recover(self) -> None:
+        """Refuse: an engine in this process is never lost. Raises: `PhaseError`."""
+        raise PhaseError("the engine runs in this process and is not lost: nothing to recover")
+
+    def close(self) -> None:
+        """Release everything, also what `weights.hf_views()` returned. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self.poison("it is closed")
+        self._adapters.clear()
+        self._caches.forget()
+        self.module.to_empty(device="meta")
+        self.weights.drop_views()
+        close_all([self._weights_segment.close, self._kv_segment.close])
+        if self._owns_mover:
+            self.mover.close()
+
+    def _run(self, wave: Wave, params: SamplingParams, adapter: str | None, version: int) -> list[Completion]:
+        logits, rows = self._caches.start(self.module, wave, adapter)
+        stop_token_ids = self._stop_token_ids(params)
+        transcript = sample_rows(
+            logits,
+            wave.rows,
+            params,
+            stop_token_ids,
+            advance=lambda tokens: self._caches.advance(self.module, tokens, rows),
+            keep=rows.keep,
+            limits=wave.limits,
+        )
+        if transcript.has_nan():
+            self._caches.forget()
+            raise FloatingPointError(self._why_nan(adapter))
+        return [
+            Completion(
+                prompt_index=prompt_index,
+                sample_index=sample_index,
+                prompt_token_ids=wave.prompts[slot],
+                token_ids=tokens,
+                logprobs=logprobs,
+                finish_reason="stop" if tokens[-1] in stop_token_ids else "length",
+                weights_version=version,
+                adapter=adapter,
+            )
+            for (prompt_index, sample_index), slot, (tokens, logprobs) in zip(
+                wave.rows, wave.slots, transcript.results(), strict=True
+            )
+        ]
+
+    def _why_nan(self, adapter: str | None) -> str:
+        """What to say of log-probabilities that are not numbers: the first tensor that is to blame."""
+        return not_numbers(first_not_finite([*self.weights.hf_views().items(), *self._adapters.tensors(adapter)]))
+
+    def _stop_token_ids(self, params: SamplingParams) -> set[int]:
+        token_ids = set(params.stop_token_ids)
+        if not params.ignore_eos:
+            for config in (self.module.config.get_text_config(), self.module.generation_config):
+                eos = config.eos_token_id
+                token_ids |= {eos} if isinstance(eos, int) else set(eos or ())
+        return token_ids
+
+    def _on_weights_move(self, source: Residency, target: Residency) -> None:
+        self._paused = True
+        if target is Residency.DISCARDED:
+            self.poison("its weights have been dropped: wake it and publish weights to it")
+        elif source is Residency.DISCARDED:
+            self.weights.zero_padding()
+
+    def _on_kv_move(self, source: Residency, target: Residency) -> None:
+        self._paused = True
+        self._caches.forget()
+
+    def _require(self, verb: str, *states: EngineState) -> None:
+        if self.state not in states:
+            raise PhaseError(f"the engine is {self.state} and cannot {verb}: {ADVICE[self.state]}")
+
+    def _require_open(self, verb: str) -> None:
+        self._require(verb, EngineState.AWAKE, EngineState.PAUSED, EngineState.ASLEEP)
+
+    def _require_weights(self, verb: str) -> None:
+        """Raise `PhaseError` unless the weights are there. The KV cache comes last, so it may still be away."""
+        self._require_open(verb)
+        segment = self._weights_segment
+        if segment.residency is not Residency.RESIDENT:
+            raise PhaseError(f"the engine's weights are {segment.residency} and it cannot {verb}: wake them first")
+        segment.settle()

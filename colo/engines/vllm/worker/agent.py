@@ -1,0 +1,319 @@
+"""What colo does inside a vLLM worker: the other end of every call of `VLLMEngine`.
+
+    vllm serve MODEL --load-format colo --worker-extension-cls colo.engines.vllm.worker.ColoWorker
+
+One method is added to the worker, `colo(operation, arguments)`. Arguments and results are strings, numbers, bytes,
+lists and dictionaries, which vLLM carries between processes without its insecure-serialization flag; within one process
+they may hold tensors. Errors come back as results, so that their kind and figures survive the way.
+"""
+
+from __future__ import annotations
+
+import os
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from colo import errors
+from colo.engines.vllm import compat, plugin
+from colo.engines.vllm.options import BITSANDBYTES
+from colo.engines.vllm.worker.agent import adapters
+from colo.engines.vllm.worker.lifeline import end_with
+from colo.engines.vllm.worker.loader import OwnMemory, Placement, placement_of
+from colo.engines.vllm.worker.packed import packed_weights
+from colo.engines.vllm.worker.record import record
+from colo.engines.vllm.worker.reload import Reload, check_begun
+from colo.engines.vllm.worker.sleep import WorkerSegments
+from colo.memory.fence import wait_for_queued
+from colo.memory.load_plan import LoadPlan
+from colo.memory.probe import device_id, torch_pinned_bytes
+from colo.memory.slab import Description
+from colo.memory.window import Window, why_not_mapped
+from colo.phases.phase import ENGINE_KV_CACHE, ENGINE_WEIGHTS, Residency
+from colo.weights.packed import PackedWeight
+from colo.weights.transports.ipc.export import Allocations, dtype_name
+from colo.weights.transports.ipc.receiver import Receiver
+from colo.weights.transports.ipc.staging import end_bytes, staged
+
+plugin.register()
+
+
+class ColoWorker:
+    """The worker extension: pass its name as `worker_extension_cls`."""
+
+    def colo(self, operation: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Run one operation of `WorkerAgent` and return `{"value": ...}` or `{"error": ...}`."""
+        return call(self, operation, arguments)
+
+
+def call(worker: Any, operation: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Run one operation on a worker, or on what vLLM wraps around one."""
+    worker = getattr(worker, "worker", worker)
+    try:
+        # Kept on the worker itself, so that both go when vLLM lets go of it.
+        agent = worker._colo_agent = getattr(worker, "_colo_agent", None) or WorkerAgent(worker)
+        return {"value": getattr(agent, operation)(**arguments)}
+    except Exception as error:  # noqa: BLE001 - travels to the caller, who raises it
+        return {"error": _describe(error)}
+
+
+def _describe(error: Exception) -> dict[str, Any]:
+    kind = type(error).__name__ if isinstance(error, (errors.ColoError, ValueError)) else "TransferError"
+    described: dict[str, Any] = {"kind": kind, "message": str(error) or error_in_words(error)}
+    if isinstance(error, errors.BudgetError):
+        described |= {"needed_bytes": error.needed_bytes, "free_bytes": error.free_bytes}
+    if not isinstance(error, (errors.ColoError, ValueError)):
+        described["message"] = error_in_words(error)
+    if isinstance(error, errors.TransferError) or not isinstance(error, errors.ColoError):
+        described["traceback"] = "".join(traceback.format_exception(error))
+    return described
+
+
+def error_in_words(error: Exception) -> str:
+    """The kind of an error and its message; where it has none, as a failed assertion, the line that raised it."""
+    kind, message = type(error).__name__, str(error)
+    raised_in = traceback.extract_tb(error.__traceback__)[-1:]
+    if message or not raised_in:
+        return f"{kind}: {message or 'without a message'}"
+    return f"{kind} at {Path(raised_in[0].filename).name}:{raised_in[0].lineno}: {raised_in[0].line}"
+
+
+class WorkerAgent:
+    """The operations, each a method whose arguments and results travel."""
+
+    def __init__(self, worker: Any) -> None:
+        self._worker = worker
+        self._model = worker.get_model()
+        self._placement: Placement | None = placement_of(self._model)
+        self._segments: WorkerSegments | None = None
+        self._staging: tuple[dict[str, Any], Window] | None = None
+        self._receiver: Receiver | None = None
+        self._reload: Reload | None = None
+        self._adapters = adapters.WorkerAdapters(worker)
+        self._adapter_bytes = 0
+        self._adapter_kept: tuple[dict[str, torch.Tensor], dict[str, float]] | None = None
+
+    def describe(
+        self, same_process: bool, client_pid: int | None = None, probe: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Who this is, where its weights lie and what it can give back.
+
+        With `client_pid` it ends with that process. With `probe` (see `colo.memory.window.probing`) also why it cannot
+        map the trainer's memory, if it cannot.
+        """
+        if client_pid is not None:
+            end_with(client_pid)
+        segments = self._segments_now()
+        pooled_bytes = segments.by_name[ENGINE_WEIGHTS].size_bytes
+        parameters_bytes = sum({p.data_ptr(): p.numel() * p.element_size() for p in self._model.parameters()}.values())
+        in_slabs = self._placement is not None
+        return {
+            "pid": os.getpid(),
+            "rank": self._worker.rank,
+            "device": device_id(torch.device(self._worker.device)),
+            "weights_bytes": parameters_bytes if in_slabs else max(pooled_bytes, parameters_bytes),
+            "weights_in": "slabs" if in_slabs else ("pool" if pooled_bytes else "memory"),
+            "weights_can_leave": bool(pooled_bytes) and not in_slabs,
+            "placing_s": self._placement.placing_s if self._placement is not None else 0.0,
+            "outside": dict(self._placement.outside) if self._placement is not None else {},
+            "kv_cache_bytes": segments.by_name[ENGINE_KV_CACHE].size_bytes,
+            "max_adapters": self._adapters.capacity,
+            "ipc_refusal": why_not_mapped(probe, torch.device(self._worker.device)),
+            "residual_bytes": compat.residual_bytes(self._worker, same_process=same_process),
+        }
+
+    def record(self, parameters: list[list[Any]], model_type: str | None, to_pid: int) -> dict[str, Any] | LoadPlan:
+        """The load plan of parameters given as [name, dtype, shape, stride], for process `to_pid`.
+
+        In this process it is the plan itself. For another, targets are places in memory that it has given, or that it
+        opens as `memory` describes.
+        """
+        source = {
+            name: torch.empty_strided(tuple(shape), tuple(stride), dtype=getattr(torch, dtype), device="meta")
+            for name, dtype, shape, stride in parameters
+        }
+        plan = self._record(source, model_type)
+        if to_pid == os.getpid():
+            return plan
+        fallbacks = dict(plan.fallbacks)
+        allocations = Allocations()
+        copies = []
+        for copy in plan.copies:
+            try:
+                place = self._place(copy.target, allocations)
+            except errors.Unsupported as error:
+                fallbacks.setdefault(copy.name, str(error))
+                continue
+            target = [place, dtype_name(copy.target), tuple(copy.target.shape), copy.target.stride()]
+            copies.append([copy.name, copy.shape, copy.stride, copy.offset, *target])
+        memory: Sequence[Description | None] = allocations.memory
+        if self._placement is not None and isinstance(self._placement.source, OwnMemory):
+            memory = self._placement.source.describe(to_pid=to_pid)
+        return {"copies": copies, "fallbacks": fallbacks, "memory": memory, "unused": sorted(plan.unused)}
+
+    def _place(self, target: torch.Tensor, allocations: Allocations) -> tuple[int, int]:
+        """Index of the memory that a weight lies in, and offset in bytes. Raises: `Unsupported` where none maps it."""
+        cannot = "the engine keeps it in memory that this process cannot map"
+        if self._placement is not None:
+            place = self._placement.locate(target)
+            if place is None:
+                raise errors.Unsupported(cannot)
+            return place
+        advice = "start vLLM with load_format='colo'"
+        if target.device.type != "cuda":
+            raise errors.Unsupported(f"{cannot}: {advice}")
+        try:
+            return allocations.place(target)
+        except errors.Unsupported as error:
+            raise errors.Unsupported(f"{cannot} ({error}): {advice}") from error
+
+    def _record(self, source: dict[str, torch.Tensor], model_type: str | None) -> LoadPlan:
+        device = torch.device(self._worker.device)
+        return record(self._model, self._worker.model_config, device, source, model_type)
+
+    def packed(self) -> dict[str, PackedWeight]:
+        """Weights that bitsandbytes has packed, by a transformers model's names; within one process only."""
+        if self._worker.model_config.quantization != BITSANDBYTES:
+            return {}
+        return packed_weights(self._model)
+
+    def pinned_bytes(self) -> int:
+        """Host memory that this worker has pinned: for a level-1 sleep, and by torch."""
+        return self._segments_now().mover.arena.pinned_bytes + torch_pinned_bytes()
+
+    # ---- sleep -------------------------------------------------------------------------------------------------------
+
+    def prepare(self) -> None:
+        """Pin host memory for a level-1 sleep in the background."""
+        self._segments_now().prepare()
+
+    def begin(self, segment: str, target: str) -> None:
+        """Start moving a segment."""
+        self._segments_now().begin(segment, Residency(target))
+
+    def wait(self, segment: str) -> int:
+        """Return, when a segment has arrived, the bytes that it holds on the device."""
+        segments = self._segments_now()
+        segments.wait(segment)
+        return segments.by_name[segment].device_bytes
+
+    def release(self) -> None:
+        """Bring everything back and forget it, and what was mapped of the caller's: he is about to let go."""
+        self._staging = self._adapter_kept = None
+        if self._segments is not None:
+            self._segments.close()
+            self._segments = None
+
+    def forget(self) -> None:
+        """Let go of the model, which is about to end, and of its KV cache."""
+        compat.forget_reloads(self._model)
+        compat.free_kv_cache(self._worker)
+
+    def _segments_now(self) -> WorkerSegments:
+        if self._segments is None:
+            self._segments = WorkerSegments(self._worker)
+        return self._segments
+
+    # ---- vLLM's own reload, where copies alone do not do -------------------------------------------------------------
+
+    def begin_reload(self) -> bool:
+        """Begin a layerwise reload: until `finish_reload` the model cannot compute. Returns `Reload.tied`."""
+        self.abandon_reload()
+        device = torch.device(self._worker.device)
+        self._reload = Reload(self._model, self._worker.model_config, device)
+        return self._reload.tied
+
+    def reload(self, tensors: list[Any], model_type: str | None, staging: dict[str, Any] | None) -> None:
+        """Load tensors: [name, tensor] within one process, else [name, dtype, shape, offset in the staging slab].
+
+        Ordering: the staging slab is the caller's again when this returns.
+        """
+        check_begun(self._reload).load(self._in_staging(tensors, staging), model_type, keep=staging is None)
+
+    def abandon_reload(self) -> None:
+        """End a layerwise reload that has failed, if one has begun; see `Reload.abandon`."""
+        reload, self._reload = self._reload, None
+        if reload is not None:
+            reload.abandon()
+
+    def finish_reload(self) -> dict[str, int]:
+        """Finish a layerwise reload: post-processing has run, addresses are as before. Returns `left_out` of it."""
+        reload, self._reload = check_begun(self._reload), None
+        left_out: dict[str, int] = reload.finish()["left_out"]
+        return left_out
+
+    def _in_staging(self, tensors: list[Any], staging: dict[str, Any] | None) -> dict[str, torch.Tensor]:
+        """Tensors by name: given themselves (`staging` is `None`), or as [dtype, shape, offset] in the staging slab."""
+        if staging is None:
+            return dict(tensors)
+        if self._staging is None or self._staging[0] != staging:
+            self._staging = self._adapter_kept = None
+            self._staging = (staging, Window(staging, torch.device(self._worker.device)))
+        window = self._staging[1]
+        window.refresh(end_bytes(tensors))
+        return staged(window.bytes, tensors)
+
+    # ---- copies out of the trainer's memory --------------------------------------------------------------------------
+
+    def receive(self, steps: list[list[Any]]) -> Any:
+        """Steps of taking in weights from another process, [name, arguments] each; see `ipc.receiver`."""
+        if self._receiver is None:
+            device = torch.device(self._worker.device)
+            self._receiver = Receiver(device, self._record, number=self._worker.rank)
+        answers = [getattr(self._receiver, name)(**arguments) for name, arguments in steps]
+        return answers[-1]
+
+    # ---- adapters ----------------------------------------------------------------------------------------------------
+
+    def add_adapter(
+        self, number: int, tensors: list[Any], scalings: dict[str, float], staging: dict[str, Any] | None
+    ) -> None:
+        """Load a LoRA adapter from memory; see `colo.engines.vllm.worker.adapters`.
+
+        Ordering: the staging slab is the caller's again when this returns.
+        """
+        self._adapters.add(number, *self._adapter_given(tensors, scalings, staging))
+        self._finish_reading(staging)
+
+    def update_adapter(
+        self,
+        number: int,
+        tensors: list[Any] | None,
+        scalings: dict[str, float] | None,
+        staging: dict[str, Any] | None,
+    ) -> bool:
+        """Replace what a LoRA adapter holds; whether that was done in place. Arguments and ordering: `add_adapter`.
+
+        Without `tensors` and `scalings` they lie where, and are, what the last call about this slab said.
+        """
+        in_place = self._adapters.update(number, *self._adapter_given(tensors, scalings, staging))
+        self._finish_reading(staging)
+        return in_place
+
+    def adapter_refusal(self) -> str | None:
+        """Why the adapter that was activated last cannot be updated in place; `None` when it can."""
+        return self._adapters.plan_refusal
+
+    def remove_adapter(self, number: int) -> None:
+        """Forget a LoRA adapter."""
+        self._adapters.remove(number)
+
+    def _adapter_given(
+        self, tensors: list[Any] | None, scalings: dict[str, float] | None, staging: dict[str, Any] | None
+    ) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+        """The tensors of an adapter by name, and its scalings; those in a staging slab are kept for the next call."""
+        if tensors is None or scalings is None:
+            assert self._staging is not None and self._staging[0] == staging and self._adapter_kept is not None
+            self._staging[1].refresh(self._adapter_bytes)
+            return self._adapter_kept
+        given = (self._in_staging(tensors, staging), scalings)
+        self._adapter_kept = given if staging is not None else None
+        self._adapter_bytes = end_bytes(tensors) if staging is not None else 0
+        return given
+
+    def _finish_reading(self, staging: dict[str, Any] | None) -> None:
+        if staging is not None:
+            wait_for_queued(torch.device(self._worker.device))

@@ -1,0 +1,303 @@
+"""The model loader named `colo`: vLLM's own loading, into memory that trainer and engine can both map.
+
+Parameters are put there as the model is built, before anything is read into them, so that the weights exist once. With
+the address of a `WeightStore` (`model_loader_extra_config={"colo_store": ...}`) the memory is the trainer's; without,
+it is the worker's own and can be exported later.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from vllm.model_executor.model_loader import get_model_loader
+from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+
+from colo.engines.vllm import compat
+from colo.engines.vllm.names import FORMAT_KEY, STORE_KEY
+from colo.engines.vllm.store import Layout, StoreClient
+from colo.engines.vllm.worker.building import parameters_in
+from colo.engines.vllm.worker.lifeline import end_with
+from colo.errors import TransferError
+from colo.memory.checksum import checksum
+from colo.memory.region import ALIGNMENT_BYTES
+from colo.memory.slab import Description, Slab
+from colo.units import MIB, align_up
+
+_FIRST_SLAB_BYTES, _SLAB_BYTES = 2 * MIB, 64 * MIB
+"""Small parameters share slabs, each twice the last up to this size; a large one gets a slab of its own size."""
+
+
+class Source(Protocol):
+    """Where slabs come from."""
+
+    fill: bool
+    """Whether a checkpoint has to be read into them."""
+
+    layout: Layout
+    """Where the weights lay in the end when that was done; empty before."""
+
+    def take(self, size_bytes: int) -> torch.Tensor:
+        """More memory, uint8, shape [size_bytes]."""
+
+    def drop(self, unused: Mapping[int, StorageWeakRef]) -> None:
+        """No parameter lies in these, by their order: they may go once nothing else does."""
+
+    def done(self, layout: Layout) -> None:
+        """All of it holds weights as they were loaded."""
+
+    def close(self) -> None:
+        """No more will be asked for."""
+
+
+class OwnMemory:
+    """Slabs of this process, kept so that they can be exported."""
+
+    fill = True
+    layout: Layout = MappingProxyType({})
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._slabs: list[Slab] = []
+
+    def take(self, size_bytes: int) -> torch.Tensor:
+        """More memory, uint8, shape [size_bytes]."""
+        self._slabs.append(Slab(size_bytes, self._device))
+        return self._slabs[-1].bytes
+
+    def drop(self, unused: Mapping[int, StorageWeakRef]) -> None:
+        """Let go of slabs, which whoever still uses one keeps."""
+        for index in unused:
+            self._slabs[index].close()
+
+    def done(self, layout: Layout) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing: the memory is the model's."""
+
+    def describe(self, *, to_pid: int) -> list[Description | None]:
+        """Every slab for another process; `None` for those that have been dropped."""
+        return [slab.describe(to_pid=to_pid) if slab.bytes.numel() else None for slab in self._slabs]
+
+
+@dataclass
+class Placement:
+    """Where the parameters of one model lie."""
+
+    source: Source
+    device: torch.device
+    slabs: list[torch.Tensor] = field(default_factory=list)
+    outside: dict[str, str] = field(default_factory=dict)
+    """Parameters, or tensors derived from them, that are not in the slabs, with the reason."""
+
+    placing_s: float = 0.0
+    """Seconds that asking for memory and mapping it took."""
+
+    pool: Any = None
+    """What the model's other tensors were allocated in; it lives as long as the model."""
+
+    loaded_as: tuple[int, ...] | None = None
+    """Checksums of the slabs once the weights had been read into them."""
+
+    _room: torch.Tensor | None = None
+    _room_bytes: int = _FIRST_SLAB_BYTES // 2
+
+    def place(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Memory for `parameter`, with its dtype, shape and strides."""
+        size_bytes = align_up(parameter.numel() * parameter.element_size(), ALIGNMENT_BYTES)
+        if size_bytes > _SLAB_BYTES // 2:
+            room = self._take(size_bytes)
+        else:
+            if self._room is None or self._room.numel() < size_bytes:
+                last_bytes = self._room_bytes
+                self._room_bytes = max(min(2 * last_bytes, _SLAB_BYTES), align_up(size_bytes, _FIRST_SLAB_BYTES))
+                self._room = self._take(self._room_bytes)
+            room, self._room = self._room[:size_bytes], self._room[size_bytes:]
+        return room[: parameter.numel() * parameter.element_size()].view(parameter.dtype).view(parameter.shape)
+
+    def move_in(self, buffer: torch.Tensor) -> None:
+        """Make a buffer memory of the slabs: with what it holds, or what these hold already."""
+        if buffer.device.type != self.device.type or not buffer.is_contiguous():
+            return
+        place = self.place(buffer)
+        if self.source.fill:
+            place.copy_(buffer)
+        buffer.data = place
+
+    def locate(self, tensor: torch.Tensor) -> tuple[int, int] | None:
+        """Index of the slab and offset in bytes, or `None` for a tensor elsewhere."""
+        address = tensor.data_ptr()
+        for index, slab in enumerate(self.slabs):
+            offset = address - slab.data_ptr()
+            if 0 <= offset < slab.numel():
+                return index, offset
+        return None
+
+    def layout(self, model: nn.Module) -> Layout:
+        """Where the weights of `model` lie in the slabs."""
+        tensors = (*model.named_parameters(remove_duplicate=False), *compat.loadable_buffers(model))
+        described = ((name, self._describe(tensor)) for name, tensor in tensors if tensor.numel())
+        return {name: place for name, place in described if place is not None}
+
+    def put_back(self, model: nn.Module) -> None:
+        """Make parameters the memory in which they lay in the end when it was filled.
+
+        What reads a checkpoint may have made an output layer the embedding, or one part of a model another.
+        """
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            known = self.source.layout.get(name)
+            mine = self._describe(parameter)
+            if known is None or mine is None or known == mine or known[2:4] != mine[2:4]:
+                continue
+            index, offset, _, shape, strides = known
+            parameter.data = self.slabs[index][offset:].view(parameter.dtype).as_strided(shape, strides)
+
+    def _describe(self, tensor: torch.Tensor) -> list[Any] | None:
+        place = self.locate(tensor)
+        if place is None:
+            return None
+        return [*place, str(tensor.dtype), list(tensor.shape), list(tensor.stride())]
+
+    def checksums(self) -> tuple[int, ...]:
+        """Of every slab."""
+        return tuple(checksum(slab) for slab in self.slabs)
+
+    def drop_unused(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Give slabs back in which none of `tensors` lies: that of an output layer which has become tied, for one."""
+        used = {place[0] for tensor in tensors if (place := self.locate(tensor)) is not None}
+        unused = {
+            index: StorageWeakRef(slab.untyped_storage()) for index, slab in enumerate(self.slabs) if index not in used
+        }
+        self._room = None
+        for index in unused:
+            self.slabs[index] = torch.empty(0, dtype=torch.uint8)
+        self.source.drop(unused)
+
+    def _take(self, size_bytes: int) -> torch.Tensor:
+        start_s = time.perf_counter()
+        self.slabs.append(self.source.take(size_bytes))
+        self.placing_s += time.perf_counter() - start_s
+        return self.slabs[-1]
+
+
+_met: set[str] = set()
+"""Stores whose memory holds a model of this process."""
+
+_placements: WeakKeyDictionary[nn.Module, Placement] = WeakKeyDictionary()
+
+
+def placement_of(model: nn.Module) -> Placement | None:
+    """Where the parameters of `model` lie, if this loader built it."""
+    return _placements.get(model)
+
+
+def placed_models() -> list[nn.Module]:
+    """Every model of this process that this loader built."""
+    return list(_placements)
+
+
+class ColoModelLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM ships no types that mypy reads
+    """Loads a model as vLLM does, with its parameters in shared memory."""
+
+    def __init__(self, load_config: Any) -> None:
+        super().__init__(load_config)
+        extra = dict(load_config.model_loader_extra_config or {})
+        self._address = extra.pop(STORE_KEY, None)
+        load_format = extra.pop(FORMAT_KEY, "auto")
+        self._inner = get_model_loader(replace(load_config, load_format=load_format, model_loader_extra_config=extra))
+        self._placement: Placement | None = None
+        self._building = ExitStack()
+        self._tensors_before: set[tuple[int, str, int]] = set()
+
+    def download_model(self, model_config: Any) -> None:
+        """As vLLM's own loader."""
+        self._inner.download_model(model_config)
+
+    def load_weights(self, model: nn.Module, model_config: Any) -> None:
+        """As vLLM's own loader, unless the memory holds the weights already."""
+        self._building.close()
+        self._tensors_before = {(id(module), name, t.data_ptr()) for module, name, t in _plain_tensors(model)}
+        if self._placement is None or self._placement.source.fill:
+            self._inner.load_weights(model, model_config)
+        else:
+            self._placement.put_back(model)
+        if self._placement is not None:
+            for _, buffer in compat.loadable_buffers(model):
+                self._placement.move_in(buffer)
+            compat.keep_weights_plain(model)
+            self._placement.loaded_as = self._placement.checksums()
+
+    def load_model(self, vllm_config: Any, model_config: Any, *args: Any, **kwargs: Any) -> nn.Module:
+        """Build the model over shared memory, and read the checkpoint into it where it is not there yet."""
+        device = torch.device(vllm_config.device_config.device)
+        if device.type == "cuda":
+            device = torch.device("cuda", torch.cuda.current_device())
+        rank = vllm_config.parallel_config.rank
+        source: Source = OwnMemory(device)
+        if self._address is not None and self._address not in _met:  # a drafter, which is loaded after it, is its own
+            _met.add(self._address)
+            source = store = StoreClient(self._address, rank=rank, pid=os.getpid(), device=device)
+            end_with(store.owner_pid)
+        placement = self._placement = Placement(source, device)
+        compat.prefer_sleep_backend(model_config)
+        with _plain_pool(placement, device), self._building:
+            built_on = torch.device(vllm_config.load_config.device or vllm_config.device_config.device)
+            self._building.enter_context(parameters_in(placement, device, built_on=built_on, fill=source.fill))
+            model: nn.Module = super().load_model(vllm_config, model_config, *args, **kwargs)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+            torch.cuda.empty_cache()
+        for name, parameter in model.named_parameters():
+            if parameter.numel() and placement.locate(parameter) is None:
+                placement.outside[name] = "vLLM's post-processing replaces it"
+        for module, name, tensor in _plain_tensors(model):
+            is_new = (id(module), name, tensor.data_ptr()) not in self._tensors_before
+            if is_new and tensor.numel() > 1 and placement.locate(tensor) is None:
+                placement.outside[name] = f"{type(module).__name__} keeps a tensor derived from weights"
+        if placement.checksums() != placement.loaded_as:
+            placement.outside["weights"] = "vLLM's post-processing changes weights in place"
+        if not placement.outside:  # else a restart has to load and process anew
+            source.done(placement.layout(model))
+        elif not source.fill:
+            name, why = next(iter(placement.outside.items()))
+            raise TransferError(
+                f"the engine has weights of its own, which the first one shared ({name}: {why}): start it with the "
+                "same model and options, or build a new runtime"
+            )
+        plain = (tensor for _, _, tensor in _plain_tensors(model))
+        placement.drop_unused(itertools.chain(model.parameters(), model.buffers(), plain))
+        source.close()
+        _placements[model] = placement
+        return model
+
+
+@contextmanager
+def _plain_pool(placement: Placement, device: torch.device) -> Iterator[None]:
+    """Keep what loading allocates beside the parameters out of vLLM's sleep pool, which sleeping would unmap."""
+    if device.type != "cuda":
+        yield
+        return
+    placement.pool = torch.cuda.MemPool()
+    with torch.cuda.use_mem_pool(placement.pool):
+        yield
+
+
+def _plain_tensors(model: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
+    """Tensors that are attributes of modules, or of their implementations, neither parameters nor buffers."""
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if isinstance(value, torch.Tensor):
+                yield module, name, value
+        for name, value in compat.implementation_tensors(module):
+            yield module, name, value

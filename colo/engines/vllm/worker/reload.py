@@ -1,0 +1,168 @@
+"""vLLM's own layerwise reload, for models that recorded copies cannot bring weights to."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from colo.engines.vllm import compat
+from colo.errors import TransferError
+from colo.memory.load_plan import tensors_in
+from colo.memory.storage import storage_key
+from colo.weights.manifest import Manifest
+from colo.weights.sources.checkpoint import checkpoint_views
+from colo.weights.sources.module import OUTPUT_LAYER, own_output_layer
+
+
+class Reload:
+    """One reload of one model: complete, or the model cannot compute until a later one is."""
+
+    @torch.no_grad()
+    def __init__(
+        self, model: nn.Module, model_config: Any, device: torch.device, manifest: Manifest | None = None
+    ) -> None:
+        """Begin. `manifest` is of everything that will be given, where that is known.
+
+        Raises: `TransferError` for one with an output layer of its own where the model's is its embedding.
+        """
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+        self.tied = _is_tied(model)
+        """Whether the model's output layer is its embedding."""
+
+        for spec in manifest.specs if manifest is not None and self.tied else ():
+            if spec.name == OUTPUT_LAYER:
+                raise own_output_layer(spec.num_elements)
+        self._model = model
+        self._model_config = model_config
+        self._device = device
+        self._manifest = manifest
+        self._given: list[str] = []
+        self._taken = _Taken()
+        compat.before_reload(model)
+        initialize_layerwise_reload(model)
+
+    @torch.no_grad()
+    def load(self, tensors: Mapping[str, torch.Tensor], model_type: str | None, *, keep: bool = False) -> None:
+        """Load whole tensors, by the names of a transformers model of `model_type`.
+
+        vLLM keeps what it is given until a layer is complete. With `keep` that is the tensors themselves; without, it
+        is copies, and the tensors are the caller's again when this returns.
+        """
+        given = dict(tensors) if keep else {name: tensor.clone() for name, tensor in tensors.items()}
+        if not keep:
+            self._synchronize()
+        rename = compat.renamer(self._model)
+        load: Any = self._model.load_weights
+        self._taken.expect(given)
+        with self._taken:
+            load((rename(name), view) for name, view in checkpoint_views(given, model_type))
+        self._given += given
+
+    @torch.no_grad()
+    def finish(self) -> dict[str, Any]:
+        """Attest: post-processing has run on every tensor that was announced, and no layer lacks its weights.
+
+        `left_out` has what the model has not taken whole, with the number of elements that it has; as a load plan's.
+        Raises: `TransferError` otherwise. Layers that it names, or that got nothing, hold what they held before.
+        """
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        if self._manifest is not None:
+            try:
+                self._manifest.check_received(self._given)
+            except TransferError:
+                self.abandon()
+                raise
+        unloaded = compat.unloaded_layers(self._model)
+        with self._taken:
+            finalize_layerwise_reload(self._model, self._model_config)
+        compat.after_reload(self._model)
+        self._synchronize()
+        if unloaded:
+            raise TransferError(
+                f"{len(unloaded)} layers of the engine's model got no weights, or not all, {unloaded[0]} for one: the "
+                "trainer's model lacks them, or vLLM's loader of this model writes them past its own reload"
+            )
+        unused = compat.unused(self._model, self._given)
+        left_out = {name: count for name, count in self._taken.left_out().items() if name not in unused}
+        if self._manifest is None:
+            return {"num_tensors": len(self._given), "left_out": left_out}
+        return {
+            "left_out": left_out,
+            "version": self._manifest.version,
+            "num_tensors": len(self._manifest.specs),
+            "num_bytes": self._manifest.total_bytes,
+        }
+
+    def abandon(self) -> None:
+        """End a reload that has failed: layers that are not through hold what they held before, and can compute."""
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        compat.forget_loaded(self._model)
+        finalize_layerwise_reload(self._model, self._model_config)
+        compat.after_reload(self._model)
+        self._synchronize()
+
+    def _synchronize(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+def _is_tied(model: nn.Module) -> bool:
+    """Whether the output layer is the embedding, whose memory a loader would write a model's own output layer to.
+
+    The configuration does not say it: vLLM 0.30 calls them untied where a checkpoint holds both, and makes them one
+    afterwards if they are equal.
+    """
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if parameter.numel() and parameter.device.type != "meta":
+            names.setdefault(parameter.data_ptr(), []).append(name)
+    return any(len(same) > 1 and any("lm_head" in name.split(".") for name in same) for same in names.values())
+
+
+class _Taken(TorchDispatchMode):
+    """Counts the elements of tensors that a loader copies, or notes that it computes with them."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves the mode untyped
+        self._waiting: dict[int, tuple[str, torch.Tensor]] = {}  # kept, so that no other storage is taken for theirs
+        self._counts: dict[str, int] = {}
+
+    def expect(self, given: Mapping[str, torch.Tensor]) -> None:
+        """Count for these too. What has been taken whole by now is let go."""
+        self._waiting = {key: one for key, one in self._waiting.items() if self._lacks(*one)}
+        self._waiting |= {storage_key(tensor): (name, tensor) for name, tensor in given.items()}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default:
+            if args[0].device.type != "meta":  # where vLLM only counts for itself
+                self._count(args[1], args[1].numel())
+        elif not func.is_view:
+            for tensor in tensors_in((*args, *(kwargs or {}).values())):
+                self._count(tensor, sys.maxsize)
+        return func(*args, **(kwargs or {}))
+
+    def left_out(self) -> dict[str, int]:
+        """Names of what was not copied whole, nor computed with, and how many elements were copied."""
+        return {name: self._counts.get(name, 0) for name, t in self._waiting.values() if self._lacks(name, t)}
+
+    def _count(self, tensor: torch.Tensor, num_elements: int) -> None:
+        if (waiting := self._waiting.get(storage_key(tensor))) is not None:
+            self._counts[waiting[0]] = self._counts.get(waiting[0], 0) + num_elements
+
+    def _lacks(self, name: str, tensor: torch.Tensor) -> bool:
+        return self._counts.get(name, 0) < tensor.numel()
+
+
+def check_begun(reload: Reload | None) -> Reload:
+    """The reload that has begun. Raises: `TransferError` when none has."""
+    if reload is None:
+        raise TransferError("no reload has begun")
+    return reload

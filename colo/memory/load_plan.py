@@ -1,0 +1,397 @@
+"""Load plans: what an engine's own weight loader copies, recorded once, then aliased or replayed.
+
+The engine's `load_weights` is the only authority on names, fusions, padding and tensor-parallel slices. Running it once
+under a dispatch mode that notes every `aten.copy_` out of a source tensor (and runs none of them) yields the copies as
+data. From then on a trainer's parameter can *be* the destination (alias: nothing is ever sent), or the copies can be
+replayed in a few launches. What the loader computes rather than copies is seen too, and named with a reason.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import prod
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from colo.errors import TransferError, Unsupported
+from colo.memory.copies import Comparison, copy_all
+from colo.memory.storage import storage_key
+
+Load = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
+"""An engine's loader: takes `(name, tensor)` in the names of a checkpoint."""
+
+Views = Callable[[Mapping[str, torch.Tensor]], Iterable[tuple[str, torch.Tensor]]]
+"""Gives parameters, or views of them, in the names of a checkpoint."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Copy:
+    """One copy that the loader makes: a region of a source tensor into a view of engine memory."""
+
+    name: str
+    """Source tensor: the trainer's parameter, whatever the loader calls the part of it that it was given."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    """Of the region within the source, in elements."""
+
+    target: torch.Tensor
+    """The engine's memory that it is copied to."""
+
+    def region_of(self, source: torch.Tensor) -> torch.Tensor:
+        """The view of `source` that this copy reads."""
+        return source.as_strided(self.shape, self.stride, source.storage_offset() + self.offset)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes written."""
+        return self.target.numel() * self.target.element_size()
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadPlan:
+    """The copies of one run of an engine's loader, and what could not be recorded.
+
+    Lifetime: valid while the engine's memory keeps its address or, where it is released and restored, its storage.
+    """
+
+    copies: tuple[Copy, ...]
+    sources: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+    """Dtype and shape of every source tensor."""
+
+    strides: Mapping[str, tuple[int, ...]]
+    """Strides of every source tensor, in elements."""
+
+    fallbacks: Mapping[str, str] = field(default_factory=dict)
+    """Source name to the reason why its copies cannot be replayed: the engine's own loader has to be used."""
+
+    unused: frozenset[str] = frozenset()
+    """Sources that belong to parts which the engine runs without, such as the vision tower of one for texts alone."""
+
+    @classmethod
+    def record(
+        cls,
+        load: Load,
+        source: Mapping[str, torch.Tensor],
+        destinations: Mapping[str, torch.Tensor],
+        *,
+        optional: Mapping[str, torch.Tensor] | None = None,
+        as_checkpoint: Views | None = None,
+    ) -> LoadPlan:
+        """Run `load` on stand-ins of `source` and note its copies; no byte of the engine is changed.
+
+        `destinations` is the engine's memory by name, without padding that no weight fills, for the check that every
+        byte of it is covered exactly once; of memory that is `optional`, exactly once or not at all. `as_checkpoint`
+        turns the stand-ins into what the loader is given, for loaders that want other names or parts than `source` has
+        (`checkpoint_views`); copies are noted for the tensors of `source` all the same.
+        Raises: `TransferError` naming the tensors when parts of the engine's memory are written twice or never and no
+        fallback explains it; whatever the loader raises.
+        """
+        stand_ins = {
+            name: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for name, t in source.items()
+        }
+        recorder = _Recorder(stand_ins)
+        try:
+            with torch.no_grad(), recorder:
+                load(iter(stand_ins.items() if as_checkpoint is None else as_checkpoint(stand_ins)))
+        except (
+            NotImplementedError,
+            _NeedsValuesError,
+        ) as error:  # what torch and the recorder answer to who needs values
+            recorder.fallbacks = dict.fromkeys(stand_ins, f"the loader looks at values ({error})")
+        plan = cls(
+            copies=tuple(recorder.copies),
+            sources={name: (t.dtype, tuple(t.shape)) for name, t in source.items()},
+            strides={name: tuple(t.stride()) for name, t in source.items()},
+            fallbacks=recorder.fallbacks,
+        )
+        if not plan.fallbacks:
+            _check_coverage(plan.copies, destinations, optional or {})
+        return plan
+
+    @cached_property
+    def left_out(self) -> dict[str, int]:
+        """Sources that the loader has not copied whole, with the number of elements that it has copied.
+
+        A worker that has a slice of each, and a loader that takes a slice of what it is given, look alike: counts of
+        all workers have to be added up.
+        """
+        taken = dict.fromkeys(self.sources, 0)
+        for copy in self.copies:
+            taken[copy.name] += prod(copy.shape)
+        sizes = {name: prod(shape) for name, (_, shape) in self.sources.items()}
+        explained = self.fallbacks.keys() | self.unused
+        return {n: taken[n] for n, size in sizes.items() if taken[n] < size and n not in explained}
+
+    @cached_property
+    def aliases(self) -> dict[str, torch.Tensor]:
+        """Source name to engine memory that can serve as the source itself: contiguous, same shape and dtype.
+
+        So it is where the copies of a source, however many, leave its elements as they lie: all of them, each once,
+        shifted by one offset within one storage.
+        """
+        by_name: dict[str, list[Copy]] = {}
+        for copy in self.copies:
+            by_name.setdefault(copy.name, []).append(copy)
+        found = {name: self._alias(name, copies) for name, copies in by_name.items() if name not in self.fallbacks}
+        return {name: alias for name, alias in found.items() if alias is not None}
+
+    def replay(self, source: Mapping[str, torch.Tensor]) -> int:
+        """Copy `source` into the engine's memory and return the bytes written. Dtypes are converted as in `copy_`.
+
+        Raises: `Unsupported` when the plan has fallbacks, `TransferError` when a source is missing or has another
+        shape; nothing has been written then.
+        """
+        if self.fallbacks:
+            name, reason = next(iter(self.fallbacks.items()))
+            raise Unsupported(f"{len(self.fallbacks)} tensors cannot be replayed, {name} for one: {reason}")
+        self.check_source(source)
+        copy_all([c.target for c in self._runs], [c.region_of(source[c.name]) for c in self._runs])
+        return sum(copy.num_bytes for copy in self._runs)
+
+    @cached_property
+    def _runs(self) -> tuple[Copy, ...]:
+        """The copies, with those that continue one another on both sides made one: experts of a layer, for one."""
+        runs: list[list[Copy]] = []
+        for copy in sorted(self.copies, key=lambda copy: (copy.name, str(copy.target.device), copy.offset)):
+            if runs and _continues(runs[-1][-1], copy):
+                runs[-1].append(copy)
+            else:
+                runs.append([copy])
+        return tuple(run[0] if len(run) == 1 else _joined(run) for run in runs)
+
+    def part(self, names: Iterable[str]) -> LoadPlan:
+        """That of some of its sources."""
+        chosen = dict.fromkeys(names)
+        return LoadPlan(
+            copies=tuple(copy for copy in self.copies if copy.name in chosen),
+            sources={name: self.sources[name] for name in chosen},
+            strides={name: self.strides[name] for name in chosen},
+            fallbacks={name: why for name, why in self.fallbacks.items() if name in chosen},
+            unused=self.unused & chosen.keys(),
+        )
+
+    def check_source(self, source: Mapping[str, torch.Tensor]) -> None:
+        """Raise `TransferError` unless `source` holds every tensor of the plan with the recorded shape and strides."""
+        missing = [name for name in self.sources if name not in source]
+        if missing:
+            raise TransferError(f"{len(missing)} of {len(self.sources)} tensors are missing, {missing[0]} for one")
+        for name, (_, shape) in self.sources.items():
+            if tuple(source[name].shape) != shape:
+                raise TransferError(f"{name} has shape {tuple(source[name].shape)}, but {shape} was recorded")
+            if not _same_strides(shape, source[name].stride(), self.strides[name]):
+                raise TransferError(
+                    f"{name} has strides {source[name].stride()}, but {self.strides[name]} were recorded"
+                )
+
+    def differences(self, source: Mapping[str, torch.Tensor]) -> list[str]:
+        """Names whose bytes in the engine differ from `source`, converted to the engine's dtype. Reads everything."""
+        return self.named(self.comparison(source).flags())
+
+    def comparison(self, source: Mapping[str, torch.Tensor]) -> Comparison:
+        """Of `source` with the engine's memory, as often as one likes while neither moves; `named` reads its flags."""
+        regions = [copy.region_of(source[copy.name]) for copy in self._runs]
+        return Comparison(regions, [copy.target for copy in self._runs])
+
+    def named(self, flags: torch.Tensor) -> list[str]:
+        """Names of the tensors whose flag is set. Waits for the flags."""
+        different = {copy.name for copy, is_other in zip(self._runs, flags.tolist(), strict=True) if is_other}
+        return [name for name in self.sources if name in different]
+
+    def _alias(self, name: str, copies: list[Copy]) -> torch.Tensor | None:
+        """The memory that `copies`, all those of one source, make the same as the source, if there is one."""
+        (dtype, shape), stride = self.sources[name], self.strides[name]
+        first = copies[0]
+        if any(copy.target.dtype != dtype for copy in copies):
+            return None
+        if len(copies) == 1 and first.offset == 0 and first.shape == shape and first.target.is_contiguous():
+            return first.target if _same_strides(shape, first.stride, stride) else None
+        storage, shift = storage_key(first.target), _offset(first.target) - first.offset
+        if not _is_contiguous(shape, stride) or not all(_shifts(copy, storage, shift) for copy in copies):
+            return None
+        if _count_misses(prod(shape), [(copy.offset, copy.shape, copy.stride) for copy in copies]) != (0, 0):
+            return None
+        return first.target.as_strided(shape, _contiguous_stride(shape), shift)
+
+
+def _continues(copy: Copy, following: Copy) -> bool:
+    """Whether `following` begins, in source and target alike, where `copy` ends."""
+    return (
+        copy.name == following.name
+        and copy.offset + copy.target.numel() == following.offset
+        and storage_key(copy.target) == storage_key(following.target)
+        and copy.target.dtype == following.target.dtype
+        and _offset(copy.target) + copy.target.numel() == _offset(following.target)
+        and all(c.target.is_contiguous() and _is_contiguous(c.shape, c.stride) for c in (copy, following))
+    )
+
+
+def _joined(run: list[Copy]) -> Copy:
+    """One flat copy in place of several that continue one another."""
+    first, count = run[0], sum(copy.target.numel() for copy in run)
+    target = first.target.as_strided((count,), (1,), _offset(first.target))
+    return Copy(name=first.name, shape=(count,), stride=(1,), offset=first.offset, target=target)
+
+
+_Part = tuple[int, Sequence[int], Sequence[int]]
+"""Offset, shape and strides of a view, in elements."""
+
+
+class _NeedsValuesError(Exception):
+    """Raised to whoever asks a stand-in for values."""
+
+
+class _Recorder(TorchDispatchMode):
+    """Notes copies out of the stand-ins, and everything else that consumes one."""
+
+    def __init__(self, stand_ins: Mapping[str, torch.Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves the mode untyped
+        self._names = {t.untyped_storage()._cdata: name for name, t in stand_ins.items()}
+        self._computed: dict[int, torch.Tensor] = {}  # results by storage, kept so that no storage is confused
+        self.copies: list[Copy] = []
+        self.fallbacks: dict[str, str] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten.copy_.default and (name := self._name_of(args[1])) is not None:
+            if self._name_of(args[0]) is not None:
+                self.fallbacks.setdefault(name, "the loader writes to the tensor that it was given")
+            elif args[0].shape != args[1].shape:
+                self.fallbacks.setdefault(name, "the loader broadcasts it")
+            elif args[1].numel():
+                self._note(name, args[1], args[0])
+            return args[0]
+        if func is torch.ops.aten.copy_.default and storage_key(args[1]) in self._computed:
+            return args[0]
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].device.type == "meta":
+            raise _NeedsValuesError("a stand-in has none")
+        result = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            self._explain(func, args, result)
+        return result
+
+    def _note(self, name: str, source: torch.Tensor, target: torch.Tensor) -> None:
+        copy = Copy(
+            name=name,
+            shape=tuple(source.shape),
+            stride=tuple(source.stride()),
+            offset=_offset(source),
+            target=target.detach(),
+        )
+        self.copies.append(copy)
+
+    def _explain(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
+        """Note which sources went into a computation; what it yields is not copied either."""
+        inputs = [t for t in tensors_in(args) if self._name_of(t) is not None or storage_key(t) in self._computed]
+        for tensor in inputs:
+            if (name := self._name_of(tensor)) is not None:
+                self.fallbacks.setdefault(name, f"the loader computes with it ({func}) rather than copying it")
+        if inputs:
+            self._computed.update({storage_key(t): t for t in tensors_in((result,)) if t.device.type == "meta"})
+
+    def _name_of(self, tensor: torch.Tensor) -> str | None:
+        return self._names.get(storage_key(tensor)) if tensor.device.type == "meta" else None
+
+
+def tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """Tensors among arguments of an operation, and within lists and tuples of them."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from tensors_in(value)
+
+
+def _check_coverage(
+    copies: Iterable[Copy], destinations: Mapping[str, torch.Tensor], optional: Mapping[str, torch.Tensor]
+) -> None:
+    """Raise `TransferError` unless every element is written exactly once, or of optional memory none."""
+    destinations = {**optional, **destinations}
+    by_destination: dict[str, list[torch.Tensor]] = {name: [] for name in destinations}
+    index = _Index(destinations)
+    for copy in copies:
+        name = index.owner_of(copy.target)
+        if name is None:
+            raise TransferError(f"the loader copies {copy.name} to memory that is no parameter of the engine")
+        by_destination[name].append(copy.target)
+    for name, targets in by_destination.items():
+        if name in optional and not targets:
+            continue
+        base, num_elements = _offset(destinations[name]), destinations[name].numel()
+        never, twice = _count_misses(num_elements, [(_offset(t) - base, t.shape, t.stride()) for t in targets])
+        if never or twice:
+            raise TransferError(
+                f"the loader does not cover {name} exactly once: of {num_elements} elements it leaves "
+                f"{never} unwritten and writes {twice} more than once; pass every tensor of the model"
+            )
+
+
+class _Index:
+    """Finds which destination a view belongs to, by storage and byte offset."""
+
+    def __init__(self, destinations: Mapping[str, torch.Tensor]) -> None:
+        self._by_storage: dict[int, list[tuple[int, int, str]]] = {}
+        for name, tensor in destinations.items():
+            start = _offset(tensor) * tensor.element_size()
+            row = (start, start + tensor.numel() * tensor.element_size(), name)
+            self._by_storage.setdefault(tensor.untyped_storage().data_ptr(), []).append(row)
+        for rows in self._by_storage.values():
+            rows.sort()
+
+    def owner_of(self, view: torch.Tensor) -> str | None:
+        rows = self._by_storage.get(view.untyped_storage().data_ptr(), [])
+        start = _offset(view) * view.element_size()
+        position = bisect_right(rows, start, key=lambda row: row[0]) - 1
+        if position < 0 or start >= rows[position][1]:
+            return None
+        return rows[position][2]
+
+
+def _count_misses(num_elements: int, parts: list[_Part]) -> tuple[int, int]:
+    """Elements, of as many that lie in a row, that `parts` hold never, and more than once."""
+    if all(_is_contiguous(shape, stride) for _, shape, stride in parts):
+        never = twice = reached = 0
+        for start, end in sorted((offset, offset + prod(shape)) for offset, shape, _ in parts):
+            never += max(0, start - reached)
+            twice += max(0, min(end, reached) - start)
+            reached = max(reached, end)
+        return never + max(0, num_elements - reached), twice
+    counts = torch.zeros(num_elements, dtype=torch.uint8)
+    for offset, shape, stride in parts:
+        counts.as_strided(shape, stride, offset).add_(1)
+    return int((counts == 0).sum()), int((counts > 1).sum())
+
+
+def _shifts(copy: Copy, storage: int, shift: int) -> bool:
+    """Whether `copy` puts its region into `storage` with the same strides, `shift` elements further on."""
+    target = copy.target
+    return (
+        _offset(target) - copy.offset == shift
+        and _same_strides(copy.shape, copy.stride, target.stride())
+        and storage_key(target) == storage
+    )
+
+
+def _same_strides(shape: Sequence[int], left: Sequence[int], right: Sequence[int]) -> bool:
+    """Whether two strides place the elements of `shape` alike; those of single elements do not count."""
+    return all(size == 1 or a == b for size, a, b in zip(shape, left, right, strict=True))
+
+
+def _is_contiguous(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    return 0 in shape or _same_strides(shape, stride, _contiguous_stride(shape))
+
+
+def _contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
+
+
+def _offset(tensor: torch.Tensor) -> int:
+    """Offset of a tensor in its storage, in elements."""
+    return int(tensor.storage_offset())

@@ -1,0 +1,371 @@
+"""What a run will hold, in bytes, before anything is started: by segment, by phase, and what would make it fit.
+
+Engine and trainer share one copy of the weights. For a rollout, trainer state that does not fit beside weights and KV
+cache is parked on the host; for training the KV cache goes. Weights, KV cache, gradients and optimizer state are exact;
+activations and workspaces follow formulas stated where they are computed, which err towards too much. NCCL buffers,
+which `tp` above 1 adds, are not counted. Imports no torch and no transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from math import prod
+from typing import Any
+
+from colo.phases import phase as names
+from colo.planning.model_shape import ModelShape as ModelShape
+from colo.planning.model_shape import load_model_config
+from colo.units import GIB, MIB, format_bytes, parse_bytes
+
+ACTIVATIONS, LOGITS, RESIDUAL = "activations", "logits", "residual"
+MOVABLE = (names.TRAINER_GRADIENTS, names.TRAINER_OPTIMIZER, names.TRAINER_MASTER_WEIGHTS)
+
+# Left resident by vLLM 0.26 asleep (context, CUDA graphs, workspaces), measured: Qwen3-8B on an H200.
+ENGINE_RESIDUAL_BYTES = round(1.4 * GIB)
+TRAINER_RESIDUAL_BYTES = GIB // 2  # an allowance, not measured: cuBLAS workspaces, what the allocator rounds up
+LOGITS_WORKSPACE_BYTES = 512 * MIB  # log-probabilities are computed from chunks of logits that fit this
+ENGINE_BATCH_TOKENS = 8192  # tokens of one engine step: vLLM's default for max_num_batched_tokens
+# Logits, their fp32 copies, sorted values and indices. Measured: vLLM's peak grows by 1.38 GiB from 256 to 512
+# sequences of a 4-billion Qwen3, whose vocabulary is 151,936.
+SAMPLER_BYTES_PER_LOGIT = 38
+NORM_BYTES = 8  # an RMS norm keeps, of each element, its input and the normalised value in fp32
+
+
+class Mode(StrEnum):
+    """What is trained: every weight, or fp32 adapters on a base in 16 bits (lora) or in NF4 (qlora)."""
+
+    FULL = "full"
+    LORA = "lora"
+    QLORA = "qlora"
+
+
+class Optimizer(StrEnum):
+    """What the optimizer keeps, in fp32: two moments, one, or (adafactor) a row and a column for each matrix."""
+
+    ADAMW = "adamw"
+    SGD_MOMENTUM = "sgd-momentum"
+    ADAFACTOR = "adafactor"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Workload:
+    """What is to run on each GPU."""
+
+    gpu_memory_bytes: int
+    context: int  # tokens of the longest sequence, prompt and completion together
+    generations: int  # sequences of `context` tokens that are alive at once in a rollout
+    mode: Mode = Mode.FULL
+    optimizer: Optimizer = Optimizer.ADAMW
+    tp: int = 1  # tensor-parallel ranks, of engine and trainer alike
+    lora_rank: int = 16
+    dtype_bytes: int = 2  # of weights, activations and KV cache; below 4, full fine-tuning adds fp32 master weights
+    micro_batch: int = 1  # sequences of `context` tokens in one forward and backward pass
+    residual_bytes: int = ENGINE_RESIDUAL_BYTES + TRAINER_RESIDUAL_BYTES  # on the device in every phase
+
+    def __post_init__(self) -> None:
+        for name, kind in (("mode", Mode), ("optimizer", Optimizer)):
+            value, known = getattr(self, name), [str(member) for member in kind]
+            if value not in known:
+                raise ValueError(f"{name} must be one of {', '.join(known)}, but is {value!r}")
+            object.__setattr__(self, name, kind(value))
+        sizes = ("gpu_memory_bytes", "context", "generations", "tp", "lora_rank", "dtype_bytes", "micro_batch")
+        for name, least in (*((size, 1) for size in sizes), ("residual_bytes", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be at least {least}, but is {getattr(self, name)}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Suggestion:
+    """A workload that does fit, and the words for what it changes."""
+
+    workload: Workload
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Estimate:
+    """Bytes on each GPU, and what would have to change for them to fit."""
+
+    shape: ModelShape
+    workload: Workload
+    segments: Mapping[str, int]  # bytes where a segment is largest; parameters that are the engine's own count 0
+    phases: Mapping[str, Mapping[str, int]]  # device bytes; `activations` of a rollout are the engine's workspace
+    offloaded: Mapping[str, tuple[str, ...]]  # on the host then; gradients that must go are dropped, not moved
+    suggestions: tuple[Suggestion, ...] = ()
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most device bytes of any phase. State that fits stays, so a larger GPU may see a larger peak."""
+        return max(sum(held.values()) for held in self.phases.values())
+
+    @property
+    def needed_bytes(self) -> int:
+        """The smallest GPU that runs this: the peak when everything that can leave for the rollout has left."""
+        rollout = sum(size for name, size in self.phases[names.Phase.ROLLOUT].items() if name not in MOVABLE)
+        return max(rollout, sum(self.phases[names.Phase.TRAIN].values()))
+
+    @property
+    def naive_peak_bytes(self) -> int:
+        """Both tenants resident at once, each with its own copy of the weights, nothing offloaded or dropped."""
+        return sum(self.segments.values()) + self.segments[names.ENGINE_WEIGHTS]
+
+    @property
+    def fits(self) -> bool:
+        """Whether no phase holds more than the GPU has."""
+        return self.peak_bytes <= self.workload.gpu_memory_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        """Pinned host memory that the offloaded segments take."""
+        return max(sum(self.segments[name] for name in away) for away in self.offloaded.values())
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """KV cache of one token while every layer still keeps it; beyond a sliding window it is less."""
+        return self.shape.kv_bytes(1, tp=self.workload.tp, dtype_bytes=self.workload.dtype_bytes)
+
+    @property
+    def logits_bytes(self) -> int:
+        """What the logits of one training micro-batch would take if they were held whole, which colo never does."""
+        return self.workload.micro_batch * self.workload.context * self.shape.vocab_size * self.workload.dtype_bytes
+
+    def to_json(self) -> dict[str, object]:
+        """The estimate as plain values: bytes as integers, phases and segments by name."""
+        numbers = ("peak_bytes", "naive_peak_bytes", "fits", "kv_bytes_per_token", "logits_bytes", "host_bytes")
+        return {
+            "segments": dict(self.segments),
+            "phases": {phase: dict(held) for phase, held in self.phases.items()},
+            "offloaded": {phase: list(away) for phase, away in self.offloaded.items()},
+            "suggestions": [suggestion.text for suggestion in self.suggestions],
+            **{name: getattr(self, name) for name in numbers},
+        }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FitRow:
+    """How many sequences of one length fit."""
+
+    context: int
+    generations: int  # with trainer state parked; 0 when training at this length does not fit at all
+    resident_generations: int  # with nothing moved to the host
+    train_bytes: int  # device bytes of the train phase
+
+
+def estimate(
+    shape: ModelShape, *, gpu_memory_bytes: int, mode: Mode | str, context: int, generations: int, **options: Any
+) -> Estimate:
+    """Estimate a workload, with suggestions when it does not fit. `options` are the remaining fields of `Workload`.
+
+    Raises: `ValueError` for a value out of range or a `tp` that does not divide the model, `TypeError` for an option
+    that there is not.
+    """
+    options |= {"gpu_memory_bytes": gpu_memory_bytes, "mode": mode, "context": context, "generations": generations}
+    found = _evaluate(shape, Workload(**options))
+    return found if found.fits else replace(found, suggestions=tuple(_suggestions(found)))
+
+
+def plan(
+    model: str,
+    *,
+    gpu_memory: str | int = "80GiB",
+    mode: Mode | str = Mode.FULL,
+    context: int = 4096,
+    generations: int = 8,
+    **options: Any,
+) -> Estimate:
+    """What a run would take, before anything is allocated: `estimate` for a hub id or a folder with a `config.json`.
+
+    `gpu_memory` is a size such as `80GiB`, or a number of bytes, 1 MiB at least; `options` are the other fields of
+    `Workload`, such as `optimizer` or `tp`.
+
+    Raises: as `load_model_config`, `ModelShape.from_config` and `estimate`.
+    """
+    shape = ModelShape.from_config(load_model_config(model))
+    gpu_memory_bytes = parse_bytes(gpu_memory, least_bytes=MIB)
+    return estimate(
+        shape, gpu_memory_bytes=gpu_memory_bytes, mode=mode, context=context, generations=generations, **options
+    )
+
+
+def max_generations(shape: ModelShape, *, resident: bool = False, **workload: Any) -> int:
+    """The most sequences alive at once that fit; 0 when training itself does not. `workload` is as for `estimate`.
+
+    Trainer state is parked where that helps, or with `resident` none of it may move to the host.
+    """
+    base = Workload(**{**workload, "generations": 1})
+
+    def holds(generations: int) -> bool:
+        found = _evaluate(shape, replace(base, generations=generations))
+        return found.fits and not (resident and found.host_bytes)
+
+    return _largest(holds)
+
+
+def what_fits(shape: ModelShape, contexts: Iterable[int], **workload: Any) -> list[FitRow]:
+    """For each context, how many generations fit. `workload` is as for `estimate`, without those two."""
+    asked = [{**workload, "context": context, "generations": 1} for context in contexts]
+    return [
+        FitRow(
+            context=one["context"],
+            generations=max_generations(shape, **one),
+            resident_generations=max_generations(shape, resident=True, **one),
+            train_bytes=sum(_evaluate(shape, Workload(**one)).phases[names.Phase.TRAIN].values()),
+        )
+        for one in asked
+    ]
+
+
+def _largest(holds: Callable[[int], bool]) -> int:
+    """The largest n for which `holds`, 0 if there is none. It must hold below n, and must fail somewhere above."""
+    below, above = 0, 1
+    while holds(above):
+        below, above = above, 2 * above
+    while above - below > 1:
+        middle = (below + above) // 2
+        below, above = (middle, above) if holds(middle) else (below, middle)
+    return below
+
+
+def _suggestions(found: Estimate) -> Iterator[Suggestion]:
+    """Single changes that make an estimate fit, each tried."""
+    w = found.workload
+    step = 256 if w.context > 256 else 1
+    shorter = _largest(lambda n: _fitting(found, context=n * step) is not None) * step
+    fewer = _largest(lambda n: _fitting(found, generations=n) is not None)
+    tries: list[tuple[str, dict[str, Any]]] = [
+        (f"context {shorter}", {"context": shorter}),
+        (f"at most {fewer} generation{'s' * (fewer > 1)}", {"generations": fewer}),
+        (f"LoRA of rank {w.lora_rank}", {"mode": Mode.LORA} if w.mode is Mode.FULL else {}),
+        (f"QLoRA of rank {w.lora_rank}", {"mode": Mode.QLORA}),
+        *((f"optimizer {kind}", {"optimizer": kind} if w.mode is Mode.FULL else {}) for kind in Optimizer),
+    ]
+    for words, changes in tries:
+        fitting = _fitting(found, **changes)
+        if fitting is not None:
+            each = " on each GPU" if fitting.workload.tp > 1 else ""
+            text = f"{words} would fit: needs {format_bytes(fitting.needed_bytes)}{each}"
+            yield Suggestion(workload=fitting.workload, text=text)
+
+
+def _fitting(found: Estimate, **changes: Any) -> Estimate | None:
+    """The estimate with `changes` made, if there is one and it fits."""
+    try:
+        changed = _evaluate(found.shape, replace(found.workload, **changes))
+    except ValueError:  # a tp that does not divide this model, or a context or generations of 0
+        return None
+    return changed if changed.fits else None
+
+
+def _evaluate(shape: ModelShape, w: Workload) -> Estimate:
+    shape.check_tp(w.tp)
+    engine_workspace, activations = _engine_bytes(shape, w), _activation_bytes(shape, w)
+    state = _trainer_state(shape, w)
+    logits = w.micro_batch * w.context * shape.vocab_size * (w.dtype_bytes + 4)  # and an fp32 copy
+    engine_adapters = w.dtype_bytes * state[names.TRAINER_PARAMETERS] // 4  # the engine's own copy, which never sleeps
+    segments = {
+        names.ENGINE_WEIGHTS: shape.weight_bytes(tp=w.tp, dtype_bytes=w.dtype_bytes, nf4=w.mode is Mode.QLORA),
+        names.ENGINE_KV_CACHE: w.generations * shape.kv_bytes(w.context, tp=w.tp, dtype_bytes=w.dtype_bytes),
+        **state,
+        ACTIVATIONS: max(engine_workspace, activations),
+        LOGITS: min(LOGITS_WORKSPACE_BYTES, logits),
+        RESIDUAL: w.residual_bytes + engine_adapters,
+    }
+    train = {**segments, names.ENGINE_KV_CACHE: 0, ACTIVATIONS: activations}
+    sync = {**train, ACTIVATIONS: 0, LOGITS: 0}
+    rollout = {**segments, ACTIVATIONS: engine_workspace, LOGITS: 0}
+    away = _leaving(rollout, w.gpu_memory_bytes)
+    phases = {"rollout": {**rollout, **dict.fromkeys(away, 0)}, "sync": sync, "train": train}
+    moved = tuple(name for name in away if name != names.TRAINER_GRADIENTS)
+    offloaded: dict[str, tuple[str, ...]] = {"rollout": moved, "sync": (), "train": ()}
+    return Estimate(shape=shape, workload=w, segments=segments, phases=phases, offloaded=offloaded)
+
+
+def _leaving(rollout: Mapping[str, int], limit_bytes: int) -> tuple[str, ...]:
+    """What leaves for a rollout: gradients, which are dropped, then the fewest bytes that make it fit, or else all."""
+    gradients, optimizer, master = MOVABLE
+    moves = sorted([(optimizer,), (master,), (optimizer, master)], key=lambda away: sum(rollout[name] for name in away))
+    for choice in ((), (gradients,), *((gradients, *move) for move in moves)):
+        away = tuple(name for name in choice if rollout[name])
+        if sum(rollout.values()) - sum(rollout[name] for name in away) <= limit_bytes:
+            break
+    return away
+
+
+def _trainer_state(shape: ModelShape, w: Workload) -> dict[str, int]:
+    """Parameters of the trainer's own, gradients, optimizer state and master weights of what is trained."""
+    full = w.mode is Mode.FULL
+    groups = [(group.local_shape(w.tp), group.count) for group in shape.tensors()]
+    trained = groups if full else shape.adapter_shapes(w.lora_rank, tp=w.tp)
+    num_trained = sum(prod(size) * count for size, count in trained)
+    return {
+        names.TRAINER_PARAMETERS: 0 if full else 4 * num_trained,
+        names.TRAINER_GRADIENTS: (w.dtype_bytes if full else 4) * num_trained,
+        names.TRAINER_OPTIMIZER: sum(_optimizer_bytes(w.optimizer, size) * count for size, count in trained),
+        names.TRAINER_MASTER_WEIGHTS: 4 * num_trained if full and w.dtype_bytes < 4 else 0,
+    }
+
+
+def _optimizer_bytes(optimizer: Optimizer, shape: tuple[int, ...]) -> int:
+    """State of one tensor; adafactor factors the last two axes (Shazeer and Stern 2018, as `torch.optim.Adafactor`)."""
+    if optimizer is Optimizer.ADAFACTOR and len(shape) > 1:
+        return 4 * prod(shape[:-2]) * (shape[-2] + shape[-1])
+    return (8 if optimizer is Optimizer.ADAMW else 4) * prod(shape)
+
+
+def _engine_bytes(shape: ModelShape, w: Workload) -> int:
+    """The engine's workspace: the larger of one step and of the sampler over all sequences.
+
+    A step holds queries, keys and values and the MLP's three intermediates, going in and coming out.
+    """
+    heads = (shape.num_heads // w.tp + shape.local_kv_heads(w.tp)) * shape.head_dim
+    dense, routed = shape.mlp_widths(w.tp)
+    width = max(3 * dense, 3 * routed + shape.experts_per_token * shape.hidden_size)
+    step = min(ENGINE_BATCH_TOKENS, w.generations * w.context) * 2 * w.dtype_bytes * (heads + width)
+    sampler = w.generations * shape.vocab_size * SAMPLER_BYTES_PER_LOGIT
+    return max(step, sampler) + _whole_matrix_bytes(shape, w, training=False)
+
+
+def _activation_bytes(shape: ModelShape, w: Workload) -> int:
+    """Training with a checkpoint at the input of every layer (Chen et al. 2016, one segment a layer).
+
+    Held at the worst moment: all checkpoints; what the layer that is being recomputed keeps for its backward; the
+    gradients on their way through it, taken as two of its widest and two of the hidden size; the final norm.
+    """
+    d, hidden = w.dtype_bytes, shape.hidden_size
+    per_token = shape.num_layers * hidden * d + _layer_bytes(shape, w) + hidden * (NORM_BYTES + 2 * d)
+    per_token += 2 * d * (max(shape.mlp_widths(w.tp)) + hidden)
+    return w.micro_batch * w.context * per_token + _whole_matrix_bytes(shape, w, training=True)
+
+
+def _layer_bytes(shape: ModelShape, w: Workload) -> int:
+    """What autograd keeps of one transformers layer for one token, with flash attention, which needs no mask.
+
+    Norms; queries, keys, values, attention output and log-sum-exp; gate, activation, up and their product; the inputs
+    of the linear layers, which LoRA keeps as an fp32 copy for each adapter. Counted tensor by tensor in the tests.
+    """
+    d, hidden, rank = w.dtype_bytes, shape.hidden_size, w.lora_rank
+    heads, kv_heads = shape.num_heads // w.tp, shape.local_kv_heads(w.tp)
+    q, kv = heads * shape.head_dim, kv_heads * shape.head_dim
+    width, routed = shape.mlp_widths(w.tp)
+    norms = shape.norms_per_layer * (NORM_BYTES * hidden + 4)
+    norms += (NORM_BYTES * (q + kv) + 4 * (heads + kv_heads)) * shape.qk_norm
+    attention = 2 * d * (q + kv) + 4 * heads
+    if w.mode is Mode.FULL:
+        inputs, dense = 2 * d * hidden, 4 * d * width
+    else:
+        inputs, dense = 4 * (3 * hidden + q + 4 * rank), 3 * d * width + 4 * (2 * hidden + width + 3 * rank)
+    experts = shape.experts_per_token * (2 * d * hidden + 40) + 4 * d * routed + d * hidden + 4 * shape.num_experts
+    return norms + attention + inputs + max(dense if width else 0, experts if routed else 0)
+
+
+def _whole_matrix_bytes(shape: ModelShape, w: Workload, *, training: bool) -> int:
+    """Matrices that exist for a moment: NF4 unpacked to be multiplied, the largest; in training a new gradient beside
+    the sum it joins, or, with LoRA on packed experts, one layer merged and its delta."""
+    sizes = [(group, prod(group.local_shape(w.tp))) for group in shape.tensors()]
+    if w.mode is Mode.FULL:
+        return w.dtype_bytes * max(size for _, size in sizes) if training else 0
+    unpacked = max(size for group, size in sizes if group.quantizable) if w.mode is Mode.QLORA else 0
+    experts = sum(size for group, size in sizes if group.module == "experts") if training else 0
+    return w.dtype_bytes * unpacked + (w.dtype_bytes + 4) * experts

@@ -1,0 +1,71 @@
+"""What a runtime is and chose, in sentences for `rt.report()`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from colo.config import RuntimeConfig
+from colo.engine import Engine
+from colo.phases.phase import Phase
+from colo.phases.trace import Trace
+from colo.trainer.inventory import Kept
+from colo.units import format_bytes
+from colo.weights.publish import Publisher
+from colo.weights.transports.base import Transport
+
+
+def facts_of(
+    engine: Engine,
+    transport: Transport,
+    publisher: Publisher,
+    trace: Trace,
+    config: RuntimeConfig,
+    *,
+    device: torch.device,
+    kept: Sequence[Kept],
+) -> dict[str, str]:
+    """Name to sentence, in the order in which a report shows them."""
+    rollout, train, ever = (format_bytes(trace.peak_bytes(phase)) for phase in (Phase.ROLLOUT, Phase.TRAIN, None))
+    facts = {
+        "engine": f"{engine.name} on {device}: {engine.placement}",
+        "weights": f"{transport.name}: {transport.reason}",
+        "version": f"{publisher.version}, {len(publisher.published)} publications, "
+        f"{format_bytes(publisher.bytes_synced)} copied",
+        "peak": f"rollout {rollout}, train {train}, ever {ever}",
+        "offload": f"{config.offload}: {_why_offload(trace)}",
+    }
+    residual = engine.residual_bytes
+    if residual:
+        parts = ", ".join(f"{kind} {format_bytes(num_bytes)}" for kind, num_bytes in residual.items())
+        facts["asleep"] = f"{format_bytes(sum(residual.values()))} stay with the engine: {parts}"
+    if kept:
+        facts["kept"] = _what_is_kept(kept)
+    changed = trace.metrics.get("changed_fraction")
+    if changed:
+        facts["changed"] = f"{changed[-1]:.1%} of the 16-bit weights in the last step"
+    mismatch = trace.metrics.get("mismatch") or trace.metrics.get("mismatch_sampled")
+    if mismatch:
+        facts["mismatch"] = f"{mismatch[-1]:.2g} mean |log p(engine) - log p(trainer)| in the last step"
+    return facts
+
+
+def _what_is_kept(kept: Sequence[Kept]) -> str:
+    """State that stays on the device: how much, and by reason one name for all."""
+    by_reason: dict[str, list[Kept]] = {}
+    for item in kept:
+        by_reason.setdefault(item.reason, []).append(item)
+    parts = [
+        f"{items[0].name}" + (f" and {len(items) - 1} others" if len(items) > 1 else "") + f": {reason}"
+        for reason, items in by_reason.items()
+    ]
+    size = format_bytes(sum(item.size_bytes for item in kept))
+    return f"{size} of the optimizer's state stay on the device: {'; '.join(parts)}"
+
+
+def _why_offload(trace: Trace) -> str:
+    moved = sorted({s.name.removeprefix("out ") for s in trace.spans if s.name.startswith("out ")})
+    if moved:
+        return f"{', '.join(moved)} left the device for rollouts"
+    return "no state of the trainer had to leave the device"

@@ -1,0 +1,306 @@
+"""Gradients as a segment: parked in host memory while a rollout needs their room, and back as they were."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch.utils import _pytree as pytree
+
+from colo.errors import PhaseError
+from colo.memory.arena import Extent
+from colo.memory.dtensor import assembly_of, is_dtensor, part_bytes, part_of
+from colo.memory.offload import Mover, Transfer
+from colo.memory.region import ALIGNMENT_BYTES
+from colo.memory.storage import num_references
+from colo.memory.uninterrupted import uninterrupted
+from colo.phases.phase import TRAINER_GRADIENTS, Residency, check_move
+from colo.phases.segment import Done, Move
+from colo.trainer.stand_ins import AwayTensor, Call, Keeper
+from colo.units import align_up
+
+Assembly = Callable[[torch.Tensor], torch.Tensor]
+"""Makes a tensor of a part."""
+
+
+@runtime_checkable
+class StepsInParts(Protocol):
+    """An optimizer whose step, once failed, goes on with the gradients that it has not taken in."""
+
+    def taken_in(self) -> list[torch.Tensor]:
+        """Parameters whose present gradients a step that failed has taken in."""
+        ...
+
+    def take_in(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Treat the present gradients of `parameters` as taken in: they are the same, in other memory."""
+        ...
+
+
+@dataclass(slots=True)
+class _Parked:
+    """One parameter's gradient in the arena."""
+
+    parameter: torch.Tensor
+    host: torch.Tensor
+    """The part of it that lies in this process, as a view of the arena."""
+
+    assembly: Assembly
+    """What makes a gradient of such a part."""
+
+    stand_in: AwayTensor
+    """What the parameter has as its gradient meanwhile."""
+
+    was_taken_in: bool = False
+    """By a step that failed, and will go on."""
+
+    is_zeroed: bool = False
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether it is the parameter's gradient still: nobody has taken it away, or assigned another."""
+        return self.parameter.grad is self.stand_in
+
+
+class GradientSegment(Keeper):
+    """The gradients of some parameters, which autograd allocates and the loop zeroes or drops, as it does without colo.
+
+    For a rollout that needs their room they are copied to the host arena, and come back as they were. Meanwhile each
+    parameter has a stand-in for a gradient: `zero_grad` has its effect on it, one that is assigned by hand takes its
+    place, and whatever else touches it is asked of `on_touch` first. Gradients that somebody else holds a reference to,
+    and sparse ones, stay where they are.
+    """
+
+    name = TRAINER_GRADIENTS
+    away = Residency.OFFLOADED
+
+    def __init__(self, optimizer: torch.optim.Optimizer, *, mover: Mover) -> None:
+        self._optimizer = optimizer
+        self._mover = mover
+        self._extent: Extent | None = None
+        self._parked: list[_Parked] = []
+        self._staying_bytes = 0
+        self.on_touch: Callable[[], None] = lambda: self.begin(Residency.RESIDENT).wait()
+        """Brings the gradients back, or raises `PhaseError` with what to do, when one that is away is touched."""
+
+    @property
+    def is_parked(self) -> bool:
+        """Whether some are in the arena."""
+        return bool(self._parked)
+
+    @property
+    def residency(self) -> Residency:
+        """`RESIDENT` while there are gradients, `OFFLOADED` while some are parked, `DISCARDED` without any."""
+        if any(parked.is_wanted for parked in self._parked):
+            return Residency.OFFLOADED
+        return Residency.RESIDENT if self.device_bytes else Residency.DISCARDED
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the gradients there are or, without any, of those a backward pass will make."""
+        parked_bytes = sum(parked.host.nbytes for parked in self._parked if parked.is_wanted)
+        if parked_bytes:
+            return parked_bytes
+        trainable = (part_bytes(p) for p in parameters_of(self._optimizer) if p.requires_grad)
+        return self.device_bytes or max(0, sum(trainable) - self.staying_bytes)
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of the gradients on the device, without those that stay there."""
+        return self._present_bytes() - self.staying_bytes
+
+    @property
+    def staying_bytes(self) -> int:
+        """Bytes of gradients that were seen, by `refresh`, to be held by something else, or sparse."""
+        return min(self._staying_bytes, self._present_bytes()) if self._staying_bytes else 0
+
+    def refresh(self) -> None:
+        """Look at which gradients may leave, before they are asked to."""
+        parameters = [p for p in parameters_of(self._optimizer) if p.grad is not None]
+        # Each gradient is looked up where it is asked about: a list of them would hold them.
+        self._staying_bytes = sum(
+            part_bytes(_gradient(p)) for p in parameters if not isinstance(p.grad, AwayTensor) and not _may_leave(p)
+        )
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of the arena held."""
+        return self._extent.size_bytes if self._extent else 0
+
+    def begin(self, target: Residency) -> Move:
+        """Move at once; see `colo.phases.segment.Segment.begin`."""
+        source = self.residency
+        if target is source or (source is Residency.DISCARDED and target is Residency.RESIDENT):
+            return Done()  # the backward pass makes them
+        check_move(self.name, source, target)
+        assert target is not Residency.DISCARDED, "gradients are the loop's to drop"
+        return self._park() if target is Residency.OFFLOADED else self._unpark()
+
+    def touched(self, call: Call) -> Any:
+        """Zero what stands in for gradients; for anything else have them brought back, and do it with them."""
+        function, args, kwargs = call
+        verb = getattr(function, "__name__", "")
+        if verb in _UNCHANGED:
+            return args[0]
+        if verb in ("zero_", "_foreach_zero_"):
+            return self._zero(args[0])
+        self.on_touch()
+        return function(*pytree.tree_map(self._returned, list(args)), **pytree.tree_map(self._returned, dict(kwargs)))
+
+    def reached(self, call: Call) -> Any:
+        """Let a backward pass add to gradients that are away: they are brought back, and are what it adds to."""
+        function, args, kwargs = call
+        if getattr(function, "overloadpacket", None) not in (torch.ops.aten.add, torch.ops.aten.add_):
+            return super().reached(call)
+        self.on_touch()
+        return function(*map(self._returned, args), **kwargs)
+
+    def _present(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Every parameter that has a gradient on the device, with the gradient."""
+        with_gradient = ((p, p.grad) for p in parameters_of(self._optimizer))
+        return [(p, g) for p, g in with_gradient if g is not None and not isinstance(g, AwayTensor)]
+
+    def _present_bytes(self) -> int:
+        return sum(part_bytes(gradient) for _, gradient in self._present())
+
+    def _zero(self, tensors: torch.Tensor | list[torch.Tensor]) -> Any:
+        by_stand_in = {id(parked.stand_in): parked for parked in self._parked}
+        for tensor in [tensors] if isinstance(tensors, torch.Tensor) else tensors:
+            parked = by_stand_in.get(id(tensor))
+            if parked is not None:
+                parked.is_zeroed, parked.was_taken_in = True, False
+            else:
+                self._returned(tensor).zero_()
+        return tensors
+
+    def _returned(self, value: Any) -> Any:
+        """The gradient itself in place of its stand-in. Raises: `PhaseError` for one that has been replaced since."""
+        if not isinstance(value, AwayTensor) or value.keeper is not self:
+            return value
+        parameter: torch.Tensor = value.parameter
+        gradient = parameter.grad
+        if gradient is None or isinstance(gradient, AwayTensor):
+            raise PhaseError("this stood in for a gradient that was in host memory, and is gone: read `parameter.grad`")
+        return gradient
+
+    def _park(self) -> Move:
+        taken_in = set(self._optimizer.taken_in()) if isinstance(self._optimizer, StepsInParts) else set()
+        leaving = [parameter for parameter in parameters_of(self._optimizer) if _may_leave(parameter)]
+        if not leaving:
+            return Done()
+        parts = [part_of(_gradient(parameter)).contiguous() for parameter in leaving]
+        offsets = _offsets(parts)
+        extent = self._mover.arena.allocate(offsets[-1])
+        try:
+            host = self._mover.arena.view(extent)
+            flat = [_as_bytes(part) for part in parts]
+            views = [host.narrow(0, offset, one.numel()) for one, offset in zip(flat, offsets, strict=False)]
+            _copy_all(self._mover.copy_out, zip(flat, views, strict=True))
+        except BaseException:  # the gradients are where they were
+            self._mover.arena.release(extent)
+            raise
+        with uninterrupted():
+            self._forget_parked()
+            self._extent = extent
+            for parameter, part, view in zip(leaving, parts, views, strict=True):
+                gradient = _gradient(parameter)
+                host_part = view.view(part.dtype).view(part.shape)
+                parked = _Parked(parameter, host_part, assembly_of(gradient), self._stand_in(parameter))
+                parked.was_taken_in = parameter in taken_in
+                self._parked.append(parked)
+                parameter.grad = parked.stand_in
+        return Done(offsets[-1])
+
+    def _stand_in(self, parameter: torch.Tensor) -> AwayTensor:
+        made = AwayTensor(_gradient(parameter), self)
+        made.parameter = parameter  # type: ignore[attr-defined]  # tensors take attributes
+        return made
+
+    def _unpark(self) -> Move:
+        wanted = [parked for parked in self._parked if parked.is_wanted]
+        back = [torch.empty(p.host.shape, dtype=p.host.dtype, device=self._mover.device) for p in wanted]
+        pairs = list(zip(wanted, back, strict=True))
+        copied = [(_as_bytes(p.host), _as_bytes(part)) for p, part in pairs if not p.is_zeroed]
+        _copy_all(self._mover.copy_in, copied)
+        with uninterrupted():
+            for parked, part in pairs:
+                parked.parameter.grad = parked.assembly(part.zero_() if parked.is_zeroed else part)
+            if isinstance(self._optimizer, StepsInParts):
+                self._optimizer.take_in([parked.parameter for parked in wanted if parked.was_taken_in])
+            self._forget_parked()
+        return Done(sum(part.nbytes for part in back))
+
+    def _forget_parked(self) -> None:
+        self._parked.clear()
+        if self._extent is not None:
+            self._mover.arena.release(self._extent)
+            self._extent = None
+
+
+_UNCHANGED = frozenset({"requires_grad_", "detach_", "__set__"})
+"""What `zero_grad` does to a gradient before it zeroes it: nothing to one that has no history."""
+
+
+def _gradient(parameter: torch.Tensor) -> torch.Tensor:
+    assert parameter.grad is not None, "only parameters with gradients are parked"
+    return parameter.grad
+
+
+def _may_leave(parameter: torch.Tensor) -> bool:
+    """Whether a parameter has a gradient that is its alone: held by no variable, and no view of a bucket, as DDP's."""
+    gradient = parameter.grad
+    if gradient is None or isinstance(gradient, AwayTensor) or gradient.layout is not torch.strided:
+        return False
+    del gradient
+    return is_dtensor(_gradient(parameter)) or num_holders(parameter) == 0
+
+
+def num_holders(parameter: torch.Tensor) -> int:
+    """How many variables, attributes and views refer to the gradient of `parameter`, beside the parameter itself."""
+    return max(0, _count_references(parameter) - _references_of_nobody())
+
+
+def _count_references(parameter: torch.Tensor) -> int:
+    gradient = _gradient(parameter)
+    return sys.getrefcount(gradient) + num_references(gradient)
+
+
+@cache
+def _references_of_nobody() -> int:
+    """What is counted of a gradient that nobody holds: it differs with versions of Python and torch."""
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    parameter.grad = torch.zeros(1)
+    return _count_references(parameter)
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """What an optimizer trains, in its order."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _copy_all(
+    copy: Callable[[torch.Tensor, torch.Tensor], Transfer], pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]
+) -> None:
+    """Copy, and return or raise when no copy is under way any more: what it reads or writes may be freed then."""
+    with uninterrupted():
+        transfers: list[Transfer] = []
+        try:
+            transfers.extend(copy(source, target) for source, target in pairs)
+        finally:
+            for transfer in transfers:
+                transfer.wait()
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().view(-1).view(torch.uint8)
+
+
+def _offsets(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Where each tensor starts when they lie one after another, aligned; the last entry is the end."""
+    offsets = [0]
+    for tensor in tensors:
+        offsets.append(offsets[-1] + align_up(tensor.numel() * tensor.element_size(), ALIGNMENT_BYTES))
+    return offsets

@@ -1,0 +1,203 @@
+"""What an optimizer keeps: every tensor in its state, by name, and why some of them have to stay on the device."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from colo.memory.dtensor import part_of
+from colo.memory.storage import dense_parts, num_others, storage_key
+from colo.trainer.gradients import parameters_of
+from colo.trainer.places import Place
+from colo.trainer.stand_ins import AwayTensor
+from colo.trainer.subclasses import inner_tensors, is_wrapper
+
+MASTER_WEIGHT = "master_weight"
+"""Key under which an optimizer's state keeps a parameter's fp32 master (`colo.trainer.master_weights.MasterWeights`)."""
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Kept:
+    """State that stays on the device, and why."""
+
+    name: str
+    size_bytes: int
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Found:
+    """A tensor of the state and where it was found."""
+
+    tensor: torch.Tensor
+    key: object
+    """Number of the parameter whose state it is, or another key of `optimizer.state`."""
+
+    within: object
+    """What `optimizer.state` has under that key."""
+
+    number: int
+    """Which of the leaves of that it is, or is in."""
+
+    is_master: bool
+    attributes: str = ""
+    """Names of those that lead to it, for a part of a tensor subclass."""
+
+    @property
+    def name(self) -> str:
+        """Such as `state[3]['exp_avg']`."""
+        path = pytree.tree_flatten_with_path(self.within)[0][self.number][0]
+        return f"state[{self.key}]{pytree.keystr(path)}{self.attributes}"
+
+
+class Inventory:
+    """The state of an optimizer as it is now, each tensor object once.
+
+    Nested containers that torch knows (`torch.utils._pytree`) are taken apart, and tensor subclasses that know how to
+    be; what is within others is found and stays where it is. Refers to the tensors for as long as it lives.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        parameters = parameters_of(optimizer)
+        self._numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
+        self._parameters = {storage_key(part_of(parameter)) for parameter in parameters}
+        self._gradients = {k for parameter in parameters if (k := _key_of_gradient(parameter)) is not None}
+        self.tensors: dict[int, Found] = {}
+        """Plain tensors and what stands in for them, those within subclasses too, by identity."""
+
+        self.wrappers: dict[int, Found] = {}
+        """Tensors of subclasses around others, and what stands in for them, by identity."""
+
+        self._others: list[tuple[Found, str]] = []
+        for key, value in optimizer.state.items():
+            self._look_through(self._numbers.get(id(key), key), value)
+
+    def loose(self, device: torch.device) -> list[list[Found]]:
+        """Tensors with bytes on `device` by what they lie in, without single numbers, nor the memory of a parameter.
+
+        Optimizers read single numbers, such as counts of steps, on the host.
+        """
+        groups: dict[int, list[Found]] = {}
+        for found in self.tensors.values():
+            tensor = found.tensor
+            if not isinstance(tensor, AwayTensor) and tensor.device == device and tensor.layout is torch.strided:
+                groups.setdefault(storage_key(tensor), []).append(found)
+        return [
+            group
+            for key, group in groups.items()
+            if key not in self._parameters and any(f.tensor.dim() and f.tensor.numel() for f in group)
+        ]
+
+    def why_it_stays(self, group: Sequence[Found]) -> str | None:
+        """Why tensors in one storage cannot be moved, as far as their memory is concerned; `None` when they can."""
+        for found in group:
+            if (reason := _peculiarity(found.tensor)) is not None:
+                return reason
+        first = group[0].tensor
+        if storage_key(first) in self._gradients:
+            return "it is a gradient"
+        return why_memory_stays([found.tensor for found in group])
+
+    def kept(self, device: torch.device) -> Iterator[Kept]:
+        """What is on `device` and not among the tensors that could move at all."""
+        counted = {*self.tensors, *self.wrappers}
+        for found, reason in self._others:
+            tensor = found.tensor
+            if tensor.device != device or not tensor.dim() or id(tensor) in counted or isinstance(tensor, AwayTensor):
+                continue
+            counted.add(id(tensor))
+            is_parameters = tensor.layout is torch.strided and storage_key(part_of(tensor)) in self._parameters
+            yield Kept(found.name, 0 if is_parameters else tensor_bytes(tensor), reason)
+
+    def bytes_of(self, group: Sequence[Found]) -> int:
+        """Bytes of one storage; none for a gradient, which is counted as such."""
+        storage = group[0].tensor.untyped_storage()
+        return 0 if int(storage._cdata) in self._gradients else int(storage.nbytes())
+
+    def _look_through(self, key: object, value: Any) -> None:
+        master = value.get(MASTER_WEIGHT) if isinstance(value, dict) else None
+        for number, leaf in enumerate(pytree.tree_leaves(value)):
+            if isinstance(leaf, torch.Tensor):
+                self._add(Found(leaf, key, value, number, leaf is master))
+            elif not isinstance(leaf, (int, float, str, bytes, type(None))):
+                reason = f"colo does not look into objects of type {type(leaf).__name__}"
+                self._others += [(Found(t, key, value, number, False), reason) for t in _tensors_within(leaf)]
+
+    def _add(self, found: Found) -> None:
+        tensor = found.tensor
+        if id(tensor) in self.tensors or id(tensor) in self.wrappers:
+            return
+        original = original_of(tensor)
+        if type(original) is torch.Tensor and original.layout is torch.strided:
+            self.tensors[id(tensor)] = found
+        elif is_wrapper(original):
+            self.wrappers[id(tensor)] = found
+            for name, inner in inner_tensors(original).items():
+                self._add(dataclasses.replace(found, tensor=inner, attributes=f"{found.attributes}.{name}"))
+        elif isinstance(original, AwayTensor) or type(original) in _PLAIN:
+            if original.layout is torch.strided:
+                self.tensors[id(tensor)] = found
+            else:
+                self._others.append((found, f"its layout is {original.layout}"))
+        else:
+            self._others.append((found, f"colo does not know tensors of type {type(original).__name__}"))
+
+
+def original_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A subclass around other tensors for what stands in for it; any other tensor, and its stand-in, as it is."""
+    if isinstance(tensor, AwayTensor) and isinstance(tensor.keeper, Place) and tensor.keeper.region is None:
+        return tensor.keeper.original
+    return tensor
+
+
+def why_memory_stays(tensors: Sequence[torch.Tensor]) -> str | None:
+    """Why the storage that `tensors` share cannot be given up although they are pointed elsewhere; `None` if it can."""
+    if count := num_others(tensors):
+        return f"{count} more refer{'s' if count == 1 else ''} to its memory: a view, or a buffer that it is a part of"
+    if not tensors[0].untyped_storage().resizable():
+        return "its memory is shared with NumPy or another owner"
+    return None
+
+
+def tensor_bytes(tensor: torch.Tensor) -> int:
+    """Bytes that a tensor of any layout takes, without what it shares its storage with."""
+    if is_wrapper(tensor):
+        return sum(map(tensor_bytes, inner_tensors(tensor).values()))
+    return sum(part.numel() * part.element_size() for part in dense_parts(tensor))
+
+
+def _peculiarity(tensor: torch.Tensor) -> str | None:
+    """What a tensor would lose if it were made anew over other memory."""
+    if tensor.grad_fn is not None or tensor._backward_hooks:
+        return "it is part of an autograd graph"
+    if tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
+        return "it is quantized, conjugated or negated"
+    return "it has a gradient" if tensor.is_leaf and tensor.grad is not None else None
+
+
+def _key_of_gradient(parameter: torch.Tensor) -> int | None:
+    gradient = parameter.grad
+    if gradient is None or isinstance(gradient, AwayTensor):
+        return None
+    part = part_of(gradient)
+    return storage_key(part) if part.layout is torch.strided else None
+
+
+def _tensors_within(value: object) -> list[torch.Tensor]:
+    """Tensors in an object that torch does not know as a container: its attributes, or what it holds."""
+    if isinstance(value, (set, frozenset, list, tuple)):
+        held: Any = list(value)
+    elif isinstance(value, Mapping):
+        held = list(value.values())
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        held = [getattr(value, field.name, None) for field in dataclasses.fields(value)]
+    else:
+        held = list(getattr(value, "__dict__", {}).values()) if not isinstance(value, type) else []
+    return [leaf for leaf in pytree.tree_leaves(held) if isinstance(leaf, torch.Tensor)]

@@ -1,0 +1,301 @@
+"""fp32 master weights for models in 16 bits.
+
+A bf16 number has 8 bits of precision: an update smaller than about |w|/256 rounds away, and at the learning rates of
+reinforcement learning most do. The optimizer therefore works on fp32 masters, in which small updates add up, and the
+model's weights are the masters rounded (mixed-precision training, arXiv:1710.03740).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.utils.weak import TensorWeakRef
+
+from colo.errors import Unsupported
+from colo.memory.dtensor import is_dtensor
+from colo.memory.uninterrupted import uninterrupted
+from colo.trainer.inventory import MASTER_WEIGHT
+from colo.trainer.snapshot import detach_state
+from colo.units import MIB
+
+MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
+"""Builds an optimizer from parameters or parameter groups, such as `lambda params: AdamW(params, lr=1e-6)`."""
+
+
+class MasterWeights:
+    """Makes optimizers that keep fp32 masters: give one to `colo.launch`, or call it with the model's parameters.
+
+    optimizer = MasterWeights(lambda params: torch.optim.AdamW(params, lr=1e-6))(model.parameters())
+    """
+
+    def __init__(self, make_optimizer: MakeOptimizer, *, bucket_bytes: int | None = 512 * MIB) -> None:
+        if not callable(make_optimizer):
+            raise TypeError(
+                "MasterWeights takes a function that makes an optimizer, such as lambda params: AdamW(params, "
+                f"lr=1e-6), not an instance of {type(make_optimizer).__name__}"
+            )
+        self._make_optimizer = make_optimizer
+        self._bucket_bytes = bucket_bytes
+
+    def __call__(self, params: Any) -> MasterWeightsOptimizer:
+        """Build the optimizer over `params`: an iterable of parameters, or of parameter groups."""
+        return MasterWeightsOptimizer(params, self._make_optimizer, bucket_bytes=self._bucket_bytes)
+
+
+class MasterWeightsOptimizer(torch.optim.Optimizer):
+    """An optimizer around another one that works on fp32 copies of 16-bit parameters.
+
+    To the outside its parameters are the model's, its state holds the masters (under `master_weight`) beside the inner
+    optimizer's, and its parameter groups' hyperparameters, which schedulers change, reach the inner one at each step.
+    What the inner one keeps there, such as a count of steps, is in ours after the step.
+    What has been written to a parameter since the last step, in whichever way, is its master from then on: each step
+    compares the two, which takes no more than reading both.
+    Parameters that are fp32 or wider are handed to the inner optimizer as they are.
+
+    A step handles `bucket_bytes` of fp32 gradients at a time, by calling the inner optimizer's `step` once for each
+    bucket with the other gradients absent. Optimizers that count steps per group rather than per parameter need
+    `bucket_bytes=None`, and then memory for all gradients in fp32.
+
+    A step that raises leaves every gradient where it was. The next one goes on with the bucket that failed, unless the
+    gradients of those before it have changed since: they are a new step's then. A rollout in between changes none.
+    """
+
+    def __init__(self, params: Any, make_optimizer: MakeOptimizer, *, bucket_bytes: int | None = 512 * MIB) -> None:
+        if bucket_bytes is not None and bucket_bytes <= 0:
+            raise ValueError(f"bucket_bytes must be positive or None, not {bucket_bytes}")
+        groups = _as_groups(params)
+        self._masters: dict[torch.Tensor, torch.Tensor] = {}
+        self._unrounded: dict[torch.Tensor, int] = {}  # masters under way, and writes to their parameters before
+        self._bucket_bytes = bucket_bytes
+        self._taken: dict[torch.Tensor, tuple[TensorWeakRef, int]] = {}  # gradients, of a step that has not ended
+        self._changed: torch.Tensor | None = None
+        self._num_elements = 0
+        self._loading: dict[Any, Any] = {}
+        self._inner = make_optimizer([self._with_masters(group) for group in groups])
+        self._shown: list[dict[str, Any]] = []  # of the inner optimizer's groups, what ours have had since
+        super().__init__(groups, self._inner.defaults)
+        self.register_load_state_dict_pre_hook(lambda _, state_dict: self._before_load(state_dict))
+        self.register_load_state_dict_post_hook(lambda _: self._after_load())
+        self._publish_state()
+
+    @property
+    def inner(self) -> torch.optim.Optimizer:
+        """The optimizer that works on the masters."""
+        return self._inner
+
+    @property
+    def changed_fraction(self) -> float | None:
+        """Fraction of the 16-bit elements that the last step changed; `None` before the first. Waits for the device."""
+        return None if self._changed is None else float(self._changed) / max(1, self._num_elements)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, with masters of their own; see `torch.optim.Optimizer.add_param_group`."""
+        super().add_param_group(param_group)
+        if len(self.param_groups) > len(self._inner.param_groups):
+            self._inner.add_param_group(self._with_masters(self.param_groups[-1]))
+            self._publish_state()
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the masters from the parameters' gradients, and the parameters from the masters."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._copy_hyperparameters()
+        self._changed, self._num_elements = None, 0
+        try:
+            self._go_on()
+            for bucket in self._buckets():
+                with uninterrupted():  # masters, gradients and the note of what was taken in change together
+                    self._step_bucket(bucket)
+        finally:
+            with uninterrupted():
+                self._show_hyperparameters()
+                self._publish_state()
+        self._taken.clear()
+        return loss
+
+    def taken_in(self) -> list[torch.Tensor]:
+        """Parameters whose present gradients a step that failed has taken in; see `StepsInParts`."""
+        return [
+            parameter
+            for parameter, (gradient, version) in self._taken.items()
+            if parameter.grad is not None and gradient() is parameter.grad and parameter.grad._version == version
+        ]
+
+    def take_in(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Treat the present gradients of `parameters` as taken in; see `StepsInParts`."""
+        self._taken.update((p, (TensorWeakRef(p.grad), p.grad._version)) for p in parameters if p.grad is not None)
+
+    def _step_bucket(self, bucket: list[torch.Tensor]) -> None:
+        hidden = self._hide_gradients(except_for=bucket)
+        try:
+            for parameter in bucket:
+                master = self._masters.get(parameter)
+                if master is not None and parameter.grad is not None:
+                    self._follow(parameter, master)
+                    self._unrounded[parameter] = parameter._version
+                    master.grad = parameter.grad.to(torch.float32)
+            self._inner.step()
+            self.take_in(bucket)
+        finally:
+            for parameter, gradient in hidden:
+                parameter.grad = gradient
+            for parameter in bucket:
+                if parameter in self._masters:
+                    self._masters[parameter].grad = None
+        for parameter in bucket:
+            self._round(parameter)
+
+    def _go_on(self) -> None:
+        """Forget what a failed step has taken in where gradients are others now, and finish rounding the rest."""
+        self._taken = {parameter: self._taken[parameter] for parameter in self.taken_in()}
+        for parameter in self._taken:
+            if parameter in self._masters:
+                self._follow(parameter, self._masters[parameter])
+                self._round(parameter)
+
+    def _follow(self, parameter: torch.Tensor, master: torch.Tensor) -> None:
+        """Take over what somebody else has written to a parameter; where it is the master rounded, that stays."""
+        # Where a step has failed, the parameter is not yet its master rounded: then torch's count of writes must do.
+        if self._unrounded.get(parameter) != parameter._version:
+            torch.where(master.to(parameter.dtype) == parameter, master, parameter.to(torch.float32), out=master)
+
+    def _round(self, parameter: torch.Tensor) -> None:
+        master = self._masters.get(parameter)
+        if master is None:
+            return
+        rounded = master.to(parameter.dtype)
+        changed = (rounded != parameter).sum(dtype=torch.float64)
+        self._changed = changed if self._changed is None else self._changed + changed.to(self._changed.device)
+        self._num_elements += parameter.numel()
+        parameter.copy_(rounded)
+        self._unrounded.pop(parameter, None)
+
+    def _hide_gradients(self, except_for: list[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Take away the gradients of parameters without masters whose turn is not now."""
+        turn = {id(parameter) for parameter in except_for}
+        hidden = []
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter not in self._masters and id(parameter) not in turn and parameter.grad is not None:
+                    hidden.append((parameter, parameter.grad))
+                    parameter.grad = None
+        return hidden
+
+    def _buckets(self) -> Iterable[list[torch.Tensor]]:
+        bucket: list[torch.Tensor] = []
+        taken_bytes = 0
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None or parameter in self._taken:
+                    continue
+                size_bytes = 4 * parameter.numel()
+                if bucket and self._bucket_bytes is not None and taken_bytes + size_bytes > self._bucket_bytes:
+                    yield bucket
+                    bucket, taken_bytes = [], 0
+                bucket.append(parameter)
+                taken_bytes += size_bytes
+        if bucket:
+            yield bucket
+
+    def _with_masters(self, group: dict[str, Any]) -> dict[str, Any]:
+        return {**group, "params": [self._master_of(parameter) for parameter in group["params"]]}
+
+    def _master_of(self, parameter: torch.Tensor) -> torch.Tensor:
+        if not parameter.is_floating_point() or parameter.element_size() >= 4:
+            return parameter
+        if is_dtensor(parameter):
+            raise Unsupported(
+                f"a parameter of {parameter.dtype} is sharded over ranks: load the model in float32 and let FSDP2 "
+                "compute in 16 bits, fully_shard(..., mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)); its "
+                "own parameters are the masters then, for an optimizer without MasterWeights"
+            )
+        master = parameter.detach().to(torch.float32, copy=True)
+        master.requires_grad_(parameter.requires_grad)
+        self._masters[parameter] = master
+        return master
+
+    def _copy_hyperparameters(self) -> None:
+        """Give the inner optimizer what has been written to our groups; what it keeps there itself stays."""
+        shown = itertools.chain(self._shown, itertools.repeat({}))
+        for outer, inner, before in zip(self.param_groups, self._inner.param_groups, shown, strict=False):
+            inner.update({k: v for k, v in _without_parameters(outer).items() if k not in before or before[k] is not v})
+
+    def _show_hyperparameters(self) -> None:
+        for outer, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
+            outer.update(_without_parameters(inner))
+        self._shown = [_without_parameters(outer) for outer in self.param_groups]
+
+    def _publish_state(self) -> None:
+        """Show the inner optimizer's state, by the model's parameters and with the masters, as our own."""
+        for outer, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
+            for parameter, master in zip(outer["params"], inner["params"], strict=True):
+                state = dict(self._inner.state.get(master, {}))
+                if parameter in self._masters:
+                    state[MASTER_WEIGHT] = master
+                if state:
+                    self.state[parameter] = state
+
+    def _before_load(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Keep the state from torch's own loading, which would round fp32 state to the dtype of the parameters."""
+        indices = {index for group in state_dict["param_groups"] for index in group["params"]}
+        lacking = sorted(i for i in indices & set(state_dict["state"]) if self._lacks_master(state_dict, i))
+        if lacking:
+            raise ValueError(
+                f"the state of {len(lacking)} parameters, number {lacking[0]} for one, has no {MASTER_WEIGHT}: it was "
+                "saved by an optimizer without master weights"
+            )
+        self._loading = detach_state(state_dict, self)
+        return {**state_dict, "state": {}}
+
+    def _lacks_master(self, state_dict: dict[str, Any], index: int) -> bool:
+        order = [i for group in state_dict["param_groups"] for i in group["params"]]
+        own = [p for group in self.param_groups for p in group["params"]]
+        position = order.index(index)
+        needs = position < len(own) and own[position] in self._masters
+        return needs and MASTER_WEIGHT not in state_dict["state"][index]
+
+    @torch.no_grad()
+    def _after_load(self) -> None:
+        loaded, self._loading = self._loading, {}
+        self._taken.clear()
+        self._unrounded.clear()
+        order = [index for group in loaded["param_groups"] for index in group["params"]]
+        own = [p for group in self.param_groups for p in group["params"]]
+        inner_state = {}
+        for index, parameter in zip(order, own, strict=True):
+            state = dict(loaded["state"].get(index, {}))
+            master = state.pop(MASTER_WEIGHT, None)
+            if master is not None:
+                # New memory rather than a copy into the old, which may be offloaded.
+                own_master = self._masters[parameter]
+                own_master.data = master.to(device=parameter.device, dtype=torch.float32, copy=True)
+            inner_state[index] = state
+        filled = {index: state for index, state in inner_state.items() if state}
+        self._inner.load_state_dict({"state": filled, "param_groups": loaded["param_groups"]})
+        self._shown = [_without_parameters(outer) for outer in self.param_groups]
+        self.state.clear()
+        self._publish_state()
+
+
+def _without_parameters(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}
+
+
+def _as_groups(params: Any) -> list[dict[str, Any]]:
+    """Parameter groups with lists, from whatever a torch optimizer accepts."""
+    items = list(params)
+    if not items:
+        raise ValueError("the optimizer got an empty parameter list")
+    if not isinstance(items[0], dict):
+        items = [{"params": [item[1] if isinstance(item, tuple) else item for item in items]}]
+    groups = []
+    for item in items:
+        members = item["params"]
+        groups.append({**item, "params": [members] if isinstance(members, torch.Tensor) else list(members)})
+    return groups

@@ -1,0 +1,279 @@
+"""Trainer state as segments: what any `torch.optim.Optimizer` keeps, gathered into regions.
+
+State is found, not declared: after every step the offloader walks `optimizer.state` for tensors on its device that it
+does not hold yet, and moves their storages into regions, one region at a time, so that never more than a region's worth
+exists twice. The tensor objects stay the same; only where their bytes live changes, and while those are in host memory
+the objects say so (`stand_ins`). Scalars (step counters) stay where they are, because optimizers read them on
+the host. Of a tensor that is sharded over processes (`DTensor`) each of them moves its part. A storage is moved only
+when everything that refers to it is known; what is not stays on the device, and is named.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+from colo.errors import BudgetError, Unsupported
+from colo.memory.dtensor import part_bytes
+from colo.memory.offload import Mover
+from colo.memory.region import ALIGNMENT_BYTES
+from colo.memory.storage import storage_key
+from colo.phases.phase import (
+    TRAINER_KEPT,
+    TRAINER_MASTER_WEIGHTS,
+    TRAINER_OPTIMIZER,
+    Residency,
+    check_move,
+)
+from colo.phases.segment import Done, Move
+from colo.trainer.gradients import GradientSegment
+from colo.trainer.inventory import Found, Inventory, Kept
+from colo.trainer.snapshot import detach_state, snapshot
+from colo.trainer.state_segment import StateSegment
+from colo.units import GIB, align_up
+
+
+class KeptSegment:
+    """State that never leaves the device, because somebody refers to its memory whom colo does not know, for one."""
+
+    name = TRAINER_KEPT
+    residency = Residency.RESIDENT
+    away = None
+    host_bytes = 0
+
+    def __init__(self, segments: Sequence[StateSegment], gradients: GradientSegment) -> None:
+        self._segments = segments
+        self._gradients = gradients
+        self.loose: list[Kept] = []
+        """What no region has been made for."""
+
+    @property
+    def items(self) -> list[Kept]:
+        """What stays, by name, and why."""
+        kept = [*self.loose, *(kept for segment in self._segments for kept in segment.kept)]
+        if num_bytes := self._gradients.staying_bytes:
+            kept.append(Kept("gradients", num_bytes, "something else refers to them, or they are sparse"))
+        return kept
+
+    @property
+    def holds_state(self) -> bool:
+        """Whether some of it is the optimizer's."""
+        return bool(self.loose) or any(segment.kept for segment in self._segments)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of everything that stays."""
+        return sum(kept.size_bytes for kept in self.items)
+
+    @property
+    def device_bytes(self) -> int:
+        """The same: it is on the device."""
+        return self.size_bytes
+
+    def begin(self, target: Residency) -> Move:
+        """Refuse every move. Raises: `PhaseError`."""
+        if target is not self.residency:
+            check_move(self.name, Residency.SHARED, target)
+        return Done()
+
+
+class StateOffloader:
+    """Makes the state of an optimizer, its fp32 masters and its gradients movable.
+
+    Attaches to the optimizer through torch's own hooks: state is back when a step begins, and new state is gathered
+    when it ends. `state_dict()` returns a snapshot in host memory, valid in every phase and whatever happens to the
+    state later; `load_state_dict` copies from what it is given and never keeps it.
+
+    Ownership: owns the regions of its segments. `close` moves the state back to ordinary memory, so that the optimizer
+    goes on working without colo.
+    Raises: `Unsupported` for an optimizer without torch's hooks, `BudgetError` without room for state that is there.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        mover: Mover,
+        *,
+        region_bytes: int = GIB,
+        before_step: Callable[[], None] | None = None,
+        after_step: Callable[[], None] | None = None,
+        on_touch: Callable[[str], None] | None = None,
+    ) -> None:
+        _check_hooks(optimizer)
+        self.optimizer = optimizer
+        self._mover = mover
+        self._region_bytes = region_bytes
+        self._before_step = before_step or self.bring_back
+        self._after_step = after_step or (lambda: None)
+        touch = on_touch or (lambda name: self._bring(name))
+        self.state = StateSegment(TRAINER_OPTIMIZER, mover=mover, on_touch=touch, is_master=False)
+        self.masters = StateSegment(TRAINER_MASTER_WEIGHTS, mover=mover, on_touch=touch, is_master=True)
+        self.gradients = GradientSegment(optimizer, mover=mover)
+        self.kept = KeptSegment((self.state, self.masters), self.gradients)
+        self._hooks = [
+            optimizer.register_step_pre_hook(_untraced(lambda *_: self._before_step())),
+            optimizer.register_step_post_hook(_untraced(lambda *_: self._stepped())),
+            optimizer.register_state_dict_post_hook(_untraced(lambda _, state_dict: self._snapshot(state_dict))),
+            optimizer.register_load_state_dict_pre_hook(_untraced(lambda _, given: detach_state(given, optimizer))),
+            optimizer.register_load_state_dict_post_hook(_untraced(lambda _: self.gather())),
+        ]
+        try:
+            self.gather()
+        except BaseException:
+            with suppress(Exception):  # what cannot go back is left where it is, which serves the optimizer as well
+                self.close()
+            raise
+
+    @property
+    def segments(self) -> tuple[StateSegment, StateSegment, GradientSegment]:
+        """`trainer.optimizer`, `trainer.master_weights`, `trainer.gradients`."""
+        return self.state, self.masters, self.gradients
+
+    def bring_back(self) -> None:
+        """Make everything resident and wait for it. Raises: `BudgetError` when the device has no room."""
+        for move in [segment.begin(Residency.RESIDENT) for segment in self.segments if segment.host_bytes]:
+            move.wait()
+
+    def gather(self) -> None:
+        """Take in state that has appeared since the last call, and let go of regions that nobody refers to any more.
+
+        What may not be moved is noted in `kept`. Raises: `BudgetError` when there is no room for new regions.
+        """
+        inventory = Inventory(self.optimizer)
+        was_offloaded = [s for s in (self.state, self.masters) if s.residency is Residency.OFFLOADED]
+        for segment in (self.state, self.masters):
+            segment.note(inventory)
+        reasons = [(group, inventory.why_it_stays(group)) for group in self._outside(inventory)]
+        movable = [group for group, reason in reasons if reason is None]
+        kept = [_kept(group, inventory, reason) for group, reason in reasons if reason is not None]
+        try:
+            for segment in (self.state, self.masters):
+                self._take_in(segment, [g for g in movable if any(f.is_master for f in g) is segment.is_master])
+        finally:
+            roomless = [
+                _kept(g, inventory, "there was no room to gather it") for g in self._outside(inventory, movable)
+            ]
+            self.kept.loose = [*inventory.kept(self._mover.device), *kept, *roomless]
+            self.state.expected_bytes = 0 if self.kept.holds_state else expected_state_bytes(self.optimizer)
+        for segment in was_offloaded:
+            segment.begin(Residency.OFFLOADED).wait()  # nobody who counts bytes knows of this move
+
+    def refresh(self) -> None:
+        """Look through the state before it is asked to leave: somebody may have taken views of it, or replaced it."""
+        self.gradients.refresh()
+        with suppress(BudgetError):
+            self.gather()
+
+    def close(self, device: torch.device | None = None) -> None:
+        """Move the state to ordinary memory, remove the hooks and release the regions. Idempotent.
+
+        The memory is on `device`, by default where the state has been. On the host it is that of the arena: copied at
+        the speed of the bus, and no second copy of what is there already. May be called again after an error.
+        Raises: `BudgetError` when the device has no room for the state; it is then offloaded as before.
+        """
+        if not self._hooks:
+            return
+        target = device or self._mover.device
+        if device is None or target.type != "cpu":
+            self.bring_back()
+        else:
+            if self.gradients.host_bytes:
+                self.gradients.begin(Residency.RESIDENT).wait()
+            for segment in (self.state, self.masters):
+                with suppress(BudgetError):  # without room in the arena, an ordinary copy does, slower
+                    segment.begin(Residency.OFFLOADED).wait()
+        for segment in (self.state, self.masters):
+            segment.hand_over(target)
+        while self._hooks:
+            self._hooks[-1].remove()
+            self._hooks.pop()
+
+    def _stepped(self) -> None:
+        try:
+            self.gather()
+        except BudgetError as error:
+            warnings.warn(
+                f"new state of the optimizer cannot leave the device until after the next step: {error}", stacklevel=2
+            )
+        finally:  # whatever became of its state, the step has been made
+            self._after_step()
+
+    def _snapshot(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        for segment in (self.state, self.masters):
+            segment.settle()
+        return snapshot(state_dict)
+
+    def _bring(self, name: str) -> None:
+        for segment in (self.state, self.masters):
+            if segment.name == name:
+                segment.begin(Residency.RESIDENT).wait()
+
+    def _outside(self, inventory: Inventory, groups: list[list[Found]] | None = None) -> list[list[Found]]:
+        """Of `groups`, by default of all that there are on the device, those that lie in no region."""
+        groups = inventory.loose(self._mover.device) if groups is None else groups
+        taken = self.state.storages | self.masters.storages
+        return [group for group in groups if storage_key(group[0].tensor) not in taken]
+
+    def _take_in(self, segment: StateSegment, groups: list[list[Found]]) -> None:
+        """Move whole storages, so that tensors that share one still do, a region at a time."""
+        if groups:
+            segment.begin(Residency.RESIDENT).wait()
+        while groups:
+            batch = _next_batch(groups, self._region_bytes)
+            segment.take_in(batch, self._mover.device)
+            groups = groups[len(batch) :]
+
+
+def _check_hooks(optimizer: torch.optim.Optimizer) -> None:
+    """Raise `Unsupported` for an optimizer, one around another mostly, that torch has not initialized."""
+    if not hasattr(optimizer, "_optimizer_state_dict_post_hooks"):
+        kind = type(optimizer).__name__
+        raise Unsupported(
+            f"{kind} does not call torch.optim.Optimizer.__init__, without which it has no hooks and colo cannot tell "
+            "when it steps: use the optimizer that it is around, or call super().__init__ in a subclass"
+        )
+
+
+def _untraced(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """A hook that `torch.compile` calls, in steps that it compiles, rather than traces."""
+    untraced: Callable[..., Any] = torch.compiler.disable(hook)
+    return untraced
+
+
+def _kept(group: Sequence[Found], inventory: Inventory, reason: str) -> Kept:
+    name = group[0].name if len(group) == 1 else f"{group[0].name} and {len(group) - 1} more"
+    return Kept(name, inventory.bytes_of(group), reason)
+
+
+def expected_state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of state that the first step of an optimizer will make, for those of torch whose state is known; else 0.
+
+    Adam, AdamW: two moments (three with amsgrad); SGD with momentum: one buffer; each as large as its parameter.
+    """
+    total_bytes = 0
+    optimizer = getattr(optimizer, "inner", optimizer)  # of `colo.trainer.master_weights.MasterWeights`
+    for group in optimizer.param_groups:
+        if isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)):
+            copies = 3 if group.get("amsgrad") else 2
+        else:
+            copies = int(isinstance(optimizer, torch.optim.SGD) and group.get("momentum", 0) != 0)
+        sizes = (part_bytes(p) for p in group["params"] if p.requires_grad)
+        total_bytes += copies * sum(align_up(size, ALIGNMENT_BYTES) for size in sizes)
+    return total_bytes
+
+
+def _next_batch(groups: Sequence[list[Found]], region_bytes: int) -> list[list[Found]]:
+    """As many of the first storages as a region of `region_bytes` holds, and at least one."""
+    batch: list[list[Found]] = []
+    taken_bytes = 0
+    for group in groups:
+        size_bytes = align_up(group[0].tensor.untyped_storage().nbytes(), ALIGNMENT_BYTES)
+        if batch and taken_bytes + size_bytes > region_bytes:
+            break
+        batch.append(group)
+        taken_bytes += size_bytes
+    return batch

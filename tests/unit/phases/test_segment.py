@@ -1,0 +1,23 @@
+"""Segments that never move, and moves that are complete when they are returned."""
+
+import pytest
+
+from colo.errors import PhaseError
+from colo.phases.phase import Residency
+from colo.phases.segment import Done, FixedSegment, Segment
+
+
+@pytest.mark.parametrize(("residency", "device_bytes"), [(Residency.RESIDENT, 7), (Residency.SHARED, 0)])
+def test_a_fixed_segment_holds_what_is_its_own_and_refuses_every_move(residency, device_bytes):
+    segment = FixedSegment("s", 7, residency)
+    assert isinstance(segment, Segment)
+    assert (segment.device_bytes, segment.host_bytes, segment.size_bytes, segment.away) == (device_bytes, 0, 7, None)
+    assert segment.begin(residency).poll()
+    for target in set(Residency) - {residency}:
+        with pytest.raises(PhaseError, match=f"segment s is shared and cannot become {target}"):
+            segment.begin(target)
+
+
+def test_a_move_that_is_done_says_how_much_it_moved():
+    assert (Done().moved_bytes, Done(5).moved_bytes, Done().poll()) == (0, 5, True)
+    assert Done().wait() is None

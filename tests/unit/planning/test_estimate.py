@@ -1,0 +1,412 @@
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from peft import LoraConfig, get_peft_model
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from colo.planning import estimate as module
+from colo.planning.estimate import Estimate, Mode, ModelShape, Optimizer, Workload, estimate, max_generations, what_fits
+from colo.planning.estimate import plan as plan_of_folder
+from colo.units import GIB
+
+HEADS = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
+SIZES = {"vocab_size": 151_936, "hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 36}
+EXPERTS = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
+GEMMA = {"hidden_size": 2560, "intermediate_size": 10_240, "num_hidden_layers": 34, "sliding_window": 1024}
+QWEN3_8B = ModelShape.from_config({"model_type": "qwen3", **SIZES, **HEADS})
+GEMMA_3_4B = ModelShape.from_config({"model_type": "gemma3_text", **GEMMA})
+MOE = ModelShape.from_config({"model_type": "qwen3_moe", **SIZES, **HEADS, **EXPERTS, "hidden_size": 2048})
+SHAPES = [QWEN3_8B, GEMMA_3_4B, MOE]
+PARAMETERS = 8_190_735_360  # of Qwen3-8B
+MOVABLE = {"trainer.gradients", "trainer.optimizer", "trainer.master_weights"}
+HUGE = 1 << 60  # a GPU on which everything stays
+NO_GPU = 1  # a GPU for which everything that can leave does
+
+
+def plan(shape=QWEN3_8B, **changes) -> Estimate:
+    base = {"gpu_memory_bytes": 80 * GIB, "mode": "full", "context": 4096, "generations": 16}
+    return estimate(shape, **{**base, **changes})
+
+
+@st.composite
+def workloads(draw, gpu=None):
+    """Arguments of `estimate`, for GPUs of 8 to 256 GiB unless one is given."""
+    return {
+        "gpu_memory_bytes": gpu or draw(st.integers(8, 256)) * GIB,
+        "mode": draw(st.sampled_from(Mode)),
+        "optimizer": draw(st.sampled_from(Optimizer)),
+        "context": draw(st.integers(1, 40_000)),
+        "generations": draw(st.integers(1, 300)),
+        "tp": draw(st.sampled_from([1, 2, 4])),
+        "lora_rank": draw(st.sampled_from([1, 16, 64])),
+        "micro_batch": draw(st.integers(1, 4)),
+    }
+
+
+def test_full_fine_tuning_of_qwen3_8b_in_bytes():
+    segments = plan().segments
+    assert segments["engine.weights"] == 16_381_470_720  # 16.38e9
+    assert segments["trainer.parameters"] == 0  # the engine's weights are the trainer's
+    assert segments["trainer.gradients"] == 2 * PARAMETERS
+    assert segments["trainer.optimizer"] == 8 * PARAMETERS
+    assert segments["trainer.master_weights"] == 4 * PARAMETERS
+    assert segments["engine.kv_cache"] == 16 * 4096 * 147_456
+    fp32 = plan(dtype_bytes=4).segments
+    assert (fp32["trainer.master_weights"], fp32["trainer.gradients"]) == (0, 4 * PARAMETERS)
+
+
+def test_logits_that_are_never_held_would_take_18_gib():
+    found = plan(micro_batch=4, context=16_384)
+    assert found.logits_bytes == 4 * 16_384 * 151_936 * 2
+    assert round(found.logits_bytes / GIB, 2) == 18.55
+    assert found.segments["logits"] == 512 << 20
+    assert found.kv_bytes_per_token == 147_456
+    assert plan(context=8, generations=1).segments["logits"] == 8 * 151_936 * (2 + 4)
+
+
+def test_lora_trains_fp32_adapters_beside_a_shared_base():
+    segments = plan(mode="lora", lora_rank=16).segments
+    adapters = 16 * 36 * (3 * (4096 + 12_288) + 2 * (4096 + 4096) + 2 * (4096 + 1024))
+    assert segments["engine.weights"] == 16_381_470_720
+    assert segments["trainer.parameters"] == segments["trainer.gradients"] == 4 * adapters
+    assert segments["trainer.optimizer"] == 8 * adapters
+    assert segments["trainer.master_weights"] == 0
+    assert segments["residual"] - plan().segments["residual"] == 2 * adapters  # the engine's own copy, 87 MB
+    assert round(2 * adapters / 1e6) == 87
+
+
+def test_qlora_packs_the_base():
+    linear = sum(QWEN3_8B.parameters()[name] for name in ("attention", "mlp"))
+    rest = PARAMETERS - linear
+    assert plan(mode="qlora").segments["engine.weights"] == linear // 2 + linear // 64 * 4 + 2 * rest
+    unpacked = 2 * 4096 * 12_288
+    held = (plan(mode="qlora").phases["rollout"]["activations"], plan(mode="lora").phases["rollout"]["activations"])
+    assert held[0] - held[1] == unpacked
+
+
+def tiny(kind, **changes):
+    sizes = {"vocab_size": 64, "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 2, "head_dim": 32}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
+    return AutoConfig.for_model(kind, **sizes, **heads, **(experts if kind == "qwen3_moe" else {}), **changes)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd-momentum", "adafactor"])
+def test_optimizer_state_equals_what_torch_allocates(kind, optimizer):
+    config = tiny(kind)
+    parameters = list(AutoModelForCausalLM.from_config(config).float().parameters())
+    kinds = {"adamw": torch.optim.AdamW, "sgd-momentum": torch.optim.SGD, "adafactor": torch.optim.Adafactor}
+    built = kinds[optimizer](parameters, **({"momentum": 0.9} if optimizer == "sgd-momentum" else {}))
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    built.step()
+    state = [value for per in built.state.values() for key, value in per.items() if key != "step"]
+    found = plan(ModelShape.from_config(config.to_dict()), optimizer=optimizer)
+    assert found.segments["trainer.optimizer"] == sum(t.numel() * t.element_size() for t in state)
+
+
+def saved_bytes(layer, hidden, rotary, ignored):
+    """Bytes of every distinct storage that autograd keeps of one layer, without those in `ignored`."""
+    kept = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = (storage.nbytes(), storage)  # held, so that no address is used twice
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        layer(hidden, position_embeddings=rotary, attention_mask=None)
+    known = {tensor.untyped_storage().data_ptr() for tensor in (hidden, *rotary, *ignored)}
+    return sum(size for address, (size, _) in kept.items() if address not in known)
+
+
+@pytest.mark.parametrize("mode", ["full", "lora"])
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma3_text"])
+@pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys:RuntimeWarning:peft")  # PEFT's own pattern
+def test_activations_of_a_layer_cover_what_autograd_keeps(kind, mode):
+    tokens = 512
+    config = tiny(kind, attn_implementation="sdpa", **({"sliding_window": 4096} if kind == "gemma3_text" else {}))
+    model = AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
+    if mode == "lora":
+        get_peft_model(model, LoraConfig(r=16, target_modules="all-linear"))
+    hidden = torch.randn(1, tokens, 128, dtype=torch.bfloat16, requires_grad=True)
+    kinds = ("sliding_attention",) if kind == "gemma3_text" else ()
+    rotary = model.model.rotary_emb(hidden, torch.arange(tokens)[None], *kinds)
+    kept = saved_bytes(model.model.layers[0], hidden, rotary, list(model.parameters()))
+    shape = ModelShape.from_config(config.to_dict())
+    workload = Workload(gpu_memory_bytes=1, context=tokens, generations=1, mode=mode)
+    merged = module._whole_matrix_bytes(shape, workload, training=True) if mode == "lora" else 0
+    stated = tokens * module._layer_bytes(shape, workload) + merged
+    assert 0.99 * kept <= stated <= 1.4 * kept
+
+
+def test_activations_hold_a_checkpoint_for_every_layer():
+    shapes = [ModelShape.from_config({**tiny("llama").to_dict(), "num_hidden_layers": n}) for n in (1, 11)]
+    one, eleven = (plan(shape, context=1000).phases["train"]["activations"] for shape in shapes)
+    assert eleven - one == 10 * 1000 * 128 * 2
+
+
+ATTENTION = 2 * (8 * 128 + 4) + 2 * 2 * (128 + 64) + 4 * 4
+"""Bytes of two norms, of queries, keys, values and what comes out, and of the sums of exponentials, a token."""
+
+ATTENTION_OF_ONE = 2 * (8 * 128 + 4) + 2 * 2 * (64 + 32) + 4 * 2  # of two ranks
+QK_NORMS = 8 * (128 + 64) + 4 * (4 + 2)
+ADAPTED_INPUTS = 4 * (3 * 128 + 128 + 4 * 16)
+ADAPTED_MLP = 3 * 2 * 384 + 4 * (2 * 128 + 384 + 3 * 16)
+ROUTED = 2 * (2 * 2 * 128 + 40) + 4 * 2 * 2 * 96 + 2 * 128 + 4 * 8  # two experts of eight
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "num_bytes"),
+    [
+        ("llama", {}, ATTENTION + 2 * 2 * 128 + 4 * 2 * 384),
+        ("llama", {"tp": 2}, ATTENTION_OF_ONE + 2 * 2 * 128 + 4 * 2 * 192),
+        ("llama", {"mode": "lora"}, ATTENTION + ADAPTED_INPUTS + ADAPTED_MLP),
+        ("qwen3", {}, ATTENTION + QK_NORMS + 2 * 2 * 128 + 4 * 2 * 384),
+        ("qwen3_moe", {}, ATTENTION + QK_NORMS + 2 * 2 * 128 + ROUTED),
+        ("qwen3_moe", {"mode": "lora"}, ATTENTION + QK_NORMS + ADAPTED_INPUTS + ROUTED),
+    ],
+)
+def test_what_a_layer_keeps_of_a_token_term_by_term(kind, options, num_bytes):
+    workload = Workload(gpu_memory_bytes=1, context=8, generations=1, **options)
+    assert module._layer_bytes(ModelShape.from_config(tiny(kind).to_dict()), workload) == num_bytes
+
+
+def test_activations_are_checkpoints_a_layer_its_gradients_and_the_last_norm():
+    shape = ModelShape.from_config(tiny("llama").to_dict())
+    kept = 2 * 128 * 2 + module._layer_bytes(shape, Workload(gpu_memory_bytes=1, context=1, generations=1))
+    per_token = kept + 128 * (8 + 2 * 2) + 2 * 2 * (384 + 128)
+    found = plan(shape, context=50, micro_batch=3).phases["train"]["activations"]
+    assert found == 3 * 50 * per_token + 2 * 384 * 128  # and a new gradient of the largest matrix
+
+
+@pytest.mark.parametrize("width", [16, 960])
+def test_layers_of_mixed_kinds_count_the_larger(width):
+    config = {**tiny("qwen3_moe").to_dict(), "moe_intermediate_size": width}
+    shapes = [ModelShape.from_config({**config, "mlp_only_layers": dense}) for dense in ([0, 1], [0], [])]
+    workload = Workload(gpu_memory_bytes=1, context=8, generations=1)
+    dense, mixed, experts = (module._layer_bytes(shape, workload) for shape in shapes)
+    assert mixed == max(dense, experts) > min(dense, experts)
+
+
+def test_engine_workspace_is_a_step_or_the_sampler():
+    width = (32 + 8) * 128 + 3 * 12_288
+    plans = [plan(context=context, generations=n) for context, n in ((1000, 1), (8192, 100), (8192, 1000))]
+    sizes = [found.phases["rollout"]["activations"] for found in plans]
+    assert sizes == [1000 * 4 * width, 8192 * 4 * width, 1000 * 151_936 * 38]
+    shared = plan(context=1000, generations=1, tp=2).phases["rollout"]["activations"]
+    assert shared == max(1000 * 4 * width // 2, 151_936 * 38)
+    routed = (32 + 8) * 128 + 8 * (3 * 768 + 2048)
+    assert plan(MOE, context=4000, generations=1).phases["rollout"]["activations"] == 4000 * 4 * routed
+
+
+def test_whole_matrices_that_exist_for_a_moment():
+    full, lora = (Workload(gpu_memory_bytes=1, context=8, generations=1, mode=mode) for mode in ("full", "lora"))
+    assert module._whole_matrix_bytes(QWEN3_8B, full, training=True) == 2 * 151_936 * 4096  # a gradient
+    assert module._whole_matrix_bytes(QWEN3_8B, lora, training=True) == 0
+    assert module._whole_matrix_bytes(MOE, lora, training=True) == (2 + 4) * 128 * 3 * 768 * 2048  # merged experts
+    assert {module._whole_matrix_bytes(MOE, w, training=False) for w in (full, lora)} == {0}
+
+
+def test_phases_hold_what_they_need():
+    found = plan(gpu_memory_bytes=HUGE)
+    rollout, sync, train = (found.phases[name] for name in ("rollout", "sync", "train"))
+    assert set(found.phases) == set(found.offloaded) == {"rollout", "sync", "train"}
+    assert rollout["engine.kv_cache"] == found.segments["engine.kv_cache"]
+    assert sync["engine.kv_cache"] == train["engine.kv_cache"] == 0
+    assert rollout["logits"] == sync["logits"] == sync["activations"] == 0
+    assert {phase["engine.weights"] for phase in (rollout, sync, train)} == {found.segments["engine.weights"]}
+    assert all(list(held) == list(found.segments) for held in found.phases.values())
+
+
+@pytest.mark.parametrize(
+    ("gpu_gib", "gone", "moved"),
+    [
+        (145, set(), ()),  # all of it
+        (144, {"trainer.gradients"}, ()),  # gradients cost nothing to drop
+        (124, {"trainer.gradients", "trainer.master_weights"}, ("trainer.master_weights",)),  # the fewest bytes
+        (90, {"trainer.gradients", "trainer.optimizer"}, ("trainer.optimizer",)),
+        (60, MOVABLE, ("trainer.optimizer", "trainer.master_weights")),
+    ],
+)
+def test_what_leaves_for_a_rollout_is_the_cheapest_that_makes_it_fit(gpu_gib, gone, moved):
+    held = {
+        "engine.weights": 20 * GIB,
+        "trainer.gradients": 20 * GIB,
+        "trainer.optimizer": 60 * GIB,
+        "trainer.master_weights": 30 * GIB,
+        "engine.kv_cache": 15 * GIB,
+    }
+    away = module._leaving(held, gpu_gib * GIB)
+    assert set(away) == gone
+    assert tuple(name for name in away if name != "trainer.gradients") == moved
+
+
+def test_what_fills_a_gpu_to_the_last_byte_fits_it():
+    needed = plan().needed_bytes
+    assert plan(gpu_memory_bytes=needed).fits and not plan(gpu_memory_bytes=needed - 1).fits
+
+
+def test_offloaded_bytes_are_on_the_host_and_not_on_the_device():
+    found = plan(gpu_memory_bytes=140 * GIB, context=16_384)
+    assert found.fits
+    assert found.offloaded == {"rollout": ("trainer.master_weights",), "sync": (), "train": ()}
+    assert found.host_bytes == found.segments["trainer.master_weights"]
+    assert found.phases["rollout"]["trainer.master_weights"] == found.phases["rollout"]["trainer.gradients"] == 0
+    assert found.phases["train"]["trainer.master_weights"] == found.host_bytes
+
+
+def test_json_has_exactly_these_keys_and_is_plain():
+    found = plan()
+    keys = "segments phases peak_bytes naive_peak_bytes fits kv_bytes_per_token logits_bytes suggestions offloaded"
+    assert set(found.to_json()) == {*keys.split(), "host_bytes"}
+    assert json.loads(json.dumps(found.to_json())) == found.to_json()
+    assert found.to_json()["suggestions"]
+
+
+@given(shape=st.sampled_from(SHAPES), arguments=workloads())
+@settings(max_examples=150, deadline=None)
+def test_peak_is_the_largest_phase_and_decides_what_fits(shape, arguments):
+    found = estimate(shape, **arguments)
+    totals = [sum(held.values()) for held in found.phases.values()]
+    assert found.peak_bytes == max(totals) <= found.naive_peak_bytes
+    assert found.fits == (found.peak_bytes <= arguments["gpu_memory_bytes"])
+    assert found.fits == (found.needed_bytes <= arguments["gpu_memory_bytes"])
+    parked = module._evaluate(shape, Workload(**{**arguments, "gpu_memory_bytes": NO_GPU}))
+    assert found.needed_bytes == parked.peak_bytes
+    assert all(0 <= held[name] <= size for held in found.phases.values() for name, size in found.segments.items())
+    assert not (found.fits and found.suggestions)
+
+
+@given(
+    shape=st.sampled_from(SHAPES),
+    arguments=st.one_of(workloads(gpu=HUGE), workloads(gpu=NO_GPU)),
+    field=st.sampled_from(["context", "generations", "micro_batch", "lora_rank"]),
+    more=st.integers(1, 1000),
+)
+@settings(max_examples=150, deadline=None)
+def test_peak_grows_with_the_work(shape, arguments, field, more):
+    workload = Workload(**arguments)
+    grown = Workload(**{**arguments, field: arguments[field] + more})
+    before, after = module._evaluate(shape, workload), module._evaluate(shape, grown)
+    assert after.peak_bytes >= before.peak_bytes
+    assert after.needed_bytes >= before.needed_bytes
+    assert after.naive_peak_bytes >= before.naive_peak_bytes
+
+
+@given(shape=st.sampled_from(SHAPES), arguments=st.one_of(workloads(gpu=HUGE), workloads(gpu=NO_GPU)))
+@settings(max_examples=100, deadline=None)
+def test_peak_shrinks_with_ranks(shape, arguments):
+    one, two = (module._evaluate(shape, Workload(**{**arguments, "tp": n * arguments["tp"]})) for n in (1, 2))
+    assert (two.peak_bytes, two.needed_bytes) < (one.peak_bytes, one.needed_bytes)
+    assert two.needed_bytes < one.needed_bytes
+
+
+@given(shape=st.sampled_from(SHAPES), arguments=workloads(), smaller=st.integers(1, 40_000))
+@settings(max_examples=100, deadline=None)
+def test_what_fits_still_fits_with_less_to_do_or_a_larger_gpu(shape, arguments, smaller):
+    assume(estimate(shape, **arguments).fits)
+    for field in ("context", "generations"):
+        assert estimate(shape, **{**arguments, field: min(smaller, arguments[field])}).fits
+    assert estimate(shape, **{**arguments, "gpu_memory_bytes": arguments["gpu_memory_bytes"] + smaller}).fits
+
+
+@given(shape=st.sampled_from(SHAPES), arguments=workloads())
+@settings(max_examples=60, deadline=None)
+def test_suggestions_are_true(shape, arguments):
+    for suggestion in estimate(shape, **arguments).suggestions:
+        fields = {name: getattr(suggestion.workload, name) for name in Workload.__slots__}
+        changed = {name for name in arguments if fields[name] != arguments[name]}
+        assert len(changed) == 1
+        assert estimate(shape, **fields).fits
+        if changed & {"context", "generations"}:
+            assert str(fields[changed.pop()]) in suggestion.text
+
+
+def test_suggestions_name_what_would_do():
+    texts = plan(gpu_memory_bytes=24 * GIB, mode="lora").to_json()["suggestions"]
+    names = [text.split(" would fit: needs ")[0] for text in texts]
+    assert names == ["context 2304", "at most 9 generations", "QLoRA of rank 16"]
+    full = plan(gpu_memory_bytes=80 * GIB).to_json()["suggestions"]
+    names = [text.split(" would fit: needs ")[0] for text in full]
+    assert names == ["LoRA of rank 16", "QLoRA of rank 16", "optimizer adafactor"]
+    assert plan(gpu_memory_bytes=GIB).suggestions == ()  # hopeless
+    few = plan(gpu_memory_bytes=24 * GIB, mode="lora", context=200, generations=300)
+    assert few.suggestions[0].text.startswith("context 121 would fit: needs ")  # to the token, where there are few
+    assert not plan(gpu_memory_bytes=24 * GIB, mode="lora", context=122, generations=300).fits
+
+
+def test_suggestions_say_that_they_are_for_each_gpu_of_several():
+    for tp in (1, 2):
+        texts = plan(gpu_memory_bytes=40 * GIB, tp=tp).to_json()["suggestions"]
+        assert {text.endswith(" on each GPU") for text in texts} == {tp > 1}
+
+
+def test_a_folder_is_planned_as_its_config_on_80_gib_unless_said_otherwise(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", **SIZES, **HEADS}))
+    expected = plan(gpu_memory_bytes=80 * GIB, mode="full", context=4096, generations=8)
+    assert plan_of_folder(str(tmp_path)) == expected
+    assert plan_of_folder(str(tmp_path), gpu_memory="2MiB", tp=2).workload == replace(
+        expected.workload, gpu_memory_bytes=2 << 20, tp=2
+    )
+    with pytest.raises(ValueError, match="less than 1.00 MiB"):
+        plan_of_folder(str(tmp_path), gpu_memory=1000)
+
+
+@given(shape=st.sampled_from(SHAPES), arguments=workloads())
+@settings(max_examples=60, deadline=None)
+def test_max_generations_is_the_most_that_fit(shape, arguments):
+    most = max_generations(shape, **arguments)
+    if most:
+        assert estimate(shape, **{**arguments, "generations": most}).fits
+    assert not module._evaluate(shape, Workload(**{**arguments, "generations": most + 1})).fits
+
+
+def test_table_of_contexts_against_generations():
+    rows = what_fits(QWEN3_8B, [2048, 8192], gpu_memory_bytes=140 * GIB, mode="full")
+    assert [row.context for row in rows] == [2048, 8192]
+    assert rows[0].generations > rows[1].generations
+    for row in rows:
+        found = plan(gpu_memory_bytes=140 * GIB, context=row.context, generations=max(1, row.resident_generations))
+        assert sum(found.phases["train"].values()) == row.train_bytes
+        assert row.resident_generations <= row.generations
+        assert (found.host_bytes == 0) == (row.resident_generations > 0)
+    (row,) = what_fits(QWEN3_8B, [4096], gpu_memory_bytes=80 * GIB, mode="full")
+    assert (row.generations, row.resident_generations) == (0, 0)  # training itself does not fit
+    assert row.train_bytes > 80 * GIB
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mode": "dora"}, "mode must be one of full, lora, qlora, but is 'dora'"),
+        ({"optimizer": "lion"}, "optimizer must be one of adamw, sgd-momentum, adafactor, but is 'lion'"),
+        ({"context": 0}, "context must be at least 1, but is 0"),
+        ({"generations": 0}, "generations must be at least 1, but is 0"),
+        ({"gpu_memory_bytes": 0}, "gpu_memory_bytes must be at least 1, but is 0"),
+        ({"residual_bytes": -1}, "residual_bytes must be at least 0, but is -1"),
+        ({"tp": 5}, "tp 5 does not divide num_attention_heads = 32"),
+    ],
+)
+def test_a_workload_out_of_range_is_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        plan(**changes)
+
+
+def test_an_unknown_or_missing_field_is_refused():
+    with pytest.raises(TypeError, match="micro_batches"):
+        plan(micro_batches=2)
+    with pytest.raises(TypeError, match="context"):
+        max_generations(QWEN3_8B, gpu_memory_bytes=GIB)
+
+
+def test_planning_imports_neither_torch_nor_transformers():
+    code = "import sys, colo.planning.estimate; print({'torch', 'transformers', 'huggingface_hub'} & set(sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"

@@ -1,0 +1,374 @@
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from peft import LoraConfig, get_peft_model
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from colo.errors import Unsupported
+from colo.planning.model_shape import SUPPORTED, ModelShape, load_model_config
+
+TINY = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+}
+TINY_MOE = {**TINY, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+QWEN3_8B = {
+    "model_type": "qwen3",
+    "vocab_size": 151_936,
+    "hidden_size": 4096,
+    "intermediate_size": 12_288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "tie_word_embeddings": False,
+}
+QWEN3_30B_A3B = {
+    "model_type": "qwen3_moe",
+    "vocab_size": 151_936,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+}
+LLAMA_31_8B = {
+    "model_type": "llama",
+    "vocab_size": 128_256,
+    "hidden_size": 4096,
+    "intermediate_size": 14_336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+}
+GEMMA_3_4B_TEXT = {
+    "model_type": "gemma3_text",
+    "hidden_size": 2560,
+    "intermediate_size": 10_240,
+    "num_hidden_layers": 34,
+    "sliding_window": 1024,
+}
+CONFIGS = {
+    "llama": {"model_type": "llama", **TINY},
+    "llama, biases, tied": {
+        "model_type": "llama",
+        **TINY,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "tie_word_embeddings": True,
+    },
+    "llama, heads of its own": {"model_type": "llama", **TINY, "num_key_value_heads": None, "head_dim": None},
+    "mistral": {"model_type": "mistral", **TINY},
+    "qwen2": {"model_type": "qwen2", **TINY, "head_dim": 16},
+    "qwen3": {"model_type": "qwen3", **TINY},
+    "qwen3, heads of its own": {"model_type": "qwen3", **{k: v for k, v in TINY.items() if k != "head_dim"}},
+    "qwen3, biases": {"model_type": "qwen3", **TINY, "attention_bias": True},
+    "qwen3_moe": {"model_type": "qwen3_moe", **TINY_MOE},
+    "qwen3_moe, dense layers": {"model_type": "qwen3_moe", **TINY_MOE, "mlp_only_layers": [0], "attention_bias": True},
+    "qwen3_moe, every second": {"model_type": "qwen3_moe", **TINY_MOE, "decoder_sparse_step": 2},
+    "qwen3_moe, the last of three": {
+        "model_type": "qwen3_moe",
+        **TINY_MOE,
+        "decoder_sparse_step": 3,
+        "mlp_only_layers": [0, 1],
+    },
+    "gemma3_text": {"model_type": "gemma3_text", **TINY},
+    "gemma3_text, untied": {"model_type": "gemma3_text", **TINY, "tie_word_embeddings": False, "attention_bias": True},
+    "Qwen3-8B": QWEN3_8B,
+    "Qwen3-30B-A3B": QWEN3_30B_A3B,
+    "Llama-3.1-8B": LLAMA_31_8B,
+    "Gemma-3-4b text": GEMMA_3_4B_TEXT,
+}
+MODULES = {
+    "embed_tokens": "embedding",
+    "lm_head": "lm_head",
+    "norm": "norms",
+    "self_attn": "attention",
+    "experts": "experts",
+    "gate.weight": "router",
+    "mlp": "mlp",
+}
+
+
+def build(config, device="meta"):
+    settings_ = {key: value for key, value in config.items() if key != "model_type"}
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(config["model_type"], **settings_))
+
+
+def module_of(name):
+    """The module that a transformers parameter belongs to, by its name."""
+    if "norm" in name:
+        return "norms"
+    if "mlp.gate.weight" in name:
+        return "router"
+    return next(module for part, module in MODULES.items() if part in name)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_parameter_counts_equal_those_of_transformers_module_by_module(name):
+    expected: dict[str, int] = {}
+    for key, parameter in build(CONFIGS[name]).named_parameters():
+        expected[module_of(key)] = expected.get(module_of(key), 0) + parameter.numel()
+    shape = ModelShape.from_config(CONFIGS[name])
+    assert shape.parameters() == expected
+    assert shape.num_parameters == sum(expected.values())
+
+
+def test_qwen3_8b_is_what_the_papers_say():
+    shape = ModelShape.from_config(QWEN3_8B)
+    assert shape.weight_bytes() == 16_381_470_720
+    assert shape.weight_bytes(dtype_bytes=4) == 2 * 16_381_470_720
+    assert shape.kv_bytes(1) == 147_456
+
+
+MIXED = ("qwen3_moe, dense layers", "qwen3_moe, every second", "qwen3_moe, the last of three")
+
+
+def peft_adapters(name):
+    model = get_peft_model(build(CONFIGS[name]), LoraConfig(r=8, target_modules="all-linear"))
+    return sorted(tuple(p.shape) for p in model.parameters() if p.requires_grad)
+
+
+def our_adapters(name):
+    placed = ModelShape.from_config(CONFIGS[name]).adapter_shapes(8)
+    return sorted(shape for shape, count in placed for _ in range(count))
+
+
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name not in MIXED and "B" not in name])
+@pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys:RuntimeWarning:peft")  # PEFT's own pattern
+def test_adapters_are_those_that_peft_places_on_all_linear_layers(name):
+    assert our_adapters(name) == peft_adapters(name)
+
+
+@pytest.mark.parametrize("name", MIXED)
+@pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys:RuntimeWarning:peft")
+def test_adapters_of_dense_layers_among_experts_are_counted_though_peft_skips_them(name):
+    ours, theirs = our_adapters(name), peft_adapters(name)
+    assert all(ours.count(shape) >= theirs.count(shape) for shape in set(theirs))
+
+
+def test_nf4_packs_linear_layers_and_leaves_the_rest():
+    shape = ModelShape.from_config(CONFIGS["llama, biases, tied"])
+    model = build(CONFIGS["llama, biases, tied"])
+    linear = [
+        m.weight.numel() for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and "lm_head" not in n
+    ]
+    rest = shape.num_parameters - sum(linear)
+    scales = sum(4 * math.ceil(size / 64) for size in linear)
+    assert shape.weight_bytes(nf4=True) == sum(linear) // 2 + scales + 2 * rest
+
+
+def test_packed_experts_stay_unpacked():
+    shape = ModelShape.from_config(QWEN3_30B_A3B)
+    assert shape.weight_bytes(nf4=True) > 2 * shape.parameters()["experts"]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_sliding_layers_are_those_of_transformers(name):
+    config = {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1, **CONFIGS[name]}
+    built = AutoConfig.for_model(**config)
+    shape = ModelShape.from_config(config)
+    if config["model_type"] == "llama":
+        kinds = ["full_attention"] * built.num_hidden_layers
+    else:  # a family without layer types slides in every layer
+        kinds = getattr(built, "layer_types", None) or ["sliding_attention"] * built.num_hidden_layers
+    assert shape.sliding_layers == kinds.count("sliding_attention")
+    assert shape.sliding_window == (None if config["model_type"] == "llama" else built.sliding_window)
+
+
+def test_a_window_that_the_config_switches_off_does_not_count():
+    for name in ("qwen2", "qwen3", "qwen3_moe"):
+        shape = ModelShape.from_config({**CONFIGS[name], "sliding_window": 8, "max_window_layers": 0})
+        assert (shape.sliding_layers, shape.sliding_window) == (0, None)
+    assert ModelShape.from_config({**CONFIGS["mistral"], "sliding_window": None}).sliding_layers == 0
+
+
+def test_no_layer_slides_where_the_window_begins_after_the_last():
+    config = {**CONFIGS["qwen2"], "sliding_window": 8, "use_sliding_window": True}
+    assert ModelShape.from_config({**config, "max_window_layers": 3}).sliding_layers == 0
+    assert ModelShape.from_config({**config, "max_window_layers": 0}).sliding_layers == 3
+    assert ModelShape.from_config(config).sliding_layers == 0  # from the 28th on
+
+
+def test_a_dense_model_has_no_experts_and_one_of_experts_alone_no_dense_layers():
+    dense, experts = (ModelShape.from_config(CONFIGS[name]) for name in ("qwen3", "qwen3_moe"))
+    assert (dense.num_moe_layers, dense.num_experts, dense.experts_per_token, dense.moe_intermediate_size) == (0,) * 4
+    assert (dense.mlp_widths(), dense.mlp_widths(2)) == ((160, 0), (80, 0))
+    assert (experts.mlp_widths(), experts.mlp_widths(2)) == ((0, 2 * 48), (0, 48))
+
+
+def test_a_shape_of_sizes_alone_is_dense_and_has_neither_biases_nor_a_window():
+    sizes = {"vocab_size": 96, "hidden_size": 64, "num_layers": 3, "num_heads": 4, "num_kv_heads": 2, "head_dim": 32}
+    alone = ModelShape(model_type="llama", **sizes, intermediate_size=160, tied_embeddings=False)
+    assert alone == ModelShape.from_config(CONFIGS["llama"])
+
+
+def test_the_longest_context_is_that_of_the_config_and_of_gemma_that_of_transformers():
+    built = AutoConfig.for_model("gemma3_text")
+    assert ModelShape.from_config(GEMMA_3_4B_TEXT).max_context == built.max_position_embeddings
+    assert ModelShape.from_config({**CONFIGS["qwen3"], "max_position_embeddings": 512}).max_context == 512
+    assert ModelShape.from_config(CONFIGS["qwen3"]).max_context is None
+
+
+def test_layer_types_say_which_layers_slide():
+    kinds = ["sliding_attention", "full_attention", "full_attention"]
+    shape = ModelShape.from_config({**CONFIGS["gemma3_text"], "layer_types": kinds, "sliding_window": 8})
+    assert shape.sliding_layers == 1
+    assert shape.kv_bytes(100) == 2 * 2 * 32 * 2 * (8 + 100 + 100)
+
+
+def test_kv_cache_stops_growing_at_the_window():
+    shape = ModelShape.from_config(GEMMA_3_4B_TEXT)
+    per_layer = 2 * 4 * 256 * 2
+    assert shape.kv_bytes(1024) == 34 * 1024 * per_layer
+    assert shape.kv_bytes(5000) == (29 * 1024 + 5 * 5000) * per_layer
+    mistral = ModelShape.from_config({**CONFIGS["mistral"], "sliding_window": 8})
+    assert mistral.kv_bytes(8) == mistral.kv_bytes(1_000_000)
+
+
+def test_a_nested_text_config_is_read_and_the_rest_is_named():
+    text = {key: value for key, value in GEMMA_3_4B_TEXT.items() if key != "model_type"}
+    nested = ModelShape.from_config(
+        {"model_type": "gemma3", "text_config": text, "vision_config": {"hidden_size": 1152}}
+    )
+    alone = ModelShape.from_config(GEMMA_3_4B_TEXT)
+    assert nested.parameters() == alone.parameters()
+    assert nested.kv_bytes(4096) == alone.kv_bytes(4096)
+    assert nested.uncounted == ("vision_config",)
+    assert alone.uncounted == ()
+
+
+@pytest.mark.parametrize("name", ["llama, biases, tied", "qwen3", "qwen3_moe, dense layers"])
+def test_tensor_parallel_ranks_hold_shares_of_matrices_and_whole_norms(name):
+    shape = ModelShape.from_config(CONFIGS[name])
+    for group in shape.tensors():
+        whole = math.prod(group.shape)
+        assert math.prod(group.local_shape(2)) == (whole if group.split_axis is None else whole // 2)
+    assert shape.parameters(2)["norms"] == shape.parameters()["norms"]
+    assert shape.parameters(2).get("router") == shape.parameters().get("router")
+
+
+def test_a_bias_is_cut_with_its_matrix_unless_it_follows_a_reduction():
+    shape = ModelShape.from_config(CONFIGS["llama, biases, tied"])
+    q, kv, hidden, width, layers = 4 * 32, 2 * 32, 64, 160, 3
+    attention = layers * ((2 * q * hidden + 2 * kv * hidden + q + 2 * kv) // 2 + hidden)
+    mlp = layers * ((3 * hidden * width + 2 * width) // 2 + hidden)
+    assert shape.parameters(2)["attention"] == attention
+    assert shape.parameters(2)["mlp"] == mlp
+
+
+def test_key_value_heads_are_replicated_rather_than_cut():
+    shape = ModelShape.from_config(CONFIGS["qwen3"])  # 4 heads share 2 key/value heads
+    kv = next(group for group in shape.tensors() if group.granule > 1)
+    assert [kv.local_shape(tp)[0] for tp in (1, 2, 4)] == [64, 32, 32]
+    assert [shape.local_kv_heads(tp) for tp in (1, 2, 4)] == [2, 1, 1]
+    assert shape.kv_bytes(10, tp=4) == shape.kv_bytes(10, tp=2) == shape.kv_bytes(10) // 2
+
+
+@pytest.mark.parametrize(
+    ("tp", "key"), [(3, "num_attention_heads"), (0, "num_attention_heads"), (8, "num_attention_heads")]
+)
+def test_a_tp_that_does_not_divide_heads_is_refused(tp, key):
+    with pytest.raises(ValueError, match=f"tp {tp} does not divide {key} = 4"):
+        ModelShape.from_config(CONFIGS["qwen3"]).check_tp(tp)
+
+
+def test_a_tp_that_does_not_divide_widths_is_refused():
+    odd = {"num_attention_heads": 12, "num_key_value_heads": 12, "hidden_size": 96, "head_dim": 8}
+    with pytest.raises(ValueError, match="tp 3 does not divide intermediate_size = 160"):
+        ModelShape.from_config({**CONFIGS["llama"], **odd}).check_tp(3)
+    with pytest.raises(ValueError, match="tp 3 does not divide moe_intermediate_size = 50"):
+        ModelShape.from_config({**CONFIGS["qwen3_moe"], **odd, "moe_intermediate_size": 50}).check_tp(3)
+    with pytest.raises(ValueError, match="tp 4 does not divide num_key_value_heads = 6"):
+        ModelShape.from_config({**CONFIGS["llama"], **odd, "num_key_value_heads": 6}).check_tp(4)
+
+
+@given(tp=st.sampled_from([1, 2, 4]), name=st.sampled_from(sorted(CONFIGS)), context=st.integers(1, 100_000))
+@settings(max_examples=60)
+def test_ranks_together_hold_at_least_the_model(tp, name, context):
+    shape = ModelShape.from_config(CONFIGS[name])
+    shape.check_tp(tp)
+    assert tp * sum(shape.parameters(tp).values()) >= shape.num_parameters
+    assert tp * shape.kv_bytes(context, tp=tp) >= shape.kv_bytes(context)
+    assert shape.kv_bytes(context + 1) >= shape.kv_bytes(context)
+
+
+def test_an_unknown_architecture_is_named_with_those_that_are_known():
+    with pytest.raises(Unsupported, match="'mamba2'.*gemma3_text, llama, mistral, qwen2, qwen3, qwen3_moe"):
+        ModelShape.from_config({"model_type": "mamba2"})
+    assert set(SUPPORTED) >= {config["model_type"] for config in CONFIGS.values()}
+
+
+@pytest.mark.parametrize("key", ["model_type", *sorted(set(TINY_MOE) - {"head_dim"})])
+def test_a_missing_key_is_named(key):
+    config = {k: v for k, v in CONFIGS["qwen3_moe"].items() if k != key}
+    expected = "num_local_experts" if key == "num_experts" else key  # either name is read
+    with pytest.raises(ValueError, match=f"no key '{expected}'"):
+        ModelShape.from_config(config)
+
+
+@pytest.mark.parametrize("value", [0, -1, 2.5, "64", True, None])
+def test_a_size_must_be_a_positive_integer(value):
+    with pytest.raises(ValueError, match=r"hidden_size of the model config must be an integer of at least 1, but is"):
+        ModelShape.from_config({**CONFIGS["qwen3"], "hidden_size": value})
+
+
+def test_a_folder_with_a_config_is_read(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS["qwen3"]))
+    assert load_model_config(str(tmp_path)) == CONFIGS["qwen3"]
+
+
+def test_a_file_in_place_of_its_folder_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS["qwen3"]))
+    with pytest.raises(ValueError, match=r"config\.json is a file: pass the folder"):
+        load_model_config(str(tmp_path / "config.json"))
+
+
+def test_a_folder_without_a_config_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"has no config\.json"):
+        load_model_config(str(tmp_path))
+
+
+@pytest.mark.parametrize(("text", "message"), [("{", "not valid JSON"), ("[1]", "holds a list, not a JSON object")])
+def test_a_file_that_is_no_config_is_refused(tmp_path, text, message):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        load_model_config(str(tmp_path))
+
+
+def test_a_hub_model_is_downloaded(tmp_path):
+    def download(model: str, file_name: str) -> str:
+        assert (model, file_name) == ("Qwen/Qwen3-8B", "config.json")
+        path = Path(tmp_path, "blob")
+        path.write_text(json.dumps(QWEN3_8B))
+        return str(path)
+
+    assert load_model_config("Qwen/Qwen3-8B", download=download) == QWEN3_8B
+
+
+def test_a_model_that_cannot_be_reached_says_to_pass_a_folder():
+    def download(model: str, file_name: str) -> str:
+        raise OSError(f"cannot reach the hub for {model}\nand a long story")
+
+    with pytest.raises(ValueError, match=r"'Qwen/None'.*cannot reach the hub for Qwen/None\): pass a folder with a"):
+        load_model_config("Qwen/None", download=download)
+
+
+def test_a_path_that_is_no_hub_name_says_to_pass_a_folder():
+    with pytest.raises(ValueError, match=r"no folder '\./no/such/folder'.*pass a folder with a config\.json"):
+        load_model_config("./no/such/folder")

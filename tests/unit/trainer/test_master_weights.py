@@ -1,0 +1,321 @@
+from copy import deepcopy
+
+import pytest
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import Adafactor
+
+from colo.memory.offload import Mover
+from colo.phases.phase import Residency
+from colo.trainer.master_weights import MasterWeights
+from colo.trainer.optimizer_state import StateOffloader
+
+
+def parameters(dtype=torch.bfloat16, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(17, 5), (64,), (3, 3, 3)]
+    return [torch.nn.Parameter(torch.randn(s, generator=generator).to(dtype)) for s in shapes]
+
+
+def set_gradients(params, seed):
+    generator = torch.Generator().manual_seed(seed)
+    for p in params:
+        p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
+
+
+def adamw(params):
+    return torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1)
+
+
+def test_small_updates_add_up_where_bf16_swallows_them():
+    plain, mastered = ([torch.nn.Parameter(torch.ones(1000, dtype=torch.bfloat16))] for _ in range(2))
+    sgd = torch.optim.SGD(plain, lr=1e-4)
+    optimizer = MasterWeights(lambda params: torch.optim.SGD(params, lr=1e-4))(mastered)
+    for _ in range(100):
+        for params, opt in ((plain, sgd), (mastered, optimizer)):
+            params[0].grad = torch.ones_like(params[0])
+            opt.step()
+    assert plain[0].eq(1).all(), "every update of 1e-4 is under |w|/256"
+    assert torch.allclose(mastered[0].float(), torch.tensor(0.99), atol=2**-9)
+
+
+@pytest.mark.parametrize("bucket_bytes", [None, 1, 300, 1 << 20])
+def test_it_is_the_inner_optimizer_on_fp32_copies_rounded_after_each_step(bucket_bytes):
+    params = parameters()
+    copies = [torch.nn.Parameter(p.detach().float()) for p in params]
+    optimizer, reference = MasterWeights(adamw, bucket_bytes=bucket_bytes)(params), adamw(copies)
+    for step in range(5):
+        set_gradients(params, step)
+        for p, copy in zip(params, copies, strict=True):
+            copy.grad = p.grad.float()
+        optimizer.step()
+        reference.step()
+        for p, copy in zip(params, copies, strict=True):
+            assert torch.equal(p, copy.to(torch.bfloat16))
+            assert torch.equal(optimizer.state[p]["master_weight"], copy)
+            assert torch.equal(optimizer.state[p]["exp_avg"], reference.state[copy]["exp_avg"])
+
+
+def test_it_reports_the_fraction_of_elements_that_changed():
+    params = [torch.nn.Parameter(torch.ones(4, dtype=torch.bfloat16))]
+    optimizer = MasterWeights(lambda ps: torch.optim.SGD(ps, lr=1.0))(params)
+    assert optimizer.changed_fraction is None
+    params[0].grad = torch.tensor([1.0, 0.0, 1e-4, 0.5], dtype=torch.bfloat16)
+    optimizer.step()
+    assert optimizer.changed_fraction == 0.5
+
+
+def test_wide_parameters_have_no_master_and_step_once():
+    wide = torch.nn.Parameter(torch.ones(3))
+    narrow = [torch.nn.Parameter(torch.ones(100, dtype=torch.bfloat16)) for _ in range(3)]
+    optimizer = MasterWeights(lambda ps: torch.optim.SGD(ps, lr=0.5), bucket_bytes=100)([wide, *narrow])
+    for p in [wide, *narrow]:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert wide.eq(0.5).all()
+    assert all(p.eq(0.5).all() for p in narrow)
+    assert wide.grad is not None
+    assert "master_weight" not in optimizer.state[wide]
+
+
+def test_parameters_without_a_gradient_are_left_alone():
+    params = parameters()
+    before = [p.detach().clone() for p in params]
+    optimizer = MasterWeights(adamw)(params)
+    params[0].grad = torch.ones_like(params[0])
+    optimizer.step()
+    assert not torch.equal(before[0], params[0])
+    assert torch.equal(before[1], params[1])
+
+
+def test_schedulers_and_groups_reach_the_inner_optimizer():
+    a, b = parameters()[:2]
+    optimizer = MasterWeights(lambda groups: torch.optim.SGD(groups, lr=1.0))([{"params": [a]}])
+    optimizer.add_param_group({"params": [b], "lr": 0.0})
+    scheduler = LambdaLR(optimizer, lambda step: 0.5**step)
+    before = [a.detach().clone(), b.detach().clone()]
+    a.grad, b.grad = torch.ones_like(a), torch.ones_like(b)
+    optimizer.step()
+    scheduler.step()
+    assert optimizer.inner.param_groups[0]["lr"] == 1.0
+    assert torch.equal(b, before[1])
+    optimizer.step()
+    assert optimizer.inner.param_groups[0]["lr"] == 0.5
+    assert torch.allclose(optimizer.state[a]["master_weight"], before[0].float() - 1.5)
+
+
+class WarmsUp(torch.optim.SGD):
+    """Counts steps in its groups, and learns faster with each up to the tenth."""
+
+    def __init__(self, params):
+        super().__init__(params, lr=1e-2)
+        for group in self.param_groups:
+            group["count"] = 0
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["count"] += 1
+            group["lr"] = 1e-2 * min(1, group["count"] / 10)
+        super().step(closure)
+
+
+def test_what_the_inner_optimizer_keeps_in_its_groups_stays_and_is_saved():
+    params = parameters()
+    copies = [torch.nn.Parameter(p.detach().float()) for p in params]
+    mastered, plain = MasterWeights(WarmsUp, bucket_bytes=None)(params), WarmsUp(copies)
+    for seed in range(5):
+        for each in (params, copies):
+            set_gradients(each, seed)
+        for p, copy in zip(params, copies, strict=True):
+            copy.grad = p.grad.float()
+        mastered.step()
+        plain.step()
+    assert all(torch.equal(mastered.state[p]["master_weight"], copy) for p, copy in zip(params, copies, strict=True))
+    saved = mastered.state_dict()
+    assert [group["count"] for group in saved["param_groups"]] == [5]
+    again = MasterWeights(WarmsUp, bucket_bytes=None)(parameters())
+    again.load_state_dict(saved)
+    assert again.inner.param_groups[0]["count"] == 5
+
+
+def test_what_is_written_to_the_groups_of_either_optimizer_holds():
+    params = parameters()
+    optimizer = MasterWeights(WarmsUp, bucket_bytes=None)(params)
+    (outer,), (inner,) = optimizer.param_groups, optimizer.inner.param_groups
+    inner["mode"], outer["momentum"] = "train", 0.5
+    for mode, momentum in (("train", 0.5), ("eval", 0.25), ("eval", 0.25)):
+        inner["mode"] = mode
+        if momentum != outer["momentum"]:
+            outer["momentum"] = momentum
+        set_gradients(params, 0)
+        optimizer.step()
+        assert (inner["mode"], outer["mode"], inner["momentum"], outer["momentum"]) == (mode, mode, momentum, momentum)
+    assert inner["count"] == outer["count"] == 3
+
+
+@pytest.mark.parametrize("inner", [adamw, lambda ps: Adafactor(ps, lr=1e-3, relative_step=False)])
+def test_checkpoints_keep_fp32_state_and_resume_bit_for_bit(inner):
+    params, resumed = parameters(), parameters(seed=1)
+    optimizer, other = MasterWeights(inner)(params), MasterWeights(inner)(resumed)
+    for step in range(3):
+        set_gradients(params, step)
+        optimizer.step()
+    other.load_state_dict(deepcopy(optimizer.state_dict()))
+    for p, q in zip(params, resumed, strict=True):
+        q.data.copy_(p.data)
+        assert other.state[q]["master_weight"].dtype == torch.float32
+    for ps, opt in ((params, optimizer), (resumed, other)):
+        set_gradients(ps, 5)
+        opt.step()
+    for p, q in zip(params, resumed, strict=True):
+        assert torch.equal(p, q)
+        assert torch.equal(optimizer.state[p]["master_weight"], other.state[q]["master_weight"])
+
+
+def test_a_checkpoint_without_masters_is_refused_before_anything_is_lost():
+    params = parameters()
+    optimizer, plain = MasterWeights(adamw)(params), adamw(parameters())
+    set_gradients(plain.param_groups[0]["params"], 0)
+    plain.step()
+    before = optimizer.state_dict()
+    with pytest.raises(ValueError, match="saved by an optimizer without master weights"):
+        optimizer.load_state_dict(plain.state_dict())
+    assert before["state"].keys() == optimizer.state_dict()["state"].keys()
+
+
+def test_bad_arguments_are_refused():
+    with pytest.raises(ValueError, match="bucket_bytes must be positive or None, not 0"):
+        MasterWeights(adamw, bucket_bytes=0)(parameters())
+    with pytest.raises(ValueError, match="empty parameter list"):
+        MasterWeights(adamw)([])
+
+
+@pytest.mark.parametrize("bucket_bytes", [None, 64])
+def test_what_is_loaded_into_a_parameter_is_what_the_next_step_starts_from(bucket_bytes):
+    parameters = [torch.nn.Parameter(torch.randn(8, 8).bfloat16()) for _ in range(2)]
+    optimizer = MasterWeights(lambda ps: torch.optim.SGD(ps, lr=1e-6), bucket_bytes=bucket_bytes)(parameters)
+
+    def step():
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+
+    step()
+    masters = [optimizer.state[parameter]["master_weight"] for parameter in parameters]
+    exact = [master.clone() for master in masters]
+    loaded = torch.randn(8).bfloat16()
+    with torch.no_grad():
+        parameters[0][3] = loaded
+    step()
+    assert torch.equal(parameters[0][3], loaded), "a step of 1e-6 rounds away"
+    assert torch.equal(masters[0][3], loaded.float() - 1e-6)
+    others = [row for row in range(8) if row != 3]
+    assert torch.equal(masters[0][others], exact[0][others] - 1e-6), "no bit of the others' masters is lost"
+    assert torch.equal(masters[1], exact[1] - 1e-6)
+
+
+class FailsAt(torch.optim.AdamW):
+    """Raises in its step number `fails_at`, counted from 1."""
+
+    fails_at = 0
+
+    def step(self, closure=None):
+        self.fails_at -= 1
+        if self.fails_at == 0:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return super().step(closure)
+
+
+def mixed_parameters():
+    return [*parameters(), torch.nn.Parameter(torch.ones(40)), *parameters(seed=1), torch.nn.Parameter(torch.ones(9))]
+
+
+@pytest.mark.parametrize(("bucket_bytes", "fails_at"), [(None, 1), (1, 1), (1, 2), (1, 4), (1, 8), (300, 2)])
+def test_a_step_that_failed_and_is_repeated_is_one_step(bucket_bytes, fails_at):
+    params, others = mixed_parameters(), mixed_parameters()
+    optimizer = MasterWeights(lambda ps: FailsAt(ps, lr=1e-2), bucket_bytes=bucket_bytes)(params)
+    reference = MasterWeights(lambda ps: torch.optim.AdamW(ps, lr=1e-2), bucket_bytes=bucket_bytes)(others)
+    for seed in range(2):
+        set_gradients(params, seed)
+        set_gradients(others, seed)
+        gradients = [p.grad for p in params]
+        optimizer.inner.fails_at = fails_at
+        with pytest.raises(torch.OutOfMemoryError):
+            optimizer.step()
+        assert all(p.grad is gradient for p, gradient in zip(params, gradients, strict=True))
+        assert all(optimizer.state[p]["master_weight"].grad is None for p in params if p in optimizer._masters)
+        optimizer.step()
+        reference.step()
+    assert_equal(optimizer, params, reference, others)
+
+
+def test_a_step_that_failed_is_one_step_although_its_gradients_were_parked_before_it_was_repeated():
+    plain, parked = mixed_parameters(), mixed_parameters()
+    optimizers = [MasterWeights(lambda ps: FailsAt(ps, lr=1e-2), bucket_bytes=1)(ps) for ps in (plain, parked)]
+    offloader = StateOffloader(optimizers[1], Mover(torch.device("cpu")))
+    for turn in range(4):
+        set_gradients(plain, turn)
+        set_gradients(parked, turn)
+        for optimizer in optimizers:
+            optimizer.inner.fails_at = 1 + turn
+            with pytest.raises(torch.OutOfMemoryError):
+                optimizer.step()
+        offloader.gradients.begin(Residency.OFFLOADED).wait()
+        assert offloader.gradients.device_bytes == 0
+        if turn == 3:  # gradients that are added to are a new step's, parked or not
+            for p in (*plain, *parked):
+                p.grad = p.grad + 1
+        offloader.gradients.begin(Residency.RESIDENT).wait()
+        for optimizer in optimizers:
+            optimizer.step()
+        assert all(torch.equal(p, other) for p, other in zip(plain, parked, strict=True))
+    offloader.close()
+
+
+def test_a_step_that_failed_and_was_given_up_takes_nothing_from_the_next():
+    params, others = mixed_parameters(), mixed_parameters()
+    optimizer = MasterWeights(lambda ps: FailsAt(ps, lr=1e-2), bucket_bytes=1)(params)
+    reference = MasterWeights(lambda ps: torch.optim.AdamW(ps, lr=1e-2), bucket_bytes=1)(others)
+    set_gradients(params, 0)
+    optimizer.inner.fails_at = 2
+    with pytest.raises(torch.OutOfMemoryError):
+        optimizer.step()
+    set_gradients(others[:1], 0)
+    reference.step()
+    with torch.no_grad():
+        for p in params:
+            p.grad.mul_(2)  # the same tensor with other values, as after zero_grad(set_to_none=False)
+    for p, other in zip(params, others, strict=True):
+        other.grad = p.grad.clone()
+    optimizer.step()
+    reference.step()
+    assert_equal(optimizer, params, reference, others)
+
+
+def test_weights_that_were_not_rounded_are_when_the_step_is_repeated(monkeypatch):
+    params, others = parameters(), parameters()
+    optimizer, reference = MasterWeights(adamw)(params), MasterWeights(adamw)(others)
+    set_gradients(params, 0)
+    set_gradients(others, 0)
+    with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
+        patch.setattr(optimizer, "_round", lambda parameter: raise_out_of_memory())
+        optimizer.step()
+    optimizer.step()
+    reference.step()
+    assert_equal(optimizer, params, reference, others)
+
+
+def raise_out_of_memory():
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+def assert_equal(optimizer, params, reference, others):
+    for p, other in zip(params, others, strict=True):
+        assert torch.equal(p, other)
+        assert optimizer.state[p].keys() == reference.state[other].keys()
+        assert all(torch.equal(value, reference.state[other][key]) for key, value in optimizer.state[p].items())
+
+
+def test_an_optimizer_that_is_made_already_has_no_masters():
+    with pytest.raises(TypeError, match="such as lambda params: AdamW.* not an instance of SGD"):
+        MasterWeights(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1))
