@@ -309,13 +309,13 @@ class Engine(Protocol):
 
 
 def in_all_ranks(
-    engine: Any, call: Callable[[], T], tell: Callable[[T], Any] = lambda result: None
+    engine: Any, operation: str, call: Callable[[], T], tell: Callable[[T], Any] = lambda result: None
 ) -> tuple[T, list[Any]]:
-    """What `call` returns, and what `tell` makes of it in every rank of an engine that is divided among processes.
+    """What `call` returns, and what `tell` makes of it on every rank of an engine that is divided among processes.
 
     Ordering: every rank calls, in the same order, and waits for the others. An interrupt or `SystemExit` of one alone
     leaves them waiting until its process ends.
-    Raises: what `call` raises; `TransferError` when it has raised in another rank.
+    Raises: what `call` raises; `TransferError`, with rank and cause, when `operation` has failed on another rank.
     """
     gather = getattr(engine, "gather", None)
     if gather is None:
@@ -323,10 +323,11 @@ def in_all_ranks(
         return result, [tell(result)]
     try:
         result = call()
-    except Exception:
-        gather(None)
+    except Exception as error:
+        gather((None, f"{type(error).__name__}: {error}"))
         raise
-    told = gather((tell(result),))
-    if None in told:
-        raise TransferError("it failed in another rank, which says why")
-    return result, [one for (one,) in told]
+    told = gather((tell(result), None))
+    for rank, (_, cause) in enumerate(told):
+        if cause is not None:
+            raise TransferError(f"{operation} failed on rank {rank}: {cause}")
+    return result, [value for value, _ in told]

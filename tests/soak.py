@@ -223,7 +223,7 @@ class Cycle:
         for _ in range(6):
             if self.attempt(call):
                 return
-            if self._world.rt._inside is not None:  # a block whose end was cut off
+            if self._world.rt._turns.phase is not None:  # a block whose end was cut off
                 self._world.rt.enter(None)
         raise Disagreement("a verb does not work any more")
 
@@ -256,8 +256,8 @@ class Cycle:
         self.until_done(rt.close)
         self.until_done(rt.close)
         world.check_all()
-        if rt._mover.arena.pinned_bytes:
-            raise Disagreement(f"close() kept {rt._mover.arena.pinned_bytes} bytes of the arena")
+        if rt.engine.mover.arena.pinned_bytes:
+            raise Disagreement(f"close() kept {rt.engine.mover.arena.pinned_bytes} bytes of the arena")
 
 
 def interrupts(kind: str, fraction: float, seed: int, *, twice: bool, with_faults: bool) -> tuple[int, list[str]]:
@@ -313,7 +313,7 @@ class Walk:
         for self.number in range(operations):
             (operation,) = self.random.choices(functions, weights)
             operation()
-            if self.number % 10 == 0 and self.world.rt._inside is not colo.Phase.ROLLOUT:
+            if self.number % 10 == 0 and self.world.rt._turns.phase is not colo.Phase.ROLLOUT:
                 self.world.check_all()
             else:
                 self.world.check_weights()
@@ -352,7 +352,7 @@ class Walk:
 
     def _generate(self) -> None:
         rt = self.world.rt
-        if rt._inside is colo.Phase.TRAIN:
+        if rt._turns.phase is colo.Phase.TRAIN:
             self._idle()
         found: list[colo.Completion] = []
         self._until_done(lambda: found.extend(rt.generate([[1, self.number % 32]], max_tokens=2)))
@@ -369,19 +369,19 @@ class Walk:
             raise Disagreement(f"log-probabilities differ from the twin's by {gap:.3g}")
 
     def _backward(self) -> None:
-        if self.world.rt._inside is colo.Phase.ROLLOUT:
+        if self.world.rt._turns.phase is colo.Phase.ROLLOUT:
             self._train()
         self.world.backward(self.number)
 
     def _step(self) -> None:
-        if self.world.rt._inside is colo.Phase.ROLLOUT:
+        if self.world.rt._turns.phase is colo.Phase.ROLLOUT:
             self._idle()
         self.steps += 1
         step(self.world, self._attempt)
 
     def _gradients(self) -> None:
         what = self.random.choice(["none", "zero", "one", "assign", "clip"])
-        if what == "clip" and self.world.rt._inside is colo.Phase.ROLLOUT:
+        if what == "clip" and self.world.rt._turns.phase is colo.Phase.ROLLOUT:
             what = "zero"
         for model, optimizer in self.world.both:
             if what in ("none", "zero"):

@@ -24,13 +24,13 @@ from colo.memory.dtensor import part_bytes
 from colo.memory.offload import Mover
 from colo.memory.probe import free_device_bytes
 from colo.phases.phase import ENGINE_KV_CACHE
-from colo.runtime import Runtime, check_free
+from colo.runtime import Runtime
+from colo.runtime.registry import check_free
 from colo.trainer.master_weights import MakeOptimizer, MasterWeights
 from colo.weights.sources.heads import causal_lm, refuse_heads
 from colo.weights.sources.module import ModuleSource
 from colo.weights.sources.peft import adapter_weights, check_lora_config, is_peft_model
 from colo.weights.transports.choice import choose_transport
-from colo.weights.transports.shared import SharedTransport
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
@@ -151,7 +151,7 @@ def share(
     """
     check_share(model, optimizer, tokenizer=tokenizer, config=config)
     model = causal_lm(model)
-    check_free(model, optimizer, engine)
+    check_free({"model": model, "optimizer": optimizer, "engine": engine})
     if isinstance(engine, Engine):
         was_awake = engine.state is EngineState.AWAKE
         try:
@@ -234,8 +234,7 @@ def _assemble(
     try:
         return Runtime(engine=engine, model=model, optimizer=optimizer, transport=transport, config=config, **options)
     except BaseException:
-        if isinstance(transport, SharedTransport):
-            transport.move_out(engine.device)
+        transport.move_out(engine.device)
         with suppress(Exception):
             transport.close()
         raise

@@ -81,7 +81,7 @@ def beside_an_offload(device: torch.device, *, repeats: int = 5) -> Row:
     rt = _runtime(device, size, Offload.NEVER)
     params = SamplingParams(n=1, max_tokens=size.new_tokens, temperature=0, ignore_eos=True)
     prompts = [[i + 1, i + 2, i + 3] for i in range(size.sequences)]
-    mover = rt._mover
+    mover = rt.engine.mover
     num_regions = max(1, size.offload_bytes // GIB)
     regions = [allocate_region(size.offload_bytes // num_regions, device, name="beside") for _ in range(num_regions)]
     segment = RegionSegment("beside", regions=regions, away=Residency.OFFLOADED, mover=mover)

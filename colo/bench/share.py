@@ -92,9 +92,9 @@ def _publication(rt: Runtime, where: str) -> Row:
     """Pause, prefix reset, checks, commit and resume of changed weights, and a check of unchanged ones."""
     times = []
     for _ in range(20):
-        rt._publisher.version += 1
+        rt.versions.publisher.version += 1
         start_s = time.perf_counter()
-        rt._publish()
+        rt.versions.publish()
         rt.engine.resume()
         times.append(time.perf_counter() - start_s)
     return {
@@ -119,7 +119,7 @@ def _growth(rt: Runtime, size: Size) -> Row:
         rt.trace.samples.clear()
         clear(rt.device)
         resident = sum(psutil.Process(pid).memory_info().rss for pid in pids)
-        pinned = rt._mover.arena.pinned_bytes + torch_pinned_bytes() + driven.pinned_bytes
+        pinned = rt.engine.mover.arena.pinned_bytes + torch_pinned_bytes() + driven.pinned_bytes
         return used_device_bytes(rt.device) or 0, resident, pinned
 
     def cycles() -> None:

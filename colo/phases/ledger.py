@@ -88,6 +88,11 @@ class Ledger:
         """Device bytes left; negative when the segments hold more than the capacity."""
         return self.capacity_bytes - self.device_bytes
 
+    @property
+    def fits_host(self) -> bool:
+        """Whether the host has room for what is offloaded."""
+        return self.host_bytes <= self.host_capacity_bytes
+
     def moved(self, name: str, target: Residency) -> Ledger:
         """The ledger after one segment has moved. Raises: `PhaseError` for an illegal move."""
         holding = self.holdings[name]

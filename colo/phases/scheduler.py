@@ -18,7 +18,7 @@ from colo.errors import BudgetError
 from colo.phases.ledger import Holding, Ledger
 from colo.phases.phase import NEEDS, Need, Phase, Residency
 from colo.phases.trace import MemorySample, Trace
-from colo.phases.transition import Action, Step, Transition, plan_transition
+from colo.phases.transition import Action, Step, Transition, plan_evictions, plan_transition
 
 if TYPE_CHECKING:
     from colo.phases.segment import Move, Segment
@@ -136,6 +136,7 @@ class Scheduler:
     def require(self, name: str) -> None:
         """Bring one segment to the device within the current phase, and wait for it.
 
+        Where it does not fit, what the phase does not use makes room, but never while an engine is at work.
         Raises: `BudgetError` when there is no room; nothing has changed then.
         """
         self.fetch(name).wait()
@@ -143,10 +144,11 @@ class Scheduler:
         self.sample()
 
     def fetch(self, name: str) -> Move:
-        """Start bringing one segment to the device within the current phase."""
+        """Start bringing one segment to the device within the current phase; see `require`."""
         segment = self._segments[name]
         if segment.residency is Residency.OFFLOADED:
-            self._admit_one(segment)
+            for step in self._plan_arrival(segment):
+                self._start(step)
             self._make_room(segment.size_bytes - segment.device_bytes, keep=name)
         move = segment.begin(Residency.RESIDENT)
         self._departing.pop(name, None)
@@ -236,11 +238,19 @@ class Scheduler:
             self._departing.pop(name).wait()
             self.sample()
 
-    def _admit_one(self, segment: Segment) -> None:
+    def _plan_arrival(self, segment: Segment) -> tuple[Step, ...]:
+        """What leaves for a segment that comes to the device. Raises: `BudgetError` when that is not enough."""
         ledger = self.ledger()
-        if segment.size_bytes > ledger.free_bytes:
+        leaving: tuple[Step, ...] = ()
+        if segment.size_bytes > ledger.free_bytes and self.phase in (Phase.IDLE, Phase.TRAIN):
+            unused = [n for n in self._segments if self._needs[self.phase].get(n, Need.UNUSED) is Need.UNUSED]
+            leaving = plan_evictions(ledger, unused, needed_bytes=segment.size_bytes, offload=self.offload)
+        free_bytes = ledger.free_bytes + sum(step.size_bytes for step in leaving)
+        if segment.size_bytes > free_bytes:
             raise ledger.refuse(
                 f"bringing {segment.name} back in phase {self.phase}",
                 needed_bytes=segment.size_bytes,
+                free_bytes=free_bytes,
                 advice="Enter the phase that needs it, or free other segments first.",
             )
+        return leaving

@@ -6,7 +6,7 @@ last. A plan is admitted as a whole: if any step of it would not fit, planning r
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -129,7 +129,7 @@ def plan_transition(
         key=lambda step: list(Action).index(step.action),
     )
     after, peak_bytes = _simulate(ledger, steps)
-    if after.host_bytes > after.host_capacity_bytes:
+    if not after.fits_host:
         raise request.refusal_of_host(after)
     late_bytes = _away_bytes(after, request.late)
     return Transition(
@@ -143,6 +143,25 @@ def plan_transition(
         promised_bytes=after.device_bytes
         + (late_bytes + working_bytes if side_by_side else max(late_bytes, working_bytes)),
     )
+
+
+def plan_evictions(
+    ledger: Ledger, names: Iterable[str], *, needed_bytes: int, offload: Offload = Offload.AUTO
+) -> tuple[Step, ...]:
+    """The moves of some of the segments `names` that leave `needed_bytes` free, or of all where that is not enough.
+
+    Only what the host has room for leaves.
+    """
+    candidates = [h for h in map(ledger.holdings.__getitem__, names) if _may_leave(h, offload)]
+    steps: list[Step] = []
+    for holding in _cheapest(candidates, needed_bytes - ledger.free_bytes):
+        if holding.away is not None and (moved := ledger.moved(holding.name, holding.away)).fits_host:
+            ledger = moved
+            step = Step(
+                segment=holding.name, source=holding.residency, target=holding.away, size_bytes=holding.size_bytes
+            )
+            steps.append(step)
+    return tuple(steps)
 
 
 class _Request:

@@ -17,7 +17,7 @@ from colo.trainer.stand_ins import AwayTensor
 from colo.trainer.subclasses import inner_tensors, is_wrapper
 
 MASTER_WEIGHT = "master_weight"
-"""Key under which an optimizer's state keeps a parameter's fp32 master (`colo.trainer.master_weights.MasterWeights`)."""
+"""Key under which an optimizer's state keeps a parameter's fp32 master (`colo.optim.MasterWeights`)."""
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)

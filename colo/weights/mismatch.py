@@ -7,12 +7,14 @@ weights, that differ.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from colo.engine import Completion
+from colo.weights.sources.module import ModuleSource
 
 MAX_TOKENS = 64
 """Tokens of a completion that are compared; bounds the logits."""
@@ -50,3 +52,64 @@ def _differences(
     logits = model(input_ids=ids, logits_to_keep=num_tokens + 1, use_cache=False).logits[0, -num_tokens - 1 : -1]
     logprobs: torch.Tensor = (logits.float() / temperature).log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
     return logprobs - torch.tensor(completion.logprobs[:num_tokens], dtype=torch.float32, device=device)
+
+
+@dataclass(frozen=True, slots=True)
+class Mismatch:
+    """How far an engine was from the trainer."""
+
+    mean: float
+    """Mean |log p(engine) - log p(trainer)| of a token."""
+
+    temperature: float
+    """The temperature at which the tokens were sampled."""
+
+
+class MismatchCheck:
+    """Compares a rollout's first completions with what the trainer computes of the same tokens, on the same weights."""
+
+    def __init__(self, *, num_sequences: int, max_mismatch: float | None) -> None:
+        """See `RuntimeConfig.mismatch_sequences` and `max_mismatch`."""
+        self._num_sequences = num_sequences
+        self._max_mismatch = max_mismatch
+        self._noted: tuple[float, Sequence[Completion]] | None = None
+
+    @property
+    def has_noted(self) -> bool:
+        """Whether there is something to compare."""
+        return self._noted is not None and bool(self._noted[1])
+
+    def note(self, temperature: float, completions: Sequence[Completion]) -> None:
+        """Keep the first of `completions`, which were sampled from `softmax(logits / temperature)`."""
+        self._noted = (temperature, completions[: self._num_sequences])
+
+    def forget(self) -> None:
+        """Drop what was noted."""
+        self._noted = None
+
+    def measure(self, source: ModuleSource, model: nn.Module, *, version: int, device: torch.device) -> Mismatch | None:
+        """The difference for completions of this `version`, which are then forgotten; `None` without any.
+
+        Ranks of a model that is sharded over them compute each pass together, as many as the fewest of them have.
+        """
+        temperature, completions = self._noted or (1.0, ())
+        self._noted = None
+        comparable = [c for c in completions if c.weights_version == version and c.token_ids]
+        count = source.ranks.min(len(comparable))
+        if not count:
+            return None
+        difference = logprob_difference(model, comparable[:count], temperature=temperature, device=device)
+        source.reshard()
+        return None if difference is None else Mismatch(difference, temperature)
+
+    def why_too_large(self, mismatch: Mismatch) -> str | None:
+        """Why the engine is not to be trained on, with what to do; `None` where it may be."""
+        most = self._max_mismatch
+        difference, temperature = mismatch.mean, mismatch.temperature
+        if most is None or difference * min(1.0, temperature) <= most:  # which divides logits, and so differences
+            return None
+        return (
+            f"log-probabilities of the engine differ from the trainer's by {difference:.3g} on average at temperature "
+            f"{temperature:g}, and max_mismatch allows {most:g}: the engine samples from another model. Compare "
+            "dtypes, quantization, rope settings and chat templates of the two, or raise RuntimeConfig.max_mismatch"
+        )

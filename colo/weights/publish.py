@@ -127,12 +127,9 @@ class Publisher:
         if not self._verify:
             return
         try:
-            if self._transport.name != "shared":  # which looks at names itself
-                self._transport.source.check_names()
             if self._adapter is not None:
                 self._adapter()
-            if self._transport.name == "shared":
-                self._transport.verify()
+            self._transport.check()
             if self.is_current and self.has_changed_part():
                 raise StaleWeights(
                     "what lies in this rank of the weights is not what was published: torch counts no write through "
@@ -155,11 +152,12 @@ class Publisher:
         Raises: whatever failed; the engine is then poisoned with that cause.
         """
         start_s = self._trace.now_s()
+        publishing = f"publishing version {self.version}"
         try:
-            (base_bytes, adapter_bytes), _ = in_all_ranks(self._engine, self._transfer)
+            (base_bytes, adapter_bytes), _ = in_all_ranks(self._engine, publishing, self._transfer)
         except BaseException as error:  # an interrupt, too, may leave weights written in part
             cause = str(error) or type(error).__name__
-            self._engine.poison(f"publishing version {self.version} failed: {cause}")
+            self._engine.poison(f"{publishing} failed: {cause}")
             raise
         end_s, num_bytes = self._trace.now_s(), base_bytes + adapter_bytes
         self._trace.add(
@@ -182,17 +180,20 @@ class Publisher:
 
     def _transfer(self) -> tuple[int, int]:
         """Bytes of the base and of the adapter that have left the trainer's memory."""
-        with self._transport.source.together():
+        ranks, publishing = self._transport.source.ranks, f"publishing version {self.version}"
+        with ranks.fail_together(publishing):
             if self._engine.state is EngineState.AWAKE:
                 self._engine.pause()
             self._engine.reset_prefix_cache()
-            if self._transport.name != "shared":  # which looks at names itself
+            if self._verify:
+                self._transport.check()
+            else:
                 self._transport.source.check_names()
         has_base = self._has_base()
         self._sent = None  # until it is known to have arrived
         base_bytes = 0 if has_base else self._send()
         adapter_bytes = 0
-        with self._transport.source.together():
+        with ranks.fail_together(publishing):
             if self._verify:
                 self._transport.verify()
                 self._part_sums = self._transport.source.part_sums()
@@ -207,7 +208,7 @@ class Publisher:
 
     def _send(self) -> int:
         """What the transport says that it has copied and, of one that says it copies nothing, what is seen to be."""
-        if self._transport.name != "shared":
+        if not self._transport.shares:
             return self._transport.transfer(self.version)
         meter = CopyMeter(lambda: self._transport.source.tensors().values())
         with meter:
@@ -224,7 +225,7 @@ class Publisher:
             or self._engine.weights_version != self.published[-1].version
             or self._sent != self._fingerprint()
         )
-        return not self._transport.source.in_any_rank(lacks) and self._transport.is_current()
+        return not self._transport.source.ranks.any(lacks) and self._transport.is_current()
 
     def _load_adapter(self, adapter: AdapterWeights) -> int:
         """Give the engine the adapter, and return the bytes of it that were copied."""

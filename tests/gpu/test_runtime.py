@@ -126,7 +126,9 @@ def test_a_hundred_cycles_grow_nothing_on_the_device():
             rt.scheduler.settle()
             gc.collect()
             torch.cuda.empty_cache()
-            readings.append((free_device_bytes(CUDA), rt._mover.arena.pinned_bytes, rt._mover.arena.used_bytes))
+            readings.append(
+                (free_device_bytes(CUDA), rt.engine.mover.arena.pinned_bytes, rt.engine.mover.arena.used_bytes)
+            )
     assert readings[0] == readings[1]
     rt.close()
 

@@ -70,7 +70,7 @@ def test_buckets_bring_the_same_bytes(rt, bucket_bytes):
     transport.close()
     rt.transport.reconnect()
     assert rt.transport.is_current()
-    rt._publisher.version += 1
+    rt.versions.publisher.version += 1
     with rt.rollout():
         assert difference(rt.model, rt.generate(PROMPTS, max_tokens=16, temperature=0)) < 0.02
 
@@ -79,21 +79,21 @@ def test_buckets_bring_the_same_bytes(rt, bucket_bytes):
 def test_many_publications_leave_nothing_on_the_device(rt, staged, request):
     if staged:
         rt.transport.close()
-        direct = rt._publisher._transport
+        direct = rt.versions.publisher._transport
         staging = IpcTransport(ModuleSource(rt.model), rt.engine, why_not_shared="tested", staged=True)
-        rt._publisher._transport = staging
+        rt.versions.publisher._transport = staging
 
         def give_back():
             staging.close()
-            rt._publisher._transport = direct
+            rt.versions.publisher._transport = direct
             direct.reconnect()
 
         request.addfinalizer(give_back)
 
     def publish(times):
         for _ in range(times):
-            rt._publisher.version += 1
-            rt._publish()
+            rt.versions.publisher.version += 1
+            rt.versions.publish()
 
     publish(10)
     torch.cuda.empty_cache()
@@ -107,7 +107,7 @@ def test_weights_copied_after_a_level_1_and_a_level_2_sleep(rt):
     for level in (1, 2):
         rt.engine.sleep(level)
         rt.engine.wake()
-        rt._publisher.version += 1
+        rt.versions.publisher.version += 1
         with rt.rollout():
             assert difference(rt.model, rt.generate(PROMPTS, max_tokens=16, temperature=0)) < 0.02
 

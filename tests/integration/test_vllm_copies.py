@@ -198,7 +198,7 @@ def test_pieces_of_tensors_in_several_dtypes_travel_through_small_buckets(rt, pr
     assert mismatch(rt.model, completions) < CLOSE
     transport.close()
     rt.transport.reconnect()
-    rt._publisher.version += 1
+    rt.versions.publisher.version += 1
     with rt.rollout():
         assert mismatch(rt.model, rt.generate(prompts, **GREEDY)) < CLOSE
 
@@ -207,8 +207,8 @@ def test_parameters_of_another_dtype_arrive(rt, prompts, mismatch):
     weight = rt.model.model.norm.weight
     before = weight.data
     weight.data = before.double()
-    rt._publisher.version += 1
-    rt._publish()
+    rt.versions.publisher.version += 1
+    rt.versions.publish()
     assert rt.transport.is_current()
     weight.data = before * 1.25
     with rt.rollout():
@@ -248,8 +248,8 @@ def test_many_publications_leave_nothing_behind(rt, prompts):
 
     def publish(times):
         for _ in range(times):
-            rt._publisher.version += 1
-            rt._publish()
+            rt.versions.publisher.version += 1
+            rt.versions.publish()
 
     publish(20)
     before, mapped, resident = open_files(), shared_maps(), resident_bytes()

@@ -130,8 +130,8 @@ def take_memory_of_the_driver(monkeypatch):
 REFUSALS = {
     "phases/transition.py _require": plan,
     "phases/transition.py refusal_of_host": lambda monkeypatch: plan(monkeypatch, host_bytes=10),
-    "phases/scheduler.py _admit_one": bring_back,
-    "starting.py _admit": start,
+    "phases/scheduler.py _plan_arrival": bring_back,
+    "assembly/starting.py _admit": start,
     "engines/common.py check_count": lambda monkeypatch: check_count(1, 10**12),
     "engines/embedded/kv_cache.py check_room": generate,
     "engines/vllm/remote.py before_move": wake_a_server,

@@ -361,7 +361,7 @@ def test_a_hundred_cycles_grow_nothing():
         if cycle in (2, 99):
             gc.collect()
             tensors = sum(1 for o in gc.get_objects() if issubclass(type(o), torch.Tensor))
-            arena = rt._mover.arena
+            arena = rt.engine.mover.arena
             readings.append((arena.pinned_bytes, arena.used_bytes, rt.trace.samples[-1].total_bytes, tensors))
     assert readings[0][:3] == readings[1][:3]
     assert readings[1][3] <= readings[0][3] + 2

@@ -103,7 +103,12 @@ class WorkerWeights:
         Raises: whatever a worker raised, with its traceback; `TransferError` for weights that none has a place for.
         """
         specs: dict[str, torch.Tensor] = {}
-        _, left_out = in_all_ranks(self._connection, lambda: self._reload(weights, specs), lambda left_out: left_out)
+        _, left_out = in_all_ranks(
+            self._connection,
+            "loading weights",
+            lambda: self._reload(weights, specs),
+            lambda left_out: left_out,
+        )
         check_taken(specs, [counts for of_rank in left_out for counts in of_rank])
 
     def _reload(

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from colo.errors import TransferError
 from colo.memory.dtensor import is_dtensor
+from colo.weights.ranks import RankGroup
 
 
 class Gathered(Mapping[str, torch.Tensor]):
@@ -22,12 +22,16 @@ class Gathered(Mapping[str, torch.Tensor]):
 
     A context in which every rank asks for the same names in `order`, each as often in a row as it likes. Tensors that
     are not sharded are there as they are, in any order.
-    Raises: at the end of the block, `TransferError` when it has failed in another rank. An interrupt of one rank alone,
-    or a gathering that fails in it, leaves the others waiting until its process ends, or for the group's deadline.
+    Raises: at the end of the block, `TransferError` with rank and cause when it has failed on another rank. An
+    interrupt of one rank alone, or a gathering that fails on it, leaves the others waiting until its process ends, or
+    for the group's deadline.
     """
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor], order: Iterable[str] | None = None) -> None:
+    def __init__(
+        self, tensors: Mapping[str, torch.Tensor], ranks: RankGroup, order: Iterable[str] | None = None
+    ) -> None:
         self._tensors = tensors
+        self._ranks = ranks
         self._left = deque(name for name in (tensors if order is None else order) if is_dtensor(tensors[name]))
         self._held: tuple[str, torch.Tensor] | None = None
         self._is_out_of_step = False
@@ -58,8 +62,7 @@ class Gathered(Mapping[str, torch.Tensor]):
             return
         while self._left:
             self._gather(until=self._left[0])
-        if fewest(self._tensors.values(), int(kind is None)) == 0 and kind is None:
-            raise TransferError("it failed in another rank, which says why")
+        self._ranks.report_failure("gathering the weights", error if isinstance(error, Exception) else None)
 
     def _gather(self, *, until: str) -> tuple[str, torch.Tensor]:
         while True:
@@ -69,20 +72,6 @@ class Gathered(Mapping[str, torch.Tensor]):
             self._is_out_of_step = False
             if name == until:
                 return name, whole
-
-
-def fewest(tensors: Iterable[torch.Tensor], count: int) -> int:
-    """The smallest `count` of all ranks that `tensors` are sharded over. Every rank asks."""
-    sharded: list[Any] = [tensor for tensor in tensors if is_dtensor(tensor)]
-    if not sharded:
-        return count
-    from torch import distributed
-
-    smallest = torch.tensor(count, device=sharded[0].device)
-    for mesh in dict.fromkeys(tensor.device_mesh for tensor in sharded):
-        for dim in range(mesh.ndim):
-            distributed.all_reduce(smallest, distributed.ReduceOp.MIN, group=mesh.get_group(dim))
-    return int(smallest)
 
 
 @torch.no_grad()

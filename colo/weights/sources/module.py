@@ -16,8 +16,9 @@ from torch import nn
 
 from colo.errors import StaleWeights, TransferError
 from colo.memory.checksum import checksums_of
-from colo.memory.dtensor import is_dtensor, part_of
-from colo.weights.sources.gathered import Gathered, fewest
+from colo.memory.dtensor import part_of
+from colo.weights.ranks import RankGroup
+from colo.weights.sources.gathered import Gathered
 from colo.weights.sources.heads import added_heads
 
 T = TypeVar("T")
@@ -54,7 +55,10 @@ class ModuleSource:
         self._names: frozenset[str] | None = None
         self._fsdp = _fsdp_modules(model)
         self.reshard()
-        self.is_sharded = any(map(is_dtensor, model.parameters()))
+        self.ranks = RankGroup(model.parameters())
+        """The ranks that weights are sharded over."""
+
+        self.is_sharded = not self.ranks.is_alone
         """Whether some are sharded over ranks."""
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -131,19 +135,7 @@ class ModuleSource:
 
     def gathered(self, tensors: Mapping[str, torch.Tensor]) -> AbstractContextManager[Mapping[str, torch.Tensor]]:
         """`tensors`, each whole when it is its turn; every rank takes them in order. See `Gathered`."""
-        return Gathered(tensors) if self.is_sharded else nullcontext(tensors)
-
-    def together(self) -> AbstractContextManager[object]:
-        """A block that fails in every rank that the weights are sharded over if it fails in one. Gathers nothing."""
-        return Gathered(self.tensors(), order=()) if self.is_sharded else nullcontext()
-
-    def fewest(self, count: int) -> int:
-        """The smallest `count` of all ranks that the weights are sharded over; every rank asks."""
-        return fewest((tensor for _, tensor in self), count) if self.is_sharded else count
-
-    def in_any_rank(self, flag: bool) -> bool:
-        """Whether `flag` is true in one of them; every rank asks."""
-        return self.fewest(int(not flag)) == 0
+        return Gathered(tensors, self.ranks) if self.is_sharded else nullcontext(tensors)
 
 
 def all_modules(model: nn.Module) -> list[nn.Module]:

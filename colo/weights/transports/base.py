@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    import torch
+
     from colo.weights.sources.module import ModuleSource
 
 
@@ -24,6 +26,10 @@ class Transport(Protocol):
         """The trainer's weights."""
 
     @property
+    def shares(self) -> bool:
+        """Whether trainer and engine have one copy of the weights, so that a publication copies nothing."""
+
+    @property
     def working_bytes(self) -> int:
         """Memory of the device that a transfer or a comparison takes for its time, such as for weights gathered."""
 
@@ -37,11 +43,34 @@ class Transport(Protocol):
     def verify(self) -> None:
         """Raise `StaleWeights` or `TransferError`, naming a tensor, unless the engine holds the trainer's weights."""
 
+    def check(self) -> None:
+        """Raise `StaleWeights` when the model no longer has the weights, by name or memory, that the engine was given.
+
+        Looks at no contents.
+        """
+
     def is_current(self) -> bool:
         """Whether the engine's weights are the trainer's at this moment, as far as can be told. Sends nothing."""
 
     def reconnect(self) -> None:
         """Know that the engine has been started again, and has forgotten what it was told."""
 
+    def move_out(self, device: torch.device) -> None:
+        """Give parameters that lie in the engine's memory memory of their own on `device`, if there are any."""
+
     def close(self) -> None:
         """Let go of what is held for the engine. Ordering: before the engine is closed. Idempotent."""
+
+
+class CopyingTransport:
+    """What transports have in common where trainer and engine have a copy each."""
+
+    shares = False
+    source: ModuleSource
+
+    def check(self) -> None:
+        """Raise `StaleWeights` when the model has other weights, by name, than the engine was given."""
+        self.source.check_names()
+
+    def move_out(self, device: torch.device) -> None:
+        """Do nothing: parameters have memory of their own."""

@@ -28,11 +28,11 @@ _KINDS = (SharedTransport.name, LocalTransport.name, IpcTransport.name)
 def choose_transport(engine: Engine, model: nn.Module, config: RuntimeConfig) -> Transport:
     """Share memory where every parameter can be the engine's own, and copy, with the reason, where not."""
     source = ModuleSource(model)
-    with source.together():
+    with source.ranks.fail_together("choosing how weights reach the engine"):
         transport = _choose(source, engine, config)
         source.settle_names()
     kind = _KINDS.index(transport.name)
-    if source.fewest(kind) != -source.fewest(-kind):  # each kind gathers in an order of its own
+    if source.ranks.min(kind) != -source.ranks.min(-kind):  # each kind gathers in an order of its own
         transport.close()
         raise Unsupported(
             f"ranks of the model would bring its weights to their engines in different ways, this one as "
@@ -63,7 +63,12 @@ def _choose(source: ModuleSource, engine: Engine, config: RuntimeConfig) -> Tran
 
 def record_plan(engine: Engine, source: ModuleSource) -> tuple[dict[str, torch.Tensor], LoadPlan]:
     """The weights, and the engine's plan of them. Raises: as `Engine.record_plan` and `check_taken`."""
-    plan, left_out = in_all_ranks(engine, lambda: source.given_to(engine.record_plan), lambda plan: plan.left_out)
+    plan, left_out = in_all_ranks(
+        engine,
+        "recording a load plan",
+        lambda: source.given_to(engine.record_plan),
+        lambda plan: plan.left_out,
+    )
     tensors = source.tensors()
     check_taken(tensors, left_out)
     return tensors, plan

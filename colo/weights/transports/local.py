@@ -14,6 +14,7 @@ from colo.memory.load_plan import LoadPlan
 from colo.units import MIB
 from colo.weights.sources.gathered import Gathered
 from colo.weights.sources.module import ModuleSource
+from colo.weights.transports.base import CopyingTransport
 
 if TYPE_CHECKING:
     from colo.engine import Engine
@@ -24,7 +25,7 @@ GATHERED_BYTES = 256 * MIB
 """How much of a model that is sharded over ranks is whole at a time, or one tensor if that is larger."""
 
 
-class LocalTransport:
+class LocalTransport(CopyingTransport):
     """Copies every weight by the engine's load plan or, where the plan has fallbacks, through the engine's loader.
 
     Weights that are sharded over ranks are gathered on the way, some at a time.
@@ -83,7 +84,7 @@ class LocalTransport:
             differs = bool(self._differences(tensors))
         else:
             differs = self._verify and (self._sums is None or self._sums != checksums_of(tensors.values()))
-        return not self.source.in_any_rank(differs)
+        return not self.source.ranks.any(differs)
 
     def reconnect(self) -> None:
         """Do nothing: recorded copies go to memory that has outlived the engine, or through its loader."""
@@ -104,7 +105,7 @@ class LocalTransport:
         """What `do` returns for the plan or, where weights have to be gathered, for each part of it in turn."""
         if not self.source.is_sharded:
             return [do(self._plan, tensors)]
-        with Gathered(tensors, self._plan.sources) as whole:
+        with Gathered(tensors, self.source.ranks, self._plan.sources) as whole:
             self._plan.check_source(tensors)
             return [do(part, {name: whole[name] for name in part.sources}) for part in self._parts]
 

@@ -18,6 +18,7 @@ class SharedTransport:
     """Trainer and engine on one copy of the weights; what is left to do is to check that they still are."""
 
     name = "shared"
+    shares = True
 
     def __init__(self, source: ModuleSource, aliases: Mapping[str, torch.Tensor]) -> None:
         self.source = source
@@ -35,7 +36,11 @@ class SharedTransport:
         return 0
 
     def verify(self) -> None:
-        """Raise `StaleWeights` naming the first parameter that is no longer the engine's memory."""
+        """Raise `StaleWeights` naming the first parameter that is no longer the engine's memory; see `check`."""
+        self.check()
+
+    def check(self) -> None:
+        """Raise `StaleWeights` naming the first parameter that is no longer the engine's memory, or is new."""
         if self._seen is not None and self._seen.is_unchanged(self.source.model):
             return
         self._compare()

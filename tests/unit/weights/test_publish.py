@@ -81,6 +81,16 @@ class RecordingTransport:
         self.error = None
         self.current = True
 
+    @property
+    def shares(self):
+        return self.name == "shared"
+
+    def check(self):
+        if self.shares:
+            self.verify()
+        else:
+            self.source.check_names()
+
     def transfer(self, version=0):
         self.recorder.note("transfer")
         return 0 if self.name == "shared" else 40

@@ -26,6 +26,7 @@ from colo.memory.tiles import WORD_BYTES, in_words
 from colo.units import MIB, align_up
 from colo.weights.manifest import Manifest, TensorSpec
 from colo.weights.sources.module import ModuleSource, check_taken
+from colo.weights.transports.base import CopyingTransport
 from colo.weights.transports.ipc.bucket import Bucket, plan_buckets
 from colo.weights.transports.ipc.export import Exported, dtype_name
 from colo.weights.transports.ipc.turns import SendersTurns
@@ -60,7 +61,7 @@ class Peer(Protocol):
         """Run several in a row, and return every worker's answer to the last."""
 
 
-class IpcTransport:
+class IpcTransport(CopyingTransport):
     """Copies every weight to an engine in another process, and has its workers attest what they hold.
 
     Ownership: owns the staging slabs, and keeps what it has exported alive, until `close`.
@@ -146,7 +147,7 @@ class IpcTransport:
         tensors = self.source.tensors()
         if self._staging is not None or self.source.is_sharded:  # where ranks ask together, whatever they have
             staging = self._staging
-            is_missing = self.source.in_any_rank(staging is None)
+            is_missing = self.source.ranks.any(staging is None)
             if staging is None or is_missing:
                 return False
             # Without checksums there is nothing to compare with; after a transfer that failed there are none yet.
@@ -156,7 +157,7 @@ class IpcTransport:
             known = self._sums is not None and self._described is manifest
             with self.source.gathered(tensors) as whole:
                 differs = not known or self._sums != staging.checksums(whole)
-            return not self.source.in_any_rank(differs)
+            return not self.source.ranks.any(differs)
         if self._exported is None or not self._exported.is_current(tensors):
             return False
         wait_for_queued(self._peer.device)

@@ -194,7 +194,7 @@ def fail_silently():
     raise AssertionError
 
 
-SILENT = r"^AssertionError at test_vllm_transfer.py:\d+: raise AssertionError$"
+SILENT = r"^AssertionError at test_transfer.py:\d+: raise AssertionError$"
 
 
 def test_an_error_without_a_message_says_where_it_was_raised(transfer):

@@ -1,0 +1,92 @@
+"""What a runtime is made of: its scheduler with every segment, its publisher, and host memory prepared in advance."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
+
+from torch import nn
+
+from colo.config import RuntimeConfig
+from colo.engine import Engine
+from colo.memory.dtensor import part_bytes
+from colo.memory.offload import Mover
+from colo.memory.probe import used_device_bytes
+from colo.phases.phase import ENGINE_KV_CACHE, TRAINER_ADAPTER, TRAINER_PARAMETERS, Phase, Residency
+from colo.phases.scheduler import Budget, Scheduler
+from colo.phases.segment import FixedSegment, Segment
+from colo.phases.trace import Trace
+from colo.trainer.session import LATE, TrainerSession
+from colo.weights.publish import Publisher
+from colo.weights.sources.peft import adapter_weights, is_peft_model
+from colo.weights.transports.base import Transport
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+
+
+def make_scheduler(
+    engine: Engine,
+    model: nn.Module,
+    transport: Transport,
+    session: TrainerSession,
+    mover: Mover,
+    config: RuntimeConfig,
+    trace: Trace,
+    *,
+    capacity_bytes: int,
+) -> Scheduler:
+    """A scheduler of the engine's segments, the weights, and the trainer's state."""
+    budget = Budget(
+        capacity_bytes=capacity_bytes,
+        host_capacity_bytes=mover.arena.limit_bytes,
+        offload=config.offload,
+    )
+    scheduler = Scheduler(
+        [*engine.segments, *_weights_segments(model, transport), *session.segments],
+        budget,
+        trace=trace,
+        used_device_bytes=lambda: used_device_bytes(mover.device),
+    )
+    scheduler.working_bytes[Phase.TRAIN] = config.train_working_bytes
+    scheduler.working_bytes[Phase.SYNC] = transport.working_bytes
+    return scheduler
+
+
+def _weights_segments(model: nn.Module, transport: Transport) -> list[Segment]:
+    weights = [tensor for _, tensor in transport.source]
+    residency = Residency.SHARED if transport.shares else Residency.RESIDENT
+    segments: list[Segment] = [FixedSegment(TRAINER_PARAMETERS, sum(map(part_bytes, weights)), residency)]
+    base = {id(tensor) for tensor in weights}
+    adapter_bytes = sum(part_bytes(p) for p in model.parameters() if id(p) not in base)
+    if adapter_bytes:
+        segments.append(FixedSegment(TRAINER_ADAPTER, adapter_bytes, Residency.RESIDENT))
+    return segments
+
+
+def make_publisher(
+    engine: Engine, model: nn.Module, transport: Transport, config: RuntimeConfig, trace: Trace
+) -> Publisher:
+    """A publisher of the model's weights and of its adapter, if it has one."""
+    adapter = (lambda: adapter_weights(cast("PeftModel", model))) if is_peft_model(model) else None
+    return Publisher(
+        engine,
+        transport,
+        trace,
+        adapter=adapter,
+        fingerprint=transport.source.fingerprint,
+        verify=config.verify,
+    )
+
+
+def prepare_arena(scheduler: Scheduler, mover: Mover) -> None:
+    """Pin host memory in the background for the state that will have to leave, so that no step waits for it."""
+    if mover.device.type != "cuda":
+        return
+    ledger = scheduler.ledger()  # and what it will be between a step and the rollout that follows
+    for name, residency in ((ENGINE_KV_CACHE, Residency.DISCARDED), *((n, Residency.RESIDENT) for n in LATE)):
+        holding = ledger.holdings[name]
+        if holding.residency is not residency and (holding.away or residency is Residency.RESIDENT):
+            ledger = ledger.moved(name, residency)
+    expected_bytes = scheduler.expected_departures(Phase.ROLLOUT, ledger)
+    if 0 < expected_bytes <= mover.arena.limit_bytes:
+        mover.arena.prepare(expected_bytes)

@@ -1,0 +1,45 @@
+"""Which models, optimizers and engines have an open runtime."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import nn
+
+from colo.errors import PhaseError
+from colo.weights.sources.heads import causal_lm
+
+_runtimes: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+"""The open runtime of every model, optimizer and engine, by their identity."""
+
+
+def check_free(parts: Mapping[str, object]) -> None:
+    """Raise `PhaseError` when a part, a model, an optimizer or an engine (also a `vllm.LLM`), has an open runtime."""
+    driven = [getattr(runtime.engine, "llm", None) for runtime in list(_runtimes.values())]
+    for name, part in parts.items():
+        if id(part) in _runtimes or any(part is llm for llm in driven):
+            raise PhaseError(
+                f"this {name} has a runtime already: close that one before building another; colo.Runtime.of({name}) "
+                "finds it, which lives as long as what it works on"
+            )
+
+
+def runtime_of(part: object) -> Any:
+    """The open runtime of a part. Raises: `ValueError` when it has none."""
+    runtime = _runtimes.get(id(causal_lm(part) if isinstance(part, nn.Module) else part))
+    if runtime is None:
+        raise ValueError(f"this {type(part).__name__} has no open runtime")
+    return runtime
+
+
+def register(runtime: object, parts: Iterable[object]) -> None:
+    """Remember the runtime that drives these parts, until it or they are gone."""
+    _runtimes.update({id(part): runtime for part in parts})
+
+
+def forget(parts: Iterable[object]) -> None:
+    """Let other runtimes drive these parts."""
+    for part in parts:
+        _runtimes.pop(id(part), None)

@@ -1,0 +1,338 @@
+"""Turns of an engine and a trainer on one device: what each change from one to the other does."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, ExitStack, suppress
+from threading import RLock
+from types import TracebackType
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from colo.config import Offload, RuntimeConfig
+from colo.engine import Engine, EngineState
+from colo.errors import BudgetError, EngineLost, PhaseError, StaleWeights
+from colo.memory.fence import wait_for_queued
+from colo.memory.probe import free_device_bytes, total_device_bytes
+from colo.memory.uninterrupted import uninterrupted
+from colo.phases.phase import TRAINER_GRADIENTS, Phase, Residency
+from colo.phases.scheduler import Scheduler
+from colo.phases.segment import Segment
+from colo.runtime.states import Turn, Verb, next_turn
+from colo.runtime.versions import WeightVersions
+from colo.trainer.session import LATE, TrainerSession
+from colo.weights.mismatch import MismatchCheck
+
+T = TypeVar("T")
+
+_SPARE_FRACTION = 0.05
+"""Share of a GPU that stays free when state comes back beside a backward pass."""
+
+_RESOURCES = {Phase.ROLLOUT: "engine", Phase.TRAIN: "device"}
+
+
+class Turns:
+    """Lets engine and trainer work in turns; a `TrainerEvents`.
+
+    Thread-safe as far as turns change one after another; a thread that generates is waited for.
+    """
+
+    def __init__(self, *, engine: Engine, model: nn.Module, config: RuntimeConfig, mismatch: MismatchCheck) -> None:
+        """`connect` names the others before the first call."""
+        self.turn = Turn.IDLE
+        self.lock = RLock()
+        self._engine = engine
+        self._model = model
+        self._config = config
+        self._mismatch = mismatch
+        self._block: PhaseBlock[Any] | None = None
+        self._entered_s = 0.0
+
+    def connect(self, scheduler: Scheduler, session: TrainerSession, versions: WeightVersions) -> None:
+        """Take turns with these from now on."""
+        self._scheduler = scheduler
+        self._session = session
+        self._versions = versions
+        self._source = versions.source
+        self._device = self._engine.device
+        self._trace = scheduler.trace
+
+    # ---- what the runtime asks ---------------------------------------------------------------------------------------
+
+    def require(self, verb: Verb) -> None:
+        """Raise `PhaseError` unless `verb` is allowed now. A phase whose block has ended is left first."""
+        if verb in (Verb.ROLLOUT, Verb.TRAIN, Verb.RECOVER) and self._block is not None and self._block.is_over:
+            self._leave()  # what ended the block did not let it leave
+        next_turn(verb, self.turn)
+
+    def enter(self, phase: Phase | None) -> None:
+        """Go to a phase, out of whichever there is, or with `None` just leave that. Idempotent."""
+        with self.lock, uninterrupted():
+            if self.phase is not phase:
+                self.leave()
+                if phase is not None:
+                    self._enter(phase)
+
+    def leave(self) -> None:
+        """Leave the phase that there is, if any."""
+        if self.phase is not None:
+            self._leave()
+
+    @property
+    def phase(self) -> Phase | None:
+        """The phase that was entered and not left."""
+        return {Turn.ROLLOUT: Phase.ROLLOUT, Turn.TRAIN: Phase.TRAIN}.get(self.turn)
+
+    def be_idle(self) -> None:
+        """Let nobody work: a step outside `train()` may have failed on its way."""
+        if self.turn is Turn.STEP:
+            self.turn = Turn.IDLE
+        if self._scheduler.phase is not Phase.IDLE:
+            self._scheduler.enter(Phase.IDLE)
+
+    def close(self) -> None:
+        """Allow nothing any more."""
+        self.turn = next_turn(Verb.CLOSE, self.turn)
+
+    def begin(self, block: PhaseBlock[Any]) -> None:
+        """Enter the phase of a block, or none. Threads that generate meanwhile are waited for."""
+        with self.lock:
+            try:
+                with uninterrupted():
+                    self._enter(block.phase)
+                    self._block = block
+            except BaseException:  # an interrupt that has waited until the phase was entered
+                if self._block is block:
+                    self.end(block, None)
+                raise
+
+    def end(self, block: PhaseBlock[Any], raised: BaseException | None) -> None:
+        """Leave the phase of a block, unless that has been done by other means."""
+        with ExitStack() as held:
+            try:
+                held.enter_context(self.lock)
+            finally:  # also when an interrupt ends the wait for other threads
+                try:
+                    with uninterrupted():
+                        if self._block is block:
+                            self._leave()
+                except Exception as error:
+                    if raised is None:
+                        raise
+                    raised.add_note(f"and {block.phase}() could not be left in order: {type(error).__name__}: {error}")
+
+    # ---- changes of turns --------------------------------------------------------------------------------------------
+
+    def _enter(self, phase: Phase) -> None:
+        verb = Verb.ROLLOUT if phase is Phase.ROLLOUT else Verb.TRAIN
+        # What is made on the way in or out outlives a caller's inference mode, in which it could not be written later.
+        with torch.inference_mode(False):
+            self.require(verb)
+            self.be_idle()
+            (self._enter_rollout if phase is Phase.ROLLOUT else self._enter_train)()
+            self.turn, self._block, self._entered_s = next_turn(verb, self.turn), None, self._trace.now_s()
+
+    def _leave(self) -> None:
+        phase = self.phase
+        assert phase is not None, "there is a phase to leave"
+        try:
+            self._trace.add(phase, self._entered_s, category="phase", phase=phase, resource=_RESOURCES[phase])
+            with torch.inference_mode(False):
+                (self._leave_rollout if phase is Phase.ROLLOUT else self._leave_train)()
+        finally:
+            self.turn, self._block = Turn.IDLE, None
+
+    def _enter_rollout(self) -> None:
+        with self._trace.span("switch to rollout", category="switch", phase=Phase.ROLLOUT):
+            self._session.look_again()
+            self._versions.notice_and_compare()
+            is_current = self._versions.is_engine_current()
+            with self._source.ranks.fail_together("entering a rollout"):
+                if is_current:  # else publishing checks
+                    self._versions.publisher.check()
+                self._engine.reset_prefix_cache()  # writes through `.data` raise no version that could be noticed
+                self._scheduler.plan(Phase.ROLLOUT)  # refuse before publishing, while nothing has changed
+            if not is_current:
+                self._versions.publish()
+            try:
+                with self._source.ranks.fail_together("entering a rollout"):
+                    self._scheduler.enter(Phase.ROLLOUT)
+                    wait_for_queued(self._device)  # writes to weights that an engine in another process maps
+                    self._engine.resume()
+            except BaseException:
+                with suppress(Exception):  # of which the first is raised
+                    self._leave_rollout()
+                raise
+            self._versions.publisher.note_contents()
+
+    def _leave_rollout(self) -> None:
+        """Pause the engine, and bring gradients of an accumulation that goes on back: they may be zeroed or read now.
+
+        Where they have no room they stay away, and `train()` and `step()` ask for them again.
+        """
+        try:
+            with suppress(EngineLost):  # who has called it has heard of that
+                self._pause()
+        finally:
+            self.be_idle()
+        if self._session.has_parked_gradients:
+            with suppress(BudgetError, torch.OutOfMemoryError):
+                self._scheduler.require(TRAINER_GRADIENTS)
+
+    def _enter_train(self) -> None:
+        with self._trace.span("switch to train", category="switch", phase=Phase.TRAIN):
+            self._session.look_again()
+            with self._source.ranks.fail_together("entering a training phase"):
+                self._pause()
+                self._scheduler.enter(Phase.TRAIN)
+                self._bring_gradients()
+        self._session.begin_training()
+        try:
+            self._measure_mismatch()
+        except BaseException:
+            self.be_idle()
+            raise
+
+    def _bring_gradients(self) -> None:
+        """Bring gradients that a rollout parked: they will be added to, clipped, read or zeroed."""
+        if not self._session.has_parked_gradients:
+            return
+        try:
+            self._scheduler.require(TRAINER_GRADIENTS)
+        except BaseException:
+            self._scheduler.enter(Phase.IDLE)
+            raise
+
+    def _leave_train(self) -> None:
+        with self._trace.span("switch from train", category="switch", phase=Phase.TRAIN):
+            self._learn_working_bytes()
+            self._scheduler.enter(Phase.IDLE)
+            if self._session.has_stepped:
+                if self._scheduler.offload is Offload.ALWAYS and self._device.type == "cuda":
+                    # Of activations and gradients. Before anything leaves: the driver frees nothing beside copies.
+                    torch.cuda.empty_cache()
+                # A rollout is what follows a step: what has to leave for it starts leaving now, beside other work. The
+                # loop may still read, clip or drop its gradients.
+                self._session.look_again(parameters=False)
+                self._scheduler.anticipate(Phase.ROLLOUT, but_for={TRAINER_GRADIENTS})
+
+    def _pause(self) -> None:
+        if self._engine.state is EngineState.AWAKE:
+            self._engine.pause()
+
+    def _measure_mismatch(self) -> None:
+        """Compare the engine's log-probabilities of the last rollout with the trainer's, on the same weights.
+
+        Raises: `StaleWeights`, and the engine is poisoned, when it computes something else than the trainer.
+        """
+        if self._mismatch.has_noted:
+            self._versions.notice_writes()  # of a loop that has changed weights since it sampled
+        version = self._versions.current
+        found = self._mismatch.measure(self._source, self._model, version=version, device=self._device)
+        if found is None:
+            return
+        self._trace.metric("mismatch_sampled", found.mean)
+        cause = self._mismatch.why_too_large(found)
+        if cause is not None:
+            self._engine.poison(cause)
+            raise StaleWeights(cause)
+
+    def _learn_working_bytes(self) -> None:
+        """What the phase used beside its segments is kept free the next time, on a CUDA device without a set limit."""
+        beside_bytes = self._session.end_training()
+        if self._config.device_limit_bytes is not None or beside_bytes is None:
+            return
+        if self._versions.current > 1:  # the first step makes the optimizer's state
+            known_bytes = self._scheduler.working_bytes[Phase.TRAIN]
+            self._scheduler.working_bytes[Phase.TRAIN] = max(known_bytes, beside_bytes)
+
+    # ---- what torch's hooks tell -------------------------------------------------------------------------------------
+
+    def before_step(self) -> None:
+        """Have everything on the device that the optimizer needs. Raises: `PhaseError` inside a rollout."""
+        turn = next_turn(Verb.STEP, self.turn)
+        with uninterrupted():
+            if turn is Turn.STEP:
+                self.be_idle()
+                self._enter_train()
+                self.turn = turn
+            for name in (*LATE, TRAINER_GRADIENTS):
+                self._scheduler.require(name)
+
+    def after_step(self) -> None:
+        """Raise the version of the weights."""
+        with uninterrupted():
+            self._versions.note_step()
+            self._session.note_step()
+            fraction = getattr(self._session.optimizer, "changed_fraction", None)
+            if fraction is not None:
+                self._trace.metric("changed_fraction", fraction)
+            self._scheduler.sample()
+            if self.turn is Turn.STEP:
+                self.be_idle()
+
+    def on_gradient(self) -> None:
+        """Have gradients on the device that others are about to be added to. Raises: `PhaseError` inside a rollout."""
+        next_turn(Verb.BACKWARD, self.turn)
+        if self._session.has_gradients_on_host:
+            self.on_touch(TRAINER_GRADIENTS)
+
+    def on_touch(self, name: str) -> None:
+        """Bring a segment back that something touches. Raises: `PhaseError` where it cannot be, with what to do."""
+        if self.turn is not Turn.ROLLOUT:
+            self._pause()
+        try:
+            self._scheduler.require(name)
+        except (BudgetError, torch.OutOfMemoryError) as error:
+            if name != TRAINER_GRADIENTS:
+                raise
+            raise PhaseError(
+                "gradients are in host memory, and have no room on the device now: zero_grad() has its effect all the "
+                "same; for anything else leave the rollout and touch them within `with rt.train():`"
+            ) from error
+
+    def on_backward(self, number: int) -> None:
+        """Start bringing parked state back beside the last backward pass, where there is room for both."""
+        is_last = number == self._config.accumulation_steps
+        if not is_last or self.turn is not Turn.TRAIN or not self._scheduler.side_by_side:
+            return
+        for name in LATE:
+            segment = self._scheduler.segments[name]
+            if segment.residency is Residency.OFFLOADED and self._scheduler.fits(name) and self._is_roomy(segment):
+                try:
+                    self._scheduler.fetch(name)
+                except BudgetError:
+                    return  # the driver has less than the plan assumed: the step will ask again, without activations
+
+    def on_progress(self) -> None:
+        """Take back what departures have freed."""
+        self._scheduler.sample()
+
+    def _is_roomy(self, segment: Segment) -> bool:
+        """Whether the driver has the segment's bytes and some to spare, which the backward pass may yet ask for."""
+        spare_bytes = int(_SPARE_FRACTION * total_device_bytes(self._device))
+        return self._device.type != "cuda" or free_device_bytes(self._device) > segment.size_bytes + spare_bytes
+
+
+class PhaseBlock(AbstractContextManager[T]):
+    """What `rollout()` and `train()` return: a block within which the runtime is in that phase."""
+
+    def __init__(self, runtime: T, turns: Turns, phase: Phase) -> None:
+        self.phase = phase
+        self.is_over = True
+        """Whether its body is not running: it has not begun, or has ended in whichever way."""
+
+        self._runtime = runtime
+        self._turns = turns
+
+    def __enter__(self) -> T:
+        self._turns.begin(self)
+        self.is_over = False
+        return self._runtime
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.is_over = True
+        self._turns.end(self, error)

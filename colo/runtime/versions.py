@@ -1,0 +1,119 @@
+"""The version of the trainer's weights: raised, noticed, compared, and brought to the engine."""
+
+from __future__ import annotations
+
+import torch
+
+from colo.config import RuntimeConfig
+from colo.engine import Engine, EngineState
+from colo.memory.fence import wait_for_queued
+from colo.memory.uninterrupted import uninterrupted
+from colo.phases.phase import ENGINE_WEIGHTS, Phase, Residency
+from colo.phases.scheduler import Scheduler
+from colo.weights.publish import Publisher
+from colo.weights.transports.base import Transport
+from colo.weights.watch import WriteWatch
+
+
+class WeightVersions:
+    """Decides which version of the weights there is, and whether the engine has it.
+
+    A version is raised by every optimizer step, and by every other write that is noticed: torch counts those in place,
+    checksums tell of those through `.data`, and identities of tensors that were replaced.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        transport: Transport,
+        publisher: Publisher,
+        scheduler: Scheduler,
+        config: RuntimeConfig,
+    ) -> None:
+        self.publisher = publisher
+        self.source = transport.source
+        self._engine = engine
+        self._transport = transport
+        self._ranks = transport.source.ranks
+        self._scheduler = scheduler
+        self._verify = config.verify
+        self._writes = WriteWatch(transport.source)
+
+    @property
+    def current(self) -> int:
+        """Version of the trainer's weights."""
+        return self.publisher.version
+
+    def note_step(self) -> None:
+        """Raise the version: the optimizer has stepped."""
+        self.publisher.version += 1
+        self._writes.accept()
+
+    def notice_writes(self) -> None:
+        """Raise the version for what this rank alone can see to have changed without the optimizer."""
+        if self._writes.has_changed() or self.publisher.has_other_contents():
+            self.publisher.version += 1
+
+    def notice_and_compare(self) -> None:
+        """Raise the version for whatever has changed on any rank, also what only a comparison with the engine shows."""
+        seen = self._writes.has_changed() or self.publisher.has_other_contents()
+        changed = self._ranks.any(seen or self.publisher.has_changed_part())
+        if not changed and (self._verify or not self._ranks.is_alone):  # torch counts few of the writes to parts
+            changed = self.is_engine_current() and not self._is_equal()
+        if changed:
+            self.publisher.version += 1
+
+    def is_engine_current(self) -> bool:
+        """Whether the engines of all ranks hold the present version."""
+        return not self._ranks.any(not self.publisher.is_current)
+
+    def publish(self) -> None:
+        """Make the present version the engine's, in a phase of its own. Raises: as `Publisher.publish`."""
+        trace = self._scheduler.trace
+        with self._ranks.fail_together("making room to publish"):
+            self._scheduler.enter(Phase.SYNC)
+        try:
+            with trace.span(Phase.SYNC, category="phase", phase=Phase.SYNC, resource="device"):
+                self.publisher.publish()
+        finally:
+            self._scheduler.enter(Phase.IDLE)
+
+    def recover(self) -> None:
+        """Start a lost engine again and publish to it; every rank of a sharded model calls. See `Runtime.recover`."""
+        is_lost = self._engine.state is EngineState.LOST
+        is_lost_elsewhere = self._ranks.any(is_lost) and not is_lost
+        with self._ranks.fail_together("recovering the engine"):
+            self._scheduler.plan(Phase.ROLLOUT)  # refuse while nothing has changed
+            self._scheduler.anticipate(Phase.ROLLOUT)
+            self._scheduler.settle()
+            if not is_lost_elsewhere:
+                self._engine.recover()
+                self.publisher.start_over()
+                self._transport.reconnect()
+        self.publish()
+
+    def refresh(self) -> None:
+        """Publish what has changed since the rollout began, so that no call samples from older weights."""
+        with uninterrupted(), torch.inference_mode(False):
+            self.notice_writes()
+            self.publisher.check()
+            # A poisoned engine alone, of many that weights are gathered for, would wait for the others: it refuses.
+            waits = not self._ranks.is_alone and self._engine.weights_version is None
+            if not self.publisher.is_current and not waits:
+                self.publisher.publish()
+                self._engine.resume()
+                self.publisher.note_contents()
+            wait_for_queued(self._engine.device)
+
+    def _is_equal(self) -> bool:
+        """Whether the engine holds what the trainer does: its weights come back for that, if they are away."""
+        is_away = self._scheduler.segments[ENGINE_WEIGHTS].residency in (Residency.OFFLOADED, Residency.DISCARDED)
+        takes_memory = is_away or self._transport.working_bytes > 0
+        with self._ranks.fail_together("making room to compare weights"):
+            if takes_memory:
+                self._scheduler.enter(Phase.SYNC)
+        try:
+            return self._transport.is_current() and self.publisher.has_adapter()
+        finally:
+            if takes_memory:
+                self._scheduler.enter(Phase.IDLE)

@@ -1,0 +1,153 @@
+"""The trainer's side of a runtime: what of it moves, when its backward passes and steps come, how much it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from colo.memory.offload import Mover
+from colo.memory.probe import PeakMeter
+from colo.phases.phase import TRAINER_GRADIENTS, TRAINER_MASTER_WEIGHTS, TRAINER_OPTIMIZER, Residency
+from colo.phases.segment import Segment
+from colo.trainer.backward import BackwardWatch
+from colo.trainer.gradients import parameters_of
+from colo.trainer.inventory import Kept
+from colo.trainer.optimizer_state import StateOffloader
+
+LATE = (TRAINER_OPTIMIZER, TRAINER_MASTER_WEIGHTS)
+"""Segments that a training phase needs only when the optimizer steps."""
+
+
+class TrainerEvents(Protocol):
+    """What a training loop does, as torch's hooks tell of it. Each may raise, which ends the call it is told of."""
+
+    def on_backward(self, number: int) -> None:
+        """The first gradient of the `number`-th backward pass since the last step is there."""
+
+    def on_gradient(self) -> None:
+        """A gradient is about to be added to what its parameter has."""
+
+    def on_progress(self) -> None:
+        """A backward pass has come further; called some times in each."""
+
+    def before_step(self) -> None:
+        """The optimizer is about to step: everything that it needs has to be on the device."""
+
+    def after_step(self) -> None:
+        """The optimizer has stepped."""
+
+    def on_touch(self, name: str) -> None:
+        """A tensor of segment `name` is read or written while its bytes are in host memory."""
+
+
+class TrainerSession:
+    """The optimizer's state, gradients and backward passes of one model, told to one listener.
+
+    Ownership: owns the regions of the state until `close`, which leaves an optimizer that works without colo.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        mover: Mover,
+        *,
+        region_bytes: int,
+        events: TrainerEvents,
+        sharded_modules: Iterable[nn.Module] = (),
+    ) -> None:
+        """`sharded_modules` are those whose backward passes begin before any gradient is seen (FSDP2's).
+
+        Raises: as `StateOffloader`.
+        """
+        self.optimizer = optimizer
+        self.has_stepped = False
+        """Whether there was a step since `begin_training`."""
+
+        self._gradients_before = 0
+        self._meter = PeakMeter(mover.device)
+        self._offloader = StateOffloader(
+            optimizer,
+            mover,
+            region_bytes=region_bytes,
+            before_step=events.before_step,
+            after_step=events.after_step,
+            on_touch=events.on_touch,
+        )
+        self._offloader.gradients.on_touch = lambda: events.on_touch(TRAINER_GRADIENTS)
+        try:
+            self._backward = BackwardWatch(
+                parameters_of(optimizer),
+                modules=sharded_modules,
+                admit=events.on_gradient,
+                on_pass=events.on_backward,
+                on_progress=events.on_progress,
+            )
+        except BaseException:
+            self._offloader.close()
+            raise
+
+    @property
+    def segments(self) -> Sequence[Segment]:
+        """`trainer.optimizer`, `trainer.master_weights`, `trainer.gradients` and, which never moves, `trainer.kept`."""
+        return (*self._offloader.segments, self._offloader.kept)
+
+    @property
+    def kept(self) -> Sequence[Kept]:
+        """State that stays on the device in every phase, and why."""
+        return tuple(self._offloader.kept.items)
+
+    @property
+    def has_state_on_host(self) -> bool:
+        """Whether some of it is in host memory."""
+        return any(segment.host_bytes for segment in self._offloader.segments)
+
+    @property
+    def has_parked_gradients(self) -> bool:
+        """Whether gradients that the loop still has are in host memory."""
+        return self._offloader.gradients.residency is Residency.OFFLOADED
+
+    @property
+    def has_gradients_on_host(self) -> bool:
+        """Whether gradients are in host memory, also such as the loop has dropped or replaced since."""
+        return self._offloader.gradients.is_parked
+
+    def look_again(self, *, parameters: bool = True) -> None:
+        """Take in state that has appeared, before some of it is asked to leave, and parameters that train by now."""
+        if parameters:
+            self._backward.watch(parameters_of(self.optimizer))
+        self._offloader.refresh()
+
+    def begin_training(self) -> None:
+        """Begin to measure a training phase."""
+        self.has_stepped = False
+        self._gradients_before = self._offloader.gradients.device_bytes
+        self._meter.start()
+
+    def end_training(self) -> int | None:
+        """Bytes that the phase has used beside the segments; `None` where that is not measured (on a CPU)."""
+        peak_bytes = self._meter.stop()
+        if peak_bytes is None:
+            return None
+        # Gradients are a segment of their own, also where the loop has dropped them by now.
+        return peak_bytes - (self._offloader.gradients.size_bytes - self._gradients_before)
+
+    def note_step(self) -> None:
+        """Count backward passes anew: a step has used the gradients."""
+        self.has_stepped = True
+        self._backward.forget()
+
+    def bring_back(self) -> None:
+        """Bring everything to the device. Raises: `BudgetError` when it has no room."""
+        self._offloader.bring_back()
+
+    def stop_watching(self) -> None:
+        """Take back the hooks of backward passes. Idempotent."""
+        self._backward.remove()
+
+    def close(self, device: torch.device | None = None) -> None:
+        """Return the state to ordinary memory of `device`, and the hooks with it; see `StateOffloader.close`."""
+        self.stop_watching()
+        self._offloader.close(device)

@@ -1,0 +1,104 @@
+"""Turns, through the public API: what an engine does outside a rollout, and how what was parked comes back."""
+
+import pytest
+import torch
+from torch.optim import AdamW
+from transformers import Qwen3Config
+
+import colo
+from colo.config import RuntimeConfig
+from colo.engine import EngineState
+from colo.phases.phase import TRAINER_GRADIENTS, TRAINER_OPTIMIZER, Phase, Residency
+from colo.units import MIB
+
+PROMPTS = [[1, 2, 3], [4, 5, 6, 7]]
+IDS = torch.tensor([[1, 2, 3, 4]])
+
+
+def launch(**settings):
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+    shape = Qwen3Config(vocab_size=100, num_hidden_layers=2, head_dim=16, eos_token_id=None, **sizes)
+    config = RuntimeConfig(**{"kv_cache_bytes": MIB} | settings)
+    return colo.launch(shape, device="cpu", optimizer=lambda ps: AdamW(ps, lr=1e-2), config=config)
+
+
+def step(rt):
+    rt.model(input_ids=IDS, labels=IDS).loss.backward()
+    rt.optimizer.step()
+    rt.optimizer.zero_grad()
+
+
+@pytest.fixture
+def full():
+    """A runtime on a device where the KV cache has room only while gradients and state are away."""
+    with launch() as rt:
+        model_bytes = sum(p.nbytes for p in rt.model.parameters())
+    rt = launch(kv_cache_bytes=3 * model_bytes, device_limit_bytes=int(4.2 * model_bytes))
+    yield rt
+    rt.close()
+
+
+def residency(rt, name):
+    return rt.scheduler.segments[name].residency
+
+
+def transitions(rt):
+    return [span.name for span in rt.trace.spans if span.category == "transition"]
+
+
+def test_outside_a_rollout_the_engine_is_paused():
+    with launch() as rt:
+        assert rt.engine.state is EngineState.PAUSED
+        for leave in (lambda: None, lambda: rt.enter(None)):
+            with rt.rollout():
+                assert rt.engine.state is EngineState.AWAKE
+                leave()
+            assert rt.engine.state is EngineState.PAUSED
+        rt.generate(PROMPTS, max_tokens=2)
+        assert rt.engine.state is EngineState.PAUSED
+
+
+def test_gradients_come_back_from_a_rollout_without_a_training_phase(full):
+    with full.train():
+        step(full)
+        full.model(input_ids=IDS, labels=IDS).loss.backward()
+    gradients = [p.grad.clone() for p in full.model.parameters()]
+    seen = len(transitions(full))
+    with full.rollout():
+        assert residency(full, TRAINER_GRADIENTS) is Residency.OFFLOADED
+        full.generate(PROMPTS, max_tokens=2)
+    assert residency(full, TRAINER_GRADIENTS) is Residency.RESIDENT
+    assert all(torch.equal(p.grad, g) for p, g in zip(full.model.parameters(), gradients, strict=True))
+    assert not [name for name in transitions(full)[seen:] if str(Phase.TRAIN) in name]
+    assert full.phase is Phase.IDLE
+
+
+def test_state_that_is_touched_outside_a_phase_takes_the_place_of_the_kv_cache(full):
+    with full.train():
+        step(full)
+    with full.rollout():
+        full.generate(PROMPTS, max_tokens=2)
+    assert residency(full, TRAINER_OPTIMIZER) is Residency.OFFLOADED
+    state = next(iter(full.optimizer.state.values()))
+    assert torch.isfinite(state["exp_avg"] + 0).all()
+    assert residency(full, TRAINER_OPTIMIZER) is Residency.RESIDENT
+    assert residency(full, "engine.kv_cache") is Residency.DISCARDED
+    with full.rollout():
+        assert len(full.generate(PROMPTS, max_tokens=2)) == 2
+
+
+def test_a_step_outside_train_that_fails_is_nobodys_turn_afterwards():
+    with launch() as rt:
+        rt.model(input_ids=IDS, labels=IDS).loss.backward()
+
+        def stumble():
+            raise RuntimeError("no loss today")
+
+        with pytest.raises(RuntimeError, match="no loss today"):
+            rt.optimizer.step(stumble)
+        assert rt.weights_version == 0
+        with rt.rollout():
+            rt.generate(PROMPTS, max_tokens=2)
+        rt.optimizer.step()
+        assert rt.weights_version == 1
+        assert rt.phase is Phase.IDLE
