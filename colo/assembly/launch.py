@@ -16,7 +16,7 @@ from torch import nn
 from transformers import AutoTokenizer, PretrainedConfig, PreTrainedModel
 
 from colo.assembly.arguments import check_launch, check_optimizer_type, check_share, chosen_device, chosen_dtype
-from colo.assembly.starting import Checkpoint, Order, dtype_of, revision_of, start_torch, start_vllm
+from colo.assembly.starting import Checkpoint, LaunchRequest, Start, dtype_of, revision_of, start_torch, start_vllm
 from colo.config import RuntimeConfig
 from colo.engine import Engine, EngineState
 from colo.errors import Unsupported
@@ -88,29 +88,10 @@ def launch(
     if isinstance(model, PretrainedConfig):
         model = copy.deepcopy(model)  # in which transformers notes the dtype of what it builds
     start = start_vllm if engine == "vllm" else start_torch
-    capacity_bytes = _capacity(config, target, held_bytes=0)
-    with ExitStack() as undo:
-        mover = Mover(target, host_limit_bytes=config.host_limit_bytes, chunk_bytes=config.chunk_bytes)
-        undo.callback(mover.close)
-        order = Order(model, target, weights_dtype, config, capacity_bytes, mover, lora, options)
-        started, trained = start(order, undo)
-        if config.device_limit_bytes is None:  # what the engine took beside its segments is known now
-            held_bytes = sum(segment.device_bytes for segment in started.segments)
-            capacity_bytes = _capacity(config, target, held_bytes=held_bytes)
-        if lora is not None:
-            trained = _adapted(trained, lora)
-        rt = _assemble(
-            started,
-            trained,
-            _made_optimizer(optimizer or default_optimizer, trained),
-            mover=mover,
-            config=config,
-            capacity_bytes=capacity_bytes,
-            tokenizer=tokenizer if tokenizer is not None else _tokenizer(model, order.revision),
-            owns_model=True,
-        )
-        undo.pop_all()
-    return rt
+    request = LaunchRequest(
+        model, target, weights_dtype, config, _capacity(config, target, held_bytes=0), lora, options
+    )
+    return _launch(request, start, optimizer or default_optimizer, tokenizer)
 
 
 @torch.inference_mode(False)
@@ -165,17 +146,49 @@ def share(
         raise TypeError(
             f"share() takes a vllm.LLM, an engine of colo's or colo.connect(url) first, not {type(engine).__name__}"
         )
+    return _share_llm(engine, model, optimizer, tokenizer=tokenizer, config=config or RuntimeConfig())
+
+
+def _share_llm(
+    llm: Any, model: nn.Module, optimizer: torch.optim.Optimizer, *, tokenizer: Any, config: RuntimeConfig
+) -> Runtime:
     from colo.engines.vllm.engine import VLLMEngine
 
-    around = VLLMEngine.around(engine)
+    engine = VLLMEngine.around(llm)
     try:
-        if tokenizer is None and not engine.llm_engine.vllm_config.model_config.skip_tokenizer_init:
-            tokenizer = engine.get_tokenizer()
-        return _share(around, model, optimizer, tokenizer=tokenizer, config=config or RuntimeConfig())
+        if tokenizer is None and not llm.llm_engine.vllm_config.model_config.skip_tokenizer_init:
+            tokenizer = llm.get_tokenizer()
+        return _share(engine, model, optimizer, tokenizer=tokenizer, config=config)
     except BaseException:
         with suppress(Exception):
-            around.close()  # which leaves it awake
+            engine.close()  # which leaves it awake
         raise
+
+
+def _launch(request: LaunchRequest, start: Start, make_optimizer: MakeOptimizer, tokenizer: Any) -> Runtime:
+    config, device = request.config, request.device
+    with ExitStack() as undo:
+        mover = Mover(device, host_limit_bytes=config.host_limit_bytes, chunk_bytes=config.chunk_bytes)
+        undo.callback(mover.close)
+        engine, trained = start(request, mover, undo)
+        capacity_bytes = request.capacity_bytes
+        if config.device_limit_bytes is None:  # what the engine took beside its segments is known now
+            held_bytes = sum(segment.device_bytes for segment in engine.segments)
+            capacity_bytes = _capacity(config, device, held_bytes=held_bytes)
+        if request.lora is not None:
+            trained = _adapted(trained, request.lora)
+        rt = _assemble(
+            engine,
+            trained,
+            _made_optimizer(make_optimizer, trained),
+            mover=mover,
+            config=config,
+            capacity_bytes=capacity_bytes,
+            tokenizer=tokenizer if tokenizer is not None else _tokenizer(request.model, request.revision),
+            owns_model=True,
+        )
+        undo.pop_all()
+    return rt
 
 
 def _share(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -40,8 +40,12 @@ _PACKED_BYTES = 0.5 + 4 / 64
 """Of an element in 4 bits, with its share of a scale for every 64."""
 
 
+Start: TypeAlias = Callable[["LaunchRequest", Mover, ExitStack], tuple[Engine, Any]]
+"""Starts an engine, which the stack closes if something fails later, and makes a model to train over its memory."""
+
+
 @dataclass(frozen=True, slots=True)
-class Order:
+class LaunchRequest:
     """What `launch` was asked for."""
 
     model: Checkpoint
@@ -49,13 +53,12 @@ class Order:
     dtype: torch.dtype
     config: RuntimeConfig
     capacity_bytes: int
-    mover: Mover
     lora: LoraConfig | None
     engine_options: dict[str, Any]
 
     @property
     def revision(self) -> str:
-        """Of the checkpoint, where that is a hub's."""
+        """The revision of a checkpoint on the hub."""
         return revision_of(self.engine_options)
 
     def kv_cache_bytes(self, model: nn.Module, *, packed: bool = False) -> int:
@@ -82,55 +85,55 @@ def dtype_of(model: Checkpoint, revision: str) -> torch.dtype | None:
     return found if isinstance(found, torch.dtype) else None
 
 
-def start_torch(order: Order, undo: ExitStack) -> tuple[Engine, Any]:
+def start_torch(request: LaunchRequest, mover: Mover, undo: ExitStack) -> tuple[Engine, Any]:
     """The embedded engine, and a model over its memory."""
-    checkpoint = _load_checkpoint(order.model, order.dtype, order.revision)
+    checkpoint = _load_checkpoint(request.model, request.dtype, request.revision)
     engine = TorchEngine(
         checkpoint.config,
-        device=order.device,
-        dtype=order.dtype,
-        kv_cache_bytes=order.kv_cache_bytes(checkpoint),
-        mover=order.mover,
+        device=request.device,
+        dtype=request.dtype,
+        kv_cache_bytes=request.kv_cache_bytes(checkpoint),
+        mover=mover,
     )
     undo.callback(engine.close)
     engine.module.generation_config = checkpoint.generation_config
     engine.load_weights(ModuleSource(checkpoint))
-    if order.config.weights is not Weights.AUTO:
-        return engine, _own(checkpoint, order.model).to(order.device).requires_grad_(True).train()
-    model = empty_model(checkpoint.config, dtype=order.dtype, attn_implementation=None)
+    if request.config.weights is not Weights.AUTO:
+        return engine, _own(checkpoint, request.model).to(request.device).requires_grad_(True).train()
+    model = empty_model(checkpoint.config, dtype=request.dtype, attn_implementation=None)
     bind(model, _ordinary(engine.weights.hf_views()), engine.weights.layout.tied)
     model.generation_config = checkpoint.generation_config
     return engine, model.requires_grad_(True).train()
 
 
-def start_vllm(order: Order, undo: ExitStack) -> tuple[Engine, Any]:
+def start_vllm(request: LaunchRequest, mover: Mover, undo: ExitStack) -> tuple[Engine, Any]:
     """vLLM, which reads the checkpoint itself, and a model over its memory, or one of its own where that cannot be."""
     from colo.engines.vllm.engine import VLLMEngine
     from colo.engines.vllm.options import rank_limit
 
-    options = order.engine_options
+    options = request.engine_options
     if "kv_cache_memory_bytes" in options:
         raise Unsupported("the KV cache is planned by colo: pass config=RuntimeConfig(kv_cache_bytes=...)")
-    packs, config = _is_packed_by_vllm(order), _config(order.model, order.revision)
-    if order.lora is not None:
-        rank = _rank(order.lora)
+    packs, config = _is_packed_by_vllm(request), _config(request.model, request.revision)
+    if request.lora is not None:
+        rank = _rank(request.lora)
         if rank > options.setdefault("max_lora_rank", rank_limit(rank)):
             raise Unsupported(f"the adapter has rank {rank} and the engine would take {options['max_lora_rank']}")
-        options.setdefault("lora_target_modules", _adapted_modules(config, order.lora))
-    model = empty_model(config, dtype=order.dtype, attn_implementation=None)
+        options.setdefault("lora_target_modules", _adapted_modules(config, request.lora))
+    model = empty_model(config, dtype=request.dtype, attn_implementation=None)
     engine = VLLMEngine(
-        order.model,
-        kv_cache_bytes=order.kv_cache_bytes(model, packed=packs),
-        device=order.device,
-        dtype=order.dtype,
-        mover=order.mover,
+        request.model,
+        kv_cache_bytes=request.kv_cache_bytes(model, packed=packs),
+        device=request.device,
+        dtype=request.dtype,
+        mover=mover,
         **options,
     )
     undo.callback(engine.close)
     packed = engine.packed_weights()
-    pack(model, packed, compute_dtype=order.dtype)
+    pack(model, packed, compute_dtype=request.dtype)
     tensors, plan = record_plan(engine, ModuleSource(model))
-    why_not = why_not_shared(plan, tensors, order.config)
+    why_not = why_not_shared(plan, tensors, request.config)
     if packs:
         if why_not is not None:
             raise Unsupported(f"packed weights can only be shared: {why_not}")
@@ -138,13 +141,13 @@ def start_vllm(order: Order, undo: ExitStack) -> tuple[Engine, Any]:
         return engine, model.train()  # frozen: an adapter is what is trained
     if why_not is None:
         bind(model, _ordinary(plan.aliases), _tied(model))
-        if isinstance(order.model, PreTrainedModel):
-            _copy_weights(order.model, model)
-        elif isinstance(order.model, PretrainedConfig):
+        if isinstance(request.model, PreTrainedModel):
+            _copy_weights(request.model, model)
+        elif isinstance(request.model, PretrainedConfig):
             _draw_weights(model)
     else:
-        checkpoint = _load_checkpoint(order.model, order.dtype, order.revision)
-        model = _own(checkpoint, order.model).to(order.device)
+        checkpoint = _load_checkpoint(request.model, request.dtype, request.revision)
+        model = _own(checkpoint, request.model).to(request.device)
     return engine, model.requires_grad_(True).train()
 
 
@@ -153,7 +156,7 @@ def _ordinary(views: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: with_own_storage(view) for name, view in views.items()}
 
 
-def _is_packed_by_vllm(order: Order) -> bool:
+def _is_packed_by_vllm(request: LaunchRequest) -> bool:
     """Whether vLLM packs the weights to 4 bits as it reads them. Raises: `Unsupported` where they could not be shared.
 
     Its loader of such weights puts them where no other process can map them, so that the engine runs in this one.
@@ -161,20 +164,20 @@ def _is_packed_by_vllm(order: Order) -> bool:
     from colo.engines.vllm import compat
     from colo.engines.vllm.options import BITSANDBYTES, is_packed_config, packs_weights
 
-    options = order.engine_options
-    if isinstance(order.model, (PretrainedConfig, PreTrainedModel)):
-        config = order.model if isinstance(order.model, PretrainedConfig) else order.model.config
+    options = request.engine_options
+    if isinstance(request.model, (PretrainedConfig, PreTrainedModel)):
+        config = request.model if isinstance(request.model, PretrainedConfig) else request.model.config
         if options.get("quantization") == BITSANDBYTES or is_packed_config(
             getattr(config, "quantization_config", None)
         ):
             raise Unsupported("vLLM packs weights as it reads a checkpoint: give a folder or a hub id")
         return False
-    if not packs_weights(order.model, options):
+    if not packs_weights(request.model, options):
         return False
-    if order.lora is None:
+    if request.lora is None:
         raise Unsupported("weights that bitsandbytes has packed cannot be trained: pass lora=LoraConfig(...)")
-    if order.dtype not in (torch.float16, torch.bfloat16):
-        raise Unsupported(f"vLLM packs 16-bit weights, and these would be {order.dtype}: pass dtype=torch.bfloat16")
+    if request.dtype not in (torch.float16, torch.bfloat16):
+        raise Unsupported(f"vLLM packs 16-bit weights, and these would be {request.dtype}: pass dtype=torch.bfloat16")
     if options.setdefault("own_process", False):
         raise Unsupported(
             "vLLM keeps packed weights where no other process can map them: pass engine_options={'own_process': False}"
