@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 PREFILL_TOKENS = 8192
-"""Prompt tokens, padding included, of one forward pass. Bounds the activations, which are not part of the slab."""
+"""Prompt tokens, padding included, of one forward pass. Bounds the activations, which are not part of the buffer."""
 
 
-class SlabLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers ships no types
+class BufferLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers ships no types
     """Keys and values of one layer, each [rows, heads, max_length, head_dim]; the first `length` columns are filled."""
 
     is_sliding = False
@@ -52,7 +52,7 @@ class SlabLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers ships no
         """Keys and values, [rows, heads, length, head_dim]."""
         return self.keys[:, :, : self.length], self.values[:, :, : self.length]
 
-    def take(self, source: SlabLayer, index: torch.Tensor) -> None:
+    def take(self, source: BufferLayer, index: torch.Tensor) -> None:
         """Hold the rows `index` (int64) of `source`, which may be this layer, instead of what was here."""
         taken = [states.index_select(0, index) for states in source.filled()]
         self.length = source.length
@@ -77,8 +77,8 @@ class SlabLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers ships no
         return self.get_max_length()
 
 
-class SlabCache(Cache):  # type: ignore[misc]  # transformers ships no types
-    """A transformers cache over a piece of the slab, with the left padding of its rows."""
+class BufferCache(Cache):  # type: ignore[misc]  # transformers ships no types
+    """A transformers cache over a piece of the buffer, with the left padding of its rows."""
 
     def __init__(
         self, block: torch.Tensor, padding: torch.Tensor, *, padded: bool, num_positions: int | None = None
@@ -88,7 +88,9 @@ class SlabCache(Cache):  # type: ignore[misc]  # transformers ships no types
         `padded` says whether any of them is positive, so that nobody has to wait for the device to know. Rows that have
         ended at the last of `num_positions` and stay in the batch stay at that position.
         """
-        super().__init__(layers=[SlabLayer(keys, values) for keys, values in zip(block[::2], block[1::2], strict=True)])
+        super().__init__(
+            layers=[BufferLayer(keys, values) for keys, values in zip(block[::2], block[1::2], strict=True)]
+        )
         self._block = block
         self._padding = padding
         self._padded = padded
@@ -108,17 +110,17 @@ class SlabCache(Cache):  # type: ignore[misc]  # transformers ships no types
         columns = torch.arange(self.get_seq_length() + query_length, device=self._padding.device)
         return columns >= self._padding[:, None]
 
-    def parts(self, num_rows: int) -> Iterator[SlabCache]:
+    def parts(self, num_rows: int) -> Iterator[BufferCache]:
         """Caches over the same memory, each of at most `num_rows` of the rows."""
         for block, padding in zip(self._block.split(num_rows, dim=1), self._padding.split(num_rows), strict=True):
-            yield SlabCache(block, padding, padded=self._padded, num_positions=self._num_positions)
+            yield BufferCache(block, padding, padded=self._padded, num_positions=self._num_positions)
 
     def set_length(self, length: int) -> None:
         """Declare the first `length` columns to be filled, by `parts` of this cache or by an earlier one."""
         for layer in self.layers:
             layer.length = length
 
-    def take(self, source: SlabCache, index: torch.Tensor) -> None:
+    def take(self, source: BufferCache, index: torch.Tensor) -> None:
         """Hold the rows `index` (int64) of `source`; one layer's rows are copied through a temporary at a time."""
         for layer, source_layer in zip(self.layers, source.layers, strict=True):
             layer.take(source_layer, index)
@@ -132,15 +134,15 @@ class SlabCache(Cache):  # type: ignore[misc]  # transformers ships no types
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Prefix:
-    """The prompts whose keys and values lie at the front of the slab."""
+    """The prompts whose keys and values lie at the front of the buffer."""
 
     prompts: tuple[tuple[int, ...], ...]
     adapter: str | None
     logits: torch.Tensor
-    """What follows each prompt, [prompts, vocab]. An ordinary tensor beside the slab."""
+    """What follows each prompt, [prompts, vocab]. An ordinary tensor beside the buffer."""
 
 
-class KVSlab:
+class KVCacheBuffer:
     """The bytes of a region as keys and values.
 
     Prompts lie at the front, so that the next call finds them; sequences lie behind them. As in vLLM, what is found
@@ -185,7 +187,7 @@ class KVSlab:
             plan=lambda group, ends: plan_waves(group, n=n, limits=ends, capacity=self.capacity_tokens),
         )
 
-    def start(self, model: PreTrainedModel, wave: Wave, adapter: str | None) -> tuple[torch.Tensor, SlabCache]:
+    def start(self, model: PreTrainedModel, wave: Wave, adapter: str | None) -> tuple[torch.Tensor, BufferCache]:
         """The logits that follow each row's prompt, [rows, vocab], and the cache that the rows go on in."""
         prompts, rows = self.open(wave)
         logits = self.recall(wave, adapter)
@@ -197,14 +199,14 @@ class KVSlab:
         rows.take(prompts, slots)
         return logits[slots], rows
 
-    def advance(self, model: PreTrainedModel, token_ids: torch.Tensor, rows: SlabCache) -> torch.Tensor:
+    def advance(self, model: PreTrainedModel, token_ids: torch.Tensor, rows: BufferCache) -> torch.Tensor:
         """Append one token to each row (int64 [rows]); returns the logits that follow, [rows, vocab]."""
         return forward(model, token_ids[:, None], rows)
 
     def recall(self, wave: Wave, adapter: str | None) -> torch.Tensor | None:
         """The logits [prompts, vocab] that follow the prompts of `wave`, if they are the last ones computed.
 
-        Otherwise `None`, and what is at the front of the slab is forgotten, since `wave` will write there.
+        Otherwise `None`, and what is at the front of the buffer is forgotten, since `wave` will write there.
         """
         found = self._prefix
         if found and not wave.in_place and (found.prompts, found.adapter) == (wave.prompts, adapter):
@@ -221,7 +223,7 @@ class KVSlab:
         """Compute every prompt anew: the weights have changed, or the memory has lost its content."""
         self._prefix = None
 
-    def open(self, wave: Wave) -> tuple[SlabCache, SlabCache]:
+    def open(self, wave: Wave) -> tuple[BufferCache, BufferCache]:
         """Caches for the prompts and for the sequences of a wave; the same one twice when the wave runs in place.
 
         Lifetime: until the next `open`. The content is whatever an earlier wave left there.
@@ -231,13 +233,13 @@ class KVSlab:
         padded = any(len(prompt) < length for prompt in wave.prompts)
         row_length, count = length + wave.max_tokens, self._positions.count
         if wave.in_place:
-            cache = SlabCache(self._block(0, 1, row_length), padding, padded=padded, num_positions=count)
+            cache = BufferCache(self._block(0, 1, row_length), padding, padded=padded, num_positions=count)
             return cache, cache
         num_prompts = len(wave.prompts)
-        prompts = SlabCache(self._block(0, num_prompts, length), padding, padded=padded, num_positions=count)
+        prompts = BufferCache(self._block(0, num_prompts, length), padding, padded=padded, num_positions=count)
         block = self._block(num_prompts * length, len(wave.rows), row_length)
         no_padding = padding.new_zeros(len(wave.rows))
-        return prompts, SlabCache(block, no_padding, padded=False, num_positions=count)
+        return prompts, BufferCache(block, no_padding, padded=False, num_positions=count)
 
     def _block(self, first_token: int, num_rows: int, length: int) -> torch.Tensor:
         first_byte, size_bytes = first_token * self.bytes_per_token, num_rows * length * self.bytes_per_token
@@ -262,7 +264,7 @@ def check_room(
         )
 
 
-def forward(model: PreTrainedModel, token_ids: torch.Tensor, cache: SlabCache) -> torch.Tensor:
+def forward(model: PreTrainedModel, token_ids: torch.Tensor, cache: BufferCache) -> torch.Tensor:
     """Append `token_ids` (int64 [rows, tokens]) to `cache`; returns the logits after the last, [rows, vocab]."""
     num_tokens = token_ids.shape[1]
     output = model(
@@ -277,7 +279,7 @@ def forward(model: PreTrainedModel, token_ids: torch.Tensor, cache: SlabCache) -
     return logits
 
 
-def prefill(model: PreTrainedModel, wave: Wave, cache: SlabCache) -> torch.Tensor:
+def prefill(model: PreTrainedModel, wave: Wave, cache: BufferCache) -> torch.Tensor:
     """Compute the prompts of `wave` into `cache`; returns the logits that follow each, [prompts, vocab].
 
     The length of `cache` itself stays as it was: `set_length(wave.prompt_length)` declares it filled.

@@ -1,8 +1,8 @@
-"""What a transformers model keeps of a sequence: measured, and, where a slab cannot hold it, left to transformers.
+"""What a transformers model keeps of a sequence: measured, and, where a buffer cannot hold it, left to transformers.
 
-A slab holds keys and values of one shape for every layer. Multi-head latent attention, recurrent and hybrid models keep
-other things, in caches of their own. Those are ordinary memory, which the region of the KV cache counts and does not
-take: as many sequences run together as `Footprint` says will fit in it. Beside it there is one layer's growth at a
+A buffer holds keys and values of one shape for every layer. Multi-head latent attention, recurrent and hybrid models
+keep other things, in caches of their own. Those are ordinary memory, which the region of the KV cache counts and does
+not take: as many sequences run together as `Footprint` says will fit in it. Beside it there is one layer's growth at a
 time, which those caches copy. Sequences that run together have prompts of one length, so that nothing is padded: a
 recurrent state would take padding for text. Nothing is kept from call to call.
 """
@@ -44,7 +44,7 @@ _ODD = {
 }
 """Model types whose log-probabilities would not be those of a pass over the whole sequence, and why."""
 
-_SLAB_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
+_BUFFER_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
 _SHORT, _LONG = 2, 18
 
 
@@ -58,7 +58,7 @@ class Footprint:
     row_bytes: int
     """Bytes for each sequence, whatever its length: states of convolutions and recurrent layers."""
 
-    slab: tuple[int, int, int] | None
+    buffer: tuple[int, int, int] | None
     """Layers, key-value heads and their size, where keys and values have one shape and prompts can be padded."""
 
     def size_bytes(self, length: int) -> int:
@@ -83,8 +83,8 @@ class Footprint:
             with torch.autocast(model.device.type, enabled=False):
                 caches = [_forward(model, token_ids[:, :length], None, 0)[1] for length in lengths]
                 sizes = [sum(tensor.nbytes for tensor in _tensors(cache, set())) for cache in caches]
-                slab = _slab_shape(model, caches[0])
-                if slab is None and lengths[0] < lengths[1]:
+                buffer = _buffer_shape(model, caches[0])
+                if buffer is None and lengths[0] < lengths[1]:
                     _forward(model, token_ids[:, :1], caches[0], lengths[0])
         except torch.OutOfMemoryError:
             raise
@@ -92,7 +92,7 @@ class Footprint:
             raise _unsupported(model, f"{type(error).__name__}: {error}") from error
         token_bytes = -(-max(0, sizes[1] - sizes[0]) // max(1, lengths[1] - lengths[0]))
         row_bytes = max(0, sizes[1] - lengths[1] * token_bytes)
-        return cls(token_bytes=token_bytes, row_bytes=row_bytes, slab=slab, selects=_selects(caches[0]))
+        return cls(token_bytes=token_bytes, row_bytes=row_bytes, buffer=buffer, selects=_selects(caches[0]))
 
 
 class Reservation(Region):
@@ -146,7 +146,7 @@ class Rows:
 
 
 class Caches(Protocol):
-    """What holds the states of sequences: a slab, or caches of the model's own."""
+    """What holds the states of sequences: a buffer, or caches of the model's own."""
 
     bytes_per_token: int
 
@@ -250,11 +250,11 @@ def _forward(
     return logits, found
 
 
-def _slab_shape(model: PreTrainedModel, cache: Cache) -> tuple[int, int, int] | None:
+def _buffer_shape(model: PreTrainedModel, cache: Cache) -> tuple[int, int, int] | None:
     layers = getattr(cache, "layers", [])
     if not _arguments(type(model).forward) >= _PADDED or not layers:
         return None
-    if vars(cache).keys() != vars(Cache(layers=layers)).keys() or not all(type(la) in _SLAB_LAYERS for la in layers):
+    if vars(cache).keys() != vars(Cache(layers=layers)).keys() or not all(type(la) in _BUFFER_LAYERS for la in layers):
         return None
     if not all(layer.is_initialized for layer in layers):
         return None

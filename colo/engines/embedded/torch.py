@@ -1,7 +1,7 @@
 """The embedded engine: transformers in this process, on the CPU or on one GPU.
 
 Its parameters lie in regions, fused and padded as vLLM lays them out; the transformers module that computes with them
-is views of that memory, and so may be a trainer's. Its KV cache is one slab that every call cuts into rows, or, for a
+is views of that memory, and so may be a trainer's. Its KV cache is one buffer that every call cuts into rows, or, for a
 model that keeps more than keys and values of one shape, the model's own, of which the bytes are counted.
 """
 
@@ -17,7 +17,7 @@ import torch
 
 from colo.engine import AdapterWeights, Completion, EngineState, SamplingParams, SleepLevel
 from colo.engines.common import ADVICE, WEIGHTS_AT, check_count, check_prompts, is_deeper, wake_segments
-from colo.engines.embedded.kv_cache import KVSlab
+from colo.engines.embedded.kv_cache import KVCacheBuffer
 from colo.engines.embedded.layout import Adapters, FusedWeights, Layout, bind, empty_model
 from colo.engines.embedded.model_cache import Caches, Footprint, ModelCaches, Reservation
 from colo.engines.embedded.positions import positions_of
@@ -129,14 +129,14 @@ class TorchEngine:
         for region in self.weights.regions:
             region.bytes.zero_()  # a model without weights is measured, not one of whatever was there
         footprint, device = Footprint.of(self.module, self._positions), self.weights.regions[0].device
-        if footprint.slab is None:
+        if footprint.buffer is None:
             room = Reservation(ENGINE_KV_CACHE, size_bytes, device)
             self._caches: Caches = ModelCaches(room, footprint, self._positions)
             return room
-        layers, heads, size = footprint.slab
+        layers, heads, size = footprint.buffer
         region = allocate_region(size_bytes, device, name=ENGINE_KV_CACHE)
         try:
-            self._caches = KVSlab(
+            self._caches = KVCacheBuffer(
                 region, num_layers=layers, num_heads=heads, head_dim=size, dtype=dtype, positions=self._positions
             )
         except BaseException:

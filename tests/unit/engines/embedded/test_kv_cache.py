@@ -5,7 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
 
 from colo.engines.embedded import kv_cache
-from colo.engines.embedded.kv_cache import KVSlab, SlabCache, SlabLayer, forward, prefill
+from colo.engines.embedded.kv_cache import BufferCache, BufferLayer, KVCacheBuffer, forward, prefill
 from colo.engines.embedded.waves import Wave, plan_waves
 from colo.errors import BudgetError
 from colo.memory.region import allocate_region
@@ -15,10 +15,10 @@ LAYERS, HEADS, HEAD_DIM = 2, 2, 4
 BYTES_PER_TOKEN = 2 * LAYERS * HEADS * HEAD_DIM * 4
 
 
-def make_slab(num_tokens: int) -> KVSlab:
+def make_buffer(num_tokens: int) -> KVCacheBuffer:
     region = allocate_region(num_tokens * BYTES_PER_TOKEN, CPU, name="kv")
     region.bytes.zero_()
-    return KVSlab(region, num_layers=LAYERS, num_heads=HEADS, head_dim=HEAD_DIM, dtype=torch.float32)
+    return KVCacheBuffer(region, num_layers=LAYERS, num_heads=HEADS, head_dim=HEAD_DIM, dtype=torch.float32)
 
 
 def make_wave(prompts: list[tuple[int, ...]], n: int, max_tokens: int) -> Wave:
@@ -34,17 +34,17 @@ def states(rows: int, tokens: int, seed: int) -> torch.Tensor:
 
 
 def test_a_sequence_too_long_is_refused_with_the_numbers():
-    slab = make_slab(20)
-    assert len(slab.plan([(1,) * 12], n=1, max_tokens=8)) == 1
+    buffer = make_buffer(20)
+    assert len(buffer.plan([(1,) * 12], n=1, max_tokens=8)) == 1
     with pytest.raises(BudgetError, match=r"12 tokens and max_tokens=9.*raise kv_cache_bytes to 2688") as caught:
-        slab.plan([(1,), (1,) * 12], n=1, max_tokens=9)
+        buffer.plan([(1,), (1,) * 12], n=1, max_tokens=9)
     assert (caught.value.needed_bytes, caught.value.free_bytes) == (21 * BYTES_PER_TOKEN, 20 * BYTES_PER_TOKEN)
 
 
-def test_a_slab_without_room_for_a_token_is_refused():
+def test_a_buffer_without_room_for_a_token_is_refused():
     region = allocate_region(256, CPU, name="kv")
     with pytest.raises(ValueError, match="256 bytes holds no token of 512 bytes"):
-        KVSlab(region, num_layers=4, num_heads=4, head_dim=4, dtype=torch.float32)
+        KVCacheBuffer(region, num_layers=4, num_heads=4, head_dim=4, dtype=torch.float32)
 
 
 # ---- caches ---------------------------------------------------------------------------------------------------------
@@ -52,7 +52,7 @@ def test_a_slab_without_room_for_a_token_is_refused():
 
 def test_a_layer_returns_what_transformers_own_cache_returns_without_allocating():
     keys, values = torch.zeros(3, HEADS, 8, HEAD_DIM), torch.zeros(3, HEADS, 8, HEAD_DIM)
-    layer, reference = SlabLayer(keys, values), DynamicCache()
+    layer, reference = BufferLayer(keys, values), DynamicCache()
     for num_tokens, seed in ((4, 0), (1, 1), (2, 2)):
         new = (states(3, num_tokens, seed), states(3, num_tokens, seed + 10))
         assert layer.get_mask_sizes(num_tokens) == reference.get_mask_sizes(num_tokens, 0)
@@ -64,28 +64,28 @@ def test_a_layer_returns_what_transformers_own_cache_returns_without_allocating(
     assert keys[:, :, 7:].eq(0).all()
 
 
-def test_caches_of_a_wave_share_no_memory_and_stay_within_the_slab():
-    slab = make_slab(64)
-    prompts, rows = slab.open(make_wave([(1, 2, 3), (4,)], n=3, max_tokens=4))
+def test_caches_of_a_wave_share_no_memory_and_stay_within_the_buffer():
+    buffer = make_buffer(64)
+    prompts, rows = buffer.open(make_wave([(1, 2, 3), (4,)], n=3, max_tokens=4))
     views = [view for cache in (prompts, rows) for layer in cache.layers for view in (layer.keys, layer.values)]
     assert [tuple(view.shape) for view in views] == [(2, 2, 3, 4)] * 4 + [(6, 2, 7, 4)] * 4
     for view in views:
         view += 1
     assert all(view.eq(1).all() for view in views)
-    written = slab._region.bytes.view(torch.float32).ne(0).sum().item()
+    written = buffer._region.bytes.view(torch.float32).ne(0).sum().item()
     assert written == sum(view.numel() for view in views) == (2 * 3 + 6 * 7) * BYTES_PER_TOKEN // 4
 
 
 def test_in_place_the_prompt_and_its_sequence_are_one():
-    slab = make_slab(8)
-    (wave,) = slab.plan([(1, 2, 3, 4)], n=1, max_tokens=4)
-    prompts, rows = slab.open(wave)
+    buffer = make_buffer(8)
+    (wave,) = buffer.plan([(1, 2, 3, 4)], n=1, max_tokens=4)
+    prompts, rows = buffer.open(wave)
     assert prompts is rows
     assert rows.layers[0].get_max_length() == 8
 
 
 def test_taking_and_keeping_rows_moves_their_states_and_their_padding():
-    prompts, rows = make_slab(64).open(make_wave([(1, 2, 3), (4,)], n=2, max_tokens=4))
+    prompts, rows = make_buffer(64).open(make_wave([(1, 2, 3), (4,)], n=2, max_tokens=4))
     new = [(states(2, 3, seed), states(2, 3, seed + 1)) for seed in range(LAYERS)]
     for layer, (keys, values) in enumerate(new):
         prompts.update(keys, values, layer)
@@ -100,10 +100,10 @@ def test_taking_and_keeping_rows_moves_their_states_and_their_padding():
 
 
 def test_padding_has_position_zero_and_no_mask_is_made_where_there_is_none():
-    prompts, _ = make_slab(64).open(make_wave([(1, 2, 3), (4,)], n=1, max_tokens=1))
+    prompts, _ = make_buffer(64).open(make_wave([(1, 2, 3), (4,)], n=1, max_tokens=1))
     assert prompts.position_ids(3).tolist() == [[0, 1, 2], [0, 0, 0]]
     assert prompts.attention_mask(3).tolist() == [[True, True, True], [False, False, True]]
-    even, _ = make_slab(64).open(make_wave([(1, 2), (4, 5)], n=1, max_tokens=1))
+    even, _ = make_buffer(64).open(make_wave([(1, 2), (4, 5)], n=1, max_tokens=1))
     assert even.attention_mask(2) is None
 
 
@@ -111,24 +111,24 @@ def test_padding_has_position_zero_and_no_mask_is_made_where_there_is_none():
 
 
 def test_the_last_prompts_are_recalled_for_the_same_prompts_and_adapter():
-    slab, logits = make_slab(64), torch.zeros(1, 5)
+    buffer, logits = make_buffer(64), torch.zeros(1, 5)
     wave, same = make_wave([(1, 2)], n=1, max_tokens=4), make_wave([(1, 2)], n=3, max_tokens=2)
-    assert slab.recall(wave, "a") is None
-    slab.remember(wave, "a", logits)
-    assert slab.recall(same, "a") is logits
-    assert slab.recall(same, None) is None
-    assert slab.recall(same, "a") is None  # forgotten: the wave before has written over it
+    assert buffer.recall(wave, "a") is None
+    buffer.remember(wave, "a", logits)
+    assert buffer.recall(same, "a") is logits
+    assert buffer.recall(same, None) is None
+    assert buffer.recall(same, "a") is None  # forgotten: the wave before has written over it
 
 
 def test_forgetting_and_running_in_place_leave_nothing_to_recall():
-    slab, logits = make_slab(8), torch.zeros(1, 5)
+    buffer, logits = make_buffer(8), torch.zeros(1, 5)
     wave = make_wave([(1, 2)], n=1, max_tokens=4)
-    slab.remember(wave, None, logits)
-    slab.forget()
-    assert slab.recall(wave, None) is None
-    (in_place,) = slab.plan([(1, 2, 3)], n=1, max_tokens=5)
-    slab.remember(in_place, None, logits)
-    assert slab.recall(in_place, None) is None
+    buffer.remember(wave, None, logits)
+    buffer.forget()
+    assert buffer.recall(wave, None) is None
+    (in_place,) = buffer.plan([(1, 2, 3)], n=1, max_tokens=5)
+    buffer.remember(in_place, None, logits)
+    assert buffer.recall(in_place, None) is None
 
 
 # ---- with a model ---------------------------------------------------------------------------------------------------
@@ -144,14 +144,14 @@ def test_the_prefill_is_the_same_in_parts_and_as_transformers_computes_it(monkey
 
     def run(prefill_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         monkeypatch.setattr(kv_cache, "PREFILL_TOKENS", prefill_tokens)
-        cache, _ = make_slab(64).open(wave)
+        cache, _ = make_buffer(64).open(wave)
         with torch.no_grad():
             logits = prefill(model, wave, cache)
             cache.set_length(wave.prompt_length)
             return logits, forward(model, torch.tensor([[1], [2], [3], [4]]), narrowed(cache))
 
-    def narrowed(cache: SlabCache) -> SlabCache:
-        rows = make_slab(64).open(wave)[1]
+    def narrowed(cache: BufferCache) -> BufferCache:
+        rows = make_buffer(64).open(wave)[1]
         rows.take(cache, torch.arange(len(prompts)))
         return rows
 

@@ -37,7 +37,7 @@ def test_equal_prompts_are_computed_once():
     assert (wave.prompts, wave.slots) == (((1, 2), (3,)), (0, 0, 1, 1, 0, 0))
 
 
-def test_a_wave_is_not_cut_before_the_slab_is_full():
+def test_a_wave_is_not_cut_before_the_buffer_is_full():
     assert len(plan_waves([(1, 2)], n=3, limits=[4], capacity=2 + 3 * 6)) == 1
     assert [len(w.rows) for w in plan_waves([(1, 2)], n=3, limits=[4], capacity=2 + 3 * 6 - 1)] == [2, 1]
 
