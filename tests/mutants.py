@@ -69,7 +69,7 @@ EXTRA = {
     "memory/dtensor": (PLACES, INVENTORY, "memory/test_gradients.py"),
     "weights/publish": ("weights/test_meter.py",),
     "memory/copies": ("memory/test_load_plan.py",),
-    "weights/pieces": ("weights/transports/test_ipc.py",),
+    "weights/intersection": ("weights/transports/test_ipc.py",),
     "weights/sources/checkpoint": ("weights/test_checkpoint_views.py",),
     "weights/sources/gathered": ("weights/test_gathered.py",),
     "weights/sources/heads": ("weights/test_heads.py",),
@@ -80,7 +80,7 @@ EXTRA = {
     "weights/transports/ipc/sender": ("weights/transports/test_ipc.py",),
     "weights/transports/local": ("weights/transports/test_local.py",),
     "weights/transports/shared": ("weights/test_shared.py",),
-    "weights/transports/ipc/turns": ("weights/transports/test_turns.py",),
+    "weights/transports/ipc/handoff": ("weights/transports/test_turns.py",),
     "runtime": ("test_runtime_undo.py", "test_runtime_faults.py", "trainer/test_gradients.py", "test_staleness.py"),
 }
 """Tests beside those that mirror a module, in tests/unit: files, or one test of a file."""

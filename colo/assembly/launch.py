@@ -20,7 +20,7 @@ from colo.assembly.starting import Checkpoint, LaunchRequest, Start, dtype_of, r
 from colo.config import RuntimeConfig
 from colo.engine import Engine, EngineState
 from colo.errors import Unsupported
-from colo.memory.dtensor import part_bytes
+from colo.memory.dtensor import local_bytes
 from colo.memory.offload import Mover
 from colo.memory.probe import free_device_bytes
 from colo.phases.phase import ENGINE_KV_CACHE
@@ -211,7 +211,7 @@ def _share(
     if is_peft_model(model):  # before any weights have moved
         engine.load_adapter(_TRIAL, adapter_weights(cast("PeftModel", model)))
         engine.remove_adapter(_TRIAL)
-    held_bytes = sum(s.device_bytes for s in engine.segments) + sum(map(part_bytes, model.parameters()))
+    held_bytes = sum(s.device_bytes for s in engine.segments) + sum(map(local_bytes, model.parameters()))
     engine.mover.chunk_bytes = config.chunk_bytes
     if config.host_limit_bytes is not None:
         engine.mover.arena.limit_bytes = config.host_limit_bytes

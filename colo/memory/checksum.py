@@ -14,7 +14,7 @@ from functools import cache
 import torch
 
 from colo.memory import tiles, triton_kernels
-from colo.memory.dtensor import part_of
+from colo.memory.dtensor import local_shard
 from colo.memory.tiles import WORD_BYTES, in_words
 from colo.units import align_up
 
@@ -46,7 +46,7 @@ def checksums_of(tensors: Iterable[torch.Tensor]) -> list[int]:
     """
     by_device: dict[torch.device, list[torch.Tensor]] = {}
     copied = []
-    for tensor in map(part_of, tensors):
+    for tensor in map(local_shard, tensors):
         words = in_words(tensor)
         if words is not None:
             by_device.setdefault(tensor.device, []).append(words)

@@ -18,15 +18,15 @@ def is_dtensor(tensor: torch.Tensor) -> bool:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
-def part_of(tensor: Any) -> torch.Tensor:
+def local_shard(tensor: Any) -> torch.Tensor:
     """What lies in this process: of a `DTensor` the tensor that it keeps, not a copy; any other is its own part."""
     part: torch.Tensor = tensor._local_tensor if is_dtensor(tensor) else tensor  # `to_local()` may give a view of it
     return part
 
 
-def part_bytes(tensor: torch.Tensor) -> int:
+def local_bytes(tensor: torch.Tensor) -> int:
     """Bytes that lie in this process; of a sparse tensor those of its values and of where they belong."""
-    part = part_of(tensor)
+    part = local_shard(tensor)
     if part.layout is torch.sparse_coo:
         return int(part._values().nbytes + part._indices().nbytes)
     return int(part.nbytes)

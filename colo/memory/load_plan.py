@@ -166,8 +166,8 @@ class LoadPlan:
                 runs.append([copy])
         return tuple(run[0] if len(run) == 1 else _joined(run) for run in runs)
 
-    def part(self, names: Iterable[str]) -> LoadPlan:
-        """That of some of its sources."""
+    def subset(self, names: Iterable[str]) -> LoadPlan:
+        """The sub-plan for `names`."""
         chosen = dict.fromkeys(names)
         return LoadPlan(
             copies=tuple(copy for copy in self.copies if copy.name in chosen),

@@ -8,7 +8,7 @@ from torch import nn
 
 from colo.config import RuntimeConfig
 from colo.engine import Engine
-from colo.memory.dtensor import part_bytes
+from colo.memory.dtensor import local_bytes
 from colo.memory.offload import Mover
 from colo.memory.probe import used_device_bytes
 from colo.phases.phase import ENGINE_KV_CACHE, TRAINER_ADAPTER, TRAINER_PARAMETERS, Phase, Residency
@@ -55,9 +55,9 @@ def make_scheduler(
 def _weights_segments(model: nn.Module, transport: Transport) -> list[Segment]:
     weights = [tensor for _, tensor in transport.source]
     residency = Residency.SHARED if transport.shares else Residency.RESIDENT
-    segments: list[Segment] = [FixedSegment(TRAINER_PARAMETERS, sum(map(part_bytes, weights)), residency)]
+    segments: list[Segment] = [FixedSegment(TRAINER_PARAMETERS, sum(map(local_bytes, weights)), residency)]
     base = {id(tensor) for tensor in weights}
-    adapter_bytes = sum(part_bytes(p) for p in model.parameters() if id(p) not in base)
+    adapter_bytes = sum(local_bytes(p) for p in model.parameters() if id(p) not in base)
     if adapter_bytes:
         segments.append(FixedSegment(TRAINER_ADAPTER, adapter_bytes, Residency.RESIDENT))
     return segments

@@ -57,7 +57,7 @@ class WeightVersions:
     def notice_and_compare(self) -> None:
         """Raise the version for whatever has changed on any rank, also what only a comparison with the engine shows."""
         seen = self._writes.has_changed() or self.publisher.has_other_contents()
-        changed = self._ranks.any(seen or self.publisher.has_changed_part())
+        changed = self._ranks.any(seen or self.publisher.has_changed_shard())
         if not changed and (self._verify or not self._ranks.is_alone):  # torch counts few of the writes to parts
             changed = self.is_engine_current() and not self._is_equal()
         if changed:

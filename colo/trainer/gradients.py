@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from colo.errors import PhaseError
 from colo.memory.arena import Extent
-from colo.memory.dtensor import assembly_of, is_dtensor, part_bytes, part_of
+from colo.memory.dtensor import assembly_of, is_dtensor, local_bytes, local_shard
 from colo.memory.offload import Mover, Transfer
 from colo.memory.region import ALIGNMENT_BYTES
 from colo.memory.storage import num_references
@@ -31,11 +31,11 @@ Assembly = Callable[[torch.Tensor], torch.Tensor]
 class StepsInParts(Protocol):
     """An optimizer whose step, once failed, goes on with the gradients that it has not taken in."""
 
-    def taken_in(self) -> list[torch.Tensor]:
+    def consumed(self) -> list[torch.Tensor]:
         """Parameters whose present gradients a step that failed has taken in."""
         ...
 
-    def take_in(self, parameters: Iterable[torch.Tensor]) -> None:
+    def mark_consumed(self, parameters: Iterable[torch.Tensor]) -> None:
         """Treat the present gradients of `parameters` as taken in: they are the same, in other memory."""
         ...
 
@@ -54,7 +54,7 @@ class _Parked:
     stand_in: AwayTensor
     """What the parameter has as its gradient meanwhile."""
 
-    was_taken_in: bool = False
+    was_consumed: bool = False
     """By a step that failed, and will go on."""
 
     is_zeroed: bool = False
@@ -104,7 +104,7 @@ class GradientSegment(Keeper):
         parked_bytes = sum(parked.host.nbytes for parked in self._parked if parked.is_wanted)
         if parked_bytes:
             return parked_bytes
-        trainable = (part_bytes(p) for p in parameters_of(self._optimizer) if p.requires_grad)
+        trainable = (local_bytes(p) for p in parameters_of(self._optimizer) if p.requires_grad)
         return self.device_bytes or max(0, sum(trainable) - self.staying_bytes)
 
     @property
@@ -122,7 +122,7 @@ class GradientSegment(Keeper):
         parameters = [p for p in parameters_of(self._optimizer) if p.grad is not None]
         # Each gradient is looked up where it is asked about: a list of them would hold them.
         self._staying_bytes = sum(
-            part_bytes(_gradient(p)) for p in parameters if not isinstance(p.grad, AwayTensor) and not _may_leave(p)
+            local_bytes(_gradient(p)) for p in parameters if not isinstance(p.grad, AwayTensor) and not _may_leave(p)
         )
 
     @property
@@ -164,14 +164,14 @@ class GradientSegment(Keeper):
         return [(p, g) for p, g in with_gradient if g is not None and not isinstance(g, AwayTensor)]
 
     def _present_bytes(self) -> int:
-        return sum(part_bytes(gradient) for _, gradient in self._present())
+        return sum(local_bytes(gradient) for _, gradient in self._present())
 
     def _zero(self, tensors: torch.Tensor | list[torch.Tensor]) -> Any:
         by_stand_in = {id(parked.stand_in): parked for parked in self._parked}
         for tensor in [tensors] if isinstance(tensors, torch.Tensor) else tensors:
             parked = by_stand_in.get(id(tensor))
             if parked is not None:
-                parked.is_zeroed, parked.was_taken_in = True, False
+                parked.is_zeroed, parked.was_consumed = True, False
             else:
                 self._returned(tensor).zero_()
         return tensors
@@ -187,11 +187,11 @@ class GradientSegment(Keeper):
         return gradient
 
     def _park(self) -> Move:
-        taken_in = set(self._optimizer.taken_in()) if isinstance(self._optimizer, StepsInParts) else set()
+        consumed = set(self._optimizer.consumed()) if isinstance(self._optimizer, StepsInParts) else set()
         leaving = [parameter for parameter in parameters_of(self._optimizer) if _may_leave(parameter)]
         if not leaving:
             return Done()
-        parts = [part_of(_gradient(parameter)).contiguous() for parameter in leaving]
+        parts = [local_shard(_gradient(parameter)).contiguous() for parameter in leaving]
         offsets = _offsets(parts)
         extent = self._mover.arena.allocate(offsets[-1])
         try:
@@ -209,7 +209,7 @@ class GradientSegment(Keeper):
                 gradient = _gradient(parameter)
                 host_part = view.view(part.dtype).view(part.shape)
                 parked = _Parked(parameter, host_part, assembly_of(gradient), self._stand_in(parameter))
-                parked.was_taken_in = parameter in taken_in
+                parked.was_consumed = parameter in consumed
                 self._parked.append(parked)
                 parameter.grad = parked.stand_in
         return Done(offsets[-1])
@@ -229,7 +229,7 @@ class GradientSegment(Keeper):
             for parked, part in pairs:
                 parked.parameter.grad = parked.assembly(part.zero_() if parked.is_zeroed else part)
             if isinstance(self._optimizer, StepsInParts):
-                self._optimizer.take_in([parked.parameter for parked in wanted if parked.was_taken_in])
+                self._optimizer.mark_consumed([parked.parameter for parked in wanted if parked.was_consumed])
             self._forget_parked()
         return Done(sum(part.nbytes for part in back))
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from colo.memory.dtensor import part_of
+from colo.memory.dtensor import local_shard
 from colo.memory.storage import dense_parts, num_others, storage_key
 from colo.trainer.gradients import parameters_of
 from colo.trainer.places import Place
@@ -67,7 +67,7 @@ class Inventory:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         parameters = parameters_of(optimizer)
         self._numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
-        self._parameters = {storage_key(part_of(parameter)) for parameter in parameters}
+        self._parameters = {storage_key(local_shard(parameter)) for parameter in parameters}
         self._gradients = {k for parameter in parameters if (k := _key_of_gradient(parameter)) is not None}
         self.tensors: dict[int, Found] = {}
         """Plain tensors and what stands in for them, those within subclasses too, by identity."""
@@ -113,7 +113,7 @@ class Inventory:
             if tensor.device != device or not tensor.dim() or id(tensor) in counted or isinstance(tensor, AwayTensor):
                 continue
             counted.add(id(tensor))
-            is_parameters = tensor.layout is torch.strided and storage_key(part_of(tensor)) in self._parameters
+            is_parameters = tensor.layout is torch.strided and storage_key(local_shard(tensor)) in self._parameters
             yield Kept(found.name, 0 if is_parameters else tensor_bytes(tensor), reason)
 
     def bytes_of(self, group: Sequence[Found]) -> int:
@@ -186,7 +186,7 @@ def _key_of_gradient(parameter: torch.Tensor) -> int | None:
     gradient = parameter.grad
     if gradient is None or isinstance(gradient, AwayTensor):
         return None
-    part = part_of(gradient)
+    part = local_shard(gradient)
     return storage_key(part) if part.layout is torch.strided else None
 
 

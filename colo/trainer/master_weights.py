@@ -119,7 +119,7 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
         self._taken.clear()
         return loss
 
-    def taken_in(self) -> list[torch.Tensor]:
+    def consumed(self) -> list[torch.Tensor]:
         """Parameters whose present gradients a step that failed has taken in; see `StepsInParts`."""
         return [
             parameter
@@ -127,7 +127,7 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
             if parameter.grad is not None and gradient() is parameter.grad and parameter.grad._version == version
         ]
 
-    def take_in(self, parameters: Iterable[torch.Tensor]) -> None:
+    def mark_consumed(self, parameters: Iterable[torch.Tensor]) -> None:
         """Treat the present gradients of `parameters` as taken in; see `StepsInParts`."""
         self._taken.update((p, (TensorWeakRef(p.grad), p.grad._version)) for p in parameters if p.grad is not None)
 
@@ -141,7 +141,7 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
                     self._unrounded[parameter] = parameter._version
                     master.grad = parameter.grad.to(torch.float32)
             self._inner.step()
-            self.take_in(bucket)
+            self.mark_consumed(bucket)
         finally:
             for parameter, gradient in hidden:
                 parameter.grad = gradient
@@ -153,7 +153,7 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
 
     def _go_on(self) -> None:
         """Forget what a failed step has taken in where gradients are others now, and finish rounding the rest."""
-        self._taken = {parameter: self._taken[parameter] for parameter in self.taken_in()}
+        self._taken = {parameter: self._taken[parameter] for parameter in self.consumed()}
         for parameter in self._taken:
             if parameter in self._masters:
                 self._follow(parameter, self._masters[parameter])

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from colo.errors import BudgetError, Unsupported
-from colo.memory.dtensor import part_bytes
+from colo.memory.dtensor import local_bytes
 from colo.memory.offload import Mover
 from colo.memory.region import ALIGNMENT_BYTES
 from colo.memory.storage import storage_key
@@ -224,7 +224,7 @@ class StateOffloader:
             segment.begin(Residency.RESIDENT).wait()
         while groups:
             batch = _next_batch(groups, self._region_bytes)
-            segment.take_in(batch, self._mover.device)
+            segment.adopt(batch, self._mover.device)
             groups = groups[len(batch) :]
 
 
@@ -261,7 +261,7 @@ def expected_state_bytes(optimizer: torch.optim.Optimizer) -> int:
             copies = 3 if group.get("amsgrad") else 2
         else:
             copies = int(isinstance(optimizer, torch.optim.SGD) and group.get("momentum", 0) != 0)
-        sizes = (part_bytes(p) for p in group["params"] if p.requires_grad)
+        sizes = (local_bytes(p) for p in group["params"] if p.requires_grad)
         total_bytes += copies * sum(align_up(size, ALIGNMENT_BYTES) for size in sizes)
     return total_bytes
 

@@ -103,7 +103,7 @@ class StateSegment(RegionSegment):
         """What `storage_key` says of tensors in the regions."""
         return frozenset(self._by_storage())
 
-    def take_in(self, groups: Sequence[Sequence[Found]], device: torch.device) -> None:
+    def adopt(self, groups: Sequence[Sequence[Found]], device: torch.device) -> None:
         """Move whole storages, each with all tensors over it, into a new region.
 
         Raises: `BudgetError` when the device has no room for it, `PhaseError` while the segment is away; nothing has

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
-from colo.memory.dtensor import part_of
+from colo.memory.dtensor import local_shard
 
 _CHUNK_ELEMENTS = 1 << 24
 
@@ -17,7 +17,7 @@ def first_not_finite(tensors: Iterable[tuple[str, torch.Tensor]]) -> str | None:
     Of a tensor that is sharded over ranks this rank's part is looked at. Waits for the device once a tensor.
     """
     for name, tensor in tensors:
-        values = part_of(tensor.detach())
+        values = local_shard(tensor.detach())
         if not values.is_floating_point() or not values.numel():
             continue
         chunks = values.reshape(-1).split(_CHUNK_ELEMENTS)

@@ -70,7 +70,7 @@ class Publisher:
         self._uncertain: set[str] = set()  # names of adapters that an interrupted call may have left in the engine
         self._adapter_sums: ContentSums | None = None
         self._base_sums: tuple[int, ContentSums] | None = None  # of a version
-        self._part_sums: list[int] | None = None
+        self._shard_sums: list[int] | None = None
         self._fingerprint = fingerprint
         self._sent: Hashable | None = None
 
@@ -113,14 +113,14 @@ class Publisher:
         self.note_contents()
         return not noted.is_equal(self._base_sums[1]) or not self.has_adapter()
 
-    def has_changed_part(self) -> bool:
+    def has_changed_shard(self) -> bool:
         """Whether what lies in this rank of weights that are sharded was written to since it was published.
 
         False where it was not noted then, and where there is another version by now.
         """
-        if self._part_sums is None or not self.published or self.published[-1].version != self.version:
+        if self._shard_sums is None or not self.published or self.published[-1].version != self.version:
             return False
-        return self._part_sums != self._transport.source.part_sums()
+        return self._shard_sums != self._transport.source.shard_sums()
 
     def check(self) -> None:
         """Raise `StaleWeights`, and poison the engine, unless trainer and engine still hold the same weights."""
@@ -130,7 +130,7 @@ class Publisher:
             if self._adapter is not None:
                 self._adapter()
             self._transport.check()
-            if self.is_current and self.has_changed_part():
+            if self.is_current and self.has_changed_shard():
                 raise StaleWeights(
                     "what lies in this rank of the weights is not what was published: torch counts no write through "
                     "`.data`, `to_local()` or `torch._foreach_*`. Leave the rollout, the next one publishes them"
@@ -196,7 +196,7 @@ class Publisher:
         with ranks.fail_together(publishing):
             if self._verify:
                 self._transport.verify()
-                self._part_sums = self._transport.source.part_sums()
+                self._shard_sums = self._transport.source.shard_sums()
             if self._adapter is not None:
                 adapter = self._adapter()
                 adapter_bytes = self._load_adapter(adapter)

@@ -29,7 +29,7 @@ def one_rank(checkpoint, results, way):
     import colo
     from colo.config import RuntimeConfig
     from colo.engines.vllm.engine import VLLMEngine
-    from colo.memory.dtensor import part_of
+    from colo.memory.dtensor import local_shard
     from colo.units import GIB
 
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) if way == "slices" else 0)
@@ -49,7 +49,7 @@ def one_rank(checkpoint, results, way):
     first, stepped = next(iter(model.parameters())), {}
 
     def parts(state):
-        return {name: part_of(value).cpu() for name, value in state.items()}
+        return {name: local_shard(value).cpu() for name, value in state.items()}
 
     optimizer.register_step_post_hook(lambda *_: stepped.update(parts(optimizer.state[first])))
     settings = RuntimeConfig(offload="always", weights="staged" if way == "staged" else "auto")
@@ -71,7 +71,7 @@ def one_rank(checkpoint, results, way):
         train_step(rt, step)
     found["bytes_synced"] = rt.bytes_synced
     found["state_bytes"] = rt.scheduler.segments["trainer.optimizer"].size_bytes
-    found["parts_bytes"] = sum(part_of(p).nbytes for p in optimizer.param_groups[0]["params"])
+    found["parts_bytes"] = sum(local_shard(p).nbytes for p in optimizer.param_groups[0]["params"])
     if way == "staged":
         if int(os.environ["RANK"]) == distributed.get_world_size() - 1:
             os.kill(engine.pids[0], 9)

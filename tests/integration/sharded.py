@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 import colo
 from colo.config import Offload
 from colo.engines.embedded.torch import TorchEngine
-from colo.memory.dtensor import part_of
+from colo.memory.dtensor import local_shard
 from colo.memory.load_plan import LoadPlan
 from colo.memory.offload import Mover
 from colo.phases.phase import Phase
@@ -192,7 +192,7 @@ def writes(rt, twin, rank):
     rt.generate([[1, 2]], **GREEDY)
     before = rt.weights_version
     if rank:
-        part_of(next(rt.model.parameters())).data.mul_(1.5)
+        local_shard(next(rt.model.parameters())).data.mul_(1.5)
     else:
         torch._foreach_mul_(list(rt.model.parameters()), 1.25)
     for theirs, mine in zip(twin.parameters(), rt.model.parameters(), strict=True):
@@ -201,7 +201,7 @@ def writes(rt, twin, rank):
     found = gap(twin, rt.generate([[1, 2], [3, 4, 5]], **GREEDY))
     with rt.rollout():
         rt.generate([[1, 2]], **GREEDY)
-        parts = [part_of(p) for p in rt.model.parameters()]
+        parts = [local_shard(p) for p in rt.model.parameters()]
         torch._foreach_mul_(parts, 1.25)
         stale = [failure(lambda: rt.generate([[1, 2]], **GREEDY))]
         torch._foreach_mul_(parts, 0.75)
@@ -222,7 +222,7 @@ def main(results):
     segments = rt.scheduler.segments
     names = ("trainer.parameters", "trainer.optimizer")
     found["bytes"] = [segments[name].size_bytes for name in names]
-    found["parts"] = sum(part_of(p).nbytes for p in rt.model.parameters())
+    found["parts"] = sum(local_shard(p).nbytes for p in rt.model.parameters())
     found["whole"] = sum(p.nbytes for p in twin.parameters())
     found["working"] = rt.scheduler.working_bytes[Phase.SYNC]
     found["synced"] = [rt.bytes_synced, len(rt.publications)]

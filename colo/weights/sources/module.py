@@ -16,7 +16,7 @@ from torch import nn
 
 from colo.errors import StaleWeights, TransferError
 from colo.memory.checksum import checksums_of
-from colo.memory.dtensor import part_of
+from colo.memory.dtensor import local_shard
 from colo.weights.ranks import RankGroup
 from colo.weights.sources.gathered import Gathered
 from colo.weights.sources.heads import added_heads
@@ -123,9 +123,9 @@ class ModuleSource:
 
     def fingerprint(self) -> Hashable:
         """Changes when a base weight is written to or replaced, except through `.data`, which torch does not count."""
-        return tuple((part_of(tensor).data_ptr(), tensor._version) for _, tensor in self)
+        return tuple((local_shard(tensor).data_ptr(), tensor._version) for _, tensor in self)
 
-    def part_sums(self) -> list[int] | None:
+    def shard_sums(self) -> list[int] | None:
         """Checksums of what lies in this rank of weights that are sharded; `None` where none are. Asks no other."""
         return checksums_of(tensor for _, tensor in self) if self.is_sharded else None
 

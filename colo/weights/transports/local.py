@@ -120,4 +120,4 @@ def _parts(plan: LoadPlan, tensors: Mapping[str, torch.Tensor]) -> list[LoadPlan
             room_bytes = GATHERED_BYTES
         groups[-1].append(name)
         room_bytes -= tensors[name].nbytes
-    return [plan.part(names) for names in groups]
+    return [plan.subset(names) for names in groups]

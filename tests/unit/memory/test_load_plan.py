@@ -498,7 +498,7 @@ def test_whatever_lies_side_by_side_replaying_writes_what_loading_does_and_no_ot
 def test_a_plan_of_some_sources_knows_nothing_of_the_others():
     engine, source = FusedLoader(), weights()
     plan = LoadPlan.record(engine.load, source, engine.destinations)
-    part = plan.part(["v", "norm"])
+    part = plan.subset(["v", "norm"])
     assert list(part.sources) == list(part.strides) == ["v", "norm"]
     assert {copy.name for copy in part.copies} == {"v", "norm"} and part.fallbacks == {} and not part.unused
     assert part.replay({"v": source["v"], "norm": source["norm"]}) == 4 * (8 + 4)

@@ -394,7 +394,7 @@ class Sharded(ModuleSource):
         self.sums = sums
         self.is_sharded = True
 
-    def part_sums(self):
+    def shard_sums(self):
         return list(self.sums)
 
     def together(self):
@@ -447,18 +447,18 @@ def test_contents_are_not_compared_where_nobody_checks_or_parts_are(why):
 def test_a_part_that_was_written_to_is_stale_until_it_is_published():
     world = World()
     source = world.transport.source = Sharded([1, 2])
-    assert not world.publisher.has_changed_part(), "nothing has been published"
+    assert not world.publisher.has_changed_shard(), "nothing has been published"
     for version in range(2):
         world.publish(version)
-        assert world.publisher.has_changed_part() is False
+        assert world.publisher.has_changed_shard() is False
         world.publisher.check()
         source.sums[1] += 1
-        assert world.publisher.has_changed_part() is True
+        assert world.publisher.has_changed_shard() is True
         with pytest.raises(StaleWeights, match="what lies in this rank of the weights is not what was published"):
             world.publisher.check()
         assert "not what was published" in world.engine.cause
     world.publisher.version = 2
-    assert world.publisher.has_changed_part() is False
+    assert world.publisher.has_changed_shard() is False
     world.engine.weights_version = None
     world.publisher.version = 1
     world.publisher.check()
@@ -467,7 +467,7 @@ def test_a_part_that_was_written_to_is_stale_until_it_is_published():
 def test_without_parts_none_has_changed():
     world = World()
     world.publish(0)
-    assert world.publisher.has_changed_part() is False
+    assert world.publisher.has_changed_shard() is False
 
 
 @pytest.mark.parametrize("transport", ["local", "shared"])

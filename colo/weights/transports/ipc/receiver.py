@@ -26,10 +26,10 @@ from colo.memory.slab import Description
 from colo.memory.tiles import WORD_BYTES, in_words
 from colo.memory.window import Window
 from colo.units import align_up
+from colo.weights.intersection import intersect
 from colo.weights.manifest import Manifest, TensorSpec
-from colo.weights.pieces import meets
 from colo.weights.transports.ipc.export import Place, opened
-from colo.weights.transports.ipc.turns import ReadersTurns
+from colo.weights.transports.ipc.handoff import ReaderHandoff
 
 Record = Callable[[dict[str, torch.Tensor], str | None], LoadPlan]
 """How a worker's model loads parameters of a model type."""
@@ -55,7 +55,7 @@ class Receiver:
         self._windows: list[Window] = []
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         self._buckets: list[_Bucket] = []
-        self._turns: ReadersTurns | None = None
+        self._turns: ReaderHandoff | None = None
         self._update: _Update | None = None
 
     def bind(
@@ -113,7 +113,7 @@ class Receiver:
             _Bucket.of(pieces, windows[index % len(windows)].bytes, by_name, dtypes)
             for index, pieces in enumerate(buckets)
         ]
-        self._turns = ReadersTurns(turns, readers=readers, number=self._number) if turns is not None else None
+        self._turns = ReaderHandoff(turns, readers=readers, number=self._number) if turns is not None else None
 
     def begin(self, version: int, digest: str) -> None:
         """Start taking in a version. Raises: `TransferError` when it consists of other tensors than were described."""
@@ -320,7 +320,7 @@ class _Bucket:
             dtype, stop_bytes = dtypes[name], offset_bytes + size_bytes
             memory = slab[offset_bytes:stop_bytes].view(dtype)
             for copy in copies.get(name, ()):
-                for target, source in meets(copy, start_bytes // dtype.itemsize, memory) if size_bytes else ():
+                for target, source in intersect(copy, start_bytes // dtype.itemsize, memory) if size_bytes else ():
                     bucket.pairs[0].append(target)
                     bucket.pairs[1].append(source)
                     bucket.numbers.append(number)

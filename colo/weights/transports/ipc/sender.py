@@ -29,7 +29,7 @@ from colo.weights.sources.module import ModuleSource, check_taken
 from colo.weights.transports.base import CopyingTransport
 from colo.weights.transports.ipc.bucket import Bucket, plan_buckets
 from colo.weights.transports.ipc.export import Exported, dtype_name
-from colo.weights.transports.ipc.turns import SendersTurns
+from colo.weights.transports.ipc.handoff import SenderHandoff
 
 BUCKET_BYTES = 256 * MIB
 
@@ -250,7 +250,7 @@ class _Staging:
         if self._in_host_memory:
             self._filled = [torch.empty_like(self._slabs[0].bytes, device=peer.device)] * 2
             self._locks = [cuda_driver.page_lock(slab, slab.bytes, peer.device) for slab in self._slabs]
-        self._turns = SendersTurns(len(peer.pids))
+        self._turns = SenderHandoff(len(peer.pids))
         self._checksums: dict[int, Checksums] = {}
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         if place.type == "cuda":

@@ -58,7 +58,7 @@ class _Rows:
                     yield self.target[row, low - begin : high - begin], memory[low - start : high - start]
 
 
-def meets(copy: Copy, start: int, memory: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def intersect(copy: Copy, start: int, memory: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Targets and sources of what `copy` reads from elements `start` on of its source, which `memory` holds.
 
     `memory` is flat, of the source's dtype. Raises: `Unsupported` as above.

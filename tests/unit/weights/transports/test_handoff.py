@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from colo.errors import TransferError
-from colo.weights.transports.ipc.turns import ReadersTurns, SendersTurns
+from colo.weights.transports.ipc.handoff import ReaderHandoff, SenderHandoff
 
 SLABS = 2
 
@@ -23,11 +23,11 @@ def never():
 @settings(max_examples=25, deadline=None)
 @given(readers=st.integers(1, 3), buckets=st.integers(0, 20), pauses=st.lists(st.integers(0, 2), max_size=20))
 def test_every_reader_sees_every_bucket_in_order_and_none_is_overwritten_before(readers, buckets, pauses):
-    turns = SendersTurns(readers)
+    turns = SenderHandoff(readers)
     slabs, seen = [None] * SLABS, [[] for _ in range(readers)]
 
     def read(number):
-        mine = ReadersTurns(turns.describe(), readers=readers, number=number)
+        mine = ReaderHandoff(turns.describe(), readers=readers, number=number)
         for index in range(buckets):
             mine.wait_filled(index + 1)
             if index < len(pauses) and pauses[index] == number:
@@ -49,10 +49,10 @@ def test_every_reader_sees_every_bucket_in_order_and_none_is_overwritten_before(
 
 
 def test_readers_that_end_are_not_waited_for():
-    turns = SendersTurns(2)
-    ReadersTurns(turns.describe(), readers=2, number=0).read(5)
+    turns = SenderHandoff(2)
+    ReaderHandoff(turns.describe(), readers=2, number=0).read(5)
     assert not turns.wait_read(1, lambda: True)
-    ReadersTurns(turns.describe(), readers=2, number=3).read(1)  # of a larger group, of which this sender counts two
+    ReaderHandoff(turns.describe(), readers=2, number=3).read(1)  # of a larger group, of which this sender counts two
     assert turns.wait_read(1, never)
     turns.begin()
     assert not turns.wait_read(1, lambda: True)
@@ -73,8 +73,8 @@ def test_what_is_closed_is_gone():
 
 
 def test_a_reader_that_fails_lets_the_sender_and_the_others_go():
-    turns = SendersTurns(2)
-    one, other = (ReadersTurns(turns.describe(), readers=2, number=number) for number in range(2))
+    turns = SenderHandoff(2)
+    one, other = (ReaderHandoff(turns.describe(), readers=2, number=number) for number in range(2))
     turns.fill(1)
     assert one.wait_filled(1)
     one.fail()
@@ -85,8 +85,8 @@ def test_a_reader_that_fails_lets_the_sender_and_the_others_go():
 
 
 def test_a_sender_that_stops_is_not_waited_for():
-    turns = SendersTurns(1)
-    reader = ReadersTurns(turns.describe(), readers=1, number=0)
+    turns = SenderHandoff(1)
+    reader = ReaderHandoff(turns.describe(), readers=1, number=0)
     turns.fill(3)
     turns.stop()
     reader.wait_filled(3)
@@ -95,8 +95,8 @@ def test_a_sender_that_stops_is_not_waited_for():
 
 
 def test_a_sender_that_says_nothing_is_waited_for_until_the_deadline():
-    turns = SendersTurns(1)
-    reader = ReadersTurns(turns.describe(), readers=1, number=0, deadline_s=0.05)
+    turns = SenderHandoff(1)
+    reader = ReaderHandoff(turns.describe(), readers=1, number=0, deadline_s=0.05)
     with pytest.raises(TransferError, match="the sender has said nothing for 0 s before bucket 1"):
         reader.wait_filled(1)
 
@@ -104,13 +104,13 @@ def test_a_sender_that_says_nothing_is_waited_for_until_the_deadline():
 def test_a_sender_whose_process_has_ended_is_not_waited_for():
     code = """
 import json, sys
-from colo.weights.transports.ipc.turns import SendersTurns
-turns = SendersTurns(1)
+from colo.weights.transports.ipc.handoff import SenderHandoff
+turns = SenderHandoff(1)
 print(json.dumps(turns.describe()), flush=True)
 sys.stdin.read()
 """
     sender = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    reader = ReadersTurns(json.loads(sender.stdout.readline()), readers=1, number=0)
+    reader = ReaderHandoff(json.loads(sender.stdout.readline()), readers=1, number=0)
     sender.kill()
     sender.communicate()
     with pytest.raises(TransferError, match="the sender has ended before bucket 1"):

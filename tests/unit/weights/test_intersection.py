@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from colo.errors import Unsupported
 from colo.memory.load_plan import Copy
-from colo.weights.pieces import meets
+from colo.weights.intersection import intersect
 
 
 @st.composite
@@ -42,7 +42,7 @@ def test_pieces_write_what_one_copy_would_each_element_once(given):
     for start, stop in pairwise(cuts):
         piece = torch.full((stop - start + 5,), -7.0)[3:-2]  # memory that begins elsewhere
         piece.copy_(source.view(-1)[start:stop])
-        for target, part in meets(copy, start, piece):
+        for target, part in intersect(copy, start, piece):
             assert target.shape == part.shape
             target.copy_(part)
             written += target.numel()
@@ -55,7 +55,7 @@ def test_several_dimensions_that_lie_in_a_row_are_one():
     copy = Copy(name="w", shape=(2, 3, 4), stride=(12, 4, 1), offset=0, target=target)
     for start in (0, 7, 20):
         stop = {0: 7, 7: 20, 20: 24}[start]
-        for part, piece in meets(copy, start, source[start:stop].clone()):
+        for part, piece in intersect(copy, start, source[start:stop].clone()):
             part.copy_(piece)
     assert torch.equal(target.view(-1), source)
 
@@ -65,4 +65,4 @@ def test_a_region_that_is_not_made_of_rows_is_refused():
     turned = source.t()
     copy = Copy(name="w", shape=(4, 3), stride=tuple(turned.stride()), offset=0, target=torch.zeros(4, 3))
     with pytest.raises(Unsupported, match="w is not copied by rows"):
-        meets(copy, 0, source.view(-1))
+        intersect(copy, 0, source.view(-1))

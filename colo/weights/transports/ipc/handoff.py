@@ -30,7 +30,7 @@ DEADLINE_S = 60.0
 """How long a reader waits for the next bucket."""
 
 
-class SendersTurns:
+class SenderHandoff:
     """The sender's end.
 
     Ownership: owns the memory, until `close`.
@@ -42,7 +42,7 @@ class SendersTurns:
         self.readers = readers
 
     def describe(self) -> Description:
-        """For `ReadersTurns`."""
+        """For `ReaderHandoff`."""
         return self._slab.describe(to_pid=0)
 
     def begin(self) -> None:
@@ -70,7 +70,7 @@ class SendersTurns:
         self._slab.close()
 
 
-class ReadersTurns:
+class ReaderHandoff:
     """A reader's end."""
 
     def __init__(self, description: Description, *, readers: int, number: int, deadline_s: float = DEADLINE_S) -> None:
