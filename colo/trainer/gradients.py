@@ -20,7 +20,7 @@ from colo.memory.storage import num_references
 from colo.memory.uninterrupted import uninterrupted
 from colo.phases.phase import TRAINER_GRADIENTS, Residency, check_move
 from colo.phases.segment import Done, Move
-from colo.trainer.stand_ins import AwayTensor, Call, Keeper
+from colo.trainer.stand_ins import Call, Keeper, ParkedTensor
 from colo.units import align_up
 
 Assembly = Callable[[torch.Tensor], torch.Tensor]
@@ -51,7 +51,7 @@ class _Parked:
     assembly: Assembly
     """What makes a gradient of such a part."""
 
-    stand_in: AwayTensor
+    stand_in: ParkedTensor
     """What the parameter has as its gradient meanwhile."""
 
     was_consumed: bool = False
@@ -122,7 +122,7 @@ class GradientSegment(Keeper):
         parameters = [p for p in parameters_of(self._optimizer) if p.grad is not None]
         # Each gradient is looked up where it is asked about: a list of them would hold them.
         self._staying_bytes = sum(
-            local_bytes(_gradient(p)) for p in parameters if not isinstance(p.grad, AwayTensor) and not _may_leave(p)
+            local_bytes(_gradient(p)) for p in parameters if not isinstance(p.grad, ParkedTensor) and not _may_leave(p)
         )
 
     @property
@@ -139,7 +139,7 @@ class GradientSegment(Keeper):
         assert target is not Residency.DISCARDED, "gradients are the loop's to drop"
         return self._park() if target is Residency.OFFLOADED else self._unpark()
 
-    def touched(self, call: Call) -> Any:
+    def on_operation(self, call: Call) -> Any:
         """Zero what stands in for gradients; for anything else have them brought back, and do it with them."""
         function, args, kwargs = call
         verb = getattr(function, "__name__", "")
@@ -150,18 +150,18 @@ class GradientSegment(Keeper):
         self.on_touch()
         return function(*pytree.tree_map(self._returned, list(args)), **pytree.tree_map(self._returned, dict(kwargs)))
 
-    def reached(self, call: Call) -> Any:
+    def on_dispatch(self, call: Call) -> Any:
         """Let a backward pass add to gradients that are away: they are brought back, and are what it adds to."""
         function, args, kwargs = call
         if getattr(function, "overloadpacket", None) not in (torch.ops.aten.add, torch.ops.aten.add_):
-            return super().reached(call)
+            return super().on_dispatch(call)
         self.on_touch()
         return function(*map(self._returned, args), **kwargs)
 
     def _present(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Every parameter that has a gradient on the device, with the gradient."""
         with_gradient = ((p, p.grad) for p in parameters_of(self._optimizer))
-        return [(p, g) for p, g in with_gradient if g is not None and not isinstance(g, AwayTensor)]
+        return [(p, g) for p, g in with_gradient if g is not None and not isinstance(g, ParkedTensor)]
 
     def _present_bytes(self) -> int:
         return sum(local_bytes(gradient) for _, gradient in self._present())
@@ -178,11 +178,11 @@ class GradientSegment(Keeper):
 
     def _returned(self, value: Any) -> Any:
         """The gradient itself in place of its stand-in. Raises: `PhaseError` for one that has been replaced since."""
-        if not isinstance(value, AwayTensor) or value.keeper is not self:
+        if not isinstance(value, ParkedTensor) or value.keeper is not self:
             return value
         parameter: torch.Tensor = value.parameter
         gradient = parameter.grad
-        if gradient is None or isinstance(gradient, AwayTensor):
+        if gradient is None or isinstance(gradient, ParkedTensor):
             raise PhaseError("this stood in for a gradient that was in host memory, and is gone: read `parameter.grad`")
         return gradient
 
@@ -214,8 +214,8 @@ class GradientSegment(Keeper):
                 parameter.grad = parked.stand_in
         return Done(offsets[-1])
 
-    def _stand_in(self, parameter: torch.Tensor) -> AwayTensor:
-        made = AwayTensor(_gradient(parameter), self)
+    def _stand_in(self, parameter: torch.Tensor) -> ParkedTensor:
+        made = ParkedTensor(_gradient(parameter), self)
         made.parameter = parameter  # type: ignore[attr-defined]  # tensors take attributes
         return made
 
@@ -252,7 +252,7 @@ def _gradient(parameter: torch.Tensor) -> torch.Tensor:
 def _may_leave(parameter: torch.Tensor) -> bool:
     """Whether a parameter has a gradient that is its alone: held by no variable, and no view of a bucket, as DDP's."""
     gradient = parameter.grad
-    if gradient is None or isinstance(gradient, AwayTensor) or gradient.layout is not torch.strided:
+    if gradient is None or isinstance(gradient, ParkedTensor) or gradient.layout is not torch.strided:
         return False
     del gradient
     return is_dtensor(_gradient(parameter)) or num_holders(parameter) == 0

@@ -12,8 +12,8 @@ from torch.utils import _pytree as pytree
 from colo.memory.dtensor import local_shard
 from colo.memory.storage import dense_parts, num_others, storage_key
 from colo.trainer.gradients import parameters_of
-from colo.trainer.places import Place
-from colo.trainer.stand_ins import AwayTensor
+from colo.trainer.stand_ins import ParkedTensor
+from colo.trainer.state_slots import StateSlot
 from colo.trainer.subclasses import inner_tensors, is_wrapper
 
 MASTER_WEIGHT = "master_weight"
@@ -33,7 +33,7 @@ class Kept:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Found:
+class StateTensor:
     """A tensor of the state and where it was found."""
 
     tensor: torch.Tensor
@@ -69,25 +69,25 @@ class Inventory:
         self._numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
         self._parameters = {storage_key(local_shard(parameter)) for parameter in parameters}
         self._gradients = {k for parameter in parameters if (k := _key_of_gradient(parameter)) is not None}
-        self.tensors: dict[int, Found] = {}
+        self.tensors: dict[int, StateTensor] = {}
         """Plain tensors and what stands in for them, those within subclasses too, by identity."""
 
-        self.wrappers: dict[int, Found] = {}
+        self.wrappers: dict[int, StateTensor] = {}
         """Tensors of subclasses around others, and what stands in for them, by identity."""
 
-        self._others: list[tuple[Found, str]] = []
+        self._others: list[tuple[StateTensor, str]] = []
         for key, value in optimizer.state.items():
             self._look_through(self._numbers.get(id(key), key), value)
 
-    def loose(self, device: torch.device) -> list[list[Found]]:
+    def loose(self, device: torch.device) -> list[list[StateTensor]]:
         """Tensors with bytes on `device` by what they lie in, without single numbers, nor the memory of a parameter.
 
         Optimizers read single numbers, such as counts of steps, on the host.
         """
-        groups: dict[int, list[Found]] = {}
+        groups: dict[int, list[StateTensor]] = {}
         for found in self.tensors.values():
             tensor = found.tensor
-            if not isinstance(tensor, AwayTensor) and tensor.device == device and tensor.layout is torch.strided:
+            if not isinstance(tensor, ParkedTensor) and tensor.device == device and tensor.layout is torch.strided:
                 groups.setdefault(storage_key(tensor), []).append(found)
         return [
             group
@@ -95,7 +95,7 @@ class Inventory:
             if key not in self._parameters and any(f.tensor.dim() and f.tensor.numel() for f in group)
         ]
 
-    def why_it_stays(self, group: Sequence[Found]) -> str | None:
+    def why_it_stays(self, group: Sequence[StateTensor]) -> str | None:
         """Why tensors in one storage cannot be moved, as far as their memory is concerned; `None` when they can."""
         for found in group:
             if (reason := _peculiarity(found.tensor)) is not None:
@@ -110,13 +110,13 @@ class Inventory:
         counted = {*self.tensors, *self.wrappers}
         for found, reason in self._others:
             tensor = found.tensor
-            if tensor.device != device or not tensor.dim() or id(tensor) in counted or isinstance(tensor, AwayTensor):
+            if tensor.device != device or not tensor.dim() or id(tensor) in counted or isinstance(tensor, ParkedTensor):
                 continue
             counted.add(id(tensor))
             is_parameters = tensor.layout is torch.strided and storage_key(local_shard(tensor)) in self._parameters
             yield Kept(found.name, 0 if is_parameters else tensor_bytes(tensor), reason)
 
-    def bytes_of(self, group: Sequence[Found]) -> int:
+    def bytes_of(self, group: Sequence[StateTensor]) -> int:
         """Bytes of one storage; none for a gradient, which is counted as such."""
         storage = group[0].tensor.untyped_storage()
         return 0 if int(storage._cdata) in self._gradients else int(storage.nbytes())
@@ -125,12 +125,12 @@ class Inventory:
         master = value.get(MASTER_WEIGHT) if isinstance(value, dict) else None
         for number, leaf in enumerate(pytree.tree_leaves(value)):
             if isinstance(leaf, torch.Tensor):
-                self._add(Found(leaf, key, value, number, leaf is master))
+                self._add(StateTensor(leaf, key, value, number, leaf is master))
             elif not isinstance(leaf, (int, float, str, bytes, type(None))):
                 reason = f"colo does not look into objects of type {type(leaf).__name__}"
-                self._others += [(Found(t, key, value, number, False), reason) for t in _tensors_within(leaf)]
+                self._others += [(StateTensor(t, key, value, number, False), reason) for t in _tensors_within(leaf)]
 
-    def _add(self, found: Found) -> None:
+    def _add(self, found: StateTensor) -> None:
         tensor = found.tensor
         if id(tensor) in self.tensors or id(tensor) in self.wrappers:
             return
@@ -141,7 +141,7 @@ class Inventory:
             self.wrappers[id(tensor)] = found
             for name, inner in inner_tensors(original).items():
                 self._add(dataclasses.replace(found, tensor=inner, attributes=f"{found.attributes}.{name}"))
-        elif isinstance(original, AwayTensor) or type(original) in _PLAIN:
+        elif isinstance(original, ParkedTensor) or type(original) in _PLAIN:
             if original.layout is torch.strided:
                 self.tensors[id(tensor)] = found
             else:
@@ -152,7 +152,7 @@ class Inventory:
 
 def original_of(tensor: torch.Tensor) -> torch.Tensor:
     """A subclass around other tensors for what stands in for it; any other tensor, and its stand-in, as it is."""
-    if isinstance(tensor, AwayTensor) and isinstance(tensor.keeper, Place) and tensor.keeper.region is None:
+    if isinstance(tensor, ParkedTensor) and isinstance(tensor.keeper, StateSlot) and tensor.keeper.region is None:
         return tensor.keeper.original
     return tensor
 
@@ -184,7 +184,7 @@ def _peculiarity(tensor: torch.Tensor) -> str | None:
 
 def _key_of_gradient(parameter: torch.Tensor) -> int | None:
     gradient = parameter.grad
-    if gradient is None or isinstance(gradient, AwayTensor):
+    if gradient is None or isinstance(gradient, ParkedTensor):
         return None
     part = local_shard(gradient)
     return storage_key(part) if part.layout is torch.strided else None

@@ -31,7 +31,7 @@ from colo.phases.phase import (
 )
 from colo.phases.segment import Done, Move
 from colo.trainer.gradients import GradientSegment
-from colo.trainer.inventory import Found, Inventory, Kept
+from colo.trainer.inventory import Inventory, Kept, StateTensor
 from colo.trainer.snapshot import detach_state, snapshot
 from colo.trainer.state_segment import StateSegment
 from colo.units import GIB, align_up
@@ -212,13 +212,13 @@ class StateOffloader:
             if segment.name == name:
                 segment.begin(Residency.RESIDENT).wait()
 
-    def _outside(self, inventory: Inventory, groups: list[list[Found]] | None = None) -> list[list[Found]]:
-        """Of `groups`, by default of all that there are on the device, those that lie in no region."""
+    def _outside(self, inventory: Inventory, groups: list[list[StateTensor]] | None = None) -> list[list[StateTensor]]:
+        """The `groups`, by default all that there are on the device, that lie in no region."""
         groups = inventory.loose(self._mover.device) if groups is None else groups
         taken = self.state.storages | self.masters.storages
         return [group for group in groups if storage_key(group[0].tensor) not in taken]
 
-    def _take_in(self, segment: StateSegment, groups: list[list[Found]]) -> None:
+    def _take_in(self, segment: StateSegment, groups: list[list[StateTensor]]) -> None:
         """Move whole storages, so that tensors that share one still do, a region at a time."""
         if groups:
             segment.begin(Residency.RESIDENT).wait()
@@ -244,7 +244,7 @@ def _untraced(hook: Callable[..., Any]) -> Callable[..., Any]:
     return untraced
 
 
-def _kept(group: Sequence[Found], inventory: Inventory, reason: str) -> Kept:
+def _kept(group: Sequence[StateTensor], inventory: Inventory, reason: str) -> Kept:
     name = group[0].name if len(group) == 1 else f"{group[0].name} and {len(group) - 1} more"
     return Kept(name, inventory.bytes_of(group), reason)
 
@@ -266,9 +266,9 @@ def expected_state_bytes(optimizer: torch.optim.Optimizer) -> int:
     return total_bytes
 
 
-def _next_batch(groups: Sequence[list[Found]], region_bytes: int) -> list[list[Found]]:
-    """As many of the first storages as a region of `region_bytes` holds, and at least one."""
-    batch: list[list[Found]] = []
+def _next_batch(groups: Sequence[list[StateTensor]], region_bytes: int) -> list[list[StateTensor]]:
+    """The first storages that fit together in a region of `region_bytes`; at least one."""
+    batch: list[list[StateTensor]] = []
     taken_bytes = 0
     for group in groups:
         size_bytes = align_up(group[0].tensor.untyped_storage().nbytes(), ALIGNMENT_BYTES)

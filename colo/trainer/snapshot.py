@@ -10,8 +10,8 @@ from torch.utils import _pytree as pytree
 
 from colo.trainer.gradients import parameters_of
 from colo.trainer.inventory import original_of
-from colo.trainer.places import Place
-from colo.trainer.stand_ins import AwayTensor
+from colo.trainer.stand_ins import ParkedTensor
+from colo.trainer.state_slots import StateSlot
 from colo.trainer.subclasses import inner_tensors, is_wrapper, wrapped
 
 
@@ -53,7 +53,7 @@ def _map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -
 
 def _host_copy(tensor: torch.Tensor) -> torch.Tensor:
     original = original_of(tensor)
-    if isinstance(original, AwayTensor) and isinstance(original.keeper, Place):
+    if isinstance(original, ParkedTensor) and isinstance(original.keeper, StateSlot):
         return original.keeper.host_copy()
     if is_wrapper(original):
         copies = {name: _host_copy(inner) for name, inner in inner_tensors(original).items()}

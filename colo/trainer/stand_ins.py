@@ -33,28 +33,28 @@ class Keeper(ABC):
     """Knows where the bytes of the tensors are that others stand in for."""
 
     @abstractmethod
-    def touched(self, call: Call) -> Any:
+    def on_operation(self, call: Call) -> Any:
         """Do what `call` asks for, with the tensors themselves, or raise `PhaseError` with what to do first."""
 
-    def lacks(self, name: str) -> Any:
+    def on_missing(self, name: str) -> Any:
         """An attribute that a stand-in has not: one of the class of what it stands in for. Raises: `AttributeError`."""
         raise AttributeError(f"a tensor in host memory has no attribute {name!r}")
 
-    def reached(self, call: Call) -> Any:
+    def on_dispatch(self, call: Call) -> Any:
         """The same for an operation that C++ has begun, which holds the stand-ins by now. Refused unless overridden."""
         raise PhaseError(f"{call[0]} on a tensor whose bytes are in host memory: touch it within `with rt.train():`")
 
 
-class AwayTensor(torch.Tensor):
+class ParkedTensor(torch.Tensor):
     """Stands in for a tensor of the same shape, strides, dtype and device, and has no bytes of its own."""
 
     keeper: Keeper
 
     @staticmethod
-    def __new__(cls: type[AwayTensor], like: torch.Tensor, keeper: Keeper) -> AwayTensor:
+    def __new__(cls: type[ParkedTensor], like: torch.Tensor, keeper: Keeper) -> ParkedTensor:
         """A stand-in for `like`, whose bytes `keeper` knows. Holds no reference to `like`."""
         make: Any = torch.Tensor._make_wrapper_subclass
-        made: AwayTensor = make(
+        made: ParkedTensor = make(
             cls,
             like.shape,
             strides=like.stride(),
@@ -72,7 +72,7 @@ class AwayTensor(torch.Tensor):
     def __getattr__(self, name: str) -> Any:
         if "keeper" not in self.__dict__:
             raise AttributeError(name)
-        return self.keeper.lacks(name)
+        return self.keeper.on_missing(name)
 
     @classmethod
     def __torch_function__(
@@ -83,14 +83,14 @@ class AwayTensor(torch.Tensor):
         if asked in _FACTS or (asked == "type" and len(args) == 1 and not kwargs):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        return _first_of((args, kwargs)).keeper.touched((func, args, kwargs or {}))
+        return _first_of((args, kwargs)).keeper.on_operation((func, args, kwargs or {}))
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch names it otherwise
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Leave to the keeper what has come from within C++, a backward pass for one."""
-        return _first_of((args, kwargs)).keeper.reached((func, args, kwargs or {}))
+        return _first_of((args, kwargs)).keeper.on_dispatch((func, args, kwargs or {}))
 
 
 def exchange(one: torch.Tensor, other: torch.Tensor) -> None:
@@ -104,7 +104,7 @@ def exchange(one: torch.Tensor, other: torch.Tensor) -> None:
 
 
 def swap_content(one: torch.Tensor, other: torch.Tensor) -> None:
-    """As `exchange`, between tensors that are of one class as far as torch's C++ is concerned."""
+    """Exchange contents, as `exchange` does, between tensors that torch's C++ takes for one class."""
     torch._C._swap_tensor_impl(one, other)
 
 
@@ -112,7 +112,7 @@ def _is_descriptor(func: Any) -> bool:
     return getattr(func, "__name__", "") == "__get__" and hasattr(getattr(func, "__self__", None), "__name__")
 
 
-def _first_of(values: Any) -> AwayTensor:
+def _first_of(values: Any) -> ParkedTensor:
     """The first stand-in among arguments, and within lists, tuples and dicts of them."""
     found = _find(values)
     if found is None:
@@ -120,8 +120,8 @@ def _first_of(values: Any) -> AwayTensor:
     return found
 
 
-def _find(values: Any) -> AwayTensor | None:
-    if isinstance(values, AwayTensor):
+def _find(values: Any) -> ParkedTensor | None:
+    if isinstance(values, ParkedTensor):
         return values
     if isinstance(values, dict):
         values = values.values()

@@ -14,9 +14,9 @@ from colo.memory.storage import storage_bytes, storage_key, tensor_over
 from colo.memory.uninterrupted import uninterrupted
 from colo.phases.phase import Residency
 from colo.phases.segment import Done, Move
-from colo.trainer.inventory import Found, Inventory, Kept, why_memory_stays
-from colo.trainer.places import Place, can_be_hidden
-from colo.trainer.stand_ins import AwayTensor, swap_content
+from colo.trainer.inventory import Inventory, Kept, StateTensor, why_memory_stays
+from colo.trainer.stand_ins import ParkedTensor, swap_content
+from colo.trainer.state_slots import StateSlot, can_be_hidden
 from colo.units import align_up, format_bytes
 
 
@@ -36,8 +36,8 @@ class StateSegment(RegionSegment):
         self._on_touch = on_touch
         self.is_master = is_master
         self._aside: dict[Region, str] = {}  # and why
-        self._places: dict[Region, list[Place]] = {}  # of those aside too
-        self._wrappers: list[Place] = []
+        self._places: dict[Region, list[StateSlot]] = {}  # of those aside too
+        self._wrappers: list[StateSlot] = []
 
     @property
     def size_bytes(self) -> int:
@@ -45,7 +45,7 @@ class StateSegment(RegionSegment):
         return super().size_bytes if self.regions else self.expected_bytes
 
     def begin(self, target: Residency) -> Move:
-        """As `RegionSegment.begin`; without state there is nothing to move, and what must not leave is set aside."""
+        """Start a move; see `RegionSegment.begin`. Without state nothing moves; what must stay is set aside."""
         leaves = target is Residency.OFFLOADED and self.residency is Residency.RESIDENT
         if leaves:
             self.settle()
@@ -103,7 +103,7 @@ class StateSegment(RegionSegment):
         """What `storage_key` says of tensors in the regions."""
         return frozenset(self._by_storage())
 
-    def adopt(self, groups: Sequence[Sequence[Found]], device: torch.device) -> None:
+    def adopt(self, groups: Sequence[Sequence[StateTensor]], device: torch.device) -> None:
         """Move whole storages, each with all tensors over it, into a new region.
 
         Raises: `BudgetError` when the device has no room for it, `PhaseError` while the segment is away; nothing has
@@ -125,7 +125,7 @@ class StateSegment(RegionSegment):
             for group, start_bytes in zip(groups, starts, strict=False):
                 for found in group:
                     swap_content(found.tensor, tensor_over(region.bytes[start_bytes:], found.tensor))
-                    self._places[region].append(Place(found.tensor, region, self, name=found.name))
+                    self._places[region].append(StateSlot(found.tensor, region, self, name=found.name))
 
     def hand_over(self, target: torch.device) -> None:
         """Give every tensor memory of its own kind on `target` and close the regions: away ones become host memory.
@@ -176,7 +176,7 @@ class StateSegment(RegionSegment):
         known = {id(place.tensor) for place in kept}
         for key, found in inventory.wrappers.items():
             if key not in known and found.is_master is self.is_master and can_be_hidden(found.tensor):
-                kept.append(Place(found.tensor, None, self, name=found.name))
+                kept.append(StateSlot(found.tensor, None, self, name=found.name))
         self._wrappers = kept
 
     def _note_tensors(self, inventory: Inventory) -> None:
@@ -185,11 +185,11 @@ class StateSegment(RegionSegment):
         regions = self._by_storage()
         known = {id(place.tensor) for places in self._places.values() for place in places}
         for key, found in inventory.tensors.items():
-            if key in known or isinstance(found.tensor, AwayTensor):
+            if key in known or isinstance(found.tensor, ParkedTensor):
                 continue
             lies_in = regions.get(storage_key(found.tensor))
             if lies_in is not None:
-                self._places[lies_in].append(Place(found.tensor, lies_in, self, name=found.name))
+                self._places[lies_in].append(StateSlot(found.tensor, lies_in, self, name=found.name))
 
     def _let_go(self, inventory: Inventory) -> None:
         """Forget tensors that neither the state nor anybody else refers to, and close regions that are left empty."""
@@ -204,7 +204,7 @@ class StateSegment(RegionSegment):
     def _by_storage(self) -> dict[int, Region]:
         return {storage_key(region.bytes): region for region in self._places}
 
-    def _lies_in(self, place: Place, region: Region) -> bool:
+    def _lies_in(self, place: StateSlot, region: Region) -> bool:
         return storage_key(place.tensor) == storage_key(region.bytes)
 
     def _name_of(self, region: Region) -> str:
@@ -219,7 +219,7 @@ class StateSegment(RegionSegment):
             else:
                 region.close()
 
-    def _leaving(self) -> list[Place]:
+    def _leaving(self) -> list[StateSlot]:
         """Whatever moves with the segment."""
         return [place for region in self.regions for place in self._places.get(region, [])] + self._wrappers
 

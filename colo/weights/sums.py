@@ -53,7 +53,7 @@ class ContentSums:
     def of(
         cls, tensors: Sequence[torch.Tensor], facts: Sequence[Hashable] = (), earlier: ContentSums | None = None
     ) -> ContentSums:
-        """Those of `tensors` now; with less work where they are in the same places as for `earlier`."""
+        """The sums of `tensors` now; with less work where they are in the same places as for `earlier`."""
         key: list[Hashable] = [*((t.data_ptr(), t.nbytes, t.dtype) for t in tensors), *facts]
         places = earlier.places if earlier is not None and earlier.places.key == key else Places(tensors, key)
         return cls(places, *places.compute())

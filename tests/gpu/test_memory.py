@@ -14,7 +14,7 @@ from colo.memory.region import allocate_region
 from colo.phases.phase import Residency
 from colo.trainer.master_weights import MasterWeights
 from colo.trainer.optimizer_state import StateOffloader
-from colo.trainer.stand_ins import AwayTensor
+from colo.trainer.stand_ins import ParkedTensor
 from colo.units import GIB, MIB
 
 pytestmark = pytest.mark.gpu
@@ -212,7 +212,7 @@ def test_parked_state_comes_back_at_its_address_for_whoever_touches_it_and_views
     free = free_device_bytes(CUDA)
     offloader.state.begin(O).wait()
     assert free_device_bytes(CUDA) - free >= 4 * MIB
-    assert isinstance(second, AwayTensor) and not isinstance(first, AwayTensor)
+    assert isinstance(second, ParkedTensor) and not isinstance(first, ParkedTensor)
     assert torch.equal(view, expected[0].view(-1))
     assert [kept.size_bytes for kept in offloader.kept.items] == [4 * MIB]
     assert torch.equal(second, expected[1]) and second.data_ptr() == address

@@ -13,7 +13,7 @@ from torch.optim import AdamW
 import colo
 from colo.config import RuntimeConfig
 from colo.memory.probe import free_device_bytes
-from colo.trainer.stand_ins import AwayTensor
+from colo.trainer.stand_ins import ParkedTensor
 from colo.units import MIB
 
 pytestmark = MARKS
@@ -68,7 +68,7 @@ def test_state_that_is_away_comes_back_for_whoever_reads_it():
     held, expected = state["exp_avg"], state["exp_avg"].clone()
     rt.generate([[1, 2]], max_tokens=2)
     with rt.train():
-        assert isinstance(held, AwayTensor)
+        assert isinstance(held, ParkedTensor)
         assert torch.equal(held, expected)
         assert held is rt.optimizer.state[rt.model.model.norm.weight]["exp_avg"]
         rt.optimizer.load_state_dict(rt.optimizer.state_dict())

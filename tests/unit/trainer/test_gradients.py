@@ -14,7 +14,7 @@ import colo
 from colo.phases.phase import Residency
 from colo.trainer.gradients import GradientSegment
 from colo.trainer.master_weights import MasterWeights
-from colo.trainer.stand_ins import AwayTensor
+from colo.trainer.stand_ins import ParkedTensor
 from colo.units import MIB
 
 
@@ -202,7 +202,7 @@ def test_gradients_that_are_touched_within_a_rollout_come_back_where_there_is_ro
     with twins.rt.rollout():
         parameter, other = next(twins.rt.model.parameters()), next(twins.twin.parameters())
         held = parameter.grad
-        assert isinstance(held, AwayTensor)
+        assert isinstance(held, ParkedTensor)
         assert (held.shape, held.dtype, held.device) == (other.grad.shape, other.grad.dtype, other.grad.device)
         assert torch.equal(held, other.grad)
         assert torch.equal(parameter.grad, other.grad)

@@ -15,7 +15,7 @@ from colo.errors import Unsupported
 from colo.memory.offload import Mover
 from colo.phases.phase import Residency
 from colo.trainer.optimizer_state import StateOffloader
-from colo.trainer.stand_ins import AwayTensor
+from colo.trainer.stand_ins import ParkedTensor
 from colo.units import MIB
 
 R, O, D = Residency.RESIDENT, Residency.OFFLOADED, Residency.DISCARDED  # noqa: E741
@@ -131,9 +131,9 @@ def test_what_cannot_be_moved_stays_and_is_named_and_counted_and_the_rest_leaves
     kept = offloader.kept.items
     assert {item.name for item in kept} == {"state[0]['kept']"} and all(reason in item.reason for item in kept)
     assert offloader.kept.size_bytes == offloader.kept.device_bytes == size_bytes
-    assert isinstance(optimizer.state[net.weight]["momentum_buffer"], AwayTensor)
+    assert isinstance(optimizer.state[net.weight]["momentum_buffer"], ParkedTensor)
     assert offloader.state.residency is O and offloader.state.host_bytes > 0
-    assert not isinstance(optimizer.state[net.weight]["kept"], AwayTensor)
+    assert not isinstance(optimizer.state[net.weight]["kept"], ParkedTensor)
     optimizer.state_dict()
     step(net, optimizer)
     offloader.close()
@@ -149,7 +149,7 @@ def test_memory_that_is_counted_elsewhere_stays_and_costs_nothing_here(what, mov
     step(net, optimizer, zero=False)
     park(offloader)
     assert sum(kept.size_bytes for kept in offloader.kept.items if kept.name != "gradients") == 0
-    assert offloader.state.residency is O and not isinstance(optimizer.state[net.weight]["kept"], AwayTensor)
+    assert offloader.state.residency is O and not isinstance(optimizer.state[net.weight]["kept"], ParkedTensor)
     assert torch.equal(optimizer.state[net.weight]["kept"], taken[what](net.weight))
     offloader.close()
 
@@ -161,7 +161,7 @@ def test_a_gradient_that_only_the_state_refers_to_any_more_is_state(mover):
     step(net, optimizer)
     expected = optimizer.state[net.weight]["kept"].clone()
     park(offloader)
-    assert not offloader.kept.items and isinstance(optimizer.state[net.weight]["kept"], AwayTensor)
+    assert not offloader.kept.items and isinstance(optimizer.state[net.weight]["kept"], ParkedTensor)
     assert torch.equal(optimizer.state[net.weight]["kept"], expected)
     offloader.close()
 
@@ -177,7 +177,7 @@ def test_a_region_that_somebody_has_views_of_stays_until_they_are_gone(hold, mov
     offloader.refresh()
     assert [item.name for item in offloader.kept.items] == ["state[0]['exp_avg']"]  # before it is asked to leave
     park(offloader)
-    assert isinstance(optimizer.state[net.weight]["exp_avg_sq"], AwayTensor)
+    assert isinstance(optimizer.state[net.weight]["exp_avg_sq"], ParkedTensor)
     assert [item.name for item in offloader.kept.items] == ["state[0]['exp_avg']"]
     assert (offloader.kept.size_bytes, offloader.state.size_bytes) == (256, 256)
     assert (torch.as_tensor(held) == torch.as_tensor(expected)).all()
@@ -188,7 +188,7 @@ def test_a_region_that_somebody_has_views_of_stays_until_they_are_gone(hold, mov
     is_numpys = not isinstance(held, torch.Tensor)
     del held
     park(offloader)
-    assert isinstance(optimizer.state[net.weight]["exp_avg"], AwayTensor) is not is_numpys  # torch keeps NumPy's mark
+    assert isinstance(optimizer.state[net.weight]["exp_avg"], ParkedTensor) is not is_numpys  # torch keeps NumPy's mark
     assert (offloader.kept.size_bytes, offloader.state.size_bytes) == ((256, 256) if is_numpys else (0, 512))
     offloader.close()
 
@@ -214,7 +214,7 @@ def test_views_of_a_buffer_that_only_the_state_refers_to_move_together(mover):
     park(offloader)
     assert not offloader.kept.items
     first, second = optimizer.state[net.weight]["kept"]
-    assert isinstance(first, AwayTensor) and isinstance(second, AwayTensor)
+    assert isinstance(first, ParkedTensor) and isinstance(second, ParkedTensor)
     assert first.untyped_storage()._cdata == second.untyped_storage()._cdata
     offloader.close()
 

@@ -15,7 +15,7 @@ from colo.phases.phase import Residency
 from colo.trainer import state_segment
 from colo.trainer.master_weights import MasterWeights
 from colo.trainer.optimizer_state import StateOffloader, expected_state_bytes
-from colo.trainer.stand_ins import AwayTensor
+from colo.trainer.stand_ins import ParkedTensor
 from colo.units import MIB
 
 R, O, D = Residency.RESIDENT, Residency.OFFLOADED, Residency.DISCARDED  # noqa: E741
@@ -308,7 +308,7 @@ def test_gradients_of_an_unfinished_accumulation_are_parked_and_come_back(mover)
         backward(net, 0)
     expected = [p.grad.clone() for p in plain.parameters()]
     park(offloader)
-    assert all(isinstance(p.grad, AwayTensor) for p in parked.parameters())
+    assert all(isinstance(p.grad, ParkedTensor) for p in parked.parameters())
     assert (offloader.gradients.residency, offloader.gradients.device_bytes) == (O, 0)
     offloader.gradients.begin(R).wait()
     assert_same(expected, [p.grad for p in parked.parameters()])

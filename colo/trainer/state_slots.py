@@ -12,7 +12,7 @@ import torch
 from colo.errors import PhaseError
 from colo.memory.region import Region
 from colo.memory.storage import tensor_over
-from colo.trainer.stand_ins import AwayTensor, Call, Keeper, exchange, swap_content
+from colo.trainer.stand_ins import Call, Keeper, ParkedTensor, exchange, swap_content
 from colo.trainer.subclasses import inner_tensors, wrapped
 
 
@@ -26,7 +26,7 @@ class Bringer(Protocol):
         """The bytes of a region in host memory (uint8)."""
 
 
-class Place(Keeper):
+class StateSlot(Keeper):
     """One tensor object of the state, with its bytes in a region or, for a subclass around others, in theirs.
 
     The object stays the same for whoever holds it: while the bytes are away it is a stand-in, and after that again
@@ -45,7 +45,7 @@ class Place(Keeper):
     @property
     def is_away(self) -> bool:
         """Whether something stands in for the tensor."""
-        return isinstance(self.tensor, AwayTensor)
+        return isinstance(self.tensor, ParkedTensor)
 
     @property
     def original(self) -> torch.Tensor:
@@ -61,7 +61,7 @@ class Place(Keeper):
         """Put a stand-in in place of the tensor. Idempotent."""
         if self.is_away:
             return
-        self._hidden = AwayTensor(self.tensor, self)
+        self._hidden = ParkedTensor(self.tensor, self)
         self._hidden.__dict__ = self.tensor.__dict__
         self.tensor.__dict__["keeper"] = self
         exchange(self.tensor, self._hidden)
@@ -96,10 +96,10 @@ class Place(Keeper):
         assert self.region is not None
         return tensor_over(self._segment.host_copy(self.region), self.tensor).detach().clone()
 
-    def touched(self, call: Call) -> Any:
-        """See `Keeper.touched`; memory that is given to a tensor replaces bytes that are away."""
+    def on_operation(self, call: Call) -> Any:
+        """See `Keeper.on_operation`; memory that is given to a tensor replaces bytes that are away."""
         function, args, kwargs = call
-        if function == torch.Tensor.data.__set__ and args[0] is self.tensor and not isinstance(args[1], AwayTensor):  # type: ignore[attr-defined]
+        if function == torch.Tensor.data.__set__ and args[0] is self.tensor and not isinstance(args[1], ParkedTensor):  # type: ignore[attr-defined]
             self.show()
             self.tensor.data = args[1]
             return None
@@ -108,16 +108,16 @@ class Place(Keeper):
             function = _as_of(type(self.tensor), function)
         return function(*args, **kwargs)
 
-    def lacks(self, name: str) -> Any:
-        """See `colo.trainer.stand_ins.Keeper.lacks`: what subclasses of tensors can do beside, with their bytes."""
+    def on_missing(self, name: str) -> Any:
+        """See `Keeper.on_missing`: what subclasses of tensors can do beside, with their bytes."""
         if not hasattr(type(self.original), name):
-            return super().lacks(name)
+            return super().on_missing(name)
         self._come_back()
         return getattr(self.tensor, name)
 
-    def reached(self, call: Call) -> Any:
-        """As `touched`: what operations on subclasses around tensors do, their arguments are the same objects after."""
-        return self.touched(call)
+    def on_dispatch(self, call: Call) -> Any:
+        """Do an operation on a tensor subclass around this tensor: its arguments stay the same objects."""
+        return self.on_operation(call)
 
     def _come_back(self) -> None:
         self._segment.bring_back()
@@ -134,14 +134,14 @@ def _as_of(kind: type[torch.Tensor], function: Callable[..., Any]) -> Callable[.
 
 def can_be_hidden(tensor: torch.Tensor) -> bool:
     """Whether something can stand in for a tensor of a subclass: not where its objects are laid out otherwise."""
-    return isinstance(tensor, AwayTensor) or not any(kind.__dict__.get("__slots__") for kind in type(tensor).__mro__)
+    return isinstance(tensor, ParkedTensor) or not any(kind.__dict__.get("__slots__") for kind in type(tensor).__mro__)
 
 
-def _references_to_tensor(place: Place) -> int:
+def _references_to_tensor(place: StateSlot) -> int:
     return sys.getrefcount(place.tensor)
 
 
 @cache
 def _references_of_one() -> int:
     """What Python counts as references to a tensor that only a place refers to."""
-    return _references_to_tensor(Place(torch.zeros(1), None, cast(Bringer, None), name=""))
+    return _references_to_tensor(StateSlot(torch.zeros(1), None, cast(Bringer, None), name=""))

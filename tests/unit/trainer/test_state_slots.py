@@ -22,8 +22,8 @@ from colo.memory.region import Region
 from colo.phases.phase import Phase, Residency
 from colo.trainer.master_weights import MasterWeights
 from colo.trainer.optimizer_state import StateOffloader
-from colo.trainer.places import Place
-from colo.trainer.stand_ins import AwayTensor
+from colo.trainer.stand_ins import ParkedTensor
+from colo.trainer.state_slots import StateSlot
 from colo.units import MIB
 
 R, O, D = Residency.RESIDENT, Residency.OFFLOADED, Residency.DISCARDED  # noqa: E741
@@ -69,7 +69,7 @@ class Parked:
 
     @property
     def is_away(self):
-        return self.offloader.state.residency is O and isinstance(self.tensor, AwayTensor)
+        return self.offloader.state.residency is O and isinstance(self.tensor, ParkedTensor)
 
     def assert_weights_are_the_twins(self):
         for ours, others in zip(self.net.parameters(), self.twin.parameters(), strict=True):
@@ -120,7 +120,7 @@ USES = {
 @pytest.mark.parametrize("use", USES)
 def test_whatever_uses_a_parked_tensor_finds_its_bytes(use, parked):
     used, expected = USES[use](parked.tensor), USES[use](parked.expected)
-    assert torch.equal(used, expected) and not isinstance(used, AwayTensor)
+    assert torch.equal(used, expected) and not isinstance(used, ParkedTensor)
     assert parked.offloader.state.residency is R and type(parked.tensor) is torch.Tensor
 
 
@@ -145,7 +145,7 @@ def test_a_parked_tensor_is_the_same_object_to_whoever_holds_it(mover):
     weak, expected = weakref.ref(held), held.clone()
     for _ in range(2):
         park(offloader)
-        assert isinstance(held, AwayTensor) and held.note == "mine"
+        assert isinstance(held, ParkedTensor) and held.note == "mine"
         held.other = 1
         assert weak() is held is optimizer.state[net.weight]["exp_avg"]
         assert torch.equal(held, expected) and (held.note, held.other) == ("mine", 1)
@@ -166,7 +166,7 @@ def test_what_holds_one_object_in_several_places_goes_on_doing_so(mover):
 
     parked = Parked(mover, lambda params: Shared(params, lr=0.1))
     assert parked.offloader.state.residency is O and not parked.offloader.kept.items
-    assert isinstance(parked.optimizer.table, AwayTensor)
+    assert isinstance(parked.optimizer.table, ParkedTensor)
     saved = parked.optimizer.state_dict()["state"]
     assert saved[0]["table"] is saved[1]["table"]
     parked.step(1)
@@ -196,7 +196,7 @@ def test_a_tensor_held_over_loading_keeps_its_values_for_as_long_as_it_is_held(a
     assert held is not parked.optimizer.state[parked.net.weight]["exp_avg"]
     both_bytes = parked.offloader.state.size_bytes
     park(parked.offloader)
-    assert parked.offloader.state.residency is O and isinstance(held, AwayTensor)
+    assert parked.offloader.state.residency is O and isinstance(held, ParkedTensor)
     assert torch.equal(held, expected)
     assert torch.equal(parked.optimizer.state[parked.net.weight]["exp_avg"], expected * 2)
     del held
@@ -329,7 +329,7 @@ def test_a_subclass_around_tensors_leaves_and_comes_back_whole(use, mover):
     parked = Parked(mover, lambda params: Halving(params, lr=0.1))
     (ours,) = parked.optimizer.state[parked.net.weight]["scaled"]
     (theirs,) = parked.reference.state[parked.twin.weight]["scaled"]
-    assert isinstance(ours, AwayTensor) and isinstance(ours.half, AwayTensor) and not parked.offloader.kept.items
+    assert isinstance(ours, ParkedTensor) and isinstance(ours.half, ParkedTensor) and not parked.offloader.kept.items
     (saved,) = parked.optimizer.state_dict()["state"][0]["scaled"]
     assert isinstance(saved, Scaled) and torch.equal(saved.dequantize(), theirs.dequantize())
     assert not hasattr(ours, "nothing") and parked.offloader.state.residency is O
@@ -498,7 +498,7 @@ def test_state_that_fails_to_come_back_stays_away_and_comes_back_the_next_time(p
 def test_an_interrupt_amid_the_tensors_leaves_them_all_here_or_all_away(target, at, parked, monkeypatch):
     if target is O:
         parked.tensor.norm()
-    change, calls = getattr(Place, at), []
+    change, calls = getattr(StateSlot, at), []
 
     def interrupted(place):
         change(place)
@@ -506,15 +506,15 @@ def test_an_interrupt_amid_the_tensors_leaves_them_all_here_or_all_away(target, 
         if len(calls) == 2:
             os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(Place, at, interrupted)
+    monkeypatch.setattr(StateSlot, at, interrupted)
     try:
         parked.offloader.state.begin(target).wait()
     except KeyboardInterrupt:
         assert (at, len(calls) >= 2) == ("hide" if target is O else "show", True)
     monkeypatch.undo()
     tensors = [t for state in parked.optimizer.state.values() for t in state.values() if t.dim()]
-    assert len({isinstance(t, AwayTensor) for t in tensors}) == 1
-    assert isinstance(tensors[0], AwayTensor) is (parked.offloader.state.residency is O)
+    assert len({isinstance(t, ParkedTensor) for t in tensors}) == 1
+    assert isinstance(tensors[0], ParkedTensor) is (parked.offloader.state.residency is O)
     parked.step(1)
     parked.assert_weights_are_the_twins()
 
@@ -523,7 +523,7 @@ def test_an_interrupt_amid_the_tensors_leaves_them_all_here_or_all_away(target, 
 def test_an_error_amid_the_tensors_leaves_each_with_its_bytes_or_away(at, target, parked, monkeypatch):
     if target is O:
         parked.tensor.norm()
-    change, calls = getattr(Place, at), []
+    change, calls = getattr(StateSlot, at), []
 
     def failing(place):
         calls.append(place)
@@ -532,7 +532,7 @@ def test_an_error_amid_the_tensors_leaves_each_with_its_bytes_or_away(at, target
         change(place)
 
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="not this one"):
-        patch.setattr(Place, at, failing)
+        patch.setattr(StateSlot, at, failing)
         parked.offloader.state.begin(target).wait()
     assert torch.equal(parked.optimizer.state_dict()["state"][0]["exp_avg"], parked.expected)
     assert torch.equal(parked.tensor, parked.expected)
