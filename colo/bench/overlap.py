@@ -28,7 +28,7 @@ Row = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Size:
+class OverlapSize:
     """How much of everything."""
 
     hidden: int
@@ -45,7 +45,7 @@ class Size:
 
 
 SIZES = {
-    "cuda": Size(
+    "cuda": OverlapSize(
         hidden=1024,
         layers=28,
         heads=16,
@@ -58,7 +58,7 @@ SIZES = {
         train_length=1024,
         micro_batches=4,
     ),
-    "cpu": Size(
+    "cpu": OverlapSize(
         hidden=64,
         layers=2,
         heads=4,
@@ -146,7 +146,7 @@ def exposed_time(device: torch.device, *, rounds: int = 4, steps: int = 5) -> Ro
     }
 
 
-def _timed_step(rt: Runtime, size: Size, ids_BT: torch.Tensor) -> float:
+def _timed_step(rt: Runtime, size: OverlapSize, ids_BT: torch.Tensor) -> float:
     """Seconds of one step, on the clock of the stream that computes it."""
     start_s = time.perf_counter()
     _step(rt, size, ids_BT)
@@ -155,7 +155,7 @@ def _timed_step(rt: Runtime, size: Size, ids_BT: torch.Tensor) -> float:
     return time.perf_counter() - start_s
 
 
-def _step(rt: Runtime, size: Size, ids_BT: torch.Tensor) -> None:
+def _step(rt: Runtime, size: OverlapSize, ids_BT: torch.Tensor) -> None:
     """Generate, then as many backward passes as a step has, then one optimizer step."""
     params = SamplingParams(n=1, max_tokens=size.new_tokens, temperature=0, ignore_eos=True)
     with rt.rollout():
@@ -167,7 +167,7 @@ def _step(rt: Runtime, size: Size, ids_BT: torch.Tensor) -> None:
         rt.optimizer.zero_grad()
 
 
-def _runtime(device: torch.device, size: Size, offload: Offload) -> Runtime:
+def _runtime(device: torch.device, size: OverlapSize, offload: Offload) -> Runtime:
     config = Qwen3Config(
         hidden_size=size.hidden,
         intermediate_size=3 * size.hidden,
