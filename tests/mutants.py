@@ -40,53 +40,56 @@ EXPLAINED = Path(__file__).with_name("mutants.txt")
 WANTED = 0.95
 
 ORDERING = "memory/test_ordering.py"
-PLACES = "trainer/test_places.py"
+SLOTS = "trainer/test_state_slots.py"
 INVENTORY = "trainer/test_inventory.py"
-LOOPS = "memory/test_zoo.py::test_what_loops_do_with_an_optimizer_does_the_same_to_one_whose_state_is_parked"
+STATE = "trainer/test_optimizer_state.py"
+LOOPS = "trainer/test_zoo.py::test_what_loops_do_with_an_optimizer_does_the_same_to_one_whose_state_is_parked"
+TURNS = tuple(f"runtime/test_{name}.py" for name in ("turns", "undo", "faults", "accumulation", "staleness", "runtime"))
 EXTRA = {
     "phases/phase": ("phases/test_transition.py", "phases/test_scheduler.py"),
-    "phases/transition": ("phases/test_scheduler.py",),
-    "phases/scheduler": (ORDERING,),
+    "phases/transition": ("phases/test_scheduler.py", "runtime/test_turns.py"),
+    "phases/scheduler": (ORDERING, "runtime/test_turns.py"),
     "phases/ledger": ("phases/test_transition.py", "phases/test_scheduler.py"),
     "phases/segment": ("phases/test_scheduler.py", ORDERING),
     "memory/region": ("memory/test_offload.py", ORDERING),
     "memory/offload": (ORDERING,),
+    "memory/copies": ("memory/test_load_plan.py",),
+    "memory/cuda_driver": ("memory/test_shared_memory.py",),
+    "memory/kernels": ("memory/test_tiles.py",),
+    "memory/dtensor": (SLOTS, INVENTORY, "trainer/test_gradients.py"),
     "trainer/gradients": (
-        "memory/test_state.py::test_gradients_are_whole_when_their_copies_are_interrupted_or_fail",
+        f"{STATE}::test_gradients_are_whole_when_their_copies_are_interrupted_or_fail",
         "trainer/test_master_weights.py",
         ORDERING,
-        "trainer/test_gradients.py",
+        "runtime/test_accumulation.py",
     ),
-    "trainer/optimizer_state": (INVENTORY, PLACES, ORDERING, "trainer/test_master_weights.py"),
-    "trainer/state_segment": (PLACES, INVENTORY, "trainer/test_optimizer_state.py", LOOPS),
-    "trainer/inventory": (PLACES,),
-    "trainer/places": (INVENTORY,),
-    "trainer/stand_ins": (PLACES, "memory/test_gradients.py"),
-    "trainer/snapshot": (PLACES, "trainer/test_optimizer_state.py"),
-    "trainer/subclasses": (PLACES,),
-    "memory/cuda_driver": ("memory/test_slab.py",),
-    "memory/kernels": ("memory/test_tiles.py",),
-    "memory/dtensor": (PLACES, INVENTORY, "memory/test_gradients.py"),
+    "trainer/optimizer_state": (INVENTORY, SLOTS, ORDERING, "trainer/test_master_weights.py"),
+    "trainer/state_segment": (SLOTS, INVENTORY, STATE, LOOPS),
+    "trainer/inventory": (SLOTS,),
+    "trainer/state_slots": (INVENTORY,),
+    "trainer/stand_ins": (SLOTS, "trainer/test_gradients.py"),
+    "trainer/snapshot": (SLOTS, STATE),
+    "trainer/subclasses": (SLOTS,),
+    "trainer/session": TURNS,
     "weights/publish": ("weights/test_meter.py",),
-    "memory/copies": ("memory/test_load_plan.py",),
-    "weights/intersection": ("weights/transports/test_ipc.py",),
-    "weights/sources/checkpoint": ("weights/test_checkpoint_views.py",),
-    "weights/sources/gathered": ("weights/test_gathered.py",),
-    "weights/sources/heads": ("weights/test_heads.py",),
-    "weights/sources/module": ("weights/test_sources.py", "weights/test_watch.py"),
-    "weights/sources/peft": ("weights/test_sources.py",),
-    "weights/transports/choice": ("weights/test_choice.py",),
-    "weights/transports/ipc/export": ("weights/test_export.py",),
-    "weights/transports/ipc/sender": ("weights/transports/test_ipc.py",),
-    "weights/transports/local": ("weights/transports/test_local.py",),
-    "weights/transports/shared": ("weights/test_shared.py",),
-    "weights/transports/ipc/handoff": ("weights/transports/test_turns.py",),
-    "runtime": ("test_runtime_undo.py", "test_runtime_faults.py", "trainer/test_gradients.py", "test_staleness.py"),
+    "weights/intersection": ("weights/transports/ipc/test_sender.py",),
+    "weights/ranks": ("weights/sources/test_gathered.py",),
+    "weights/sources/module": ("weights/test_watch.py",),
+    "weights/sources/peft": ("weights/sources/test_module.py",),
+    "runtime/states": ("runtime/test_turns.py",),
+    "runtime/turns": TURNS,
+    "runtime/versions": TURNS,
+    "runtime/closing": TURNS,
+    "runtime/construction": TURNS,
+    "runtime/generation": TURNS,
+    "runtime/registry": TURNS,
+    "runtime/facts": ("runtime/test_runtime.py",),
+    "runtime/runtime": TURNS,
 }
 """Tests beside those that mirror a module, in tests/unit: files, or one test of a file."""
 
 LEFT_OUT = (
-    "memory/test_places.py::test_a_compiled_step",
+    f"{SLOTS}::test_a_compiled_step",
     "memory/test_tiles.py::test_kernels_do",
     "memory/test_tiles.py::test_kernels_compile",
 )
@@ -252,8 +255,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     gc.freeze()  # what is there is not looked at again by the children, whose pytest collects garbage
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
-    files = [p for folder in ("phases", "memory", "weights") for p in sorted((ROOT / "colo" / folder).rglob("*.py"))]
-    modules = [str(p.relative_to(ROOT / "colo").with_suffix("")) for p in [*files, ROOT / "colo/runtime.py"]]
+    folders = ("phases", "memory", "planning", "trainer", "weights", "runtime")
+    files = [p for folder in folders for p in sorted((ROOT / "colo" / folder).rglob("*.py"))]
+    modules = [str(p.relative_to(ROOT / "colo").with_suffix("")) for p in files]
     chosen = [m for m in modules if tests_of(m) and (not given.words or any(word in m for word in given.words))]
     totals = [examine(module, given.fraction, given.seed, read_explained()) for module in chosen]
     mutants, killed, explained = (sum(column) for column in zip(*totals, strict=True))

@@ -240,7 +240,7 @@ def test_a_number_that_lies_in_a_buffer_of_the_state_moves_with_it(mover):
     step(net, optimizer)
     park(offloader)
     number, buffer = optimizer.state[net.weight]["kept"]
-    assert isinstance(buffer, AwayTensor) and isinstance(number, AwayTensor) and not offloader.kept.items
+    assert isinstance(buffer, ParkedTensor) and isinstance(number, ParkedTensor) and not offloader.kept.items
     buffer[0] = 5
     assert float(number) == 5
     offloader.close()

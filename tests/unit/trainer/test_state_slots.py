@@ -264,7 +264,7 @@ def test_parts_of_sharded_state_come_back_for_whoever_computes_with_them(tmp_pat
         assert float((buffer * 2).sum().full_tensor()) == 128
         assert offloader.state.residency is R
         park(offloader)
-        assert isinstance(parameter.grad, AwayTensor)
+        assert isinstance(parameter.grad, ParkedTensor)
         offloader.close()
         assert isinstance(parameter.grad, DTensor) and parameter.grad.placements == (Shard(0),)
         assert torch.equal(parameter.grad.to_local(), torch.ones(8, 8))
@@ -357,7 +357,7 @@ def test_a_subclass_that_the_state_has_let_go_of_moves_with_the_rest_for_as_long
     for _ in range(2):
         parked.offloader.gather()
         park(parked.offloader)
-        assert isinstance(held, AwayTensor)
+        assert isinstance(held, ParkedTensor)
     assert torch.equal(held.dequantize(), expected)
     parked.offloader.close()
 
@@ -367,7 +367,7 @@ def test_a_subclass_that_the_state_has_let_go_of_moves_with_the_rest_for_as_long
 def test_what_the_state_has_let_go_of_is_freed_at_once(make, ended, mover):
     parked = Parked(mover, make)
     tensors = torch.utils._pytree.tree_leaves(list(parked.optimizer.state.values()))
-    gone = [weakref.ref(t) for t in tensors if isinstance(t, AwayTensor)]
+    gone = [weakref.ref(t) for t in tensors if isinstance(t, ParkedTensor)]
     assert gone
     del tensors, parked.tensor
     gc.collect()
@@ -390,7 +390,7 @@ def test_a_tensor_that_joins_memory_that_has_moved_moves_with_it(parked):
     state["flat"] = parked.tensor.view(-1)
     parked.offloader.gather()
     park(parked.offloader)
-    assert parked.is_away and isinstance(state["flat"], AwayTensor) and not parked.offloader.kept.items
+    assert parked.is_away and isinstance(state["flat"], ParkedTensor) and not parked.offloader.kept.items
     assert torch.equal(state["flat"], parked.expected.view(-1))
     assert state["flat"].data_ptr() == parked.tensor.data_ptr()
 
@@ -399,7 +399,7 @@ def test_state_that_appears_while_the_rest_is_away_joins_it_there(parked):
     state = parked.optimizer.state[parked.net.weight]
     state["late"] = torch.arange(100.0)
     parked.offloader.gather()
-    assert parked.is_away and isinstance(state["late"], AwayTensor)
+    assert parked.is_away and isinstance(state["late"], ParkedTensor)
     assert torch.equal(state["late"], torch.arange(100.0)) and torch.equal(parked.tensor, parked.expected)
 
 
@@ -455,12 +455,12 @@ def test_a_tensor_that_nobody_brings_back_is_refused_by_name(mover):
 
 def test_a_stand_in_where_none_is_looked_for_says_so(parked):
     with pytest.raises(PhaseError, match="was used: touch it within"):
-        AwayTensor.__torch_function__(torch.add, (AwayTensor,), ({1: {parked.tensor}},))
+        ParkedTensor.__torch_function__(torch.add, (ParkedTensor,), ({1: {parked.tensor}},))
     assert parked.is_away
 
 
 def test_a_stand_in_that_has_been_forgotten_has_no_attributes():
-    forgotten = AwayTensor(torch.zeros(2), None)
+    forgotten = ParkedTensor(torch.zeros(2), None)
     del forgotten.keeper
     with pytest.raises(AttributeError, match="anything"):
         forgotten.anything  # noqa: B018

@@ -442,7 +442,7 @@ def test_an_output_layer_that_would_become_the_embedding_is_an_error_of_the_tran
 
 def test_a_model_of_one_process_asks_no_other():
     source = ModuleSource(nn.Linear(2, 2))
-    assert source.is_sharded is False and source.part_sums() is None and source.outermost_sharded() == []
+    assert source.is_sharded is False and source.shard_sums() is None and source.outermost_sharded() == []
     assert source.in_any_rank(True) is True and source.in_any_rank(False) is False
     assert source.fewest(3) == 3
 
@@ -452,10 +452,10 @@ def test_a_model_of_which_some_weights_are_sharded_is(mesh):
     model[0].weight = nn.Parameter(distribute_tensor(model[0].weight.detach(), mesh, [Shard(0)]))
     source = ModuleSource(model)
     assert source.is_sharded is True
-    sums = source.part_sums()
-    assert sums is not None and source.part_sums() == sums
+    sums = source.shard_sums()
+    assert sums is not None and source.shard_sums() == sums
     model[0].weight.data.to_local().add_(1)
-    assert source.part_sums() != sums
+    assert source.shard_sums() != sums
     with source.gathered(source.tensors()) as whole:
         assert torch.equal(whole["0.weight"], model[0].weight.full_tensor())
 

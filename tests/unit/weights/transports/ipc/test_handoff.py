@@ -59,17 +59,17 @@ def test_readers_that_end_are_not_waited_for():
 
 
 def test_what_was_read_in_the_last_moment_counts():
-    turns = SendersTurns(1)
-    reader = ReadersTurns(turns.describe(), readers=1, number=0)
+    turns = SenderHandoff(1)
+    reader = ReaderHandoff(turns.describe(), readers=1, number=0)
     assert turns.wait_read(1, lambda: reader.read(1) or True) is True
 
 
 def test_what_is_closed_is_gone():
-    turns = SendersTurns(1)
+    turns = SenderHandoff(1)
     description = turns.describe()
     turns.close()
     with pytest.raises(TransferError):
-        ReadersTurns(description, readers=1, number=0)
+        ReaderHandoff(description, readers=1, number=0)
 
 
 def test_a_reader_that_fails_lets_the_sender_and_the_others_go():

@@ -1,0 +1,311 @@
+"""Gradients belong to the loop: what it keeps, drops, zeroes, clips or assigns is bit for bit as without colo."""
+
+import copy
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch.nn.utils import clip_grad_norm_
+from torch.optim import SGD, AdamW
+from transformers import Qwen3Config
+
+import colo
+from colo.phases.phase import Residency
+from colo.trainer.gradients import GradientSegment
+from colo.trainer.master_weights import MasterWeights
+from colo.trainer.stand_ins import ParkedTensor
+from colo.units import MIB
+
+
+def config():
+    return Qwen3Config(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        vocab_size=64,
+        max_position_embeddings=64,
+        tie_word_embeddings=True,
+        eos_token_id=None,
+    )
+
+
+OPTIMIZERS = {
+    "sgd": lambda ps: SGD(ps, lr=0.1),
+    "adamw": lambda ps: AdamW(ps, lr=1e-2),
+    "masters": MasterWeights(lambda ps: AdamW(ps, lr=1e-2)),
+}
+
+
+class Twins:
+    """A runtime that parks everything for each rollout, and the same model and optimizer without colo."""
+
+    def __init__(self, kind="sgd", **options):
+        dtype = torch.bfloat16 if kind == "masters" else torch.float32
+        settings = colo.RuntimeConfig(kv_cache_bytes=MIB, offload="always", **options)
+        self.rt = colo.launch(config(), optimizer=OPTIMIZERS[kind], dtype=dtype, device="cpu", config=settings)
+        self.twin = copy.deepcopy(self.rt.model)
+        self.optimizer = OPTIMIZERS[kind](self.twin.parameters())
+
+    @property
+    def both(self):
+        return ((self.rt.model, self.rt.optimizer), (self.twin, self.optimizer))
+
+    def assert_same(self):
+        for (name, mine), other in zip(self.rt.model.named_parameters(), self.twin.parameters(), strict=True):
+            assert torch.equal(mine, other), name
+            assert (mine.grad is None) is (other.grad is None), name
+            assert mine.grad is None or torch.equal(mine.grad, other.grad), name
+
+
+@pytest.fixture
+def twins():
+    made = Twins()
+    yield made
+    made.rt.close()
+
+
+def backward(model, optimizer, number=1):
+    ids = torch.tensor([[number % 64, 2, 3, 4]])
+    model(input_ids=ids, labels=ids).loss.backward()
+
+
+def step(model, optimizer):
+    optimizer.step()
+
+
+def zero(model, optimizer):
+    optimizer.zero_grad()
+
+
+def zero_in_place(model, optimizer):
+    optimizer.zero_grad(set_to_none=False)
+
+
+def zero_model(model, optimizer):
+    model.zero_grad()
+
+
+def assign(model, optimizer):
+    for p in model.parameters():
+        p.grad = torch.full_like(p, 0.25)
+
+
+def drop_one(model, optimizer):
+    next(model.parameters()).grad = None
+
+
+def clip(model, optimizer):
+    clip_grad_norm_(model.parameters(), 0.1)
+
+
+def halve(model, optimizer):
+    for p in model.parameters():
+        if p.grad is not None:
+            p.grad.mul_(0.5)
+
+
+ZEROS = [zero, zero_in_place, zero_model]
+
+
+@pytest.mark.parametrize("where", ["before", "within", "after", "in train"])
+@pytest.mark.parametrize("how", ZEROS)
+def test_zeroing_has_its_effect_wherever_it_is_done(twins, how, where):
+    rt = twins.rt
+    with rt.train():
+        for pair in twins.both:
+            backward(*pair, 1)
+            step(*pair)
+            zero(*pair)
+            backward(*pair, 2)  # a KL limit has been reached, say: this minibatch is not used
+    if where == "before":
+        how(rt.model, rt.optimizer)
+    with rt.rollout():
+        rt.generate([[1, 2]], max_tokens=2)
+        assert rt.scheduler.segments["trainer.gradients"].device_bytes == 0
+        if where == "within":
+            how(rt.model, rt.optimizer)
+    if where == "after":
+        how(rt.model, rt.optimizer)
+    with rt.train():
+        if where == "in train":
+            how(rt.model, rt.optimizer)
+        how(twins.twin, twins.optimizer)
+        twins.assert_same()
+        for pair in twins.both:
+            backward(*pair, 3)
+            step(*pair)
+    twins.assert_same()
+
+
+@pytest.mark.parametrize("number_of_rollouts", [0, 1, 2])
+def test_an_extra_backward_pass_is_trained_on_as_it_is_without_colo(twins, number_of_rollouts):
+    with twins.rt.train():
+        for pair in twins.both:
+            backward(*pair, 1)
+            step(*pair)
+            backward(*pair, 2)
+    twins.assert_same()
+    for _ in range(number_of_rollouts):
+        twins.rt.generate([[1, 2]], max_tokens=2)
+        twins.assert_same()
+    with twins.rt.train():
+        for pair in twins.both:
+            backward(*pair, 3)
+            step(*pair)
+    twins.assert_same()
+
+
+@pytest.mark.parametrize("where", ["in train", "before", "within", "after"])
+def test_gradients_assigned_by_hand_survive(twins, where):
+    rt = twins.rt
+    with rt.train():
+        for pair in twins.both:
+            backward(*pair, 1)
+            step(*pair)
+        if where == "in train":
+            assign(rt.model, rt.optimizer)
+    if where == "before":
+        assign(rt.model, rt.optimizer)
+    with rt.rollout():
+        rt.generate([[1, 2]], max_tokens=2)
+        if where == "within":
+            assign(rt.model, rt.optimizer)
+    if where == "after":
+        assign(rt.model, rt.optimizer)
+    assign(twins.twin, twins.optimizer)
+    twins.assert_same()
+    with rt.train():
+        for pair in twins.both:
+            step(*pair)
+    twins.assert_same()
+
+
+def test_clipping_while_idle_sees_the_norm(twins):
+    with twins.rt.train():
+        for pair in twins.both:
+            backward(*pair)
+    twins.rt.generate([[1, 2]], max_tokens=2)
+    norms = [clip_grad_norm_(model.parameters(), 0.1) for model, _ in twins.both]
+    assert torch.equal(*norms)
+    assert float(norms[0]) > 0
+    twins.assert_same()
+
+
+def test_gradients_that_are_touched_within_a_rollout_come_back_where_there_is_room(twins):
+    with twins.rt.train():
+        for pair in twins.both:
+            backward(*pair)
+    with twins.rt.rollout():
+        parameter, other = next(twins.rt.model.parameters()), next(twins.twin.parameters())
+        held = parameter.grad
+        assert isinstance(held, ParkedTensor)
+        assert (held.shape, held.dtype, held.device) == (other.grad.shape, other.grad.dtype, other.grad.device)
+        assert torch.equal(held, other.grad)
+        assert torch.equal(parameter.grad, other.grad)
+        assert twins.rt.scheduler.segments["trainer.gradients"].host_bytes == 0
+    twins.assert_same()
+
+
+def test_gradients_without_room_are_refused_within_a_rollout_and_whole_after_it():
+    parameters = sum(p.numel() * 4 for p in Twins().rt.model.parameters())
+    twins = Twins(device_limit_bytes=MIB + int(1.5 * parameters))
+    with twins.rt.train():
+        for pair in twins.both:
+            backward(*pair)
+    with twins.rt.rollout():
+        for touch in (lambda g: g.norm(), lambda g: g + 1, lambda g: g.data_ptr(), repr, copy.deepcopy):
+            with pytest.raises(colo.PhaseError, match="gradients are in host memory, and have no room"):
+                touch(next(twins.rt.model.parameters()).grad)
+    twins.assert_same()
+    twins.rt.close()
+
+
+def test_gradients_that_something_refers_to_stay_on_the_device_and_the_same_objects(twins):
+    with twins.rt.train():
+        for pair in twins.both:
+            backward(*pair)
+    first, second = list(twins.rt.model.parameters())[:2]
+    held, rows = first.grad, second.grad.view(-1)[:5]
+    expected = held.clone()
+    with twins.rt.rollout():
+        assert first.grad is held
+        assert torch.equal(held, expected)
+        assert torch.equal(rows, second.grad.view(-1)[:5])
+        assert twins.rt.scheduler.segments["trainer.gradients"].device_bytes == 0
+        assert twins.rt.scheduler.segments["trainer.kept"].device_bytes == held.nbytes + second.grad.nbytes
+        assert "gradients" in twins.rt.report().facts["kept"]
+    assert first.grad is held
+    twins.assert_same()
+
+
+def test_a_backward_pass_while_idle_adds_to_gradients_that_had_no_room_to_come_back():
+    parameters = sum(p.numel() * 4 for p in Twins().rt.model.parameters())
+    twins = Twins(device_limit_bytes=MIB + int(1.5 * parameters))
+    rt = twins.rt
+    for pair in twins.both:
+        backward(*pair, 1)
+    rt.generate([[1, 2]], max_tokens=2)
+    for pair in twins.both:
+        backward(*pair, 2)
+    twins.assert_same()
+    rt.close()
+
+
+def test_gradients_that_had_no_room_at_the_end_of_a_rollout_come_back_when_they_are_touched(monkeypatch):
+    parameters = sum(p.numel() * 4 for p in Twins().rt.model.parameters())
+    twins = Twins(device_limit_bytes=MIB + int(1.5 * parameters))
+    rt = twins.rt
+    for pair in twins.both:
+        backward(*pair)
+
+    def full(segment):
+        raise colo.BudgetError("the device is full", needed_bytes=1, free_bytes=0)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(GradientSegment, "_unpark", full)
+        rt.generate([[1, 2]], max_tokens=1)
+        with pytest.raises(colo.PhaseError, match="gradients are in host memory, and have no room"):
+            next(rt.model.parameters()).grad.norm()
+    assert rt.scheduler.segments["trainer.gradients"].residency is Residency.OFFLOADED
+    assert rt.phase is colo.Phase.IDLE
+    for pair in twins.both:
+        clip(*pair)
+    assert rt.phase is colo.Phase.IDLE
+    twins.assert_same()
+    rt.close()
+
+
+OPERATIONS = [step, zero, zero_in_place, zero_model, assign, drop_one, clip, halve]
+WITHIN_A_ROLLOUT = [zero, zero_in_place, zero_model, assign, drop_one, clip, halve]
+
+walks = st.lists(
+    st.one_of(
+        st.tuples(st.just("train"), st.lists(st.sampled_from([backward, *OPERATIONS]), max_size=5)),
+        st.tuples(st.just("rollout"), st.lists(st.sampled_from(WITHIN_A_ROLLOUT), max_size=2)),
+        st.tuples(st.just("idle"), st.lists(st.sampled_from([backward, *OPERATIONS]), max_size=3)),
+    ),
+    max_size=6,
+)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(kind=st.sampled_from(sorted(OPTIMIZERS)), walk=walks)
+def test_whatever_a_loop_does_is_as_without_colo(kind, walk):
+    torch.manual_seed(0)
+    twins = Twins(kind)
+    for number, (where, operations) in enumerate(walk):
+        if where != "idle":
+            twins.rt.enter(colo.Phase(where))
+        if where == "rollout":
+            twins.rt.generate([[1, 2]], max_tokens=1)
+        for operation in operations:
+            for pair in twins.both:
+                operation(*pair, number) if operation is backward else operation(*pair)
+        twins.rt.enter(None)
+        twins.assert_same()
+    twins.rt.close()
+    twins.assert_same()
