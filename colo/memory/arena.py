@@ -25,10 +25,10 @@ from colo.units import GIB, MIB, align_up, format_bytes
 ALIGNMENT_BYTES = 4096
 """Extents start and end on pages, so that no two share one."""
 
-SLAB_ALIGNMENT_BYTES = 2 * MIB
-"""Slabs are whole huge pages."""
+BLOCK_ALIGNMENT_BYTES = 2 * MIB
+"""Blocks are whole huge pages."""
 
-MAX_SLAB_BYTES = 32 * GIB
+MAX_BLOCK_BYTES = 32 * GIB
 """What `reserve` registers with the driver in one call (LMCache#5177: a call fails from 512 GiB on)."""
 
 MAX_TOUCH_THREADS = 16
@@ -41,8 +41,8 @@ class Extent:
     Ownership: the arena owns the pages; an extent is returned with `PinnedArena.release`, once.
     """
 
-    slab: int
-    """Which slab of the arena."""
+    block: int
+    """Which block of the arena."""
 
     offset_bytes: int
     size_bytes: int
@@ -59,20 +59,20 @@ class PinnedArena:
         self.limit_bytes = limit_bytes if limit_bytes is not None else available_host_bytes()
         """The most the arena may ever hold; what it holds already stays."""
 
-        self._slabs: list[_Slab] = []
+        self._blocks: list[_PinnedBlock] = []
         self._lock = threading.RLock()
         self._setup: ThreadPoolExecutor | None = None
         self._closed = False
 
     @property
     def pinned_bytes(self) -> int:
-        """Bytes of all slabs."""
-        return sum(slab.size_bytes for slab in self._slabs)
+        """Bytes of all blocks."""
+        return sum(block.size_bytes for block in self._blocks)
 
     @property
     def used_bytes(self) -> int:
         """Bytes lent out as extents."""
-        return sum(slab.size_bytes - slab.free_bytes for slab in self._slabs)
+        return sum(block.size_bytes - block.free_bytes for block in self._blocks)
 
     def prepare(self, num_bytes: int) -> Future[None]:
         """Set up room for `num_bytes` more in a background thread; the future raises what `reserve` would."""
@@ -89,9 +89,9 @@ class PinnedArena:
         """
         with self._lock:
             self._check_open()
-            missing_bytes = num_bytes - sum(slab.free_bytes for slab in self._slabs)
+            missing_bytes = num_bytes - sum(block.free_bytes for block in self._blocks)
             if missing_bytes > 0:
-                self._grow(missing_bytes, MAX_SLAB_BYTES)
+                self._grow(missing_bytes, MAX_BLOCK_BYTES)
 
     def allocate(self, size_bytes: int) -> Extent:
         """Lend `size_bytes`, rounded up to whole pages, in one piece.
@@ -105,18 +105,18 @@ class PinnedArena:
             if extent is None:
                 self._grow(size_bytes, size_bytes)
                 extent = self._first_fit(size_bytes)
-            assert extent is not None, "a fresh slab holds what it was made for"
+            assert extent is not None, "a fresh block holds what it was made for"
             return extent
 
     def release(self, extent: Extent) -> None:
         """Take an extent back. Raises: `PhaseError` when it was not lent, or was returned already."""
         with self._lock:
             self._check_open()
-            self._slabs[extent.slab].give_back(extent.offset_bytes, extent.size_bytes)
+            self._blocks[extent.block].give_back(extent.offset_bytes, extent.size_bytes)
 
     def view(self, extent: Extent) -> torch.Tensor:
         """The bytes of an extent as a CPU tensor (uint8, shape [size_bytes])."""
-        return self._slabs[extent.slab].data.narrow(0, extent.offset_bytes, extent.size_bytes)
+        return self._blocks[extent.block].data.narrow(0, extent.offset_bytes, extent.size_bytes)
 
     def close(self) -> None:
         """Unregister and unmap everything. Idempotent.
@@ -127,22 +127,22 @@ class PinnedArena:
             self._setup.shutdown(wait=True)
         with self._lock:
             self._closed = True
-            while self._slabs:
-                self._slabs.pop().close()
+            while self._blocks:
+                self._blocks.pop().close()
 
     def _check_open(self) -> None:
         if self._closed:
             raise PhaseError("the host arena is closed")
 
     def _first_fit(self, size_bytes: int) -> Extent | None:
-        for index, slab in enumerate(self._slabs):
-            offset_bytes = slab.lend(size_bytes)
+        for index, block in enumerate(self._blocks):
+            offset_bytes = block.lend(size_bytes)
             if offset_bytes is not None:
-                return Extent(slab=index, offset_bytes=offset_bytes, size_bytes=size_bytes)
+                return Extent(block=index, offset_bytes=offset_bytes, size_bytes=size_bytes)
         return None
 
-    def _grow(self, num_bytes: int, max_slab_bytes: int) -> None:
-        num_bytes = align_up(num_bytes, SLAB_ALIGNMENT_BYTES)
+    def _grow(self, num_bytes: int, max_block_bytes: int) -> None:
+        num_bytes = align_up(num_bytes, BLOCK_ALIGNMENT_BYTES)
         allowed_bytes = min(self.limit_bytes - self.pinned_bytes, available_host_bytes())
         if num_bytes > allowed_bytes:
             raise BudgetError(
@@ -153,14 +153,14 @@ class PinnedArena:
                 needed_bytes=num_bytes,
                 free_bytes=max(0, allowed_bytes),
             )
-        max_slab_bytes = align_up(max_slab_bytes, SLAB_ALIGNMENT_BYTES)
+        max_block_bytes = align_up(max_block_bytes, BLOCK_ALIGNMENT_BYTES)
         while num_bytes > 0:
-            slab_bytes = min(num_bytes, max_slab_bytes)
-            self._slabs.append(_Slab(slab_bytes, self._device))
-            num_bytes -= slab_bytes
+            block_bytes = min(num_bytes, max_block_bytes)
+            self._blocks.append(_PinnedBlock(block_bytes, self._device))
+            num_bytes -= block_bytes
 
 
-class _Slab:
+class _PinnedBlock:
     """One mapping, its registration with the driver, and a list of what is free in it."""
 
     def __init__(self, size_bytes: int, device: torch.device) -> None:
@@ -170,7 +170,7 @@ class _Slab:
             self._map.madvise(mmap.MADV_HUGEPAGE)
         self.data = torch.frombuffer(self._map, dtype=torch.uint8)
         self._free: list[tuple[int, int]] = [(0, size_bytes)]  # (offset, size), sorted, never adjacent
-        self._unregister: weakref.finalize[..., _Slab] | None = None
+        self._unregister: weakref.finalize[..., _PinnedBlock] | None = None
         _touch(self.data, local_cpus(device))
         if device.type == "cuda":
             self._register(device)
@@ -213,7 +213,7 @@ class _Slab:
             result = torch.cuda.cudart().cudaHostRegister(address, self.size_bytes, 0)
         _check_cuda(result, f"cudaHostRegister of {format_bytes(self.size_bytes)}")
         # Pages that are unmapped while registered make the driver refuse the address for good (checkpoint-engine#67),
-        # so a slab that nobody closed is unregistered when it is collected; the argument keeps the mapping until then.
+        # so a block that nobody closed is unregistered when it is collected; the argument keeps the mapping until then.
         self._unregister = weakref.finalize(self, _unregister, address, self._map)
         self._unregister.atexit = False
 
@@ -226,7 +226,7 @@ def _unregister(address: int, mapping: mmap.mmap) -> None:
 def _touch(data: torch.Tensor, cpus: set[int]) -> None:
     """Make the kernel back every page, from several threads that run on `cpus` (first touch decides the NUMA node)."""
     num_threads = min(MAX_TOUCH_THREADS, len(cpus))
-    step_bytes = align_up(-(-data.numel() // num_threads), SLAB_ALIGNMENT_BYTES)
+    step_bytes = align_up(-(-data.numel() // num_threads), BLOCK_ALIGNMENT_BYTES)
     address, size_bytes = data.data_ptr(), data.numel()
 
     def touch(start_bytes: int) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from colo.errors import Unsupported
-from colo.rl.tiles import Head, TokenLogprobs, tile_sides
+from colo.rl.logit_tiles import Head, TokenLogprobs, tile_sides
 from colo.units import GIB
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)

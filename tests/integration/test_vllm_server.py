@@ -20,7 +20,7 @@ from colo.config import RuntimeConfig, Weights
 from colo.engine import EngineState
 from colo.errors import EngineLost, PhaseError, StaleWeights, TransferError, Unsupported
 from colo.memory.checksum import checksum
-from colo.memory.slab import Slab
+from colo.memory.shared_memory import SharedMemory as Slab
 from colo.weights.manifest import Manifest, TensorSpec
 from colo.weights.transports.ipc.bucket import plan_buckets
 from colo.weights.transports.ipc.export import Exported, dtype_name

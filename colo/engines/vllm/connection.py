@@ -15,8 +15,8 @@ from colo.engines.vllm import compat
 from colo.engines.vllm.calls import Caller, NoAnswer, ProcessEnded, start_apart_from_interrupts
 from colo.engines.vllm.names import WORKER_EXTENSION
 from colo.errors import BudgetError, EngineLost, Unsupported
+from colo.memory.mapped_buffer import probing
 from colo.memory.probe import device_id, used_device_bytes
-from colo.memory.window import probing
 
 T = TypeVar("T")
 

@@ -36,7 +36,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from colo.errors import TransferError
 from colo.memory.checksum import checksum
 from colo.memory.probe import device_id
-from colo.memory.slab import Slab, open_slab
+from colo.memory.shared_memory import SharedMemory as Slab
+from colo.memory.shared_memory import open_shared_memory as open_slab
 from colo.units import format_bytes
 
 DEADLINE_S = 60.0

@@ -39,9 +39,10 @@ from colo.engines.vllm.worker.record import record
 from colo.engines.vllm.worker.reload import Reload, check_begun
 from colo.errors import ColoError, PhaseError, TransferError, Unsupported
 from colo.memory.load_plan import LoadPlan
+from colo.memory.mapped_buffer import MappedBuffer as Window
+from colo.memory.mapped_buffer import why_not_mapped
 from colo.memory.probe import device_id
-from colo.memory.slab import Description
-from colo.memory.window import Window, why_not_mapped
+from colo.memory.shared_memory import Description
 from colo.weights.manifest import Manifest, TensorSpec
 from colo.weights.transports.ipc.receiver import Receiver
 from colo.weights.transports.ipc.staging import end_bytes, staged
@@ -139,7 +140,7 @@ class ColoWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]  # a
     ) -> dict[str, Any]:
         """Answer in `slab` from now on (see `Answers`); the first answer says who this worker is and what it holds.
 
-        With `probe` (see `colo.memory.window.probing`) also why it cannot map the client's memory, if it cannot.
+        With `probe` (see `colo.memory.mapped_buffer.probing`) also why it cannot map the client's memory, if it cannot.
         """
         self._abandon_reload()  # of a client that has ended
         self._answers = AnswerPart(slab, num_workers, token, worker=self._number)

@@ -21,7 +21,8 @@ from colo.engines.vllm.store import WeightStore
 from colo.errors import ColoError, TransferError, Unsupported
 from colo.memory.load_plan import Copy, LoadPlan
 from colo.memory.probe import device_id
-from colo.memory.slab import Description, open_slab
+from colo.memory.shared_memory import Description
+from colo.memory.shared_memory import open_shared_memory as open_slab
 from colo.weights.sources.module import OUTPUT_LAYER, check_taken, noted, own_output_layer
 from colo.weights.transports.ipc.staging import Staging
 

@@ -11,7 +11,7 @@ import torch
 from colo import errors
 from colo.engines.vllm.answers import Answers
 from colo.errors import BudgetError, ColoError, TransferError
-from colo.memory.window import probing
+from colo.memory.mapped_buffer import probing
 from colo.weights.sources.module import check_taken, noted
 from colo.weights.transports.ipc.export import dtype_name
 from colo.weights.transports.ipc.staging import Named, Staging

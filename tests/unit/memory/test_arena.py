@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from colo.errors import BudgetError, ColoError, PhaseError
 from colo.memory import arena as arenas
-from colo.memory.arena import ALIGNMENT_BYTES, SLAB_ALIGNMENT_BYTES, PinnedArena
+from colo.memory.arena import ALIGNMENT_BYTES, BLOCK_ALIGNMENT_BYTES, PinnedArena
 from colo.units import MIB
 
 
@@ -24,7 +24,7 @@ def arena(device):
     arena.close()
 
 
-def test_a_slab_is_made_once_and_reused(arena):
+def test_a_block_is_made_once_and_reused(arena):
     arena.reserve(3 * MIB)
     assert arena.pinned_bytes == 4 * MIB
     for _ in range(5):
@@ -92,7 +92,7 @@ def test_extents_never_overlap_and_all_bytes_come_back(actions):
     for extent in lent:
         arena.release(extent)
     assert arena.used_bytes == 0
-    assert arena.pinned_bytes % SLAB_ALIGNMENT_BYTES == 0
+    assert arena.pinned_bytes % BLOCK_ALIGNMENT_BYTES == 0
     arena.close()
 
 
@@ -190,7 +190,7 @@ def driver(monkeypatch):
     return driver
 
 
-def test_for_a_gpu_slabs_are_registered_once_and_unregistered_as_the_arena_closes(driver):
+def test_for_a_gpu_blocks_are_registered_once_and_unregistered_as_the_arena_closes(driver):
     arena = PinnedArena(torch.device("cuda", 0), limit_bytes=16 * MIB)
     extent = arena.allocate(3 * MIB)
     assert driver.registered == {arena.view(extent).data_ptr(): 4 * MIB}
@@ -204,7 +204,7 @@ def test_for_a_gpu_slabs_are_registered_once_and_unregistered_as_the_arena_close
 def test_an_arena_that_nobody_closed_is_unregistered_as_it_is_collected_but_not_at_exit(driver):
     arena = PinnedArena(torch.device("cuda", 0), limit_bytes=16 * MIB)
     arena.allocate(1)
-    assert arena._slabs[0]._unregister.atexit is False
+    assert arena._blocks[0]._unregister.atexit is False
     del arena
     gc.collect()
     assert driver.registered == {}

@@ -29,9 +29,10 @@ from colo.engines.vllm.worker.reload import Reload, check_begun
 from colo.engines.vllm.worker.sleep import WorkerSegments
 from colo.memory.fence import wait_for_queued
 from colo.memory.load_plan import LoadPlan
+from colo.memory.mapped_buffer import MappedBuffer as Window
+from colo.memory.mapped_buffer import why_not_mapped
 from colo.memory.probe import device_id, torch_pinned_bytes
-from colo.memory.slab import Description
-from colo.memory.window import Window, why_not_mapped
+from colo.memory.shared_memory import Description
 from colo.phases.phase import ENGINE_KV_CACHE, ENGINE_WEIGHTS, Residency
 from colo.weights.packed import PackedWeight
 from colo.weights.transports.ipc.export import Allocations, dtype_name
@@ -101,8 +102,8 @@ class WorkerAgent:
     ) -> dict[str, Any]:
         """Who this is, where its weights lie and what it can give back.
 
-        With `client_pid` it ends with that process. With `probe` (see `colo.memory.window.probing`) also why it cannot
-        map the trainer's memory, if it cannot.
+        With `client_pid` it ends with that process. With `probe` (see `colo.memory.mapped_buffer.probing`) also why it
+        cannot map the trainer's memory, if it cannot.
         """
         if client_pid is not None:
             end_with(client_pid)

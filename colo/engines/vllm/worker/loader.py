@@ -31,7 +31,8 @@ from colo.engines.vllm.worker.lifeline import end_with
 from colo.errors import TransferError
 from colo.memory.checksum import checksum
 from colo.memory.region import ALIGNMENT_BYTES
-from colo.memory.slab import Description, Slab
+from colo.memory.shared_memory import Description
+from colo.memory.shared_memory import SharedMemory as Slab
 from colo.units import MIB, align_up
 
 _FIRST_SLAB_BYTES, _SLAB_BYTES = 2 * MIB, 64 * MIB

@@ -14,7 +14,9 @@ import torch
 
 from colo.memory import cuda_driver
 from colo.memory.region import carve, carved_bytes
-from colo.memory.slab import Description, Slab, open_slab
+from colo.memory.shared_memory import Description
+from colo.memory.shared_memory import SharedMemory as Slab
+from colo.memory.shared_memory import open_shared_memory as open_slab
 
 Place = list[Any]
 """[name, dtype, shape, strides in elements, index of the memory, offset in bytes]."""

@@ -13,7 +13,9 @@ from pathlib import Path
 import torch
 
 from colo.errors import TransferError
-from colo.memory.slab import Description, Slab, open_slab
+from colo.memory.shared_memory import Description
+from colo.memory.shared_memory import SharedMemory as Slab
+from colo.memory.shared_memory import open_shared_memory as open_slab
 
 _CPU = torch.device("cpu")
 _WORD_BYTES = 8

@@ -22,9 +22,9 @@ from colo.memory.checksum import Checksums, Part, values
 from colo.memory.copies import Comparison, copy_all
 from colo.memory.fence import wait_for_queued
 from colo.memory.load_plan import Copy, LoadPlan
-from colo.memory.slab import Description
+from colo.memory.mapped_buffer import MappedBuffer as Window
+from colo.memory.shared_memory import Description
 from colo.memory.tiles import WORD_BYTES, in_words
-from colo.memory.window import Window
 from colo.units import align_up
 from colo.weights.intersection import intersect
 from colo.weights.manifest import Manifest, TensorSpec

@@ -21,7 +21,7 @@ from colo.memory import cuda_driver
 from colo.memory.checksum import Checksums, values
 from colo.memory.dtensor import is_dtensor
 from colo.memory.fence import wait_for_queued
-from colo.memory.slab import Slab
+from colo.memory.shared_memory import SharedMemory as Slab
 from colo.memory.tiles import WORD_BYTES, in_words
 from colo.units import MIB, align_up
 from colo.weights.manifest import Manifest, TensorSpec

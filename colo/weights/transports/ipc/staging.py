@@ -13,7 +13,8 @@ import torch
 
 from colo.memory.fence import wait_for_queued
 from colo.memory.region import carve, carved_bytes
-from colo.memory.slab import Description, Slab
+from colo.memory.shared_memory import Description
+from colo.memory.shared_memory import SharedMemory as Slab
 from colo.units import MIB
 
 GROUP_BYTES = 256 * MIB

@@ -20,7 +20,7 @@ from colo.engines.vllm.calls import pid_namespace
 from colo.engines.vllm.remote import RemoteEngine, base_url
 from colo.engines.vllm.server import Refused, Server, Silent
 from colo.errors import BudgetError, EngineLost, PhaseError, StaleWeights, TransferError, Unsupported
-from colo.memory.slab import Slab
+from colo.memory.shared_memory import SharedMemory as Slab
 from colo.phases.phase import Residency
 from colo.weights.transports.ipc.sender import Peer
 

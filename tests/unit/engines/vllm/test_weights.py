@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from colo.engines.vllm.weights import WorkerWeights
-from colo.memory.slab import Slab
+from colo.memory.shared_memory import SharedMemory as Slab
 
 CPU = torch.device("cpu")
 SOURCE = {"a.weight": torch.zeros(2, 3)}

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colo.rl.tiles import tile_sides
+from colo.rl.logit_tiles import tile_sides
 from colo.units import KIB, MIB
 
 

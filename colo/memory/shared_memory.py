@@ -1,8 +1,7 @@
-"""Slabs: memory that one process owns and others of the same user map, on a GPU or on the host.
+"""Shared memory: one process owns it and others of the same user map it, on a GPU or on the host.
 
 The owner allocates and describes; a peer opens the description. Both then hold the same bytes, until the last tensor
-over them dies on either side. Nothing has a name in a file system, so that nothing is left behind when a process is
-killed.
+over them dies on either side. It has no name in a file system, so that nothing is left behind when a process is killed.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ from colo.memory import cuda_driver
 from colo.units import format_bytes
 
 Description = dict[str, Any]
-"""A slab for a peer: strings and numbers only, so that it travels as JSON. No two slabs have the same."""
+"""What a peer needs to open it: strings and numbers only, so that it travels as JSON. It is never given twice."""
 
-_local: weakref.WeakValueDictionary[int, Slab] = weakref.WeakValueDictionary()
+_local: weakref.WeakValueDictionary[int, SharedMemory] = weakref.WeakValueDictionary()
 _keys = itertools.count()
 
 
-class Slab:
+class SharedMemory:
     """Memory of this process that others may map.
 
     Ownership: owns the bytes until `close`; tensors over `bytes` keep them longer.
@@ -48,7 +47,7 @@ class Slab:
         _local[self._key] = self
 
     def describe(self, *, to_pid: int) -> Description:
-        """What process `to_pid` passes to `open_slab`; the same process gets the memory itself."""
+        """What process `to_pid` passes to `open_shared_memory`; the same process gets the memory itself."""
         common = {"size_bytes": self.size_bytes, "pid": os.getpid(), "number": self._key}
         if to_pid == os.getpid():
             return {"kind": "local", **common}
@@ -66,17 +65,17 @@ class Slab:
             self._file = None
 
 
-def open_slab(description: Description, device: torch.device) -> torch.Tensor:
-    """The memory of a slab, uint8, shape [size_bytes], as `Slab.describe` described it to this process.
+def open_shared_memory(description: Description, device: torch.device) -> torch.Tensor:
+    """Map memory that `SharedMemory.describe` described to this process: uint8, shape [size_bytes].
 
     Raises: `TransferError` when the owner has gone or the memory cannot be mapped.
     """
     kind, size_bytes = description["kind"], int(description["size_bytes"])
     if kind == "local":
-        slab = _local.get(description["number"])
-        if slab is None or slab.size_bytes != size_bytes:
-            raise TransferError("the slab has been closed by its owner")
-        return slab.bytes
+        memory = _local.get(description["number"])
+        if memory is None or memory.size_bytes != size_bytes:
+            raise TransferError("the shared memory has been closed by its owner")
+        return memory.bytes
     if kind == "cuda":
         return cuda_driver.open_exported(bytes.fromhex(description["handle"]), size_bytes, device)
     try:
@@ -89,7 +88,7 @@ def open_slab(description: Description, device: torch.device) -> torch.Tensor:
     try:
         found = os.fstat(file)
         if (found.st_ino, found.st_size) != (description["inode"], size_bytes):
-            raise TransferError("the slab has been closed by its owner")
+            raise TransferError("the shared memory has been closed by its owner")
         return _map(file, size_bytes)
     finally:
         os.close(file)

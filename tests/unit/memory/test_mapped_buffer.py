@@ -1,4 +1,4 @@
-"""What a process reads of another one's slab, mapped or copied, and how it finds out which."""
+"""What a process reads of another one's shared memory, mapped or copied, and how it finds out which."""
 
 from types import SimpleNamespace
 
@@ -6,47 +6,47 @@ import pytest
 import torch
 
 from colo.errors import TransferError
-from colo.memory import cuda_driver, window
-from colo.memory.slab import Slab
-from colo.memory.window import Window, probing, why_not_mapped
+from colo.memory import cuda_driver, mapped_buffer
+from colo.memory.mapped_buffer import MappedBuffer, probing, why_not_mapped
+from colo.memory.shared_memory import SharedMemory
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def slab():
-    slab = Slab(64, CPU)
-    slab.bytes.copy_(torch.arange(64, dtype=torch.uint8))
-    yield slab
-    slab.close()
+def shared():
+    shared = SharedMemory(64, CPU)
+    shared.bytes.copy_(torch.arange(64, dtype=torch.uint8))
+    yield shared
+    shared.close()
 
 
-def test_a_mapped_window_follows_the_slab(slab):
-    window = Window(slab.describe(to_pid=0), CPU)
-    slab.bytes.fill_(7)
-    assert not window.is_copy and window.bytes.eq(7).all()
+def test_a_mapped_buffer_follows_the_memory(shared):
+    buffer = MappedBuffer(shared.describe(to_pid=0), CPU)
+    shared.bytes.fill_(7)
+    assert not buffer.is_copy and buffer.bytes.eq(7).all()
 
 
-def test_a_copied_window_follows_as_far_as_it_is_refreshed(slab):
-    window = Window(slab.describe(to_pid=0), CPU, copied=True)
-    window.refresh()
-    assert torch.equal(window.bytes, slab.bytes)
-    slab.bytes.fill_(7)
-    window.refresh(16)
-    assert window.bytes[:16].eq(7).all()
-    assert torch.equal(window.bytes[16:], torch.arange(16, 64, dtype=torch.uint8))
+def test_a_copied_buffer_follows_as_far_as_it_is_refreshed(shared):
+    buffer = MappedBuffer(shared.describe(to_pid=0), CPU, copied=True)
+    buffer.refresh()
+    assert torch.equal(buffer.bytes, shared.bytes)
+    shared.bytes.fill_(7)
+    buffer.refresh(16)
+    assert buffer.bytes[:16].eq(7).all()
+    assert torch.equal(buffer.bytes[16:], torch.arange(16, 64, dtype=torch.uint8))
 
 
-def test_a_slab_that_is_gone_is_told(slab):
-    description = slab.describe(to_pid=0)
-    slab.close()
+def test_memory_that_is_gone_is_told(shared):
+    description = shared.describe(to_pid=0)
+    shared.close()
     with pytest.raises(TransferError):
-        Window(description, CPU)
+        MappedBuffer(description, CPU)
     assert "cannot map" in why_not_mapped(description | {"device": "cpu"}, CPU)
 
 
-def test_memory_of_another_gpu_is_not_even_tried(slab):
-    probe = slab.describe(to_pid=0) | {"device": "that of somebody else"}
+def test_memory_of_another_gpu_is_not_even_tried(shared):
+    probe = shared.describe(to_pid=0) | {"device": "that of somebody else"}
     assert why_not_mapped(probe, CPU) == "it runs on another GPU than the trainer"
 
 
@@ -67,7 +67,7 @@ def gpu(monkeypatch):
     """The calls of the driver that a probe makes, on memory of a CPU."""
     calls = SimpleNamespace(error=None, waited=[], freed=[])
 
-    class FakeSlab:
+    class FakeSharedMemory:
         def __init__(self, size_bytes, device):
             self.size_bytes = size_bytes
 
@@ -79,10 +79,10 @@ def gpu(monkeypatch):
         def close(self):
             calls.freed.append(self)
 
-    monkeypatch.setattr(window, "Slab", FakeSlab)
-    monkeypatch.setattr(window, "device_id", lambda device: "GPU-1")
-    monkeypatch.setattr(window, "open_slab", lambda probe, device: torch.zeros(4, dtype=torch.uint8))
-    monkeypatch.setattr(window, "wait_for_queued", calls.waited.append)
+    monkeypatch.setattr(mapped_buffer, "SharedMemory", FakeSharedMemory)
+    monkeypatch.setattr(mapped_buffer, "device_id", lambda device: "GPU-1")
+    monkeypatch.setattr(mapped_buffer, "open_shared_memory", lambda probe, device: torch.zeros(4, dtype=torch.uint8))
+    monkeypatch.setattr(mapped_buffer, "wait_for_queued", calls.waited.append)
     return calls
 
 
@@ -102,9 +102,9 @@ def test_a_probe_that_cannot_be_exported_says_why_and_is_freed(gpu):
     assert len(gpu.freed) == 1
 
 
-def test_what_is_copied_from_is_page_locked_as_long_as_the_window_lives(slab, monkeypatch):
+def test_what_is_copied_from_is_page_locked_as_long_as_the_buffer_lives(shared, monkeypatch):
     locked = []
     monkeypatch.setattr(cuda_driver, "page_lock", lambda *arguments: locked.append(arguments))
-    window = Window(slab.describe(to_pid=0), CPU, copied=True)
+    buffer = MappedBuffer(shared.describe(to_pid=0), CPU, copied=True)
     ((owner, mapped, device),) = locked
-    assert owner is window and device == CPU and torch.equal(mapped, slab.bytes)
+    assert owner is buffer and device == CPU and torch.equal(mapped, shared.bytes)

@@ -1,7 +1,7 @@
-"""What a process reads of another one's slab: the memory itself, or a copy of host memory, where a GPU's is not mapped.
+"""A mapped buffer: another process's shared memory, or a copy of it where that is host memory and the reader a GPU.
 
-CUDA IPC is not to be had everywhere: between containers, under some drivers, for memory of another GPU. Host memory is,
-and a worker then reads it through a copy on its own device. A probe tells beforehand.
+CUDA IPC does not work everywhere: not between some containers, under some drivers, or for memory of another GPU. Host
+memory does, and a worker then reads it through a copy on its own device. A probe tells beforehand.
 """
 
 from __future__ import annotations
@@ -15,30 +15,30 @@ from colo.errors import TransferError, Unsupported
 from colo.memory import cuda_driver
 from colo.memory.fence import wait_for_queued
 from colo.memory.probe import device_id
-from colo.memory.slab import Description, Slab, open_slab
+from colo.memory.shared_memory import Description, SharedMemory, open_shared_memory
 
 _PROBE_BYTES = 512
 
 
-class Window:
-    """A slab of another process, readable on `device`.
+class MappedBuffer:
+    """Shared memory of another process, readable on `device`.
 
-    Ownership: keeps the slab mapped, and owns the copy, until it is dropped.
+    Ownership: keeps the memory mapped, and owns the copy, until it is dropped.
     """
 
     def __init__(self, description: Description, device: torch.device, *, copied: bool = False) -> None:
-        """With `copied` there is a copy on a CPU too. Raises: `TransferError` when the slab cannot be mapped."""
-        self._mapped = open_slab(description, device)
+        """With `copied` there is a copy on a CPU too. Raises: `TransferError` when the memory cannot be mapped."""
+        self._mapped = open_shared_memory(description, device)
         self.is_copy = copied or self._mapped.device.type != device.type
         self.bytes = self._mapped
-        """uint8, shape [size]; what the slab held at the last `refresh`, where it is a copy."""
+        """uint8, shape [size]; a copy holds what was there at the last `refresh`."""
 
         if self.is_copy:
             self.bytes = torch.empty_like(self._mapped, device=device)
             cuda_driver.page_lock(self, self._mapped, device)
 
     def refresh(self, size_bytes: int | None = None) -> None:
-        """Have the first bytes, or all of them, be those of the slab as it is now. Queued on the current stream."""
+        """Copy the first bytes, or all of them, once more, if this is a copy. Queued on the current stream."""
         if self.is_copy:
             self.bytes[:size_bytes].copy_(self._mapped[:size_bytes], non_blocking=True)
 
@@ -49,15 +49,15 @@ def probing(device: torch.device) -> Iterator[Description | None]:
     if device.type != "cuda":
         yield None
         return
-    slab = Slab(_PROBE_BYTES, device)
+    memory = SharedMemory(_PROBE_BYTES, device)
     try:
-        described = slab.describe(to_pid=0) | {"device": device_id(device)}
+        described = memory.describe(to_pid=0) | {"device": device_id(device)}
     except TransferError as error:
         described = {"kind": "none", "why": str(error)}
     try:
         yield described
     finally:
-        slab.close()
+        memory.close()
 
 
 def why_not_mapped(probe: Description | None, device: torch.device) -> str | None:
@@ -69,7 +69,7 @@ def why_not_mapped(probe: Description | None, device: torch.device) -> str | Non
     if probe["device"] != device_id(device):  # to try would leave a context of this process on the other GPU
         return "it runs on another GPU than the trainer"
     try:
-        open_slab(probe, device)
+        open_shared_memory(probe, device)
     except (TransferError, Unsupported) as error:
         return str(error)
     wait_for_queued(device)
