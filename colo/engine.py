@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from enum import StrEnum
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
@@ -181,8 +181,6 @@ class AdapterWeights:
 
     shared: bool = False
     """The tensors are the trainer's own and may be referred to rather than copied; they are never written."""
-
-    metadata: Mapping[str, str] = field(default_factory=dict)
 
     def named_tensors(self) -> list[tuple[str, torch.Tensor]]:
         """Every A, then every B, by names as PEFT has them."""

@@ -6,7 +6,7 @@ compute the same plan from the same manifest, so that only bytes have to travel.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from colo.units import align_up
@@ -34,12 +34,6 @@ class Piece:
     offset_bytes: int
     """Where the range lies in the bucket; a multiple of the alignment."""
 
-    replication: int = 1
-    """How many copies of the range the bucket has room for, such as one for each rank that gathers into it."""
-
-    stride_bytes: int = 0
-    """From one copy to the next: the size, rounded up to the alignment."""
-
     @property
     def stop_bytes(self) -> int:
         """Where the range stops within the contiguous tensor."""
@@ -47,14 +41,8 @@ class Piece:
 
     @property
     def end_bytes(self) -> int:
-        """Where the last copy ends in the bucket."""
-        return self.copy_offset_bytes(self.replication - 1) + self.size_bytes
-
-    def copy_offset_bytes(self, index: int) -> int:
-        """Where copy number `index` lies in the bucket. `ValueError` unless 0 <= index < replication."""
-        if not 0 <= index < self.replication:
-            raise ValueError(f"{self.name}: there is no copy {index}, the bucket holds {self.replication}")
-        return self.offset_bytes + index * self.stride_bytes
+        """Where the range ends in the bucket."""
+        return self.offset_bytes + self.size_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,13 +57,7 @@ class Bucket:
         return self.pieces[-1].end_bytes if self.pieces else 0
 
 
-def plan_buckets(
-    specs: Iterable[TensorSpec],
-    *,
-    bucket_bytes: int,
-    alignment: int = ALIGNMENT_BYTES,
-    replication: int | Mapping[str, int] = 1,
-) -> list[Bucket]:
+def plan_buckets(specs: Iterable[TensorSpec], *, bucket_bytes: int, alignment: int = ALIGNMENT_BYTES) -> list[Bucket]:
     """Cut tensors, in order, into buckets of at most `bucket_bytes`.
 
     Every byte of every tensor is in exactly one piece, and every tensor in at least one: a tensor without elements has
@@ -83,22 +65,15 @@ def plan_buckets(
     buffer; a larger one is cut at multiples of `alignment`, which no element straddles, and starts in what is left
     of the bucket before it.
 
-    `replication` counts the copies that a tensor takes in the bucket. When T tensor-parallel ranks gather their parts
-    of a tensor into one buffer, the spec is one rank's part and the buffer holds T of them: `replication=T`. With a
-    mapping, tensors that every rank has anyway (norms, routers) need not be multiplied: a name that is not in it counts
-    once. The copies of a piece lie one after another, each aligned (`Piece.copy_offset_bytes`), so `bucket_bytes` is
-    the size of the real buffer, copies and gaps included.
-
     Raises: `ValueError` for an alignment that is not a power of two of at least 16 (the largest element), for a bucket
-    too small for one aligned block of each copy, for a replication below 1 or of an unknown name, and for a name that
-    comes twice.
+    too small for one aligned block, and for a name that comes twice.
     """
     items = list(specs)
-    copies = _copies(items, replication)
-    _check_sizes(bucket_bytes, alignment, max(copies.values(), default=1))
+    _check_names(items)
+    _check_sizes(bucket_bytes, alignment)
     packer = _Packer(bucket_bytes, alignment)
     for spec in items:
-        packer.add(spec, copies[spec.name])
+        packer.add(spec)
     return packer.buckets()
 
 
@@ -115,36 +90,25 @@ class _Packer:
         self._close()
         return self.whole
 
-    def add(self, spec: TensorSpec, copies: int) -> None:
+    def add(self, spec: TensorSpec) -> None:
         wanted = spec.size_bytes
-        if not self._fits(wanted, copies, self._free_bytes()) and self._fits(wanted, copies, self.bucket_bytes):
+        if self._free_bytes() < wanted <= self.bucket_bytes:
             self._close()
-        start = self._place(spec.name, 0, wanted, copies)
+        start = self._place(spec.name, 0, wanted)
         while start < wanted:
             self._close()
-            start = self._place(spec.name, start, wanted, copies)
+            start = self._place(spec.name, start, wanted)
 
-    def _place(self, name: str, start: int, stop: int, copies: int) -> int:
+    def _place(self, name: str, start: int, stop: int) -> int:
         """Put as much of `start` to `stop` as there is room for into the open bucket; returns where it stopped."""
         free, size = self._free_bytes(), stop - start
-        if not self._fits(size, copies, free):
-            size = free // copies // self.alignment * self.alignment
+        if size > free:
+            size = free // self.alignment * self.alignment
             if size <= 0:
                 return start
-        piece = Piece(
-            name=name,
-            start_bytes=start,
-            size_bytes=size,
-            offset_bytes=self.bucket_bytes - free,
-            replication=copies,
-            stride_bytes=align_up(size, self.alignment),
-        )
+        piece = Piece(name=name, start_bytes=start, size_bytes=size, offset_bytes=self.bucket_bytes - free)
         self.pieces.append(piece)
         return piece.stop_bytes
-
-    def _fits(self, size: int, copies: int, free: int) -> bool:
-        """Whether all copies fit: each but the last takes its size rounded up to the alignment."""
-        return (copies - 1) * align_up(size, self.alignment) + size <= free
 
     def _free_bytes(self) -> int:
         """Room behind the last piece; negative when the alignment would already step over the end."""
@@ -156,30 +120,21 @@ class _Packer:
             self.pieces = []
 
 
-def _copies(specs: Sequence[TensorSpec], replication: int | Mapping[str, int]) -> dict[str, int]:
-    """Copies of each tensor by name."""
+def _check_names(specs: Sequence[TensorSpec]) -> None:
     names = [spec.name for spec in specs]
     if len(set(names)) < len(names):
         doubled = next(name for name in names if names.count(name) > 1)
         raise ValueError(f"{doubled} is listed more than once: a plan holds every tensor once")
-    given = dict.fromkeys(names, replication) if isinstance(replication, int) else dict(replication)
-    unknown = sorted(given.keys() - set(names))
-    if unknown:
-        raise ValueError(f"replication names {len(unknown)} tensors that are not in the plan, such as {unknown[0]}")
-    for name, copies in given.items():
-        if copies < 1:
-            raise ValueError(f"replication of {name} must be at least 1, but is {copies}")
-    return {name: given.get(name, 1) for name in names}
 
 
-def _check_sizes(bucket_bytes: int, alignment: int, most_copies: int) -> None:
+def _check_sizes(bucket_bytes: int, alignment: int) -> None:
     if alignment < _LARGEST_ELEMENT_BYTES or alignment & (alignment - 1):
         raise ValueError(
             f"alignment must be a power of two of at least {_LARGEST_ELEMENT_BYTES} bytes, so that no cut goes "
             f"through an element, but is {alignment}"
         )
-    if bucket_bytes < alignment * most_copies:
+    if bucket_bytes < alignment:
         raise ValueError(
-            f"a bucket of {bucket_bytes} bytes cannot hold {most_copies} aligned block(s) of {alignment} bytes: "
-            f"bucket_bytes must be at least {alignment * most_copies}"
+            f"a bucket of {bucket_bytes} bytes cannot hold one aligned block of {alignment} bytes: bucket_bytes must "
+            f"be at least {alignment}"
         )

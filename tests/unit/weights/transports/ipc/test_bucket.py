@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from colo.units import align_up
 from colo.weights.manifest import DTYPE_BYTES, TensorSpec
-from colo.weights.transports.ipc.bucket import Bucket, Piece, plan_buckets
+from colo.weights.transports.ipc.bucket import Bucket, plan_buckets
 
 SHAPES = st.one_of(
     st.just(()),
@@ -18,19 +18,12 @@ SHAPES = st.one_of(
 
 @st.composite
 def problems(draw):
-    """Tensors of any dtype and shape, with a legal bucket size, alignment and replication."""
+    """Tensors of any dtype and shape, with a legal bucket size and alignment."""
     kinds = draw(st.lists(st.tuples(st.sampled_from(sorted(DTYPE_BYTES)), SHAPES), max_size=12))
     specs = [TensorSpec(f"w{i}", dtype, shape) for i, (dtype, shape) in enumerate(kinds)]
     alignment = draw(st.sampled_from([16, 64, 256]))
-    copies = st.integers(1, 4)
-    by_name = st.fixed_dictionaries({}, optional={s.name: copies for s in specs})
-    replication = draw(st.one_of(st.just(1), copies, by_name))
-    bucket_bytes = draw(st.integers(4 * alignment, 8000))
-    return specs, {"bucket_bytes": bucket_bytes, "alignment": alignment, "replication": replication}
-
-
-def copies_of(name, replication):
-    return replication if isinstance(replication, int) else replication.get(name, 1)
+    bucket_bytes = draw(st.integers(alignment, 8000))
+    return specs, {"bucket_bytes": bucket_bytes, "alignment": alignment}
 
 
 def mebi(name, num, dtype="uint8"):
@@ -55,17 +48,15 @@ def test_every_byte_once_and_in_order(problem):
 
 @settings(max_examples=150, deadline=None)
 @given(problems())
-def test_copies_are_aligned_disjoint_and_inside_the_bucket(problem):
+def test_pieces_are_aligned_disjoint_and_inside_the_bucket(problem):
     specs, options = problem
     for bucket in plan_buckets(specs, **options):
         end = 0
         for piece in bucket.pieces:
-            assert piece.replication == copies_of(piece.name, options["replication"])
-            for index in range(piece.replication):
-                offset = piece.copy_offset_bytes(index)
-                assert offset % options["alignment"] == 0
-                assert offset >= end
-                end = offset + piece.size_bytes
+            assert piece.offset_bytes % options["alignment"] == 0
+            assert piece.offset_bytes >= end
+            end = piece.end_bytes
+            assert end == piece.offset_bytes + piece.size_bytes
         assert end == bucket.size_bytes <= options["bucket_bytes"]
 
 
@@ -76,9 +67,8 @@ def test_only_what_exceeds_a_bucket_is_cut_and_never_inside_an_element(problem):
     buckets = plan_buckets(specs, **options)
     for spec in specs:
         pieces = [piece for bucket in buckets for piece in bucket.pieces if piece.name == spec.name]
-        copies, alignment = copies_of(spec.name, options["replication"]), options["alignment"]
-        taken = (copies - 1) * align_up(spec.size_bytes, alignment) + spec.size_bytes
-        assert (len(pieces) == 1) or taken > options["bucket_bytes"]
+        alignment = options["alignment"]
+        assert (len(pieces) == 1) or spec.size_bytes > options["bucket_bytes"]
         for piece in pieces:
             assert piece.start_bytes % alignment == 0
             assert piece.start_bytes % DTYPE_BYTES[spec.dtype] == piece.size_bytes % DTYPE_BYTES[spec.dtype] == 0
@@ -95,7 +85,7 @@ def test_a_bucket_closes_only_when_the_next_tensor_needs_it(problem):
         free = options["bucket_bytes"] - align_up(before.size_bytes, options["alignment"])
         whole = first.size_bytes == sizes[first.name]
         block = first.size_bytes if whole else options["alignment"]
-        assert (first.replication - 1) * align_up(block, options["alignment"]) + block > free
+        assert block > free
 
 
 @settings(max_examples=60, deadline=None)
@@ -114,12 +104,9 @@ def test_bytes_survive_a_trip_through_the_buckets(problem, random):
     buffer = bytearray(options["bucket_bytes"])
     for bucket in plan_buckets(specs, **options):
         for piece in bucket.pieces:
-            for index in range(piece.replication):
-                offset = piece.copy_offset_bytes(index)
-                buffer[offset : offset + piece.size_bytes] = sent[piece.name][piece.start_bytes : piece.stop_bytes]
+            buffer[piece.offset_bytes : piece.end_bytes] = sent[piece.name][piece.start_bytes : piece.stop_bytes]
         for piece in bucket.pieces:
-            offset = piece.copy_offset_bytes(piece.replication - 1)
-            received[piece.name][piece.start_bytes : piece.stop_bytes] = buffer[offset : offset + piece.size_bytes]
+            received[piece.name][piece.start_bytes : piece.stop_bytes] = buffer[piece.offset_bytes : piece.end_bytes]
     assert {name: bytes(data) for name, data in received.items()} == sent
 
 
@@ -163,37 +150,11 @@ def test_empty_tensors_take_no_room_and_are_kept():
     assert bucket.size_bytes == 256
 
 
-def test_replication_is_counted_in_the_bucket():
-    specs = [mebi("qkv", 3), mebi("norm", 1)]
-    assert len(plan_buckets(specs, bucket_bytes=4 << 20)) == 1
-    plan = plan_buckets(specs, bucket_bytes=4 << 20, replication={"qkv": 4})
-    assert [[(p.name, p.size_bytes >> 20, p.replication) for p in b.pieces] for b in plan] == [
-        [("qkv", 1, 4)],
-        [("qkv", 1, 4)],
-        [("qkv", 1, 4)],
-        [("norm", 1, 1)],
-    ]
-    assert [plan[0].pieces[0].copy_offset_bytes(i) for i in range(4)] == [i << 20 for i in range(4)]
-
-
-def test_a_copy_that_is_not_there_is_refused():
-    piece = Piece(name="w", start_bytes=0, size_bytes=8, offset_bytes=0, replication=2, stride_bytes=256)
-    assert piece.end_bytes == 264
-    for index in (-1, 2):
-        with pytest.raises(ValueError, match=f"no copy {index}, the bucket holds 2"):
-            piece.copy_offset_bytes(index)
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         ({"bucket_bytes": 255}, "bucket of 255 bytes .* at least 256"),
         ({"bucket_bytes": 0}, "at least 256"),
-        ({"bucket_bytes": 1000, "replication": 4}, "4 aligned block.* at least 1024"),
-        ({"bucket_bytes": 1024, "replication": 0}, "replication of w must be at least 1, but is 0"),
-        ({"bucket_bytes": 1024, "replication": {"w": -2}}, "but is -2"),
-        ({"bucket_bytes": 1024, "replication": {"v": 2}}, "1 tensors that are not in the plan, such as v"),
-        ({"bucket_bytes": 1024, "replication": dict.fromkeys("edcba", 2)}, "5 tensors .* not in the plan, such as a"),
         ({"bucket_bytes": 1024, "alignment": 8}, "at least 16 bytes.* but is 8"),
         ({"bucket_bytes": 1024, "alignment": 48}, "power of two .* but is 48"),
     ],
