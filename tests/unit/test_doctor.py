@@ -37,16 +37,26 @@ def installed(**versions: str):
     return version_of
 
 
-def test_tested_versions_are_those_of_the_package_metadata():
+def requirements_of_the_project(name):
+    """What `importlib.metadata.requires` returns once this checkout is installed."""
+    assert name == "colo"
     project = tomllib.loads((Path(doctor.__file__).parents[1] / "pyproject.toml").read_text())["project"]
-    stated = [
-        *project["dependencies"],
-        *(each for extra in project["optional-dependencies"].values() for each in extra),
-    ]
-    specifiers = {each.name: each.specifier for each in map(Requirement, stated)}
-    assert {name: str(specifiers[name]) for name in doctor.TESTED} == {
-        name: str(doctor.SpecifierSet(specifier)) for name, specifier in doctor.TESTED.items()
-    }
+    extras = project["optional-dependencies"].items()
+    return [*project["dependencies"], *(f"{each} ; extra == '{extra}'" for extra, needed in extras for each in needed)]
+
+
+def test_tested_versions_are_those_of_the_package_metadata():
+    tested = doctor.tested_versions(requirements_of_the_project)
+    assert tuple(tested) == doctor.EXAMINED
+    for name, specifier in tested.items():
+        stated = [Requirement(each) for each in requirements_of_the_project("colo")]
+        assert {str(each.specifier) for each in stated if each.name == name} == {str(doctor.SpecifierSet(specifier))}
+    assert tested["torch"].startswith(">=") and ",<" in tested["torch"]
+
+
+def test_versions_are_judged_by_the_installed_metadata(monkeypatch):
+    monkeypatch.setattr(doctor, "tested_versions", lambda: {"torch": ">=2.11"})
+    assert [f.name for f in doctor.versions(version_of=installed(torch="2.12"))] == ["python", "torch"]
 
 
 def test_a_tested_version_is_ok_and_a_build_tag_does_not_matter():
@@ -321,7 +331,8 @@ def test_the_limit_of_a_control_group_is_found_in_both_versions(tmp_path, cgroup
 def test_a_limit_outside_the_control_group_does_not_count(tmp_path):
     outside = {"memory.max": "1\n", "memory.current": "1\n", "proc/self/cgroup": "0::/job\n"}
     unlimited = {"sys/fs/cgroup/job/memory.max": "max\n", "sys/fs/cgroup/job/memory.current": "1\n"}
-    assert doctor.cgroup_limits(write(tmp_path, outside | unlimited)) == []
+    limit = doctor.host_memory(write(tmp_path, MEMINFO | outside | unlimited))[1]
+    assert (limit.status, limit.value) == (Status.OK, "none below the host's memory")
 
 
 def test_a_probe_that_fails_becomes_a_finding():

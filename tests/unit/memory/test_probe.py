@@ -2,12 +2,13 @@ import os
 from types import SimpleNamespace
 
 import psutil
+import pytest
 import torch
 
 from colo.memory import probe
+from colo.memory.control_group import MemoryLimit
 from colo.memory.probe import (
     PeakMeter,
-    _cgroup_free_bytes,
     _parse_cpu_list,
     available_host_bytes,
     free_device_bytes,
@@ -17,36 +18,6 @@ from colo.memory.probe import (
 )
 
 CPU = torch.device("cpu")
-
-
-def write_group(root, limit, current, inactive_file):
-    (root / "memory.max").write_text(f"{limit}\n")
-    (root / "memory.current").write_text(f"{current}\n")
-    (root / "memory.stat").write_text(f"anon 5\ninactive_file {inactive_file}\n")
-    return root
-
-
-def test_a_control_groups_limit_counts_and_its_file_cache_does_not(tmp_path):
-    assert _cgroup_free_bytes(write_group(tmp_path, 1000, 900, 300)) == 400
-    assert _cgroup_free_bytes(write_group(tmp_path, 1000, 1200, 0)) == 0
-    assert _cgroup_free_bytes(write_group(tmp_path, "max", 900, 300)) is None
-
-
-def test_without_control_groups_there_is_no_limit(tmp_path):
-    assert _cgroup_free_bytes(tmp_path) is None
-
-
-def test_a_control_group_that_says_nothing_of_its_file_cache_has_none(tmp_path):
-    write_group(tmp_path, 1000, 900, 300)
-    (tmp_path / "memory.stat").write_text("anon 5\n")
-    assert _cgroup_free_bytes(tmp_path) == 100
-
-
-def test_the_host_has_the_less_of_what_the_system_and_the_control_group_have(monkeypatch):
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
-    for limit_bytes, expected in ((400, 400), (4000, 1000), (None, 1000)):
-        monkeypatch.setattr(probe, "_cgroup_free_bytes", lambda limit_bytes=limit_bytes: limit_bytes)
-        assert available_host_bytes() == expected
 
 
 def test_cpu_lists_of_the_kernel_are_read():
@@ -83,7 +54,103 @@ def test_cpus_near_a_gpu_are_those_of_its_node_that_the_process_may_use(monkeypa
         assert local_cpus(torch.device("cuda"), tmp_path) == expected
 
 
+def test_host_memory_ends_at_the_limit_of_a_control_group(monkeypatch):
+    available_bytes = psutil.virtual_memory().available
+    limit = MemoryLimit(limit_bytes=1000, used_bytes=900, cached_bytes=300)
+    monkeypatch.setattr(probe, "memory_limit", lambda: limit)
+    assert available_host_bytes() == 400
+    monkeypatch.setattr(probe, "memory_limit", lambda: MemoryLimit(limit_bytes=1 << 60, used_bytes=0, cached_bytes=0))
+    assert available_host_bytes() == pytest.approx(available_bytes, rel=0.2)
+
+
+# ---- peaks ---------------------------------------------------------------------------------------------------------
+
+
+class FakeAllocator:
+    """torch.cuda's counters. It has no way to reset the peak but the user's."""
+
+    def __init__(self):
+        self.allocated = self.peak = 0
+
+    def memory_allocated(self, device):
+        return self.allocated
+
+    def max_memory_allocated(self, device):
+        return self.peak
+
+    def hold(self, *sizes):
+        for size in sizes:
+            self.allocated = size
+            self.peak = max(self.peak, size)
+
+    def reset(self):
+        self.peak = self.allocated
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    fake = FakeAllocator()
+    monkeypatch.setattr(probe, "torch", SimpleNamespace(cuda=fake))
+    return fake
+
+
+@pytest.fixture
+def meter(cuda):
+    return PeakMeter(torch.device("cuda"))
+
+
+def test_a_new_peak_is_measured_exactly_and_stays_the_users(cuda, meter):
+    cuda.hold(500, 100)
+    meter.start()
+    cuda.hold(900, 300)
+    meter.sample()
+    assert meter.stop() == 800
+    assert cuda.peak == 900
+
+
+def test_below_an_older_peak_the_largest_sample_counts(cuda, meter):
+    cuda.hold(1000, 100)
+    meter.start()
+    for size in (300, 700, 200):
+        cuda.hold(size)
+        meter.sample()
+    assert meter.stop() == 600
+    assert cuda.peak == 1000
+
+
+def test_below_an_older_peak_nothing_is_known_without_samples(cuda, meter):
+    cuda.hold(1000, 100)
+    meter.start()
+    cuda.hold(700, 100)
+    assert meter.stop() is None
+
+
+def test_samples_belong_to_one_phase(cuda, meter):
+    cuda.hold(1000, 100)
+    meter.sample()  # before any start
+    meter.start()
+    cuda.hold(700)
+    meter.sample()
+    assert meter.stop() == 600
+    meter.sample()
+    meter.start()
+    assert meter.stop() is None
+
+
+def test_a_peak_that_the_user_resets_meanwhile_counts_from_there(cuda, meter):
+    cuda.hold(1000, 100)
+    meter.start()
+    cuda.reset()
+    cuda.hold(400, 100)
+    assert meter.stop() == 300
+
+
+def test_without_a_start_there_is_no_peak(meter):
+    assert meter.stop() is None
+
+
 def test_peaks_are_not_counted_on_a_cpu():
     meter = PeakMeter(CPU)
     meter.start()
+    meter.sample()
     assert meter.stop() is None
