@@ -22,6 +22,7 @@ from colo.engines.embedded.torch import TorchEngine
 from colo.errors import BudgetError, Unsupported
 from colo.memory.offload import Mover
 from colo.memory.storage import with_own_storage
+from colo.planning.kv_cache import layer_caches
 from colo.units import GIB, MIB, format_bytes
 from colo.weights.packed import pack
 from colo.weights.sources.module import ModuleSource
@@ -265,7 +266,7 @@ def _weights_bytes(model: Any, *, packed: bool) -> int:
 def _default_kv_bytes(model: Any, dtype: torch.dtype, left_bytes: int, device: torch.device) -> int:
     """Room for `DEFAULT_SEQUENCES`, within most of what the weights leave; a CPU is given a GiB at most."""
     length = min(DEFAULT_LENGTH, positions_of(model.config).count or DEFAULT_LENGTH)
-    bytes_per_token = _kv_bytes_per_token(model.config.get_text_config(), dtype)
+    bytes_per_token = _kv_bytes_per_token(model, dtype)
     wanted_bytes = DEFAULT_SEQUENCES * length * bytes_per_token
     most_bytes = int(0.9 * left_bytes)
     if device.type != "cuda":
@@ -273,12 +274,14 @@ def _default_kv_bytes(model: Any, dtype: torch.dtype, left_bytes: int, device: t
     return max(min(wanted_bytes, most_bytes), min(16 * MIB, bytes_per_token * length))
 
 
-def _kv_bytes_per_token(text: PretrainedConfig, dtype: torch.dtype) -> int:
-    """Keys and values of every layer, as the config tells; a model that has none is taken to need as much."""
-    query_heads = getattr(text, "num_attention_heads", None) or 1
-    heads = getattr(text, "num_key_value_heads", None) or query_heads
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // query_heads
-    return int(2 * text.num_hidden_layers * heads * head_dim * dtype.itemsize)
+def _kv_bytes_per_token(model: Any, dtype: torch.dtype) -> int:
+    """Keys and values of every layer; one that keeps a state instead is given as much as the others, or a key and a
+    value of the hidden size.
+    """
+    sizes = [layer.token_bytes(dtype_bytes=dtype.itemsize) for layer in layer_caches(model)]
+    text = model.config.get_text_config()
+    stand_in = max(sizes, default=0) or 2 * text.hidden_size * dtype.itemsize
+    return sum(size or stand_in for size in sizes) or text.num_hidden_layers * stand_in
 
 
 def _admit(weights_bytes: int, kv_cache_bytes: int, capacity_bytes: int) -> None:

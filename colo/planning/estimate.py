@@ -3,7 +3,7 @@
 Engine and trainer share one copy of the weights. For a rollout, trainer state that does not fit beside weights and KV
 cache is parked on the host; for training the KV cache goes. Weights, KV cache, gradients and optimizer state are exact;
 activations and workspaces follow formulas stated where they are computed, which err towards too much. NCCL buffers,
-which `tp` above 1 adds, are not counted. Imports no torch and no transformers.
+which `tp` above 1 adds, are not counted. Imports neither torch nor transformers until a model's config is read.
 """
 
 from __future__ import annotations
@@ -321,8 +321,10 @@ def _engine_bytes(shape: ModelShape, w: Workload) -> int:
     """
     heads = (shape.num_heads // w.tp + shape.local_kv_heads(w.tp)) * shape.head_dim
     dense, routed = shape.mlp_widths(w.tp)
-    width = max(3 * dense, 3 * routed + shape.experts_per_token * shape.hidden_size)
-    step = min(ENGINE_BATCH_TOKENS, w.generations * w.context) * 2 * w.dtype_bytes * (heads + width)
+    shared = shape.shared_intermediate_size // w.tp
+    width = max(3 * dense, 3 * (routed + shared) + shape.experts_per_token * shape.hidden_size)
+    mixed = max(heads, 2 * shape.mixer_width)
+    step = min(ENGINE_BATCH_TOKENS, w.generations * w.context) * 2 * w.dtype_bytes * (mixed + width)
     sampler = w.generations * shape.vocab_size * SAMPLER_BYTES_PER_LOGIT
     return max(step, sampler) + _whole_matrix_bytes(shape, w, training=False)
 
@@ -335,7 +337,7 @@ def _activation_bytes(shape: ModelShape, w: Workload) -> int:
     """
     d, hidden = w.dtype_bytes, shape.hidden_size
     per_token = shape.num_layers * hidden * d + _layer_bytes(shape, w) + hidden * (NORM_BYTES + 2 * d)
-    per_token += 2 * d * (max(shape.mlp_widths(w.tp)) + hidden)
+    per_token += 2 * d * (max(*shape.mlp_widths(w.tp), shape.mixer_width) + hidden)
     return w.micro_batch * w.context * per_token + _whole_matrix_bytes(shape, w, training=True)
 
 
@@ -343,7 +345,8 @@ def _layer_bytes(shape: ModelShape, w: Workload) -> int:
     """What autograd keeps of one transformers layer for one token, with flash attention, which needs no mask.
 
     Norms; queries, keys, values, attention output and log-sum-exp; gate, activation, up and their product; the inputs
-    of the linear layers, which LoRA keeps as an fp32 copy for each adapter. Counted tensor by tensor in the tests.
+    of the linear layers, which LoRA keeps as an fp32 copy for each adapter. Counted tensor by tensor in the tests. Of a
+    recurrent layer, three times its widest projection, which is a guess.
     """
     d, hidden, rank = w.dtype_bytes, shape.hidden_size, w.lora_rank
     heads, kv_heads = shape.num_heads // w.tp, shape.local_kv_heads(w.tp)
@@ -351,13 +354,17 @@ def _layer_bytes(shape: ModelShape, w: Workload) -> int:
     width, routed = shape.mlp_widths(w.tp)
     norms = shape.norms_per_layer * (NORM_BYTES * hidden + 4)
     norms += (NORM_BYTES * (q + kv) + 4 * (heads + kv_heads)) * shape.qk_norm
-    attention = 2 * d * (q + kv) + 4 * heads
-    if w.mode is Mode.FULL:
-        inputs, dense = 2 * d * hidden, 4 * d * width
-    else:
-        inputs, dense = 4 * (3 * hidden + q + 4 * rank), 3 * d * width + 4 * (2 * hidden + width + 3 * rank)
+    attention = max(2 * d * (q + kv) + 4 * heads, 3 * d * shape.mixer_width)
+
+    def dense(width: int) -> int:
+        if w.mode is Mode.FULL:
+            return 4 * d * width
+        return 3 * d * width + 4 * (2 * hidden + width + 3 * rank)
+
+    inputs = 2 * d * hidden if w.mode is Mode.FULL else 4 * (3 * hidden + q + 4 * rank)
     experts = shape.experts_per_token * (2 * d * hidden + 40) + 4 * d * routed + d * hidden + 4 * shape.num_experts
-    return norms + attention + inputs + max(dense if width else 0, experts if routed else 0)
+    experts += dense(shared) if (shared := shape.shared_intermediate_size // w.tp) else 0
+    return norms + attention + inputs + max(dense(width) if width else 0, experts if routed else 0)
 
 
 def _whole_matrix_bytes(shape: ModelShape, w: Workload, *, training: bool) -> int:

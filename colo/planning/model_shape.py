@@ -1,44 +1,34 @@
-"""The dimensions of a model, read from its `config.json`. Imports no torch and no transformers.
+"""The dimensions of a model, read from what transformers builds of its `config.json` on the meta device.
 
-Parameter counts are exact for the types in `SUPPORTED`: the tests compare them with what transformers builds. What a
-config leaves out takes transformers' default where files on the hub rely on it. Only the text model is counted.
+Parameters are exact for every causal language model that transformers knows: what a config leaves out takes
+transformers' default, as when the model is loaded. Only the text model is counted. Neither torch nor transformers is
+imported before a config is read.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import Any
 
 from colo.errors import Unsupported
+from colo.planning import kv_cache
+from colo.planning.architecture import (
+    TensorGroup,
+    build_on_meta,
+    check_sizes,
+    mlp_widths,
+    norms_queries,
+    num_norms,
+    packed_experts,
+    tensor_groups,
+)
+from colo.planning.kv_cache import LayerCache, decoder_layers, layer_caches
 
 CONFIG_FILE = "config.json"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TensorGroup:
-    """Parameters of one kind: `count` tensors of the same shape."""
-
-    module: str  # embedding, attention, mlp, experts, router, norms or lm_head; a bias belongs to its matrix
-    shape: tuple[int, ...]  # as torch stores it: (out, in), (experts, out, in) for packed experts, (size,) for vectors
-    count: int = 1
-    split_axis: int | None = None  # the axis that tensor parallelism cuts; None is held whole by every rank
-    granule: int = 1  # the least along that axis: a key/value head is replicated rather than cut
-    rank_factor: int = 0  # rank of a LoRA adapter in units of the configured rank; 0 is not adapted
-    quantizable: bool = False  # the weight of a torch.nn.Linear in a layer: what bitsandbytes packs to 4 bits
-
-    def local_shape(self, tp: int) -> tuple[int, ...]:
-        """The shape that one of `tp` ranks holds."""
-        if self.split_axis is None:
-            return self.shape
-        size = max(self.granule, -(-self.shape[self.split_axis] // tp))
-        return (*self.shape[: self.split_axis], size, *self.shape[self.split_axis + 1 :])
-
-    def num_parameters(self, tp: int = 1) -> int:
-        """Elements of all `count` tensors on one of `tp` ranks."""
-        return self.count * prod(self.local_shape(tp))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,38 +39,49 @@ class ModelShape:
     vocab_size: int
     hidden_size: int
     num_layers: int
-    num_heads: int
+    num_heads: int  # of attention; 0 for a model without
     num_kv_heads: int
     head_dim: int
     intermediate_size: int  # of the dense MLP, in layers that have one
     tied_embeddings: bool  # the LM head is the embedding matrix
-    qkv_bias: bool = False
-    output_bias: bool = False  # of the attention's output projection
-    mlp_bias: bool = False
     qk_norm: bool = False
     norms_per_layer: int = 2  # over the hidden size, beside those of queries and keys
     num_moe_layers: int = 0
     num_experts: int = 0
     experts_per_token: int = 0
     moe_intermediate_size: int = 0
-    sliding_layers: int = 0  # layers whose attention, and so whose KV cache, ends `sliding_window` tokens back
-    sliding_window: int | None = None
+    shared_intermediate_size: int = 0  # of the experts that every token takes
+    mixer_width: int = 0  # widest projection of a recurrent layer
     max_context: int | None = None  # longest sequence the model was made for, where the config says so
     uncounted: tuple[str, ...] = ()  # parts of the config outside the text model, such as vision_config
+    groups: tuple[TensorGroup, ...] = ()
+    caches: tuple[LayerCache, ...] = ()
 
     @classmethod
     def from_config(cls, config: Mapping[str, object]) -> ModelShape:
-        """Read a Hugging Face `config.json`, or the `text_config` nested in it.
+        """Read a Hugging Face `config.json`; of a model with several parts, the text model.
 
-        Raises: `Unsupported` for another architecture, naming it and those that are supported; `ValueError` for a
-        key that is missing or no positive integer, naming the key.
+        Raises: `Unsupported` for a type that transformers does not know as a causal language model; `ValueError` for
+        a config without `model_type`, with a size that is no positive integer, or of which nothing can be built.
         """
+        if "model_type" not in config:
+            raise ValueError("the model config has no key 'model_type': pass the config.json of a Hugging Face model")
+        check_sizes(config)
         text = config.get("text_config")
-        if not isinstance(text, Mapping):
-            return _read_shape(config)
-        others = tuple(key for key in ("vision_config", "audio_config") if key in config)
-        inherited = {key: config[key] for key in ("model_type", "tie_word_embeddings") if key in config}
-        return _read_shape({**inherited, **text}, uncounted=others)
+        check_sizes(text if isinstance(text, Mapping) else {})
+        model = build_on_meta(config)
+        others = tuple(key for key in ("vision_config", "audio_config") if isinstance(text, Mapping) and key in config)
+        return _measure(model, uncounted=others)
+
+    @property
+    def sliding_layers(self) -> int:
+        """Layers whose KV cache ends `sliding_window` tokens back."""
+        return sum(cache.window is not None for cache in self.caches)
+
+    @property
+    def sliding_window(self) -> int | None:
+        """Tokens that a layer with a window sees."""
+        return next((cache.window for cache in self.caches if cache.window is not None), None)
 
     @property
     def num_parameters(self) -> int:
@@ -100,8 +101,7 @@ class ModelShape:
 
     def tensors(self) -> tuple[TensorGroup, ...]:
         """Every parameter of the model, in groups of one kind and shape."""
-        groups = (*self._whole(), *self._attention(), *self._mlp(), *self._moe())
-        return tuple(group for group in groups if group.count)
+        return self.groups
 
     def local_kv_heads(self, tp: int) -> int:
         """Key/value heads that one of `tp` ranks holds; never below one."""
@@ -114,14 +114,8 @@ class ModelShape:
         return dense // tp, routed // tp
 
     def kv_bytes(self, context: int, *, tp: int = 1, dtype_bytes: int = 2) -> int:
-        """KV cache of one sequence of `context` tokens on one of `tp` ranks.
-
-        Each layer holds a key and a value vector for each head and token; a sliding-window layer only those within
-        its window (an engine may hold a prefill chunk more while it reads a prompt, and rounds up to its block size).
-        """
-        window = context if self.sliding_window is None else min(context, self.sliding_window)
-        positions = (self.num_layers - self.sliding_layers) * context + self.sliding_layers * window
-        return 2 * self.local_kv_heads(tp) * self.head_dim * dtype_bytes * positions
+        """KV cache of one sequence of `context` tokens on one of `tp` ranks (see `colo.planning.kv_cache`)."""
+        return kv_cache.kv_bytes(self.caches, context, tp=tp, dtype_bytes=dtype_bytes)
 
     def weight_bytes(self, *, tp: int = 1, dtype_bytes: int = 2, nf4: bool = False) -> int:
         """The weights on one of `tp` ranks.
@@ -147,168 +141,55 @@ class ModelShape:
 
     def check_tp(self, tp: int) -> None:
         """Raise `ValueError` unless `tp` ranks can share the heads and the widths evenly."""
-        sizes = {"num_attention_heads": self.num_heads}
-        sizes |= {"intermediate_size": self.intermediate_size} if self.num_dense_layers else {}
-        sizes |= {"moe_intermediate_size": self.moe_intermediate_size} if self.num_moe_layers else {}
-        if tp % self.num_kv_heads:  # a multiple of the key/value heads replicates them
+        sizes = {
+            "num_attention_heads": self.num_heads,
+            "intermediate_size": self.intermediate_size if self.num_dense_layers else 0,
+            "moe_intermediate_size": self.moe_intermediate_size,
+        }
+        if tp < 1 or self.num_kv_heads == 0 or tp % self.num_kv_heads:  # a multiple of the heads replicates them
             sizes["num_key_value_heads"] = self.num_kv_heads
         for name, size in sizes.items():
             if tp < 1 or size % tp:
                 raise ValueError(f"tp {tp} does not divide {name} = {size} of this model: use a divisor of {size}")
 
-    def _whole(self) -> list[TensorGroup]:
-        modules = ("embedding",) if self.tied_embeddings else ("embedding", "lm_head")
-        vocabulary = [TensorGroup(module=m, shape=(self.vocab_size, self.hidden_size), split_axis=0) for m in modules]
-        num_norms = self.norms_per_layer * self.num_layers + 1  # one more after the last layer
-        norms = [TensorGroup(module="norms", shape=(self.hidden_size,), count=num_norms)]
-        if self.qk_norm:
-            norms.append(TensorGroup(module="norms", shape=(self.head_dim,), count=2 * self.num_layers))
-        return vocabulary + norms
 
-    def _attention(self) -> list[TensorGroup]:
-        hidden, layers, granule = self.hidden_size, self.num_layers, self.head_dim
-        q, kv = self.num_heads * granule, self.num_kv_heads * granule
-        return [
-            *_linear("attention", (q, hidden), layers, split_axis=0, bias=self.qkv_bias),
-            *_linear("attention", (kv, hidden), 2 * layers, split_axis=0, bias=self.qkv_bias, granule=granule),
-            *_linear("attention", (hidden, q), layers, split_axis=1, bias=self.output_bias),
-        ]
-
-    def _mlp(self) -> list[TensorGroup]:
-        layers, width, hidden = self.num_dense_layers, self.intermediate_size, self.hidden_size
-        return [
-            *_linear("mlp", (width, hidden), 2 * layers, split_axis=0, bias=self.mlp_bias),
-            *_linear("mlp", (hidden, width), layers, split_axis=1, bias=self.mlp_bias),
-        ]
-
-    def _moe(self) -> list[TensorGroup]:
-        layers, experts, hidden = self.num_moe_layers, self.num_experts, self.hidden_size
-        up, down = (experts, 2 * self.moe_intermediate_size, hidden), (experts, hidden, self.moe_intermediate_size)
-        return [
-            TensorGroup(module="experts", shape=up, count=layers, split_axis=1, rank_factor=2),
-            TensorGroup(module="experts", shape=down, count=layers, split_axis=2, rank_factor=1),
-            TensorGroup(module="router", shape=(experts, hidden), count=layers, rank_factor=1),
-        ]
-
-
-def _linear(
-    module: str, shape: tuple[int, int], count: int, *, split_axis: int, bias: bool, granule: int = 1
-) -> list[TensorGroup]:
-    """The weight, and the bias if there is one, of `count` linear layers."""
-    split = TensorGroup(module=module, shape=shape, count=count, split_axis=split_axis, granule=granule)
-    weight = replace(split, rank_factor=1, quantizable=True)
-    # the bias of a row-parallel matrix is added after the reduction, so every rank holds all of it
-    bias_axis = 0 if split_axis == 0 else None
-    return [weight, replace(split, shape=shape[:1], split_axis=bias_axis)] if bias else [weight]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Family:
-    """What the architecture fixes and its config does not say."""
-
-    sliding: str = "none"
-    """Which layers have a window: `none`, `all`, `last` (from `max_window_layers`), `pattern` (all but each n-th)."""
-
-    window_switch: bool = False  # the window counts only where the config sets `use_sliding_window`
-    qkv_bias: bool | None = None  # `None`: the config's `attention_bias` decides, also for the output projection
-    mlp_bias: bool = False  # whether the config's key of that name counts
-    qk_norm: bool = False
-    norms_per_layer: int = 2
-    experts: bool = False
-    defaults: Mapping[str, object] = field(default_factory=dict)
-    """What files on the hub leave out because transformers' config class supplies it."""
-
-
-_GEMMA3_HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256}
-_GEMMA3_SIZES = {"vocab_size": 262_208, "max_position_embeddings": 131_072, "tie_word_embeddings": True}
-_GEMMA3 = _Family(sliding="pattern", qk_norm=True, norms_per_layer=4, defaults={**_GEMMA3_HEADS, **_GEMMA3_SIZES})
-_FAMILIES: Mapping[str, _Family] = {
-    "gemma3": _GEMMA3,
-    "gemma3_text": _GEMMA3,
-    "llama": _Family(mlp_bias=True, defaults={"num_key_value_heads": None}),
-    "mistral": _Family(sliding="all", qkv_bias=False),
-    "qwen2": _Family(sliding="last", window_switch=True, qkv_bias=True),
-    "qwen3": _Family(sliding="last", window_switch=True, qk_norm=True, defaults={"head_dim": 128}),
-    "qwen3_moe": _Family(sliding="all", window_switch=True, qk_norm=True, experts=True),
-}
-SUPPORTED = tuple(_FAMILIES)
-
-
-def _read_shape(config: Mapping[str, object], uncounted: tuple[str, ...] = ()) -> ModelShape:
-    if "model_type" not in config:
-        raise ValueError("the model config has no key 'model_type': pass the config.json of a Hugging Face model")
-    family = _FAMILIES.get(str(config["model_type"]))
-    if family is None:
-        supported = ", ".join(SUPPORTED)
-        raise Unsupported(f"cannot plan a model of type {config['model_type']!r}: supported types are {supported}")
-    config = {**family.defaults, **config}
-    heads, hidden = _integer(config, "num_attention_heads"), _integer(config, "hidden_size")
-    layers = _integer(config, "num_hidden_layers")
-    window = _window(config, family)
-    bias = bool(config.get("attention_bias", False))
+def _measure(model: Any, uncounted: tuple[str, ...]) -> ModelShape:
+    text = model.config.get_text_config(decoder=True)
+    groups, caches, layers = tensor_groups(model), layer_caches(model), decoder_layers(model)
+    if not caches:
+        raise Unsupported(f"cannot plan a model of type {text.model_type!r}: what it keeps of a sequence is not known")
+    attention = [cache for cache in caches if cache.num_heads]
+    widths = [mlp_widths(layer, text.hidden_size) for layer in layers]
+    experts = [module for module in model.modules() if packed_experts(module)]
+    positions = getattr(text, "max_position_embeddings", None)
     return ModelShape(
-        model_type=str(config["model_type"]),
-        vocab_size=_integer(config, "vocab_size"),
-        hidden_size=hidden,
-        num_layers=layers,
-        num_heads=heads,
-        num_kv_heads=_integer(config, "num_key_value_heads", null=heads),
-        head_dim=_integer({"head_dim": None, **config}, "head_dim", null=hidden // heads),
-        intermediate_size=_integer(config, "intermediate_size"),
-        tied_embeddings=bool(config.get("tie_word_embeddings", False)),
-        qkv_bias=bias if family.qkv_bias is None else family.qkv_bias,
-        output_bias=bias if family.qkv_bias is None else False,
-        mlp_bias=family.mlp_bias and bool(config.get("mlp_bias", False)),
-        qk_norm=family.qk_norm,
-        norms_per_layer=family.norms_per_layer,
-        sliding_layers=0 if window is None else _num_sliding(config, family, layers),
-        sliding_window=window,
-        max_context=_integer(config, "max_position_embeddings") if "max_position_embeddings" in config else None,
+        model_type=text.model_type,
+        vocab_size=text.vocab_size,
+        hidden_size=text.hidden_size,
+        num_layers=len(layers),
+        num_heads=text.num_attention_heads if attention else 0,
+        num_kv_heads=max((cache.num_heads for cache in attention), default=0),
+        head_dim=max((cache.key_size for cache in attention), default=0),
+        intermediate_size=max((dense for dense, routed in widths if not routed), default=0),
+        tied_embeddings=not any(group.module == "lm_head" for group in groups),
+        qk_norm=any(norms_queries(name) for name, _ in model.named_parameters()),
+        norms_per_layer=max((num_norms(layer, text.hidden_size) for layer in layers), default=0),
+        num_moe_layers=sum(routed > 0 for _, routed in widths),
+        num_experts=max((packed_experts(each)[0].shape[0] for each in experts), default=0),
+        experts_per_token=_experts_per_token(text) if experts else 0,
+        moe_intermediate_size=max((routed for _, routed in widths), default=0),
+        shared_intermediate_size=max((dense for dense, routed in widths if routed), default=0),
+        mixer_width=max((group.shape[0] for group in groups if group.module == "mixer"), default=0),
+        max_context=positions if isinstance(positions, int) else None,
         uncounted=uncounted,
-        **(_experts(config, layers) if family.experts else {}),
+        groups=groups,
+        caches=caches,
     )
 
 
-def _integer(config: Mapping[str, object], key: str, *, least: int = 1, null: int | None = None) -> int:
-    """The integer at `key`; `null` stands for an explicit null where it is given."""
-    if key not in config:
-        raise ValueError(f"the model config has no key {key!r}: pass the complete config.json of the model")
-    value = config[key]
-    if value is None and null is not None:
-        return null
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{key} of the model config must be an integer of at least {least}, but is {value!r}")
-    return value
-
-
-def _window(config: Mapping[str, object], family: _Family) -> int | None:
-    off = family.sliding == "none" or (family.window_switch and not config.get("use_sliding_window", False))
-    config = {"sliding_window": 4096, **config}  # the default of every family that has windows
-    return None if off or config["sliding_window"] is None else _integer(config, "sliding_window")
-
-
-def _num_sliding(config: Mapping[str, object], family: _Family, layers: int) -> int:
-    if family.sliding == "all":
-        return layers
-    kinds = config.get("layer_types")
-    if isinstance(kinds, Sequence):
-        return sum(kind == "sliding_attention" for kind in kinds)
-    if family.sliding == "last":
-        return max(0, layers - _integer({"max_window_layers": 28, **config}, "max_window_layers", least=0))
-    every = _integer({"sliding_window_pattern": 6, **config}, "sliding_window_pattern")
-    return layers - layers // every
-
-
-def _experts(config: Mapping[str, object], layers: int) -> dict[str, int]:
-    step = _integer({"decoder_sparse_step": 1, **config}, "decoder_sparse_step")
-    listed = config.get("mlp_only_layers")
-    dense = listed if isinstance(listed, Sequence) else ()
-    return {
-        "num_moe_layers": sum((i + 1) % step == 0 and i not in dense for i in range(layers)),
-        "num_experts": _integer(config, "num_experts" if "num_experts" in config else "num_local_experts"),
-        "experts_per_token": _integer(config, "num_experts_per_tok"),
-        "moe_intermediate_size": _integer(config, "moe_intermediate_size"),
-    }
+def _experts_per_token(config: Any) -> int:
+    names = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts", "top_k")
+    return int(next((getattr(config, name) for name in names if getattr(config, name, None)), 1))
 
 
 def _hub_file(model: str, file_name: str) -> str:

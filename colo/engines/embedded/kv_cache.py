@@ -16,6 +16,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from colo.engines.embedded.waves import NO_LIMIT, Positions, Wave, plan_groups, plan_waves
 from colo.errors import BudgetError
 from colo.memory.region import Region
+from colo.planning.kv_cache import LayerCache
 from colo.units import format_bytes
 
 if TYPE_CHECKING:
@@ -168,7 +169,8 @@ class KVCacheBuffer:
         self._dtype = dtype
         self._positions = positions
         self._prefix: _Prefix | None = None
-        self.bytes_per_token = 2 * num_layers * num_heads * head_dim * dtype.itemsize
+        layer = LayerCache(num_heads=num_heads, key_size=head_dim, value_size=head_dim)
+        self.bytes_per_token = num_layers * layer.token_bytes(dtype_bytes=dtype.itemsize)
         self.capacity_tokens = region.size_bytes // self.bytes_per_token
         if not self.capacity_tokens:
             raise ValueError(f"a KV cache of {region.size_bytes} bytes holds no token of {self.bytes_per_token} bytes")
