@@ -11,7 +11,8 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
 from colo.phases.trace import Trace
-from colo.report.plot import write_html, write_png
+from colo.report.html import write_html
+from colo.report.png import write_png
 from colo.report.table import report_tables, summary
 
 

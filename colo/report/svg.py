@@ -1,7 +1,7 @@
 """Drawing with strings: escaped markup, a plotting frame with axes, and the look of the report page.
 
-Knows nothing of traces. Colours are those of Okabe and Ito (https://jfly.uni-koeln.de/color/), which stay apart for
-readers with any kind of colour blindness; they are the same on light and on dark paper.
+Knows nothing of traces. Paper, ink and lines are CSS variables, so that a picture follows the reader's light or dark
+setting; it is as wide as the page.
 """
 
 from __future__ import annotations
@@ -11,14 +11,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import pairwise
-from typing import NamedTuple
 
-from colo.units import GIB, KIB, MIB
-
-BLUE, SKY, GREEN, YELLOW = "#0072b2", "#56b4e9", "#009e73", "#f0e442"
-ORANGE, VERMILLION, PURPLE, GREY = "#e69f00", "#d55e00", "#cc79a7", "#b3bac2"
-DARK = frozenset({BLUE, GREEN, VERMILLION})
-"""Colours that white text can be read on; black text on the others."""
+from colo.report.axes import Series, Ticks
 
 STYLE = """
 :root { color-scheme: light dark; --paper: #ffffff; --ink: #1a1f26; --muted: #5a6572; --line: #dde2e7;
@@ -128,37 +122,6 @@ def staircase(points: Sequence[tuple[float, float]], end_x: float) -> list[tuple
     return [*corners, (max(end_x, corners[-1][0]), corners[-1][1])] if corners else []
 
 
-def ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """About `count` round values (1, 2 or 5 times a power of ten apart) from `low` to `high`."""
-    if not high > low:
-        return [low]
-    rough = (high - low) / count
-    power = 10.0 ** math.floor(math.log10(rough))
-    step = min((factor * power for factor in (1, 2, 5, 10)), key=lambda step: abs(math.log(rough / step)))
-    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
-    return [float(f"{i * step:.15g}") for i in range(first, last + 1)]
-
-
-Unit = tuple[float, float, str]
-"""From which size on a unit is used, what one of it is, and its name."""
-
-TIME_UNITS: Sequence[Unit] = ((10800, 3600, "h"), (600, 60, "min"), (1, 1, "s"), (1e-3, 1e-3, "ms"), (0, 1e-6, "us"))
-BYTE_UNITS: Sequence[Unit] = ((GIB, GIB, "GiB"), (MIB, MIB, "MiB"), (KIB, KIB, "KiB"), (0, 1, "B"))
-PLAIN_UNITS: Sequence[Unit] = ((-math.inf, 1, ""),)
-
-
-def count_ticks(count: int) -> list[tuple[float, str]]:
-    """Round whole numbers from 1 to `count`, each in the middle of its unit: 1 at 0.5."""
-    return [(tick - 0.5, f"{tick:g}") for tick in ticks(1, count) if tick == int(tick)]
-
-
-def unit_ticks(low: float, high: float, units: Sequence[Unit], count: int = 5) -> list[tuple[float, str]]:
-    """Round values from `low` to `high` in the unit that suits `high`, each with its label."""
-    _, factor, name = next(unit for unit in units if high >= unit[0])
-    values = ticks(low / factor, high / factor, count)
-    return [(tick * factor, f"{tick:g} {name}".rstrip() if tick else "0") for tick in values]
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Frame:
     """The area of a chart between its axes: values in, pixels out."""
@@ -198,12 +161,7 @@ class Frame:
         """Pixel row of a value."""
         return self.floor - (value - self.y_min) / (self.y_max - self.y_min or 1.0) * (self.floor - self.top)
 
-    def time_ticks(self) -> list[tuple[float, str]]:
-        """Labels for an x axis in seconds, counted from its left edge."""
-        labels = unit_ticks(0, self.x_max - self.x_min, TIME_UNITS, 8)
-        return [(self.x_min + value, label) for value, label in labels]
-
-    def axes(self, x_ticks: Iterable[tuple[float, str]], y_ticks: Iterable[tuple[float, str]]) -> Markup:
+    def axes(self, x_ticks: Ticks, y_ticks: Ticks) -> Markup:
         """Grid lines and labels for pairs of a value and its label."""
         parts = []
         for value, label in y_ticks:
@@ -220,20 +178,6 @@ class Frame:
         """The finished `svg` element; `label` is what a screen reader says."""
         box = f"0 0 {number(self.width)} {number(self.height)}"
         return element("svg", *children, viewBox=box, role="img", aria_label=label, width=self.width)
-
-
-class Series(NamedTuple):
-    """Values of one kind, how they are drawn, and what is said of them."""
-
-    values: Sequence[float]
-    colour: str
-    label: str
-    detail: str
-
-    @property
-    def title(self) -> str:
-        """What shows when the pointer rests on it."""
-        return f"{self.label}: {self.detail}"
 
 
 def areas(frame: Frame, xs: Sequence[float], stack: Iterable[Series]) -> Markup:
@@ -260,35 +204,13 @@ def stacked_bar(frame: Frame, left: float, right: float, stack: Iterable[Series]
     return markup(*parts)
 
 
-def extremes(values: Sequence[float], num_bins: int = 400) -> list[int]:
-    """Which values of a series to draw: the finite ones; of many the first, the last, and each bin's least and most."""
-    finite = [i for i, value in enumerate(values) if math.isfinite(value)]
-    size = max(1, len(finite) // num_bins)
-    keep = {*finite[:1], *finite[-1:]}
-    for first in range(0, len(finite), size):
-        part = finite[first : first + size]
-        keep |= {min(part, key=values.__getitem__), max(part, key=values.__getitem__)}
-    return sorted(keep)
-
-
-def curve(series: Series, units: Sequence[Unit], *, width: float, height: float) -> Markup:
-    """A drawing of a line through one value for each step, with a dot on each where there is room for them.
-
-    Values that are not finite are left out; at least one must be finite. The axis spans at least 2 % of the values'
-    size, so that rounding does not look like a trend.
-    """
-    values, count = series.values, len(series.values)
-    shown = extremes(values)
-    low, high = min(values[i] for i in shown), max(values[i] for i in shown)
-    margin = max((high - low) * 0.08, abs(high) * 0.01) or 1.0
-    frame = Frame(width=width, height=height, x_max=count, y_min=low - margin, y_max=high + margin)
-    points = [(frame.x(i + 0.5), frame.y(values[i])) for i in shown]
+def curve(frame: Frame, series: Series, places: Sequence[int]) -> Markup:
+    """A line through the values at `places`, each in the middle of its unit, with dots where there is room for them."""
+    points = [(frame.x(i + 0.5), frame.y(series.values[i])) for i in places]
     parts = [element("path", element("title", series.title), d=path(points), fill="none", stroke_width=1.75)]
     if len(points) <= (frame.end - frame.left) / 8:
         parts += [element("circle", cx=x, cy=y, r=3) for x, y in points]
-    axes = frame.axes(count_ticks(count), unit_ticks(frame.y_min, frame.y_max, units))
-    group = element("g", *parts, style=f"fill:{series.colour};stroke:{series.colour}")
-    return frame.drawing(series.title, axes, group)
+    return element("g", *parts, style=f"fill:{series.colour};stroke:{series.colour}")
 
 
 def visible(

@@ -29,8 +29,11 @@ PARTS = ("rollout", "sync", "train", "switch", "idle")
 
 EMPTY = "Nothing was recorded: this trace has no spans, no memory samples and no metrics."
 
+BLOCKS = " ▁▂▃▄▅▆▇█"
+"""Bars of growing height, for curves as text; the first is empty."""
+
+_BARS = BLOCKS[1:]
 _SWITCHING = ("step", "transition", "switch")
-_BARS = "".join(map(chr, range(0x2581, 0x2589)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

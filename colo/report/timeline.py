@@ -8,10 +8,9 @@ from rich.text import Text
 
 from colo.phases.phase import Phase
 from colo.phases.trace import MemorySample, Trace
-from colo.report.table import cycles
+from colo.report.table import BLOCKS, cycles
 from colo.units import format_bytes
 
-BLOCKS = " ▁▂▃▄▅▆▇█"
 MARKS = {Phase.ROLLOUT: "r", Phase.TRAIN: "t", Phase.SYNC: "s", Phase.IDLE: "."}
 STYLES = {Phase.ROLLOUT: "cyan", Phase.TRAIN: "yellow", Phase.SYNC: "magenta", Phase.IDLE: "dim"}
 

@@ -1,0 +1,326 @@
+"""The charts of a trace: what each shows and says, for the HTML page and the PNG alike. Draws nothing.
+
+Blue is the engine and its phase, warm colours are the trainer. Colours are those of Okabe and Ito
+(https://jfly.uni-koeln.de/color/), which stay apart for readers with any kind of colour blindness; they are the same on
+light and on dark paper.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import cycle, groupby
+from typing import NamedTuple
+
+from colo.phases import phase as known
+from colo.phases.trace import MemorySample, Span, Trace
+from colo.report.axes import (
+    BYTE_UNITS,
+    PLAIN_UNITS,
+    TIME_UNITS,
+    Axis,
+    Series,
+    Unit,
+    count_ticks,
+    extremes,
+    time_axis,
+    unit_ticks,
+)
+from colo.report.table import PARTS, Cycle, cycles, moves_once, phase_spans, segment_peaks
+from colo.units import format_bytes, format_seconds
+
+BLUE, SKY, GREEN, YELLOW = "#0072b2", "#56b4e9", "#009e73", "#f0e442"
+ORANGE, VERMILLION, PURPLE, GREY = "#e69f00", "#d55e00", "#cc79a7", "#b3bac2"
+DARK = frozenset({BLUE, GREEN, VERMILLION})
+"""Colours that white text can be read on; black text on the others."""
+
+CURVE = "var(--curve)"
+"""The colour of a single line, which is lighter on dark paper."""
+
+PART_COLOURS = dict(zip(PARTS, (BLUE, GREEN, VERMILLION, YELLOW, GREY), strict=True))
+"""Colour of each part of a training step; those that are phases have it everywhere."""
+
+_SEGMENT_COLOURS = {
+    known.ENGINE_WEIGHTS: BLUE,
+    known.ENGINE_KV_CACHE: SKY,
+    known.TRAINER_PARAMETERS: VERMILLION,
+    known.TRAINER_GRADIENTS: YELLOW,
+    known.TRAINER_OPTIMIZER: ORANGE,
+    known.TRAINER_MASTER_WEIGHTS: PURPLE,
+}
+_OTHER_COLOURS = (GREEN, GREY, VERMILLION, SKY)
+_ROWS = {"engine": "engine", "device": "device", "d2h": "device to host", "h2d": "host to device", "host": "host"}
+_NUM_BINS, _MAX_BARS, _MAX_STEPS = 400, 160, 20  # memory samples, step times, and training steps drawn one by one
+
+
+class Legend(NamedTuple):
+    """A colour and what it stands for."""
+
+    colour: str
+    label: str
+    detail: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Heading:
+    """The words around a chart."""
+
+    title: str
+    caption: str
+    label: str
+    """What a screen reader says."""
+
+    legend: Sequence[Legend] = ()
+    """Colours of phases and parts, above the picture."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AreaChart:
+    """Segments on top of each other over time."""
+
+    heading: Heading
+    x: Axis
+    y: Axis
+    times: Sequence[float]
+    stack: Sequence[Series]
+    """Values at `times`; each holds until the next, the last to the end."""
+
+    used: Sequence[tuple[float, float]]
+    """Seconds and bytes of a line over the areas."""
+
+    limit: int
+    """Bytes to mark across the chart; 0 for none."""
+
+    phases: Sequence[Span]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BarChart:
+    """Stacked bars, each from one place of the x axis to another."""
+
+    heading: Heading
+    x: Axis
+    y: Axis
+    bars: Sequence[tuple[int, int, Sequence[Series]]]
+    """First and last unit that a bar stands for, the last not included, and the one value of each of its parts."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CurveChart:
+    """A line through one value for each step."""
+
+    heading: Heading
+    x: Axis
+    y: Axis
+    series: Series
+    places: Sequence[int]
+    """Which values are drawn: the finite ones; of many the first, the last, and the least and most of each bin."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowChart:
+    """What kept each resource busy: rows of bars over time."""
+
+    heading: Heading
+    x: Axis
+    rows: Sequence[tuple[str, Sequence[Span]]]
+    phases: Sequence[Span]
+
+
+def memory_chart(trace: Trace) -> AreaChart | None:
+    """Bytes of each segment over time; of many training steps those around the peak. `None` without samples."""
+    if not trace.samples:
+        return None
+    start_s, end_s, words = _memory_range(trace)
+    most = max(trace.peak_bytes(), *(s.device_used_bytes or 0 for s in trace.samples), 1)
+    capacity = trace.capacity_bytes or 0
+    limit = capacity if capacity <= 4 * most else 0  # a larger one would flatten the picture
+    samples, stack = _memory_stack(trace, start_s, end_s)
+    times = [max(s.time_s, start_s) for s in samples]
+    used = [(t, s.device_used_bytes) for t, s in zip(times, samples, strict=True) if s.device_used_bytes is not None]
+    caption = "Bytes that each segment holds on the device. The strip on top, and the shading, show whose turn it is."
+    if used:
+        caption += " The thin line is all device memory in use, as the driver sees it."
+    if capacity and not limit:
+        caption += f" The capacity, {format_bytes(capacity)}, lies far above this picture."
+    phases = phase_spans(trace)
+    high = max(most, limit) * 1.05
+    return AreaChart(
+        heading=Heading(
+            title="Device memory",
+            caption=caption + words,
+            label="Device memory by segment over time",
+            legend=_part_legend({span.phase for span in phases}),
+        ),
+        x=time_axis(start_s, end_s),
+        y=Axis(high=high, ticks=unit_ticks(0, high, BYTE_UNITS)),
+        times=times,
+        stack=stack,
+        used=used,
+        limit=limit,
+        phases=phases,
+    )
+
+
+def peaks_chart(trace: Trace) -> CurveChart | None:
+    """The peak of every training step, for runs too long to draw in full: shows whether memory grows."""
+    steps = cycles(trace)
+    if len(steps) <= _MAX_STEPS or not trace.samples:
+        return None
+    ordered = sorted(trace.samples, key=lambda s: s.time_s)
+    times = [s.time_s for s in ordered]
+    held = (ordered[bisect_left(times, c.start_s) : bisect_right(times, c.end_s)] for c in steps)
+    peaks = [max((s.total_bytes for s in samples), default=math.nan) for samples in held]
+    series = Series(peaks, CURVE, "peak", f"at most {format_bytes(trace.peak_bytes())}")
+    caption = "The most bytes that all segments held together."
+    return _curve_chart("Peak of each training step", caption, series, BYTE_UNITS)
+
+
+def steps_chart(trace: Trace) -> BarChart | None:
+    """Seconds of each training step by part; of very many the slowest of each group."""
+    steps = cycles(trace)
+    if not steps:
+        return None
+    bars, high = _bars(steps), max(s.duration_s for s in steps) * 1.05
+    size = bars[0][1] - bars[0][0]
+    return BarChart(
+        heading=Heading(
+            title="Step time",
+            caption="Seconds of each training step." if size == 1 else f"The slowest of every {size} training steps.",
+            label="Seconds of each training step by part",
+            legend=_part_legend(PARTS),
+        ),
+        x=Axis(high=len(steps), ticks=count_ticks(len(steps))),
+        y=Axis(high=high, ticks=unit_ticks(0, high, TIME_UNITS)),
+        bars=[(first, last, list(_parts(steps[slowest], slowest + 1))) for first, last, slowest in bars],
+    )
+
+
+def reward_chart(trace: Trace) -> CurveChart | None:
+    """The reward of each training step; `None` where there is none that is finite."""
+    rewards = trace.metrics.get("reward", [])
+    if not any(map(math.isfinite, rewards)):
+        return None
+    ends = f"{rewards[0]:.3g} at first, {rewards[-1]:.3g} at last"
+    series = Series(rewards, CURVE, "reward", ends)
+    return _curve_chart("Reward", f"Mean of each training step: {ends}.", series, PLAIN_UNITS)
+
+
+def busy_chart(trace: Trace) -> RowChart | None:
+    """What kept each resource busy during one training step, the one of median length, or during the whole run."""
+    steps = sorted(enumerate(cycles(trace), start=1), key=lambda item: item[1].duration_s)
+    number, step = steps[(len(steps) - 1) // 2] if steps else (0, None)
+    start_s, end_s = (step.start_s, step.end_s) if step else time_range(trace)
+    spans = moves_once(trace) + [s for s in phase_spans(trace) if s.resource != "host"]
+    spans += [s for s in trace.spans if s.category not in ("phase", "step", "copy")]
+    inside = [s for s in spans if s.end_s > start_s and s.start_s < end_s]
+    if not inside:
+        return None
+    names = sorted({s.resource for s in inside}, key=lambda name: [*_ROWS, name].index(name))
+    where = ", in the step of median length" if step else ""
+    return RowChart(
+        heading=Heading(
+            title=f"Training step {number} in detail" if step else "The run in detail",
+            caption=f"What kept each resource busy, coloured by phase{where}.",
+            label="Busy resources over time",
+        ),
+        x=time_axis(start_s, end_s),
+        rows=[(_ROWS.get(name, name), [s for s in inside if s.resource == name]) for name in names],
+        phases=phase_spans(trace),
+    )
+
+
+def time_range(trace: Trace) -> tuple[float, float]:
+    """From the first to the last moment of which anything was recorded, in seconds; (0, 0) for an empty trace."""
+    moments = [s.time_s for s in trace.samples] + [t for s in trace.spans for t in (s.start_s, s.end_s)]
+    return min(moments, default=0.0), max(moments, default=0.0)
+
+
+def segment_colours(names: Iterable[str]) -> dict[str, str]:
+    """A colour for each segment: fixed for those that every run has, in turn for others."""
+    others = cycle(_OTHER_COLOURS)
+    return {name: _SEGMENT_COLOURS.get(name) or next(others) for name in names}
+
+
+def decimate(samples: Sequence[MemorySample], num_bins: int = _NUM_BINS) -> list[MemorySample]:
+    """At most a handful of samples for each of `num_bins` equal stretches of time, in order, with every peak.
+
+    Of each stretch stay the first and the last sample, those where all segments together held most and least, where
+    the driver saw most, and where each segment held most.
+    """
+    ordered = sorted(samples, key=lambda s: s.time_s)
+    if len(ordered) <= 2 * num_bins:
+        return ordered
+    begin_s, length_s = ordered[0].time_s, ordered[-1].time_s - ordered[0].time_s
+    kept: list[MemorySample] = []
+    for _, group in groupby(ordered, key=lambda s: int((s.time_s - begin_s) / (length_s or 1.0) * (num_bins - 1))):
+        kept += _notable(list(group))
+    return kept
+
+
+def _notable(group: Sequence[MemorySample]) -> list[MemorySample]:
+    totals = [s.total_bytes for s in group]
+    rows = [totals, [-total for total in totals], [s.device_used_bytes or 0 for s in group]]
+    rows += [[s.segments.get(name, 0) for s in group] for name in {name for s in group for name in s.segments}]
+    keep = {0, len(group) - 1} | {row.index(max(row)) for row in rows}
+    return [group[i] for i in sorted(keep)]
+
+
+def _memory_range(trace: Trace) -> tuple[float, float, str]:
+    """The seconds that the memory picture shows, and a word on them: of many training steps those around the peak."""
+    steps = cycles(trace)
+    if len(steps) <= _MAX_STEPS:
+        return (*time_range(trace), "")
+    recorded = [s for s in trace.samples if s.time_s >= trace.since_s] or trace.samples
+    highest = max(recorded, key=lambda s: s.total_bytes)
+    before = sum(step.end_s <= highest.time_s for step in steps)
+    first = max(0, min(before - _MAX_STEPS // 2, len(steps) - _MAX_STEPS))
+    shown = steps[first : first + _MAX_STEPS]
+    words = f" Shown are training steps {first + 1} to {first + len(shown)} of {len(steps)}, around the highest moment."
+    return min(shown[0].start_s, highest.time_s), max(shown[-1].end_s, highest.time_s), words
+
+
+def _memory_stack(trace: Trace, start_s: float, end_s: float) -> tuple[list[MemorySample], list[Series]]:
+    """The samples to draw, from the one that holds at the left edge on, and each segment's bytes at each of them."""
+    samples = sorted((s for s in trace.samples if s.time_s <= end_s), key=lambda s: s.time_s)
+    samples = decimate(samples[max(0, sum(s.time_s <= start_s for s in samples) - 1) :])
+    peaks = segment_peaks(trace)
+    return samples, [
+        Series([s.segments.get(name, 0) for s in samples], colour, name, f"peak {format_bytes(peaks[name])}")
+        for name, colour in segment_colours(peaks).items()
+        if peaks[name]
+    ]
+
+
+def _part_legend(parts: Collection[str]) -> list[Legend]:
+    return [Legend(PART_COLOURS[part], part) for part in PARTS if part in parts]
+
+
+def _bars(steps: Sequence[Cycle]) -> list[tuple[int, int, int]]:
+    """What each bar stands for: steps `first` to `last`, the last not included, shown by the slowest of them."""
+    size = -(-len(steps) // _MAX_BARS)
+    groups = [(first, min(first + size, len(steps))) for first in range(0, len(steps), size or 1)]
+    return [(first, last, max(range(first, last), key=lambda i: steps[i].duration_s)) for first, last in groups]
+
+
+def _parts(step: Cycle, number: int) -> Iterator[Series]:
+    for part, seconds in step.parts_s.items():
+        share = f"{format_seconds(seconds)} of {format_seconds(step.duration_s)}"
+        yield Series([seconds], PART_COLOURS[part], f"step {number}, {part}", share)
+
+
+def _curve_chart(title: str, caption: str, series: Series, units: Sequence[Unit]) -> CurveChart:
+    """The axis spans at least 2 % of the values' size, so that rounding does not look like a trend."""
+    places = extremes(series.values)
+    low, high = min(series.values[i] for i in places), max(series.values[i] for i in places)
+    margin = max((high - low) * 0.08, abs(high) * 0.01) or 1.0
+    low, high = low - margin, high + margin
+    return CurveChart(
+        heading=Heading(title=title, caption=caption, label=series.title),
+        x=Axis(high=len(series.values), ticks=count_ticks(len(series.values))),
+        y=Axis(low=low, high=high, ticks=unit_ticks(low, high, units)),
+        series=series,
+        places=places,
+    )

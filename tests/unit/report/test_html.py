@@ -1,0 +1,172 @@
+import math
+import re
+from html.parser import HTMLParser
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from traces import PARTIAL, run, sample
+
+from colo.phases.phase import Phase
+from colo.phases.trace import Trace
+from colo.report.html import write_html
+from colo.report.table import EMPTY
+from colo.units import GIB
+
+VOID = {"meta"}
+WORDS = st.text(st.characters(codec="utf-8", exclude_categories=["Cs", "Cc"]), max_size=20)
+
+
+class Page(HTMLParser):
+    """A strict reading of a page: its text, its elements with attributes, and that every one is closed."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.words: list[str] = []
+        self.feed(text)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag, attrs):
+        self.elements.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.words.append(data)
+
+    def count(self, tag):
+        return sum(name == tag for name, _ in self.elements)
+
+    @property
+    def text(self):
+        return " ".join(self.words)
+
+
+def html(trace, tmp_path, **options):
+    path = tmp_path / "run.html"
+    write_html(trace, path, **options)
+    return path.read_text(encoding="utf-8")
+
+
+def test_page_shows_every_picture_and_table(tmp_path):
+    text = html(run(), tmp_path, title="Eight", subtitle="a run", facts={"model": "Qwen3-8B"})
+    page = Page(text)
+    for words in (
+        *("Eight", "a run", "model", "Qwen3-8B", "Device memory", "Step time", "Reward", "Training step 2 in detail"),
+        *("Phases of 4 training steps", "Where the seconds", "Memory of 40.00 GiB", "capacity 40.00 GiB"),
+        *("engine.kv_cache", "peak 16.00 GiB", "offload trainer.optimizer", "device to host"),
+    ):
+        assert words in page.text
+    assert (page.count("svg"), page.count("table")) == (4, 4)
+
+
+def test_segments_that_never_held_anything_are_left_out(tmp_path):
+    trace = run()
+    trace.samples.append(sample(9.5, Phase.TRAIN, {"trainer.master_weights": 0}))
+    assert "trainer.master_weights" not in Page(html(trace, tmp_path)).text
+
+
+def test_a_phase_keeps_its_resource_busy(tmp_path):
+    words = Page(html(run(), tmp_path)).words
+    assert {"engine", "device", "device to host"} <= set(words)
+    assert "host" not in words
+
+
+def test_page_needs_nothing_but_itself(tmp_path):
+    page = Page(html(run(), tmp_path))
+    tags = {tag for tag, _ in page.elements}
+    assert not tags & {"script", "link", "img", "iframe", "object", "use", "image", "foreignobject"}
+    assert not any(name in attrs for _, attrs in page.elements for name in ("href", "src", "xlink:href", "onclick"))
+    assert not re.search(r"https?:|@import|url\(", html(run(), tmp_path))
+
+
+def test_page_has_dark_and_printed_looks(tmp_path):
+    text = html(run(), tmp_path)
+    assert "prefers-color-scheme: dark" in text
+    assert "@media print" in text
+
+
+def test_numbers_in_drawings_are_numbers(tmp_path):
+    for tag, attrs in Page(html(run(), tmp_path)).elements:
+        for name in ("x", "y", "x1", "x2", "y1", "y2", "width", "height", "cx", "cy"):
+            if tag != "meta" and name in attrs:
+                assert math.isfinite(float(attrs[name]))
+        if tag == "rect":
+            assert float(attrs["width"]) > 0
+            assert float(attrs["height"]) >= 0
+        if tag == "path":
+            assert re.fullmatch(r"M-?[\d.]+ -?[\d.]+(L-?[\d.]+ -?[\d.]+)*Z?", attrs["d"])
+
+
+@settings(max_examples=25, deadline=None)
+@given(WORDS, WORDS, WORDS)
+def test_any_text_is_escaped(tmp_path_factory, name, title, fact):
+    evil = '<script>alert("1")</script>&amp;\'' + name
+    trace = run(2)
+    trace.add(evil, 1.0, end_s=5.0, category="step", phase=Phase.TRAIN, resource=evil)
+    trace.samples.append(sample(9.0, Phase.TRAIN, {evil: GIB}))
+    trace.metric(evil, 1.0)
+    page = Page(html(trace, tmp_path_factory.mktemp("page"), title=evil + title, facts={evil: fact}))
+    assert page.count("script") == 0
+    assert '<script>alert("1")</script>&amp;\'' in page.text
+    assert not any(set(attrs) & {"onload", "onclick"} for _, attrs in page.elements)
+
+
+def test_empty_trace_gives_a_page_that_says_so(tmp_path):
+    page = Page(html(Trace(), tmp_path))
+    assert EMPTY in page.text
+    assert page.count("svg") == 0
+
+
+@pytest.mark.parametrize("make", PARTIAL)
+def test_partial_traces_are_drawn(tmp_path, make):
+    page = Page(html(make(), tmp_path))
+    assert "nan" not in " ".join(str(value) for _, attrs in page.elements for value in attrs.values())
+
+
+def memory_top(page, frame_height=390 - 26 - 26):
+    """The highest point of the memory areas, as a fraction of the axis."""
+    areas = [attrs["d"] for tag, attrs in page.elements if tag == "path" and attrs.get("class") == "cut"]
+    highest = min(float(y) for d in areas for y in re.findall(r"[ML]-?[\d.]+ (-?[\d.]+)", d))
+    return (390 - 26 - highest) / frame_height
+
+
+@pytest.mark.parametrize("samples_per_phase", [3, 2000])
+def test_a_peak_of_one_sample_is_drawn(tmp_path, samples_per_phase):
+    trace = run(4, samples_per_phase)
+    trace.samples.insert(len(trace.samples) // 2, sample(18.123, Phase.TRAIN, {"engine.weights": 36 * GIB}))
+    text = html(trace, tmp_path)
+    assert memory_top(Page(text)) == pytest.approx(36 / (40 * 1.05), abs=0.001)
+    assert len(text) < 1_500_000
+
+
+def test_long_runs_are_drawn_around_their_peak_and_summed_up(tmp_path):
+    trace = run(400)
+    trace.samples.append(sample(2508.0, Phase.TRAIN, {"engine.weights": 39 * GIB}))
+    text = html(trace, tmp_path)
+    page = Page(text)
+    assert "Shown are training steps 241 to 260 of 400" in page.text
+    assert "Peak of each training step" in page.text
+    assert "The slowest of every 3 training steps." in page.text
+    assert memory_top(page) == pytest.approx(39 / (40 * 1.05), abs=0.001)
+    assert len(text) < 400_000
+
+
+def test_slowest_step_of_a_group_is_the_one_shown(tmp_path):
+    trace = run(400)
+    trace.add("train", 4000.0, end_s=4060.0, category="phase", phase=Phase.TRAIN)
+    assert "step 400, train: 63.00 s of 70.00 s" in Page(html(trace, tmp_path)).text
+
+
+def test_capacity_far_above_is_told_and_not_drawn(tmp_path):
+    trace = run()
+    trace.capacity_bytes = 4000 * GIB
+    page = Page(html(trace, tmp_path))
+    assert "The capacity, 3.91 TiB, lies far above this picture." in page.text
+    assert not any(attrs.get("class") == "limit" for _, attrs in page.elements)
