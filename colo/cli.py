@@ -183,9 +183,9 @@ def bench() -> None:
 @size_option("--size", "size_bytes", help="How much to move, such as 16GiB.")
 @json_option
 def bench_offload(device: str, size_bytes: int | None, json_path: Path | None) -> None:
-    """How fast trainer state leaves the device and comes back.
+    """Measure how fast trainer state leaves the device and returns.
 
-    And what that costs those who work meanwhile.
+    Also what that costs work beside it.
     """
     from colo.bench import offload
 
@@ -251,7 +251,7 @@ def bench_lora(shape_name: str, device: str, json_path: Path | None) -> None:
 @device_option
 @json_option
 def bench_sleep(device: str, json_path: Path | None) -> None:
-    """How fast vLLM, 8B, gives memory back and takes it again."""
+    """Measure how fast vLLM, 8B, frees memory and takes it again."""
     require_vllm("colo bench sleep")
     from colo.bench import sleep
 

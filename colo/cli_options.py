@@ -16,12 +16,12 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 def size_option(*names: str, **options: Any) -> Callable[[Command], Command]:
-    """An option that gives bytes. Fewer than a MiB are none that anybody means: what was left out is the unit."""
+    """An option for a size in bytes. Less than a MiB is refused: the unit was left out."""
     return click.option(*names, metavar="SIZE", callback=_read_size, **options)
 
 
 def file_option(*names: str, suffix: str = "", **options: Any) -> Callable[[Command], Command]:
-    """An option for a file that will be written, and the folders on the way to it made then."""
+    """An option for a file to write; missing folders on the way to it are made then."""
 
     def check(ctx: click.Context, param: click.Parameter, path: Path | None) -> Path | None:
         if path is not None:
@@ -46,7 +46,7 @@ def _read_size(ctx: click.Context, param: click.Parameter, text: str | None) -> 
 
 
 def _check_file(path: Path, suffix: str) -> None:
-    """Raise `click.BadParameter` for a file that could not be written, or that its suffix is not of."""
+    """Raise `click.BadParameter` for a file that cannot be written or has another suffix."""
     if suffix and path.suffix != suffix:
         raise click.BadParameter(f"{str(path)!r} does not end in {suffix}.")
     folder = path.absolute().parent

@@ -40,7 +40,7 @@ WARM_UP_LEARNING_RATE = 3e-3
 LEARNING_RATE = {"full": 5e-4, "lora": 1e-3}
 LORA_RANK = 32
 KV_CACHE_WEIGHTS = 2.5
-"""Size of the KV cache, in sizes of the model: rollout and train then need about the same."""
+"""Size of the KV cache in multiples of the model's: rollout and train then need about the same."""
 
 VLLM_OPTIONS = {
     "enforce_eager": True,
@@ -72,7 +72,7 @@ class CharTokenizer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DemoResult:
-    """What the demo measured; `to_json` is what `--json` writes."""
+    """Results of the demo; `--json` writes `to_json`."""
 
     engine: str
     device: str
@@ -89,7 +89,7 @@ class DemoResult:
     """Optimizer state, fp32 masters included."""
 
     base_unchanged: bool | None
-    """Whether the frozen weights under an adapter have the bits that they began with; `None` without an adapter."""
+    """True if the frozen weights under an adapter kept every bit; `None` without an adapter."""
 
     seconds: dict[str, float]
     runtime: Runtime = field(repr=False)
@@ -100,7 +100,7 @@ class DemoResult:
         return sum(self.rewards[-5:]) / len(self.rewards[-5:]) - sum(self.rewards[:5]) / len(self.rewards[:5])
 
     def to_json(self) -> dict[str, Any]:
-        """As plain data."""
+        """The result as plain data."""
         names = (
             "engine", "device", "mode", "rewards", "weights_bytes", "bytes_synced", "weights_version",
             "phase_peak_bytes", "peak_bytes", "optimizer_bytes", "base_unchanged", "seconds",

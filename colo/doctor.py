@@ -1,4 +1,4 @@
-"""What `colo doctor` looks at: versions, GPUs, host memory, and settings that break memory sharing or sleep.
+"""Checks of `colo doctor`: versions, GPUs, host memory, and settings that break memory sharing or sleep.
 
 Every probe is a function of what it reads (an environment, a root folder, a callable), so that it can be given a fake
 one. A probe that fails becomes a finding; `examine` never raises.
@@ -30,7 +30,7 @@ from colo.units import GIB, format_bytes
 
 
 class Status(StrEnum):
-    """How much a finding matters."""
+    """Severity of a finding."""
 
     OK = "ok"
     NOTE = "note"  # worth knowing; colo works
@@ -111,7 +111,7 @@ def versions(
 
 
 def torch_cuda(root: Path, load: Callable[[str], Any] = importlib.import_module) -> list[Finding]:
-    """Whether torch was built for CUDA and finds a GPU; a driver without a GPU for torch is a problem."""
+    """Check that torch was built for CUDA and finds a GPU; a driver without a GPU for torch is a problem."""
     torch = load("torch")
     built = torch.version.cuda
     if built is not None and torch.cuda.is_available():
@@ -124,7 +124,7 @@ def torch_cuda(root: Path, load: Callable[[str], Any] = importlib.import_module)
 
 
 def gpus(root: Path, load: Callable[[str], Any] = importlib.import_module) -> list[Finding]:
-    """Driver, and of each GPU its name, memory, compute processes and NUMA node, through NVML."""
+    """Ask NVML for the driver, and each GPU's name, memory, compute processes and NUMA node."""
     nvml = load("pynvml")
     try:
         nvml.nvmlInit()
@@ -183,7 +183,7 @@ def numa(index: int, bus_id: str | bytes, root: Path) -> Finding:
 
 
 def allocator(environ: Mapping[str, str]) -> list[Finding]:
-    """Expandable segments, under either name of the variable: torch reads both, older guards only the first."""
+    """Look for expandable segments under either name of the variable: torch reads both, older guards only the first."""
     advice = "remove expandable_segments: it breaks CUDA IPC, torch-memory-saver and vLLM's sleep mode"
     findings = []
     for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
@@ -195,7 +195,7 @@ def allocator(environ: Mapping[str, str]) -> list[Finding]:
 
 
 def variables(environ: Mapping[str, str]) -> list[Finding]:
-    """Variables of vLLM and its neighbours that change who holds memory; those that are not set say nothing."""
+    """Look for variables of vLLM and its neighbours that change who holds memory; unset ones give no finding."""
     findings = []
     for name, (value, status, advice) in SETTINGS.items():
         if environ.get(name) == value:
@@ -206,7 +206,7 @@ def variables(environ: Mapping[str, str]) -> list[Finding]:
 
 
 def cuda_ipc(export: Callable[[], int | None]) -> list[Finding]:
-    """Whether another process can map what torch allocates: `export` tries, and returns the driver's `CUresult`, or
+    """Check that another process can map what torch allocates: `export` tries, and returns the driver's `CUresult`, or
     `None` without CUDA."""
     code = export()
     if code is None:
@@ -230,7 +230,7 @@ def _export_allocation() -> int | None:
 
 
 def kernels(compile_and_run: Callable[[], bool]) -> list[Finding]:
-    """Whether Triton compiles the kernels that check weights: true after it did, false without CUDA, else it raises."""
+    """Check that Triton compiles the kernels that compare weights: `compile_and_run` returns false without CUDA."""
     try:
         tried = compile_and_run()
     except Exception as error:  # noqa: BLE001 - of Triton, a compiler or the driver
@@ -292,7 +292,7 @@ def locked_memory(limit_bytes: int) -> list[Finding]:
 
 
 def host_memory(root: Path) -> list[Finding]:
-    """What the pinned arena can take: available memory, and the limit of the control group."""
+    """Find what the pinned arena can take: available memory, and the tightest limit of a control group."""
     sizes = {
         line.split(":")[0]: int(line.split()[1]) * 1024 for line in read_lines(root / "proc/meminfo") if "kB" in line
     }

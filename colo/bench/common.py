@@ -1,4 +1,4 @@
-"""What every benchmark shares: timing, the machine, and the shape of its JSON."""
+"""Timing, the machine, and the JSON of every benchmark."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PACKAGES = ("colo", "torch", "transformers", "peft", "torch-memory-saver", "vllm
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Result:
-    """What a benchmark measured, in the form that is committed under `examples/bench/results/`."""
+    """The figures of a benchmark, in the form that is committed under `examples/bench/results/`."""
 
     benchmark: str
     command: str
@@ -34,12 +34,12 @@ class Result:
     machine: Mapping[str, Any]
     versions: Mapping[str, str]
     limit: Mapping[str, float]
-    """What the hardware allows, measured in the same run."""
+    """The limit that the hardware sets, measured in the same run."""
 
     rows: Sequence[Mapping[str, Any]]
 
     def to_json(self) -> dict[str, Any]:
-        """As plain data."""
+        """The result as plain data."""
         return asdict(self)
 
 
@@ -138,7 +138,7 @@ def _table(columns: Sequence[str], rows: Sequence[Mapping[str, Any]], width: int
 
 
 def _lines(cells: Sequence[Sequence[str]], caption: str | None) -> Table:
-    """A table of which the first line is the head."""
+    """A table; its first line is the head."""
     table = Table(box=SIMPLE_HEAD, caption=caption)
     for index, name in enumerate(cells[0]):
         table.add_column(name, justify="right" if index else "left")

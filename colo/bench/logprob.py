@@ -17,7 +17,7 @@ Inputs = tuple[Tensor, Tensor, Tensor]
 """Hidden states (tokens, hidden), LM head (vocab, hidden) and token ids (tokens,)."""
 
 Compute = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Log-probabilities (tokens,) from these."""
+"""Function from `Inputs` to log-probabilities (tokens,)."""
 
 
 def run(

@@ -81,7 +81,7 @@ def _replace(driven: VLLMEngine, adapter: AdapterWeights) -> None:
 
 
 def _ask_nothing(driven: VLLMEngine) -> None:
-    """One call to the worker and back, of which the replacement of an adapter needs one too."""
+    """One call to the worker and back: the least that replacing an adapter can take."""
     driven.llm.collective_rpc("colo", args=("adapter_refusal", {}))
 
 
@@ -96,7 +96,7 @@ def _forget(driven: VLLMEngine) -> None:
 
 
 def _from_tensors(driven: VLLMEngine, adapter: AdapterWeights) -> Callable[[], None]:
-    """vLLM's own way in the place of the adapter that is loaded, without what colo does beside it."""
+    """Load an adapter as vLLM itself does from tensors, without what colo does beside it."""
     (worker,) = driven.llm.collective_rpc(_worker)
     tensors = _named(adapter)
 
@@ -123,19 +123,19 @@ def _worker(worker: Any) -> Any:
 
 
 def _named(adapter: AdapterWeights) -> dict[str, torch.Tensor]:
-    """The matrices by PEFT's names."""
+    """An adapter's matrices by PEFT's names."""
     tensors = {f"base_model.model.{name}.lora_A.weight": t for name, t in adapter.a.items()}
     return tensors | {f"base_model.model.{name}.lora_B.weight": t for name, t in adapter.b.items()}
 
 
 def _settings(adapter: AdapterWeights) -> dict[str, Any]:
-    """Its configuration, as PEFT writes it."""
+    """The adapter's configuration, as PEFT writes it."""
     modules = sorted({name.rsplit(".", 1)[1] for name in adapter.a})
     return {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "target_modules": modules, "bias": "none"}
 
 
 def _through_files(driven: VLLMEngine, adapter: AdapterWeights, folder: Path) -> None:
-    """As PEFT saves it, and as vLLM loads it."""
+    """Save an adapter with PEFT and load it with vLLM."""
     from vllm.lora.request import LoRARequest
 
     save_file(_named(adapter), folder / "adapter_model.safetensors")

@@ -67,7 +67,7 @@ def _peers(device: torch.device) -> dict[str, Callable[[torch.device, int], tupl
 
 
 def _against(ours: Row, saver: Row) -> Row:
-    """How many times faster than torch-memory-saver's own backup."""
+    """Speed relative to torch-memory-saver's own backup."""
     return {
         "times_saver_out": saver["out_s"] / ours["out_s"],
         "times_saver_back": saver["back_s"] / ours["back_s"],
@@ -76,7 +76,7 @@ def _against(ours: Row, saver: Row) -> Row:
 
 
 def copy_limit(device: torch.device, size_bytes: int = GIB) -> dict[str, float]:
-    """What copies between the device and pinned host memory reach, each way."""
+    """Bandwidth of copies between the device and pinned host memory, each way."""
     out_s, back_s = _pinned_copies(device, size_bytes)
     clear(device)
     return {"out_gb_per_s": gigabytes_per_s(size_bytes, out_s), "back_gb_per_s": gigabytes_per_s(size_bytes, back_s)}
@@ -136,7 +136,7 @@ def _plain(device: torch.device, size_bytes: int) -> tuple[float, float]:
 
 
 def _fresh_pinned(device: torch.device, size_bytes: int) -> tuple[float, float]:
-    """As with `torch.empty(pin_memory=True)` in a step; what was pinned is kept, or torch would hand it out again."""
+    """Pin fresh memory with `torch.empty(pin_memory=True)`; it is kept, or torch would hand it out again."""
     tensor = torch.empty(size_bytes, dtype=torch.uint8, device=device).random_()
     pinned: list[torch.Tensor] = []
 

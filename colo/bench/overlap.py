@@ -1,4 +1,4 @@
-"""What an offload costs those who work meanwhile: generation beside it, and the time a whole loop waits for it.
+"""The cost of an offload to other work: generation beside it, and the time a whole loop waits for it.
 
 Part of `colo bench offload`. The model has random weights in Qwen3's shape; the embedded engine generates.
 """
@@ -29,7 +29,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OverlapSize:
-    """How much of everything."""
+    """Sizes of a measurement."""
 
     hidden: int
     layers: int
@@ -112,7 +112,7 @@ def beside_an_offload(device: torch.device, *, repeats: int = 5) -> Row:
 
 
 def exposed_time(device: torch.device, *, rounds: int = 4, steps: int = 5) -> Row:
-    """What a loop of rollout and train waits for moving trainer state, as a share of the raw copies' time.
+    """Time that a loop of rollout and train waits for moving trainer state, as a share of the raw copies' time.
 
     Blocks of `steps` steps with all state resident and with all of it parked for every rollout take turns, so that both
     see the same machine; the difference of the two median steps is what is exposed. Left out are the first round, in

@@ -27,7 +27,7 @@ from colo.phases.phase import ENGINE_KV_CACHE, ENGINE_WEIGHTS
 
 ROUNDS = 5
 REST_S = 0.5
-"""Between sleep and wake, as training would take at least: the driver clears the pages that it was given back."""
+"""Pause between sleep and wake, as training would make: the driver clears the pages it was given back."""
 
 
 def run(*, device: str, tell: Tell = lambda text: None) -> Result:
@@ -105,7 +105,7 @@ def _rounds(driven: VLLMEngine, level: SleepLevel | int, wake: Callable[[], None
 
 
 def _keep_weights_here(folder: str, device: torch.device, size: Size) -> Row:
-    """Ours and the driver's in turns, so that both find the same state."""
+    """Measure colo and the bare driver in turns, so that both find the same state."""
     driven = engine(folder, device, size, own_process=False)
     sleeps, wakes, unmaps, maps = [], [], [], []
     for _ in range(ROUNDS + 1):
@@ -136,7 +136,7 @@ def _keep_weights_row(where: str, driven: VLLMEngine, sleeps: Sequence[float], w
 
 
 def _unmap_and_map(worker: Any) -> tuple[float, float]:
-    """Seconds that the driver alone takes to take the KV cache's pages away, and to give new ones."""
+    """Seconds that the driver alone takes to unmap the KV cache's pages, and to map new ones."""
     pool = compat.sleep_pool(getattr(worker, "worker", worker))
     assert pool is not None
     records = [record for record in pool.pointer_to_data.values() if record.tag == "kv_cache"]
@@ -154,5 +154,5 @@ def _unmap_and_map(worker: Any) -> tuple[float, float]:
 
 
 def _typical(times: Sequence[float]) -> float:
-    """The median without the first, which sets things up."""
+    """The median of all but the first, which sets things up."""
     return statistics.median(times[1:])

@@ -43,7 +43,7 @@ from colo.units import GIB
 
 LARGE_KV_CACHE_BYTES = 80 * GIB
 SLACK_BYTES = 2 * GIB
-"""What fragments of torch's memory may take beside what was planned."""
+"""Allowance for fragments of torch's memory beside the plan."""
 
 WARM_UP_STEPS = 1
 
@@ -175,7 +175,7 @@ class TwoCopies:
 
     @torch.no_grad()
     def _push(self) -> None:
-        """One tensor at a time through vLLM's loader, as TRL does it."""
+        """Push the weights one tensor at a time through vLLM's loader, as TRL does."""
         (model,) = self._llm.collective_rpc(worker_model)
         for name, parameter in self._model.named_parameters():
             model.load_weights([(name, parameter.detach())])
@@ -234,7 +234,7 @@ def _memory(config: PretrainedConfig, device: torch.device, size: Size) -> Row:
 
 
 def _limit_torch(rt: Runtime) -> None:
-    """Let torch cache no more than what was planned, as it would on a device without memory to spare."""
+    """Let torch cache no more than planned, as on a device without memory to spare."""
     if rt.device.type != "cuda":
         return
     clear(rt.device)

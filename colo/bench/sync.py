@@ -97,7 +97,7 @@ def _ours(model: nn.Module, folder: str, device: torch.device, size: Size) -> It
 
 
 def _publish(transport: IpcTransport, driven: Any) -> None:
-    """What a publication does while the engine is paused."""
+    """Publish as the runtime does while the engine is paused."""
     driven.reset_prefix_cache()
     transport.transfer()
     driven.commit(0)
@@ -151,7 +151,7 @@ def _others(model: nn.Module, config: PretrainedConfig, folder: str, device: tor
 
 
 def _vllm_ipc(llm: Any, views: list[tuple[str, torch.Tensor]], packed: bool) -> None:
-    """All weights over vLLM's four calls and its own trainer side, as vLLM 0.26 has it."""
+    """Send all weights over vLLM's own CUDA IPC transfer (four calls, and its trainer side, as in 0.26)."""
     from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
 
     llm.init_weight_transfer_engine({"init_info": {}})
@@ -164,7 +164,7 @@ def _vllm_ipc(llm: Any, views: list[tuple[str, torch.Tensor]], packed: bool) -> 
 
 
 def _one_by_one(llm: Any, views: list[tuple[str, torch.Tensor]]) -> None:
-    """A handle, a pickle and a call for every tensor."""
+    """Send every tensor by a handle, a pickle and a call of its own."""
     from torch.multiprocessing.reductions import reduce_tensor
 
     for name, tensor in views:
@@ -172,7 +172,7 @@ def _one_by_one(llm: Any, views: list[tuple[str, torch.Tensor]]) -> None:
 
 
 def _flattened(llm: Any, weights: Mapping[str, torch.Tensor], model_type: str | None) -> None:
-    """Tensors put together into buckets, a handle and a call for each."""
+    """Send tensors in flattened buckets, a handle and a call for each."""
     from torch.multiprocessing.reductions import reduce_tensor
 
     bucket: list[tuple[str, torch.Tensor]] = []

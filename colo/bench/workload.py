@@ -1,4 +1,4 @@
-"""What the benchmarks of vLLM share: models of real shapes with random weights, engines, and a step of GRPO's shape."""
+"""Models of real shapes with random weights, engines, and a step of GRPO's shape, for the benchmarks of vLLM."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from colo.runtime import Runtime
 from colo.units import GIB, MIB
 
 PINNING_S = 120.0
-"""How long that may take."""
+"""Longest time to wait for pinning."""
 
 Row = dict[str, Any]
 Tell = Callable[[str], None]
@@ -32,7 +32,7 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Size:
-    """How much of everything, apart from the model."""
+    """Sizes of a workload, apart from the model."""
 
     kv_cache_bytes: int
     prompts: int
@@ -46,7 +46,7 @@ class Size:
 
     steps: int
     enforce_eager: bool
-    """Without CUDA graphs and torch.compile, which take longer to start."""
+    """Run vLLM without CUDA graphs and torch.compile, which take longer to start."""
 
     @property
     def max_length(self) -> int:
@@ -162,7 +162,7 @@ def engine(folder: str, device: torch.device, size: Size, **options: Any) -> VLL
 
 
 def stock(folder: str, device: torch.device, size: Size, *, own_process: bool = True, **options: Any) -> Any:
-    """vLLM as it is. On a CPU with colo's loader, since vLLM packs weights there so that none can be loaded again."""
+    """Stock vLLM. On a CPU it uses colo's loader, since vLLM packs weights there and cannot load them again."""
     from vllm import LLM
 
     loading: dict[str, Any] = {"load_format": "dummy"}
@@ -198,7 +198,7 @@ def wait_for_pinning(pids: Iterable[int]) -> None:
 
 
 def insecure_serialization() -> AbstractContextManager[None]:
-    """Others' transfers pickle their handles, which both sides have to accept for as long as vLLM's engine lives."""
+    """Let vLLM accept pickled handles, which other transfers send, for as long as its engine lives."""
     return compat.variable("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
 
 
@@ -255,7 +255,7 @@ def seconds(function: Callable[[], Any]) -> float:
 
 
 def ipc_options(device: torch.device) -> dict[str, Any]:
-    """What makes a stock engine take weights over vLLM's own IPC transfer."""
+    """Options with which a stock engine takes weights over vLLM's own IPC transfer."""
     if device.type != "cuda":
         return {}
     from vllm.config import WeightTransferConfig

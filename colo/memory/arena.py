@@ -29,7 +29,7 @@ BLOCK_ALIGNMENT_BYTES = 2 * MIB
 """Blocks are whole huge pages."""
 
 MAX_BLOCK_BYTES = 32 * GIB
-"""What `reserve` registers with the driver in one call (LMCache#5177: a call fails from 512 GiB on)."""
+"""The most that one call registers with the driver (LMCache#5177: it fails from 512 GiB on)."""
 
 MAX_TOUCH_THREADS = 16
 
@@ -42,7 +42,7 @@ class Extent:
     """
 
     block: int
-    """Which block of the arena."""
+    """Index of the block in the arena."""
 
     offset_bytes: int
     size_bytes: int

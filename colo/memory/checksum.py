@@ -1,4 +1,4 @@
-"""Checksums of memory that see where bytes are, not only which: what repacking in place would not get past a sum.
+"""Checksums of memory that depend on where bytes are, so that weights packed in another order do not pass.
 
 Words of 32 bits, each times a random odd number of its position, summed modulo 2^64. No change of one word gets past
 it, and one of many only by a chance of about 2^-28 at most, which is that of signs that change alike in two chunks:
@@ -19,12 +19,12 @@ from colo.memory.tiles import WORD_BYTES, in_words
 from colo.units import align_up
 
 _COLUMNS, _ROWS, _CHUNKS = 1 << 10, 1 << 10, 1 << 14
-"""A position's number is made of its column's, its row's and its chunk's (of 4 MiB; from 64 GiB on they come again)."""
+"""The number of a position is the product of its column's, its row's and its chunk's (4 MiB; repeats after 64 GiB)."""
 
 _MODULUS = 1 << 64
 
 Part = tuple[int, int, torch.Tensor]
-"""Number of the checksum, position within what is summed, in words, and the words (int32, flat)."""
+"""Index of the checksum, position of the words within it, and the words themselves (int32, flat)."""
 
 
 def checksum(data: torch.Tensor) -> int:
@@ -40,10 +40,7 @@ def checksum(data: torch.Tensor) -> int:
 
 
 def checksums_of(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """Of what lies in this process of every tensor: first of those that are whole words in a row, by device.
-
-    Then of copies of the others.
-    """
+    """Checksums of each local shard: contiguous ones in place, by device, then the others from a copy."""
     by_device: dict[torch.device, list[torch.Tensor]] = {}
     copied = []
     for tensor in map(local_shard, tensors):
@@ -60,15 +57,18 @@ def checksums_of(tensors: Iterable[torch.Tensor]) -> list[int]:
 
 
 def values(sums: Sequence[torch.Tensor]) -> list[int]:
-    """What `Checksums.compute` has queued, one after another, as numbers from 0 to 2^64. Waits for them."""
+    """Wait for what `Checksums.compute` has queued and return it as numbers from 0 to 2^64."""
     return [int(value) % _MODULUS for value in torch.cat(list(sums)).tolist()] if sums else []
 
 
 class Checksums:
-    """Of memory in many places, again and again. Lifetime: of the memory, whose addresses it keeps."""
+    """Checksums of memory in many places, computed as often as one likes.
+
+    Lifetime: the memory's, whose addresses it keeps.
+    """
 
     def __init__(self, parts: Sequence[Part], count: int, device: torch.device) -> None:
-        """`count` checksums, each of the parts with its number: what their words would have in one piece of memory."""
+        """Prepare `count` checksums; each covers the parts with its index, as if their words lay in one place."""
         self._parts = list(parts)
         self._count = count
         self._device = device
@@ -85,7 +85,7 @@ class Checksums:
             self._tiles = tiles.table(positions, lengths, *columns, device=device)
 
     def compute(self) -> torch.Tensor:
-        """What `values` reads (int64, shape [count]), where the memory is: queued, not waited for."""
+        """Queue the computation; returns sums for `values` (int64, shape [count]), on the memory's device."""
         sums = torch.zeros(self._count, dtype=torch.int64, device=self._device)
         weights = _weights(_COLUMNS, _ROWS, _CHUNKS, self._device)
         if self._kernels is not None:
@@ -101,7 +101,7 @@ class Checksums:
 
 
 def _in_a_row(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy's bytes, filled up to whole words with zeros."""
+    """A contiguous copy, padded with zeros to whole words."""
     data = tensor.detach().contiguous().view(-1).view(torch.uint8)
     whole = data.new_zeros(align_up(data.numel(), WORD_BYTES))
     whole[: data.numel()] = data

@@ -1,4 +1,4 @@
-"""Many copies at once, and whether they have left what they should."""
+"""Many copies in a few launches, and a comparison of sources with targets afterwards."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from colo.units import MIB
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _COMPARED_AT_ONCE = 1 << 24
-"""Elements, words of four bytes where that is possible; comparing takes a byte for each."""
+"""Elements compared in one launch (words of four bytes where possible); each takes a byte of workspace."""
 
 _LARGE_BYTES = 16 * MIB
-"""From here on a copy of its own, at the device's own speed, beats a share of a fused one, which reaches two thirds."""
+"""A tensor of this size is copied by itself, at full speed; smaller ones are fused, at two thirds of it."""
 
 
 @torch.no_grad()
@@ -32,7 +32,7 @@ def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -
 
 
 class Comparison:
-    """Whether bits of targets are not what copying sources to them leaves, again and again.
+    """Compares targets with what copying their sources to them would leave, as often as one likes.
 
     Lifetime: of the memory, whose addresses it keeps. NaN equals itself and -0 does not equal 0.
     """
@@ -57,7 +57,7 @@ class Comparison:
 
     @torch.no_grad()
     def flags(self) -> torch.Tensor:
-        """One for each pair (bool), where the targets are: queued, not waited for."""
+        """Queue the comparison; returns one flag for each pair (bool), on the targets' device."""
         if not self._pairs:
             return torch.zeros(0, dtype=torch.bool)
         if self._kernels is None:
@@ -69,12 +69,12 @@ class Comparison:
         return flags.bool()
 
     def _differing(self, numbers: Iterable[int]) -> torch.Tensor:
-        """Flags of some pairs, whose targets may be on several GPUs, on that of the first."""
+        """Flags of some pairs, gathered on the GPU of the first target."""
         return torch.stack([_differ(*self._pairs[number]).to(self._device) for number in numbers])
 
 
 def _words(source: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Both as words, where a copy changes none of them."""
+    """Source and target as words, where a copy between them changes no bit."""
     left, right = tiles.in_words(source), tiles.in_words(target)
     if left is None or right is None or (source.dtype, source.device) != (target.dtype, target.device):
         return None
@@ -96,6 +96,6 @@ def _differ(source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """As integers of the same width; complex numbers as two of half of it: no integer is as wide as the largest."""
+    """The tensor as integers of the same width; a complex number as two, since no integer is as wide."""
     numbers = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     return numbers.view(_BITS[numbers.element_size()])

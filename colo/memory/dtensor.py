@@ -1,4 +1,4 @@
-"""Tensors that are sharded over the processes of a trainer (`DTensor`: FSDP2, tensor parallelism), and their parts.
+"""Tensors sharded over the ranks of a trainer (`DTensor`: FSDP2, tensor parallelism), and their local shards.
 
 State is moved part by part: every process moves what lies in it, and none waits for another.
 """
@@ -13,19 +13,19 @@ import torch
 
 
 def is_dtensor(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is sharded over processes. Does not import torch's distributed tensors, which takes a second."""
+    """True for a `DTensor`. Does not import torch's distributed tensors, which takes a second."""
     module = sys.modules.get("torch.distributed.tensor")  # without which there are none
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def local_shard(tensor: Any) -> torch.Tensor:
-    """What lies in this process: of a `DTensor` the tensor that it keeps, not a copy; any other is its own part."""
+    """The local shard of a `DTensor`, not a copy; any other tensor is returned as it is."""
     part: torch.Tensor = tensor._local_tensor if is_dtensor(tensor) else tensor  # `to_local()` may give a view of it
     return part
 
 
 def local_bytes(tensor: torch.Tensor) -> int:
-    """Bytes that lie in this process; of a sparse tensor those of its values and of where they belong."""
+    """Bytes of the local shard; of a sparse tensor those of its values and indices."""
     part = local_shard(tensor)
     if part.layout is torch.sparse_coo:
         return int(part._values().nbytes + part._indices().nbytes)
@@ -33,7 +33,7 @@ def local_bytes(tensor: torch.Tensor) -> int:
 
 
 def assembly_of(tensor: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
-    """What makes a tensor like `tensor`, sharded alike, of a part like its part. Keeps no memory of it."""
+    """A function that makes a tensor sharded like `tensor` from a local shard. Keeps no memory of `tensor`."""
     if not is_dtensor(tensor):
         return lambda part: part
     whole: Any = tensor

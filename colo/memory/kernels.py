@@ -7,7 +7,7 @@ import triton.language as tl
 from colo.memory.tiles import WORDS
 
 _BLOCK = 4096
-"""Words that a program compares at once."""
+"""Words that one program compares at a time."""
 
 
 @triton.jit
@@ -57,7 +57,7 @@ def _compare(tiles, flags, BLOCK: tl.constexpr):
 
 
 def weigh(tiles: torch.Tensor, weights: tuple[torch.Tensor, ...], sums: torch.Tensor) -> None:
-    """Add to `sums` what `colo.memory.checksum` defines. Queued.
+    """Queue the kernel that adds to `sums` what `colo.memory.checksum` defines.
 
     `tiles` (int64, shape [num_tiles, 4]): address, position, index into `sums`, and number of words; none crosses a
     chunk. `weights` (int64): of columns, rows and chunks; the number of columns is a power of two.
@@ -67,7 +67,7 @@ def weigh(tiles: torch.Tensor, weights: tuple[torch.Tensor, ...], sums: torch.Te
 
 
 def compare(tiles: torch.Tensor, flags: torch.Tensor) -> None:
-    """Set a flag (int32) where two memories differ. Queued.
+    """Queue the kernel that sets a flag (int32) where two memories differ.
 
     `tiles` (int64, shape [num_tiles, 4]): two addresses, index into `flags`, and number of words.
     """

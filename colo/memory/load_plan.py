@@ -34,15 +34,15 @@ class Copy:
     """One copy that the loader makes: a region of a source tensor into a view of engine memory."""
 
     name: str
-    """Source tensor: the trainer's parameter, whatever the loader calls the part of it that it was given."""
+    """Name of the trainer's parameter, also where the loader was given a part of it under another name."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
-    """Of the region within the source, in elements."""
+    """Offset of the region within the source, in elements."""
 
     target: torch.Tensor
-    """The engine's memory that it is copied to."""
+    """View of the engine's memory that the region is copied to."""
 
     def region_of(self, source: torch.Tensor) -> torch.Tensor:
         """The view of `source` that this copy reads."""
@@ -72,7 +72,7 @@ class LoadPlan:
     """Source name to the reason why its copies cannot be replayed: the engine's own loader has to be used."""
 
     unused: frozenset[str] = frozenset()
-    """Sources that belong to parts which the engine runs without, such as the vision tower of one for texts alone."""
+    """Sources of parts that the engine leaves out, such as the vision tower of a text-only engine."""
 
     @classmethod
     def record(
@@ -157,7 +157,7 @@ class LoadPlan:
 
     @cached_property
     def _runs(self) -> tuple[Copy, ...]:
-        """The copies, with those that continue one another on both sides made one: experts of a layer, for one."""
+        """The copies, merged where one continues another in source and target, such as the experts of a layer."""
         runs: list[list[Copy]] = []
         for copy in sorted(self.copies, key=lambda copy: (copy.name, str(copy.target.device), copy.offset)):
             if runs and _continues(runs[-1][-1], copy):
@@ -195,7 +195,7 @@ class LoadPlan:
         return self.named(self.comparison(source).flags())
 
     def comparison(self, source: Mapping[str, torch.Tensor]) -> Comparison:
-        """Of `source` with the engine's memory, as often as one likes while neither moves; `named` reads its flags."""
+        """A comparison of `source` with the engine's memory, valid while neither moves; `named` reads its flags."""
         regions = [copy.region_of(source[copy.name]) for copy in self._runs]
         return Comparison(regions, [copy.target for copy in self._runs])
 
@@ -205,7 +205,7 @@ class LoadPlan:
         return [name for name in self.sources if name in different]
 
     def _alias(self, name: str, copies: list[Copy]) -> torch.Tensor | None:
-        """The memory that `copies`, all those of one source, make the same as the source, if there is one."""
+        """Engine memory that holds the same elements as one source after all `copies` of it, if there is any."""
         (dtype, shape), stride = self.sources[name], self.strides[name]
         first = copies[0]
         if any(copy.target.dtype != dtype for copy in copies):
@@ -221,7 +221,7 @@ class LoadPlan:
 
 
 def _continues(copy: Copy, following: Copy) -> bool:
-    """Whether `following` begins, in source and target alike, where `copy` ends."""
+    """True if `following` begins where `copy` ends, in source and target alike."""
     return (
         copy.name == following.name
         and copy.offset + copy.target.numel() == following.offset
@@ -244,7 +244,7 @@ _Part = tuple[int, Sequence[int], Sequence[int]]
 
 
 class _NeedsValuesError(Exception):
-    """Raised to whoever asks a stand-in for values."""
+    """Raised when code asks a stand-in for values."""
 
 
 class _Recorder(TorchDispatchMode):
@@ -288,7 +288,7 @@ class _Recorder(TorchDispatchMode):
         self.copies.append(copy)
 
     def _explain(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
-        """Note which sources went into a computation; what it yields is not copied either."""
+        """Note which sources went into a computation; its results count as not copied."""
         inputs = [t for t in tensors_in(args) if self._name_of(t) is not None or storage_key(t) in self._computed]
         for tensor in inputs:
             if (name := self._name_of(tensor)) is not None:
@@ -355,7 +355,7 @@ class _Index:
 
 
 def _count_misses(num_elements: int, parts: list[_Part]) -> tuple[int, int]:
-    """Elements, of as many that lie in a row, that `parts` hold never, and more than once."""
+    """Count the elements in a row that no part holds, and those that several hold."""
     if all(_is_contiguous(shape, stride) for _, shape, stride in parts):
         never = twice = reached = 0
         for start, end in sorted((offset, offset + prod(shape)) for offset, shape, _ in parts):
@@ -370,7 +370,7 @@ def _count_misses(num_elements: int, parts: list[_Part]) -> tuple[int, int]:
 
 
 def _shifts(copy: Copy, storage: int, shift: int) -> bool:
-    """Whether `copy` puts its region into `storage` with the same strides, `shift` elements further on."""
+    """True if `copy` puts its region into `storage` with the same strides, `shift` elements further on."""
     target = copy.target
     return (
         _offset(target) - copy.offset == shift
@@ -380,7 +380,7 @@ def _shifts(copy: Copy, storage: int, shift: int) -> bool:
 
 
 def _same_strides(shape: Sequence[int], left: Sequence[int], right: Sequence[int]) -> bool:
-    """Whether two strides place the elements of `shape` alike; those of single elements do not count."""
+    """True if two strides place the elements of `shape` alike; strides of axes of length 1 do not count."""
     return all(size == 1 or a == b for size, a, b in zip(shape, left, right, strict=True))
 
 

@@ -45,7 +45,7 @@ class MappedBuffer:
 
 @contextmanager
 def probing(device: torch.device) -> Iterator[Description | None]:
-    """What a peer needs to find out whether it can map this process's memory on a GPU; nothing on a CPU."""
+    """Share a little memory of a GPU for the time of the block, for a peer to try to map; `None` on a CPU."""
     if device.type != "cuda":
         yield None
         return
@@ -61,7 +61,7 @@ def probing(device: torch.device) -> Iterator[Description | None]:
 
 
 def why_not_mapped(probe: Description | None, device: torch.device) -> str | None:
-    """Why this process cannot map what `probing` has described; `None` where it can, or has nothing to map."""
+    """The reason why this process cannot map what `probing` shares; `None` if it can, or has nothing to map."""
     if probe is None:
         return None
     if probe["kind"] == "none":

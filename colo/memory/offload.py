@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Transfer:
-    """A copy between host and device that has been queued, or, on the CPU, made."""
+    """A copy between host and device: queued or, on a CPU, done already."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class Transfer:
 
     @property
     def done(self) -> bool:
-        """Whether the bytes have arrived."""
+        """True once the bytes have arrived."""
         return self._finished is None or bool(self._finished.query())
 
     def wait(self) -> None:
@@ -50,7 +50,7 @@ class Transfer:
 
     @property
     def seconds(self) -> float:
-        """What the copy itself took. Ordering: after `wait`."""
+        """Seconds that the copy itself took. Ordering: after `wait`."""
         if self._started is None or self._finished is None:
             return self._seconds
         return float(self._started.elapsed_time(self._finished)) / 1e3
@@ -183,7 +183,7 @@ class RegionSegment:
         return sum(extent.size_bytes for extent in self._extents.values())
 
     def add(self, regions: Sequence[Region]) -> None:
-        """Let more regions, resident ones, join. Raises: `PhaseError` unless the segment is resident or empty."""
+        """Add resident regions to the segment. Raises: `PhaseError` unless the segment is resident or empty."""
         if self._regions and self._residency is not Residency.RESIDENT:
             raise PhaseError(f"segment {self.name} is {self._residency}; regions join it while it is resident")
         self._regions.extend(regions)
@@ -223,7 +223,7 @@ class RegionSegment:
         close_all([region.close for region in regions])
 
     def take_out(self, regions: Sequence[Region]) -> None:
-        """Let some of the regions leave the segment as they are, and return their extents."""
+        """Take regions out of the segment as they are, and return their extents to the arena."""
         self.settle()
         for region in regions:
             self._regions.remove(region)
@@ -249,7 +249,7 @@ class RegionSegment:
         self.remove(list(self._regions))
 
     def _arrived(self) -> None:
-        """The bytes are on the device again. May be called more than once."""
+        """Note that the bytes are on the device again. Idempotent."""
 
     def _depart(self) -> Move:
         self.settle()
@@ -327,7 +327,7 @@ class _Departure:
         return True
 
     def cancel(self) -> int:
-        """Stop releasing and return the bytes that never left the device; the copies run out unused."""
+        """Stop releasing regions and return the bytes still on the device; copies under way finish unused."""
         for _, transfer in self._pending:
             transfer.wait()
         kept_bytes = sum(region.size_bytes for region, _ in self._pending)

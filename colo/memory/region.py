@@ -78,11 +78,11 @@ class Region(ABC):
 
     @property
     def is_referred_to(self) -> bool:
-        """Whether somebody has tensors over the bytes beside the region: views, or storages of their own."""
+        """True while tensors outside of the region lie over its bytes, as views or with storages of their own."""
         return num_references(self.bytes) > 1
 
     def close(self) -> None:
-        """Give everything back for good: what tensors still refer to, when the last of them dies. Idempotent."""
+        """Release the memory for good; bytes that tensors refer to go when the last of them dies. Idempotent."""
         if not self.closed:
             with uninterrupted():
                 self.closed = True
@@ -101,7 +101,7 @@ class Region(ABC):
     def _restore(self) -> None: ...
 
     def _leave(self) -> None:
-        """Let go of bytes that others refer to, which keep them."""
+        """Drop the region's own reference; tensors that others hold keep the bytes."""
         self.bytes = self.bytes.new_empty(0)
 
     def _retire(self) -> None:
@@ -109,14 +109,14 @@ class Region(ABC):
 
 
 class ResizedRegion(Region):
-    """A region whose storage is resized: for devices whose allocator returns memory at once, such as the CPU."""
+    """A region that resizes its storage, for devices whose allocator returns memory at once, such as the CPU."""
 
     def __init__(self, name: str, size_bytes: int, device: torch.device) -> None:
         super().__init__(name, torch.empty(size_bytes, dtype=torch.uint8, device=device))
 
     @property
     def is_referred_to(self) -> bool:
-        """As `Region.is_referred_to`; an array of NumPy's over the bytes is not counted, but leaves its mark."""
+        """See `Region.is_referred_to`. NumPy arrays over the bytes are not counted, but leave a mark on the storage."""
         return super().is_referred_to or not self.bytes.untyped_storage().resizable()
 
     def _release(self) -> None:
@@ -127,7 +127,7 @@ class ResizedRegion(Region):
 
 
 class PausableRegion(Region):
-    """A region in torch-memory-saver, for CUDA: the address stays, the pages come and go."""
+    """A region in torch-memory-saver, for CUDA: its address stays while pages are unmapped and mapped."""
 
     def __init__(self, name: str, size_bytes: int, device: torch.device) -> None:
         require_free(name, size_bytes, device)
@@ -271,7 +271,7 @@ def memory_saver() -> Any:
 
 
 def close_all(closers: Sequence[Callable[[], None]]) -> None:
-    """Call every closer, then raise the first error, so that one failure does not keep the others' memory."""
+    """Call every closer, also after one has failed, then raise the first error."""
     errors: list[Exception] = []
     for closer in closers:
         try:

@@ -19,7 +19,7 @@ from colo.memory import cuda_driver
 from colo.units import format_bytes
 
 Description = dict[str, Any]
-"""What a peer needs to open it: strings and numbers only, so that it travels as JSON. It is never given twice."""
+"""Handle for a peer: strings and numbers only, so that it travels as JSON. No two are the same."""
 
 _local: weakref.WeakValueDictionary[int, SharedMemory] = weakref.WeakValueDictionary()
 _keys = itertools.count()
@@ -47,7 +47,7 @@ class SharedMemory:
         _local[self._key] = self
 
     def describe(self, *, to_pid: int) -> Description:
-        """What process `to_pid` passes to `open_shared_memory`; the same process gets the memory itself."""
+        """The argument of `open_shared_memory` in process `to_pid`; the same process gets the memory itself."""
         common = {"size_bytes": self.size_bytes, "pid": os.getpid(), "number": self._key}
         if to_pid == os.getpid():
             return {"kind": "local", **common}

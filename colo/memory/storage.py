@@ -1,4 +1,4 @@
-"""Storages of torch: who refers to one, and tensors with a storage of their own over memory that others share."""
+"""torch's storages: counting references to one, and tensors with a storage of their own over shared memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def storage_key(tensor: torch.Tensor) -> int:
 
 
 def num_references(tensor: torch.Tensor) -> int:
-    """How many tensors there are over the storage of `tensor`, itself included.
+    """Number of tensors over the storage of `tensor`, itself included.
 
     Counted are those made by any code, in Python or C++, and views of them; not further references to one of them.
     """
@@ -27,7 +27,7 @@ def num_references(tensor: torch.Tensor) -> int:
 
 
 def num_others(tensors: Sequence[torch.Tensor]) -> int:
-    """How many refer to the memory of `tensors`, which lie in one storage, beside them: views that somebody holds, say.
+    """Number of other references to the storage that `tensors` lie in, such as views that a caller holds.
 
     Counted are tensors over the storage, and what else than Python objects owns one of `tensors`, an exported capsule
     for one. A tensor that nobody holds but the views among `tensors` that were taken of it does not count.
@@ -41,7 +41,7 @@ def num_others(tensors: Sequence[torch.Tensor]) -> int:
 
 
 def tensor_over(memory: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """A tensor of the shape, strides, dtype and offset of `like` over `memory` (uint8), as whose storage it lay."""
+    """A tensor over `memory` (uint8) with the shape, strides, dtype and storage offset of `like`."""
     flat = memory.view(like.dtype)
     offset = int(flat.storage_offset()) + int(like.storage_offset())
     made = torch.empty(0, dtype=like.dtype, device=memory.device)
@@ -57,7 +57,7 @@ def storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def dense_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """What a tensor of any layout keeps its bytes in: indices and values of a sparse one, itself of any other."""
+    """The dense tensors that hold a tensor's bytes: indices and values of a sparse one, else the tensor itself."""
     if tensor.layout is torch.sparse_coo:
         return tensor._indices(), tensor._values()
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
@@ -85,7 +85,7 @@ def with_own_storage(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _num_owners(tensor: Any) -> int:
-    """Its Python object for one, and what owns it in C++."""
+    """Number of owners: the Python object, and those in C++."""
     return int(tensor._use_count())
 
 
@@ -94,7 +94,7 @@ def _shares_storage(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _is_base_unheld(view: torch.Tensor, num_views: int) -> bool:
-    """Whether what `view` was taken of is held by `num_views` views alone."""
+    """True when nothing but `num_views` views holds the base of `view`."""
     base = view._base
     assert base is not None
     return sys.getrefcount(base) <= _unheld_references() and _num_owners(base) == 1 + num_views
@@ -102,7 +102,7 @@ def _is_base_unheld(view: torch.Tensor, num_views: int) -> bool:
 
 @cache
 def _unheld_references() -> int:
-    """What Python counts as references, within a function, to the base of a view that only the view holds."""
+    """References that Python counts, within a function, to a base that only its view holds."""
     view = torch.zeros(2)[0]
     base = view._base
     return sys.getrefcount(base)

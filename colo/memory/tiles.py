@@ -9,11 +9,11 @@ import torch
 WORD_BYTES = 4
 
 WORDS = 1 << 16
-"""Of a tile at most: 256 KiB, small enough for every part of a GPU to have something to do."""
+"""Words of a tile at most: 256 KiB, small enough to keep every multiprocessor busy."""
 
 
 def in_words(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The memory of a tensor as words of four bytes (int32, flat), or `None` where it is not whole words in a row."""
+    """A tensor's memory as words of four bytes (int32, flat); `None` where it is not contiguous, aligned words."""
     num_bytes, start_bytes = (n * tensor.element_size() for n in (tensor.numel(), tensor.storage_offset()))
     if not tensor.is_contiguous() or any(n % WORD_BYTES for n in (num_bytes, start_bytes, tensor.data_ptr())):
         return None
@@ -21,7 +21,7 @@ def in_words(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def cut(starts: Sequence[int], lengths: Sequence[int], width: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Ranges cut at the multiples of `width`: of each tile its range, the offset within it, and the length (int64)."""
+    """Cut ranges at the multiples of `width`; returns each tile's range, offset within it, and length (int64)."""
     start = torch.tensor(starts, dtype=torch.int64)
     stop = start + torch.tensor(lengths, dtype=torch.int64)
     first = start // width
@@ -35,7 +35,7 @@ def cut(starts: Sequence[int], lengths: Sequence[int], width: int) -> tuple[torc
 def table(
     starts: Sequence[int], lengths: Sequence[int], *columns: tuple[Sequence[int], int], device: torch.device
 ) -> torch.Tensor:
-    """Ranges as tiles, cut at the multiples of `WORDS`: of each the `columns`, and its length (int64).
+    """Cut ranges into tiles at the multiples of `WORDS`; a row holds a tile's `columns` and its length (int64).
 
     A column has a value for each range, and a step by which it grows from word to word.
     """

@@ -1,4 +1,4 @@
-"""The Triton kernels of `colo.memory.kernels`, where Triton works."""
+"""Loads the Triton kernels of `colo.memory.kernels` where Triton works."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 @cache
 def kernels(device: torch.device) -> ModuleType | None:
-    """The kernels of `colo.memory.kernels`, compiled; `None` on a CPU and, with a warning, where Triton cannot."""
+    """The compiled kernels of `colo.memory.kernels`; `None` on a CPU and, with a warning, where Triton fails."""
     if device.type != "cuda":
         return None
     try:

@@ -1,4 +1,4 @@
-"""A few lines that an interrupt must not split: what was done and the note that it was done."""
+"""Blocks that Ctrl-C must not split, such as an action and the record of it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from types import FrameType
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Let Ctrl-C wait until the block has ended. Only the main thread is ever interrupted; in others nothing is done.
+    """Delay Ctrl-C until the block has ended. Does nothing outside the main thread, which alone is interrupted.
 
     For short blocks: whoever has pressed it waits for them.
     """

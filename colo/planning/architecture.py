@@ -1,4 +1,4 @@
-"""What transformers builds of a model config: the modules on the meta device, and their parameters in groups.
+"""Models as transformers builds them from a config, on the meta device, and their parameters in groups.
 
 Works for every architecture: parameters are told apart by their modules' classes and by words in their names.
 """
@@ -131,14 +131,14 @@ def num_norms(layer: Any, hidden_size: int) -> int:
 
 
 def norms_queries(name: str) -> bool:
-    """Whether a parameter belongs to a norm within an attention module."""
+    """True for a parameter of a norm within an attention module."""
     *path, _ = name.split(".")
     inside = [index for index, part in enumerate(path) if "attn" in part and "norm" not in part]
     return bool(inside) and "norm" in path[-1]
 
 
 def _role(name: str) -> str:
-    """What a parameter or a submodule of a layer is part of, by its name."""
+    """The kind of module that a parameter or submodule of a layer belongs to, by its name."""
     words = name.lower()
     if "norm" in words or {"ln_1", "ln_2", "ln_f"} & set(words.split(".")):
         return "norms"

@@ -1,4 +1,4 @@
-"""What a run will hold, in bytes, before anything is started: by segment, by phase, and what would make it fit.
+"""Estimates the bytes of a run before it starts: by segment, by phase, and what would make it fit.
 
 Engine and trainer share one copy of the weights. For a rollout, trainer state that does not fit beside weights and KV
 cache is parked on the host; for training the KV cache goes. Weights, KV cache, gradients and optimizer state are exact;
@@ -34,7 +34,7 @@ NORM_BYTES = 8  # an RMS norm keeps, of each element, its input and the normalis
 
 
 class Mode(StrEnum):
-    """What is trained: every weight, or fp32 adapters on a base in 16 bits (lora) or in NF4 (qlora)."""
+    """The trained weights: every weight, or fp32 adapters on a base in 16 bits (lora) or in NF4 (qlora)."""
 
     FULL = "full"
     LORA = "lora"
@@ -42,7 +42,7 @@ class Mode(StrEnum):
 
 
 class Optimizer(StrEnum):
-    """What the optimizer keeps, in fp32: two moments, one, or (adafactor) a row and a column for each matrix."""
+    """Optimizer state in fp32: two moments, one, or (adafactor) a row and a column for each matrix."""
 
     ADAMW = "adamw"
     SGD_MOMENTUM = "sgd-momentum"
@@ -51,7 +51,7 @@ class Optimizer(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workload:
-    """What is to run on each GPU."""
+    """The work of each GPU."""
 
     gpu_memory_bytes: int
     context: int  # tokens of the longest sequence, prompt and completion together
@@ -113,7 +113,7 @@ class Estimate:
 
     @property
     def fits(self) -> bool:
-        """Whether no phase holds more than the GPU has."""
+        """True if no phase holds more than the GPU has."""
         return self.peak_bytes <= self.workload.gpu_memory_bytes
 
     @property
@@ -128,7 +128,7 @@ class Estimate:
 
     @property
     def logits_bytes(self) -> int:
-        """What the logits of one training micro-batch would take if they were held whole, which colo never does."""
+        """Bytes of the whole logits of one training micro-batch, which colo never holds at once."""
         return self.workload.micro_batch * self.workload.context * self.shape.vocab_size * self.workload.dtype_bytes
 
     def to_json(self) -> dict[str, object]:
@@ -145,7 +145,7 @@ class Estimate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FitRow:
-    """How many sequences of one length fit."""
+    """The number of sequences of one length that fit."""
 
     context: int
     generations: int  # with trainer state parked; 0 when training at this length does not fit at all
@@ -175,7 +175,7 @@ def plan(
     generations: int = 8,
     **options: Any,
 ) -> Estimate:
-    """What a run would take, before anything is allocated: `estimate` for a hub id or a folder with a `config.json`.
+    """Estimate a run before anything is allocated: `estimate` for a hub id or a folder with a `config.json`.
 
     `gpu_memory` is a size such as `80GiB`, or a number of bytes, 1 MiB at least; `options` are the other fields of
     `Workload`, such as `optimizer` or `tp`.
@@ -204,7 +204,7 @@ def max_generations(shape: ModelShape, *, resident: bool = False, **workload: An
 
 
 def what_fits(shape: ModelShape, contexts: Iterable[int], **workload: Any) -> list[FitRow]:
-    """For each context, how many generations fit. `workload` is as for `estimate`, without those two."""
+    """Count the generations that fit, for each context. `workload` is as for `estimate`, without those two."""
     asked = [{**workload, "context": context, "generations": 1} for context in contexts]
     return [
         FitRow(
@@ -283,7 +283,7 @@ def _evaluate(shape: ModelShape, w: Workload) -> Estimate:
 
 
 def _leaving(rollout: Mapping[str, int], limit_bytes: int) -> tuple[str, ...]:
-    """What leaves for a rollout: gradients, which are dropped, then the fewest bytes that make it fit, or else all."""
+    """Choose what leaves for a rollout: gradients, which are dropped, then the fewest bytes that help, or all."""
     gradients, optimizer, master = MOVABLE
     moves = sorted([(optimizer,), (master,), (optimizer, master)], key=lambda away: sum(rollout[name] for name in away))
     for choice in ((), (gradients,), *((gradients, *move) for move in moves)):
@@ -342,7 +342,7 @@ def _activation_bytes(shape: ModelShape, w: Workload) -> int:
 
 
 def _layer_bytes(shape: ModelShape, w: Workload) -> int:
-    """What autograd keeps of one transformers layer for one token, with flash attention, which needs no mask.
+    """Bytes that autograd keeps of one transformers layer for one token, with flash attention, which needs no mask.
 
     Norms; queries, keys, values, attention output and log-sum-exp; gate, activation, up and their product; the inputs
     of the linear layers, which LoRA keeps as an fp32 copy for each adapter. Counted tensor by tensor in the tests. Of a

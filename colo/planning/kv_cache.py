@@ -17,7 +17,7 @@ _FUSED = ("qkv_proj", "c_attn", "query_key_value", "Wqkv")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerCache:
-    """What one layer keeps of a sequence: keys and values, a latent vector in their place, or a recurrent state."""
+    """The cache of one layer: keys and values, a latent vector in their place, or a recurrent state."""
 
     num_heads: int = 0  # key/value heads
     key_size: int = 0  # elements of a key, for each head and token

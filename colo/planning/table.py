@@ -34,7 +34,7 @@ _SEGMENTS = {
 def plan_tables(
     estimate: Estimate, *, model: str | None = None, contexts: Sequence[int] | None = None
 ) -> list[RenderableType]:
-    """What to print for an estimate, from top to bottom: what was asked, bytes by segment and phase, the verdict with
+    """Renderables for an estimate, from top to bottom: what was asked, bytes by segment and phase, the verdict with
     what would change it, and how many generations fit at each of `contexts`.
 
     `contexts` defaults to powers of two up to the longest the model was made for, and the one that was asked for.

@@ -23,7 +23,7 @@ class Series(NamedTuple):
 
     @property
     def title(self) -> str:
-        """What shows when the pointer rests on it."""
+        """Text that shows when the pointer rests on it."""
         return f"{self.label}: {self.detail}"
 
 
@@ -48,7 +48,7 @@ def ticks(low: float, high: float, count: int = 5) -> list[float]:
 
 
 Unit = tuple[float, float, str]
-"""From which size on a unit is used, what one of it is, and its name."""
+"""Smallest size shown in a unit, the size of the unit, and its name."""
 
 TIME_UNITS: Sequence[Unit] = ((10800, 3600, "h"), (600, 60, "min"), (1, 1, "s"), (1e-3, 1e-3, "ms"), (0, 1e-6, "us"))
 BYTE_UNITS: Sequence[Unit] = ((GIB, GIB, "GiB"), (MIB, MIB, "MiB"), (KIB, KIB, "KiB"), (0, 1, "B"))
@@ -68,7 +68,7 @@ def unit_ticks(low: float, high: float, units: Sequence[Unit], count: int = 5) -
 
 
 def extremes(values: Sequence[float], num_bins: int = 400) -> list[int]:
-    """Which values of a series to draw: the finite ones; of many the first, the last, and each bin's least and most."""
+    """Indices of the values to draw: the finite ones; of many the first, the last, and each bin's extremes."""
     finite = [i for i, value in enumerate(values) if math.isfinite(value)]
     size = max(1, len(finite) // num_bins)
     keep = {*finite[:1], *finite[-1:]}

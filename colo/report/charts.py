@@ -70,7 +70,7 @@ class Heading:
     title: str
     caption: str
     label: str
-    """What a screen reader says."""
+    """Text for screen readers."""
 
     legend: Sequence[Legend] = ()
     """Colours of phases and parts, above the picture."""
@@ -116,12 +116,12 @@ class CurveChart:
     y: Axis
     series: Series
     places: Sequence[int]
-    """Which values are drawn: the finite ones; of many the first, the last, and the least and most of each bin."""
+    """Indices of the values that are drawn (see `extremes`)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowChart:
-    """What kept each resource busy: rows of bars over time."""
+    """Rows of bars over time: what kept each resource busy."""
 
     heading: Heading
     x: Axis
@@ -209,7 +209,7 @@ def reward_chart(trace: Trace) -> CurveChart | None:
 
 
 def busy_chart(trace: Trace) -> RowChart | None:
-    """What kept each resource busy during one training step, the one of median length, or during the whole run."""
+    """Work of each resource during the training step of median length, or during the whole run."""
     steps = sorted(enumerate(cycles(trace), start=1), key=lambda item: item[1].duration_s)
     number, step = steps[(len(steps) - 1) // 2] if steps else (0, None)
     start_s, end_s = (step.start_s, step.end_s) if step else time_range(trace)
@@ -233,7 +233,7 @@ def busy_chart(trace: Trace) -> RowChart | None:
 
 
 def time_range(trace: Trace) -> tuple[float, float]:
-    """From the first to the last moment of which anything was recorded, in seconds; (0, 0) for an empty trace."""
+    """The first and the last recorded moment, in seconds; (0, 0) for an empty trace."""
     moments = [s.time_s for s in trace.samples] + [t for s in trace.spans for t in (s.start_s, s.end_s)]
     return min(moments, default=0.0), max(moments, default=0.0)
 
@@ -247,7 +247,7 @@ def segment_colours(names: Iterable[str]) -> dict[str, str]:
 def decimate(samples: Sequence[MemorySample], num_bins: int = _NUM_BINS) -> list[MemorySample]:
     """At most a handful of samples for each of `num_bins` equal stretches of time, in order, with every peak.
 
-    Of each stretch stay the first and the last sample, those where all segments together held most and least, where
+    Each stretch keeps its first and last sample, those where all segments together held most and least, where
     the driver saw most, and where each segment held most.
     """
     ordered = sorted(samples, key=lambda s: s.time_s)
@@ -299,7 +299,7 @@ def _part_legend(parts: Collection[str]) -> list[Legend]:
 
 
 def _bars(steps: Sequence[Cycle]) -> list[tuple[int, int, int]]:
-    """What each bar stands for: steps `first` to `last`, the last not included, shown by the slowest of them."""
+    """Steps of each bar: `first` to `last`, the last not included, shown by the slowest of them."""
     size = -(-len(steps) // _MAX_BARS)
     groups = [(first, min(first + size, len(steps))) for first in range(0, len(steps), size or 1)]
     return [(first, last, max(range(first, last), key=lambda i: steps[i].duration_s)) for first, last in groups]

@@ -1,4 +1,4 @@
-"""What `rt.report()` returns and `rt.plot()` writes: the tables, the picture, and the runtime's reasons."""
+"""The report of a run, which `rt.report()` returns and `rt.plot()` writes: tables, pictures and facts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Report:
     """A run so far: printable, showable in a notebook, and plain data through `to_json`."""
 
     facts: Mapping[str, str]
-    """What the runtime is and chose, name to sentence."""
+    """Facts about the runtime and its choices: name to sentence."""
 
     trace: Trace
 

@@ -25,7 +25,7 @@ from colo.phases.trace import MemorySample, Span, Trace
 from colo.units import format_bytes, format_seconds
 
 PARTS = ("rollout", "sync", "train", "switch", "idle")
-"""What the seconds of one training step are divided into; `switch` is transitions outside of every phase."""
+"""Parts of a training step's seconds; `switch` is transitions outside of every phase."""
 
 EMPTY = "Nothing was recorded: this trace has no spans, no memory samples and no metrics."
 
@@ -47,7 +47,7 @@ class PhaseFigures:
     total_s: float
     mean_s: float
     share: float
-    """Of all recorded seconds, 0 to 1."""
+    """Share of all recorded seconds, 0 to 1."""
 
     peak_bytes: int
     """The most device bytes that all segments held together during the phase."""
@@ -177,7 +177,7 @@ def segment_peaks(trace: Trace) -> dict[str, int]:
 
 
 def peak_samples(trace: Trace) -> dict[Phase, MemorySample]:
-    """For each phase that was sampled, the first sample at which all segments together held most."""
+    """The first sample of each phase at which all segments together held most."""
     by_phase = {Phase(name): [s for s in trace.samples if s.phase == name] for name in PARTS if name != "switch"}
     return {phase: max(samples, key=lambda s: s.total_bytes) for phase, samples in by_phase.items() if samples}
 

@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 from colo.units import align_up
 
 _ROWS_AT_MOST = 4096
-"""Rows of a tile from which on a matrix product no longer gains from more of them."""
+"""More rows than this do not make a tile's matrix products faster."""
 
 _ALIGNMENT = 128
 """Derived tile sides are multiples of this, so that tensor cores are used without padding."""
@@ -70,7 +70,7 @@ def _accumulate(sums: Tensor, left: Tensor, right: Tensor, *, first: bool = Fals
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Head:
-    """What the head does to hidden states, how its logits are cut, and what is wanted of them."""
+    """Settings of a pass: the head's size and temperature, the tile sides, and which results are wanted."""
 
     vocab_size: int
     inverse_temperature: float
@@ -118,18 +118,18 @@ class _Tiles:
         return torch.add(shift_R[:, None], logits_RC, alpha=self.head.inverse_temperature, out=out_RC)
 
     def narrow(self, wide_RC: Tensor) -> Tensor:
-        """The place for a tile in the inputs' dtype: that of the logits, or the tile itself where dtypes are equal."""
+        """Buffer for a tile in the inputs' dtype: the logits' own, or the tile itself where dtypes are equal."""
         return wide_RC if self._wide is self._narrow else self._narrow[: wide_RC.numel()].view(wide_RC.shape)
 
     def locate(self, rows: slice, columns: slice) -> tuple[Tensor, Tensor]:
-        """For each row the column (R, 1) of its token, and whether that is in this tile; an end column if not."""
+        """The column (R, 1) of each row's token, and whether it is in this tile; an end column if not."""
         index_R1 = self.ids_K[rows, None] - columns.start
         column_R1 = index_R1.clamp(0, columns.stop - columns.start - 1)
         return column_R1, column_R1 == index_R1
 
 
 class _Running:
-    """What is known of rows whose logits arrive a tile at a time.
+    """Running statistics of rows whose logits arrive a tile at a time.
 
     With `e = exp((logit - top) / temperature)`, over all tokens but the target: `total` is the sum of e, `spread` the
     sum of -e log e, and `pull` (R, D) the sum of e times the weight row. The target joins at the end: the little that
@@ -148,7 +148,7 @@ class _Running:
         self._pull_RD = self._shift_R.new_zeros((num_rows, width))
 
     def add(self, hidden_RD: Tensor, rows: slice, columns: slice) -> None:
-        """Compute one tile and take it in."""
+        """Compute one tile and add it to the statistics."""
         tiles, head = self._tiles, self._tiles.head
         logits_RC = tiles.logits(hidden_RD, columns)
         column_R1, inside_R1 = tiles.locate(rows, columns)
@@ -248,7 +248,7 @@ def _residual(
 
 
 class TokenLogprobs(torch.autograd.Function):
-    """Forward leaves the hidden gradient but for its scale; backward computes the tiles again for the head's."""
+    """Autograd function: forward keeps the hidden gradient but for its scale, backward computes the tiles again."""
 
     @staticmethod
     def forward(
@@ -269,7 +269,7 @@ class TokenLogprobs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_N: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of hidden, weight and bias, `None` for those that nobody asked for."""
+        """Gradients of hidden, weight and bias, `None` where not needed."""
         hidden_ND, weight_VD, bias_V, rows_K, ids_K, results_3K, slope_KD = ctx.saved_tensors
         scale_K = grad_N.index_select(0, rows_K) * -ctx.head.inverse_temperature
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]

@@ -152,7 +152,7 @@ def model_logprobs(
 
 
 def _as_autocast_would(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The inputs in the dtype in which autocast would run a linear layer; as they are where it is off."""
+    """The inputs in the dtype in which autocast runs a linear layer; unchanged where it is off."""
     device = hidden.device.type
     if not torch.is_autocast_enabled(device) or hidden.dtype == torch.float64:
         return hidden, weight, bias
@@ -192,7 +192,7 @@ def _given(name: str, value: int | None, default: int) -> int:
 
 
 def _targets(input_ids_BT: Tensor, attention_mask_BT: Tensor, completion_mask_BT: Tensor | None) -> Tensor:
-    """The id that each position has to predict, -1 where none counts: shifted ids, so hidden states need no copy."""
+    """The id that each position predicts, -1 where none counts: shifting ids saves a copy of the hidden states."""
     counts_BT = attention_mask_BT.bool()
     for name, mask_BT in (("attention_mask", attention_mask_BT), ("completion_mask", completion_mask_BT)):
         if mask_BT is not None and mask_BT.shape != input_ids_BT.shape:

@@ -30,7 +30,7 @@ Reward = Callable[[Completion, Any], float]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Problem:
-    """What is asked, and what the reward compares with."""
+    """A prompt, and the answer that the reward compares with."""
 
     prompt: str | tuple[int, ...]
     answer: Any
@@ -140,7 +140,7 @@ def _num_tokens(completions: Sequence[Completion]) -> int:
 
 
 def _weight(completions: Sequence[Completion], aggregation: Aggregation) -> int:
-    """What the loss of these completions counts for beside that of others: what it is divided by."""
+    """Divisor of the loss of these completions, for adding it to that of other micro-batches."""
     if aggregation is Aggregation.TOKEN:
         return _num_tokens(completions)
     return sum(1 for c in completions if c.token_ids or aggregation is Aggregation.CONSTANT)

@@ -15,17 +15,17 @@ from torch import Tensor
 
 
 class AdvantageScale(StrEnum):
-    """What the centred rewards of a group are divided by."""
+    """Divisor of the centred rewards of a group."""
 
     GROUP = "group"
     """The standard deviation of the group's rewards (GRPO, arXiv:2402.03300)."""
 
     NONE = "none"
-    """Nothing, so that questions with nearly equal rewards weigh no more than others (Dr. GRPO, arXiv:2503.20783)."""
+    """No division: questions with nearly equal rewards weigh no more than others (Dr. GRPO, arXiv:2503.20783)."""
 
 
 class Aggregation(StrEnum):
-    """How the losses of all tokens become one number. l is the loss of a token, B the number of completions."""
+    """Reduction of the losses of all tokens to one number. l is the loss of a token, B the number of completions."""
 
     TOKEN = "token"
     """Sum of l over all tokens / number of tokens: every token weighs the same (DAPO, arXiv:2503.14476)."""
@@ -38,21 +38,21 @@ class Aggregation(StrEnum):
 
 
 class ImportanceLevel(StrEnum):
-    """What the weight that corrects for the engine's own probabilities belongs to."""
+    """Level of the weight that corrects for the engine's own probabilities."""
 
     NONE = "none"
     """No correction; the mismatch is still measured where the engine's log-probabilities are given."""
 
     TOKEN = "token"
-    """Each token its own ratio."""
+    """Each token is weighed by its own ratio."""
 
     SEQUENCE = "sequence"
-    """Every token of a completion the product of the completion's ratios."""
+    """Every token of a completion is weighed by the product of its ratios."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GRPOLossConfig:
-    """What `grpo_loss` computes. The defaults are GRPO with DAPO's aggregation and without a KL term."""
+    """Settings of `grpo_loss`. The defaults are GRPO with DAPO's aggregation and without a KL term."""
 
     epsilon_low: float = 0.2
     """The ratio is clipped from below at `1 - epsilon_low`; in [0, 1)."""
@@ -64,13 +64,13 @@ class GRPOLossConfig:
     """Weight of the KL divergence from the reference, added to the loss of every token; beta in arXiv:2402.03300."""
 
     importance_level: ImportanceLevel = ImportanceLevel.TOKEN
-    """Correction for what the engine samples from not being quite what the trainer computes."""
+    """Correction for the difference between the engine's probabilities and the trainer's."""
 
     importance_clip_max: float = 2.0
     """Importance weights are truncated here; C in truncated importance sampling."""
 
     aggregation: Aggregation = Aggregation.TOKEN
-    """How token losses become one number."""
+    """Reduction of token losses to one number."""
 
     max_length: int | None = None
     """The constant of `Aggregation.CONSTANT`: the most tokens that a completion may have."""
@@ -97,7 +97,7 @@ class GRPOLossConfig:
 
 @dataclass(frozen=True, slots=True)
 class GRPOLossOutput:
-    """A loss to call `backward()` on, and what was seen on the way."""
+    """A loss to call `backward()` on, and metrics of its computation."""
 
     loss: Tensor
     """0-dimensional, differentiable in `logprobs_BT`."""
@@ -109,7 +109,7 @@ class GRPOLossOutput:
 def group_advantages(
     rewards_B: Tensor, group_size: int, *, scale: AdvantageScale | str = AdvantageScale.GROUP, epsilon: float = 1e-4
 ) -> Tensor:
-    """How much better each completion was than the others of its group.
+    """Advantage of each completion over the others of its group.
 
     `A_i = (r_i - mean(r)) / (std(r) + epsilon)` over the group (arXiv:2402.03300, section 4.1.2), std with Bessel's
     correction; `scale="none"` leaves out the division (arXiv:2503.20783). `rewards_B` (B,) holds `group_size`
@@ -206,7 +206,7 @@ def _check_shapes(
 
 
 def _masked_difference(left_BT: Tensor, right_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """`left - right` where the mask is set, and 0, whatever they hold, where it is not."""
+    """`left - right` where the mask is set, else 0, also for NaN and infinity."""
     return (left_BT - right_BT).masked_fill(~mask_BT, 0.0)
 
 
@@ -230,7 +230,7 @@ def _policy_loss(
 
 
 def _importance_weight(difference_BT: Tensor, config: GRPOLossConfig) -> Tensor:
-    """(B, T), or (B, 1) at sequence level."""
+    """Weight of each token (B, T), or of each completion (B, 1)."""
     if config.importance_level is ImportanceLevel.NONE:
         return torch.ones_like(difference_BT)
     if config.importance_level is ImportanceLevel.SEQUENCE:
