@@ -67,6 +67,7 @@ class TrainerSession:
         """Whether there was a step since `begin_training`."""
 
         self._gradients_before = 0
+        self._events = events
         self._meter = PeakMeter(mover.device)
         self._offloader = StateOffloader(
             optimizer,
@@ -83,7 +84,7 @@ class TrainerSession:
                 modules=sharded_modules,
                 admit=events.on_gradient,
                 on_pass=events.on_backward,
-                on_progress=events.on_progress,
+                on_progress=self._on_progress,
             )
         except BaseException:
             self._offloader.close()
@@ -133,6 +134,10 @@ class TrainerSession:
             return None
         # Gradients are a segment of their own, also where the loop has dropped them by now.
         return peak_bytes - (self._offloader.gradients.size_bytes - self._gradients_before)
+
+    def _on_progress(self) -> None:
+        self._meter.sample()
+        self._events.on_progress()
 
     def note_step(self) -> None:
         """Count backward passes anew: a step has used the gradients."""

@@ -1,6 +1,6 @@
 """A worker extension that says of the trainer's memory what one without CUDA IPC does."""
 
-from colo.engines.vllm.worker.agent import agent
+from colo.engines.vllm.worker import agent
 
 agent.why_not_mapped = lambda probe, device: "it maps nothing of another process's GPU memory"
 

@@ -4,7 +4,7 @@
 2. A defined state after an exception: phases/test_scheduler.py, any sequence of requests and faults.
 3. Baseline after a cycle: runtime/test_runtime.py, a hundred cycles; gpu/test_runtime.py.
 4. Nothing of another library is changed: here.
-5. Peaks as promised: phases/test_transition.py, runtime/test_runtime.py, a phase never holds more than its plan promised.
+5. Peaks as promised: phases/test_transition.py, a phase never holds more than its plan promised.
 6. Refusals say what, how many bytes, and what to change: here, for every `BudgetError` that a user can meet.
 """
 

@@ -20,7 +20,7 @@ import torch
 from colo import errors
 from colo.engines.vllm import compat, plugin
 from colo.engines.vllm.options import BITSANDBYTES
-from colo.engines.vllm.worker.agent import adapters
+from colo.engines.vllm.worker import adapters
 from colo.engines.vllm.worker.lifeline import end_with
 from colo.engines.vllm.worker.loader import OwnMemory, Placement, placement_of
 from colo.engines.vllm.worker.packed import packed_weights

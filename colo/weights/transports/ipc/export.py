@@ -15,7 +15,7 @@ import torch
 from colo.memory import cuda_driver
 from colo.memory.region import carve, carved_bytes
 from colo.memory.shared_memory import Description
-from colo.memory.shared_memory import SharedMemory as Slab
+from colo.memory.shared_memory import SharedMemory
 from colo.memory.shared_memory import open_shared_memory as open_slab
 
 Place = list[Any]
@@ -58,7 +58,7 @@ class Exported:
         """What the peer opens with `open_slab`, each once."""
 
         self.places: list[Place] = []
-        self._slab: Slab | None = None
+        self._slab: SharedMemory | None = None
         self._kept: list[torch.Tensor] = []
         if all(tensor.device.type == "cuda" for tensor in tensors.values()):
             self._export(tensors)
@@ -88,7 +88,7 @@ class Exported:
     @torch.no_grad()
     def _move(self, tensors: Mapping[str, torch.Tensor]) -> None:
         specs = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors.values()]
-        self._slab = Slab(max(carved_bytes(specs), 1), torch.device("cpu"))
+        self._slab = SharedMemory(max(carved_bytes(specs), 1), torch.device("cpu"))
         base = self._slab.bytes.data_ptr()
         for (name, tensor), view in zip(tensors.items(), carve(self._slab.bytes, specs), strict=True):
             view.copy_(tensor)

@@ -14,7 +14,7 @@ import torch
 
 from colo.errors import TransferError
 from colo.memory.shared_memory import Description
-from colo.memory.shared_memory import SharedMemory as Slab
+from colo.memory.shared_memory import SharedMemory
 from colo.memory.shared_memory import open_shared_memory as open_slab
 
 _CPU = torch.device("cpu")
@@ -39,7 +39,7 @@ class SenderHandoff:
     """
 
     def __init__(self, readers: int) -> None:
-        self._slab = Slab((_FIRST_READER + readers) * _WORD_BYTES, _CPU)
+        self._slab = SharedMemory((_FIRST_READER + readers) * _WORD_BYTES, _CPU)
         self._words = self._slab.bytes.view(torch.int64).numpy()
         self.readers = readers
 

@@ -21,7 +21,7 @@ from colo.memory import cuda_driver
 from colo.memory.checksum import Checksums, values
 from colo.memory.dtensor import is_dtensor
 from colo.memory.fence import wait_for_queued
-from colo.memory.shared_memory import SharedMemory as Slab
+from colo.memory.shared_memory import SharedMemory
 from colo.memory.tiles import WORD_BYTES, in_words
 from colo.units import MIB, align_up
 from colo.weights.manifest import Manifest, TensorSpec
@@ -242,7 +242,7 @@ class _Staging:
         self._device = peer.device
         self._in_host_memory = peer.ipc_refusal is not None
         place = torch.device("cpu") if self._in_host_memory else peer.device
-        self._slabs = [Slab(align_up(max(size_bytes, 1), WORD_BYTES), place) for _ in range(2)]
+        self._slabs = [SharedMemory(align_up(max(size_bytes, 1), WORD_BYTES), place) for _ in range(2)]
         self._filled = [slab.bytes for slab in self._slabs]
         """Where buckets are put together and summed: the slabs or, where those are the host's, memory of the device."""
 

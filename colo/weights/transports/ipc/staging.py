@@ -14,7 +14,7 @@ import torch
 from colo.memory.fence import wait_for_queued
 from colo.memory.region import carve, carved_bytes
 from colo.memory.shared_memory import Description
-from colo.memory.shared_memory import SharedMemory as Slab
+from colo.memory.shared_memory import SharedMemory
 from colo.units import MIB
 
 GROUP_BYTES = 256 * MIB
@@ -48,7 +48,7 @@ class Staging:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._slab: Slab | None = None
+        self._slab: SharedMemory | None = None
         self._layout: list[tuple[str, torch.Size, torch.dtype]] = []
         self._views: list[torch.Tensor] = []
         self._described: list[list[Any]] = []
@@ -95,12 +95,12 @@ class Staging:
             self._slab.close()
             self._slab = None
 
-    def _lay_out(self, layout: list[tuple[str, torch.Size, torch.dtype]]) -> Slab:
+    def _lay_out(self, layout: list[tuple[str, torch.Size, torch.dtype]]) -> SharedMemory:
         specs = [(tuple(shape), dtype) for _, shape, dtype in layout]
         needed_bytes, slab = carved_bytes(specs), self._slab
         if slab is None or slab.size_bytes < needed_bytes:
             self.close()
-            slab = Slab(max(needed_bytes, MIB), self._device)
+            slab = SharedMemory(max(needed_bytes, MIB), self._device)
         base = slab.bytes.data_ptr()
         self._views = carve(slab.bytes, specs)
         self._described = [

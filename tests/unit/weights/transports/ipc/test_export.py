@@ -5,9 +5,9 @@ import weakref
 
 import pytest
 import torch
+from colo.memory.slab import Slab
 
 from colo.errors import TransferError
-from colo.memory.slab import Slab
 from colo.weights.transports.ipc.export import Exported, dtype_name, opened
 
 CPU = torch.device("cpu")
