@@ -235,7 +235,7 @@ def test_an_output_layer_of_the_models_own_is_refused_where_the_engines_has_beco
 
 @families({"llama": DENSE["llama"]})
 def test_closing_lets_go_of_the_model_and_its_memory(family, prompts):
-    from colo.engines.vllm.worker.agent import loader
+    from colo.engines.vllm.worker import loader
 
     _, engine = family
     sample(engine, prompts)

@@ -14,8 +14,7 @@ import torch
 
 from colo.memory import cuda_driver
 from colo.memory.region import carve, carved_bytes
-from colo.memory.shared_memory import Description
-from colo.memory.shared_memory import SharedMemory
+from colo.memory.shared_memory import Description, SharedMemory
 from colo.memory.shared_memory import open_shared_memory as open_slab
 
 Place = list[Any]

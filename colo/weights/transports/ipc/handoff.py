@@ -13,8 +13,7 @@ from pathlib import Path
 import torch
 
 from colo.errors import TransferError
-from colo.memory.shared_memory import Description
-from colo.memory.shared_memory import SharedMemory
+from colo.memory.shared_memory import Description, SharedMemory
 from colo.memory.shared_memory import open_shared_memory as open_slab
 
 _CPU = torch.device("cpu")

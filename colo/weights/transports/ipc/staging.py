@@ -13,8 +13,7 @@ import torch
 
 from colo.memory.fence import wait_for_queued
 from colo.memory.region import carve, carved_bytes
-from colo.memory.shared_memory import Description
-from colo.memory.shared_memory import SharedMemory
+from colo.memory.shared_memory import Description, SharedMemory
 from colo.units import MIB
 
 GROUP_BYTES = 256 * MIB
