@@ -27,11 +27,9 @@ class Gathered(Mapping[str, torch.Tensor]):
     for the group's deadline.
     """
 
-    def __init__(
-        self, tensors: Mapping[str, torch.Tensor], ranks: RankGroup, order: Iterable[str] | None = None
-    ) -> None:
+    def __init__(self, tensors: Mapping[str, torch.Tensor], order: Iterable[str] | None = None) -> None:
         self._tensors = tensors
-        self._ranks = ranks
+        self._ranks = RankGroup(tensors.values())
         self._left = deque(name for name in (tensors if order is None else order) if is_dtensor(tensors[name]))
         self._held: tuple[str, torch.Tensor] | None = None
         self._is_out_of_step = False

@@ -135,7 +135,7 @@ class ModuleSource:
 
     def gathered(self, tensors: Mapping[str, torch.Tensor]) -> AbstractContextManager[Mapping[str, torch.Tensor]]:
         """`tensors`, each whole when it is its turn; every rank takes them in order. See `Gathered`."""
-        return Gathered(tensors, self.ranks) if self.is_sharded else nullcontext(tensors)
+        return Gathered(tensors) if self.is_sharded else nullcontext(tensors)
 
 
 def all_modules(model: nn.Module) -> list[nn.Module]:

@@ -105,7 +105,7 @@ class LocalTransport(CopyingTransport):
         """What `do` returns for the plan or, where weights have to be gathered, for each part of it in turn."""
         if not self.source.is_sharded:
             return [do(self._plan, tensors)]
-        with Gathered(tensors, self.source.ranks, self._plan.sources) as whole:
+        with Gathered(tensors, self._plan.sources) as whole:
             self._plan.check_source(tensors)
             return [do(part, {name: whole[name] for name in part.sources}) for part in self._parts]
 

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colo.memory import tiles
+from colo.memory import tiles, triton_kernels
 
 CPU = torch.device("cpu")
 
@@ -46,7 +46,7 @@ def test_words_are_whole_and_in_a_row():
 
 
 def test_a_cpu_has_no_kernels(recwarn):
-    assert tiles.kernels.__wrapped__(CPU) is None
+    assert triton_kernels.kernels.__wrapped__(CPU) is None
     assert not recwarn.list
 
 
@@ -63,12 +63,12 @@ def test_kernels_that_do_not_work_are_warned_of_and_memory_that_is_missing_now_i
     gpu = torch.device("cuda", 0)
     fail(RuntimeError("no compiler"))
     with pytest.warns(RuntimeWarning, match="without Triton, which is slower: no compiler"):
-        assert tiles.kernels.__wrapped__(gpu) is None
+        assert triton_kernels.kernels.__wrapped__(gpu) is None
     fail(torch.OutOfMemoryError("not now"))
     with pytest.raises(torch.OutOfMemoryError):
-        tiles.kernels.__wrapped__(gpu)
+        triton_kernels.kernels.__wrapped__(gpu)
     monkeypatch.setattr(kernels, "try_out", lambda device: None)
-    assert tiles.kernels.__wrapped__(gpu) is kernels
+    assert triton_kernels.kernels.__wrapped__(gpu) is kernels
 
 
 def test_kernels_do_what_torch_does():

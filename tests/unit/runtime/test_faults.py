@@ -294,7 +294,7 @@ def test_closing_goes_on_past_errors_and_raises_the_first(monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(rt.transport, "close", lambda: fail(ValueError("first")))
-        patch.setattr(rt._mover, "close", lambda: fail(RuntimeError("second")))
+        patch.setattr(rt.engine.mover, "close", lambda: fail(RuntimeError("second")))
         with pytest.raises(ValueError, match="first"):
             rt.close()
     assert rt.engine.state is EngineState.CLOSED

@@ -396,7 +396,7 @@ def test_closing_on_the_host_hands_the_arenas_memory_over(name, parked, device):
             opt.step()
     if parked:
         park(offloader)
-    slabs = [(slab.data.data_ptr(), slab.data.data_ptr() + slab.size_bytes) for slab in mover.arena._slabs]
+    slabs = [(slab.data.data_ptr(), slab.data.data_ptr() + slab.size_bytes) for slab in mover.arena._blocks]
     held = mover.arena.pinned_bytes
     offloader.close(torch.device("cpu"))
     assert mover.arena.pinned_bytes == held

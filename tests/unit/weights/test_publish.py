@@ -1,7 +1,5 @@
 """Publication over an engine and a transport that record what they are asked, and fail where they are told to."""
 
-from contextlib import nullcontext
-
 import pytest
 import torch
 
@@ -396,12 +394,6 @@ class Sharded(ModuleSource):
 
     def shard_sums(self):
         return list(self.sums)
-
-    def together(self):
-        return nullcontext()
-
-    def fewest(self, count):
-        return count
 
 
 def test_contents_are_compared_from_when_they_were_noted_and_for_that_version_alone():

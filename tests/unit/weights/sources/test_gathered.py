@@ -9,7 +9,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from colo.errors import TransferError
-from colo.weights.sources.gathered import Gathered, fewest
+from colo.weights.ranks import RankGroup
+from colo.weights.sources.gathered import Gathered
 
 
 def whole():
@@ -48,7 +49,7 @@ def test_a_failure_in_one_rank_is_told_in_the_others_and_the_next_block_is_in_st
             return said, gathered["b"].tolist()
 
     one, other = both(body)
-    assert one == (["it failed in another rank, which says why"] * 2, [0, 1, 2, 3, 4])
+    assert one == (["gathering the weights failed on rank 1: ValueError: tested"] * 2, [0, 1, 2, 3, 4])
     assert other == (["tested"] * 2, [0, 1, 2, 3, 4])
 
 
@@ -57,7 +58,8 @@ def test_the_smallest_count_is_that_of_all_ranks_along_every_dimension(both):
         flat, square = init_device_mesh("cpu", (2,)), init_device_mesh("cpu", (1, 2))
         one = distribute_tensor(torch.ones(4), flat, [Shard(0)])
         other = distribute_tensor(torch.ones(4), square, [Replicate(), Shard(0)])
-        return fewest([one], 7 + rank), fewest([torch.ones(1), other], 9 - rank), fewest([torch.ones(1)], rank)
+        groups = [RankGroup([one]), RankGroup([torch.ones(1), other]), RankGroup([torch.ones(1)])]
+        return tuple(group.min(count) for group, count in zip(groups, (7 + rank, 9 - rank, rank), strict=True))
 
     assert both(body) == [(7, 8, 0), (7, 8, 1)]
 

@@ -443,8 +443,8 @@ def test_an_output_layer_that_would_become_the_embedding_is_an_error_of_the_tran
 def test_a_model_of_one_process_asks_no_other():
     source = ModuleSource(nn.Linear(2, 2))
     assert source.is_sharded is False and source.shard_sums() is None and source.outermost_sharded() == []
-    assert source.in_any_rank(True) is True and source.in_any_rank(False) is False
-    assert source.fewest(3) == 3
+    assert source.ranks.any(True) is True and source.ranks.any(False) is False
+    assert source.ranks.min(3) == 3
 
 
 def test_a_model_of_which_some_weights_are_sharded_is(mesh):
@@ -465,9 +465,9 @@ def test_ranks_are_asked_together_and_fail_together(both):
         model = nn.Linear(2, 2)
         model.weight = nn.Parameter(distribute_tensor(torch.ones(2, 2), init_device_mesh("cpu", (2,)), [Shard(0)]))
         source = ModuleSource(model)
-        asked = source.in_any_rank(rank == 0), source.in_any_rank(False), source.fewest(5 + rank)
+        asked = source.ranks.any(rank == 0), source.ranks.any(False), source.ranks.min(5 + rank)
         try:
-            with source.together():
+            with source.ranks.fail_together("a test"):
                 if rank:
                     raise ValueError("tested")
         except (ValueError, TransferError) as error:

@@ -5,9 +5,9 @@ import weakref
 
 import pytest
 import torch
-from colo.memory.slab import Slab
 
 from colo.errors import TransferError
+from colo.memory.shared_memory import SharedMemory
 from colo.weights.transports.ipc.export import Exported, dtype_name, opened
 
 CPU = torch.device("cpu")
@@ -71,7 +71,7 @@ def test_nothing_can_be_exported():
 
 
 def test_tensors_lie_in_the_memory_that_they_name_with_their_strides():
-    slabs = [Slab(64, CPU) for _ in range(3)]
+    slabs = [SharedMemory(64, CPU) for _ in range(3)]
     for number, slab in enumerate(slabs):
         slab.bytes.view(torch.float32).copy_(torch.arange(16) + 100 * number)
     memory = [slab.describe(to_pid=0) for slab in slabs]
@@ -91,7 +91,7 @@ def test_tensors_lie_in_the_memory_that_they_name_with_their_strides():
 
 
 def test_a_tensor_that_does_not_lie_within_its_memory_is_refused():
-    slab = Slab(64, CPU)
+    slab = SharedMemory(64, CPU)
     with pytest.raises(RuntimeError):
         opened([["far", "float32", [17], [1], 0, 0]], [slab.describe(to_pid=0)], CPU)
 
