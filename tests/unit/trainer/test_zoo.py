@@ -1,6 +1,6 @@
 """Every optimizer that we know trains with parked state as without colo, or is refused by name in one line.
 
-How many of how many is printed by `pytest tests/unit/memory/test_zoo.py -rP`.
+How many of how many is printed by `pytest tests/unit/trainer/test_zoo.py -rP`.
 """
 
 import copy
@@ -9,6 +9,7 @@ import shutil
 import warnings
 from contextlib import redirect_stdout
 
+import numpy as np
 import pytest
 import torch
 from torch.utils import _pytree as pytree
@@ -41,6 +42,7 @@ class Trained:
 
     def step(self, number, way):
         torch.manual_seed(number)
+        np.random.seed(number)  # Kron of pytorch_optimizer draws from it
         if way == "closure":
             self.optimizer.step(lambda: self.backward(number))
         elif way == "loss":
