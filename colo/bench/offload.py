@@ -24,13 +24,13 @@ from colo.units import GIB, MIB, format_bytes
 
 Row = dict[str, Any]
 
+_CYCLES, _GROWTH_CYCLES = 5, 100
+
 
 def run(
     *,
     device: str,
     size_bytes: int | None = None,
-    cycles: int = 5,
-    growth_cycles: int = 100,
     tell: Callable[[str], None] = lambda part: None,
 ) -> Result:
     """Measure every way of moving `size_bytes` out and back; see the module's docstring.
@@ -44,14 +44,14 @@ def run(
     tell("the limit: pinned copies")
     limit = copy_limit(target, size_bytes)
     tell("colo")
-    rows = _ours(target, size_bytes, cycles, limit)
+    rows = _ours(target, size_bytes, _CYCLES, limit)
     for way, measure in _peers(target).items():
         tell(way)
         rows.append(_row(way, size_bytes, limit, *measure(target, size_bytes)))
     if target.type == "cuda":
         rows[1] |= _against(rows[1], rows[-1])
-    tell(f"growth over {growth_cycles} cycles")
-    rows.append(_growth(target, min(size_bytes, GIB), growth_cycles))
+    tell(f"growth over {_GROWTH_CYCLES} cycles")
+    rows.append(_growth(target, min(size_bytes, GIB), _GROWTH_CYCLES))
     tell("generation beside an offload")
     rows.append(overlap.beside_an_offload(target))
     tell("the exposed time of a step")

@@ -75,6 +75,9 @@ SIZES = {
 """On CUDA the 0.6B shape; on a CPU something that ends soon."""
 
 
+_ROUNDS, _STEPS = 4, 5  # of `exposed_time`
+
+
 def beside_an_offload(device: torch.device, *, repeats: int = 5) -> Row:
     """Seconds of the same generation alone, and while a large offload runs from its first token to its last."""
     size = SIZES[device.type]
@@ -111,10 +114,10 @@ def beside_an_offload(device: torch.device, *, repeats: int = 5) -> Row:
     }
 
 
-def exposed_time(device: torch.device, *, rounds: int = 4, steps: int = 5) -> Row:
+def exposed_time(device: torch.device) -> Row:
     """Time that a loop of rollout and train waits for moving trainer state, as a share of the raw copies' time.
 
-    Blocks of `steps` steps with all state resident and with all of it parked for every rollout take turns, so that both
+    Blocks of steps with all state resident and with all of it parked for every rollout take turns, so that both
     see the same machine; the difference of the two median steps is what is exposed. Left out are the first round, in
     which host memory is pinned, and the first step of a block, which still finds the other block's residencies. A step
     ends when its own stream has: waiting for the whole device would wait for copies that the next rollout hides. The
@@ -124,10 +127,10 @@ def exposed_time(device: torch.device, *, rounds: int = 4, steps: int = 5) -> Ro
     rt = _runtime(device, size, Offload.NEVER)
     ids = torch.randint(1, size.vocab, (size.train_batch, size.train_length), device=device)
     seconds: dict[Offload, list[float]] = {Offload.NEVER: [], Offload.ALWAYS: []}
-    for i in range(rounds):
+    for i in range(_ROUNDS):
         for offload, taken in seconds.items():
             rt.scheduler.offload = offload
-            block = [_timed_step(rt, size, ids) for _ in range(steps)]
+            block = [_timed_step(rt, size, ids) for _ in range(_STEPS)]
             taken += block[1:] if i else []
     resident_s, parked_s = (statistics.median(taken) for taken in seconds.values())
     state_bytes = sum(rt.scheduler.segments[n].size_bytes for n in (TRAINER_OPTIMIZER, TRAINER_MASTER_WEIGHTS))
