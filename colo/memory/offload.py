@@ -387,10 +387,5 @@ class _Recorder:
             return
         end_s = self._start_s + sum(transfer.seconds for transfer in transfers)
         self._trace.add(
-            self._name,
-            self._start_s,
-            end_s=end_s,
-            category="copy",
-            resource=self._resource,
-            num_bytes=self._num_bytes,
+            self._name, self._start_s, end_s=end_s, category="copy", resource=self._resource, num_bytes=self._num_bytes
         )

@@ -58,8 +58,8 @@ class PeakMeter:
 
     It never resets torch's peak statistics: `torch.cuda.max_memory_allocated` and a user's own profiling read the same
     numbers as without colo. A phase that sets a new peak is therefore measured exactly. One that stays below an older
-    peak is only known to do so; its figure is then the most that `sample` saw, which the runtime calls as gradients
-    arrive in `backward()`, where a training step holds the most.
+    peak is only known to do so; its figure is then the most that `sample` saw. Call that as gradients arrive in
+    `backward()`, where a training step holds the most.
     """
 
     def __init__(self, device: torch.device) -> None:
