@@ -64,29 +64,29 @@ class PeakMeter:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._base_bytes: int | None = None
-        self._peak_before_bytes = 0
+        self._before: tuple[int, int] | None = None  # bytes allocated at the start, and the peak until then
         self._sampled_bytes: int | None = None
 
     def start(self) -> None:
         """Begin to measure."""
         if self._device.type == "cuda":
-            self._base_bytes = torch.cuda.memory_allocated(self._device)
-            self._peak_before_bytes = torch.cuda.max_memory_allocated(self._device)
+            self._before = torch.cuda.memory_allocated(self._device), torch.cuda.max_memory_allocated(self._device)
             self._sampled_bytes = None
 
     def sample(self) -> None:
         """Look at what is allocated now. Does nothing before `start` and on the CPU."""
-        if self._base_bytes is not None:
-            self._sampled_bytes = max(torch.cuda.memory_allocated(self._device), self._sampled_bytes or 0)
+        if self._before is not None:
+            now_bytes = torch.cuda.memory_allocated(self._device)
+            self._sampled_bytes = now_bytes if self._sampled_bytes is None else max(now_bytes, self._sampled_bytes)
 
     def stop(self) -> int | None:
         """The rise in bytes; `None` on the CPU, without a start, or for a phase below an older peak without samples."""
-        base_bytes, self._base_bytes = self._base_bytes, None
-        if base_bytes is None:
+        before, self._before = self._before, None
+        if before is None:
             return None
+        base_bytes, older_peak_bytes = before
         peak_bytes: int | None = torch.cuda.max_memory_allocated(self._device)
-        if peak_bytes == self._peak_before_bytes:  # a smaller one was reset by the user since: it is of this phase
+        if peak_bytes == older_peak_bytes:  # a smaller one was reset by the user since: it is of this phase
             peak_bytes = None
         seen = [size for size in (peak_bytes, self._sampled_bytes) if size is not None]
         return max(seen) - base_bytes if seen else None

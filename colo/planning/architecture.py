@@ -149,12 +149,11 @@ def _role(name: str) -> str:
 
 def tensor_groups(model: Any) -> tuple[TensorGroup, ...]:
     """The parameters of the text model, counted by kind and shape."""
-    decoder = (model.get_decoder() if hasattr(model, "get_decoder") else None) or model
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     owners = {id(p): module for module in model.modules() for p in module.parameters(recurse=False)}
     vocabulary = {id(p): "lm_head" for p in (head.parameters() if head is not None else ())}
     vocabulary |= {id(p): "embedding" for p in embedding.parameters()}  # also where the head is tied to it
-    counted = vocabulary.keys() | {id(p) for p in decoder.parameters()}
+    counted = vocabulary.keys() | {id(p) for p in model.get_decoder().parameters()}
     plan = {key.removeprefix("model."): style for key, style in (getattr(model, "_tp_plan", None) or {}).items()}
     counts: Counter[TensorGroup] = Counter()
     for name, parameter in model.named_parameters():

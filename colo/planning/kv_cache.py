@@ -64,8 +64,7 @@ def decoder_layers(model: Any) -> list[Any]:
     from torch import nn
 
     num_layers = model.config.get_text_config(decoder=True).num_hidden_layers
-    decoder = (model.get_decoder() if hasattr(model, "get_decoder") else None) or model
-    stacks = [module for module in decoder.modules() if isinstance(module, nn.ModuleList)]
+    stacks = [module for module in model.get_decoder().modules() if isinstance(module, nn.ModuleList)]
     return list(next((stack for stack in stacks if len(stack) == num_layers), stacks[0] if stacks else ()))
 
 

@@ -67,6 +67,12 @@ def test_version_1_has_a_tree_for_memory(tree):
     assert figures(tree) == (1000, 900, 300)
 
 
+def test_a_colon_in_the_name_of_a_group_is_a_part_of_it(tree):
+    (tree / "proc/self/cgroup").write_text("0::/job:1/step\n")
+    group(tree / "sys/fs/cgroup/job:1/step", 1000, 100)
+    assert figures(tree) == (1000, 100, 900)
+
+
 def test_without_control_groups_there_is_no_limit(tmp_path):
     assert memory_limit(tmp_path) is None
     assert read_lines(tmp_path) == []

@@ -82,6 +82,7 @@ def test_layers_that_share_the_keys_of_others_keep_none():
 def test_a_latent_vector_stands_for_all_heads_and_is_held_whole_by_every_rank():
     (found, *rest) = caches("deepseek_v3", **DEEPSEEK)
     assert len(rest) == 3
+    assert (found.num_heads, found.key_size, found.value_size) == (4, 16 + 8, 12)  # once they are expanded
     assert found.token_bytes() == found.token_bytes(tp=2) == (32 + 8) * 2
 
 
