@@ -3,7 +3,15 @@
 import pytest
 
 from colo.errors import Unsupported
-from colo.planning.architecture import TensorGroup, build_on_meta, mlp_widths, num_norms, tensor_groups
+from colo.planning.architecture import (
+    TensorGroup,
+    build_on_meta,
+    check_sizes,
+    mlp_widths,
+    norms_queries,
+    num_norms,
+    tensor_groups,
+)
 from colo.planning.kv_cache import decoder_layers
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
@@ -76,3 +84,48 @@ def test_what_the_checkpoint_says_of_its_files_does_not_matter():
 def test_a_type_that_transformers_does_not_know():
     with pytest.raises(Unsupported, match="'nothing': transformers .* does not know it"):
         build_on_meta({"model_type": "nothing"})
+
+
+def test_a_rank_holds_its_share_and_whole_heads():
+    group = TensorGroup(module="attention", shape=(33, 5), split_axis=0, granule=16)
+    assert [group.local_shape(tp) for tp in (1, 2, 8)] == [(33, 5), (17, 5), (16, 5)]
+    assert TensorGroup(module="experts", shape=(4, 6, 8), split_axis=1).local_shape(2) == (4, 3, 8)
+    assert TensorGroup(module="norms", shape=(33,)).local_shape(2) == (33,)
+
+
+@pytest.mark.parametrize("value", [0, -1, True, "8", 2.0])
+def test_sizes_are_positive_integers(value):
+    with pytest.raises(ValueError, match=f"head_dim of the model config .* at least 1, but is {value!r}"):
+        check_sizes({"hidden_size": 32, "head_dim": value})
+
+
+def test_sizes_may_be_one_left_out_and_some_of_them_null():
+    check_sizes({"num_hidden_layers": 1, "head_dim": None})
+    with pytest.raises(ValueError, match="hidden_size"):
+        check_sizes({"hidden_size": None})
+
+
+def test_widths_of_a_dense_layer_of_experts_and_of_the_expert_that_every_token_takes():
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_shared_experts": 2}
+    config = {**QWEN3, **experts, "model_type": "glm4_moe", "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
+    assert [mlp_widths(layer, 32) for layer in decoder_layers(build_on_meta(config))] == [(48, 0), (48, 24)]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("model.layers.0.self_attn.q_norm.weight", True),
+        ("model.layers.0.self_attn.q_proj.weight", False),
+        ("model.layers.0.self_attn_layer_norm.weight", False),
+        ("model.layers.0.input_layernorm.weight", False),
+    ],
+)
+def test_norms_of_queries_are_those_within_attention(name, expected):
+    assert norms_queries(name) is expected
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_config_around_a_text_model_says_whether_its_head_is_tied(tied):
+    text = {key: value for key, value in QWEN3.items() if key not in ("model_type", "tie_word_embeddings")}
+    model = build_on_meta({"model_type": "gemma3", "text_config": text, "tie_word_embeddings": tied})
+    assert any(group.module == "lm_head" for group in tensor_groups(model)) is not tied
