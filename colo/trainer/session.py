@@ -83,7 +83,7 @@ class TrainerSession:
                 parameters_of(optimizer),
                 modules=sharded_modules,
                 admit=events.on_gradient,
-                on_pass=events.on_backward,
+                on_pass=self._on_backward,
                 on_progress=self._on_progress,
             )
         except BaseException:
@@ -134,6 +134,10 @@ class TrainerSession:
             return None
         # Gradients are a segment of their own, also where the loop has dropped them by now.
         return peak_bytes - (self._offloader.gradients.size_bytes - self._gradients_before)
+
+    def _on_backward(self, number: int) -> None:
+        self._meter.sample()
+        self._events.on_backward(number)
 
     def _on_progress(self) -> None:
         self._meter.sample()
