@@ -38,7 +38,7 @@ DEFAULT_SEQUENCES, DEFAULT_LENGTH = 64, 4096
 """The KV cache holds so many sequences of so many tokens unless told otherwise."""
 
 _PACKED_BYTES = 0.5 + 4 / 64
-"""Of an element in 4 bits, with its share of a scale for every 64."""
+"""Bytes of an element in 4 bits, with its share of a scale for every 64."""
 
 
 Start: TypeAlias = Callable[["LaunchRequest", Mover, ExitStack], tuple[Engine, Any]]

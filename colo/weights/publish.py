@@ -38,7 +38,7 @@ class Publication:
     """Bytes that left the trainer's memory, adapters included; 0 where all of it is shared."""
 
     adapter_bytes: int
-    """Those of the adapter among them; 0 where the engine refers to the trainer's tensors."""
+    """Bytes of the adapter among them; 0 where the engine refers to the trainer's tensors."""
 
     seconds: float
 

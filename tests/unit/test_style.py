@@ -30,14 +30,20 @@ def test_files_and_functions_are_short():
     assert long == []
 
 
+def docstrings(tree):
+    """Every string that stands alone, those of attributes too, and its line."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            yield node.lineno, node.value.value.strip()
+
+
 def test_docstrings_begin_with_a_subject_or_a_verb():
-    found = []
-    for path, _, tree in trees():
-        for node in ast.walk(tree):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module):
-                words = ast.get_docstring(node) or ""
-                if WITHOUT_A_SUBJECT.match(words):
-                    found.append(f"{path}:{getattr(node, 'lineno', 1)}: {words.splitlines()[0]}")
+    found = [
+        f"{path}:{line}: {words.splitlines()[0]}"
+        for path, _, tree in trees()
+        for line, words in docstrings(tree)
+        if WITHOUT_A_SUBJECT.match(words)
+    ]
     assert found == []
 
 

@@ -28,7 +28,7 @@ class SharedTransport:
 
     @property
     def working_bytes(self) -> int:
-        """None."""
+        """Nothing: no byte moves."""
         return 0
 
     def transfer(self, version: int = 0) -> int:

@@ -300,10 +300,10 @@ class _Bucket:
 
         self.pairs: _Pairs = ([], [])
         self.numbers: list[int] = []
-        """Of every pair's piece."""
+        """Index of every pair's piece."""
 
         self.size_bytes = 0
-        """Of the slab, from its start, up to whole words."""
+        """Bytes that the bucket takes of its slab, from the start, up to whole words."""
 
         self._held: _Held | None = None
 

@@ -44,7 +44,7 @@ class Peer(Protocol):
 
     @property
     def model_type(self) -> str | None:
-        """Of the model's configuration."""
+        """The `model_type` of the engine's configuration."""
 
     @property
     def pids(self) -> Sequence[int]:
@@ -202,7 +202,7 @@ class IpcTransport(CopyingTransport):
                 raise
 
     def _manifest_of(self, tensors: Mapping[str, torch.Tensor]) -> Manifest:
-        """That of the last transfer while the tensors are like those: its digest takes longer than a small model."""
+        """The manifest of the tensors; the last one again while they are like those: its digest takes time."""
         layout = [(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()]
         if self._manifest is None or layout != self._layout:
             self._layout, self._manifest = layout, _manifest(tensors)
@@ -293,7 +293,7 @@ class _Staging:
 
     @torch.no_grad()
     def checksums(self, tensors: Mapping[str, torch.Tensor]) -> list[int]:
-        """Those that `send` would find for `tensors`, without sending."""
+        """The checksums that `send` would find for `tensors`, without sending."""
         sums = []
         for index, bucket in enumerate(self._buckets):
             self._fill(bucket, index, tensors)
