@@ -140,3 +140,14 @@ def test_the_script_of_readme_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     runpy.run_path("script.py", run_name="__main__")
     assert (tmp_path / "run.html").stat().st_size > 1000
+
+
+# ---- CHANGELOG -------------------------------------------------------------------------------------------------------
+
+
+def test_modules_that_have_moved_are_where_the_changelog_says():
+    rows = [line.strip("|").split("|") for line in read(HISTORY).splitlines() if line.startswith("| `colo.")]
+    new = {name for row in rows for name in re.findall(r"`(colo\.[\w.]+)`", row[1])}
+    assert len(new) > 30
+    places = {name: ROOT / name.replace(".", "/") for name in new}
+    assert {name for name, place in places.items() if not place.with_suffix(".py").exists()} == set()
