@@ -76,6 +76,24 @@ def test_what_is_set_of_other_libraries_objects_is_set_in_the_code():
     assert {name for name in names if name.strip(".") not in code} == set()
 
 
+TOUCHES = re.compile(
+    r"\.register_\w*hook\(|(?<!self)\.(?:data|grad) = |\bsetattr\(|\.__class__, |_parameter_registration_hook\("
+)
+"""What is done to objects that are mostly another library's."""
+
+
+def test_every_file_that_touches_other_libraries_objects_is_listed():
+    listed = section(read("ARCHITECTURE.md"), "Other libraries").group(1)
+    found = [
+        path for path in ROOT.glob("colo/**/*.py") if TOUCHES.search(path.read_text()) and path.parent.name != "bench"
+    ]
+    assert len(found) > 12
+    names = {
+        path: (path.name, f"`{path.stem}`", f"`{path.parent.name}`") for path in found
+    }  # `compat` is one, or a folder
+    assert [path for path in found if not any(name in listed for name in names[path])] == []
+
+
 def test_the_layers_are_those_of_the_test():
     from tests.unit.test_layers import LAYERS
 
