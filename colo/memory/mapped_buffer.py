@@ -27,7 +27,10 @@ class MappedBuffer:
     """
 
     def __init__(self, description: Description, device: torch.device, *, copied: bool = False) -> None:
-        """Map the memory; with `copied` there is a copy of it on a CPU too. Raises: `TransferError` when the memory cannot be mapped."""
+        """Map the memory; with `copied` there is a copy of it on a CPU too.
+
+        Raises: `TransferError` when the memory cannot be mapped.
+        """
         self._mapped = open_shared_memory(description, device)
         self.is_copy = copied or self._mapped.device.type != device.type
         self.bytes = self._mapped
