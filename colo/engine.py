@@ -220,6 +220,18 @@ class Engine(Protocol):
         """What the engine can do now."""
 
     @property
+    def pids(self) -> Sequence[int]:
+        """Process of every worker, as this process or their own namespace numbers it."""
+
+    @property
+    def ipc_refusal(self) -> str | None:
+        """Why a worker cannot map memory of this process on its GPU; `None` where all can, or need not."""
+
+    @property
+    def model_type(self) -> str | None:
+        """`model_type` of the model's configuration."""
+
+    @property
     def weights_version(self) -> int | None:
         """Version of the weights it holds; `None` while poisoned."""
 
@@ -269,6 +281,12 @@ class Engine(Protocol):
     def record_plan(self, source: Mapping[str, torch.Tensor]) -> LoadPlan:
         """Record what the engine's own loader does with `source`, in Hugging Face names; no byte is moved."""
 
+    def packed_weights(self) -> Mapping[str, Any]:
+        """`PackedWeight`s by parameter name: what the engine keeps packed in 4 bits and this process can use."""
+
+    def gather(self, value: T) -> list[T]:
+        """`value` of every rank that runs a part of this engine, all of which have to ask; see `in_all_ranks`."""
+
     def share_weights(self) -> None:
         """Let a trainer work on the engine's own memory (`LoadPlan.aliases`): from now on it never leaves the device.
 
@@ -306,8 +324,15 @@ class Engine(Protocol):
         """Release everything. Idempotent."""
 
 
+class Gathers(Protocol):
+    """What every rank of an engine asks at the same time."""
+
+    def gather(self, value: T) -> list[T]:
+        """`value` of every rank."""
+
+
 def in_all_ranks(
-    engine: Any, operation: str, call: Callable[[], T], tell: Callable[[T], Any] = lambda result: None
+    engine: Gathers, operation: str, call: Callable[[], T], tell: Callable[[T], Any] = lambda result: None
 ) -> tuple[T, list[Any]]:
     """What `call` returns, and what `tell` makes of it on every rank of an engine that is divided among processes.
 
@@ -315,16 +340,12 @@ def in_all_ranks(
     leaves them waiting until its process ends.
     Raises: what `call` raises; `TransferError`, with rank and cause, when `operation` has failed on another rank.
     """
-    gather = getattr(engine, "gather", None)
-    if gather is None:
-        result = call()
-        return result, [tell(result)]
     try:
         result = call()
     except Exception as error:
-        gather((None, f"{type(error).__name__}: {error}"))
+        engine.gather((None, f"{type(error).__name__}: {error}"))
         raise
-    told = gather((tell(result), None))
+    told: list[Any] = engine.gather((tell(result), None))
     for rank, (_, cause) in enumerate(told):
         if cause is not None:
             raise TransferError(f"{operation} failed on rank {rank}: {cause}")

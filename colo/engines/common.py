@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from colo.engine import EngineState, SleepLevel
+from colo.engine import SleepLevel
 from colo.errors import BudgetError
 from colo.memory.probe import available_host_bytes
 from colo.phases.phase import ENGINE_KV_CACHE, ENGINE_WEIGHTS, Residency
@@ -17,13 +17,6 @@ WEIGHTS_AT: Mapping[SleepLevel, Residency] = {
     SleepLevel.LEVEL_2: Residency.DISCARDED,
 }
 """Where each sleep level leaves the weights. All of them discard the KV cache."""
-
-ADVICE: Mapping[EngineState, str] = {
-    EngineState.PAUSED: "call resume() first",
-    EngineState.ASLEEP: "call wake() first",
-    EngineState.CLOSED: "make a new one",
-}
-"""What to do about a state that does not allow an operation."""
 
 COMPLETION_BYTES = 256
 """Host memory of a `Completion` of one token, without its text; what engines keep of a sequence comes on top."""

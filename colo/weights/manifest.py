@@ -9,12 +9,14 @@ import hashlib
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
+from typing import Any
 
 from colo.errors import TransferError
+from colo.weights.wire import arriving
 
 DTYPE_BYTES: Mapping[str, int] = MappingProxyType(
     {
@@ -45,6 +47,9 @@ class TensorSpec:
     shape: tuple[int, ...]
     """Sizes of the dimensions; `()` is a scalar of one element, a zero anywhere makes the tensor empty."""
 
+    strides: tuple[int, ...] | None = None
+    """Strides in elements, where they matter; no part of a manifest."""
+
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not isinstance(self.dtype, str):
             raise TypeError(f"name and dtype of a TensorSpec are strings, not {self.name!r} and {self.dtype!r}")
@@ -52,13 +57,31 @@ class TensorSpec:
             raise ValueError("a TensorSpec needs a name")
         if self.dtype not in DTYPE_BYTES:
             raise ValueError(f"{self.name}: unknown dtype {self.dtype!r}; known are {', '.join(sorted(DTYPE_BYTES))}")
-        shape = tuple(self.shape)
-        for size in shape:
+        object.__setattr__(self, "shape", self._sizes("sizes of a shape", self.shape))
+        if self.strides is not None:
+            object.__setattr__(self, "strides", self._sizes("strides", self.strides))
+            if len(self.strides) != len(self.shape):
+                raise ValueError(f"{self.name}: {len(self.shape)} dimensions have {len(self.strides)} strides")
+
+    def _sizes(self, what: str, given: Iterable[int]) -> tuple[int, ...]:
+        sizes = tuple(given)
+        for size in sizes:
             if isinstance(size, bool) or not isinstance(size, int):
-                raise TypeError(f"{self.name}: the sizes of a shape are integers, not {size!r} in {shape}")
+                raise TypeError(f"{self.name}: the {what} are integers, not {size!r} in {sizes}")
             if size < 0:
-                raise ValueError(f"{self.name}: the sizes of a shape are not negative, as {size} in {shape} is")
-        object.__setattr__(self, "shape", shape)
+                raise ValueError(f"{self.name}: the {what} are not negative, as {size} in {sizes} is")
+        return sizes
+
+    def to_wire(self) -> list[Any]:
+        """[name, dtype, shape, strides], to travel as JSON."""
+        return [self.name, self.dtype, list(self.shape), None if self.strides is None else list(self.strides)]
+
+    @classmethod
+    def from_wire(cls, wire: Sequence[Any]) -> TensorSpec:
+        """Raises: `TransferError` with what is wrong."""
+        with arriving(cls):
+            name, dtype, shape, strides = wire
+            return cls(name, dtype, tuple(shape), None if strides is None else tuple(strides))
 
     @property
     def num_elements(self) -> int:

@@ -37,7 +37,6 @@ def server(tmp_path):
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(tmp_path)]
     command += f"--host 127.0.0.1 --port {port} --skip-tokenizer-init --enforce-eager {FLAGS} {SIZES}".split()
-    command += ["--weight-transfer-config", '{"backend": "colo"}']
     environment = os.environ | {"VLLM_SERVER_DEV_MODE": "1", "HF_HUB_OFFLINE": "1"}
     with (tmp_path / "log").open("w") as log:
         process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)

@@ -185,17 +185,17 @@ def are_equal(left, right):
 
 def replace(engine, old, new, adapter):
     """Whether each worker has replaced it in place."""
-    answers, connection, call = [], engine._connection, engine._connection.call
+    answers, link, call = [], engine._link, engine._link.call
 
     def recorded(operation, **arguments):
         answers.append((operation, call(operation, **arguments)))
         return answers[-1][1]
 
-    connection.call = recorded
+    link.call = recorded
     try:
         engine.replace_adapter(old, new, adapter)
     finally:
-        del connection.call
+        del link.call
     ((operation, in_place),) = answers
     assert operation == "update_adapter"
     return in_place
@@ -211,7 +211,7 @@ def drawn(completions):
 
 def assert_same(engine, left, right):
     """Equal, up to rounding in another process, where requests arrive one by one."""
-    if not engine._connection.own_process:
+    if engine._link.same_process:
         assert drawn(left) == drawn(right)
     assert [c.token_ids for c in left] == [c.token_ids for c in right]
     for one, other in zip(left, right, strict=True):
@@ -281,7 +281,7 @@ def test_a_version_written_in_place_samples_what_vllm_does_with_it_from_disk(
     from_disk = sample_from_disk(engine, prompts, tmp_path, number=number)
     found = sample(engine, prompts, "policy@2")
     assert [c.token_ids for c in found] == [tokens for tokens, _ in from_disk]
-    if not engine._connection.own_process:  # where requests arrive one by one, which rounds otherwise
+    if engine._link.same_process:  # where requests arrive one by one, which rounds otherwise
         assert drawn(found) == from_disk
     for mine, (_, disks) in zip(found, from_disk, strict=True):
         assert mine.logprobs == pytest.approx(disks, abs=CLOSE)

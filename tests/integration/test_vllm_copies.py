@@ -276,7 +276,7 @@ def test_an_engine_that_stops_within_a_publication_is_lost_at_the_deadline(rt, p
         return ask
 
     with monkeypatch.context() as patch:
-        patch.setattr(rt.engine._connection, "deadline_s", 3.0)
+        patch.setattr(rt.engine._link, "deadline_s", 3.0)
         for name in asked:
             patch.setattr(rt.engine, name, stopped(name))
         with pytest.raises(EngineLost, match=r"it did not answer receive\w* within 3 s"), rt.rollout():

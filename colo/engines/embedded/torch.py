@@ -8,6 +8,7 @@ model that keeps more than keys and values of one shape, the model's own, of whi
 from __future__ import annotations
 
 import operator
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import fields, replace
@@ -16,51 +17,27 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from colo.engine import AdapterWeights, Completion, EngineState, SamplingParams, SleepLevel
-from colo.engines.common import ADVICE, WEIGHTS_AT, check_count, check_prompts, is_deeper, wake_segments
+from colo.engines.common import WEIGHTS_AT, check_count, check_prompts, is_deeper, wake_segments
 from colo.engines.embedded.kv_cache import KVCacheBuffer
 from colo.engines.embedded.layout import Adapters, FusedWeights, Layout, bind, empty_model
 from colo.engines.embedded.model_cache import Caches, Footprint, ModelCaches, Reservation
 from colo.engines.embedded.positions import positions_of
+from colo.engines.embedded.segment import EngineSegment
 from colo.engines.embedded.waves import Wave
 from colo.engines.sampling import sample_rows
-from colo.errors import PhaseError, StaleWeights
+from colo.engines.status import EngineStatus
+from colo.errors import PhaseError
 from colo.memory.load_plan import LoadPlan
-from colo.memory.offload import Mover, RegionSegment
+from colo.memory.offload import Mover
 from colo.memory.region import Region, allocate_region, close_all
-from colo.memory.uninterrupted import uninterrupted
 from colo.phases.phase import ENGINE_KV_CACHE, ENGINE_WEIGHTS, Residency
-from colo.phases.segment import Move, Segment
+from colo.phases.segment import Segment
 from colo.weights.finite import first_not_finite, not_numbers
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-OnMove = Callable[[Residency, Residency], None]
-"""Told where a segment was and where it is going, once it is on its way."""
-
-
-class EngineSegment(RegionSegment):
-    """A segment of the engine, which hears of every move, whoever asks for it. With `away=None` it never leaves."""
-
-    def __init__(
-        self, name: str, *, regions: Sequence[Region], away: Residency | None, mover: Mover, on_move: OnMove
-    ) -> None:
-        super().__init__(name, regions=regions, away=away, mover=mover)
-        self._on_move = on_move
-
-    def begin(self, target: Residency) -> Move:
-        """Start moving to `target`. Raises: as `Segment.begin`, and `PhaseError` when it must not leave."""
-        source = self.residency
-        if target is not source and self.away is None and target is not Residency.RESIDENT:
-            raise PhaseError(
-                f"segment {self.name} cannot become {target}: a trainer works on these {self.size_bytes} bytes. "
-                f"Put the engine to sleep with level '{SleepLevel.KEEP_WEIGHTS}', which drops the KV cache only"
-            )
-        with uninterrupted():
-            move = super().begin(target)
-            if target is not source:
-                self._on_move(source, target)
-        return move
+    from colo.weights.packed import PackedWeight
 
 
 class TorchEngine:
@@ -120,9 +97,7 @@ class TorchEngine:
         )
         self._adapters = Adapters(self.module)
         self.before_generate: Callable[[], None] | None = None
-        self._paused = self._closed = False
-        self._version: int | None = None
-        self._cause = "no weights have been committed yet"
+        self._status = EngineStatus(lambda: self.segments)
 
     def _make_cache(self, size_bytes: int, dtype: torch.dtype) -> Region:
         """Choose what holds the states of sequences, and take or count its memory."""
@@ -147,11 +122,7 @@ class TorchEngine:
     @property
     def state(self) -> EngineState:
         """What the engine can do now, as its segments have it."""
-        if self._closed:
-            return EngineState.CLOSED
-        if any(segment.residency is not Residency.RESIDENT for segment in self.segments):
-            return EngineState.ASLEEP
-        return EngineState.PAUSED if self._paused else EngineState.AWAKE
+        return self._status.state
 
     @property
     def placement(self) -> str:
@@ -164,9 +135,33 @@ class TorchEngine:
         return {}
 
     @property
+    def model_type(self) -> str | None:
+        """`model_type` of the model's configuration."""
+        kind: str | None = getattr(self.module.config, "model_type", None)
+        return kind
+
+    @property
+    def pids(self) -> Sequence[int]:
+        """This process."""
+        return (os.getpid(),)
+
+    @property
+    def ipc_refusal(self) -> str | None:
+        """Nothing: there is no other process."""
+        return None
+
+    def gather(self, value: Any) -> list[Any]:
+        """`value` alone: one engine is one rank."""
+        return [value]
+
+    def packed_weights(self) -> Mapping[str, PackedWeight]:
+        """Nothing: this engine packs no weights."""
+        return {}
+
+    @property
     def weights_version(self) -> int | None:
         """Version of the weights it holds; `None` while poisoned."""
-        return self._version
+        return self._status.version
 
     @property
     def segments(self) -> Sequence[Segment]:
@@ -212,9 +207,7 @@ class TorchEngine:
         """
         if self.before_generate is not None:
             self.before_generate()
-        self._require("generate", EngineState.AWAKE)
-        if self._version is None:
-            raise StaleWeights(f"the engine does not generate: {self._cause}")
+        version = self._status.require_version()
         if adapter is not None:
             self._adapters.require(adapter)
         token_ids = [tuple(map(operator.index, prompt)) for prompt in prompts]
@@ -224,20 +217,20 @@ class TorchEngine:
         waves = self._caches.plan(token_ids, n=params.n, max_tokens=params.max_tokens)
         plain = torch.autocast(self.device.type, enabled=False)  # a caller's autocast is for training
         with torch.no_grad(), plain, self._adapters.applied(adapter):
-            completions = [c for wave in waves for c in self._run(wave, params, adapter, self._version)]
+            completions = [c for wave in waves for c in self._run(wave, params, adapter, version)]
         return sorted(completions, key=lambda c: (c.prompt_index, c.sample_index))
 
     def pause(self) -> None:
         """Stop generating, so that weights may change. Idempotent; `PhaseError` when asleep or closed."""
-        self._require("pause", EngineState.AWAKE, EngineState.PAUSED)
-        self._paused = True
+        self._status.require("pause", EngineState.AWAKE, EngineState.PAUSED)
+        self._status.paused = True
 
     def resume(self) -> None:
         """Generate again. Idempotent; `PhaseError` unless every segment is resident."""
-        self._require("resume", EngineState.AWAKE, EngineState.PAUSED)
+        self._status.require("resume", EngineState.AWAKE, EngineState.PAUSED)
         self._weights_segment.settle()
         self._kv_segment.settle()
-        self._paused = False
+        self._status.paused = False
 
     def sleep(self, level: SleepLevel | int) -> None:
         """Give memory back, unless it is given back already.
@@ -245,7 +238,7 @@ class TorchEngine:
         Raises: `PhaseError` when closed, or when the level would move weights that a trainer works on; `BudgetError`
         when the host arena cannot take the weights; `ValueError` for an unknown level. Nothing has changed then.
         """
-        self._require_open("sleep")
+        self._status.require_open("sleep")
         weights_at = WEIGHTS_AT[SleepLevel(str(level))]
         targets = ((self._weights_segment, weights_at), (self._kv_segment, Residency.DISCARDED))
         moves = [s.begin(target) for s, target in targets if is_deeper(target, s.residency)]
@@ -254,7 +247,7 @@ class TorchEngine:
 
     def wake(self, tags: Iterable[str] | None = None) -> None:
         """Bring back `weights`, `kv_cache`, or both (`None`); see `Engine.wake`. `ValueError` for another tag."""
-        self._require_open("wake")
+        self._status.require_open("wake")
         wake_segments(self.segments, tags)
 
     def share_weights(self) -> None:
@@ -287,20 +280,20 @@ class TorchEngine:
     def commit(self, version: int) -> None:
         """Declare that the engine now holds `version`; lifts a poisoning. `PhaseError` unless they are resident."""
         self._require_weights(f"hold version {version}")
-        self._version = version
+        self._status.commit(version)
 
     def poison(self, cause: str) -> None:
         """Refuse to generate, with `cause`, until the next `commit`."""
-        self._version, self._cause = None, cause
+        self._status.poison(cause)
 
     def load_adapter(self, name: str, adapter: AdapterWeights) -> None:
         """Make a LoRA adapter available by name; see `Adapters.add`. Modules go by their Hugging Face names."""
-        self._require_open("load an adapter")
+        self._status.require_open("load an adapter")
         self._adapters.add(name, adapter)
 
     def replace_adapter(self, old: str, new: str, adapter: AdapterWeights) -> None:
         """Remove `old` and load `adapter` as `new`; see `Engine.replace_adapter`."""
-        self._require_open("replace an adapter")
+        self._status.require_open("replace an adapter")
         self._adapters.require(old)
         if new != old and new in self._adapters.names:
             raise ValueError(f"there is an adapter {new!r} already: give each version a name of its own")
@@ -318,10 +311,9 @@ class TorchEngine:
 
     def close(self) -> None:
         """Release everything, also what `weights.hf_views()` returned. Idempotent."""
-        if self._closed:
+        if self._status.closed:
             return
-        self._closed = True
-        self.poison("it is closed")
+        self._status.close()
         self._adapters.clear()
         self._caches.forget()
         self.module.to_empty(device="meta")
@@ -374,27 +366,17 @@ class TorchEngine:
         return token_ids
 
     def _on_weights_move(self, source: Residency, target: Residency) -> None:
-        self._paused = True
+        self._status.paused = True
         if target is Residency.DISCARDED:
             self.poison("its weights have been dropped: wake it and publish weights to it")
         elif source is Residency.DISCARDED:
             self.weights.zero_padding()
 
     def _on_kv_move(self, source: Residency, target: Residency) -> None:
-        self._paused = True
+        self._status.paused = True
         self._caches.forget()
-
-    def _require(self, verb: str, *states: EngineState) -> None:
-        if self.state not in states:
-            raise PhaseError(f"the engine is {self.state} and cannot {verb}: {ADVICE[self.state]}")
-
-    def _require_open(self, verb: str) -> None:
-        self._require(verb, EngineState.AWAKE, EngineState.PAUSED, EngineState.ASLEEP)
 
     def _require_weights(self, verb: str) -> None:
         """Raise `PhaseError` unless the weights are there. The KV cache comes last, so it may still be away."""
-        self._require_open(verb)
-        segment = self._weights_segment
-        if segment.residency is not Residency.RESIDENT:
-            raise PhaseError(f"the engine's weights are {segment.residency} and it cannot {verb}: wake them first")
-        segment.settle()
+        self._status.require_weights(verb)
+        self._weights_segment.settle()

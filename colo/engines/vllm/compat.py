@@ -491,6 +491,13 @@ def _set_variable(name: str, value: str | None) -> None:
         os.environ[name] = value
 
 
+def takes_adapters_by_name() -> bool:
+    """Whether a server's clients may add and remove adapters (`VLLM_ALLOW_RUNTIME_LORA_UPDATING`)."""
+    from vllm import envs
+
+    return bool(envs.VLLM_ALLOW_RUNTIME_LORA_UPDATING)
+
+
 def is_in_this_process(llm: Any) -> bool:
     """Whether the engine core of a `vllm.LLM` lives here."""
     from vllm.v1.engine.core_client import InprocClient

@@ -8,9 +8,10 @@ import torch
 
 from colo.engine import SleepLevel
 from colo.engines.common import WEIGHTS_AT, is_deeper
-from colo.engines.vllm.connection import Connection, error_from
+from colo.engines.vllm.link import WorkerLink
 from colo.engines.vllm.segment import WorkerSegment
 from colo.engines.vllm.weights import WorkerWeights
+from colo.engines.vllm.wire import WorkerError
 from colo.errors import PhaseError
 from colo.memory.probe import free_device_bytes
 from colo.phases.phase import ENGINE_KV_CACHE, ENGINE_WEIGHTS, Residency
@@ -29,15 +30,15 @@ class WorkerMemory:
         self._shared = self._weights_outlive = False
         self._before_leaving = before_leaving
 
-    def hold(self, connection: Connection, weights: WorkerWeights) -> None:
+    def hold(self, link: WorkerLink, weights: WorkerWeights) -> None:
         """Be what an engine that has just started holds. Host memory for weights that can leave is pinned meanwhile."""
-        info = connection.infos[0]
-        weights_away = Residency.OFFLOADED if info["weights_can_leave"] and not self._shared else None
+        info = link.infos[0]
+        weights_away = Residency.OFFLOADED if info.weights_can_leave and not self._shared else None
         if weights_away is not None:
-            connection.call("prepare")
-        self.weights.reset(info["weights_bytes"], weights_away)
-        self.kv_cache.reset(info["kv_cache_bytes"], Residency.DISCARDED if info["kv_cache_bytes"] else None)
-        self._connection, self._weights = connection, weights
+            link.call("prepare")
+        self.weights.reset(info.weights_bytes, weights_away)
+        self.kv_cache.reset(info.kv_cache_bytes, Residency.DISCARDED if info.kv_cache_can_leave else None)
+        self._link, self._weights = link, weights
         self._weights_outlive = weights.outlive_the_engine
 
     def lose(self) -> None:
@@ -48,7 +49,7 @@ class WorkerMemory:
 
     def release(self) -> None:
         """Bring everything back, and have the workers forget that it ever left: the engine is about to end."""
-        self._connection.call("release")
+        self._link.call("release")
         for segment in self.segments:
             segment.residency, segment.device_bytes = Residency.RESIDENT, segment.size_bytes
 
@@ -77,7 +78,7 @@ class WorkerMemory:
     def why_it_stays(self, name: str) -> str:
         """Why a segment never leaves, in words that follow `it is`."""
         if name == ENGINE_KV_CACHE:
-            return "not in vLLM's sleep pool (start vLLM with enable_sleep_mode=True to let it go)"
+            return f"not in vLLM's sleep pool ({self._link.how_to_free['pool']})"
         return "the trainer's memory too" if self._shared else self._weights.why_they_stay
 
     def before_move(self, name: str, target: Residency) -> None:
@@ -85,19 +86,19 @@ class WorkerMemory:
         if target is not Residency.RESIDENT:
             self._before_leaving(name, target)
             return
-        device, segment = self._connection.device, self.weights if name == ENGINE_WEIGHTS else self.kv_cache
+        device, segment = self._link.device, self.weights if name == ENGINE_WEIGHTS else self.kv_cache
         if device.type == "cuda" and free_device_bytes(device) < segment.size_bytes:
             torch.cuda.empty_cache()  # what torch keeps in this process, and the engine's will need
 
     def begin_move(self, name: str, source: Residency, target: Residency) -> None:
         """Start a move in every worker; where one refuses, the others go back."""
-        answers = self._connection.ask("begin", {"segment": name, "target": str(target)})
-        failed = [answer["error"] for answer in answers if "error" in answer]
+        answers = self._link.ask("begin", {"segment": name, "target": str(target)})
+        failed = [answer for answer in answers if isinstance(answer, WorkerError)]
         if failed:
             if len(failed) < len(answers):
-                self._connection.ask("begin", {"segment": name, "target": str(source)})
-            raise error_from(failed[0])
+                self._link.ask("begin", {"segment": name, "target": str(source)})
+            raise failed[0].error()
 
     def wait_for(self, name: str) -> int:
         """Return, when every worker has moved a segment, the device bytes that it holds."""
-        return int(self._connection.call("wait", segment=name)[0])
+        return int(self._link.call("wait", segment=name)[0])

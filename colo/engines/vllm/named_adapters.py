@@ -5,8 +5,10 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import Any
 
+import torch
+
 from colo.engine import AdapterWeights
-from colo.engines.vllm.connection import Connection
+from colo.engines.vllm.link import NamedAdapter, WorkerLink
 from colo.errors import EngineLost, Unsupported
 from colo.weights.transports.ipc.staging import Staging
 
@@ -18,15 +20,15 @@ _PREFIX = "base_model.model."
 
 
 class NamedAdapters:
-    """The adapters that the workers of one connection hold. They know them by number only.
+    """The adapters that the workers of one link hold. They know them by number only.
 
-    Ownership: `connection` and `staging` are the engine's.
+    Ownership: `link` and `staging` are the engine's.
     """
 
-    def __init__(self, connection: Connection, staging: Staging) -> None:
+    def __init__(self, link: WorkerLink, staging: Staging) -> None:
         self.numbers: dict[str, int] = {}
         self._names: set[str] = set()
-        self._connection = connection
+        self._link = link
         self._staging = staging
         self._last = _FIRST
         self._sent: tuple[list[list[Any]], dict[str, float]] = ([], {})
@@ -34,7 +36,7 @@ class NamedAdapters:
     @property
     def refusal(self) -> str | None:
         """Why the adapter that was loaded last is loaded anew for each version; `None` where it is written in place."""
-        refusals: list[str | None] = self._connection.call("adapter_refusal")
+        refusals: list[str | None] = self._link.call("adapter_refusal")
         return next(filter(None, refusals), None)
 
     def load(self, name: str, adapter: AdapterWeights) -> bool:
@@ -44,15 +46,20 @@ class NamedAdapters:
         """
         if name in self.numbers:
             raise ValueError(f"adapter {name} is loaded already: remove it first, or give each version its own name")
-        capacity = self._connection.infos[0]["max_adapters"]
+        capacity = self._link.infos[0].max_adapters
         if capacity and len(self.numbers) >= capacity:
             raise Unsupported(
                 f"the engine holds {len(self.numbers)} adapters and takes no more: remove one, or start it with a "
                 "larger max_loras"
             )
         self._last += 1
-        self._send("add_adapter", self._last, adapter)
-        self.numbers[name] = self._last
+        number = self._link.reserve_adapter(self._last, _tensors(adapter))
+        try:
+            self._send("add_adapter", number, adapter)
+        except Exception:
+            self._forget(number)
+            raise
+        self.numbers[name] = number
         return self._is_known(name)
 
     def replace(self, old: str, new: str, adapter: AdapterWeights) -> bool:
@@ -67,26 +74,30 @@ class NamedAdapters:
         try:
             self._send("update_adapter", number, adapter)
         except Exception:
-            with suppress(EngineLost):
-                self._connection.call("remove_adapter", number=number)
+            self._forget(number)
             raise
         self.numbers[new] = number
         return self._is_known(new)
 
     def remove(self, name: str) -> None:
         """Forget an adapter. `ValueError` when there is none of that name."""
-        self._connection.call("remove_adapter", number=self._number(name))
+        number = self._number(name)
+        self._link.call("remove_adapter", number=number)
         del self.numbers[name]
+        self._link.release_adapter(number)
 
-    def request(self, name: str) -> Any:
-        """vLLM's `LoRARequest` for one of them. `ValueError` when there is none of that name."""
-        from vllm.lora.request import LoRARequest
+    def named(self, name: str) -> NamedAdapter:
+        """One of them, for a request. `ValueError` when there is none of that name."""
+        return name, self._number(name)
 
-        # The path is never opened, since the workers know the number; vLLM asks for one.
-        return LoRARequest(lora_name=name, lora_int_id=self._number(name), lora_path="in-memory")
+    def _forget(self, number: int) -> None:
+        """Let go of an adapter that could not be sent."""
+        with suppress(EngineLost):
+            self._link.call("remove_adapter", number=number)
+            self._link.release_adapter(number)
 
     def _is_known(self, name: str) -> bool:
-        known = name in self._names
+        known = name in self._names or self._link.goes_by_number
         self._names.add(name)
         return known
 
@@ -96,15 +107,14 @@ class NamedAdapters:
         return self.numbers[name]
 
     def _send(self, operation: str, number: int, adapter: AdapterWeights) -> None:
-        call = self._connection.call
-        tensors = [(f"{_PREFIX}{module}.lora_A.weight", tensor) for module, tensor in adapter.a.items()]
-        tensors += [(f"{_PREFIX}{module}.lora_B.weight", tensor) for module, tensor in adapter.b.items()]
+        call = self._link.call
+        tensors = _tensors(adapter)
         scalings = {_PREFIX + module: float(scaling) for module, scaling in adapter.scalings.items()}
-        if not self._connection.own_process:
+        if self._link.same_process:
             given = [list(pair) for pair in tensors]
             call(operation, number=number, tensors=given, scalings=scalings, staging=None)
             return
-        described, staging = self._staging.put(tensors, to_pid=self._connection.pids[0])
+        described, staging = self._staging.put(tensors, to_pid=0)
         places, scalings_before = self._sent
         if operation == "update_adapter" and places is described and scalings_before == scalings:
             # The workers have kept where it all lies, and a large adapter has thousands of places.
@@ -113,3 +123,9 @@ class NamedAdapters:
         self._sent = ([], {})  # a worker that fails may have kept either
         call(operation, number=number, tensors=described, scalings=scalings, staging=staging)
         self._sent = (described, scalings)
+
+
+def _tensors(adapter: AdapterWeights) -> list[tuple[str, torch.Tensor]]:
+    """Every A, then every B, by the names that PEFT gives them."""
+    tensors = [(f"{_PREFIX}{module}.lora_A.weight", tensor) for module, tensor in adapter.a.items()]
+    return tensors + [(f"{_PREFIX}{module}.lora_B.weight", tensor) for module, tensor in adapter.b.items()]

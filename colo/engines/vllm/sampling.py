@@ -67,7 +67,7 @@ _WITHOUT_OTHERS: Mapping[str, Sequence[Any]] = {
     "bad_words": (None, []),
     "structured_outputs": (None,),
 }
-"""Of sampling parameters, ours or vLLM's: values at which they leave logits alone. Greedy sampling filters nothing."""
+"""Values of sampling parameters, ours or vLLM's, that leave logits alone. Greedy sampling filters nothing."""
 
 
 def is_unfiltered(params: Any) -> bool:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Protocol
 
 from colo.engine import SleepLevel
+from colo.engines.vllm.wire import WorkerInfo
 from colo.errors import PhaseError
 from colo.phases.phase import Residency, check_move
 from colo.phases.segment import Done, Move
@@ -27,11 +28,11 @@ class Holder(Protocol):
         """Return, when a segment has arrived, the device bytes that it holds."""
 
 
-def residual_bytes(infos: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+def residual_bytes(infos: Sequence[WorkerInfo]) -> dict[str, int]:
     """Device bytes that stay while an engine sleeps, by kind: what all of its workers have told, together."""
     known: dict[str, int] = {}
     for info in infos:
-        for kind, num_bytes in info["residual_bytes"].items():
+        for kind, num_bytes in info.residual_bytes.items():
             known[kind] = known.get(kind, 0) + num_bytes
     return known
 

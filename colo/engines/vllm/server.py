@@ -65,12 +65,13 @@ class Server:
         query: Mapping[str, str] | None = None,
         *,
         patient: bool = False,
+        as_text: bool = False,
     ) -> Any:
-        """The answer, from JSON; `None` for an empty one. `patient` waits as long as the server is healthy.
+        """The answer, from JSON or `as_text`; `None` for an empty one. `patient` waits while the server is healthy.
 
         Raises: `Silent` without an answer within the deadline; `Refused` for an error.
         """
-        question = self._ask(method, path, body, query, timed=not patient)
+        question = self._ask(method, path, body, query, timed=not patient, as_text=as_text)
         return self._wait(self._while_healthy([question]))[0] if patient else self._wait(question)
 
     def ask_all(self, path: str, bodies: Sequence[Body]) -> list[Any]:
@@ -122,15 +123,24 @@ class Server:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _ask(
-        self, method: str, path: str, body: Body | None, query: Mapping[str, str] | None, *, timed: bool
+        self,
+        method: str,
+        path: str,
+        body: Body | None,
+        query: Mapping[str, str] | None,
+        *,
+        timed: bool,
+        as_text: bool = False,
     ) -> Any:
         answer = await self._request(method, path, body, query, self._deadline_s if timed else None)
         if answer.status_code >= httpx.codes.INTERNAL_SERVER_ERROR:
             await self._check_health()
         if answer.is_error:
             raise Refused(answer.status_code, _words(answer))
+        if as_text or not answer.content:
+            return answer.text or None
         try:
-            return answer.json() if answer.content else None
+            return answer.json()
         except ValueError as error:
             raise Refused(answer.status_code, f"the answer to {path} is not JSON") from error
 

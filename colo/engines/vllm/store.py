@@ -36,8 +36,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from colo.errors import TransferError
 from colo.memory.checksum import checksum
 from colo.memory.probe import device_id
-from colo.memory.shared_memory import SharedMemory as Slab
-from colo.memory.shared_memory import open_shared_memory as open_slab
+from colo.memory.shared_memory import SharedMemory, open_shared_memory
 from colo.units import format_bytes
 
 DEADLINE_S = 60.0
@@ -53,7 +52,7 @@ class _Memory:
     """The slabs of one worker, in the order in which it asked for them."""
 
     device: torch.device
-    slabs: list[Slab] = field(default_factory=list)
+    slabs: list[SharedMemory] = field(default_factory=list)
     filled: bool = False
     layout: Layout = field(default_factory=dict)
     worker: object = None
@@ -96,7 +95,7 @@ class WeightStore:
         return [slab.bytes for slab in self._by_rank[rank].slabs]
 
     def checksums(self) -> dict[tuple[int, int], int]:
-        """Of every slab that holds weights, by rank and index."""
+        """Checksums of the slabs that hold weights, by rank and index."""
         return {
             (rank, index): checksum(slab.bytes)
             for rank, memory in self._by_rank.items()
@@ -165,9 +164,9 @@ class WeightStore:
         memory.filled, memory.layout = True, request["layout"]
         return {}
 
-    def _slab(self, memory: _Memory, index: int, size_bytes: int) -> Slab:
+    def _slab(self, memory: _Memory, index: int, size_bytes: int) -> SharedMemory:
         if not memory.filled:
-            memory.slabs.append(Slab(size_bytes, memory.device))
+            memory.slabs.append(SharedMemory(size_bytes, memory.device))
             return memory.slabs[-1]
         known = [slab.size_bytes for slab in memory.slabs]
         if index >= len(known) or known[index] != size_bytes:
@@ -176,7 +175,7 @@ class WeightStore:
                 "asked for: start it with the same model and options, or build a new runtime"
             )
         if not memory.slabs[index].bytes.numel():  # dropped, as it will be again
-            memory.slabs[index] = Slab(size_bytes, memory.device)
+            memory.slabs[index] = SharedMemory(size_bytes, memory.device)
         return memory.slabs[index]
 
     def _device_of(self, name: str) -> torch.device:
@@ -231,7 +230,7 @@ class StoreClient:
         try:
             description = self._ask(op="slab", size_bytes=size_bytes)
             self._is_local = description["kind"] == "local"  # whoever uses a piece then keeps it
-            return open_slab(description, self._device)
+            return open_shared_memory(description, self._device)
         except TransferError as error:
             error.add_note("start the engine with share_memory=False: weights are copied to it then")
             raise

@@ -1,8 +1,7 @@
 """The weights of an engine as the trainer's process sees them; `colo.engines.vllm.worker.agent` is the other end.
 
-A worker in another process is asked about parameters as [name, dtype, shape, stride]. It answers with the copies that
-vLLM's loader makes, each [name, shape, stride, offset, [memory, offset], dtype, shape, stride]: the source, then the
-target, and with descriptions of the memory unless the trainer owns it.
+A worker in another process is told of parameters as `TensorSpec`s. It answers with the copies that vLLM's loader makes,
+as `CopySpec`s, and with descriptions of the memory unless the trainer owns it.
 """
 
 from __future__ import annotations
@@ -16,29 +15,30 @@ import torch
 from torch import nn
 
 from colo.engine import in_all_ranks
-from colo.engines.vllm.connection import Connection
+from colo.engines.vllm.link import WorkerLink
 from colo.engines.vllm.store import WeightStore
 from colo.errors import ColoError, TransferError, Unsupported
 from colo.memory.load_plan import Copy, LoadPlan
 from colo.memory.probe import device_id
-from colo.memory.shared_memory import Description
-from colo.memory.shared_memory import open_shared_memory as open_slab
+from colo.memory.shared_memory import Description, open_shared_memory
+from colo.weights.place import CopySpec
 from colo.weights.sources.module import OUTPUT_LAYER, check_taken, noted, own_output_layer
+from colo.weights.transports.ipc.export import spec_of, view
 from colo.weights.transports.ipc.staging import Staging
 
 
 class WorkerWeights:
-    """The weights that the workers of one connection hold.
+    """The weights that the workers of one link hold.
 
     Ownership: owns what it has mapped of the workers' memory, until `close`; `store` and `staging` are the engine's.
     """
 
-    def __init__(self, connection: Connection, *, store: WeightStore | None, staging: Staging) -> None:
-        self._connection = connection
+    def __init__(self, link: WorkerLink, *, store: WeightStore | None, staging: Staging) -> None:
+        self._link = link
         self._store = store
         self._staging = staging
         self._mapped: dict[str, torch.Tensor] = {}
-        self._in_slabs = connection.infos[0]["weights_in"] == "slabs"
+        self._in_slabs = link.infos[0].weights_in == "slabs"
 
     @property
     def outlive_the_engine(self) -> bool:
@@ -49,54 +49,50 @@ class WorkerWeights:
     def why_they_stay(self) -> str:
         """Why they never leave, where they do not, in words that follow `it is`."""
         if self._in_slabs:
-            return "in memory that outlives the engine (start it with share_memory=False to let it go)"
-        return "not in vLLM's sleep pool (on a GPU, start vLLM with enable_sleep_mode=True to let it go)"
+            whose = "memory that outlives the engine" if self._link.why_not_shared is None else "memory that stays"
+            return f"in {whose} ({self._link.how_to_free['slabs']})"
+        return f"not in vLLM's sleep pool ({self._link.how_to_free['weights']})"
 
     @property
     def where(self) -> str:
         """What memory they lie in, in a phrase for reports."""
-        if self._in_slabs:
-            return "memory that the trainer owns" if self._store is not None else "memory of its own that can be mapped"
-        return {"pool": "vLLM's sleep pool", "memory": "vLLM's own memory"}[self._connection.infos[0]["weights_in"]]
+        if not self._in_slabs:
+            return {"pool": "vLLM's sleep pool", "memory": "vLLM's own memory"}[self._link.infos[0].weights_in]
+        if self._store is not None:
+            return "memory that the trainer owns"
+        return "memory of its own" + (" that can be mapped" if self._link.why_not_shared is None else "")
 
     def record_plan(self, source: Mapping[str, torch.Tensor]) -> LoadPlan:
         """Record what vLLM's loader does with `source`, one plan for all workers; see `Engine.record_plan`."""
-        connection = self._connection
-        answers: list[Any] = connection.call(
-            "record",
-            parameters=[[n, str(t.dtype).removeprefix("torch."), [*t.shape], [*t.stride()]] for n, t in source.items()],
-            model_type=connection.model_type,
-            to_pid=os.getpid(),
-        )
-        if not connection.own_process:
+        link = self._link
+        if link.why_not_shared is not None:  # each worker records its own when it is to copy
+            return _plan(source, fallbacks=dict.fromkeys(source, link.why_not_shared))
+        parameters = [spec_of(name, tensor).to_wire() for name, tensor in source.items()]
+        answers = link.call("record", parameters=parameters, model_type=link.model_type, to_pid=os.getpid())
+        if link.same_process:
             plan: LoadPlan = answers[0]  # one worker a process
             return plan
         copies: list[Copy] = []
         fallbacks: dict[str, str] = {}
         for rank, answer in enumerate(answers):
             fallbacks |= answer["fallbacks"]
+            specs = list(map(CopySpec.from_wire, answer["copies"]))
             try:
                 memory = self._memory(rank, answer)
             except (TransferError, Unsupported) as error:
-                fallbacks |= dict.fromkeys((copy[0] for copy in answer["copies"]), str(error))
+                fallbacks |= dict.fromkeys((spec.name for spec in specs), str(error))
                 continue
             copies += (
                 Copy(
-                    name=name,
-                    shape=tuple(shape),
-                    stride=tuple(stride),
-                    offset=offset,
-                    target=_view(memory[place[0]], place[1], dtype, target_shape, target_stride),
+                    name=spec.name,
+                    shape=spec.shape,
+                    stride=spec.strides,
+                    offset=spec.offset,
+                    target=view(spec.target, memory[spec.target.memory]),
                 )
-                for name, shape, stride, offset, place, dtype, target_shape, target_stride in answer["copies"]
+                for spec in specs
             )
-        return LoadPlan(
-            copies=tuple(copies),
-            sources={name: (t.dtype, tuple(t.shape)) for name, t in source.items()},
-            strides={name: tuple(t.stride()) for name, t in source.items()},
-            fallbacks=fallbacks,
-            unused=frozenset(answers[0]["unused"]),
-        )
+        return _plan(source, copies=copies, fallbacks=fallbacks, unused=frozenset(answers[0]["unused"]))
 
     def reload(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Run vLLM's layerwise reload on all of its weights. When it fails, the model cannot compute.
@@ -105,7 +101,7 @@ class WorkerWeights:
         """
         specs: dict[str, torch.Tensor] = {}
         _, left_out = in_all_ranks(
-            self._connection,
+            self._link,
             "loading weights",
             lambda: self._reload(weights, specs),
             lambda left_out: left_out,
@@ -116,16 +112,15 @@ class WorkerWeights:
         self, weights: Iterable[tuple[str, torch.Tensor]], specs: dict[str, torch.Tensor]
     ) -> list[dict[str, int]]:
         """See `reload`. Returns what each worker has not taken whole, and leaves in `specs` what it was given."""
-        call, model_type = self._connection.call, self._connection.model_type
+        call, model_type = self._link.call, self._link.model_type
         tied = any(call("begin_reload"))
         try:
-            if not self._connection.own_process:
+            if self._link.same_process:
                 given = [[n, t.detach()] for n, t in _checked(noted(weights, specs), tied=tied)]
                 call("reload", tensors=given, model_type=model_type, staging=None)
             else:
-                to_pid = self._connection.pids[0]
                 checked = _checked(noted(weights, specs), tied=tied)
-                for tensors, staging in self._staging.put_groups(checked, to_pid=to_pid):
+                for tensors, staging in self._staging.put_groups(checked, to_pid=0):
                     call("reload", tensors=tensors, model_type=model_type, staging=staging)
         except BaseException:
             with suppress(ColoError):
@@ -144,10 +139,10 @@ class WorkerWeights:
         """
         if self._store is not None:
             return self._store.slabs(rank)
-        connection = self._connection
-        if connection.owns_llm:
+        link = self._link
+        if link.is_own:
             raise Unsupported("the engine's memory ends with its process: start it with share_memory=True")
-        if connection.infos[rank]["device"] != device_id(connection.device):
+        if link.infos[rank].device != device_id(link.device):
             raise Unsupported("the engine keeps it on another GPU")
         return [self._opened(description) for description in answer["memory"]]
 
@@ -157,7 +152,7 @@ class WorkerWeights:
             return torch.empty(0, dtype=torch.uint8)
         key = repr(description)
         if key not in self._mapped:
-            self._mapped[key] = open_slab(description, self._connection.device)
+            self._mapped[key] = open_shared_memory(description, self._link.device)
         return self._mapped[key]
 
 
@@ -169,7 +164,17 @@ def _checked(weights: Iterable[tuple[str, torch.Tensor]], *, tied: bool) -> Iter
         yield name, tensor
 
 
-def _view(memory: torch.Tensor, offset_bytes: int, dtype: str, shape: Sequence[int], stride: Sequence[int]) -> Any:
-    """A tensor in `memory`, uint8."""
-    kind: torch.dtype = getattr(torch, dtype)
-    return memory.view(kind).as_strided(tuple(shape), tuple(stride), offset_bytes // kind.itemsize)
+def _plan(
+    source: Mapping[str, torch.Tensor],
+    *,
+    copies: Sequence[Copy] = (),
+    fallbacks: Mapping[str, str],
+    unused: frozenset[str] = frozenset(),
+) -> LoadPlan:
+    return LoadPlan(
+        copies=tuple(copies),
+        sources={name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in source.items()},
+        strides={name: tuple(tensor.stride()) for name, tensor in source.items()},
+        fallbacks=fallbacks,
+        unused=unused,
+    )

@@ -77,7 +77,7 @@ def record_plan(engine: Engine, source: ModuleSource) -> tuple[dict[str, torch.T
 def _check_packed(tensors: Mapping[str, torch.Tensor], engine: Engine) -> None:
     """Raise `Unsupported` for packed weights that are not the engine's memory already: none can be moved there."""
     packed = [name for name, tensor in tensors.items() if is_packed(tensor)]
-    engines: Mapping[str, PackedWeight] = getattr(engine, "packed_weights", dict)() if packed else {}
+    engines: Mapping[str, PackedWeight] = engine.packed_weights() if packed else {}
     apart = [n for n in packed if n not in engines or not is_same_memory(tensors[n], engines[n].data)]
     if apart:
         raise Unsupported(

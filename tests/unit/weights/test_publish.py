@@ -38,6 +38,9 @@ class RecordingEngine:
         self.cause = None
         self.adapters = []
 
+    def gather(self, value):
+        return [value]
+
     def pause(self):
         self.recorder.note("pause")
         self.state = EngineState.PAUSED

@@ -42,6 +42,11 @@ class WorkerAdapters:
         manager = self._manager
         return int(manager.lora_config.max_loras) if manager is not None else 0
 
+    @property
+    def numbers(self) -> list[int]:
+        """Numbers of all adapters that vLLM holds."""
+        return sorted(self._manager.list_adapters()) if self._manager is not None else []
+
     @torch.inference_mode(False)  # or what a caller's mode leaves could not be written to outside of it
     def add(self, number: int, tensors: Mapping[str, torch.Tensor], scalings: Mapping[str, float]) -> None:
         """Make adapter `number` available, in place of one that has this number.
@@ -252,7 +257,7 @@ class _Recorder(TorchDispatchMode):
         self.refusal: str | None = None
         self._known = {_address(tensor) for tensor in known}
         self._targets: dict[int, list[torch.Tensor]] = {}
-        """Of the copies, by their memory."""
+        """Where the copies go, by their memory."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))

@@ -1,25 +1,25 @@
-"""What colo does inside a vLLM worker: the other end of every call of `VLLMEngine`.
+"""What colo does inside a vLLM worker: the other end of every `WorkerLink`.
 
     vllm serve MODEL --load-format colo --worker-extension-cls colo.engines.vllm.worker.ColoWorker
 
-One method is added to the worker, `colo(operation, arguments)`. Arguments and results are strings, numbers, bytes,
-lists and dictionaries, which vLLM carries between processes without its insecure-serialization flag; within one process
-they may hold tensors. Errors come back as results, so that their kind and figures survive the way.
+One method is added to the worker, `colo(operation, arguments, client)`. Arguments and results are strings, numbers,
+lists and dictionaries, which vLLM carries between processes without its insecure-serialization flag, and a server as
+JSON; within one process they may hold tensors. Errors come back as results, so that their kind and figures survive.
 """
 
 from __future__ import annotations
 
 import os
-import traceback
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from colo import errors
 from colo.engines.vllm import compat, plugin
+from colo.engines.vllm.calls import pid_namespace
 from colo.engines.vllm.options import BITSANDBYTES
+from colo.engines.vllm.wire import WorkerError, WorkerInfo
 from colo.engines.vllm.worker import adapters
 from colo.engines.vllm.worker.lifeline import end_with
 from colo.engines.vllm.worker.loader import OwnMemory, Placement, placement_of
@@ -27,17 +27,20 @@ from colo.engines.vllm.worker.packed import packed_weights
 from colo.engines.vllm.worker.record import record
 from colo.engines.vllm.worker.reload import Reload, check_begun
 from colo.engines.vllm.worker.sleep import WorkerSegments
+from colo.errors import TransferError
 from colo.memory.fence import wait_for_queued
 from colo.memory.load_plan import LoadPlan
-from colo.memory.mapped_buffer import MappedBuffer as Window
-from colo.memory.mapped_buffer import why_not_mapped
+from colo.memory.mapped_buffer import MappedBuffer, why_not_mapped
 from colo.memory.probe import device_id, torch_pinned_bytes
-from colo.memory.shared_memory import Description
+from colo.memory.shared_memory import Description, open_shared_memory
 from colo.phases.phase import ENGINE_KV_CACHE, ENGINE_WEIGHTS, Residency
+from colo.weights.manifest import TensorSpec
 from colo.weights.packed import PackedWeight
-from colo.weights.transports.ipc.export import Allocations, dtype_name
+from colo.weights.place import CopySpec, Place
+from colo.weights.transports.ipc.export import Allocations, empty, spec_of
 from colo.weights.transports.ipc.receiver import Receiver
 from colo.weights.transports.ipc.staging import end_bytes, staged
+from colo.weights.transports.ipc.steps import run_step
 
 plugin.register()
 
@@ -45,97 +48,116 @@ plugin.register()
 class ColoWorker:
     """The worker extension: pass its name as `worker_extension_cls`."""
 
-    def colo(self, operation: str, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Run one operation of `WorkerAgent` and return `{"value": ...}` or `{"error": ...}`."""
-        return call(self, operation, arguments)
+    def colo(self, operation: str, arguments: dict[str, Any], client: str) -> dict[str, Any]:
+        """Run one of `OPERATIONS` for a client and return `{"value": ...}` or `{"error": ...}`."""
+        return call(self, operation, arguments, client)
 
 
-def call(worker: Any, operation: str, arguments: dict[str, Any]) -> dict[str, Any]:
+def call(worker: Any, operation: str, arguments: Mapping[str, Any], client: str) -> dict[str, Any]:
     """Run one operation on a worker, or on what vLLM wraps around one."""
     worker = getattr(worker, "worker", worker)
     try:
         # Kept on the worker itself, so that both go when vLLM lets go of it.
         agent = worker._colo_agent = getattr(worker, "_colo_agent", None) or WorkerAgent(worker)
-        return {"value": getattr(agent, operation)(**arguments)}
+        return {"value": agent.run(operation, arguments, client)}
     except Exception as error:  # noqa: BLE001 - travels to the caller, who raises it
-        return {"error": _describe(error)}
-
-
-def _describe(error: Exception) -> dict[str, Any]:
-    kind = type(error).__name__ if isinstance(error, (errors.ColoError, ValueError)) else "TransferError"
-    described: dict[str, Any] = {"kind": kind, "message": str(error) or error_in_words(error)}
-    if isinstance(error, errors.BudgetError):
-        described |= {"needed_bytes": error.needed_bytes, "free_bytes": error.free_bytes}
-    if not isinstance(error, (errors.ColoError, ValueError)):
-        described["message"] = error_in_words(error)
-    if isinstance(error, errors.TransferError) or not isinstance(error, errors.ColoError):
-        described["traceback"] = "".join(traceback.format_exception(error))
-    return described
-
-
-def error_in_words(error: Exception) -> str:
-    """The kind of an error and its message; where it has none, as a failed assertion, the line that raised it."""
-    kind, message = type(error).__name__, str(error)
-    raised_in = traceback.extract_tb(error.__traceback__)[-1:]
-    if message or not raised_in:
-        return f"{kind}: {message or 'without a message'}"
-    return f"{kind} at {Path(raised_in[0].filename).name}:{raised_in[0].lineno}: {raised_in[0].line}"
+        return {"error": WorkerError.of(error).to_wire()}
 
 
 class WorkerAgent:
-    """The operations, each a method whose arguments and results travel."""
+    """The operations of one worker, each a method whose arguments and results travel; `OPERATIONS` names them.
+
+    It answers one client at a time, the one that asked it to `describe` itself last: what one has bound, another must
+    not copy.
+    """
 
     def __init__(self, worker: Any) -> None:
         self._worker = worker
         self._model = worker.get_model()
         self._placement: Placement | None = placement_of(self._model)
+        self._client: str | None = None
         self._segments: WorkerSegments | None = None
-        self._staging: tuple[dict[str, Any], Window] | None = None
+        self._staging: tuple[dict[str, Any], MappedBuffer] | None = None
         self._receiver: Receiver | None = None
         self._reload: Reload | None = None
         self._adapters = adapters.WorkerAdapters(worker)
         self._adapter_bytes = 0
         self._adapter_kept: tuple[dict[str, torch.Tensor], dict[str, float]] | None = None
 
-    def describe(
-        self, same_process: bool, client_pid: int | None = None, probe: dict[str, Any] | None = None
-    ) -> dict[str, Any]:
-        """Who this is, where its weights lie and what it can give back.
+    def run(self, operation: str, arguments: Mapping[str, Any], client: str) -> Any:
+        """What an operation returns. Raises: `EngineLost` for a client that another one has taken the place of."""
+        method = OPERATIONS.get(operation)
+        if method is None:
+            raise TransferError(f"{operation!r} is no operation of a worker, which has {', '.join(OPERATIONS)}")
+        if operation == "describe":
+            self._client = client
+        elif client != self._client:
+            raise errors.EngineLost("another client has connected since")
+        return method(self, **arguments)
 
-        With `client_pid` it ends with that process. With `probe` (see `colo.memory.mapped_buffer.probing`) also why it
-        cannot map the trainer's memory, if it cannot.
+    def describe(
+        self,
+        same_process: bool,
+        client_pid: int | None = None,
+        probe: Description | None = None,
+        home: Description | None = None,
+    ) -> dict[str, Any]:
+        """`WorkerInfo` for a new client; what an earlier one has left behind is ended, and its memory let go.
+
+        With `client_pid` this process ends with that one. With `probe` (see `mapped_buffer.probing`) it says why
+        it cannot map the client's memory, if it cannot. `home` is host memory that begins with the client's name.
+        Raises: `TransferError` when `home` is not the client's, who is on another machine then; `BudgetError` when
+        what an earlier client has put to sleep cannot come back.
         """
+        if home is not None:
+            _check_home(home, self._client or "")
         if client_pid is not None:
             end_with(client_pid)
-        segments = self._segments_now()
+        self._forget_client()
+        worker, config, segments = self._worker, self._worker.model_config, self._segments_now()
         pooled_bytes = segments.by_name[ENGINE_WEIGHTS].size_bytes
+        pooled_cache_bytes = segments.by_name[ENGINE_KV_CACHE].size_bytes
         parameters_bytes = sum({p.data_ptr(): p.numel() * p.element_size() for p in self._model.parameters()}.values())
         in_slabs = self._placement is not None
-        return {
-            "pid": os.getpid(),
-            "rank": self._worker.rank,
-            "device": device_id(torch.device(self._worker.device)),
-            "weights_bytes": parameters_bytes if in_slabs else max(pooled_bytes, parameters_bytes),
-            "weights_in": "slabs" if in_slabs else ("pool" if pooled_bytes else "memory"),
-            "weights_can_leave": bool(pooled_bytes) and not in_slabs,
-            "placing_s": self._placement.placing_s if self._placement is not None else 0.0,
-            "outside": dict(self._placement.outside) if self._placement is not None else {},
-            "kv_cache_bytes": segments.by_name[ENGINE_KV_CACHE].size_bytes,
-            "max_adapters": self._adapters.capacity,
-            "ipc_refusal": why_not_mapped(probe, torch.device(self._worker.device)),
-            "residual_bytes": compat.residual_bytes(self._worker, same_process=same_process),
-        }
+        pool = compat.sleep_pool(worker)
+        return WorkerInfo(
+            pid=os.getpid(),
+            pid_namespace=pid_namespace(),
+            rank=worker.rank,
+            device=device_id(torch.device(worker.device)),
+            model_type=getattr(config.hf_config, "model_type", None),
+            vocab_size=int(config.get_vocab_size()),
+            max_length=int(config.max_model_len),
+            logprobs_mode=config.logprobs_mode,
+            has_tokenizer=not config.skip_tokenizer_init,
+            weights_bytes=parameters_bytes if in_slabs else max(pooled_bytes, parameters_bytes),
+            weights_in="slabs" if in_slabs else ("pool" if pooled_bytes else "memory"),
+            weights_can_leave=bool(pooled_bytes) and not in_slabs,
+            kv_cache_bytes=pooled_cache_bytes or compat.kv_cache_bytes(worker.vllm_config),
+            kv_cache_can_leave=bool(pooled_cache_bytes),
+            is_asleep=pool is not None and any(record.is_asleep for record in pool.pointer_to_data.values()),
+            max_adapters=self._adapters.capacity,
+            takes_adapters_by_name=compat.takes_adapters_by_name(),
+            ipc_refusal=why_not_mapped(probe, torch.device(worker.device)),
+            residual_bytes=compat.residual_bytes(worker, same_process=same_process),
+            placing_s=self._placement.placing_s if self._placement is not None else 0.0,
+            outside=dict(self._placement.outside) if self._placement is not None else {},
+        ).to_wire()
+
+    def _forget_client(self) -> None:
+        """End what a client that is gone has begun, and bring back what it has put to sleep."""
+        self.abandon_reload()
+        if self._receiver is not None:
+            self._receiver.release()
+        self.release()
 
     def record(self, parameters: list[list[Any]], model_type: str | None, to_pid: int) -> dict[str, Any] | LoadPlan:
-        """The load plan of parameters given as [name, dtype, shape, stride], for process `to_pid`.
+        """The load plan of parameters, given as `TensorSpec.to_wire`, for process `to_pid`.
 
-        In this process it is the plan itself. For another, targets are places in memory that it has given, or that it
-        opens as `memory` describes.
+        In this process it is the plan itself. For another, `copies` are `CopySpec.to_wire`, whose targets lie in memory
+        that it has given, or that it opens as `memory` describes.
         """
-        source = {
-            name: torch.empty_strided(tuple(shape), tuple(stride), dtype=getattr(torch, dtype), device="meta")
-            for name, dtype, shape, stride in parameters
-        }
+        source = {spec.name: empty(spec) for spec in map(TensorSpec.from_wire, parameters)}
         plan = self._record(source, model_type)
         if to_pid == os.getpid():
             return plan
@@ -144,12 +166,11 @@ class WorkerAgent:
         copies = []
         for copy in plan.copies:
             try:
-                place = self._place(copy.target, allocations)
+                place = Place(spec_of(copy.name, copy.target), *self._place(copy.target, allocations))
             except errors.Unsupported as error:
                 fallbacks.setdefault(copy.name, str(error))
                 continue
-            target = [place, dtype_name(copy.target), tuple(copy.target.shape), copy.target.stride()]
-            copies.append([copy.name, copy.shape, copy.stride, copy.offset, *target])
+            copies.append(CopySpec(copy.shape, copy.stride, copy.offset, place).to_wire())
         memory: Sequence[Description | None] = allocations.memory
         if self._placement is not None and isinstance(self._placement.source, OwnMemory):
             memory = self._placement.source.describe(to_pid=to_pid)
@@ -252,7 +273,7 @@ class WorkerAgent:
             return dict(tensors)
         if self._staging is None or self._staging[0] != staging:
             self._staging = self._adapter_kept = None
-            self._staging = (staging, Window(staging, torch.device(self._worker.device)))
+            self._staging = (staging, MappedBuffer(staging, torch.device(self._worker.device)))
         window = self._staging[1]
         window.refresh(end_bytes(tensors))
         return staged(window.bytes, tensors)
@@ -264,8 +285,7 @@ class WorkerAgent:
         if self._receiver is None:
             device = torch.device(self._worker.device)
             self._receiver = Receiver(device, self._record, number=self._worker.rank)
-        answers = [getattr(self._receiver, name)(**arguments) for name, arguments in steps]
-        return answers[-1]
+        return [run_step(self._receiver, name, arguments) for name, arguments in steps][-1]
 
     # ---- adapters ----------------------------------------------------------------------------------------------------
 
@@ -298,6 +318,10 @@ class WorkerAgent:
         """Why the adapter that was activated last cannot be updated in place; `None` when it can."""
         return self._adapters.plan_refusal
 
+    def adapter_numbers(self) -> list[int]:
+        """Numbers of the LoRA adapters that this worker holds, whoever has loaded them."""
+        return self._adapters.numbers
+
     def remove_adapter(self, number: int) -> None:
         """Forget a LoRA adapter."""
         self._adapters.remove(number)
@@ -318,3 +342,37 @@ class WorkerAgent:
     def _finish_reading(self, staging: dict[str, Any] | None) -> None:
         if staging is not None:
             wait_for_queued(torch.device(self._worker.device))
+
+
+OPERATIONS: Mapping[str, Callable[..., Any]] = {
+    operation.__name__: operation
+    for operation in (
+        WorkerAgent.describe,
+        WorkerAgent.record,
+        WorkerAgent.packed,
+        WorkerAgent.pinned_bytes,
+        WorkerAgent.prepare,
+        WorkerAgent.begin,
+        WorkerAgent.wait,
+        WorkerAgent.release,
+        WorkerAgent.forget,
+        WorkerAgent.begin_reload,
+        WorkerAgent.reload,
+        WorkerAgent.abandon_reload,
+        WorkerAgent.finish_reload,
+        WorkerAgent.receive,
+        WorkerAgent.add_adapter,
+        WorkerAgent.update_adapter,
+        WorkerAgent.adapter_refusal,
+        WorkerAgent.adapter_numbers,
+        WorkerAgent.remove_adapter,
+    )
+}
+"""What a client may ask for, by name."""
+
+
+def _check_home(home: Description, client: str) -> None:
+    """Raise `TransferError` unless `home` is memory of the client, who is on this machine then."""
+    name = client.encode()
+    if open_shared_memory(home, torch.device("cpu"))[: len(name)].numpy().tobytes() != name:
+        raise TransferError("the client is on another machine: what is mapped here is not its memory")

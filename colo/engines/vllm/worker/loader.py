@@ -31,8 +31,7 @@ from colo.engines.vllm.worker.lifeline import end_with
 from colo.errors import TransferError
 from colo.memory.checksum import checksum
 from colo.memory.region import ALIGNMENT_BYTES
-from colo.memory.shared_memory import Description
-from colo.memory.shared_memory import SharedMemory as Slab
+from colo.memory.shared_memory import Description, SharedMemory
 from colo.units import MIB, align_up
 
 _FIRST_SLAB_BYTES, _SLAB_BYTES = 2 * MIB, 64 * MIB
@@ -69,11 +68,11 @@ class OwnMemory:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._slabs: list[Slab] = []
+        self._slabs: list[SharedMemory] = []
 
     def take(self, size_bytes: int) -> torch.Tensor:
         """More memory, uint8, shape [size_bytes]."""
-        self._slabs.append(Slab(size_bytes, self._device))
+        self._slabs.append(SharedMemory(size_bytes, self._device))
         return self._slabs[-1].bytes
 
     def drop(self, unused: Mapping[int, StorageWeakRef]) -> None:
@@ -222,11 +221,11 @@ class ColoModelLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM ships no t
         self._tensors_before: set[tuple[int, str, int]] = set()
 
     def download_model(self, model_config: Any) -> None:
-        """As vLLM's own loader."""
+        """Download what vLLM's own loader would."""
         self._inner.download_model(model_config)
 
     def load_weights(self, model: nn.Module, model_config: Any) -> None:
-        """As vLLM's own loader, unless the memory holds the weights already."""
+        """Load as vLLM's own loader does, unless the memory holds the weights already."""
         self._building.close()
         self._tensors_before = {(id(module), name, t.data_ptr()) for module, name, t in _plain_tensors(model)}
         if self._placement is None or self._placement.source.fill:

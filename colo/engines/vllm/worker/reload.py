@@ -14,34 +14,23 @@ from colo.engines.vllm import compat
 from colo.errors import TransferError
 from colo.memory.load_plan import tensors_in
 from colo.memory.storage import storage_key
-from colo.weights.manifest import Manifest
 from colo.weights.sources.checkpoint import checkpoint_views
-from colo.weights.sources.module import OUTPUT_LAYER, own_output_layer
 
 
 class Reload:
     """One reload of one model: complete, or the model cannot compute until a later one is."""
 
     @torch.no_grad()
-    def __init__(
-        self, model: nn.Module, model_config: Any, device: torch.device, manifest: Manifest | None = None
-    ) -> None:
-        """Begin. `manifest` is of everything that will be given, where that is known.
-
-        Raises: `TransferError` for one with an output layer of its own where the model's is its embedding.
-        """
+    def __init__(self, model: nn.Module, model_config: Any, device: torch.device) -> None:
+        """Begin."""
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
         self.tied = _is_tied(model)
         """Whether the model's output layer is its embedding."""
 
-        for spec in manifest.specs if manifest is not None and self.tied else ():
-            if spec.name == OUTPUT_LAYER:
-                raise own_output_layer(spec.num_elements)
         self._model = model
         self._model_config = model_config
         self._device = device
-        self._manifest = manifest
         self._given: list[str] = []
         self._taken = _Taken()
         compat.before_reload(model)
@@ -66,19 +55,13 @@ class Reload:
 
     @torch.no_grad()
     def finish(self) -> dict[str, Any]:
-        """Attest: post-processing has run on every tensor that was announced, and no layer lacks its weights.
+        """Attest: post-processing has run on every tensor that was given, and no layer lacks its weights.
 
         `left_out` has what the model has not taken whole, with the number of elements that it has; as a load plan's.
         Raises: `TransferError` otherwise. Layers that it names, or that got nothing, hold what they held before.
         """
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
-        if self._manifest is not None:
-            try:
-                self._manifest.check_received(self._given)
-            except TransferError:
-                self.abandon()
-                raise
         unloaded = compat.unloaded_layers(self._model)
         with self._taken:
             finalize_layerwise_reload(self._model, self._model_config)
@@ -91,14 +74,7 @@ class Reload:
             )
         unused = compat.unused(self._model, self._given)
         left_out = {name: count for name, count in self._taken.left_out().items() if name not in unused}
-        if self._manifest is None:
-            return {"num_tensors": len(self._given), "left_out": left_out}
-        return {
-            "left_out": left_out,
-            "version": self._manifest.version,
-            "num_tensors": len(self._manifest.specs),
-            "num_bytes": self._manifest.total_bytes,
-        }
+        return {"num_tensors": len(self._given), "left_out": left_out}
 
     def abandon(self) -> None:
         """End a reload that has failed: layers that are not through hold what they held before, and can compute."""

@@ -7,21 +7,16 @@ parameters move into a memory file and stay the same objects.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from colo.memory import cuda_driver
 from colo.memory.region import carve, carved_bytes
-from colo.memory.shared_memory import Description, SharedMemory
-from colo.memory.shared_memory import open_shared_memory as open_slab
-
-Place = list[Any]
-"""[name, dtype, shape, strides in elements, index of the memory, offset in bytes]."""
-
-NOWHERE = -1
-"""Index of the memory of a tensor without elements."""
+from colo.memory.shared_memory import Description, SharedMemory, open_shared_memory
+from colo.weights.manifest import TensorSpec
+from colo.weights.place import NOWHERE, Place
 
 
 class Allocations:
@@ -29,7 +24,7 @@ class Allocations:
 
     def __init__(self) -> None:
         self.memory: list[Description] = []
-        """What the peer opens with `open_slab`, each once."""
+        """What the peer opens with `open_shared_memory`, each once."""
 
         self._indices: dict[bytes, int] = {}
 
@@ -54,7 +49,7 @@ class Exported:
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Export. Raises: `Unsupported` for memory that cannot be, and nothing has changed then."""
         self.memory: list[Description] = []
-        """What the peer opens with `open_slab`, each once."""
+        """What the peer opens with `open_shared_memory`, each once."""
 
         self.places: list[Place] = []
         self._slab: SharedMemory | None = None
@@ -81,7 +76,7 @@ class Exported:
         allocations = Allocations()
         for name, tensor in tensors.items():
             place = allocations.place(tensor) if tensor.numel() else (NOWHERE, 0)  # without elements no address
-            self.places.append(_place(name, tensor, *place))
+            self.places.append(Place(spec_of(name, tensor), *place))
         self.memory = allocations.memory
 
     @torch.no_grad()
@@ -89,32 +84,50 @@ class Exported:
         specs = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors.values()]
         self._slab = SharedMemory(max(carved_bytes(specs), 1), torch.device("cpu"))
         base = self._slab.bytes.data_ptr()
-        for (name, tensor), view in zip(tensors.items(), carve(self._slab.bytes, specs), strict=True):
-            view.copy_(tensor)
-            tensor.data = view
-            self.places.append(_place(name, tensor, 0, view.data_ptr() - base))
+        for (name, tensor), memory in zip(tensors.items(), carve(self._slab.bytes, specs), strict=True):
+            memory.copy_(tensor)
+            tensor.data = memory
+            where = (0, memory.data_ptr() - base) if tensor.numel() else (NOWHERE, 0)
+            self.places.append(Place(spec_of(name, tensor), *where))
         self.memory.append(self._slab.describe(to_pid=0))
 
 
-def opened(places: list[Place], memory: list[Description], device: torch.device) -> dict[str, torch.Tensor]:
+def opened(places: Sequence[Place], memory: list[Description], device: torch.device) -> dict[str, torch.Tensor]:
     """The exported tensors by name, in a peer. Lifetime: mapped until the last tensor over a memory dies.
 
     Raises: `TransferError` when memory cannot be mapped.
     """
-    mapped = [open_slab(description, device) for description in memory]
-    tensors = {}
-    for name, dtype_name, shape, stride, index, offset_bytes in places:
-        dtype = getattr(torch, dtype_name)
-        if index == NOWHERE:
-            tensors[name] = torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype, device=device)
-            continue
-        start = mapped[index][offset_bytes:offset_bytes].view(dtype)  # for its place: the elements may end anywhere
-        tensors[name] = start.as_strided(tuple(shape), tuple(stride), int(start.storage_offset()))
-    return tensors
+    mapped = [open_shared_memory(description, device) for description in memory]
+    return {
+        place.tensor.name: empty(place.tensor, device) if place.memory == NOWHERE else view(place, mapped[place.memory])
+        for place in places
+    }
 
 
-def _place(name: str, tensor: torch.Tensor, index: int, offset_bytes: int) -> Place:
-    return [name, dtype_name(tensor), list(tensor.shape), list(tensor.stride()), index, offset_bytes]
+def empty(spec: TensorSpec, device: torch.device | str = "meta") -> torch.Tensor:
+    """A tensor of this dtype and shape, and these strides, which has no values yet."""
+    dtype: torch.dtype = getattr(torch, spec.dtype)
+    if spec.strides is None:
+        return torch.empty(spec.shape, dtype=dtype, device=device)
+    return torch.empty_strided(spec.shape, spec.strides, dtype=dtype, device=device)
+
+
+def view(place: Place, memory: torch.Tensor) -> torch.Tensor:
+    """The tensor at a place in `memory`, uint8."""
+    spec = place.tensor
+    dtype: torch.dtype = getattr(torch, spec.dtype)
+    strides = spec.strides or ()
+    end = max(0, sum((size - 1) * step for size, step in zip(spec.shape, strides, strict=True)) + 1) * dtype.itemsize
+    size_bytes = 0 if 0 in spec.shape else end
+    flat = memory[place.offset_bytes : place.offset_bytes + size_bytes].view(dtype)
+    return flat.as_strided(spec.shape, strides, int(flat.storage_offset()))
+
+
+def spec_of(name: str, tensor: torch.Tensor, strides: tuple[int, ...] | None = None) -> TensorSpec:
+    """Name, dtype, shape and strides of a tensor, its own unless they are given."""
+    return TensorSpec(
+        name, dtype_name(tensor), tuple(tensor.shape), tuple(tensor.stride()) if strides is None else strides
+    )
 
 
 def dtype_name(tensor: torch.Tensor) -> str:

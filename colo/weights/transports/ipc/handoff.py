@@ -13,8 +13,7 @@ from pathlib import Path
 import torch
 
 from colo.errors import TransferError
-from colo.memory.shared_memory import Description, SharedMemory
-from colo.memory.shared_memory import open_shared_memory as open_slab
+from colo.memory.shared_memory import Description, SharedMemory, open_shared_memory
 
 _CPU = torch.device("cpu")
 _WORD_BYTES = 8
@@ -76,7 +75,7 @@ class ReaderHandoff:
 
     def __init__(self, description: Description, *, readers: int, number: int, deadline_s: float = DEADLINE_S) -> None:
         """Reader `number` of the engine's; of those that this sender counts it is one of `readers`."""
-        self._words = open_slab(description, _CPU).view(torch.int64).numpy()
+        self._words = open_shared_memory(description, _CPU).view(torch.int64).numpy()
         self._place = _FIRST_READER + number % readers
         self._sender = Path(f"/proc/{description['pid']}")
         self._deadline_s = deadline_s

@@ -22,13 +22,14 @@ from colo.memory.checksum import Checksums, Part, values
 from colo.memory.copies import Comparison, copy_all
 from colo.memory.fence import wait_for_queued
 from colo.memory.load_plan import Copy, LoadPlan
-from colo.memory.mapped_buffer import MappedBuffer as Window
+from colo.memory.mapped_buffer import MappedBuffer
 from colo.memory.shared_memory import Description
 from colo.memory.tiles import WORD_BYTES, in_words
 from colo.units import align_up
 from colo.weights.intersection import intersect
 from colo.weights.manifest import Manifest, TensorSpec
-from colo.weights.transports.ipc.export import Place, opened
+from colo.weights.place import Place
+from colo.weights.transports.ipc.export import empty, opened
 from colo.weights.transports.ipc.handoff import ReaderHandoff
 
 Record = Callable[[dict[str, torch.Tensor], str | None], LoadPlan]
@@ -52,31 +53,27 @@ class Receiver:
         self._compared: Comparison | None = None
         self._graphs: dict[bool, tuple[torch.cuda.CUDAGraph, torch.Tensor | None]] = {}
         self._replays = 0
-        self._windows: list[Window] = []
+        self._windows: list[MappedBuffer] = []
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         self._buckets: list[_Bucket] = []
         self._turns: ReaderHandoff | None = None
         self._update: _Update | None = None
 
     def bind(
-        self, parameters: list[list[Any]], model_type: str | None, places: list[Place], memory: list[Description]
+        self, parameters: list[list[Any]], model_type: str | None, places: list[list[Any]], memory: list[Description]
     ) -> dict[str, Any]:
-        """Learn what will be sent: [name, dtype, shape, strides] of each parameter.
+        """Learn what will be sent: each parameter as `TensorSpec.to_wire` gives it, with strides.
 
         Returns `fallbacks`, why some cannot be copied, by name, and `left_out`; see `LoadPlan`.
-        With `places` and `memory` (see `Exported`) the sender's tensors are mapped.
+        With `places` (see `Place.to_wire`) and `memory` (see `Exported`) the sender's tensors are mapped.
         Raises: `TransferError` when memory cannot be mapped, or parameters do not cover the model exactly once.
         """
         self.release()
-        specs = tuple(TensorSpec(name, dtype, tuple(shape)) for name, dtype, shape, _ in parameters)
-        empty = {
-            name: torch.empty_strided(tuple(shape), tuple(stride), dtype=getattr(torch, dtype), device="meta")
-            for name, dtype, shape, stride in parameters
-        }
-        self._plan = self._record(empty, model_type)
+        specs = tuple(map(TensorSpec.from_wire, parameters))
+        self._plan = self._record({spec.name: empty(spec) for spec in specs}, model_type)
         self._manifest = Manifest(specs=specs, version=0)
         if not self._plan.fallbacks and places:
-            self._sources = opened(places, memory, self._device)
+            self._sources = opened(list(map(Place.from_wire, places)), memory, self._device)
         return {"fallbacks": dict(self._plan.fallbacks), "left_out": self._plan.left_out}
 
     def stage(
@@ -96,7 +93,7 @@ class Receiver:
         that are not whole words of four bytes, and for tensors that were described with gaps: pieces have none.
         """
         plan = self._bound()
-        windows = [Window(slab, self._device, copied=copied) for slab in slabs]
+        windows = [MappedBuffer(slab, self._device, copied=copied) for slab in slabs]
         offsets = [offset for pieces in buckets for *_, offset in pieces]
         if any(n % WORD_BYTES for n in (*offsets, *(window.bytes.numel() for window in windows))):
             raise TransferError(f"slabs, and where pieces begin in them, must be multiples of {WORD_BYTES} bytes")

@@ -28,7 +28,7 @@ from colo.weights.manifest import Manifest, TensorSpec
 from colo.weights.sources.module import ModuleSource, check_taken
 from colo.weights.transports.base import CopyingTransport
 from colo.weights.transports.ipc.bucket import Bucket, plan_buckets
-from colo.weights.transports.ipc.export import Exported, dtype_name
+from colo.weights.transports.ipc.export import Exported, dtype_name, spec_of
 from colo.weights.transports.ipc.handoff import SenderHandoff
 
 BUCKET_BYTES = 256 * MIB
@@ -179,10 +179,11 @@ class IpcTransport(CopyingTransport):
         if self._exported is not None or self._staging is not None:
             self.close()
         exported = None if self._staged else self._export(tensors)
-        places, memory = (exported.places, exported.memory) if exported is not None else ([], [])
+        places = [place.to_wire() for place in exported.places] if exported is not None else []
+        memory = exported.memory if exported is not None else []
         parameters = [
-            [n, dtype_name(t), list(t.shape), list(t.stride() if exported is not None else _without_gaps(t))]
-            for n, t in tensors.items()
+            spec_of(name, tensor, None if exported is not None else _without_gaps(tensor)).to_wire()
+            for name, tensor in tensors.items()
         ]
         answers = self._peer.receive(
             "bind", parameters=parameters, model_type=self._peer.model_type, places=places, memory=memory

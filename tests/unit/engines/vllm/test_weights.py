@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from colo.engines.vllm.weights import WorkerWeights
-from colo.memory.shared_memory import SharedMemory as Slab
+from colo.memory.shared_memory import SharedMemory
+from colo.weights.manifest import TensorSpec
+from colo.weights.place import CopySpec, Place
 
 CPU = torch.device("cpu")
 SOURCE = {"a.weight": torch.zeros(2, 3)}
@@ -14,25 +16,27 @@ SOURCE = {"a.weight": torch.zeros(2, 3)}
 
 @pytest.fixture
 def slab():
-    slab = Slab(64, CPU)
+    slab = SharedMemory(64, CPU)
     slab.bytes.view(torch.float32).copy_(torch.arange(16))
     yield slab
     slab.close()
 
 
-def weights_of(descriptions, *, device="cpu", owns_llm=False):
-    """A connection to one worker that keeps `a.weight` 16 bytes into its memory."""
-    copy = ["a.weight", [2, 3], [3, 1], 0, [0, 16], "float32", [2, 3], [3, 1]]
+def weights_of(descriptions, *, device="cpu", is_own=False):
+    """A link to one worker that keeps `a.weight` 16 bytes into its memory."""
+    place = Place(TensorSpec("a.weight", "float32", (2, 3), (3, 1)), 0, 16)
+    copy = CopySpec((2, 3), (3, 1), 0, place).to_wire()
     answer = {"copies": [copy], "fallbacks": {}, "memory": descriptions, "unused": []}
-    connection = SimpleNamespace(
-        infos=[{"device": device, "weights_in": "memory"}],
+    link = SimpleNamespace(
+        infos=[SimpleNamespace(device=device, weights_in="memory")],
         device=CPU,
-        own_process=True,
-        owns_llm=owns_llm,
+        same_process=False,
+        why_not_shared=None,
+        is_own=is_own,
         model_type=None,
         call=lambda operation, **arguments: [answer],
     )
-    return WorkerWeights(connection, store=None, staging=None)
+    return WorkerWeights(link, store=None, staging=None)
 
 
 def test_memory_of_a_worker_is_mapped_once_and_is_the_weight(slab):
@@ -48,7 +52,7 @@ def test_memory_of_a_worker_is_mapped_once_and_is_the_weight(slab):
     ("options", "why"),
     [
         ({"device": "GPU-1"}, "on another GPU"),
-        ({"owns_llm": True}, "ends with its process: start it with share_memory=True"),
+        ({"is_own": True}, "ends with its process: start it with share_memory=True"),
     ],
 )
 def test_memory_that_may_not_be_shared_is_a_fallback(slab, options, why):

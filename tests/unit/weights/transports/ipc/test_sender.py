@@ -13,8 +13,10 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from colo.errors import EngineLost, TransferError, Unsupported
 from colo.memory.load_plan import LoadPlan
+from colo.weights.manifest import TensorSpec
+from colo.weights.place import NOWHERE, Place
 from colo.weights.sources.module import ModuleSource
-from colo.weights.transports.ipc.export import NOWHERE, Exported, opened
+from colo.weights.transports.ipc.export import Exported, opened
 from colo.weights.transports.ipc.receiver import Receiver
 from colo.weights.transports.ipc.sender import IpcTransport
 
@@ -271,7 +273,7 @@ def test_parameters_with_gaps_arrive(model, workers, way):
 
 
 def test_a_tensor_without_elements_needs_no_memory():
-    (empty,) = opened([["none", "bfloat16", [0, 4], [4, 1], NOWHERE, 0]], [], CPU).values()
+    (empty,) = opened([Place(TensorSpec("none", "bfloat16", (0, 4), (4, 1)), NOWHERE, 0)], [], CPU).values()
     assert (empty.dtype, empty.shape) == (torch.bfloat16, (0, 4))
 
 

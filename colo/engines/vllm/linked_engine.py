@@ -1,0 +1,289 @@
+"""An engine over a link to a vLLM, wherever that runs: everything that a runtime asks of it.
+
+`colo.engines.vllm.engine` starts one, and ends it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+from colo.engine import AdapterWeights, Completion, EngineState, SleepLevel
+from colo.engines.common import wake_segments
+from colo.engines.status import EngineStatus
+from colo.engines.vllm import sampling
+from colo.engines.vllm.link import PauseMode, WorkerLink
+from colo.engines.vllm.memory import WorkerMemory
+from colo.engines.vllm.named_adapters import NamedAdapters
+from colo.engines.vllm.segment import residual_bytes
+from colo.engines.vllm.store import WeightStore
+from colo.engines.vllm.weights import WorkerWeights
+from colo.errors import Unsupported
+from colo.memory.load_plan import LoadPlan
+from colo.memory.offload import Mover
+from colo.phases.phase import ENGINE_WEIGHTS, Residency
+from colo.phases.segment import Segment
+from colo.weights.packed import PackedWeight
+from colo.weights.transports.ipc.staging import Staging
+
+
+class LinkedEngine:
+    """What `VLLMEngine` does while its vLLM runs. Not thread-safe: one caller at a time."""
+
+    name = "vllm"
+
+    _link: WorkerLink
+    _weights: WorkerWeights
+    _adapters: NamedAdapters
+
+    def __init__(self, device: torch.device, mover: Mover | None, *, when_lost: str) -> None:
+        """An engine without a link, until `_connect`; `when_lost` is advice."""
+        self.device = device
+        self._owned = ExitStack()
+        self.mover = mover or Mover(device)
+        if mover is None:
+            self._owned.callback(self.mover.close)
+        self._staging = Staging(device)
+        self._owned.callback(self._staging.close)
+        self._store: WeightStore | None = None
+        self._memory = WorkerMemory(self._before_leaving)
+        self._status = EngineStatus(
+            lambda: self.segments,
+            check_alive=lambda: self._link.check_alive(),
+            on_loss=self._memory.lose,
+            when_lost=when_lost,
+        )
+        self.before_generate: Callable[[], None] | None = None
+
+    def _connect(self, link: WorkerLink) -> None:
+        """Take `link` for the engine's, once everything that may fail has not; it is closed otherwise."""
+        try:
+            self._staging.move_to(self.device if link.ipc_refusal is None else torch.device("cpu"))
+            weights = WorkerWeights(link, store=self._store, staging=self._staging)
+            self._memory.hold(link, weights)
+        except BaseException:
+            link.close()
+            raise
+        self._link, self._weights = link, weights
+        self._adapters = NamedAdapters(link, self._staging)
+
+    # ---- what a runtime asks -----------------------------------------------------------------------------------------
+
+    @property
+    def llm(self) -> Any:
+        """The `vllm.LLM`; `None` when closed."""
+        return self._link.llm
+
+    @property
+    def state(self) -> EngineState:
+        """What the engine can do now."""
+        return self._status.state
+
+    @property
+    def weights_version(self) -> int | None:
+        """Version of the weights it holds; `None` while poisoned."""
+        return self._status.version
+
+    @property
+    def segments(self) -> Sequence[Segment]:
+        """`engine.weights` and `engine.kv_cache`."""
+        return self._memory.segments
+
+    @property
+    def pids(self) -> Sequence[int]:
+        """Process of every worker."""
+        return self._link.pids
+
+    @property
+    def ipc_refusal(self) -> str | None:
+        """Why a worker cannot map the trainer's memory; host memory is in between then."""
+        return self._link.ipc_refusal
+
+    @property
+    def model_type(self) -> str | None:
+        """`model_type` of the model's configuration."""
+        return self._link.model_type
+
+    @property
+    def placement(self) -> str:
+        """Where the engine runs and its weights lie, in a phrase for reports."""
+        return f"{self._link.placement}, weights in {self._weights.where}"
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Host memory that the workers have pinned now."""
+        return sum(self._link.call("pinned_bytes"))
+
+    @property
+    def residual_bytes(self) -> Mapping[str, int]:
+        """Device bytes that no sleep gives back: what they are, and how many; measured when vLLM has started."""
+        known = residual_bytes(self._link.infos)
+        in_segments = sum(segment.size_bytes for segment in self.segments)
+        rest = self._link.taken_bytes - in_segments - sum(known.values())
+        return known | ({"context, libraries and the rest": rest} if rest > 0 else {})
+
+    def sampling_params(self, params: Any = None, **options: Any) -> Any:
+        """What `generate` takes, from options by name or from parameters; a server takes none of vLLM's own."""
+        return self._link.sampling_params(params, options)
+
+    def sampling_temperature(self, params: Any) -> float | None:
+        """The temperature that `logprobs` have in them; `None` where filters or penalties change them too."""
+        return sampling.sampling_temperature(params)
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], params: Any, *, adapter: str | None = None
+    ) -> list[Completion]:
+        """Sample `params.n` completions for each prompt; see `Engine.generate`. `params` may be vLLM's own.
+
+        A `seed` by name or in those is vLLM's: the same for every prompt, and the next number for the next sample. A
+        server takes colo's parameters only, whose seed is another for every prompt and sample.
+        """
+        if self.before_generate is not None:
+            self.before_generate()
+        version = self._status.require_version()
+        named = self._adapters.named(adapter) if adapter is not None else None
+        return self._link.generate(prompts, params, version=version, adapter=named)
+
+    def pause(self, mode: PauseMode = "abort") -> None:
+        """Stop generating, so that weights may change. Idempotent; `PhaseError` when asleep or closed.
+
+        `mode` says what becomes of requests in flight, which you have added to `llm.llm_engine`, or other clients have
+        sent to a server: `abort` ends them (the next `step` says so; in this process they are gone without a word);
+        `wait` lets those that have begun finish, however long it takes; `keep` continues them after `resume`, from
+        tokens computed again where the KV cache has been dropped or weights have changed. Those that have not begun
+        wait for `resume`, unless aborted. A pause that is on stays as it was asked for.
+
+        Raises: `Unsupported` for `wait` in this process, where requests go on only while you step.
+        """
+        self._status.require("pause", EngineState.AWAKE, EngineState.PAUSED)
+        self._link.pause(mode)
+
+    def resume(self) -> None:
+        """Generate again. Idempotent; `PhaseError` unless every segment is resident."""
+        self._status.require("resume", EngineState.AWAKE, EngineState.PAUSED)
+        self._memory.settle()
+        self._link.resume()
+
+    def sleep(self, level: SleepLevel | int, mode: PauseMode = "abort") -> None:
+        """Give memory back, unless it is given back already; see `Engine.sleep`. `mode` is that of `pause`."""
+        self._status.require_open("sleep")
+        leaving = self._memory.leaving(SleepLevel(str(level)))
+        self._link.pause(mode)
+        for move in [segment.begin(target) for segment, target in leaving]:
+            move.wait()
+
+    def wake(self, tags: Iterable[str] | None = None) -> None:
+        """Bring back `weights`, `kv_cache`, or both (`None`); see `Engine.wake`. `ValueError` for another tag."""
+        self._status.require_open("wake")
+        wake_segments(self.segments, tags)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget everything computed from earlier weights. Raises: `TransferError` when vLLM does not let go of it."""
+        self._status.require_open("reset its prefix cache")
+        self._link.reset_prefix_cache()
+
+    def record_plan(self, source: Mapping[str, torch.Tensor]) -> LoadPlan:
+        """Record what vLLM's loader does with `source`; see `Engine.record_plan`. Every worker records its own."""
+        self._status.require_weights("record a load plan")
+        return self._weights.record_plan(source)
+
+    def packed_weights(self) -> Mapping[str, PackedWeight]:
+        """Weights that bitsandbytes has packed, by parameter name; none of an engine in another process.
+
+        Raises: `Unsupported` for what is packed in a way that no trainer can share.
+        """
+        if not self._link.same_process:
+            return {}
+        packed: Mapping[str, PackedWeight] = self._link.call("packed")[0]
+        return packed
+
+    def share_weights(self) -> None:
+        """Let a trainer work on the same memory: from now on it never leaves the device."""
+        self._status.require_weights("share its weights")
+        if self._link.why_not_shared is not None:
+            raise Unsupported("the memory of a server's weights cannot be shared: they are copied")
+        self._memory.share_weights()
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Run vLLM's layerwise reload, post-processing and quantization included. Poisons until the next `commit`.
+
+        Every tensor of the model has to be given. Raises: `PhaseError` while the weights are away; whatever a worker
+        raised, with its traceback, after which all of it has to be loaded again.
+        """
+        self._status.require_weights("load weights")
+        self.poison("weights have been loaded into it and not committed: call commit(version) once all of them have")
+        self._weights.reload(weights)
+        self._link.reset_prefix_cache()
+
+    def receive(self, operation: str, **arguments: Any) -> list[Any]:
+        """One step of copying weights from this process, in every worker; see `ipc.sender.Peer`.
+
+        Poisons from `begin` until the next `commit`. Raises: `PhaseError` while the weights are away.
+        """
+        return self.receive_all([(operation, arguments)])
+
+    def receive_all(self, operations: Sequence[tuple[str, dict[str, Any]]]) -> list[Any]:
+        """Several such steps in one call to the workers; see `receive`."""
+        names = [name for name, _ in operations]
+        if names != ["release"]:
+            self._status.require_weights("take weights")
+        if "begin" in names:
+            self.poison("weights have been copied into it and not committed: publish all of them")
+        return self._link.call("receive", steps=[list(operation) for operation in operations])
+
+    def commit(self, version: int) -> None:
+        """Declare that the engine now holds `version`; lifts a poisoning. `PhaseError` unless they are resident."""
+        self._status.require_weights(f"hold version {version}")
+        self._link.tell_version(version)
+        self._status.commit(version)
+
+    def gather(self, value: Any) -> list[Any]:
+        """`value` of every rank of a torchrun group, all of which have to ask; see `in_all_ranks`."""
+        return self._link.gather(value)
+
+    def poison(self, cause: str) -> None:
+        """Refuse to generate, with `cause`, until the next `commit`."""
+        self._status.poison(cause)
+
+    @property
+    def adapters(self) -> Sequence[str]:
+        """Names of the adapters that are loaded."""
+        return tuple(self._adapters.numbers)
+
+    @property
+    def adapter_refusal(self) -> str | None:
+        """Why the adapter that was loaded last is loaded anew for each version; `None` where it is written in place."""
+        return self._adapters.refusal
+
+    def load_adapter(self, name: str, adapter: AdapterWeights) -> None:
+        """Make a LoRA adapter available by name, from memory; see `Engine.load_adapter`."""
+        self._status.require_weights("load an adapter")
+        if self._adapters.load(name, adapter):
+            self._link.reset_prefix_cache()
+
+    def replace_adapter(self, old: str, new: str, adapter: AdapterWeights) -> None:
+        """Put `adapter`, named `new`, in the place of `old`; see `Engine.replace_adapter`.
+
+        The workers know it by the same number as before and write it over what they hold, without vLLM's loader, where
+        its modules and shapes are those of `old`. `PhaseError` while the weights are away, whose memory that is in.
+        """
+        self._status.require_weights("replace an adapter")
+        if self._adapters.replace(old, new, adapter):
+            self._link.reset_prefix_cache()
+
+    def remove_adapter(self, name: str) -> None:
+        """Forget an adapter. `ValueError` when there is none of that name."""
+        self._status.require_open("remove an adapter")
+        self._adapters.remove(name)
+
+    # ---- told by its segments -----------------------------------------------------------------------------------
+
+    def _before_leaving(self, name: str, target: Residency) -> None:
+        """Make ready for a segment to leave the device for `target`: nobody may use it any more."""
+        self._link.pause()
+        self.reset_prefix_cache()
+        if name == ENGINE_WEIGHTS and target is Residency.DISCARDED:
+            self.poison("its weights have been dropped: wake it and publish weights to it")

@@ -1,0 +1,357 @@
+"""Links to a `vllm.LLM`, in this process or in a process of its own."""
+
+from __future__ import annotations
+
+import gc
+import operator
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NoReturn, TypeVar
+
+import torch
+
+from colo.engine import Completion
+from colo.engines.common import check_count, check_prompts
+from colo.engines.status import EngineStatus
+from colo.engines.vllm import compat, sampling
+from colo.engines.vllm.calls import Caller, NoAnswer, ProcessEnded, start_apart_from_interrupts
+from colo.engines.vllm.link import NamedAdapter, PauseMode, WorkerLink, answers_of, new_client
+from colo.engines.vllm.names import WORKER_EXTENSION
+from colo.engines.vllm.wire import WorkerInfo
+from colo.errors import PhaseError, TransferError, Unsupported
+from colo.memory.probe import used_device_bytes
+from colo.memory.shared_memory import Description
+
+T = TypeVar("T")
+
+DEADLINE_S = 300.0
+"""How long an engine in a process of its own may neither answer nor sample a token before it counts as lost."""
+
+_ABORT_S = 10.0
+"""How long an interrupt waits for a generation to end. What then still runs holds up the next call."""
+
+_HOW_TO_FREE = {
+    "pool": "start vLLM with enable_sleep_mode=True to let it go",
+    "weights": "on a GPU, start vLLM with enable_sleep_mode=True to let it go",
+    "slabs": "start it with share_memory=False to let it go",
+}
+
+
+class LLMLink(WorkerLink):
+    """What links to a `vllm.LLM` have in common.
+
+    Ownership: owns a `vllm.LLM` that `start_llm` has started, until `close`; one that it was given stays its owner's.
+    """
+
+    def __init__(
+        self, llm: Any, device: torch.device, status: EngineStatus, *, deadline_s: float, is_own: bool = False
+    ) -> None:
+        """Connect to `llm`. Raises: `Unsupported` when it runs on another device than `device`."""
+        self.llm = llm
+        self.model_config = llm.llm_engine.vllm_config.model_config
+        self.device = device
+        self.status = status
+        self.deadline_s = deadline_s
+        self.is_own = is_own
+        self.client = new_client()
+        self.infos: Sequence[WorkerInfo] = ()
+        try:
+            self.infos = self.meet_workers()
+            self.check_device()
+        except BaseException:
+            self.close()
+            raise
+
+    how_to_free = _HOW_TO_FREE
+    name_of_vllm = "vllm.LLM"
+
+    @abstractmethod
+    def run(self, operation: str, function: Callable[[], T], *, deadline: bool = True) -> T:
+        """Call into vLLM, which is silent when it neither answers nor samples anything until the deadline."""
+
+    @abstractmethod
+    def abort_requests(self) -> None:
+        """End every request in vLLM, whoever waits for it."""
+
+    def sampling_params(self, params: Any, options: Mapping[str, Any]) -> Any:
+        """vLLM's `SamplingParams` from options by name; colo's and vLLM's own as they are."""
+        return sampling.sampling_params(params, options)
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], params: Any, *, version: int, adapter: NamedAdapter | None
+    ) -> list[Completion]:
+        """Sample from weights of `version`; see `Engine.generate`. `PhaseError` while other requests are in flight."""
+        llm, config = self.llm, self.model_config
+        if llm.llm_engine.has_unfinished_requests():
+            raise PhaseError(
+                "requests that you have added to llm.llm_engine are in flight or not collected, and their outputs "
+                "would be mixed with these: step until none is left, or abort them"
+            )
+        params = sampling.sampling_params(params, {})
+        check_count(len(prompts), params.n)
+        asked = sampling.for_prompt(params, 0)
+        sampling.check_logprobs(asked, config.logprobs_mode, "start it with logprobs_mode='processed_logprobs'")
+        if asked.stop and config.skip_tokenizer_init:
+            raise Unsupported("this vLLM has no tokenizer and cannot see stop strings: give stop_token_ids")
+        token_ids = [tuple(map(operator.index, prompt)) for prompt in prompts]
+        check_prompts(token_ids, int(config.get_vocab_size()), int(config.max_model_len))
+        inputs = [{"prompt_token_ids": list(ids)} for ids in token_ids]
+        each = asked if asked.seed is None else [sampling.for_prompt(params, index) for index in range(len(inputs))]
+        request = _lora_request(*adapter) if adapter is not None else None
+        try:
+            outputs = self.run("generate", lambda: llm.generate(inputs, each, use_tqdm=False, lora_request=request))
+        except BaseException:
+            self.abort_requests()  # else they would be taken for a user's, or hold up what comes next
+            raise
+        has_text = asked.detokenize and not config.skip_tokenizer_init
+        return sampling.completions(outputs, version, adapter[0] if adapter else None, has_text=has_text)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget what earlier requests have computed, first without disturbing those in flight.
+
+        Raises: `TransferError` when vLLM does not let go of it.
+        """
+        llm = self.llm
+        if not (
+            self.run("reset_prefix_cache", llm.reset_prefix_cache)
+            or self.run("reset_prefix_cache", lambda: llm.reset_prefix_cache(reset_running_requests=True))
+        ):
+            raise TransferError("vLLM did not reset its prefix cache: requests still hold blocks of it")
+
+    def stop_requests(self, mode: PauseMode) -> None:
+        """Stop generating."""
+        llm = self.llm
+        self.run("pause", lambda: llm.sleep(level=0, mode=mode), deadline=mode != "wait")
+
+    def go_on(self) -> None:
+        """Generate again."""
+        llm = self.llm
+        self.run("resume", lambda: llm.wake_up(tags=["scheduling"]))
+
+    def tell_version(self, version: int) -> None:
+        """Have vLLM name the version of its weights to whoever asks it, where it can (from 0.30)."""
+        tell = getattr(self.llm, "update_weight_version", None)
+        if tell is not None:
+            self.run("update_weight_version", lambda: tell(str(version)))
+
+    def why_not_recovered(self, lost: str) -> str:
+        """What to do about a `vllm.LLM` of the user's own that is lost."""
+        return f"your vllm.LLM is lost ({lost}): close the runtime, start another and share it"
+
+    def close(self) -> None:
+        """Let go of the `vllm.LLM`, and shut it down where it is ours. Idempotent."""
+        llm, self.llm = self.llm, None
+        if llm is not None and self.is_own:
+            _shut_down(llm)
+            del llm
+            gc.collect()
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
+
+
+class InProcessLink(LLMLink):
+    """A link to a `vllm.LLM` whose engine runs in this process, and is never lost."""
+
+    same_process = True
+
+    @property
+    def placement(self) -> str:
+        """Which vLLM runs where, in a phrase for reports."""
+        return f"vLLM {compat.vllm_version()} in this process"
+
+    def run(self, operation: str, function: Callable[[], T], *, deadline: bool = True) -> T:
+        """Call into vLLM."""
+        return function()
+
+    def ask(self, operation: str, arguments: Mapping[str, Any]) -> list[Any]:
+        """Run an operation in every worker: what each returns, or its `WorkerError`. Tensors go as they are."""
+        from colo.engines.vllm.worker.agent import call
+
+        # A function of colo's needs no worker extension, which a caller's own engine may lack.
+        told = self.llm.collective_rpc(call, args=(operation, arguments, self.client))
+        return answers_of(told, self.status)
+
+    def gather(self, value: T) -> list[T]:
+        """`value` of every rank, where each runs its own part of the engine (`external_launcher`); else it alone."""
+        values = [value]
+        if self.llm.llm_engine.vllm_config.parallel_config.world_size == 1:
+            return values
+        from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+
+        for group in (get_tp_group(), get_pp_group()):  # of this replica, of which there may be others
+            if group.world_size > 1:
+                found: list[Any] = [None] * group.world_size
+                torch.distributed.all_gather_object(found, values, group=group.cpu_group)
+                values = [one for part in found for one in part]
+        return values
+
+    def check_mode(self, mode: PauseMode) -> None:
+        """Raise `Unsupported` for `wait`: requests in flight go on only while their owner steps."""
+        if mode == "wait":
+            raise Unsupported(
+                "the engine runs in this process, where requests in flight go on only while you step, so it cannot "
+                "wait for them: step until they have finished, or pause with mode 'keep' or 'abort'"
+            )
+
+    def stop_requests(self, mode: PauseMode) -> None:
+        """Stop generating."""
+        super().stop_requests(mode)
+        if mode == "abort":
+            # vLLM (0.26, 0.30) ends them in its scheduler only here, and whoever steps would wait for them forever.
+            self.abort_requests()
+
+    def abort_requests(self) -> None:
+        """End every request in vLLM, whoever waits for it."""
+        core = self.llm.llm_engine
+        _abort(core, core.output_processor.request_states)
+
+
+class OwnProcessLink(LLMLink):
+    """A link to a `vllm.LLM` whose engine runs in a process of its own, and may end or fall silent."""
+
+    def __init__(
+        self, llm: Any, device: torch.device, status: EngineStatus, *, deadline_s: float, is_own: bool = False
+    ) -> None:
+        """Connect to `llm`. Raises: `Unsupported` for one without colo's worker extension, or on another device."""
+        self._calls: Caller | None = Caller(self._progress)
+        super().__init__(llm, device, status, deadline_s=deadline_s, is_own=is_own)
+
+    def meet_workers(self, *, home: Description | None = None) -> Sequence[WorkerInfo]:
+        """Introduce this client to the workers, and notice from now on when one of them ends."""
+        if not self.llm.llm_engine.vllm_config.parallel_config.worker_extension_cls:
+            raise Unsupported(
+                "this vllm.LLM runs in a process of its own, where colo has no foothold: start it with "
+                f"worker_extension_cls='{WORKER_EXTENSION}' and load_format='colo', or set "
+                "VLLM_ENABLE_V1_MULTIPROCESSING=0 before"
+            )
+        infos = super().meet_workers(home=home)
+        if self._calls is not None:
+            self._calls.watch([info.pid for info in infos])
+        return infos
+
+    @property
+    def placement(self) -> str:
+        """Which vLLM runs where, in a phrase for reports."""
+        return f"vLLM {compat.vllm_version()} in its own process"
+
+    def ask(self, operation: str, arguments: Mapping[str, Any]) -> list[Any]:
+        """Run an operation in every worker: what each returns, or its `WorkerError`."""
+        given = (operation, dict(arguments), self.client)
+        told = self.run(operation, lambda: list(self.llm.collective_rpc("colo", args=given)))
+        return answers_of(told, self.status)
+
+    def run(self, operation: str, function: Callable[[], T], *, deadline: bool = True) -> T:
+        """Call into vLLM; the end of its process, or its silence, becomes `EngineLost`.
+
+        It is silent when nothing has been sampled for as long as the deadline, nor this call been answered.
+        """
+        self.status.require_present()
+        if self._calls is None:
+            return function()
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        try:
+            return self._calls.call(function, deadline_s=self.deadline_s if deadline else None)
+        except (ProcessEnded, EngineDeadError) as error:
+            self._lose(f"its process ended during {operation}", error)
+        except NoAnswer as error:
+            self._lose(f"it did not answer {operation} within {self.deadline_s:.0f} s", error)
+        except Exception as error:
+            if self._calls.has_ended():  # a dying engine may still answer, with whatever it died of
+                self._lose(f"its process ended during {operation}", error)
+            raise
+
+    def abort_requests(self) -> None:
+        """End every request in vLLM, whoever waits for it; in a process that is silent once it speaks again."""
+        if self.status.lost is not None or self._calls is None:
+            return
+        core = self.llm.llm_engine
+        states = core.output_processor.request_states
+        taken: dict[str, Any] = {}
+
+        def take() -> None:
+            """Leave the thread that generates nothing to wait for."""
+            for request in list(states):
+                if (state := states.pop(request, None)) is not None:
+                    taken[request] = state
+
+        def abort() -> None:
+            states.update(taken)  # for vLLM to take out of all that it has noted
+            _abort(core, taken)
+
+        self._calls.end_calls(take, abort, within_s=_ABORT_S)
+        if self._calls.has_ended():
+            self.status.lose("its process ended during generate")
+
+    def close(self) -> None:
+        """Let go of the `vllm.LLM`, and shut it down where it is ours. Idempotent."""
+        if self._calls is not None:
+            self._calls.close()
+            self._calls = None
+        super().close()
+
+    def _progress(self) -> object:
+        """What changes while vLLM generates: requests that are left, and how many tokens each has."""
+        try:
+            requests = list(self.llm.llm_engine.output_processor.request_states.values())
+            return [(id(r), r.detokenizer.num_output_tokens()) for r in requests if r.detokenizer is not None]
+        except RuntimeError:  # another thread is changing what is read here
+            return object()  # unlike any before
+        except AttributeError:  # the engine is closed, or keeps it elsewhere
+            return None
+
+    def _lose(self, cause: str, error: BaseException) -> NoReturn:
+        raise self.status.lose(cause) from error
+
+
+def link_to(
+    llm: Any, device: torch.device, status: EngineStatus, *, own_process: bool, deadline_s: float, is_own: bool = False
+) -> LLMLink:
+    """A link to a `vllm.LLM`. Raises: `Unsupported`, as the links do."""
+    kind = OwnProcessLink if own_process else InProcessLink
+    return kind(llm, device, status, deadline_s=deadline_s, is_own=is_own)
+
+
+def start_llm(
+    options: Mapping[str, Any], device: torch.device, status: EngineStatus, *, own_process: bool, deadline_s: float
+) -> LLMLink:
+    """Start vLLM with `options`, those of `vllm.LLM`, and connect to it. Raises: also what vLLM raises."""
+    from vllm import LLM
+
+    before_bytes = used_device_bytes(device) or 0
+    with compat.in_this_process(not own_process):
+        start = partial(LLM, **options)
+        llm = start_apart_from_interrupts(start, _shut_down) if own_process else _start_here(start, options, device)
+    taken_bytes = (used_device_bytes(device) or 0) - before_bytes
+    link = link_to(llm, device, status, own_process=own_process, deadline_s=deadline_s, is_own=True)
+    link.taken_bytes = taken_bytes
+    return link
+
+
+def _lora_request(name: str, number: int) -> Any:
+    from vllm.lora.request import LoRARequest
+
+    # The path is never opened, since the workers know the number; vLLM asks for one.
+    return LoRARequest(lora_name=name, lora_int_id=number, lora_path="in-memory")
+
+
+def _abort(core: Any, states: Mapping[str, Any]) -> None:
+    """Abort requests, and those that stand for several of them, which vLLM would not let go of."""
+    parents = {state.parent_req.request_id for state in states.values() if getattr(state, "parent_req", None)}
+    core.abort_request([*states, *parents], internal=True)
+
+
+def _start_here(start: Callable[[], T], options: Mapping[str, Any], device: torch.device) -> T:
+    """Start vLLM in this process, whose random numbers stay its own.
+
+    Unless `seed` is among the options, or there are other ranks, which have to draw what this one does.
+    """
+    if options.get("seed") is not None or options.get("distributed_executor_backend") == "external_launcher":
+        return start()
+    with compat.own_random_state(device):
+        return start()
+
+
+def _shut_down(llm: Any) -> None:
+    llm.llm_engine.engine_core.shutdown()

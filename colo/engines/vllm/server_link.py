@@ -1,0 +1,301 @@
+"""A link to a vLLM server of the user's own, over HTTP: `colo.connect`.
+
+Server and trainer share a machine and a device. Operations and requests travel as JSON, weights by memory that both map
+(`colo.weights.transports.ipc.sender`).
+
+What HTTP does not carry: tensors, vLLM's own `SamplingParams`, and the answers of data-parallel replicas behind the
+first, so a server with several of them is refused.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from typing import Any, NoReturn
+
+import httpx
+import psutil
+import torch
+
+from colo.engine import Completion, SamplingParams
+from colo.engines.common import check_count, check_prompts
+from colo.engines.sampling import row_seed
+from colo.engines.status import EngineStatus
+from colo.engines.vllm.calls import lives, pid_namespace
+from colo.engines.vllm.link import NamedAdapter, PauseMode, WorkerLink, answers_of, new_client
+from colo.engines.vllm.names import COLO, WORKER_EXTENSION
+from colo.engines.vllm.sampling import check_logprobs, check_numbers
+from colo.engines.vllm.served_adapters import ServedAdapters
+from colo.engines.vllm.server import Body, Refused, Server, Silent
+from colo.engines.vllm.wire import WorkerInfo
+from colo.errors import EngineLost, PhaseError, TransferError, Unsupported
+from colo.memory.probe import device_id
+from colo.memory.shared_memory import SharedMemory
+from colo.weights.finite import not_numbers
+
+HOW_TO_START = (
+    f"start it on this machine as `VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --load-format {COLO} "
+    f"--worker-extension-cls {WORKER_EXTENSION} --logprobs-mode processed_logprobs` (on a GPU with "
+    "`--enable-sleep-mode`), with colo installed"
+)
+
+_MAX_REQUESTS = 32
+"""Prompts travel in so many requests, but with a seed in one each; vLLM batches all of them together."""
+
+_NO_JSON = "Out of range float values are not JSON compliant"
+"""What Python's `json`, and so a server, says of log-probabilities that are not numbers."""
+
+
+class ServerLink(WorkerLink):
+    """A link to a vLLM server, which stays its owner's.
+
+    Other clients of the server are not kept from generating while weights change.
+    """
+
+    why_not_shared = "the engine is a server of its own"
+    how_to_free: Mapping[str, str] = {
+        "pool": "on a GPU, start the server with --enable-sleep-mode to let it go",
+        "weights": "on a GPU, start the server with --enable-sleep-mode to let it go",
+        "slabs": "start the server with --enable-sleep-mode and without --load-format colo to let it go",
+    }
+    name_of_vllm = "server"
+    goes_by_number = True
+
+    def __init__(
+        self,
+        url: str,
+        device: torch.device,
+        status: EngineStatus,
+        *,
+        model_name: str | None,
+        deadline_s: float,
+        api_key: str | None,
+        http: httpx.AsyncBaseTransport | None,
+    ) -> None:
+        """Connect. `http` replaces the network. Raises: see `colo.connect`."""
+        self.url = url
+        self.device = device
+        self.status = status
+        self.deadline_s = deadline_s
+        self.client = new_client()
+        self.infos: Sequence[WorkerInfo] = ()
+        self._adapters = ServedAdapters(
+            self.client,
+            lambda path, body: self._ask("POST", path, dict(body), as_text=True),
+            lambda: set(self.call("adapter_numbers")[0]),
+        )
+        self._processes: list[psutil.Process] = []
+        self._server = Server(url, deadline_s=deadline_s, api_key=api_key, transport=http)
+        try:
+            self._connect(model_name)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def placement(self) -> str:
+        """Which vLLM runs where, in a phrase for reports."""
+        return f"a vLLM {self._vllm_version} server at {self.url}"
+
+    def ask(self, operation: str, arguments: Mapping[str, Any]) -> list[Any]:
+        """Run an operation in every worker: what each returns, or its `WorkerError`."""
+        body = {"method": "colo", "args": [operation, dict(arguments), self.client]}
+        return answers_of(self._ask("POST", "/collective_rpc", body)["results"], self.status)
+
+    def sampling_params(self, params: Any, options: Mapping[str, Any]) -> SamplingParams:
+        """`SamplingParams` from options by name, or as they are. Raises: `TypeError` for vLLM's own."""
+        if params is not None and options:
+            raise TypeError(f"give {sorted(options)} within the sampling parameters, or all options by name")
+        params = SamplingParams(**options) if params is None else params
+        if not isinstance(params, SamplingParams):
+            raise TypeError(f"a server takes colo.SamplingParams or options by name, not {type(params).__name__}")
+        return params
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], params: Any, *, version: int, adapter: NamedAdapter | None
+    ) -> list[Completion]:
+        """Sample from weights of `version`, all prompts at once; see `Engine.generate`.
+
+        Raises: `EngineLost` when the server ends or stops saying that it is healthy; `Unsupported` for sampling whose
+        log-probabilities the server does not return; whatever it complains about as `ValueError`.
+        """
+        info = self.infos[0]
+        params = self.sampling_params(params, {})
+        check_logprobs(params, info.logprobs_mode, "start it with --logprobs-mode processed_logprobs")
+        check_count(len(prompts), params.n)
+        token_ids = [tuple(map(operator.index, prompt)) for prompt in prompts]
+        check_prompts(token_ids, info.vocab_size, info.max_length)
+        try:
+            answers = self._server.ask_all("/v1/completions", self._requests(token_ids, params, adapter))
+        except Silent as error:
+            self._lose(str(error), error)
+        except Refused as error:
+            if _NO_JSON in str(error):
+                raise FloatingPointError(not_numbers(None)) from error
+            raise (ValueError if error.status < httpx.codes.INTERNAL_SERVER_ERROR else TransferError)(
+                f"the server does not generate: {error}"
+            ) from error
+        choices = [choice for answer in answers for choice in answer["choices"]]
+        return [
+            _completion(
+                index // params.n,
+                index % params.n,
+                token_ids[index // params.n],
+                choice,
+                version,
+                adapter=adapter[0] if adapter is not None else None,
+                has_text=info.has_tokenizer,
+            )
+            for index, choice in enumerate(choices)
+        ]
+
+    def reset_prefix_cache(self) -> None:
+        """Forget everything computed from earlier weights. Raises: `TransferError` when vLLM does not let go of it."""
+        for running in ("false", "true"):
+            if self._ask("POST", "/reset_prefix_cache", query={"reset_running_requests": running})["success"]:
+                return
+        raise TransferError("the server did not reset its prefix cache: requests still hold blocks of it")
+
+    def stop_requests(self, mode: PauseMode) -> None:
+        """Stop generating, for all clients; requests in flight are other clients'."""
+        self._ask("POST", "/pause", query={"mode": mode}, patient=mode == "wait")
+
+    def go_on(self) -> None:
+        """Generate again."""
+        self._ask("POST", "/resume")
+
+    def reserve_adapter(self, number: int, tensors: Sequence[tuple[str, torch.Tensor]]) -> int:
+        """The number that the server gives an adapter. Raises: `Unsupported` for a server that takes none."""
+        return self._adapters.reserve(self.infos[0], tensors)
+
+    def release_adapter(self, number: int) -> None:
+        """Have the server forget an adapter's name. Idempotent."""
+        self._adapters.release(number)
+
+    def why_not_recovered(self, lost: str) -> str:
+        """What to do about a server that is lost."""
+        return f"the server is your own and is lost ({lost}): start it again, connect again and share that"
+
+    def check_alive(self) -> None:
+        """Raise `EngineLost` when a worker has ended."""
+        if self.status.lost is None and not all(map(lives, self._processes)):
+            # Another server may have taken its place, with weights that nobody here knows.
+            self._lose("a process of its workers has ended", RuntimeError("its process id is gone, or is another's"))
+
+    def close(self) -> None:
+        """Let go of the server, which goes on. Idempotent."""
+        self._processes = []
+        self._server.close()
+
+    def _connect(self, model_name: str | None) -> None:
+        try:
+            self._vllm_version = str(self._ask("GET", "/version")["version"])
+        except EngineLost as error:
+            raise EngineLost(f"no server answers at {self.url}: {self.status.lost}") from error
+        try:
+            self.status.paused = bool(self._ask("GET", "/is_paused")["is_paused"])
+            num_workers = int(self._ask("GET", "/get_world_size")["world_size"])
+        except TransferError as error:
+            raise Unsupported(f"the server at {self.url} is not in vLLM's development mode: {HOW_TO_START}") from error
+        home = SharedMemory(len(self.client), torch.device("cpu"))
+        home.bytes.copy_(torch.frombuffer(bytearray(self.client.encode()), dtype=torch.uint8))
+        try:
+            self.infos = self.meet_workers(home=home.describe(to_pid=0))
+        except TransferError as error:
+            raise Unsupported(
+                f"the server at {self.url} takes no weights from here ({error}): {HOW_TO_START}"
+            ) from error
+        finally:
+            home.close()
+        self._check_workers(num_workers)
+        own = pid_namespace()
+        with suppress(psutil.NoSuchProcess):  # they have ended just now, which the next request will tell
+            self._processes = [psutil.Process(info.pid) for info in self.infos if info.pid_namespace == own]
+        self._model_name = model_name or str(self._ask("GET", "/v1/models")["data"][0]["id"])
+
+    def _check_workers(self, num_workers: int) -> None:
+        if len(self.infos) != num_workers:
+            raise Unsupported(
+                f"{len(self.infos)} of the {num_workers} workers of the server at {self.url} answer: start it without "
+                "data parallelism"
+            )
+        own = device_id(self.device)
+        elsewhere = [info.device for info in self.infos if info.device != own]
+        if elsewhere:
+            raise Unsupported(
+                f"the server at {self.url} runs on {', '.join(elsewhere)} and the trainer on {own}: start both with a "
+                "CUDA_VISIBLE_DEVICES in which the same GPU is first, and the server on that one GPU"
+            )
+        if any(info.is_asleep for info in self.infos):
+            raise PhaseError(f"the server at {self.url} is asleep: POST /wake_up to it first")
+
+    def _ask(
+        self,
+        method: str,
+        path: str,
+        body: Body | None = None,
+        *,
+        query: Mapping[str, str] | None = None,
+        patient: bool = False,
+        as_text: bool = False,
+    ) -> Any:
+        """The server's answer. Raises: `EngineLost` without one, `TransferError` for an error."""
+        self.status.require_present()
+        try:
+            return self._server.ask(method, path, body, query, patient=patient, as_text=as_text)
+        except Silent as error:
+            self._lose(str(error), error)
+        except Refused as error:
+            raise TransferError(f"the server refuses {path}: {error}") from error
+
+    def _requests(
+        self, prompts: Sequence[tuple[int, ...]], params: SamplingParams, adapter: NamedAdapter | None
+    ) -> list[Body]:
+        # The server gives all prompts of a request the same seed.
+        size = (-(-len(prompts) // _MAX_REQUESTS) or 1) if params.seed is None else 1
+        common: Body = asdict(params) | {
+            "model": self._model_name if adapter is None else self._adapters.name(adapter[1]),
+            "stop_token_ids": list(params.stop_token_ids),
+            "repetition_penalty": 1.0,  # else that of the model's generation config
+            "logprobs": 0,  # that of the sampled token
+            "return_token_ids": True,
+            "return_tokens_as_token_ids": True,
+        }
+        return [
+            common
+            | {"prompt": [list(prompt) for prompt in prompts[start : start + size]]}
+            | ({} if params.seed is None else {"seed": row_seed(params.seed, start, 0)})
+            for start in range(0, len(prompts), size)
+        ]
+
+    def _lose(self, cause: str, error: BaseException) -> NoReturn:
+        raise self.status.lose(cause) from error
+
+
+def _completion(
+    prompt_index: int,
+    sample_index: int,
+    prompt: tuple[int, ...],
+    choice: Mapping[str, Any],
+    version: int,
+    *,
+    adapter: str | None,
+    has_text: bool,
+) -> Completion:
+    logprobs = tuple(math.nan if value is None else value for value in choice["logprobs"]["token_logprobs"])
+    check_numbers(logprobs)
+    return Completion(
+        prompt_index=prompt_index,
+        sample_index=sample_index,
+        prompt_token_ids=prompt,
+        token_ids=tuple(choice["token_ids"]),
+        logprobs=logprobs,
+        finish_reason=choice["finish_reason"] or "abort",
+        weights_version=version,
+        adapter=adapter,
+        text=choice["text"] if has_text else None,
+        output=choice,
+    )
