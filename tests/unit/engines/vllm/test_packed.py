@@ -115,7 +115,7 @@ def test_a_vllm_that_cannot_pack_is_refused_with_what_to_install(monkeypatch, tm
     Qwen3Config().save_pretrained(tmp_path)
     monkeypatch.setattr(plugins, "load_general_plugins", lambda: None)
     monkeypatch.setattr(quantization, "QUANTIZATION_METHODS", methods)
-    monkeypatch.setattr(compat, "find_spec", lambda name: installed)
+    monkeypatch.setattr(compat.version, "find_spec", lambda name: installed)
     with pytest.raises(Unsupported, match=f"cannot pack weights .*: pip install --no-deps {missing}$"):
         colo.launch(
             str(tmp_path),
