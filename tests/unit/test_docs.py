@@ -19,14 +19,6 @@ LINK = re.compile(r"\]\(([^)#]+)\)")
 HISTORY = "CHANGELOG.md"
 """Names what is no more, too."""
 
-COMING = {
-    "colo/engines/vllm/linked_engine.py",
-    "colo/engines/vllm/llm_link.py",
-    "colo/engines/vllm/wire.py",
-    "colo/weights/place.py",
-}
-"""Files of the one worker endpoint, which ARCHITECTURE.md describes already."""
-
 
 def read(name):
     return (ROOT / name).read_text()
@@ -45,7 +37,7 @@ def test_files_that_are_named_are_there(document):
     }
     named = set(PATH.findall(LINK.sub("", text))) if document.name != HISTORY else set()
     missing = {name for name in links | named if not (ROOT / name).exists() and not (ROOT / f"{name}.py").exists()}
-    assert missing - COMING == set()
+    assert missing == set()
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))

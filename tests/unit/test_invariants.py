@@ -23,7 +23,6 @@ import torch
 import colo
 from colo.config import RuntimeConfig
 from colo.engines.common import check_count
-from colo.engines.vllm import remote
 from colo.memory import cuda_driver, region
 from colo.memory.arena import PinnedArena
 from colo.memory.offload import Mover
@@ -104,12 +103,6 @@ def generate(monkeypatch):
     engine.generate([[1]], colo.SamplingParams(max_tokens=100))
 
 
-def wake_a_server(monkeypatch):
-    monkeypatch.setattr(remote, "free_device_bytes", lambda device: GIB)
-    engine = SimpleNamespace(device=CUDA, _segments={"engine.kv_cache": SimpleNamespace(size_bytes=2 * GIB)})
-    remote.RemoteEngine.before_move(engine, "engine.kv_cache", Residency.RESIDENT)
-
-
 def restore_a_region(monkeypatch):
     monkeypatch.setattr(region, "free_device_bytes", lambda device: GIB)
     region.require_free("trainer.optimizer", 2 * GIB, CUDA)
@@ -134,14 +127,13 @@ REFUSALS = {
     "assembly/starting.py _admit": start,
     "engines/common.py check_count": lambda monkeypatch: check_count(1, 10**12),
     "engines/embedded/kv_cache.py check_room": generate,
-    "engines/vllm/remote.py before_move": wake_a_server,
     "memory/arena.py _grow": lambda monkeypatch: PinnedArena(torch.device("cpu"), limit_bytes=MIB).allocate(2 * MIB),
     "memory/region.py require_free": restore_a_region,
     "memory/cuda_driver.py allocate": take_memory_of_the_driver,
 }
 """By the function that refuses."""
 
-PASSED_ON = {"phases/ledger.py refuse", "engines/vllm/connection.py error_from"}
+PASSED_ON = {"phases/ledger.py refuse", "engines/vllm/wire.py _budget_error"}
 """What makes an error for others to raise, or raises a worker's again. `colo.testing` is for tests."""
 
 

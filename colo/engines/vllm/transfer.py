@@ -43,7 +43,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 
 
 @dataclass
-class Step(WeightTransferInitInfo, WeightTransferUpdateInfo):  # type: ignore[misc]  # vLLM ships no types for mypy
+class TransferStep(WeightTransferInitInfo, WeightTransferUpdateInfo):  # type: ignore[misc]  # vLLM ships no types for mypy
     """A step of `Receiver`."""
 
     step: str
@@ -53,8 +53,8 @@ class Step(WeightTransferInitInfo, WeightTransferUpdateInfo):  # type: ignore[mi
 class ColoWeightTransferEngine(Base):  # type: ignore[misc]  # as above
     """A worker's end of the four calls. One `Receiver` does the work."""
 
-    init_info_cls = Step
-    update_info_cls = Step
+    init_info_cls = TransferStep
+    update_info_cls = TransferStep
     supports_draft_weight_update = False
 
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
@@ -64,7 +64,7 @@ class ColoWeightTransferEngine(Base):  # type: ignore[misc]  # as above
         self._receiver = Receiver(self.device, self._record, number=number)
         self._attested = False
 
-    def init_transfer_engine(self, init_info: Step) -> None:
+    def init_transfer_engine(self, init_info: TransferStep) -> None:
         """Run a step outside an update. Raises: `Unsupported` from `bind` for a model that cannot be copied to."""
         bound = self._run(init_info, _INIT_STEPS)
         if init_info.step == "bind" and bound["fallbacks"]:
@@ -82,7 +82,7 @@ class ColoWeightTransferEngine(Base):  # type: ignore[misc]  # as above
         """Run a step of an update. Does not wait for the device, unlike vLLM's own engines: `finish` does."""
         self.receive_weights(self.parse_update_info(update_info))
 
-    def receive_weights(self, update_info: Step) -> None:
+    def receive_weights(self, update_info: TransferStep) -> None:
         """Run a step of an update. Raises: what is wrong with it; vLLM ends the update then."""
         self._attested = False
         self._run(update_info, _UPDATE_STEPS)
@@ -106,7 +106,7 @@ class ColoWeightTransferEngine(Base):  # type: ignore[misc]  # as above
         """Refuse (vLLM 0.26 asks for this; 0.30 does not)."""
         raise Unsupported("the trainer's end of this backend is colo.connect(url), passed to colo.share")
 
-    def _run(self, asked: Step, steps: tuple[str, ...]) -> Any:
+    def _run(self, asked: TransferStep, steps: tuple[str, ...]) -> Any:
         if asked.step not in steps:
             raise TransferError(f"{asked.step!r} is no step of this call, which takes {', '.join(steps)}")
         try:

@@ -170,7 +170,7 @@ class Placement:
         return [*place, str(tensor.dtype), list(tensor.shape), list(tensor.stride())]
 
     def checksums(self) -> tuple[int, ...]:
-        """Of every slab."""
+        """The checksum of every slab."""
         return tuple(checksum(slab) for slab in self.slabs)
 
     def drop_unused(self, tensors: Iterable[torch.Tensor]) -> None:

@@ -8,6 +8,7 @@ import torch
 
 from colo.errors import TransferError
 from colo.memory.shared_memory import SharedMemory
+from colo.weights.place import Place
 from colo.weights.transports.ipc.export import Exported, dtype_name, opened
 
 CPU = torch.device("cpu")
@@ -76,11 +77,11 @@ def test_tensors_lie_in_the_memory_that_they_name_with_their_strides():
         slab.bytes.view(torch.float32).copy_(torch.arange(16) + 100 * number)
     memory = [slab.describe(to_pid=0) for slab in slabs]
     places = [
-        ["none", "float16", [2, 0], [1, 1], -1, 0],
-        ["first", "float32", [3], [1], 0, 4],
-        ["second", "float32", [2, 3], [1, 2], 1, 8],
-        ["third", "float32", [2, 2], [14, 1], 2, 0],
-        ["wide", "float32", [1], [50], 2, 60],
+        Place.from_wire(["none", "float16", [2, 0], [1, 1], -1, 0]),
+        Place.from_wire(["first", "float32", [3], [1], 0, 4]),
+        Place.from_wire(["second", "float32", [2, 3], [1, 2], 1, 8]),
+        Place.from_wire(["third", "float32", [2, 2], [14, 1], 2, 0]),
+        Place.from_wire(["wide", "float32", [1], [50], 2, 60]),
     ]
     found = opened(places, memory, CPU)
     assert found["first"].tolist() == [1, 2, 3]
@@ -93,7 +94,7 @@ def test_tensors_lie_in_the_memory_that_they_name_with_their_strides():
 def test_a_tensor_that_does_not_lie_within_its_memory_is_refused():
     slab = SharedMemory(64, CPU)
     with pytest.raises(RuntimeError):
-        opened([["far", "float32", [17], [1], 0, 0]], [slab.describe(to_pid=0)], CPU)
+        opened([Place.from_wire(["far", "float32", [17], [1], 0, 0])], [slab.describe(to_pid=0)], CPU)
 
 
 def test_names_of_dtypes_are_torchs_own_without_the_module():
