@@ -230,7 +230,7 @@ def test_an_error_of_a_publication_arrives_with_the_workers_traceback(rt, prompt
         with pytest.raises(TransferError, match="pieces were summed") as caught, rt.rollout():
             pass
     (note,) = caught.value.__notes__
-    assert note.startswith("in the worker:\nTraceback") and "receive.py" in note
+    assert note.startswith("in the worker:\nTraceback") and "receiver.py" in note
     with rt.rollout():
         assert mismatch(rt.model, rt.generate(prompts, **GREEDY)) < CLOSE
 
