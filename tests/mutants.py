@@ -44,7 +44,13 @@ SLOTS = "trainer/test_state_slots.py"
 INVENTORY = "trainer/test_inventory.py"
 STATE = "trainer/test_optimizer_state.py"
 LOOPS = "trainer/test_zoo.py::test_what_loops_do_with_an_optimizer_does_the_same_to_one_whose_state_is_parked"
-TURNS = tuple(f"runtime/test_{name}.py" for name in ("turns", "undo", "faults", "accumulation", "staleness", "runtime"))
+TURNS = tuple(
+    f"runtime/test_{name}.py"
+    for name in (
+        *("turns", "undo", "faults", "accumulation", "staleness", "training", "parked_state", "publishing", "mismatch"),
+        *("room", "record", "sharing", "lora", "end", "buffers", "sharded", "generation"),
+    )
+)
 EXTRA = {
     "phases/phase": ("phases/test_transition.py", "phases/test_scheduler.py"),
     "phases/transition": ("phases/test_scheduler.py", "runtime/test_turns.py"),
@@ -83,7 +89,7 @@ EXTRA = {
     "runtime/construction": TURNS,
     "runtime/generation": TURNS,
     "runtime/registry": TURNS,
-    "runtime/facts": ("runtime/test_runtime.py",),
+    "runtime/facts": ("runtime/test_record.py", "runtime/test_mismatch.py", "runtime/test_sharing.py"),
     "runtime/runtime": TURNS,
 }
 """Tests beside those that mirror a module, in tests/unit: files, or one test of a file."""

@@ -1,8 +1,8 @@
 """The design's invariants that no other file checks as a whole; the list says where each of the six is tested.
 
-1. Never silently stale: runtime/test_runtime.py, "never silently stale"; weights/test_publish.py.
+1. Never silently stale: runtime/test_staleness.py, runtime/test_publishing.py; weights/test_publish.py.
 2. A defined state after an exception: phases/test_scheduler.py, any sequence of requests and faults.
-3. Baseline after a cycle: runtime/test_runtime.py, a hundred cycles; gpu/test_runtime.py.
+3. Baseline after a cycle: runtime/test_room.py, a hundred cycles; gpu/test_runtime.py.
 4. Nothing of another library is changed: here.
 5. Peaks as promised: phases/test_transition.py, a phase never holds more than its plan promised.
 6. Refusals say what, how many bytes, and what to change: here, for every `BudgetError` that a user can meet.

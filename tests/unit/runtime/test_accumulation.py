@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import SGD, AdamW
-from transformers import Qwen3Config
+from transformers import AutoModelForCausalLM, Qwen3Config
 
 import colo
 from colo.phases.phase import Residency
@@ -16,6 +16,7 @@ from colo.trainer.gradients import GradientSegment
 from colo.trainer.master_weights import MasterWeights
 from colo.trainer.stand_ins import ParkedTensor
 from colo.units import MIB
+from tests.runtimes import ALWAYS, adamw, assert_same_weights, launch, qwen3, segment, train_step
 
 
 def config():
@@ -278,6 +279,110 @@ def test_gradients_that_had_no_room_at_the_end_of_a_rollout_come_back_when_they_
     twins.assert_same()
     rt.close()
 
+
+# ---- of a small model, with other optimizers -------------------------------------------------------------------------
+
+
+def test_gradients_of_a_skipped_step_are_zeroed_for_good_after_a_rollout():
+    rt = launch(config=colo.RuntimeConfig(kv_cache_bytes=MIB, offload="always"))
+    ids = torch.tensor([[1, 2, 3]])
+    with rt.train():
+        (rt.model(input_ids=ids, labels=ids).loss * float("nan")).backward()
+    with rt.rollout():
+        assert segment(rt, "trainer.gradients").residency is Residency.OFFLOADED
+    assert all(p.grad.isnan().any() for p in rt.model.parameters())
+    rt.optimizer.zero_grad()
+    with rt.train():
+        train_step(rt)
+    assert all(p.isfinite().all() for p in rt.model.parameters())
+    rt.close()
+
+
+def test_gradients_are_kept_as_without_colo_until_the_loop_drops_them(rt):
+    ids = torch.tensor([[1, 2, 3]])
+    with rt.train():
+        rt.model(input_ids=ids, labels=ids).loss.backward()
+    kept = [p.grad.clone() for p in rt.model.parameters()]
+    with rt.rollout():
+        rt.generate([[1]], max_tokens=1)
+    with rt.train():
+        assert all(torch.equal(a, p.grad) for a, p in zip(kept, rt.model.parameters(), strict=True))
+        rt.optimizer.step()
+    assert all(torch.equal(a, p.grad) for a, p in zip(kept, rt.model.parameters(), strict=True))
+
+
+def test_gradients_that_came_after_the_last_step_are_kept(rt):
+    ids = torch.tensor([[1, 2, 3]])
+    with rt.train():
+        train_step(rt)
+        rt.model(input_ids=ids, labels=ids).loss.backward()
+        kept = [p.grad.clone() for p in rt.model.parameters()]
+    assert all(torch.equal(a, p.grad) for a, p in zip(kept, rt.model.parameters(), strict=True))
+
+
+def test_unfinished_gradients_leave_a_full_device_and_the_step_sees_them():
+    model_bytes = sum(p.numel() * 4 for p in AutoModelForCausalLM.from_config(qwen3()).parameters())
+    config = colo.RuntimeConfig(kv_cache_bytes=3 * model_bytes, device_limit_bytes=int(4.2 * model_bytes))
+    rt, twin = launch(config=config), AutoModelForCausalLM.from_config(qwen3())
+    twin.load_state_dict({name: p.detach().clone() for name, p in rt.model.state_dict().items()})
+    optimizer = adamw(twin.parameters())
+    first, second = torch.tensor([[1, 2, 3]]), torch.tensor([[4, 5, 6]])
+    with rt.train():
+        rt.model(input_ids=first, labels=first).loss.backward()
+    with rt.rollout():
+        assert segment(rt, "trainer.gradients").device_bytes == 0
+    with rt.train():
+        rt.model(input_ids=second, labels=second).loss.backward()
+        rt.optimizer.step()
+    for ids in (first, second):
+        twin(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+    for mine, other in zip(rt.model.parameters(), twin.parameters(), strict=True):
+        assert torch.allclose(mine, other, atol=1e-6)
+    rt.close()
+
+
+def parked_gradients():
+    """A runtime whose gradients of one block were parked by a rollout, its plain twin, and a batch for each block."""
+    rt = launch(optimizer=lambda ps: torch.optim.SGD(ps, lr=1.0), config=ALWAYS)
+    twin = AutoModelForCausalLM.from_config(qwen3())
+    twin.load_state_dict({name: p.detach().clone() for name, p in rt.model.state_dict().items()})
+    first, second = torch.tensor([[1, 2, 3]]), torch.tensor([[4, 5, 6]])
+    with rt.train():
+        rt.model(input_ids=first, labels=first).loss.backward()
+    with rt.rollout():
+        assert segment(rt, "trainer.gradients").residency is Residency.OFFLOADED
+    return rt, twin, first, second
+
+
+def test_zero_grad_clears_gradients_that_a_rollout_had_parked():
+    rt, twin, _, second = parked_gradients()
+    with rt.train():
+        rt.optimizer.zero_grad()
+        rt.model(input_ids=second, labels=second).loss.backward()
+        rt.optimizer.step()
+    twin(input_ids=second, labels=second).loss.backward()
+    torch.optim.SGD(twin.parameters(), lr=1.0).step()
+    assert_same_weights(rt.model, twin)
+    rt.close()
+
+
+def test_clipping_sees_gradients_that_a_rollout_had_parked():
+    rt, twin, first, second = parked_gradients()
+    with rt.train():
+        rt.model(input_ids=second, labels=second).loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(rt.model.parameters(), 0.1)
+        rt.optimizer.step()
+    for ids in (first, second):
+        twin(input_ids=ids, labels=ids).loss.backward()
+    expected = torch.nn.utils.clip_grad_norm_(twin.parameters(), 0.1)
+    torch.optim.SGD(twin.parameters(), lr=1.0).step()
+    assert torch.allclose(norm, expected)
+    assert_same_weights(rt.model, twin)
+    rt.close()
+
+
+# ---- anything a loop may do ---------------------------------------------------------------------------------------
 
 OPERATIONS = [step, zero, zero_in_place, zero_model, assign, drop_one, clip, halve]
 WITHIN_A_ROLLOUT = [zero, zero_in_place, zero_model, assign, drop_one, clip, halve]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from colo.engines.embedded.layout import Adapters
 from colo.engines.embedded.torch import TorchEngine
 from colo.memory.offload import Mover
 from colo.units import MIB
+from tests.runtimes import PROMPTS
 
 SIZES: dict[str, Any] = {
     "hidden_size": 32,
@@ -82,6 +84,32 @@ def test_prompts_from_a_generator_are_all_read_also_as_generators_of_token_ids()
         assert [c.token_ids for c in found] == [c.token_ids for c in expected]
 
 
+def test_texts_need_a_tokenizer(rt):
+    with pytest.raises(ValueError, match="the runtime has no tokenizer"):
+        rt.generate(["hello"])
+
+
+def test_one_prompt_is_not_taken_for_many(rt):
+    for prompt in ("1+2=", [1, 2, 3]):
+        with pytest.raises(TypeError, match=r"prompts is a list of prompts.*pass \[prompt\] for one"):
+            rt.generate(prompt)
+    with pytest.raises(TypeError):
+        rt.generate([[1.5]])
+
+
+def test_a_callers_autocast_does_not_change_what_is_sampled(rt):
+    plain = rt.generate([[1, 2, 3]], max_tokens=8, temperature=0)[0]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert rt.generate([[1, 2, 3]], max_tokens=8, temperature=0)[0].logprobs == plain.logprobs
+
+
+def test_calls_of_several_threads_wait_for_each_other(rt):
+    alone = [rt.generate([prompt], max_tokens=8, temperature=0)[0].token_ids for prompt in PROMPTS]
+    with rt.rollout(), ThreadPoolExecutor(len(PROMPTS)) as pool:
+        calls = [pool.submit(rt.generate, [prompt], max_tokens=8, temperature=0) for prompt in PROMPTS * 4]
+        assert [call.result()[0].token_ids for call in calls] == alone * 4
+
+
 # ---- positions ------------------------------------------------------------------------------------------------------
 
 
@@ -95,6 +123,11 @@ def test_a_completion_ends_where_the_positions_do_as_in_vllm(config):
         assert_sampled_from(rt.model, completions)
         with pytest.raises(ValueError, match="prompt 1 has 32 tokens, the model knows 32 positions: shorten it"):
             rt.generate([[1], [1] * 32], max_tokens=1)
+
+
+def test_a_prompt_longer_than_the_model_knows_is_refused(rt):
+    with pytest.raises(ValueError, match="prompt 0 has 129 tokens, the model knows 128 positions"):
+        rt.generate([[1] * 129], max_tokens=1)
 
 
 def test_a_row_at_its_last_position_waits_there_for_the_others_in_its_batch():

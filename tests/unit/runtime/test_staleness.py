@@ -12,6 +12,7 @@ from colo.engine import EngineState
 from colo.engines.embedded.torch import TorchEngine
 from colo.memory.arena import PinnedArena
 from colo.memory.offload import Mover
+from colo.phases.phase import Phase
 from colo.trainer.master_weights import MasterWeights
 from colo.units import MIB
 
@@ -76,6 +77,25 @@ def remake(model):
     made = nn.Linear(64, 100, bias=False)
     del model.lm_head
     model.lm_head = made
+
+
+@pytest.mark.parametrize("breaks", [lambda m: m.to(torch.float64), lambda m: m.half()], ids=["to", "half"])
+def test_a_broken_alias_is_noticed_at_the_next_rollout_and_names_the_parameter(rt, breaks):
+    breaks(rt.model)
+    with pytest.raises(colo.StaleWeights, match=r"model.embed_tokens.weight is no longer the engine's memory"):
+        with rt.rollout():
+            pytest.fail("the rollout must not begin")
+    assert rt.phase is Phase.IDLE
+    with pytest.raises(colo.StaleWeights):
+        rt.engine.resume()
+        rt.engine.generate([[1]], colo.SamplingParams())
+
+
+def test_one_replaced_parameter_is_enough(rt):
+    layer = rt.model.model.layers[1].mlp
+    layer.up_proj.weight = torch.nn.Parameter(layer.up_proj.weight.detach().clone())
+    with pytest.raises(colo.StaleWeights, match=r"model.layers.1.mlp.up_proj.weight is no longer"):
+        rt.generate([[1]])
 
 
 @pytest.mark.parametrize("weights", ["auto", "copy"])

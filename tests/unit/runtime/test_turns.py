@@ -10,6 +10,7 @@ from colo.config import RuntimeConfig
 from colo.engine import EngineState
 from colo.phases.phase import TRAINER_GRADIENTS, TRAINER_OPTIMIZER, Phase, Residency
 from colo.units import MIB
+from tests.runtimes import train_step
 
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7]]
 IDS = torch.tensor([[1, 2, 3, 4]])
@@ -102,3 +103,64 @@ def test_a_step_outside_train_that_fails_is_nobodys_turn_afterwards():
         rt.optimizer.step()
         assert rt.weights_version == 1
         assert rt.phase is Phase.IDLE
+
+
+def test_training_inside_rollout_says_what_to_do(rt):
+    ids = torch.tensor([[1, 2, 3]])
+    with rt.rollout():
+        with pytest.raises(colo.PhaseError, match=r"backward\(\) inside rollout\(\).*with rt.train\(\)"):
+            rt.model(input_ids=ids, labels=ids).loss.backward()
+        with pytest.raises(colo.PhaseError, match=r"optimizer.step\(\) inside rollout\(\)"):
+            rt.optimizer.step()
+    assert rt.weights_version == 0
+
+
+def test_generating_inside_train_says_what_to_do(rt):
+    with rt.train(), pytest.raises(colo.PhaseError, match=r"generate\(\) inside train\(\).*with rt.rollout\(\)"):
+        rt.generate([[1]])
+
+
+@pytest.mark.parametrize("outer", ["rollout", "train"])
+@pytest.mark.parametrize("inner", ["rollout", "train"])
+def test_phases_do_not_nest(rt, outer, inner):
+    with getattr(rt, outer)():
+        with pytest.raises(colo.PhaseError, match=rf"{inner}\(\) inside {outer}\(\): phases do not nest"):
+            with getattr(rt, inner)():
+                pytest.fail("entered")
+        assert rt.phase == outer
+    assert rt.phase is Phase.IDLE
+
+
+def test_phases_are_entered_and_left_without_a_block(rt):
+    for phase in (Phase.ROLLOUT, Phase.ROLLOUT, Phase.TRAIN, Phase.TRAIN, Phase.ROLLOUT, None, None):
+        rt.enter(phase)
+        assert rt.phase is (phase or Phase.IDLE)
+        if phase is Phase.ROLLOUT:
+            assert len(rt.generate([[1]], max_tokens=1)) == 1
+    assert [span.name for span in rt.trace.spans if span.category == "phase"][1:] == ["rollout", "train", "rollout"]
+    rt.enter("rollout")
+    assert len(rt.generate([[1]], max_tokens=1)) == 1
+    rt.enter("train")
+    assert rt.phase is Phase.TRAIN
+    for phase in (Phase.SYNC, Phase.IDLE, "generate"):
+        with pytest.raises(ValueError, match=r"enter\(\) takes Phase.ROLLOUT, Phase.TRAIN or None"):
+            rt.enter(phase)
+
+
+def test_an_engine_is_not_recovered_inside_a_phase(rt):
+    with (
+        rt.rollout(),
+        pytest.raises(colo.PhaseError, match=r"recover\(\) inside rollout\(\): .* leave the block"),
+    ):
+        rt.recover()
+
+
+def test_an_exception_inside_a_phase_leaves_it_and_the_next_one_works(rt):
+    for verb in (rt.rollout, rt.train):
+        with pytest.raises(KeyError):
+            with verb():
+                raise KeyError("user")
+        assert rt.phase is Phase.IDLE
+    with rt.train():
+        train_step(rt)
+    assert rt.generate([[1]])[0].weights_version == 1

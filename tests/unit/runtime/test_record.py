@@ -1,0 +1,65 @@
+"""What a runtime records and reports."""
+
+import gc
+import tracemalloc
+
+import pytest
+import torch
+
+from colo.config import Offload, RuntimeConfig
+from colo.units import MIB
+from tests.runtimes import PROMPTS, launch, train_step
+
+
+def test_memory_is_recorded_as_an_engine_generates_and_as_an_optimizer_steps(rt):
+    with rt.rollout():
+        before = len(rt.trace.samples)
+        rt.generate([[1]], max_tokens=1)
+        assert len(rt.trace.samples) > before
+    with rt.train():
+        rt.model(input_ids=torch.tensor([[1, 2]])).logits.sum().backward()
+        before = len(rt.trace.samples)
+        rt.optimizer.step()
+        assert rt.trace.samples[-1].segments["trainer.optimizer"] > 0 and len(rt.trace.samples) > before
+
+
+def test_the_record_of_a_long_run_stops_growing(monkeypatch):
+    monkeypatch.setattr("colo.phases.trace.MAX_SPANS", 60)
+    monkeypatch.setattr("colo.phases.trace.MAX_SAMPLES", 60)
+    rt = launch(config=RuntimeConfig(kv_cache_bytes=MIB, offload=Offload.ALWAYS))
+
+    def held_after(cycles):
+        for _ in range(cycles):
+            with rt.rollout():
+                rt.generate([[1]], max_tokens=1)
+            with rt.train():
+                train_step(rt)
+        gc.collect()
+        return tracemalloc.get_traced_memory()[0]
+
+    tracemalloc.start()
+    try:
+        before = held_after(30)
+        per_cycle_bytes = (held_after(50) - before) / 50
+    finally:
+        tracemalloc.stop()
+    assert per_cycle_bytes < 2048, "a publication, a few metrics, and what others keep; the record is three times that"
+    assert max(len(rt.trace.spans), len(rt.trace.samples)) <= 60
+    assert "since" in str(rt.report())
+    rt.close()
+
+
+def test_the_report_names_engine_weights_peaks_and_reasons(rt, tmp_path):
+    with rt.rollout():
+        rt.generate(PROMPTS, max_tokens=2)
+    with rt.train():
+        train_step(rt)
+    rt.log(reward=0.5)
+    text = str(rt.report())
+    for words in ("torch on cpu", "shared: all", "rollout", "no state of the trainer had to leave", "reward"):
+        assert words in text
+    assert rt.report().to_json()["facts"]["engine"] == "torch on cpu: transformers in this process"
+    page = rt.plot(tmp_path / "run.html").read_text()
+    assert page.startswith("<!doctype html>") and "engine.kv_cache" in page
+    with pytest.raises(ValueError, match="ends in .html or .png"):
+        rt.plot(tmp_path / "run.txt")

@@ -1,0 +1,106 @@
+"""A small device: what leaves it, what stays, what is refused, and that nothing grows."""
+
+import gc
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import colo
+from colo.config import Offload, RuntimeConfig
+from colo.phases.phase import Phase
+from colo.units import MIB
+from tests.runtimes import PROMPTS, adamw, launch, make_engine, qwen3, segment, train_step
+
+
+def test_a_small_device_peaks_at_the_larger_phase_and_not_at_the_sum():
+    model_bytes = sum(p.numel() * 4 for p in AutoModelForCausalLM.from_config(qwen3()).parameters())
+    kv_bytes = 2 * model_bytes
+    limit_bytes = int(4.2 * model_bytes)  # train: weights, gradients, two moments; rollout: weights, KV cache
+    rt = launch(config=RuntimeConfig(kv_cache_bytes=kv_bytes, device_limit_bytes=limit_bytes))
+    for _ in range(3):
+        with rt.rollout():
+            rt.generate(PROMPTS, max_tokens=2)
+        assert segment(rt, "trainer.optimizer").device_bytes == 0
+        with rt.train():
+            train_step(rt)
+            assert segment(rt, "engine.kv_cache").device_bytes == 0
+    rollout, train = rt.trace.peak_bytes(Phase.ROLLOUT), rt.trace.peak_bytes(Phase.TRAIN)
+    assert rt.trace.peak_bytes() <= limit_bytes
+    assert rt.trace.peak_bytes() <= 1.05 * max(rollout, train)
+    assert rt.trace.peak_bytes() < 0.75 * (3 * model_bytes + 4 * model_bytes)
+    rt.close()
+
+
+def test_what_fits_stays_where_it_is(rt):
+    for _ in range(2):
+        with rt.rollout():
+            rt.generate(PROMPTS, max_tokens=2)
+        with rt.train():
+            train_step(rt)
+    assert not [span for span in rt.trace.spans if span.category == "copy"]
+
+
+def test_a_phase_never_holds_more_than_its_plan_promised():
+    rt = launch(config=RuntimeConfig(kv_cache_bytes=MIB, device_limit_bytes=3 * MIB))
+    for _ in range(2):
+        with rt.rollout():
+            rt.generate(PROMPTS, max_tokens=2)
+            assert rt.trace.peak_bytes(Phase.ROLLOUT) <= rt.scheduler.promised_bytes <= 3 * MIB
+        with rt.train():
+            train_step(rt)
+            assert rt.trace.peak_bytes(Phase.TRAIN) <= rt.scheduler.promised_bytes <= 3 * MIB
+    rt.close()
+
+
+def test_a_hundred_cycles_grow_nothing():
+    rt = launch(config=RuntimeConfig(kv_cache_bytes=MIB, offload=Offload.ALWAYS))
+    readings = []
+    for cycle in range(100):
+        with rt.rollout():
+            rt.generate([[1]], max_tokens=1)
+        with rt.train():
+            train_step(rt)
+        if cycle in (2, 99):
+            gc.collect()
+            tensors = sum(1 for o in gc.get_objects() if issubclass(type(o), torch.Tensor))
+            arena = rt.engine.mover.arena
+            readings.append((arena.pinned_bytes, arena.used_bytes, rt.trace.samples[-1].total_bytes, tensors))
+    assert readings[0][:3] == readings[1][:3]
+    assert readings[1][3] <= readings[0][3] + 2
+    rt.close()
+
+
+def test_a_rollout_that_does_not_fit_changes_nothing():
+    model_bytes = sum(p.numel() * 4 for p in AutoModelForCausalLM.from_config(qwen3()).parameters())
+    config = RuntimeConfig(
+        kv_cache_bytes=3 * model_bytes, device_limit_bytes=int(4.5 * model_bytes), offload=Offload.NEVER
+    )
+    rt = launch(config=config)
+    with rt.train():
+        train_step(rt)
+    before = {name: s.residency for name, s in rt.scheduler.segments.items()}
+    with pytest.raises(colo.BudgetError, match=r"phase rollout needs .*\n.*ledger of the device") as caught:
+        with rt.rollout():
+            pytest.fail("entered")
+    assert caught.value.missing_bytes > 0
+    assert {name: s.residency for name, s in rt.scheduler.segments.items()} == before
+    with rt.train():
+        train_step(rt)
+    rt.close()
+
+
+def test_weights_and_cache_that_cannot_fit_are_refused_before_the_engine_is_built():
+    with pytest.raises(colo.BudgetError, match="do not fit in 512.00 KiB: pass a smaller kv_cache_bytes"):
+        launch(config=RuntimeConfig(kv_cache_bytes=MIB, device_limit_bytes=512 * 1024))
+
+
+def test_the_host_limit_holds_for_a_users_own_engine_too():
+    model = AutoModelForCausalLM.from_config(qwen3())
+    config = RuntimeConfig(host_limit_bytes=1000, offload=Offload.ALWAYS)
+    rt = colo.share(make_engine(), model, adamw(model.parameters()), config=config)
+    with rt.train():
+        train_step(rt)
+    with pytest.raises(colo.BudgetError, match="host arena in phase rollout needs"), rt.rollout():
+        pytest.fail("entered")
+    rt.close()
