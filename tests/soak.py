@@ -24,7 +24,6 @@ from pathlib import Path
 import torch
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import SGD, AdamW
-from transformers import Qwen3Config
 
 import colo
 from colo.engines.embedded.torch import TorchEngine
@@ -33,21 +32,11 @@ from colo.memory.offload import Mover
 from colo.memory.region import ResizedRegion
 from colo.trainer.master_weights import MasterWeights
 from colo.weights.transports.shared import SharedTransport
+from tests.models import tiny_qwen3
 
 KV_BYTES = 1 << 17
 COLO = str(Path(colo.__file__).parent)
-CONFIG = Qwen3Config(
-    hidden_size=16,
-    intermediate_size=32,
-    num_hidden_layers=1,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    head_dim=8,
-    vocab_size=32,
-    max_position_embeddings=64,
-    tie_word_embeddings=True,
-    eos_token_id=None,
-)
+CONFIG = tiny_qwen3(hidden_size=16, intermediate_size=32, head_dim=8, vocab_size=32, tie_word_embeddings=True)
 OPTIMIZERS = {
     "adamw": lambda ps: AdamW(ps, lr=1e-3),
     "momentum": lambda ps: SGD(ps, lr=1e-3, momentum=0.9),

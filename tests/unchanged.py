@@ -77,20 +77,9 @@ def differences(before, after):
 
 def tiny():
     """A model of a few thousand parameters."""
-    from transformers import Qwen3Config
+    from tests.models import tiny_qwen3
 
-    return Qwen3Config(
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        vocab_size=64,
-        max_position_embeddings=128,
-        eos_token_id=None,
-        architectures=["Qwen3ForCausalLM"],
-    )
+    return tiny_qwen3(hidden_size=64, head_dim=32, max_position_embeddings=128, architectures=["Qwen3ForCausalLM"])
 
 
 def train(model, optimizer):

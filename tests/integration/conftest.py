@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from colo.units import MIB
 from colo.weights.sources.module import saved_buffers
+from tests.models import SMALL
 
 # Read by vLLM when it starts: no pinning of this process to cores, no report of usage, nothing but errors on stderr.
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
@@ -18,18 +19,13 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-SIZES = {
-    "hidden_size": 64,
+SIZES = SMALL | {
     "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
     "head_dim": 32,
     "vocab_size": 151,
     "max_position_embeddings": 512,
     "pad_token_id": None,
     "bos_token_id": None,
-    "eos_token_id": None,
     "dtype": "float32",
 }
 

@@ -21,18 +21,9 @@ from colo.config import RuntimeConfig
 from colo.engines.embedded.torch import TorchEngine
 from colo.engines.vllm import compat
 from colo.units import MIB
+from tests.models import TINY
 
-SIZES = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-    "vocab_size": 64,
-    "max_position_embeddings": 64,
-    "eos_token_id": None,
-}
+SIZES = TINY | {"num_hidden_layers": 2}
 CONFIG = Qwen3Config(**SIZES)
 MOE = Qwen3MoeConfig(**SIZES, moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2)
 LORA = LoraConfig(r=2, target_modules=["q_proj"])

@@ -6,25 +6,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 from peft import LoraConfig
-from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers import AutoModelForCausalLM
 
 import colo
 from colo.config import RuntimeConfig, Weights
 from colo.units import MIB
+from tests.models import tiny_qwen3
 
-CONFIG = Qwen3Config(
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    head_dim=16,
-    vocab_size=40,
-    max_position_embeddings=32,
-    tie_word_embeddings=True,
-    eos_token_id=None,
-    bos_token_id=None,
-)
+CONFIG = tiny_qwen3(num_hidden_layers=2, tie_word_embeddings=True)
 
 
 @pytest.mark.parametrize("weights", list(Weights))

@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-from transformers import Qwen3Config
 
 import colo
 from colo.engine import SamplingParams
@@ -10,6 +9,7 @@ from colo.engines import common
 from colo.engines.common import COMPLETION_BYTES, check_count
 from colo.errors import BudgetError
 from colo.units import MIB
+from tests.models import tiny_qwen3
 
 
 def test_more_completions_than_the_host_can_hold_are_refused(monkeypatch):
@@ -21,9 +21,7 @@ def test_more_completions_than_the_host_can_hold_are_refused(monkeypatch):
 
 
 def test_a_count_beyond_all_memory_is_refused_and_the_engine_goes_on():
-    sizes = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "eos_token_id": None}
-    config = Qwen3Config(hidden_size=32, intermediate_size=64, num_hidden_layers=1, vocab_size=64, **sizes)
-    with colo.launch(config, device="cpu", config=colo.RuntimeConfig(kv_cache_bytes=MIB)) as rt:
+    with colo.launch(tiny_qwen3(), device="cpu", config=colo.RuntimeConfig(kv_cache_bytes=MIB)) as rt:
         with pytest.raises(BudgetError, match=r"n=1000000000000 .* of host memory, and .* are available: lower n"):
             rt.generate([[1, 2]], n=10**12)
         assert len(rt.generate([[1, 2]], n=2, max_tokens=1)) == 2

@@ -5,7 +5,6 @@ import json
 import pytest
 import torch
 from rich.console import Console
-from transformers import Qwen3Config
 
 import colo
 from colo.config import Offload, RuntimeConfig
@@ -13,21 +12,7 @@ from colo.phases.trace import Trace
 from colo.report.report import Report
 from colo.trainer.master_weights import MasterWeights
 from colo.units import MIB
-
-
-def config():
-    return Qwen3Config(
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        vocab_size=20,
-        max_position_embeddings=32,
-        eos_token_id=None,
-        bos_token_id=None,
-    )
+from tests.models import tiny_qwen3
 
 
 @pytest.fixture
@@ -37,7 +22,7 @@ def launch():
     def start(**options):
         settings = {"kv_cache_bytes": MIB} | options.pop("config", {})
         options = {"optimizer": torch.optim.AdamW} | options
-        runtimes.append(colo.launch(config(), device="cpu", config=RuntimeConfig(**settings), **options))
+        runtimes.append(colo.launch(tiny_qwen3(), device="cpu", config=RuntimeConfig(**settings), **options))
         return runtimes[-1]
 
     yield start

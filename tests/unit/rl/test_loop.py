@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers import AutoModelForCausalLM
 
 import colo
 from colo.config import RuntimeConfig
@@ -13,6 +13,7 @@ from colo.engine import Completion
 from colo.rl.loop import Batch, GRPOConfig, Problem, grpo, train_step
 from colo.rl.loss import Aggregation, GRPOLossConfig
 from colo.units import MIB
+from tests.models import tiny_qwen3
 
 PROMPTS = [(5, 6, 7), (8, 9)]
 REWARDS = [1.0, 0.0, 0.25, 0.0]
@@ -38,35 +39,22 @@ COMPLETIONS = [
 ]
 
 
-def model_config():
-    return Qwen3Config(
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        vocab_size=20,
-        max_position_embeddings=32,
-        eos_token_id=None,
-        bos_token_id=None,
-    )
-
-
 def sgd(params):
     return torch.optim.SGD(params, lr=1.0)
 
 
 @pytest.fixture
 def rt():
-    runtime = colo.launch(model_config(), optimizer=sgd, device="cpu", config=RuntimeConfig(kv_cache_bytes=MIB))
+    runtime = colo.launch(
+        tiny_qwen3(num_hidden_layers=2), optimizer=sgd, device="cpu", config=RuntimeConfig(kv_cache_bytes=MIB)
+    )
     yield runtime
     runtime.close()
 
 
 def twin(rt):
     """A model of its own with the runtime's weights."""
-    model = AutoModelForCausalLM.from_config(model_config())
+    model = AutoModelForCausalLM.from_config(tiny_qwen3(num_hidden_layers=2))
     model.load_state_dict({name: p.detach().clone() for name, p in rt.model.state_dict().items()})
     return model
 

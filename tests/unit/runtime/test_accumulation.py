@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import SGD, AdamW
-from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers import AutoModelForCausalLM
 
 import colo
 from colo.phases.phase import Residency
@@ -16,22 +16,12 @@ from colo.trainer.gradients import GradientSegment
 from colo.trainer.master_weights import MasterWeights
 from colo.trainer.stand_ins import ParkedTensor
 from colo.units import MIB
+from tests.models import tiny_qwen3
 from tests.runtimes import ALWAYS, adamw, assert_same_weights, launch, qwen3, segment, train_step
 
 
 def config():
-    return Qwen3Config(
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        vocab_size=64,
-        max_position_embeddings=64,
-        tie_word_embeddings=True,
-        eos_token_id=None,
-    )
+    return tiny_qwen3(tie_word_embeddings=True)
 
 
 OPTIMIZERS = {

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from torch.optim import AdamW
-from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers import AutoModelForCausalLM
 
 import colo
 from colo.config import Offload, RuntimeConfig
@@ -20,19 +20,9 @@ from colo.memory.region import ResizedRegion
 from colo.phases.phase import Phase, Residency
 from colo.trainer.gradients import GradientSegment
 from colo.units import MIB
+from tests.runtimes import qwen3
 
-CONFIG = Qwen3Config(
-    hidden_size=64,
-    intermediate_size=128,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=16,
-    vocab_size=100,
-    max_position_embeddings=128,
-    tie_word_embeddings=True,
-    eos_token_id=None,
-)
+CONFIG = qwen3()
 
 
 def sgd(params):

@@ -27,26 +27,15 @@ from colo.engines.embedded.layout import Adapters
 from colo.engines.embedded.torch import TorchEngine
 from colo.memory.offload import Mover
 from colo.units import MIB
+from tests.models import tiny_qwen3
 from tests.runtimes import PROMPTS
 
-SIZES: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-    "vocab_size": 64,
-    "max_position_embeddings": 64,
-    "tie_word_embeddings": False,
-    "eos_token_id": None,
-}
 GPT2 = GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=64, n_positions=32, bos_token_id=None, eos_token_id=None)
 LORA = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
 
 
 def qwen3(**changes: Any) -> Qwen3Config:
-    return Qwen3Config(**(SIZES | changes))
+    return tiny_qwen3(**({"num_hidden_layers": 2} | changes))
 
 
 def launch(config: PretrainedConfig, **options: Any) -> colo.Runtime:

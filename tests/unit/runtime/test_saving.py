@@ -12,33 +12,17 @@ from accelerate import Accelerator
 from peft import LoraConfig, PeftModel
 from safetensors.torch import load_file, load_model, save_model
 from torch.distributed import checkpoint as dcp
-from torch.optim import AdamW
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers import AutoModelForCausalLM
 
 import colo
-from colo.engines.embedded.torch import TorchEngine
-from colo.memory.offload import Mover
 from colo.units import MIB
+from tests.models import small_qwen3
+from tests.runtimes import adamw, make_engine
 
 
 def config(*, tied=False):
-    return Qwen3Config(
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        vocab_size=100,
-        max_position_embeddings=128,
-        tie_word_embeddings=tied,
-        eos_token_id=None,
-    )
-
-
-def adamw(params):
-    return AdamW(params, lr=1e-2)
+    return small_qwen3(tie_word_embeddings=tied)
 
 
 def launched(**options):
@@ -48,8 +32,7 @@ def launched(**options):
 
 def shared():
     model = AutoModelForCausalLM.from_config(config())
-    cpu = torch.device("cpu")
-    engine = TorchEngine(config(), device=cpu, dtype=torch.float32, kv_cache_bytes=MIB, mover=Mover(cpu))
+    engine = make_engine(config=config())
     return colo.share(engine, model, adamw(model.parameters()), config=colo.RuntimeConfig(offload="always"))
 
 

@@ -5,37 +5,22 @@ import torch
 from peft import LoraConfig
 from torch import nn
 from torch.optim import AdamW
-from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers import AutoModelForCausalLM
 
 import colo
 from colo.engine import EngineState
-from colo.engines.embedded.torch import TorchEngine
 from colo.memory.arena import PinnedArena
-from colo.memory.offload import Mover
 from colo.phases.phase import Phase
 from colo.trainer.master_weights import MasterWeights
 from colo.units import MIB
+from tests.models import small_qwen3
+from tests.runtimes import adamw, make_engine
 
 PROMPT = [1, 2, 3]
 
 
 def config(*, tied=False):
-    return Qwen3Config(
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        vocab_size=100,
-        max_position_embeddings=128,
-        tie_word_embeddings=tied,
-        eos_token_id=None,
-    )
-
-
-def adamw(params):
-    return AdamW(params, lr=1e-2)
+    return small_qwen3(tie_word_embeddings=tied)
 
 
 def launch(weights="auto", *, tied=False, **options):
@@ -206,8 +191,7 @@ def test_a_change_of_the_adapter_within_a_rollout_reaches_the_next_call(change):
 
 def share(weights, optimizer, *, dtype=torch.bfloat16):
     model = AutoModelForCausalLM.from_config(config(), dtype=dtype)
-    cpu = torch.device("cpu")
-    engine = TorchEngine(config(), device=cpu, dtype=dtype, kv_cache_bytes=MIB, mover=Mover(cpu))
+    engine = make_engine(dtype, config())
     settings = colo.RuntimeConfig(weights=weights, offload="always")
     return colo.share(engine, model, optimizer(model.parameters()), config=settings)
 

@@ -2,14 +2,13 @@
 
 import pytest
 import torch
-from torch.optim import AdamW
-from transformers import Qwen3Config
 
 import colo
 from colo.config import RuntimeConfig
 from colo.engine import EngineState
 from colo.phases.phase import TRAINER_GRADIENTS, TRAINER_OPTIMIZER, Phase, Residency
 from colo.units import MIB
+from tests import runtimes
 from tests.runtimes import train_step
 
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7]]
@@ -17,16 +16,7 @@ IDS = torch.tensor([[1, 2, 3, 4]])
 
 
 def launch(**settings):
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
-    shape = Qwen3Config(vocab_size=100, num_hidden_layers=2, head_dim=16, eos_token_id=None, **sizes)
-    config = RuntimeConfig(**{"kv_cache_bytes": MIB} | settings)
-    return colo.launch(shape, device="cpu", optimizer=lambda ps: AdamW(ps, lr=1e-2), config=config)
-
-
-def step(rt):
-    rt.model(input_ids=IDS, labels=IDS).loss.backward()
-    rt.optimizer.step()
-    rt.optimizer.zero_grad()
+    return runtimes.launch(config=RuntimeConfig(**{"kv_cache_bytes": MIB} | settings))
 
 
 @pytest.fixture
@@ -61,7 +51,7 @@ def test_outside_a_rollout_the_engine_is_paused():
 
 def test_gradients_come_back_from_a_rollout_without_a_training_phase(full):
     with full.train():
-        step(full)
+        train_step(full)
         full.model(input_ids=IDS, labels=IDS).loss.backward()
     gradients = [p.grad.clone() for p in full.model.parameters()]
     seen = len(transitions(full))
@@ -76,7 +66,7 @@ def test_gradients_come_back_from_a_rollout_without_a_training_phase(full):
 
 def test_state_that_is_touched_outside_a_phase_takes_the_place_of_the_kv_cache(full):
     with full.train():
-        step(full)
+        train_step(full)
     with full.rollout():
         full.generate(PROMPTS, max_tokens=2)
     assert residency(full, TRAINER_OPTIMIZER) is Residency.OFFLOADED

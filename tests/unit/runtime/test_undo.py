@@ -5,31 +5,19 @@ import copy
 import pytest
 import torch
 from torch.optim import AdamW
-from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers import AutoModelForCausalLM
 
 import colo
 from colo.config import RuntimeConfig
-from colo.engines.embedded.torch import TorchEngine
-from colo.memory.offload import Mover
 from colo.phases.phase import Phase
-from colo.units import MIB
+from tests import runtimes
+from tests.models import tiny_qwen3
 
-CONFIG = Qwen3Config(
-    hidden_size=32,
-    intermediate_size=64,
-    num_hidden_layers=1,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    head_dim=16,
-    vocab_size=64,
-    max_position_embeddings=64,
-    eos_token_id=None,
-)
+CONFIG = tiny_qwen3()
 
 
 def make_engine(dtype=torch.float32):
-    mover = Mover(torch.device("cpu"))
-    return TorchEngine(CONFIG, device="cpu", dtype=dtype, kv_cache_bytes=MIB, mover=mover)
+    return runtimes.make_engine(dtype, CONFIG)
 
 
 def step(model, optimizer, number):

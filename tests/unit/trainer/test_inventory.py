@@ -6,17 +6,18 @@ from types import MappingProxyType
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers import AutoModelForCausalLM
 
 import colo
 from colo.config import Offload, RuntimeConfig
-from colo.engines.embedded.torch import TorchEngine
 from colo.errors import Unsupported
 from colo.memory.offload import Mover
 from colo.phases.phase import Residency
 from colo.trainer.optimizer_state import StateOffloader
 from colo.trainer.stand_ins import ParkedTensor
 from colo.units import MIB
+from tests.models import tiny_qwen3
+from tests.runtimes import make_engine
 
 R, O, D = Residency.RESIDENT, Residency.OFFLOADED, Residency.DISCARDED  # noqa: E741
 
@@ -259,21 +260,6 @@ def test_an_optimizer_without_hooks_is_refused_by_name(mover):
 # ---- in a runtime ----------------------------------------------------------------------------------------------------
 
 
-def qwen3():
-    return Qwen3Config(
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        vocab_size=64,
-        max_position_embeddings=64,
-        tie_word_embeddings=False,
-        eos_token_id=None,
-    )
-
-
 def train(model, optimizer, number):
     ids = torch.tensor([[number, 2, 3, 4]])
     model(input_ids=ids, labels=ids).loss.backward()
@@ -283,7 +269,7 @@ def train(model, optimizer, number):
 
 def test_a_flat_buffer_trains_as_without_colo_and_the_report_says_that_it_stays():
     config = RuntimeConfig(kv_cache_bytes=MIB, offload=Offload.ALWAYS)
-    with colo.launch(qwen3(), optimizer=Flat, device="cpu", config=config) as rt:
+    with colo.launch(tiny_qwen3(), optimizer=Flat, device="cpu", config=config) as rt:
         twin = copy.deepcopy(rt.model)
         reference = Flat(twin.parameters())
         for number in range(3):
@@ -300,21 +286,21 @@ def test_a_flat_buffer_trains_as_without_colo_and_the_report_says_that_it_stays(
 
 
 def test_a_run_without_such_state_does_not_mention_it():
-    with colo.launch(qwen3(), device="cpu", config=RuntimeConfig(kv_cache_bytes=MIB)) as rt:
+    with colo.launch(tiny_qwen3(), device="cpu", config=RuntimeConfig(kv_cache_bytes=MIB)) as rt:
         with rt.train():
             train(rt.model, rt.optimizer, 1)
         assert "kept" not in rt.report().facts and not rt.kept_state
 
 
-def test_a_sparse_embedding_trains_as_without_colo(device):
+def test_a_sparse_embedding_trains_as_without_colo():
     def make():
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(qwen3()).requires_grad_(False)
+        model = AutoModelForCausalLM.from_config(tiny_qwen3()).requires_grad_(False)
         model.model.embed_tokens.sparse = True
         model.model.embed_tokens.weight.requires_grad_(True)
         return model, torch.optim.SparseAdam([model.model.embed_tokens.weight], lr=1e-2)
 
-    engine = TorchEngine(qwen3(), device="cpu", dtype=torch.float32, kv_cache_bytes=MIB, mover=Mover(device))
+    engine = make_engine(config=tiny_qwen3())
     (model, optimizer), (twin, reference) = make(), make()
     with colo.share(engine, model, optimizer, config=RuntimeConfig(offload=Offload.ALWAYS)) as rt:
         for number in range(3):

@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
-from transformers import Qwen3Config
 
 import colo
 from colo.config import Offload, RuntimeConfig
@@ -25,6 +24,7 @@ from colo.trainer.optimizer_state import StateOffloader
 from colo.trainer.stand_ins import ParkedTensor
 from colo.trainer.state_slots import StateSlot
 from colo.units import MIB
+from tests.models import tiny_qwen3
 
 R, O, D = Residency.RESIDENT, Residency.OFFLOADED, Residency.DISCARDED  # noqa: E741
 
@@ -556,24 +556,9 @@ def test_closing_while_away_serves_whoever_holds_a_tensor(parked):
 # ---- in a runtime ----------------------------------------------------------------------------------------------------
 
 
-def qwen3():
-    return Qwen3Config(
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        vocab_size=64,
-        max_position_embeddings=64,
-        tie_word_embeddings=False,
-        eos_token_id=None,
-    )
-
-
 def launch(optimizer=adamw, **options):
     options = {"kv_cache_bytes": MIB, "offload": Offload.ALWAYS} | options
-    return colo.launch(qwen3(), optimizer=optimizer, device="cpu", config=RuntimeConfig(**options))
+    return colo.launch(tiny_qwen3(), optimizer=optimizer, device="cpu", config=RuntimeConfig(**options))
 
 
 def train(rt, number=0):

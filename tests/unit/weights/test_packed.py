@@ -5,21 +5,17 @@ import torch
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora.bnb import Linear4bit
 from torch import nn
-from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers import AutoModelForCausalLM
 
 from colo.engines.embedded.layout import bind, empty_model
 from colo.errors import Unsupported
 from colo.weights.packed import PackedWeight, is_packed, pack
+from tests.models import small_qwen3
 
 functional = pytest.importorskip("bitsandbytes.functional", reason="bitsandbytes is missing: pip install colo[qlora]")
 
 DTYPE = torch.bfloat16
 IDS = torch.tensor([[1, 2, 3, 4, 5]])
-
-
-def config():
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 32, "vocab_size": 50}
-    return Qwen3Config(**sizes, num_attention_heads=2, num_key_value_heads=1, tie_word_embeddings=False)
 
 
 def linears(model):
@@ -30,7 +26,7 @@ def linears(model):
 def reference():
     """A model whose linear weights are what unpacking the packed ones gives."""
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config(), dtype=DTYPE)
+    return AutoModelForCausalLM.from_config(small_qwen3(), dtype=DTYPE)
 
 
 @pytest.fixture
@@ -48,7 +44,7 @@ def packed(reference):
 
 @pytest.fixture
 def model(reference, packed):
-    made = empty_model(config(), dtype=DTYPE, attn_implementation=None)
+    made = empty_model(small_qwen3(), dtype=DTYPE, attn_implementation=None)
     pack(made, packed, compute_dtype=DTYPE)
     plain = {name: p.detach() for name, p in reference.named_parameters() if name not in packed}
     bind(made, plain | {name: dict(made.named_parameters())[name] for name in packed}, {})
@@ -96,12 +92,12 @@ def test_what_the_engine_knows_of_its_weights_is_not_touched(model, packed):
     ("name", "message"),
     [
         ("model.layers.7.mlp.up_proj.weight", "has no such layer"),
-        ("model.layers.0.mlp.down_proj.weight", r"of shape \(64, 64\), and the model has Linear\(in_features=96"),
+        ("model.layers.0.mlp.down_proj.weight", r"of shape \(64, 64\), and the model has Linear\(in_features=128"),
         ("model.norm.weight", "and the model has Qwen3RMSNorm"),
     ],
 )
 def test_weights_that_are_no_layer_of_the_model_are_refused(packed, name, message):
-    made = empty_model(config(), dtype=DTYPE, attn_implementation=None)
+    made = empty_model(small_qwen3(), dtype=DTYPE, attn_implementation=None)
     some = packed["model.layers.0.self_attn.o_proj.weight"]
     state = functional.quantize_4bit(torch.zeros(64, 64, dtype=DTYPE), quant_type="nf4")[1]
     with pytest.raises(Unsupported, match=message):

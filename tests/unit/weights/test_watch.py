@@ -3,10 +3,11 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers import AutoModelForCausalLM
 
 from colo.weights.sources.module import ModuleSource
 from colo.weights.watch import WriteWatch
+from tests.models import tiny_qwen3
 
 
 class Router(nn.Module):
@@ -92,8 +93,7 @@ def test_weights_that_come_and_go_are_noticed():
 
 
 def test_another_scaling_of_the_adapter_is_noticed():
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "head_dim": 8, "vocab_size": 20}
-    model = AutoModelForCausalLM.from_config(Qwen3Config(**sizes, num_attention_heads=2, num_key_value_heads=1))
+    model = AutoModelForCausalLM.from_config(tiny_qwen3())
     peft = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
     watch = WriteWatch(ModuleSource(peft))
     assert not watch.has_changed()

@@ -21,10 +21,10 @@ from colo.engines.embedded import layout as layout_module
 from colo.engines.embedded.layout import Adapters, FusedWeights, Layout, bind, empty_model
 from colo.errors import TransferError, Unsupported
 from colo.memory.load_plan import LoadPlan
+from tests.models import SMALL
 
 CPU = torch.device("cpu")
-SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 100}
-SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "pad_token_id": None}
+SIZES = SMALL | {"intermediate_size": 96, "pad_token_id": None}
 CONFIGS = {
     "qwen3-tied": Qwen3Config(**SIZES, tie_word_embeddings=True),
     "qwen3": Qwen3Config(**SIZES, tie_word_embeddings=False),

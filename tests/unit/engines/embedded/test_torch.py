@@ -15,12 +15,11 @@ from colo.engines.sampling import processed_logprobs
 from colo.errors import BudgetError, PhaseError, StaleWeights, TransferError, Unsupported
 from colo.memory.offload import Mover
 from colo.phases.phase import Residency
+from tests.models import SMALL
 
 CPU = torch.device("cpu")
 VOCAB = 100
-SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": VOCAB}
-SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
-SIZES |= {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+SIZES = SMALL | {"intermediate_size": 96, "pad_token_id": None, "bos_token_id": None}
 QWEN3 = Qwen3Config(**SIZES, tie_word_embeddings=True)
 CONFIGS = {
     "qwen3-tied": QWEN3,

@@ -9,23 +9,11 @@ from torch import nn
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 import colo
-from colo.engines.embedded.torch import TorchEngine
-from colo.memory.offload import Mover
 from colo.phases.phase import TRAINER_OPTIMIZER, Residency
-from colo.units import MIB
+from tests.models import tiny_qwen3
+from tests.runtimes import adamw, make_engine
 
-CONFIG = Qwen3Config(
-    hidden_size=32,
-    intermediate_size=64,
-    num_hidden_layers=2,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    head_dim=16,
-    vocab_size=64,
-    max_position_embeddings=64,
-    tie_word_embeddings=False,
-    eos_token_id=None,
-)
+CONFIG = tiny_qwen3(num_hidden_layers=2)
 IDS = torch.tensor([[1, 2, 3, 4]])
 
 
@@ -40,15 +28,6 @@ class WithValueHead(nn.Module):
     def forward(self, input_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         output = self.pretrained_model(input_ids=input_ids, output_hidden_states=True)
         return output.logits, self.v_head(output.hidden_states[-1])
-
-
-def make_engine() -> TorchEngine:
-    mover = Mover(torch.device("cpu"))
-    return TorchEngine(CONFIG, device="cpu", dtype=torch.float32, kv_cache_bytes=MIB, mover=mover)
-
-
-def adamw(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(params, lr=1e-2)
 
 
 def make(form: str) -> tuple[nn.Module, nn.Module, nn.Module, list[nn.Parameter]]:
@@ -75,7 +54,7 @@ def step(model: nn.Module, head: nn.Module, optimizer: torch.optim.Optimizer, nu
 @pytest.mark.parametrize("form", ["within", "around", "beside"])
 def test_a_value_head_trains_along_and_the_engine_samples_from_the_language_model(form):
     shared, model, head, params = make(form)
-    rt = colo.share(make_engine(), shared, adamw(params), config=colo.RuntimeConfig(offload="always"))
+    rt = colo.share(make_engine(config=CONFIG), shared, adamw(params), config=colo.RuntimeConfig(offload="always"))
     _, twin, twin_head, twin_params = make(form)
     twin_optimizer = adamw(twin_params)
     for number in range(3):
@@ -99,7 +78,7 @@ def test_a_value_head_trains_along_and_the_engine_samples_from_the_language_mode
 
 def test_a_head_that_is_added_later_is_refused():
     model = AutoModelForCausalLM.from_config(copy.deepcopy(CONFIG))
-    rt = colo.share(make_engine(), model, adamw(model.parameters()))
+    rt = colo.share(make_engine(config=CONFIG), model, adamw(model.parameters()))
     model.v_head = nn.Linear(32, 1)
     with pytest.raises(colo.StaleWeights, match="weights that it did not have when the runtime was built, v_head"):
         rt.generate([[1]], max_tokens=1)
@@ -119,14 +98,14 @@ def test_a_child_that_the_models_own_forward_computes_with_is_not_left_out():
 
     model = Gated(CONFIG)
     with pytest.raises((ValueError, colo.ColoError), match=r"gate\.weight"):
-        colo.share(make_engine(), model, adamw(model.parameters()))
+        colo.share(make_engine(config=CONFIG), model, adamw(model.parameters()))
 
 
 def test_weights_within_the_models_layers_are_never_left_out():
     model = AutoModelForCausalLM.from_config(copy.deepcopy(CONFIG))
     model.model.layers[0].v_head = nn.Linear(32, 1)
     with pytest.raises((ValueError, colo.ColoError), match=r"v_head"):
-        colo.share(make_engine(), model, adamw(model.parameters()))
+        colo.share(make_engine(config=CONFIG), model, adamw(model.parameters()))
 
 
 def test_a_wrapper_around_two_language_models_is_refused_by_their_names():
@@ -137,8 +116,8 @@ def test_a_wrapper_around_two_language_models_is_refused_by_their_names():
 
     model = ActorCritic()
     with pytest.raises(colo.Unsupported, match=r"2 language models in it \(actor, critic\): pass the one"):
-        colo.share(make_engine(), model, adamw(model.parameters()))
-    rt = colo.share(make_engine(), model.actor, adamw(model.parameters()))
+        colo.share(make_engine(config=CONFIG), model, adamw(model.parameters()))
+    rt = colo.share(make_engine(config=CONFIG), model.actor, adamw(model.parameters()))
     rt.generate([[1]], max_tokens=1)
     rt.close()
 
@@ -156,4 +135,4 @@ def test_a_parameter_that_the_model_had_before_is_not_taken_for_one_beside_it():
     optimizer = adamw(model.parameters())
     model.lm_head.weight = nn.Parameter(torch.zeros(64, 32))
     with pytest.raises(colo.Unsupported, match=r"1 parameters of the optimizer are not the model's.*\(64, 32\)"):
-        colo.share(make_engine(), model, optimizer)
+        colo.share(make_engine(config=CONFIG), model, optimizer)

@@ -7,7 +7,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers import AutoModelForCausalLM
 
 from colo.errors import StaleWeights, TransferError, Unsupported
 from colo.weights.sources.module import ModuleSource, check_taken, noted, own_output_layer, plain_name
@@ -19,6 +19,7 @@ from colo.weights.sources.peft import (
     is_disabled,
     is_peft_model,
 )
+from tests.models import tiny_qwen3
 
 PATTERNS = {
     "plain": {},
@@ -31,19 +32,7 @@ PATTERNS = {
 
 
 def base_model(tied=False):
-    config = Qwen3Config(
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        vocab_size=40,
-        max_position_embeddings=32,
-        tie_word_embeddings=tied,
-        eos_token_id=None,
-        bos_token_id=None,
-    )
+    config = tiny_qwen3(num_hidden_layers=2, tie_word_embeddings=tied)
     return AutoModelForCausalLM.from_config(config).eval()
 
 
