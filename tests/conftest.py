@@ -1,5 +1,6 @@
 import os
 import signal
+import sys
 
 import pytest
 import torch
@@ -40,3 +41,32 @@ def interrupts_raise():
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture
+def mover(device):
+    from colo.memory.offload import Mover
+    from colo.units import MIB
+
+    mover = Mover(device, host_limit_bytes=256 * MIB)
+    yield mover
+    mover.close()
+
+
+@pytest.fixture
+def colo(monkeypatch, capsys):
+    """Runs `colo ARGUMENTS` in this process and returns its exit code, standard output and standard error."""
+    from rich.console import Console
+
+    from colo import cli
+
+    monkeypatch.setattr(cli, "out", Console(width=200))
+    monkeypatch.setattr(cli, "err", Console(width=200, stderr=True))
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["colo", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        return ended.value.code, *capsys.readouterr()
+
+    return run

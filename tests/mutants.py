@@ -43,7 +43,6 @@ ORDERING = "memory/test_ordering.py"
 SLOTS = "trainer/test_state_slots.py"
 INVENTORY = "trainer/test_inventory.py"
 STATE = "trainer/test_optimizer_state.py"
-LOOPS = "trainer/test_zoo.py::test_what_loops_do_with_an_optimizer_does_the_same_to_one_whose_state_is_parked"
 TURNS = tuple(
     f"runtime/test_{name}.py"
     for name in (
@@ -70,7 +69,7 @@ EXTRA = {
         "runtime/test_accumulation.py",
     ),
     "trainer/optimizer_state": (INVENTORY, SLOTS, ORDERING, "trainer/test_master_weights.py"),
-    "trainer/state_segment": (SLOTS, INVENTORY, STATE, LOOPS),
+    "trainer/state_segment": (SLOTS, INVENTORY, STATE, "trainer/test_loops.py"),
     "trainer/inventory": (SLOTS,),
     "trainer/state_slots": (INVENTORY,),
     "trainer/stand_ins": (SLOTS, "trainer/test_gradients.py"),
@@ -93,13 +92,6 @@ EXTRA = {
     "runtime/runtime": TURNS,
 }
 """Tests beside those that mirror a module, in tests/unit: files, or one test of a file."""
-
-LEFT_OUT = (
-    f"{SLOTS}::test_a_compiled_step",
-    "memory/test_tiles.py::test_kernels_do",
-    "memory/test_tiles.py::test_kernels_compile",
-)
-"""Beginnings of the names of tests that are slow, or run in a process of their own, which has no mutant."""
 
 
 class _Loader(SourceFileLoader):
@@ -196,7 +188,6 @@ def _run_tests(module: str, code: CodeType, plugin: _Plugin, file: Path) -> None
     for stream in (1, 2):
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
     options = ["-x", "-q", "-p", "no:cacheprovider", "--tb=no", "-Wignore::pytest.PytestAssertRewriteWarning"]
-    options += [f"--deselect=tests/unit/{name}" for name in LEFT_OUT]
     status = 1
     try:
         status = int(pytest.main([*options, *tests_of(module)], plugins=[plugin]))

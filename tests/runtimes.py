@@ -24,10 +24,10 @@ def adamw(params):
     return AdamW(params, lr=1e-2)
 
 
-def launch(**options):
-    """A runtime of the small model, with AdamW."""
+def launch(model=None, **options):
+    """A runtime of the small model, or of `model`, with AdamW."""
     options = {"optimizer": adamw, "config": RuntimeConfig(kv_cache_bytes=MIB), "device": "cpu"} | options
-    return colo.launch(qwen3(), **options)
+    return colo.launch(model or qwen3(), **options)
 
 
 def launch_lora(**options):

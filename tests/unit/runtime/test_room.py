@@ -10,7 +10,8 @@ import colo
 from colo.config import Offload, RuntimeConfig
 from colo.phases.phase import Phase
 from colo.units import MIB
-from tests.runtimes import PROMPTS, adamw, launch, make_engine, qwen3, segment, train_step
+from tests.models import tiny_qwen3
+from tests.runtimes import ALWAYS, PROMPTS, adamw, launch, make_engine, qwen3, segment, train_step
 
 
 def test_a_small_device_peaks_at_the_larger_phase_and_not_at_the_sum():
@@ -54,7 +55,7 @@ def test_a_phase_never_holds_more_than_its_plan_promised():
 
 
 def test_a_hundred_cycles_grow_nothing():
-    rt = launch(config=RuntimeConfig(kv_cache_bytes=MIB, offload=Offload.ALWAYS))
+    rt = launch(tiny_qwen3(), config=ALWAYS)
     readings = []
     for cycle in range(100):
         with rt.rollout():

@@ -100,13 +100,6 @@ def assert_same(left, right):
         assert torch.equal(a.cpu(), b.cpu()) if isinstance(a, torch.Tensor) else a == b
 
 
-@pytest.fixture
-def mover(device):
-    mover = Mover(device, host_limit_bytes=256 * MIB)
-    yield mover
-    mover.close()
-
-
 def park(offloader):
     for segment in offloader.segments:
         if segment.residency is R:

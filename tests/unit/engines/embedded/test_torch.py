@@ -46,13 +46,6 @@ def make_reference(config: PretrainedConfig, seed: int = 0) -> nn.Module:
 
 
 @pytest.fixture
-def mover() -> Iterator[Mover]:
-    mover = Mover(CPU)
-    yield mover
-    mover.close()
-
-
-@pytest.fixture
 def make_engine(mover: Mover) -> Iterator[MakeEngine]:
     """Makes engines that hold the reference's weights as version 1, with room for 400 tokens, and closes them."""
     engines: list[TorchEngine] = []

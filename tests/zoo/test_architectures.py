@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from architectures import LEFT_OUT, REFUSED, tiny_config
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -16,6 +15,7 @@ from colo.engines.sampling import processed_logprobs
 from colo.errors import Unsupported
 from colo.units import MIB
 from colo.weights.sources.module import ModuleSource
+from tests.zoo.architectures import LEFT_OUT, REFUSED, tiny_config
 
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [8], [9, 10, 11], [8], [12, 13, 14]]
 PARAMS = SamplingParams(n=2, max_tokens=5, seed=0)

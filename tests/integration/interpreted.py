@@ -1,4 +1,4 @@
-"""The kernels in Triton's interpreter, on a CPU, beside torch; run by `test_tiles.py` with TRITON_INTERPRET=1."""
+"""The kernels in Triton's interpreter, on a CPU, beside torch; run by `test_kernels.py` with TRITON_INTERPRET=1."""
 
 import pytest
 import torch

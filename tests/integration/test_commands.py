@@ -1,0 +1,103 @@
+"""Whole runs of commands: what they write, and how they end."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+DEMO_KEYS = {
+    "command",
+    "machine",
+    "versions",
+    "engine",
+    "device",
+    "mode",
+    "steps",
+    "rewards",
+    "weights_bytes",
+    "bytes_synced",
+    "weights_version",
+    "phase_peak_bytes",
+    "peak_bytes",
+    "optimizer_bytes",
+    "base_unchanged",
+    "seconds",
+}
+
+
+def python(code, *arguments):
+    """Runs code in a process of its own, which nothing has been imported into and no handler been taken from."""
+    return subprocess.Popen(
+        [sys.executable, "-u", "-c", code, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def test_demo_writes_what_it_promises(colo, tmp_path):
+    html, figures = tmp_path / "pictures" / "demo.html", tmp_path / "new" / "demo.json"
+    code, out, _ = colo("demo", "--steps", 2, "--device", "cpu", "--html", html, "--json", figures)
+    found = json.loads(figures.read_text())
+    assert code == 0
+    assert set(found) == DEMO_KEYS
+    assert found["command"] == "colo demo --steps 2 --engine torch --device cpu --mode full --seed 0"
+    assert (found["engine"], found["device"], found["mode"], found["steps"]) == ("torch", "cpu", "full", 2)
+    assert (found["bytes_synced"], found["weights_version"], len(found["rewards"])) == (0, 2, 2)
+    assert set(found["phase_peak_bytes"]) == {"rollout", "train"}
+    assert found["peak_bytes"] == max(found["phase_peak_bytes"].values()) > found["weights_bytes"]
+    assert found["optimizer_bytes"] > 2 * found["weights_bytes"] * 0.97
+    assert set(found["seconds"]) == {"rollout", "train", "switch"}
+    assert min(found["seconds"].values()) > 0
+    assert html.read_text().lower().startswith("<!doctype html>")
+    assert "0 B copied" in out
+    assert f"reward: {sum(found['rewards']) / 2:.2f}" in out
+
+
+def test_ctrl_c_ends_with_130_and_leaves_no_process_behind(tmp_path):
+    # A parent that ignores SIGINT, as shells do for background jobs, would pass that on.
+    code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); from colo import cli; cli.main()"
+    html = tmp_path / "demo.html"
+    process = python(code, "demo", "--steps", "100000", "--device", "cpu", "--html", str(html))
+    try:
+        assert "warmed up" in process.stdout.readline()
+        time.sleep(1)  # into the training loop
+        os.kill(process.pid, signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    assert err.splitlines()[-1] == "interrupted: everything is released"  # below what torchao logs as it is imported
+    assert "Traceback" not in err
+    assert not html.exists()
+    with pytest.raises(ProcessLookupError):
+        os.killpg(process.pid, 0)
+
+
+def test_bench_offload_writes_figures_with_their_circumstances(colo, tmp_path):
+    figures = tmp_path / "offload.json"
+    code, out, _ = colo("bench", "offload", "--device", "cpu", "--size", "8MiB", "--json", figures)
+    found = json.loads(figures.read_text())
+    assert code == 0
+    assert set(found) == {"benchmark", "command", "machine", "versions", "limit", "rows"}
+    assert found["benchmark"] == "offload"
+    assert found["command"].startswith("colo bench offload --device cpu")
+    ours = next(row for row in found["rows"] if row["way"] == "colo")
+    assert (ours["bytes"], ours["equal"], ours["freed_bytes"]) == (8 << 20, True, 8 << 20)
+    assert "growth over 100" in out
+
+
+def test_bench_logprob_writes_figures(colo, tmp_path):
+    figures = tmp_path / "logprob.json"
+    code, out, _ = colo("bench", "logprob", "--device", "cpu", "--json", figures)
+    found = json.loads(figures.read_text())
+    assert code == 0
+    assert (found["benchmark"], found["command"]) == ("logprob", "colo bench logprob --device cpu")
+    cases = [("chunked", 512), ("chunked", 128), ("full", 128)]
+    assert [(row["case"], row["tokens"]) for row in found["rows"]] == 2 * cases
+    assert "ratio to full" in out

@@ -1,0 +1,58 @@
+"""The demo is the package's first promise: it learns, sends nothing, and peaks at the larger phase."""
+
+import pytest
+
+from colo import demo
+from colo.phases.phase import Phase
+
+MODES = ["full", "lora"]
+
+
+@pytest.fixture
+def run():
+    """Runs the demo on the CPU and closes its runtime after the test."""
+    results = []
+
+    def start(**options):
+        results.append(demo.run(**({"steps": 2, "device": "cpu"} | options)))
+        return results[-1]
+
+    yield start
+    for result in results:
+        result.runtime.close()
+
+
+def check_promises(result, steps):
+    """What holds for any number of steps, in both modes."""
+    rt = result.runtime
+    assert (result.bytes_synced, result.weights_version, len(result.rewards)) == (0, steps, steps)
+    assert rt.transport.name == "shared"
+    assert result.base_unchanged is (True if result.mode == "lora" else None)
+    larger_bytes = max(result.phase_peak_bytes.values())
+    assert result.peak_bytes <= 1.05 * larger_bytes
+    held_bytes = sum(segment.size_bytes for segment in rt.scheduler.segments.values())
+    assert result.peak_bytes <= rt.trace.capacity_bytes < held_bytes
+    for sample in rt.trace.samples:
+        if sample.phase is Phase.ROLLOUT:
+            assert sample.segments["engine.kv_cache"] > 0
+        if sample.phase is Phase.TRAIN:
+            assert sample.total_bytes <= rt.trace.capacity_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+def test_the_demo_learns(run, mode):
+    result = run(steps=200, mode=mode, seed=0)
+    assert result.gained >= 0.3
+    check_promises(result, steps=200)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_two_steps_keep_every_promise_but_learning(run, mode):
+    steps = []
+    result = run(mode=mode, on_step=steps.append)
+    check_promises(result, steps=2)
+    assert (result.engine, result.device, result.mode) == ("torch", "cpu", mode)
+    assert [metrics["reward"] for metrics in steps] == result.rewards
+    assert all(metrics["mismatch"] < 1e-5 for metrics in steps)
+    assert 0 < result.rewards[0] < 0.5

@@ -1,0 +1,69 @@
+"""A small network and its optimizer, and how the state of one is parked and compared."""
+
+import numpy as np
+import torch
+from torch.utils import _pytree as pytree
+
+from colo.phases.phase import Residency
+from colo.trainer.subclasses import is_wrapper
+
+STEPS = 3
+
+
+class Trained:
+    """A small network, its optimizer, and the way in which that one steps."""
+
+    def __init__(self, make):
+        torch.manual_seed(1)
+        self.net = torch.nn.Sequential(torch.nn.Linear(12, 16), torch.nn.Tanh(), torch.nn.Linear(16, 4))
+        self.optimizer = make(self.net)
+
+    def step(self, number, way):
+        torch.manual_seed(number)
+        np.random.seed(number)  # Kron of pytorch_optimizer draws from it
+        if way == "closure":
+            self.optimizer.step(lambda: self.backward(number))
+        elif way == "loss":
+            self.backward(number)
+            self.optimizer.step(lambda: float(self.loss(number)))
+        elif way == "loop":
+            self.backward(number)
+            self.optimizer.step()
+        else:
+            self.backward(number, create_graph=True)
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def backward(self, number, *, create_graph=False):
+        with torch.enable_grad():
+            self.optimizer.zero_grad()
+            loss = self.loss(number)
+            loss.backward(create_graph=create_graph)
+        return loss
+
+    def loss(self, number):
+        generator = torch.Generator().manual_seed(number)
+        return self.net(torch.randn(5, 12, generator=generator)).square().mean()
+
+    def values(self):
+        saved = pytree.tree_leaves([self.optimizer.state_dict()["state"], list(self.net.parameters())])
+        return [_plain(leaf) for leaf in saved if isinstance(leaf, (torch.Tensor, int, float, bool, str))]
+
+
+def _plain(leaf):
+    if isinstance(leaf, torch.Tensor):
+        return (leaf.dequantize() if is_wrapper(leaf) and hasattr(leaf, "block_size") else leaf).detach().cpu()
+    return torch.tensor(leaf) if isinstance(leaf, (int, float)) else leaf
+
+
+def assert_same(left, right):
+    assert len(left) == len(right) > 0
+    for a, b in zip(left, right, strict=True):
+        assert torch.equal(torch.nan_to_num(a), torch.nan_to_num(b)) if isinstance(a, torch.Tensor) else a == b
+
+
+def park(offloader):
+    offloader.refresh()
+    for segment in offloader.segments:
+        if segment.residency is Residency.RESIDENT:
+            segment.begin(Residency.OFFLOADED).wait()
