@@ -2,12 +2,14 @@
 
     python -m tests.mutants [WORD ...] [--fraction 0.1] [--seed 0]
 
-Every mutant runs in a forked child, so that torch is imported once: of the mutated module, the tests that mirror it and
-those named in EXTRA. Tests that run the mutated line come first, the quick ones before the slow, and then all others.
+The tests run once without a fault, which shows how long each takes and which lines it runs. Every mutant runs in a
+forked child, so that torch is imported once: of the mutated module, the tests that mirror it and those named in EXTRA.
+Tests that run the mutated line come first, the quick ones before the slow, and then all others.
 mutmut leaves out decorated functions, of which there are many (properties, context managers) and tables of a module;
 cosmic-ray starts a process for each mutant. Survivors that no test could notice are explained in mutants.txt, a line
 each: `module :: mutation :: reason`, or `module :: @scope :: reason` for what runs on CUDA only.
-Exits 1 when fewer than 95% of the others are killed.
+Exits 1 when fewer than 95% of the others are killed, and at once when such a line names a module, a mutation or a scope
+that there is no more.
 """
 
 from __future__ import annotations
@@ -24,10 +26,11 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from importlib.machinery import ModuleSpec, SourceFileLoader
+from itertools import accumulate
 from pathlib import Path
 from types import CodeType
 
@@ -118,10 +121,10 @@ class Timing:
     """What is known of each test by its id, from a run without a fault."""
 
     seconds: dict[str, float] = field(default_factory=dict)
-    lines: dict[str, list[int]] = field(default_factory=dict)
-    """Where statements of functions of the module begin that it has run."""
+    lines: dict[str, list[str]] = field(default_factory=dict)
+    """Where statements of functions begin that it has run: `module:line`."""
 
-    def order(self, test: str, line: int) -> tuple[bool, float]:
+    def order(self, test: str, line: str) -> tuple[bool, float]:
         """The place of a test among those that look for a fault in `line`."""
         return line not in self.lines.get(test, ()), self.seconds.get(test, 0.0)
 
@@ -133,7 +136,7 @@ class Timing:
 class _Plugin:
     """Orders the tests for `line`, or has `timing` know them when there is none."""
 
-    def __init__(self, timing: Timing, line: int | None) -> None:
+    def __init__(self, timing: Timing, line: str | None) -> None:
         self.timing = timing
         self._line = line
 
@@ -144,7 +147,7 @@ class _Plugin:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
-        lines: set[int] = set()
+        lines: set[str] = set()
         vars(builtins)["__ran__"] = lines.add
         signal.setitimer(signal.ITIMER_REAL, self.timing.deadline_s(item.nodeid))  # which ends the process
         start_s = time.monotonic()
@@ -156,13 +159,20 @@ class _Plugin:
         return result
 
 
-def run_tests(module: str, code: CodeType, deadline_s: float, timing: Timing, line: int | None = None) -> bool:
-    """Whether the module's tests succeed in time with `code` in its place. Without a `line` they fill in `timing`."""
+def run_tests(
+    tests: Sequence[str],
+    codes: Mapping[str, CodeType],
+    *,
+    deadline_s: float,
+    timing: Timing,
+    line: str | None = None,
+) -> bool:
+    """Whether tests succeed in time with `codes` in place of modules. Without a `line` they fill in `timing`."""
     with tempfile.NamedTemporaryFile() as file:
         child = os.fork()
         if child == 0:
             os.setsid()
-            _run_tests(module, code, _Plugin(timing, line), Path(file.name))
+            _run_tests(tests, codes, _Plugin(timing, line), Path(file.name))
         give_up_s = time.monotonic() + deadline_s
         done = status = 0
         while not done and time.monotonic() < give_up_s:
@@ -177,11 +187,12 @@ def run_tests(module: str, code: CodeType, deadline_s: float, timing: Timing, li
     return bool(done) and status == 0
 
 
-def _run_tests(module: str, code: CodeType, plugin: _Plugin, file: Path) -> None:
+def _run_tests(tests: Sequence[str], codes: Mapping[str, CodeType], plugin: _Plugin, file: Path) -> None:
     import hypothesis
 
-    name = f"colo.{module}".replace("/", ".")
-    sys.meta_path.insert(0, _Loader(name, ROOT / f"colo/{module}.py", code))  # type: ignore[arg-type]
+    for module, code in codes.items():
+        name = f"colo.{module}".replace("/", ".")
+        sys.meta_path.insert(0, _Loader(name, ROOT / f"colo/{module}.py", code))  # type: ignore[arg-type]
     phases = (hypothesis.Phase.explicit, hypothesis.Phase.generate)  # without making examples smaller
     hypothesis.settings.register_profile("mutants", derandomize=True, database=None, phases=phases)
     hypothesis.settings.load_profile("mutants")
@@ -190,25 +201,32 @@ def _run_tests(module: str, code: CodeType, plugin: _Plugin, file: Path) -> None
     options = ["-x", "-q", "-p", "no:cacheprovider", "--tb=no", "-Wignore::pytest.PytestAssertRewriteWarning"]
     status = 1
     try:
-        status = int(pytest.main([*options, *tests_of(module)], plugins=[plugin]))
+        status = int(pytest.main([*options, *tests], plugins=[plugin]))
         file.write_text(json.dumps(asdict(plugin.timing)))
     finally:
         os._exit(status)
 
 
-def examine(module: str, fraction: float, seed: int, explained: dict[tuple[str, str], str]) -> tuple[int, int, int]:
+def time_tests(modules: Sequence[str]) -> Timing:
+    """Run the tests of all modules once, without a fault."""
+    paths = {module: ROOT / f"colo/{module}.py" for module in modules}
+    codes = {module: marked(ast.parse(path.read_text()), path, module) for module, path in paths.items()}
+    tests = list(dict.fromkeys(test for module in modules for test in tests_of(module)))
+    timing = Timing()
+    if not run_tests(tests, codes, deadline_s=3600, timing=timing):
+        raise SystemExit(f"tests fail as it is: {' '.join(tests)}")
+    return timing
+
+
+def examine(
+    module: str, timing: Timing, fraction: float, seed: int, explained: dict[tuple[str, str], str]
+) -> tuple[int, int, int]:
     """Print what became of the mutants of a module; how many there were, were killed, and were explained."""
-    path = ROOT / f"colo/{module}.py"
-    source = path.read_text()
-    tree = ast.parse(source)
-    mutants = list(mutants_of(tree))
+    source = (ROOT / f"colo/{module}.py").read_text()
+    mutants = list(mutants_of(ast.parse(source)))
     chosen = sorted(random.Random(seed).sample(range(len(mutants)), max(1, round(fraction * len(mutants)))))
     start_s = time.monotonic()
-    timing = Timing()
-    if not tests_of(module) or not run_tests(module, marked(tree, path), 600, timing):
-        raise SystemExit(f"{module}: its tests fail as it is, or there are none: {tests_of(module)}")
-    deadline_s = 10 + 4 * (time.monotonic() - start_s)
-    survivors = [mutants[i] for i in chosen if not _is_killed(module, source, i, deadline_s, timing)]
+    survivors = [mutants[i] for i in chosen if not _is_killed(module, source, i, timing)]
     known = {m: explained.get((module, m.label)) or _of_scope(module, m.scope, explained) for m in survivors}
     num_explained = sum(reason is not None for reason in known.values())
     counts = len(chosen), len(chosen) - len(survivors), num_explained
@@ -220,11 +238,13 @@ def examine(module: str, fraction: float, seed: int, explained: dict[tuple[str, 
     return counts
 
 
-def _is_killed(module: str, source: str, number: int, deadline_s: float, timing: Timing) -> bool:
+def _is_killed(module: str, source: str, number: int, timing: Timing) -> bool:
     tree = ast.parse(source)  # of its own, which stays changed
     mutant = list(mutants_of(tree))[number]
     code = mutant.compiled(tree, ROOT / f"colo/{module}.py")
-    return not run_tests(module, code, deadline_s, timing, mutant.statement.lineno)
+    deadline_s = 20 + 4 * sum(timing.seconds.values())
+    line = f"{module}:{mutant.statement.lineno}"
+    return not run_tests(tests_of(module), {module: code}, deadline_s=deadline_s, timing=timing, line=line)
 
 
 def _of_scope(module: str, scope: str, explained: dict[tuple[str, str], str]) -> str | None:
@@ -237,6 +257,22 @@ def read_explained() -> dict[tuple[str, str], str]:
     """Reasons by module and mutation, or `@scope`."""
     rows = [line.split(" :: ") for line in EXPLAINED.read_text().splitlines() if line and not line.startswith("#")]
     return {(module, mutation): reason for module, mutation, reason in rows}
+
+
+def find_outdated(explained: Iterable[tuple[str, str]], modules: Sequence[str]) -> Iterator[str]:
+    """What is wrong with each explanation whose module, mutation or scope does not exist."""
+    mutations: dict[str, set[str]] = {}
+    for module, mutation in explained:
+        if module not in modules:
+            yield f"{module} :: {mutation}: no such module"
+            continue
+        if module not in mutations:
+            mutants = list(mutants_of(ast.parse((ROOT / f"colo/{module}.py").read_text())))
+            scopes = {f"@{scope}" for m in mutants for scope in accumulate(m.scope.split("."), "{}.{}".format)}
+            mutations[module] = {m.label for m in mutants} | scopes
+        if mutation not in mutations[module]:
+            kind = "scope with mutants" if mutation.startswith("@") else "mutation"
+            yield f"{module} :: {mutation}: no such {kind}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -255,11 +291,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folders = ("phases", "memory", "planning", "trainer", "weights", "runtime")
     files = [p for folder in folders for p in sorted((ROOT / "colo" / folder).rglob("*.py"))]
     modules = [str(p.relative_to(ROOT / "colo").with_suffix("")) for p in files]
+    explained = read_explained()
+    outdated = list(find_outdated(explained, modules))
+    if outdated:
+        raise SystemExit("\n".join([f"{EXPLAINED.name} explains what is not there:", *outdated]))
     chosen = [m for m in modules if tests_of(m) and (not given.words or any(word in m for word in given.words))]
-    totals = [examine(module, given.fraction, given.seed, read_explained()) for module in chosen]
-    mutants, killed, explained = (sum(column) for column in zip(*totals, strict=True))
-    share = killed / max(1, mutants - explained)
-    print(f"{mutants} mutants, {killed} killed, {explained} survivors explained: {share:.1%} of the others killed")
+    timing = time_tests(chosen)
+    totals = [examine(module, timing, given.fraction, given.seed, explained) for module in chosen]
+    mutants, killed, num_explained = (sum(column) for column in zip(*totals, strict=True))
+    share = killed / max(1, mutants - num_explained)
+    print(f"{mutants} mutants, {killed} killed, {num_explained} survivors explained: {share:.1%} of the others killed")
     return int(share < WANTED)
 
 

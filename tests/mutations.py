@@ -112,25 +112,25 @@ def _yields(node: ast.Expr) -> bool:
     return isinstance(node.value, (ast.Yield, ast.YieldFrom))
 
 
-def marked(tree: ast.Module, path: Path) -> CodeType:
-    """The module with a call of `__ran__` with its line before each statement of its functions; leaves `tree` alone."""
+def marked(tree: ast.Module, path: Path, module: str) -> CodeType:
+    """The module with a call of `__ran__` with `module:line` before each statement of its functions."""
     tree = copy.deepcopy(tree)
     for node in ast.walk(tree):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            _mark(node)
+            _mark(node, module)
     return compile(ast.fix_missing_locations(tree), str(path), "exec")
 
 
-def _mark(node: ast.AST) -> None:
+def _mark(node: ast.AST, module: str) -> None:
     for field in ("body", "orelse", "finalbody", "handlers"):
         inner = [child for child in getattr(node, field, []) if isinstance(child, (ast.stmt, ast.ExceptHandler))]
         for child in inner:
             if not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-                _mark(child)
+                _mark(child, module)
         if field != "handlers" and inner:
-            setattr(node, field, [part for child in inner for part in (_mark_of(child), child)])
+            setattr(node, field, [part for child in inner for part in (_mark_of(child, module), child)])
 
 
-def _mark_of(statement: ast.AST) -> ast.stmt:
-    call = ast.Call(ast.Name("__ran__", ast.Load()), [ast.Constant(statement.lineno)], [])
+def _mark_of(statement: ast.AST, module: str) -> ast.stmt:
+    call = ast.Call(ast.Name("__ran__", ast.Load()), [ast.Constant(f"{module}:{statement.lineno}")], [])
     return ast.copy_location(ast.Expr(call), statement)
