@@ -83,10 +83,6 @@ class MismatchCheck:
         """Keep the first of `completions`, which were sampled from `softmax(logits / temperature)`."""
         self._noted = (temperature, completions[: self._num_sequences])
 
-    def forget(self) -> None:
-        """Drop what was noted."""
-        self._noted = None
-
     def measure(self, source: ModuleSource, model: nn.Module, *, version: int, device: torch.device) -> Mismatch | None:
         """The difference for completions of this `version`, which are then forgotten; `None` without any.
 

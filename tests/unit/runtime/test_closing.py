@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM
 import colo
 from colo.engine import EngineState
 from colo.engines.embedded.torch import TorchEngine
-from colo.errors import BudgetError, EngineLost
+from colo.errors import BudgetError, EngineLost, PhaseError
 from colo.phases.phase import Phase, Residency
 from tests.runtimes import ALWAYS, PROMPTS, adamw, launch, make_engine, qwen3, segment, train_step
 
@@ -95,8 +95,11 @@ def test_every_step_is_made_once_though_all_fail(monkeypatch):
             patch.setattr(owners[owner], method, fail(f"{owner.strip()}.{method}"))
         with pytest.raises(ValueError, match="publisher.start_over"):
             rt.close()
+        rt.close()
     assert tried == ["publisher.start_over", "transport.move_out", "transport.close", "mover.close"]
     assert rt.engine.before_generate is None
+    with pytest.raises(PhaseError, match="the runtime is closed"):
+        rt.generate(PROMPTS)
 
 
 def test_an_engine_that_is_lost_has_no_cache_to_drop(monkeypatch):

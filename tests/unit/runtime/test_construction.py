@@ -79,6 +79,7 @@ def test_host_memory_is_pinned_for_state_that_will_have_to_leave():
     assert prepared(residency=Residency.RESIDENT) == [500]
     assert prepared(limit_bytes=500) == [500]
     assert prepared(state_bytes=401) == [401]
+    assert prepared(state_bytes=1, capacity_bytes=400) == [1]
 
 
 def test_none_is_pinned_where_nothing_leaves_or_none_is_allowed_or_without_a_gpu():
@@ -87,13 +88,13 @@ def test_none_is_pinned_where_nothing_leaves_or_none_is_allowed_or_without_a_gpu
     assert prepared(device=torch.device("cpu")) == []
 
 
-def test_a_kv_cache_that_never_leaves_is_counted_where_it_is():
+def test_state_that_never_leaves_takes_the_place_of_other_state():
     memory, arena = FakeDevice(2000), Arena(1000)
     segments = [
         FakeSegment("engine.kv_cache", 300, memory, away=None),
-        FakeSegment("trainer.optimizer", 500, memory, residency=Residency.DISCARDED),
-        FakeSegment("trainer.master_weights", 0, memory, residency=Residency.DISCARDED),
+        FakeSegment("trainer.optimizer", 200, memory, away=None, residency=Residency.DISCARDED),
+        FakeSegment("trainer.master_weights", 300, memory),
     ]
     scheduler = Scheduler(segments, Budget(capacity_bytes=700, host_capacity_bytes=1000))
     prepare_arena(scheduler, SimpleNamespace(device=CUDA, arena=arena))
-    assert arena.prepared == [500]
+    assert arena.prepared == [300]

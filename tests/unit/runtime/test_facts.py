@@ -64,6 +64,7 @@ def test_kept_state_is_named_by_reason_with_the_first_of_each():
     assert facts(kept=kept)["kept"] == (
         "6.00 MiB of the optimizer's state stay on the device: a and 2 others: sparse; b: referred to"
     )
+    assert "a and 1 others: sparse" in facts(kept=kept[:3])["kept"]
 
 
 @pytest.mark.parametrize("name", ["mismatch", "mismatch_sampled"])

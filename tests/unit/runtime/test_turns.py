@@ -1,12 +1,16 @@
 """Turns, through the public API: what an engine does outside a rollout, and how what was parked comes back."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 import colo
 from colo.config import RuntimeConfig
 from colo.engine import EngineState
+from colo.errors import BudgetError, StaleWeights
 from colo.phases.phase import TRAINER_GRADIENTS, TRAINER_OPTIMIZER, Phase, Residency
+from colo.trainer.gradients import GradientSegment
 from colo.units import MIB
 from tests import runtimes
 from tests.runtimes import train_step
@@ -154,3 +158,126 @@ def test_an_exception_inside_a_phase_leaves_it_and_the_next_one_works(rt):
     with rt.train():
         train_step(rt)
     assert rt.generate([[1]])[0].weights_version == 1
+
+
+@pytest.fixture
+def moving():
+    """A runtime whose trainer state leaves for every rollout."""
+    rt = launch(offload="always")
+    yield rt
+    rt.close()
+
+
+def add_state(rt, number=0):
+    """Give the optimizer a tensor of state that it did not make; its bytes."""
+    parameter = list(rt.model.parameters())[number]
+    rt.optimizer.state[parameter]["mine"] = torch.ones(4096)
+    return 4 * 4096
+
+
+def state_bytes(rt):
+    return rt.scheduler.segments[TRAINER_OPTIMIZER].size_bytes
+
+
+def test_state_that_appears_outside_a_phase_leaves_for_the_next_rollout(moving):
+    with moving.train():
+        train_step(moving)
+    before = state_bytes(moving)
+    added = add_state(moving)
+    with moving.rollout():
+        assert residency(moving, TRAINER_OPTIMIZER) is Residency.OFFLOADED
+        assert state_bytes(moving) == before + added
+
+
+def test_state_that_appears_after_a_step_leaves_as_the_phase_ends(moving):
+    with moving.train():
+        train_step(moving)
+        before = state_bytes(moving)
+        added = add_state(moving)
+    assert residency(moving, TRAINER_OPTIMIZER) is Residency.OFFLOADED
+    assert state_bytes(moving) == before + added
+
+
+def test_state_that_appears_after_a_rollout_is_counted_as_training_begins(moving):
+    with moving.train():
+        train_step(moving)
+    with moving.rollout():
+        before = state_bytes(moving)
+    added = add_state(moving)
+    with moving.train():
+        assert state_bytes(moving) == before + added
+
+
+def test_a_step_outside_train_may_follow_one_that_has_failed():
+    with launch() as rt:
+        rt.model(input_ids=IDS, labels=IDS).loss.backward()
+
+        def stumble():
+            raise RuntimeError("no loss today")
+
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="no loss today"):
+                rt.optimizer.step(stumble)
+        rt.optimizer.step()
+        assert rt.weights_version == 1 and rt.phase is Phase.IDLE
+
+
+def test_phases_are_recorded_with_what_they_worked_on_and_the_changes_between_them():
+    with launch() as rt:
+        for enter in (rt.rollout, rt.train):
+            with enter():
+                began_s = rt.trace.now_s()
+            spans = {s.category: s for s in rt.trace.spans if s.category in ("phase", "switch")}
+            assert spans["phase"].start_s <= began_s <= spans["phase"].end_s
+        phases = [(s.phase, s.resource) for s in rt.trace.spans if s.category == "phase"]
+        assert phases[-2:] == [(Phase.ROLLOUT, "engine"), (Phase.TRAIN, "device")]
+        switches = [s.name for s in rt.trace.spans if s.category == "switch"]
+        assert switches == ["switch to rollout", "switch to train", "switch from train"]
+
+
+def test_a_phase_that_is_refused_for_what_an_engine_computes_is_left(monkeypatch):
+    rt = launch(max_mismatch=1e-3)
+    original = type(rt.engine).generate
+
+    def another(engine, *arguments, **options):
+        return [replace(c, logprobs=tuple(p - 1 for p in c.logprobs)) for c in original(engine, *arguments, **options)]
+
+    monkeypatch.setattr(type(rt.engine), "generate", another)
+    rt.generate(PROMPTS, max_tokens=2)
+    with pytest.raises(StaleWeights, match="max_mismatch allows 0.001"), rt.train():
+        pytest.fail("entered")
+    assert rt.phase is Phase.IDLE
+    assert rt.engine.weights_version is None
+    with rt.train():
+        train_step(rt)
+    rt.close()
+
+
+def test_weights_that_were_written_since_they_were_sampled_from_are_not_compared():
+    with launch(max_mismatch=1e-3) as rt:
+        rt.generate(PROMPTS, max_tokens=2)
+        for parameter in rt.model.parameters():
+            parameter.data.mul_(2)
+        with rt.train():
+            assert "mismatch_sampled" not in rt.trace.metrics
+
+
+def test_parked_gradients_that_have_no_room_are_asked_for_again(full, monkeypatch):
+    with full.train():
+        train_step(full)
+        full.model(input_ids=IDS, labels=IDS).loss.backward()
+    gradients = [p.grad.clone() for p in full.model.parameters()]
+
+    def roomless(segment):
+        raise BudgetError("no room", needed_bytes=1, free_bytes=0)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(GradientSegment, "_unpark", roomless)
+        with full.rollout():
+            full.generate(PROMPTS, max_tokens=2)
+        assert residency(full, TRAINER_GRADIENTS) is Residency.OFFLOADED
+        with pytest.raises(BudgetError, match="no room"), full.train():
+            pytest.fail("entered")
+        assert full.phase is Phase.IDLE
+    with full.train():
+        assert all(torch.equal(p.grad, g) for p, g in zip(full.model.parameters(), gradients, strict=True))

@@ -132,8 +132,8 @@ def test_what_trains_by_now_is_watched_once_somebody_looks_at_parameters():
     backward(model)
     assert listener.told.count("gradient") == 1
     model.requires_grad_(True)
-    for parameters, count in ((False, 1), (True, 4)):
-        session.look_again(parameters=parameters)
+    for options, count in (({"parameters": False}, 1), ({}, 4)):
+        session.look_again(**options)
         listener.told.clear()
         backward(model)
         assert listener.told.count("gradient") == count

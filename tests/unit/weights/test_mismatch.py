@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from colo.engine import Completion
-from colo.weights.mismatch import MAX_TOKENS, logprob_difference
+from colo.weights.mismatch import MAX_TOKENS, Mismatch, MismatchCheck, logprob_difference
 
 CPU = torch.device("cpu")
 
@@ -89,3 +89,76 @@ def test_every_module_is_in_the_mode_that_it_was_in(fails):
     else:
         logprob_difference(model, [found], temperature=1.0, device=CPU)
     assert (model.training, model.frozen.training, model.trained.training) == (True, False, True)
+
+
+class Source:
+    """Weights of which another rank has `fewest` completions to compare."""
+
+    def __init__(self, fewest=9):
+        self.ranks = SimpleNamespace(min=lambda count: min(count, fewest))
+        self.resharded = 0
+
+    def reshard(self):
+        self.resharded += 1
+
+
+def measured(check, source, model, version=0):
+    return check.measure(source, model, version=version, device=CPU)
+
+
+def test_the_first_of_what_was_noted_is_compared_once():
+    model, source, check = Table(), Source(), MismatchCheck(num_sequences=2, max_mismatch=None)
+    assert not check.has_noted
+    found = [completion(model, [1], [2], [error], temperature=0.5) for error in (0.25, -0.75, 5.0)]
+    check.note(0.5, found)
+    assert check.has_noted
+    mismatch = measured(check, source, model)
+    assert mismatch.mean == pytest.approx(0.5, abs=1e-5) and mismatch.temperature == 0.5
+    assert source.resharded == 1, "a pass gathers weights that are sharded"
+    assert not check.has_noted and measured(check, source, model) is None
+    check.note(1.0, [])
+    assert not check.has_noted
+    assert source.resharded == 1
+
+
+def test_only_what_was_sampled_from_these_weights_is_compared():
+    model, source = Table(), Source()
+    check = MismatchCheck(num_sequences=4, max_mismatch=None)
+    check.note(
+        1.0, [completion(model, [1], [], [], temperature=1.0), completion(model, [1], [2], [1.0], temperature=1)]
+    )
+    assert measured(check, source, model, version=1) is None and source.resharded == 0
+    check.note(
+        1.0, [completion(model, [1], [], [], temperature=1.0), completion(model, [1], [2], [1.0], temperature=1)]
+    )
+    assert measured(check, source, model).mean == pytest.approx(1.0, abs=1e-5)
+    check.note(1.0, [completion(model, [1], [2], [], temperature=1.0)])
+    assert measured(check, source, model) is None, "it has no log-probabilities"
+
+
+@pytest.mark.parametrize(("fewest", "mean"), [(0, None), (1, 0.25), (2, 0.5)])
+def test_ranks_compute_as_many_passes_as_the_fewest_of_them_have(fewest, mean):
+    model, check = Table(), MismatchCheck(num_sequences=4, max_mismatch=None)
+    check.note(1.0, [completion(model, [1], [2], [error], temperature=1.0) for error in (0.25, 0.75)])
+    mismatch = measured(check, Source(fewest), model)
+    assert (mismatch and mismatch.mean) == (mean if mean is None else pytest.approx(mean, abs=1e-5))
+
+
+@pytest.mark.parametrize(
+    ("most", "mean", "temperature", "is_refused"),
+    [
+        (None, 9.0, 1.0, False),
+        (0.3, 0.2, 1.0, False),
+        (0.3, 0.4, 1.0, True),
+        (0.3, 0.4, 0.5, False),  # a temperature below one makes more of every difference
+        (0.3, 0.8, 0.5, True),
+        (0.3, 0.2, 2.0, False),
+        (0.3, 0.4, 2.0, True),
+        (0.3, 0.5, 1.7, True),
+    ],
+)
+def test_a_mismatch_over_the_limit_is_too_large(most, mean, temperature, is_refused):
+    cause = MismatchCheck(num_sequences=1, max_mismatch=most).why_too_large(Mismatch(mean, temperature))
+    assert (cause is not None) is is_refused
+    if cause is not None:
+        assert f"by {mean:g} on average at temperature {temperature:g}, and max_mismatch allows 0.3" in cause
