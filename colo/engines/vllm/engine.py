@@ -5,7 +5,7 @@ in one process and across two, and the engine may be killed and started again on
 is the KV cache and, where the weights are vLLM's own, the weights.
 
 What differs between the three is in the `WorkerLink`. What lasts as long as vLLM does is made anew with every link:
-`WorkerWeights` and `NamedAdapters`.
+`WorkerWeights` and `AdapterRegistry`.
 """
 
 from __future__ import annotations

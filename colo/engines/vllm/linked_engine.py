@@ -15,9 +15,9 @@ from colo.engine import AdapterWeights, Completion, EngineState, SleepLevel
 from colo.engines.common import wake_segments
 from colo.engines.status import EngineStatus
 from colo.engines.vllm import sampling
+from colo.engines.vllm.adapter_registry import AdapterRegistry
 from colo.engines.vllm.link import PauseMode, WorkerLink
 from colo.engines.vllm.memory import WorkerMemory
-from colo.engines.vllm.named_adapters import NamedAdapters
 from colo.engines.vllm.segment import residual_bytes
 from colo.engines.vllm.store import WeightStore
 from colo.engines.vllm.weights import WorkerWeights
@@ -37,7 +37,7 @@ class LinkedEngine:
 
     _link: WorkerLink
     _weights: WorkerWeights
-    _adapters: NamedAdapters
+    _adapters: AdapterRegistry
 
     def __init__(self, device: torch.device, mover: Mover | None, *, when_lost: str) -> None:
         """An engine without a link, until `_connect`; `when_lost` is advice."""
@@ -68,7 +68,7 @@ class LinkedEngine:
             link.close()
             raise
         self._link, self._weights = link, weights
-        self._adapters = NamedAdapters(link, self._staging)
+        self._adapters = AdapterRegistry(link, self._staging)
 
     # ---- what a runtime asks -----------------------------------------------------------------------------------------
 

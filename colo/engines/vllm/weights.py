@@ -22,7 +22,7 @@ from colo.memory.load_plan import Copy, LoadPlan
 from colo.memory.probe import device_id
 from colo.memory.shared_memory import Description, open_shared_memory
 from colo.weights.place import CopySpec
-from colo.weights.sources.module import OUTPUT_LAYER, check_taken, noted, own_output_layer
+from colo.weights.sources.module import OUTPUT_LAYER, check_taken, own_output_layer, recording_specs
 from colo.weights.transports.ipc.export import spec_of, view
 from colo.weights.transports.ipc.staging import Staging
 
@@ -116,10 +116,10 @@ class WorkerWeights:
         tied = any(call("begin_reload"))
         try:
             if self._link.same_process:
-                given = [[n, t.detach()] for n, t in _checked(noted(weights, specs), tied=tied)]
+                given = [[n, t.detach()] for n, t in _checked(recording_specs(weights, specs), tied=tied)]
                 call("reload", tensors=given, model_type=model_type, staging=None)
             else:
-                checked = _checked(noted(weights, specs), tied=tied)
+                checked = _checked(recording_specs(weights, specs), tied=tied)
                 for tensors, staging in self._staging.put_groups(checked, to_pid=0):
                     call("reload", tensors=tensors, model_type=model_type, staging=staging)
         except BaseException:

@@ -165,7 +165,7 @@ def saved_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
                 yield f"{prefix}.{name}" if prefix else name, buffer
 
 
-def noted(
+def recording_specs(
     weights: Iterable[tuple[str, torch.Tensor]], specs: dict[str, torch.Tensor]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """The weights, each noted in `specs` as it passes: a parameter as one, without its memory."""

@@ -92,7 +92,7 @@ class Exported:
         self.memory.append(self._slab.describe(to_pid=0))
 
 
-def opened(places: Sequence[Place], memory: list[Description], device: torch.device) -> dict[str, torch.Tensor]:
+def open_places(places: Sequence[Place], memory: list[Description], device: torch.device) -> dict[str, torch.Tensor]:
     """The exported tensors by name, in a peer. Lifetime: mapped until the last tensor over a memory dies.
 
     Raises: `TransferError` when memory cannot be mapped.

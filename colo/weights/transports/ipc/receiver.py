@@ -29,7 +29,7 @@ from colo.units import align_up
 from colo.weights.intersection import intersect
 from colo.weights.manifest import Manifest, TensorSpec
 from colo.weights.place import Place
-from colo.weights.transports.ipc.export import empty, opened
+from colo.weights.transports.ipc.export import empty, open_places
 from colo.weights.transports.ipc.handoff import ReaderHandoff
 
 Record = Callable[[dict[str, torch.Tensor], str | None], LoadPlan]
@@ -73,7 +73,7 @@ class Receiver:
         self._plan = self._record({spec.name: empty(spec) for spec in specs}, model_type)
         self._manifest = Manifest(specs=specs, version=0)
         if not self._plan.fallbacks and places:
-            self._sources = opened(list(map(Place.from_wire, places)), memory, self._device)
+            self._sources = open_places(list(map(Place.from_wire, places)), memory, self._device)
         return {"fallbacks": dict(self._plan.fallbacks), "left_out": self._plan.left_out}
 
     def stage(

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from transformers import AutoModelForCausalLM
 
 from colo.errors import StaleWeights, TransferError, Unsupported
-from colo.weights.sources.module import ModuleSource, check_taken, noted, own_output_layer, plain_name
+from colo.weights.sources.module import ModuleSource, check_taken, own_output_layer, plain_name, recording_specs
 from colo.weights.sources.peft import (
     active_adapter,
     adapter_settings,
@@ -376,7 +376,7 @@ def test_names_are_compared_but_for_buffers_that_turn_out_to_be_foreign():
 def test_weights_are_noted_as_they_pass_without_their_memory():
     specs = {}
     given = {"w": nn.Parameter(torch.zeros(4, 2)), "bias": torch.zeros(4, dtype=torch.bfloat16)}
-    assert [(name, tensor is given[name]) for name, tensor in noted(given.items(), specs)] == [
+    assert [(name, tensor is given[name]) for name, tensor in recording_specs(given.items(), specs)] == [
         ("w", True),
         ("bias", True),
     ]

@@ -9,7 +9,7 @@ import torch
 from colo.errors import TransferError
 from colo.memory.shared_memory import SharedMemory
 from colo.weights.place import Place
-from colo.weights.transports.ipc.export import Exported, dtype_name, opened
+from colo.weights.transports.ipc.export import Exported, dtype_name, open_places
 
 CPU = torch.device("cpu")
 
@@ -29,7 +29,7 @@ def test_a_peer_has_the_same_bytes_and_every_write():
     held = tensors()
     values = {name: tensor.clone() for name, tensor in held.items()}
     exported = Exported(held)
-    mapped = opened(exported.places, exported.memory, CPU)
+    mapped = open_places(exported.places, exported.memory, CPU)
     assert list(mapped) == list(values)
     for name, value in values.items():
         assert (mapped[name].dtype, mapped[name].shape) == (value.dtype, value.shape)
@@ -55,20 +55,20 @@ def test_memory_is_kept_until_it_is_closed_and_is_gone_then():
     held.clear()
     gc.collect()
     assert memory() is not None
-    assert opened(exported.places, exported.memory, CPU)["matrix"].sum() == 66
+    assert open_places(exported.places, exported.memory, CPU)["matrix"].sum() == 66
     exported.close()
     exported.close()
     gc.collect()
     assert memory() is None
     with pytest.raises(TransferError):
-        opened(exported.places, exported.memory, CPU)
+        open_places(exported.places, exported.memory, CPU)
 
 
 def test_nothing_can_be_exported():
     exported = Exported({})
-    assert opened(exported.places, exported.memory, CPU) == {}
+    assert open_places(exported.places, exported.memory, CPU) == {}
     empty = Exported({"none": torch.empty(0)})
-    assert opened(empty.places, empty.memory, CPU)["none"].shape == (0,)
+    assert open_places(empty.places, empty.memory, CPU)["none"].shape == (0,)
 
 
 def test_tensors_lie_in_the_memory_that_they_name_with_their_strides():
@@ -83,7 +83,7 @@ def test_tensors_lie_in_the_memory_that_they_name_with_their_strides():
         Place.from_wire(["third", "float32", [2, 2], [14, 1], 2, 0]),
         Place.from_wire(["wide", "float32", [1], [50], 2, 60]),
     ]
-    found = opened(places, memory, CPU)
+    found = open_places(places, memory, CPU)
     assert found["first"].tolist() == [1, 2, 3]
     assert found["second"].tolist() == [[102, 104, 106], [103, 105, 107]]
     assert found["third"].tolist() == [[200, 201], [214, 215]]
@@ -94,7 +94,7 @@ def test_tensors_lie_in_the_memory_that_they_name_with_their_strides():
 def test_a_tensor_that_does_not_lie_within_its_memory_is_refused():
     slab = SharedMemory(64, CPU)
     with pytest.raises(RuntimeError):
-        opened([Place.from_wire(["far", "float32", [17], [1], 0, 0])], [slab.describe(to_pid=0)], CPU)
+        open_places([Place.from_wire(["far", "float32", [17], [1], 0, 0])], [slab.describe(to_pid=0)], CPU)
 
 
 def test_names_of_dtypes_are_torchs_own_without_the_module():

@@ -16,7 +16,7 @@ from colo.memory.load_plan import LoadPlan
 from colo.weights.manifest import TensorSpec
 from colo.weights.place import NOWHERE, Place
 from colo.weights.sources.module import ModuleSource
-from colo.weights.transports.ipc.export import Exported, opened
+from colo.weights.transports.ipc.export import Exported, open_places
 from colo.weights.transports.ipc.receiver import Receiver
 from colo.weights.transports.ipc.sender import IpcTransport
 
@@ -273,7 +273,7 @@ def test_parameters_with_gaps_arrive(model, workers, way):
 
 
 def test_a_tensor_without_elements_needs_no_memory():
-    (empty,) = opened([Place(TensorSpec("none", "bfloat16", (0, 4), (4, 1)), NOWHERE, 0)], [], CPU).values()
+    (empty,) = open_places([Place(TensorSpec("none", "bfloat16", (0, 4), (4, 1)), NOWHERE, 0)], [], CPU).values()
     assert (empty.dtype, empty.shape) == (torch.bfloat16, (0, 4))
 
 
@@ -297,7 +297,7 @@ def test_what_is_exported_is_the_same_memory(model):
     tensors = dict(model.named_parameters())
     values = {name: p.detach().clone() for name, p in tensors.items()}
     exported = Exported(tensors)
-    mapped = opened(exported.places, exported.memory, CPU)
+    mapped = open_places(exported.places, exported.memory, CPU)
     assert same(mapped, values)
     mapped["q"][2, 3] = 42
     assert model.q[2, 3] == 42
@@ -310,7 +310,7 @@ def test_memory_of_a_process_that_has_ended_is_said_to_be_gone(model):
     exported = Exported(dict(model.named_parameters()))
     gone = [exported.memory[0] | {"path": "/proc/999999/fd/3", "pid": 999999}]
     with pytest.raises(TransferError, match="cannot map .* of process 999999"):
-        opened(exported.places, gone, CPU)
+        open_places(exported.places, gone, CPU)
 
 
 # ---- failures --------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ _PREFIX = "base_model.model."
 """What PEFT puts before the names of modules, and vLLM takes off."""
 
 
-class NamedAdapters:
+class AdapterRegistry:
     """The adapters that the workers of one link hold. They know them by number only.
 
     Ownership: `link` and `staging` are the engine's.
