@@ -82,7 +82,7 @@ def _replace(driven: VLLMEngine, adapter: AdapterWeights) -> None:
 
 def _ask_nothing(driven: VLLMEngine) -> None:
     """One call to the worker and back: the least that replacing an adapter can take."""
-    driven.llm.collective_rpc("colo", args=("adapter_refusal", {}))
+    driven.link.call("adapter_refusal")
 
 
 def _reload(driven: VLLMEngine, adapter: AdapterWeights) -> None:

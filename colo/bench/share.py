@@ -161,7 +161,7 @@ def _restart(rt: Runtime, size: Size, stock_starts_s: list[float], started_s: fl
         "way": "restart after a kill",
         "noticed_s": noticed_s,
         "recovered_s": recovered_s,
-        "mapping_s": driven._infos[0]["placing_s"],
+        "mapping_s": driven.link.infos[0].placing_s,
         "first_start_s": started_s,
         "stock_first_start_s": stock_starts_s[0],
         "stock_start_s": stock_starts_s[1],

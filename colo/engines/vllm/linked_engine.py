@@ -78,6 +78,11 @@ class LinkedEngine:
         return self._link.llm
 
     @property
+    def link(self) -> WorkerLink:
+        """The way to vLLM's workers."""
+        return self._link
+
+    @property
     def state(self) -> EngineState:
         """What the engine can do now."""
         return self._status.state
