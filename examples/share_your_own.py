@@ -20,7 +20,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Qwen3Config
 
 import colo
-from colo.engines.embedded.torch import TorchEngine
+from colo.engines.torch import TorchEngine
 from colo.memory.offload import Mover
 from colo.rl.logprob import model_logprobs
 from colo.rl.loop import Batch

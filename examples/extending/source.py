@@ -4,7 +4,7 @@ import torch
 from transformers import LlamaConfig, LlamaModel
 
 import colo
-from colo.engines.embedded.torch import TorchEngine
+from colo.engines.torch import TorchEngine
 from colo.units import GIB, MIB
 from colo.weights.sources.module import ModuleSource
 from colo.weights.transports.local import LocalTransport

@@ -4,7 +4,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import colo
-from colo.engines.embedded.torch import TorchEngine
+from colo.engines.torch import TorchEngine
 from colo.errors import TransferError
 from colo.units import GIB, MIB
 from colo.weights.sources.module import ModuleSource
