@@ -81,12 +81,15 @@ class Scheduler:
             host_capacity_bytes=self._budget.host_capacity_bytes,
         )
 
-    def plan(self, target: Phase) -> Transition:
-        """The transition to `target` as it would run now. Raises: `PhaseError`, `BudgetError`."""
+    def plan(self, target: Phase, ledger: Ledger | None = None) -> Transition:
+        """The transition to `target` as it would run now, or from no phase with a given `ledger`.
+
+        Raises: `PhaseError`, `BudgetError`.
+        """
         return plan_transition(
-            self.phase,
+            self.phase if ledger is None else Phase.IDLE,
             target,
-            self.ledger(),
+            self.ledger() if ledger is None else ledger,
             needs=self._needs,
             working_bytes=self.working_bytes.get(target, 0),
             offload=self.offload,
@@ -117,21 +120,6 @@ class Scheduler:
             for step in self.plan(target).steps:
                 if step.action is Action.OFFLOAD and step.segment not in but_for:
                     self._start(step)
-
-    def expected_departures(self, target: Phase, ledger: Ledger) -> int:
-        """Bytes that would go to the host if `target` were entered with `ledger`; 0 when the phase would not fit."""
-        try:
-            transition = plan_transition(
-                Phase.IDLE,
-                target,
-                ledger,
-                needs=self._needs,
-                working_bytes=self.working_bytes.get(target, 0),
-                offload=self.offload,
-            )
-        except BudgetError:
-            return 0
-        return sum(step.moved_bytes for step in transition.steps if step.action is Action.OFFLOAD)
 
     def require(self, name: str) -> None:
         """Bring one segment to the device within the current phase, and wait for it.

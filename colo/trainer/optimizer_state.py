@@ -10,6 +10,7 @@ when everything that refers to it is known; what is not stays on the device, and
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -114,11 +115,14 @@ class StateOffloader:
         self.masters = StateSegment(TRAINER_MASTER_WEIGHTS, mover=mover, on_touch=touch, is_master=True)
         self.gradients = GradientSegment(optimizer, mover=mover)
         self.kept = KeptSegment((self.state, self.masters), self.gradients)
+        self._replaced: set[str] = set()
+        """Segments that have left the device for a state dict that is being loaded."""
+
         self._hooks = [
             optimizer.register_step_pre_hook(_untraced(lambda *_: self._before_step())),
             optimizer.register_step_post_hook(_untraced(lambda *_: self._stepped())),
             optimizer.register_state_dict_post_hook(_untraced(lambda _, state_dict: self._snapshot(state_dict))),
-            optimizer.register_load_state_dict_pre_hook(_untraced(lambda _, given: detach_state(given, optimizer))),
+            optimizer.register_load_state_dict_pre_hook(_untraced(lambda _, given: self._before_load(given))),
             optimizer.register_load_state_dict_post_hook(_untraced(lambda _: self.gather())),
         ]
         try:
@@ -144,7 +148,9 @@ class StateOffloader:
         What may not be moved is noted in `kept`. Raises: `BudgetError` when there is no room for new regions.
         """
         inventory = Inventory(self.optimizer)
-        was_offloaded = [s for s in (self.state, self.masters) if s.residency is Residency.OFFLOADED]
+        away = [s for s in (self.state, self.masters) if s.residency is Residency.OFFLOADED]
+        was_offloaded = [segment for segment in away if segment.name not in self._replaced]
+        self._replaced.clear()
         for segment in (self.state, self.masters):
             segment.note(inventory)
         reasons = [(group, inventory.why_it_stays(group)) for group in self._outside(inventory)]
@@ -207,6 +213,18 @@ class StateOffloader:
             segment.settle()
         return snapshot(state_dict)
 
+    def _before_load(self, given: dict[str, Any]) -> dict[str, Any]:
+        """Move the present state out of the way of the loaded one, which torch puts into new memory on the device.
+
+        It stays in host memory until then: a state dict that does not fit the optimizer changes nothing.
+        """
+        for segment in (self.state, self.masters):
+            if segment.residency is Residency.RESIDENT and segment.regions:
+                with suppress(BudgetError, torch.OutOfMemoryError):  # the host has no room: both are there for a while
+                    segment.begin(Residency.OFFLOADED).wait()
+                    self._replaced.add(segment.name)
+        return detach_state(given, self.optimizer)
+
     def _bring(self, name: str) -> None:
         for segment in (self.state, self.masters):
             if segment.name == name:
@@ -226,6 +244,14 @@ class StateOffloader:
             batch = _next_batch(groups, self._region_bytes)
             segment.adopt(batch, self._mover.device)
             groups = groups[len(batch) :]
+
+
+def unwrapped(optimizer: Any) -> Any:
+    """The optimizer within accelerate's wrappers of it, which have no hooks; any other object as it is."""
+    module = sys.modules.get("accelerate.optimizer")  # without which there are none
+    while module is not None and isinstance(optimizer, module.AcceleratedOptimizer):
+        optimizer = optimizer.optimizer
+    return optimizer
 
 
 def _check_hooks(optimizer: torch.optim.Optimizer) -> None:

@@ -281,3 +281,55 @@ def test_parked_gradients_that_have_no_room_are_asked_for_again(full, monkeypatc
         assert full.phase is Phase.IDLE
     with full.train():
         assert all(torch.equal(p.grad, g) for p, g in zip(full.model.parameters(), gradients, strict=True))
+
+
+def test_state_leaves_only_after_the_last_of_several_steps_on_one_rollout(full):
+    def cycle(steps):
+        with full.rollout():
+            full.generate(PROMPTS, max_tokens=2)
+        away = []
+        for _ in range(steps):
+            with full.train():
+                train_step(full)
+            full.scheduler.settle()
+            away.append(residency(full, TRAINER_OPTIMIZER) is Residency.OFFLOADED)
+        return away
+
+    assert cycle(3) == [True, False, False], "one was expected"
+    assert cycle(3) == [False, False, True], "as many as the last time"
+    assert cycle(1) == [False]
+    assert cycle(1) == [True]
+
+
+def test_a_hook_that_enters_the_phase_which_is_being_entered_changes_nothing():
+    with launch(mismatch_sequences=1) as rt:
+        entered = []
+
+        def to_train(*_):
+            entered.append(rt.phase)
+            rt.enter(Phase.TRAIN)
+
+        rt.model.model.register_forward_pre_hook(to_train)  # of a module within, which the mismatch check calls too
+        rt.enter(Phase.ROLLOUT)
+        rt.generate(PROMPTS, max_tokens=2)
+        rt.enter(Phase.TRAIN)
+        assert entered and rt.phase is Phase.TRAIN
+        rt.enter(None)
+
+
+def test_hooks_of_the_model_do_not_see_the_mismatch_check():
+    with launch(mismatch_sequences=1) as rt:
+        calls = []
+        rt.model.register_forward_hook(lambda *_: calls.append(1))
+        rt.generate(PROMPTS, max_tokens=2)
+        with rt.train():
+            assert rt.trace.metrics["mismatch_sampled"] and not calls
+
+
+def test_accumulation_steps_may_change():
+    with launch() as rt:
+        assert rt.accumulation_steps == 1
+        rt.accumulation_steps = 4
+        assert rt.accumulation_steps == 4
+        with pytest.raises(ValueError, match="accumulation_steps must be at least 1"):
+            rt.accumulation_steps = 0
