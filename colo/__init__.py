@@ -8,7 +8,8 @@ from colo.errors import BudgetError, ColoError, EngineLost, PhaseError, StaleWei
 from colo.phases.phase import Phase, Residency
 
 if TYPE_CHECKING:
-    from colo.assembly.launch import launch, share
+    from colo.assembly.launch import launch, start
+    from colo.assembly.share import share
     from colo.engines.vllm.remote import connect
     from colo.planning.estimate import plan
     from colo.runtime import Runtime
@@ -33,11 +34,13 @@ __all__ = [
     "launch",
     "plan",
     "share",
+    "start",
 ]
 
 _LAZY = {
     "launch": "colo.assembly.launch",
-    "share": "colo.assembly.launch",
+    "share": "colo.assembly.share",
+    "start": "colo.assembly.launch",
     "connect": "colo.engines.vllm.remote",
     "plan": "colo.planning.estimate",
     "Runtime": "colo.runtime",

@@ -46,7 +46,7 @@ def _choose(source: ModuleSource, engine: Engine, config: RuntimeConfig) -> Tran
     tensors, plan = record_plan(engine, source)
     why_not = why_not_shared(plan, tensors, config)
     if why_not is None:
-        _move_in(tensors, plan.aliases)
+        move_in(tensors, plan.aliases)
         engine.share_weights()
         return SharedTransport(source, plan.aliases)
     is_elsewhere = isinstance(engine, Peer) and os.getpid() not in engine.pids
@@ -108,7 +108,7 @@ def why_not_shared(plan: LoadPlan, tensors: Mapping[str, torch.Tensor], config: 
     return None
 
 
-def _move_in(tensors: Mapping[str, torch.Tensor], aliases: Mapping[str, torch.Tensor]) -> None:
+def move_in(tensors: Mapping[str, torch.Tensor], aliases: Mapping[str, torch.Tensor]) -> None:
     """Make every parameter the engine's memory, with the values it has now. Parameters stay the same objects."""
     with torch.no_grad():
         for name, parameter in tensors.items():

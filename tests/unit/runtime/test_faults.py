@@ -215,7 +215,9 @@ def tight():
     )
     runtime = colo.launch(
         CONFIG,
-        optimizer=lambda params: torch.optim.RMSprop(params, lr=1e-4, momentum=0.9),  # whose state colo does not foresee
+        optimizer=lambda params: torch.optim.RMSprop(
+            params, lr=1e-4, momentum=0.9
+        ),  # whose state colo does not foresee
         config=config,
         device="cpu",
     )

@@ -11,7 +11,7 @@ from colo.config import Offload, RuntimeConfig
 from colo.phases.phase import Phase
 from colo.units import MIB
 from tests.models import tiny_qwen3
-from tests.runtimes import ALWAYS, PROMPTS, adamw, launch, make_engine, qwen3, segment, train_step
+from tests.runtimes import ALWAYS, PROMPTS, launch, make_engine, qwen3, segment, train_step
 
 
 def test_a_small_device_peaks_at_the_larger_phase_and_not_at_the_sum():
