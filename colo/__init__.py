@@ -8,9 +8,11 @@ from colo.errors import BudgetError, ColoError, EngineLost, PhaseError, StaleWei
 from colo.phases.phase import Phase, Residency
 
 if TYPE_CHECKING:
+    from colo.assembly.check import check
     from colo.assembly.launch import launch, start
     from colo.assembly.share import share
     from colo.engines.vllm.remote import connect
+    from colo.integrations.trl import attach
     from colo.planning.estimate import plan
     from colo.runtime import Runtime
 
@@ -30,6 +32,8 @@ __all__ = [
     "StaleWeights",
     "TransferError",
     "Unsupported",
+    "attach",
+    "check",
     "connect",
     "launch",
     "plan",
@@ -38,6 +42,8 @@ __all__ = [
 ]
 
 _LAZY = {
+    "attach": "colo.integrations.trl",
+    "check": "colo.assembly.check",
     "launch": "colo.assembly.launch",
     "share": "colo.assembly.share",
     "start": "colo.assembly.launch",

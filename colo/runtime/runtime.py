@@ -11,7 +11,7 @@ The runtime wires engine, trainer state, scheduler and publisher together. It ha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -211,6 +211,10 @@ class Runtime:
                     self._closing.begin(self.scheduler, self._turns, self.versions)
                     forget((self.model, unwrapped(self.optimizer), self.engine))
             self._closing.go_on()
+
+    def at_close(self, function: Callable[[], object]) -> None:
+        """Call a function when the runtime has been closed, the last one that was given first."""
+        self._closing.last.callback(function)
 
     def __enter__(self) -> Runtime:
         return self
