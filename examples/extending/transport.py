@@ -55,15 +55,13 @@ def main():
         config=colo.RuntimeConfig(),
         capacity_bytes=GIB,
     )
+    ids = torch.arange(8)[None]
     with rt:
-        for _ in range(2):
-            with rt.rollout():
-                (sample,) = rt.generate([[1, 2, 3]], max_tokens=4)
-            with rt.train():
-                ids = torch.tensor([[*sample.prompt_token_ids, *sample.token_ids]])
-                model(input_ids=ids, labels=ids).loss.backward()
-                rt.optimizer.step()
-                rt.optimizer.zero_grad()
+        rt.generate([[1, 2, 3]], max_tokens=4)  # with version 0, which was sent at the start
+        with rt.train():
+            model(input_ids=ids, labels=ids).loss.backward()
+            rt.optimizer.step()
+        (sample,) = rt.generate([[1, 2, 3]], max_tokens=4)  # version 1 is sent first
         print(rt.report())
         return sample, rt.publications
 
