@@ -1,11 +1,10 @@
-"""A trace as figures, and the figures as tables: `summary` for machines, `report_tables` and `render_text` for people.
+"""A trace as figures, and the figures as tables: `summary` for machines, `report_tables` for people.
 
 All show the same numbers. Sizes are binary (GiB), rates decimal (GB/s).
 """
 
 from __future__ import annotations
 
-import io
 import math
 import statistics
 from bisect import bisect_left, bisect_right
@@ -16,7 +15,7 @@ from itertools import islice, pairwise
 from typing import NamedTuple
 
 from rich import box
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -285,15 +284,6 @@ def sheets(trace: Trace) -> list[Sheet]:
 def report_tables(trace: Trace) -> list[RenderableType]:
     """The sheets as tables, for `rich.print(*report_tables(trace))`; a line that says so when there is nothing."""
     return [_table(sheet) for sheet in sheets(trace)] or [Text(EMPTY)]
-
-
-def render_text(trace: Trace, width: int = 100) -> str:
-    """The tables as plain text of at most `width` columns, without colour."""
-    console = Console(file=io.StringIO(), width=width, color_system=None)
-    with console.capture() as capture:
-        for table in report_tables(trace):
-            console.print(table)
-    return "\n".join(line.rstrip() for line in capture.get().rstrip().splitlines()) + "\n"
 
 
 def _table(sheet: Sheet) -> Group:
