@@ -23,13 +23,7 @@ from colo.memory.dtensor import local_bytes
 from colo.memory.offload import Mover
 from colo.memory.region import ALIGNMENT_BYTES
 from colo.memory.storage import storage_key
-from colo.phases.phase import (
-    TRAINER_KEPT,
-    TRAINER_MASTER_WEIGHTS,
-    TRAINER_OPTIMIZER,
-    Residency,
-    check_move,
-)
+from colo.phases.phase import TRAINER_KEPT, TRAINER_MASTER_WEIGHTS, TRAINER_OPTIMIZER, Residency, check_move
 from colo.phases.segment import Done, Move
 from colo.trainer.gradients import GradientSegment
 from colo.trainer.inventory import Inventory, Kept, StateTensor
@@ -39,7 +33,7 @@ from colo.units import GIB, align_up
 
 
 class KeptSegment:
-    """State that never leaves the device, because somebody refers to its memory whom colo does not know, for one."""
+    """State that never leaves the device, for example because code that colo does not know refers to its memory."""
 
     name = TRAINER_KEPT
     residency = Residency.RESIDENT
@@ -50,11 +44,11 @@ class KeptSegment:
         self._segments = segments
         self._gradients = gradients
         self.loose: list[Kept] = []
-        """What no region has been made for."""
+        """State that lies in no region."""
 
     @property
     def items(self) -> list[Kept]:
-        """What stays, by name, and why."""
+        """The name, the size and the reason of everything that stays."""
         kept = [*self.loose, *(kept for segment in self._segments for kept in segment.kept)]
         if num_bytes := self._gradients.staying_bytes:
             kept.append(Kept("gradients", num_bytes, "something else refers to them, or they are sparse"))
@@ -62,7 +56,7 @@ class KeptSegment:
 
     @property
     def holds_state(self) -> bool:
-        """Whether some of it is the optimizer's."""
+        """Whether state of the optimizer is among it."""
         return bool(self.loose) or any(segment.kept for segment in self._segments)
 
     @property
@@ -110,7 +104,7 @@ class StateOffloader:
         self._region_bytes = region_bytes
         self._before_step = before_step or self.bring_back
         self._after_step = after_step or (lambda: None)
-        touch = on_touch or (lambda name: self._bring(name))
+        touch = on_touch or self._bring
         self.state = StateSegment(TRAINER_OPTIMIZER, mover=mover, on_touch=touch, is_master=False)
         self.masters = StateSegment(TRAINER_MASTER_WEIGHTS, mover=mover, on_touch=touch, is_master=True)
         self.gradients = GradientSegment(optimizer, mover=mover)
@@ -128,7 +122,7 @@ class StateOffloader:
         try:
             self.gather()
         except BaseException:
-            with suppress(Exception):  # what cannot go back is left where it is, which serves the optimizer as well
+            with suppress(Exception):  # state that cannot be moved back stays where it is; the optimizer works on
                 self.close()
             raise
 
@@ -143,9 +137,9 @@ class StateOffloader:
             move.wait()
 
     def gather(self) -> None:
-        """Take in state that has appeared since the last call, and let go of regions that nobody refers to any more.
+        """Move new state into regions, and close regions that nothing refers to any more.
 
-        What may not be moved is noted in `kept`. Raises: `BudgetError` when there is no room for new regions.
+        State that cannot move is listed in `kept`. Raises: `BudgetError` when there is no room for new regions.
         """
         inventory = Inventory(self.optimizer)
         away = [s for s in (self.state, self.masters) if s.residency is Residency.OFFLOADED]
@@ -160,16 +154,14 @@ class StateOffloader:
             for segment in (self.state, self.masters):
                 self._take_in(segment, [g for g in movable if any(f.is_master for f in g) is segment.is_master])
         finally:
-            roomless = [
-                _kept(g, inventory, "there was no room to gather it") for g in self._outside(inventory, movable)
-            ]
-            self.kept.loose = [*inventory.kept(self._mover.device), *kept, *roomless]
+            kept += [_kept(g, inventory, "there was no room to gather it") for g in self._outside(inventory, movable)]
+            self.kept.loose = [*inventory.kept(self._mover.device), *kept]
             self.state.expected_bytes = 0 if self.kept.holds_state else expected_state_bytes(self.optimizer)
         for segment in was_offloaded:
-            segment.begin(Residency.OFFLOADED).wait()  # nobody who counts bytes knows of this move
+            segment.begin(Residency.OFFLOADED).wait()  # the scheduler, which counts bytes, does not know of this move
 
     def refresh(self) -> None:
-        """Look through the state before it is asked to leave: somebody may have taken views of it, or replaced it."""
+        """Look through the state again before it leaves: user code may have taken views of it, or replaced it."""
         self.gradients.refresh()
         with suppress(BudgetError):
             self.gather()
@@ -177,8 +169,8 @@ class StateOffloader:
     def close(self, device: torch.device | None = None) -> None:
         """Move the state to ordinary memory, remove the hooks and release the regions. Idempotent.
 
-        The memory is on `device`, by default where the state has been. On the host it is that of the arena: copied at
-        the speed of the bus, and no second copy of what is there already. May be called again after an error.
+        The memory is on `device`, by default the device of the state. On the host it is the arena's own memory: state
+        that has been offloaded is not copied again. May be called again after an error.
         Raises: `BudgetError` when the device has no room for the state; it is then offloaded as before.
         """
         if not self._hooks:
@@ -226,12 +218,10 @@ class StateOffloader:
         return detach_state(given, self.optimizer)
 
     def _bring(self, name: str) -> None:
-        for segment in (self.state, self.masters):
-            if segment.name == name:
-                segment.begin(Residency.RESIDENT).wait()
+        (self.state if name == self.state.name else self.masters).begin(Residency.RESIDENT).wait()
 
     def _outside(self, inventory: Inventory, groups: list[list[StateTensor]] | None = None) -> list[list[StateTensor]]:
-        """The `groups`, by default all that there are on the device, that lie in no region."""
+        """The `groups`, by default all of the device, that lie in no region."""
         groups = inventory.loose(self._mover.device) if groups is None else groups
         taken = self.state.storages | self.masters.storages
         return [group for group in groups if storage_key(group[0].tensor) not in taken]
@@ -255,17 +245,17 @@ def unwrapped(optimizer: Any) -> Any:
 
 
 def _check_hooks(optimizer: torch.optim.Optimizer) -> None:
-    """Raise `Unsupported` for an optimizer, one around another mostly, that torch has not initialized."""
+    """Raise `Unsupported` for an optimizer that torch has not initialized, such as some that wrap another one."""
     if not hasattr(optimizer, "_optimizer_state_dict_post_hooks"):
         kind = type(optimizer).__name__
         raise Unsupported(
-            f"{kind} does not call torch.optim.Optimizer.__init__, without which it has no hooks and colo cannot tell "
-            "when it steps: use the optimizer that it is around, or call super().__init__ in a subclass"
+            f"{kind} does not call torch.optim.Optimizer.__init__, so it has no hooks and colo cannot tell when it "
+            "steps: use the optimizer that it wraps, or call super().__init__() in its class"
         )
 
 
 def _untraced(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """A hook that `torch.compile` calls, in steps that it compiles, rather than traces."""
+    """The hook, excluded from tracing: a step under `torch.compile` calls it."""
     untraced: Callable[..., Any] = torch.compiler.disable(hook)
     return untraced
 
