@@ -76,14 +76,10 @@ class Result:
     """The figures of a benchmark, in the form that is committed under `examples/bench/results/`."""
 
     benchmark: str
-    command: str
-    """The command that prints these figures again."""
-
+    command: str  # the command that prints these figures again
     machine: Mapping[str, Any]
     versions: Mapping[str, str]
-    limit: Mapping[str, float]
-    """The limit that the hardware sets, measured in the same run."""
-
+    limit: Mapping[str, float]  # the limit that the hardware sets, measured in the same run
     rows: Sequence[Mapping[str, Any]]
 
     def to_json(self) -> dict[str, Any]:

@@ -37,15 +37,10 @@ class Size:
     prompts: int
     prompt_tokens: int
     new_tokens: int
-    train_sequences: int
-    """Sequences of a micro-batch."""
-
-    cycles: int
-    """Rounds over which growth is measured."""
-
+    train_sequences: int  # sequences of a micro-batch
+    cycles: int  # rounds over which growth is measured
     steps: int
-    enforce_eager: bool
-    """Run vLLM without CUDA graphs and torch.compile, which take longer to start."""
+    enforce_eager: bool  # run vLLM without CUDA graphs and torch.compile, which take longer to start
 
     @property
     def max_length(self) -> int:
@@ -86,18 +81,13 @@ SIZES = {
 class Setup:
     """What one benchmark measures: a model of random weights, its device, and the sizes of the work."""
 
-    name: str
-    """The benchmark's name, such as `share`."""
-
+    name: str  # the benchmark's name, such as `share`
     shape_name: str
     device: torch.device
     config: PretrainedConfig
     size: Size
-    folder: str
-    """Holds the model's configuration for vLLM to read."""
-
-    tell: Tell
-    """Called with the name of each part as it begins."""
+    folder: str  # holds the model's configuration for vLLM to read
+    tell: Tell  # called with the name of each part as it begins
 
     def resized(self, **sizes: Any) -> Setup:
         """The same with other sizes."""

@@ -41,9 +41,7 @@ class Extent:
     Ownership: the arena owns the pages; an extent is returned with `PinnedArena.release`, once.
     """
 
-    block: int
-    """Index of the block in the arena."""
-
+    block: int  # index of the block in the arena
     offset_bytes: int
     size_bytes: int
 

@@ -33,16 +33,11 @@ Views = Callable[[Mapping[str, torch.Tensor]], Iterable[tuple[str, torch.Tensor]
 class Copy:
     """One copy that the loader makes: a region of a source tensor into a view of engine memory."""
 
-    name: str
-    """Name of the trainer's parameter, also where the loader was given a part of it under another name."""
-
+    name: str  # name of the trainer's parameter, also where the loader was given a part of it under another name
     shape: tuple[int, ...]
     stride: tuple[int, ...]
-    offset: int
-    """Offset of the region within the source, in elements."""
-
-    target: torch.Tensor
-    """View of the engine's memory that the region is copied to."""
+    offset: int  # offset of the region within the source, in elements
+    target: torch.Tensor  # view of the engine's memory that the region is copied to
 
     def region_of(self, source: torch.Tensor) -> torch.Tensor:
         """The view of `source` that this copy reads."""
@@ -62,17 +57,10 @@ class LoadPlan:
     """
 
     copies: tuple[Copy, ...]
-    sources: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
-    """Dtype and shape of every source tensor."""
-
-    strides: Mapping[str, tuple[int, ...]]
-    """Strides of every source tensor, in elements."""
-
-    fallbacks: Mapping[str, str] = field(default_factory=dict)
-    """Source name to the reason why its copies cannot be replayed: the engine's own loader has to be used."""
-
-    unused: frozenset[str] = frozenset()
-    """Sources of parts that the engine leaves out, such as the vision tower of a text-only engine."""
+    sources: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]  # dtype and shape of every source tensor
+    strides: Mapping[str, tuple[int, ...]]  # strides of every source tensor, in elements
+    fallbacks: Mapping[str, str] = field(default_factory=dict)  # sources that need the engine's own loader, and why
+    unused: frozenset[str] = frozenset()  # sources that the engine leaves out, such as a vision tower
 
     @classmethod
     def record(

@@ -87,14 +87,9 @@ class Transition:
     steps: tuple[Step, ...]
     before: Ledger
     after: Ledger
-    peak_bytes: int
-    """The most device bytes that segments hold at any point of the transition, its two ends included."""
-
-    promised_bytes: int
-    """Device bytes of the whole target phase: resident segments, late ones and working memory."""
-
-    side_by_side: bool
-    """Whether late segments fit beside the working memory, rather than after it."""
+    peak_bytes: int  # the most device bytes that segments hold at any point of the transition, its two ends included
+    promised_bytes: int  # device bytes of the whole target phase: resident segments, late ones and working memory
+    side_by_side: bool  # whether late segments fit beside the working memory, rather than after it
 
     @property
     def moved_bytes(self) -> int:

@@ -39,23 +39,14 @@ _SWITCHING = ("step", "transition", "switch")
 class PhaseFigures:
     """One row of the phase table: a phase, the switching between phases, or the idle time outside of both."""
 
-    phase: str
-    """One of `PARTS`."""
-
+    phase: str  # one of `PARTS`
     count: int
     total_s: float
     mean_s: float
-    share: float
-    """Share of all recorded seconds, 0 to 1."""
-
-    peak_bytes: int
-    """The most device bytes that all segments held together during the phase."""
-
-    moved_bytes: int
-    """Bytes of the phase's transition steps and copies."""
-
-    gb_per_s: float | None
-    """Moved bytes over the seconds in which at least one of them was under way; `None` when nothing moved."""
+    share: float  # share of all recorded seconds, 0 to 1
+    peak_bytes: int  # the most device bytes that all segments held together during the phase
+    moved_bytes: int  # bytes of the phase's transition steps and copies
+    gb_per_s: float | None  # moved bytes over the seconds in which something moved; `None` when nothing did
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,8 +59,7 @@ class StepFigures:
     median_s: float
     total_s: float
     moved_bytes: int
-    gb_per_s: float | None
-    """Moved bytes over total seconds; `None` when nothing moved."""
+    gb_per_s: float | None  # moved bytes over total seconds; `None` when nothing moved
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,8 +68,7 @@ class Cycle:
 
     start_s: float
     end_s: float
-    parts_s: Mapping[str, float]
-    """Seconds by name, for each of `PARTS`; they add up to the length of the cycle."""
+    parts_s: Mapping[str, float]  # seconds by name, for each of `PARTS`; they add up to the length of the cycle
 
     @property
     def duration_s(self) -> float:

@@ -37,18 +37,11 @@ class StateTensor:
     """A tensor of the state and where it was found."""
 
     tensor: torch.Tensor
-    key: object
-    """Number of the parameter whose state it is, or another key of `optimizer.state`."""
-
-    within: object
-    """What `optimizer.state` has under that key."""
-
-    number: int
-    """Which of the leaves of that it is, or is in."""
-
+    key: object  # number of the parameter whose state it is, or another key of `optimizer.state`
+    within: object  # the value of `optimizer.state` under that key
+    number: int  # index of the leaf of `within` that is the tensor, or holds it
     is_master: bool
-    attributes: str = ""
-    """Names of those that lead to it, for a part of a tensor subclass."""
+    attributes: str = ""  # path from that leaf to the tensor, for a part of a tensor subclass
 
     @property
     def name(self) -> str:
