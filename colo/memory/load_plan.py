@@ -88,10 +88,7 @@ class LoadPlan:
         try:
             with torch.no_grad(), recorder:
                 load(iter(stand_ins.items() if as_checkpoint is None else as_checkpoint(stand_ins)))
-        except (
-            NotImplementedError,
-            _NeedsValuesError,
-        ) as error:  # what torch and the recorder answer to who needs values
+        except (NotImplementedError, _NeedsValuesError) as error:  # the loader has asked a stand-in for values
             recorder.fallbacks = dict.fromkeys(stand_ins, f"the loader looks at values ({error})")
         plan = cls(
             copies=tuple(recorder.copies),
@@ -107,8 +104,8 @@ class LoadPlan:
     def left_out(self) -> dict[str, int]:
         """Sources that the loader has not copied whole, with the number of elements that it has copied.
 
-        A worker that has a slice of each, and a loader that takes a slice of what it is given, look alike: counts of
-        all workers have to be added up.
+        One worker alone cannot tell a tensor-parallel slice from a part that the loader drops: add up the counts of all
+        workers.
         """
         taken = dict.fromkeys(self.sources, 0)
         for copy in self.copies:
@@ -121,8 +118,8 @@ class LoadPlan:
     def aliases(self) -> dict[str, torch.Tensor]:
         """Source name to engine memory that can serve as the source itself: contiguous, same shape and dtype.
 
-        So it is where the copies of a source, however many, leave its elements as they lie: all of them, each once,
-        shifted by one offset within one storage.
+        That is so where the copies of a source, one or many, write every element once, all shifted by the same offset
+        within one storage.
         """
         by_name: dict[str, list[Copy]] = {}
         for copy in self.copies:
@@ -254,7 +251,7 @@ class _Recorder(TorchDispatchMode):
             elif args[0].shape != args[1].shape:
                 self.fallbacks.setdefault(name, "the loader broadcasts it")
             elif args[1].numel():
-                self._note(name, args[1], args[0])
+                self.copies.append(_copy_of(name, args[1], args[0]))
             return args[0]
         if func is torch.ops.aten.copy_.default and storage_key(args[1]) in self._computed:
             return args[0]
@@ -264,16 +261,6 @@ class _Recorder(TorchDispatchMode):
         if not func.is_view:
             self._explain(func, args, result)
         return result
-
-    def _note(self, name: str, source: torch.Tensor, target: torch.Tensor) -> None:
-        copy = Copy(
-            name=name,
-            shape=tuple(source.shape),
-            stride=tuple(source.stride()),
-            offset=_offset(source),
-            target=target.detach(),
-        )
-        self.copies.append(copy)
 
     def _explain(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
         """Note which sources went into a computation; its results count as not copied."""
@@ -286,6 +273,11 @@ class _Recorder(TorchDispatchMode):
 
     def _name_of(self, tensor: torch.Tensor) -> str | None:
         return self._names.get(storage_key(tensor)) if tensor.device.type == "meta" else None
+
+
+def _copy_of(name: str, source: torch.Tensor, target: torch.Tensor) -> Copy:
+    shape, stride = tuple(source.shape), tuple(source.stride())
+    return Copy(name=name, shape=shape, stride=stride, offset=_offset(source), target=target.detach())
 
 
 def tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:

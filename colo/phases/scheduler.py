@@ -75,11 +75,8 @@ class Scheduler:
     def ledger(self) -> Ledger:
         """Who holds what now; moves under way count as finished."""
         rows = (Holding.of(segment) for segment in self._segments.values())
-        return Ledger.of(
-            rows,
-            capacity_bytes=self._budget.capacity_bytes,
-            host_capacity_bytes=self._budget.host_capacity_bytes,
-        )
+        budget = self._budget
+        return Ledger.of(rows, capacity_bytes=budget.capacity_bytes, host_capacity_bytes=budget.host_capacity_bytes)
 
     def plan(self, target: Phase, ledger: Ledger | None = None) -> Transition:
         """The transition to `target` as it would run now, or from no phase with a given `ledger`.
@@ -113,8 +110,8 @@ class Scheduler:
     def anticipate(self, target: Phase, *, but_for: Container[str] = ()) -> None:
         """Start the departures that entering `target` would need, in the background; later calls wait for them.
 
-        Segments in `but_for` stay until then. Where the phase would not fit, or the host has no room, nothing more is
-        started: entering the phase is where that is said.
+        Segments in `but_for` stay until then. Nothing more is started where the phase would not fit, or the host has no
+        room; `enter` raises the error then.
         """
         with suppress(BudgetError):
             for step in self.plan(target).steps:
@@ -124,7 +121,7 @@ class Scheduler:
     def require(self, name: str) -> None:
         """Bring one segment to the device within the current phase, and wait for it.
 
-        Where it does not fit, what the phase does not use makes room, but never while an engine is at work.
+        Where it does not fit, segments that the phase does not use leave, but never while an engine is at work.
         Raises: `BudgetError` when there is no room; nothing has changed then.
         """
         self.fetch(name).wait()
@@ -227,7 +224,7 @@ class Scheduler:
             self.sample()
 
     def _plan_arrival(self, segment: Segment) -> tuple[Step, ...]:
-        """What leaves for a segment that comes to the device. Raises: `BudgetError` when that is not enough."""
+        """The departures that make room for one segment. Raises: `BudgetError` when they are not enough."""
         ledger = self.ledger()
         leaving: tuple[Step, ...] = ()
         if segment.size_bytes > ledger.free_bytes and self.phase in (Phase.IDLE, Phase.TRAIN):

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from colo.config import Offload
-from colo.errors import BudgetError
 from colo.phases.ledger import Holding, Ledger
 from colo.phases.phase import NEEDS, Need, Phase, Residency, check_edge
 from colo.units import format_bytes
@@ -123,9 +122,17 @@ def plan_transition(
         (Step(segment=h.name, source=h.residency, target=to, size_bytes=h.size_bytes) for h, to in moves),
         key=lambda step: list(Action).index(step.action),
     )
-    after, peak_bytes = _simulate(ledger, steps)
+    after, peak_bytes = ledger, ledger.device_bytes
+    for step in steps:
+        after = after.moved(step.segment, step.target)
+        peak_bytes = max(peak_bytes, after.device_bytes)
     if not after.fits_host:
-        raise request.refusal_of_host(after)
+        raise after.refuse(
+            f"the host arena in phase {target}",
+            needed_bytes=after.host_bytes,
+            free_bytes=after.host_capacity_bytes,
+            advice="Raise host_limit_bytes, or keep more on the device.",
+        )
     late_bytes = _away_bytes(after, request.late)
     return Transition(
         source=source,
@@ -211,15 +218,6 @@ class _Request:
                 advice=f"Make the KV cache, the batch or the model smaller, or raise device_limit_bytes.{kept}",
             )
 
-    def refusal_of_host(self, after: Ledger) -> BudgetError:
-        """The error for offloads that the host has no room for."""
-        return after.refuse(
-            f"the host arena in phase {self.target}",
-            needed_bytes=after.host_bytes,
-            free_bytes=after.host_capacity_bytes,
-            advice="Raise host_limit_bytes, or keep more on the device.",
-        )
-
 
 _AWAY = (Residency.OFFLOADED, Residency.DISCARDED)
 
@@ -254,11 +252,3 @@ def _cheapest(candidates: list[Holding], needed_bytes: int) -> list[Holding]:
             chosen.remove(holding)
             surplus_bytes -= holding.size_bytes
     return chosen
-
-
-def _simulate(ledger: Ledger, steps: list[Step]) -> tuple[Ledger, int]:
-    peak_bytes = ledger.device_bytes
-    for step in steps:
-        ledger = ledger.moved(step.segment, step.target)
-        peak_bytes = max(peak_bytes, ledger.device_bytes)
-    return ledger, peak_bytes

@@ -102,7 +102,7 @@ def take_memory_of_the_driver(monkeypatch):
 
 REFUSALS = {
     "phases/transition.py _require": plan,
-    "phases/transition.py refusal_of_host": lambda monkeypatch: plan(monkeypatch, host_bytes=10),
+    "phases/transition.py plan_transition": lambda monkeypatch: plan(monkeypatch, host_bytes=10),
     "phases/scheduler.py _plan_arrival": bring_back,
     "assembly/starting.py _admit": start,
     "engines/common.py check_count": lambda monkeypatch: check_count(1, 10**12),
