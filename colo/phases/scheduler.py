@@ -51,7 +51,7 @@ class Scheduler:
         self.phase = Phase.IDLE
         self.trace = trace if trace is not None else Trace(capacity_bytes=budget.capacity_bytes)
         self.working_bytes: dict[Phase, int] = {}
-        """Memory that each phase uses beside its segments; kept free when the phase is entered."""
+        """Memory that each phase uses in addition to its segments; kept free when the phase is entered."""
 
         self._segments = {segment.name: segment for segment in segments}
         self.offload = budget.offload
@@ -65,7 +65,7 @@ class Scheduler:
         """Device bytes that the current phase was promised at most."""
 
         self.side_by_side = True
-        """Whether late segments of the current phase fit beside its working memory."""
+        """Whether late segments of the current phase and its working memory fit together."""
 
     @property
     def segments(self) -> Mapping[str, Segment]:
@@ -122,7 +122,8 @@ class Scheduler:
         """Bring one segment to the device within the current phase, and wait for it.
 
         Where it does not fit, segments that the phase does not use leave, but never while an engine is at work.
-        Raises: `BudgetError` when there is no room; nothing has changed then.
+        Raises: `BudgetError` when there is no room, and whatever bringing it raises; segments that have left for it are
+        back then.
         """
         self.fetch(name).wait()
         self.promised_bytes = max(self.promised_bytes, self.ledger().device_bytes)  # the phase may not have needed it
@@ -131,17 +132,23 @@ class Scheduler:
     def fetch(self, name: str) -> Move:
         """Start bringing one segment to the device within the current phase; see `require`."""
         segment = self._segments[name]
-        if segment.residency is Residency.OFFLOADED:
-            for step in self._plan_arrival(segment):
-                self._start(step)
-            self._make_room(segment.size_bytes - segment.device_bytes, keep=name)
-        move = segment.begin(Residency.RESIDENT)
+        done: list[Step] = []
+        try:
+            if segment.residency is Residency.OFFLOADED:
+                for step in self._plan_arrival(segment):
+                    self._start(step)
+                    done.append(step)
+                self._make_room(segment.size_bytes - segment.device_bytes, keep=name)
+            move = segment.begin(Residency.RESIDENT)
+        except BaseException as error:
+            self._undo(done, error)
+            raise
         self._departing.pop(name, None)
         self.sample()
         return move
 
     def fits(self, name: str) -> bool:
-        """Whether a segment that is away could come to the device now, beside everything that is there."""
+        """Whether there is room for a segment that is away, without moving another."""
         return self._segments[name].size_bytes <= self.ledger().free_bytes
 
     def settle(self) -> None:

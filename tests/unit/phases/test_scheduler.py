@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from colo.config import Offload
@@ -377,6 +377,14 @@ class Faults:
     capacity_bytes=st.integers(80, 150),
     working_bytes=st.integers(0, 60),
     offload=st.sampled_from(Offload),
+)
+@example(  # the KV cache leaves for a segment that then does not come
+    requests=[Phase.ROLLOUT, Phase.IDLE, "optimizer"],
+    begin_faults=[False, False, False, True],
+    wait_faults=[],
+    capacity_bytes=80,
+    working_bytes=0,
+    offload=Offload.AUTO,
 )
 def test_any_sequence_of_requests_and_faults_ends_in_a_defined_state(
     requests, begin_faults, wait_faults, capacity_bytes, working_bytes, offload
