@@ -1,4 +1,4 @@
-"""Time and memory of `colo.rl.logprob.token_logprobs`, forward and backward, beside the full computation."""
+"""Time and memory of `colo.rl.logprob.token_logprobs`, forward and backward, compared with the full computation."""
 
 from __future__ import annotations
 

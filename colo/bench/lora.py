@@ -1,8 +1,8 @@
 """`colo bench lora`: the next version of a LoRA adapter to vLLM, ours beside others.
 
-These are files on disk and in RAM, colo's own first load from tensors, and, in this process, what vLLM itself has for
-tensors: `LoRAModel.from_lora_tensors`, added and activated. Random weights, rank 16 on every linear layer of the
-decoder but experts, by the public call that a publication makes; beside them, a call to the worker that does nothing.
+The others are files on disk and in RAM, colo's own first load from tensors, and, in this process, vLLM's own
+`LoRAModel.from_lora_tensors`, added and activated. Random weights, rank 16 on every linear layer of the decoder but
+experts, by the public call that a publication makes. A call to the worker that does nothing is measured, too.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def _forget(driven: VLLMEngine) -> None:
 
 
 def _from_tensors(driven: VLLMEngine, adapter: AdapterWeights) -> Callable[[], None]:
-    """Load an adapter as vLLM itself does from tensors, without what colo does beside it."""
+    """Load an adapter from tensors as vLLM itself does, without colo."""
     (worker,) = driven.llm.collective_rpc(worker_of)
     tensors = _named(adapter)
 

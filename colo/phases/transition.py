@@ -88,7 +88,7 @@ class Transition:
     after: Ledger
     peak_bytes: int  # the most device bytes that segments hold at any point of the transition, its two ends included
     promised_bytes: int  # device bytes of the whole target phase: resident segments, late ones and working memory
-    side_by_side: bool  # whether late segments fit beside the working memory, rather than after it
+    side_by_side: bool  # whether late segments and working memory fit together, rather than one after the other
 
     @property
     def moved_bytes(self) -> int:
@@ -107,10 +107,10 @@ def plan_transition(
 ) -> Transition:
     """Plan the moves that take `ledger` from phase `source` to phase `target`.
 
-    `working_bytes` is memory that the target phase uses beside its segments, such as activations. A late segment that
-    is away is promised room beside it where there is room for both, and otherwise when the working memory has gone.
-    With `Offload.AUTO` only what must go leaves, cheapest bytes first; `ALWAYS` sends away what the phase does not use;
-    `NEVER` moves nothing out.
+    `working_bytes` is memory that the target phase uses in addition to its segments, such as activations. Late segments
+    get room in addition to it where both fit, and otherwise after the working memory is free again.
+    `Offload.AUTO` sends away only what must go, cheapest bytes first; `ALWAYS` everything that the phase does not use;
+    `NEVER` nothing.
 
     Raises: `PhaseError` for an illegal edge; `BudgetError`, with the ledger, when the phase does not fit.
     """
@@ -185,7 +185,7 @@ class _Request:
         self._eager = offload is Offload.ALWAYS and target in (Phase.ROLLOUT, Phase.TRAIN)
 
     def evictions(self) -> tuple[list[Holding], bool]:
-        """Segments that leave, and whether late segments fit beside the working memory.
+        """Segments that leave, and whether late segments and working memory fit together.
 
         Where they do not, they take turns: late segments that are resident may leave too, and come back when the
         working memory has gone.

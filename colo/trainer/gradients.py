@@ -53,7 +53,7 @@ class _Parked:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether it is the parameter's gradient still: nobody has taken it away, or assigned another."""
+        """Whether the stand-in is still the parameter's gradient: the loop has not dropped or replaced it."""
         return self.parameter.grad is self.stand_in
 
 
@@ -165,7 +165,7 @@ class GradientSegment(Keeper):
         parameter: torch.Tensor = value.parameter
         gradient = parameter.grad
         if gradient is None or isinstance(gradient, ParkedTensor):
-            raise PhaseError("this stood in for a gradient that was in host memory, and is gone: read `parameter.grad`")
+            raise PhaseError("this stood in for a gradient that was in host memory and is gone: read `parameter.grad`")
         return gradient
 
     def _park(self) -> Move:
@@ -223,7 +223,7 @@ class GradientSegment(Keeper):
 
 
 _UNCHANGED = frozenset({"requires_grad_", "detach_", "__set__"})
-"""What `zero_grad` does to a gradient before it zeroes it: nothing to one that has no history."""
+"""Calls of `zero_grad` that change nothing of a gradient without history."""
 
 
 def _gradient(parameter: torch.Tensor) -> torch.Tensor:
@@ -241,7 +241,7 @@ def _may_leave(parameter: torch.Tensor) -> bool:
 
 
 def num_holders(parameter: torch.Tensor) -> int:
-    """How many variables, attributes and views refer to the gradient of `parameter`, beside the parameter itself."""
+    """Number of variables, attributes and views that refer to the gradient of `parameter`, without the parameter."""
     return max(0, _count_references(parameter) - _references_of_nobody())
 
 
