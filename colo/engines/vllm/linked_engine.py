@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -18,7 +19,6 @@ from colo.engines.vllm import sampling
 from colo.engines.vllm.adapter_registry import AdapterRegistry
 from colo.engines.vllm.link import PauseMode, WorkerLink
 from colo.engines.vllm.memory import WorkerMemory
-from colo.engines.vllm.segment import residual_bytes
 from colo.engines.vllm.store import WeightStore
 from colo.engines.vllm.weights import WorkerWeights
 from colo.errors import Unsupported
@@ -125,10 +125,10 @@ class LinkedEngine:
     @property
     def residual_bytes(self) -> Mapping[str, int]:
         """Device bytes that no sleep gives back: what they are, and how many; measured when vLLM has started."""
-        known = residual_bytes(self._link.infos)
+        known: Counter[str] = sum((Counter(info.residual_bytes) for info in self._link.infos), Counter())
         in_segments = sum(segment.size_bytes for segment in self.segments)
         rest = self._link.taken_bytes - in_segments - sum(known.values())
-        return known | ({"context, libraries and the rest": rest} if rest > 0 else {})
+        return dict(known) | ({"context, libraries and the rest": rest} if rest > 0 else {})
 
     def sampling_params(self, params: Any = None, **options: Any) -> Any:
         """What `generate` takes, from options by name or from parameters; a server takes none of vLLM's own."""
