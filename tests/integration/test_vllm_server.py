@@ -130,7 +130,7 @@ def model(tiny, randomize):
 
 def described(tensors):
     specs = tuple(spec_of(name, tensor) for name, tensor in tensors.items())
-    return [spec.to_wire() for spec in specs], Manifest(specs=specs, version=0)
+    return [spec.to_wire() for spec in specs], Manifest(specs=specs)
 
 
 @pytest.fixture

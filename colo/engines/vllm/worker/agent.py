@@ -38,9 +38,8 @@ from colo.weights.manifest import TensorSpec
 from colo.weights.packed import PackedWeight
 from colo.weights.place import CopySpec, Place
 from colo.weights.transports.ipc.export import Allocations, empty, spec_of
-from colo.weights.transports.ipc.receiver import Receiver
+from colo.weights.transports.ipc.receiver import Receiver, run_step
 from colo.weights.transports.ipc.staging import end_bytes, staged
-from colo.weights.transports.ipc.steps import run_step
 
 plugin.register()
 
@@ -59,13 +58,13 @@ def call(worker: Any, operation: str, arguments: Mapping[str, Any], client: str)
     try:
         # Kept on the worker itself, so that both go when vLLM lets go of it.
         agent = worker._colo_agent = getattr(worker, "_colo_agent", None) or WorkerAgent(worker)
-        return {"value": agent.run(operation, arguments, client)}
+        return {"value": agent._run(operation, arguments, client)}
     except Exception as error:  # noqa: BLE001 - travels to the caller, who raises it
         return {"error": WorkerError.of(error).to_wire()}
 
 
 class WorkerAgent:
-    """The operations of one worker, each a method whose arguments and results travel; `OPERATIONS` names them.
+    """The operations of one worker: every public method is one, and its arguments and results travel.
 
     It answers one client at a time, the one that asked it to `describe` itself last: what one has bound, another must
     not copy.
@@ -84,8 +83,8 @@ class WorkerAgent:
         self._adapter_bytes = 0
         self._adapter_kept: tuple[dict[str, torch.Tensor], dict[str, float]] | None = None
 
-    def run(self, operation: str, arguments: Mapping[str, Any], client: str) -> Any:
-        """What an operation returns. Raises: `EngineLost` for a client that another one has taken the place of."""
+    def _run(self, operation: str, arguments: Mapping[str, Any], client: str) -> Any:
+        """Run an operation and return its result. Raises: `EngineLost` when another client has connected since."""
         method = OPERATIONS.get(operation)
         if method is None:
             raise TransferError(f"{operation!r} is no operation of a worker, which has {', '.join(OPERATIONS)}")
@@ -344,31 +343,10 @@ class WorkerAgent:
             wait_for_queued(torch.device(self._worker.device))
 
 
-OPERATIONS: Mapping[str, Callable[..., Any]] = {
-    operation.__name__: operation
-    for operation in (
-        WorkerAgent.describe,
-        WorkerAgent.record,
-        WorkerAgent.packed,
-        WorkerAgent.pinned_bytes,
-        WorkerAgent.prepare,
-        WorkerAgent.begin,
-        WorkerAgent.wait,
-        WorkerAgent.release,
-        WorkerAgent.forget,
-        WorkerAgent.begin_reload,
-        WorkerAgent.reload,
-        WorkerAgent.abandon_reload,
-        WorkerAgent.finish_reload,
-        WorkerAgent.receive,
-        WorkerAgent.add_adapter,
-        WorkerAgent.update_adapter,
-        WorkerAgent.adapter_refusal,
-        WorkerAgent.adapter_numbers,
-        WorkerAgent.remove_adapter,
-    )
+OPERATIONS: dict[str, Callable[..., Any]] = {
+    name: member for name, member in vars(WorkerAgent).items() if not name.startswith("_")
 }
-"""What a client may ask for, by name."""
+"""What a client may ask for: the public methods of `WorkerAgent`, by name."""
 
 
 def _check_home(home: Description, client: str) -> None:

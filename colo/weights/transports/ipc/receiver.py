@@ -71,7 +71,7 @@ class Receiver:
         self.release()
         specs = tuple(map(TensorSpec.from_wire, parameters))
         self._plan = self._record({spec.name: empty(spec) for spec in specs}, model_type)
-        self._manifest = Manifest(specs=specs, version=0)
+        self._manifest = Manifest(specs=specs)
         if not self._plan.fallbacks and places:
             self._sources = open_places(list(map(Place.from_wire, places)), memory, self._device)
         return {"fallbacks": dict(self._plan.fallbacks), "left_out": self._plan.left_out}
@@ -189,7 +189,7 @@ class Receiver:
         self._update = None
         arrived = [*update.mapped, *self._arrived(update.taken)]
         if arrived != list(manifest.names):
-            Manifest(specs=manifest.specs, version=update.version).check_received(arrived)
+            manifest.check_received(arrived, update.version)
         wait_for_queued(self._device)
         own = values([sums for _, sums in sorted(update.sums.items())])
         if len(own) != len(checksums or ()):
@@ -272,6 +272,19 @@ class Receiver:
         if self._update is None:
             raise TransferError("no update has begun")
         return self._update
+
+
+STEPS: dict[str, Callable[..., Any]] = {
+    name: member for name, member in vars(Receiver).items() if not name.startswith("_")
+}
+"""Steps that a sender may ask for: the public methods of `Receiver`, by name."""
+
+
+def run_step(receiver: Receiver, step: str, arguments: Mapping[str, Any]) -> Any:
+    """Run a step and return its result. Raises: `TransferError` for an unknown step, and what the step raises."""
+    if step not in STEPS:
+        raise TransferError(f"{step!r} is no step of a transfer, which has {', '.join(STEPS)}")
+    return STEPS[step](receiver, **arguments)
 
 
 class _Update:

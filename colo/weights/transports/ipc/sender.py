@@ -352,7 +352,7 @@ class _Staging:
 
 
 def _manifest(tensors: Mapping[str, torch.Tensor]) -> Manifest:
-    return Manifest(specs=tuple(TensorSpec(n, dtype_name(t), tuple(t.shape)) for n, t in tensors.items()), version=0)
+    return Manifest(specs=tuple(TensorSpec(n, dtype_name(t), tuple(t.shape)) for n, t in tensors.items()))
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
