@@ -63,6 +63,18 @@ class LoadPlan:
     unused: frozenset[str] = frozenset()  # sources that the engine leaves out, such as a vision tower
 
     @classmethod
+    def of(
+        cls, source: Mapping[str, torch.Tensor], *, copies: Iterable[Copy] = (), fallbacks: Mapping[str, str]
+    ) -> LoadPlan:
+        """The plan of `source`, from copies that are known and reasons why others are not."""
+        return cls(
+            copies=tuple(copies),
+            sources={name: (t.dtype, tuple(t.shape)) for name, t in source.items()},
+            strides={name: tuple(t.stride()) for name, t in source.items()},
+            fallbacks=fallbacks,
+        )
+
+    @classmethod
     def record(
         cls,
         load: Load,
@@ -90,12 +102,7 @@ class LoadPlan:
                 load(iter(stand_ins.items() if as_checkpoint is None else as_checkpoint(stand_ins)))
         except (NotImplementedError, _NeedsValuesError) as error:  # the loader has asked a stand-in for values
             recorder.fallbacks = dict.fromkeys(stand_ins, f"the loader looks at values ({error})")
-        plan = cls(
-            copies=tuple(recorder.copies),
-            sources={name: (t.dtype, tuple(t.shape)) for name, t in source.items()},
-            strides={name: tuple(t.stride()) for name, t in source.items()},
-            fallbacks=recorder.fallbacks,
-        )
+        plan = cls.of(source, copies=recorder.copies, fallbacks=recorder.fallbacks)
         if not plan.fallbacks:
             _check_coverage(plan.copies, destinations, optional or {})
         return plan

@@ -132,6 +132,10 @@ class BufferCache(Cache):  # type: ignore[misc]  # transformers ships no types
         """Go on with the rows `index` (int64) only, in that order."""
         self.take(self, index)
 
+    def append(self, model: PreTrainedModel, token_ids: torch.Tensor) -> torch.Tensor:
+        """Append one token to each row (int64 [rows]); returns the logits that follow, [rows, vocab]."""
+        return forward(model, token_ids[:, None], self)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Prefix:
@@ -200,10 +204,6 @@ class KVCacheBuffer:
         slots = torch.tensor(wave.slots, device=self._region.device)
         rows.take(prompts, slots)
         return logits[slots], rows
-
-    def advance(self, model: PreTrainedModel, token_ids: torch.Tensor, rows: BufferCache) -> torch.Tensor:
-        """Append one token to each row (int64 [rows]); returns the logits that follow, [rows, vocab]."""
-        return forward(model, token_ids[:, None], rows)
 
     def recall(self, wave: Wave, adapter: str | None) -> torch.Tensor | None:
         """The logits [prompts, vocab] that follow the prompts of `wave`, if they are the last ones computed.

@@ -13,7 +13,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
@@ -145,24 +145,6 @@ class Rows:
         return logits if self.index is None else logits[self.index]
 
 
-class Caches(Protocol):
-    """What holds the states of sequences: a buffer, or caches of the model's own."""
-
-    bytes_per_token: int
-
-    def plan(self, prompts: Sequence[tuple[int, ...]], *, n: int, max_tokens: int) -> list[Wave]:
-        """The waves of a call. Raises: `BudgetError` when one sequence does not fit even alone."""
-
-    def start(self, model: PreTrainedModel, wave: Wave, adapter: str | None) -> tuple[torch.Tensor, Any]:
-        """The logits that follow each row's prompt, [rows, vocab], and what the rows go on in, until the next wave."""
-
-    def advance(self, model: PreTrainedModel, token_ids: torch.Tensor, rows: Any) -> torch.Tensor:
-        """Append one token to each row (int64 [rows]); returns the logits that follow, [rows, vocab]."""
-
-    def forget(self) -> None:
-        """Compute every prompt anew."""
-
-
 class ModelCaches:
     """Sequences in transformers' own caches. See the module for whose memory that is."""
 
@@ -206,10 +188,6 @@ class ModelCaches:
         if wave.slots != tuple(range(len(wave.prompts))):
             rows.keep(slots)
         return logits[slots], rows
-
-    def advance(self, model: PreTrainedModel, token_ids: torch.Tensor, rows: Rows) -> torch.Tensor:
-        """Append one token to each row (int64 [rows]); returns the logits that follow, [rows, vocab]."""
-        return rows.append(model, token_ids)
 
     def forget(self) -> None:
         """Do nothing: nothing is kept from call to call."""

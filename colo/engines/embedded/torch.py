@@ -20,7 +20,7 @@ from colo.engine import AdapterWeights, Completion, EngineState, SamplingParams,
 from colo.engines.common import WEIGHTS_AT, check_count, check_prompts, is_deeper, wake_segments
 from colo.engines.embedded.kv_cache import KVCacheBuffer
 from colo.engines.embedded.layout import Adapters, FusedWeights, Layout, bind, empty_model
-from colo.engines.embedded.model_cache import Caches, Footprint, ModelCaches, Reservation
+from colo.engines.embedded.model_cache import Footprint, ModelCaches, Reservation
 from colo.engines.embedded.positions import positions_of
 from colo.engines.embedded.segment import EngineSegment
 from colo.engines.embedded.waves import Wave
@@ -106,7 +106,7 @@ class TorchEngine:
         footprint, device = Footprint.of(self.module, self._positions), self.weights.regions[0].device
         if footprint.buffer is None:
             room = Reservation(ENGINE_KV_CACHE, size_bytes, device)
-            self._caches: Caches = ModelCaches(room, footprint, self._positions)
+            self._caches: KVCacheBuffer | ModelCaches = ModelCaches(room, footprint, self._positions)
             return room
         layers, heads, size = footprint.buffer
         region = allocate_region(size_bytes, device, name=ENGINE_KV_CACHE)
@@ -330,7 +330,7 @@ class TorchEngine:
             wave.rows,
             params,
             stop_token_ids,
-            advance=lambda tokens: self._caches.advance(self.module, tokens, rows),
+            advance=lambda tokens: rows.append(self.module, tokens),
             keep=rows.keep,
             limits=wave.limits,
         )

@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from dataclasses import replace
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -66,12 +67,11 @@ class WorkerWeights:
         """Record what vLLM's loader does with `source`, one plan for all workers; see `Engine.record_plan`."""
         link = self._link
         if link.why_not_shared is not None:  # each worker records its own when it is to copy
-            return _plan(source, fallbacks=dict.fromkeys(source, link.why_not_shared))
+            return LoadPlan.of(source, fallbacks=dict.fromkeys(source, link.why_not_shared))
         parameters = [spec_of(name, tensor).to_wire() for name, tensor in source.items()]
         answers = link.call("record", parameters=parameters, model_type=link.model_type, to_pid=os.getpid())
         if link.same_process:
-            plan: LoadPlan = answers[0]  # one worker a process
-            return plan
+            return cast("LoadPlan", answers[0])  # one worker a process
         copies: list[Copy] = []
         fallbacks: dict[str, str] = {}
         for rank, answer in enumerate(answers):
@@ -92,7 +92,8 @@ class WorkerWeights:
                 )
                 for spec in specs
             )
-        return _plan(source, copies=copies, fallbacks=fallbacks, unused=frozenset(answers[0]["unused"]))
+        plan = LoadPlan.of(source, copies=copies, fallbacks=fallbacks)
+        return replace(plan, unused=frozenset(answers[0]["unused"]))
 
     def reload(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Run vLLM's layerwise reload on all of its weights. When it fails, the model cannot compute.
@@ -162,19 +163,3 @@ def _checked(weights: Iterable[tuple[str, torch.Tensor]], *, tied: bool) -> Iter
         if tied and name == OUTPUT_LAYER and isinstance(tensor, nn.Parameter):
             raise own_output_layer(tensor.numel())
         yield name, tensor
-
-
-def _plan(
-    source: Mapping[str, torch.Tensor],
-    *,
-    copies: Sequence[Copy] = (),
-    fallbacks: Mapping[str, str],
-    unused: frozenset[str] = frozenset(),
-) -> LoadPlan:
-    return LoadPlan(
-        copies=tuple(copies),
-        sources={name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in source.items()},
-        strides={name: tuple(tensor.stride()) for name, tensor in source.items()},
-        fallbacks=fallbacks,
-        unused=unused,
-    )

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -38,30 +38,8 @@ _FIRST_SLAB_BYTES, _SLAB_BYTES = 2 * MIB, 64 * MIB
 """Small parameters share slabs, each twice the last up to this size; a large one gets a slab of its own size."""
 
 
-class Source(Protocol):
-    """Where slabs come from."""
-
-    fill: bool
-    """Whether a checkpoint has to be read into them."""
-
-    layout: Layout
-    """Where the weights lay in the end when that was done; empty before."""
-
-    def take(self, size_bytes: int) -> torch.Tensor:
-        """More memory, uint8, shape [size_bytes]."""
-
-    def drop(self, unused: Mapping[int, StorageWeakRef]) -> None:
-        """No parameter lies in these, by their order: they may go once nothing else does."""
-
-    def done(self, layout: Layout) -> None:
-        """All of it holds weights as they were loaded."""
-
-    def close(self) -> None:
-        """No more will be asked for."""
-
-
 class OwnMemory:
-    """Slabs of this process, kept so that they can be exported."""
+    """Slabs of this process, kept so that they can be exported, with the verbs of `StoreClient`."""
 
     fill = True
     layout: Layout = MappingProxyType({})
@@ -95,7 +73,9 @@ class OwnMemory:
 class Placement:
     """Where the parameters of one model lie."""
 
-    source: Source
+    source: OwnMemory | StoreClient
+    """Where slabs come from."""
+
     device: torch.device
     slabs: list[torch.Tensor] = field(default_factory=list)
     outside: dict[str, str] = field(default_factory=dict)
@@ -244,7 +224,7 @@ class ColoModelLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM ships no t
         if device.type == "cuda":
             device = torch.device("cuda", torch.cuda.current_device())
         rank = vllm_config.parallel_config.rank
-        source: Source = OwnMemory(device)
+        source: OwnMemory | StoreClient = OwnMemory(device)
         if self._address is not None and self._address not in _met:  # a drafter, which is loaded after it, is its own
             _met.add(self._address)
             source = store = StoreClient(self._address, rank=rank, pid=os.getpid(), device=device)

@@ -68,12 +68,7 @@ def record_packed(model: nn.Module, source: dict[str, torch.Tensor], model_type:
             )
         else:
             fallbacks[name] = "the engine has packed it (bitsandbytes)"
-    return LoadPlan(
-        copies=tuple(copies),
-        sources={name: (t.dtype, tuple(t.shape)) for name, t in source.items()},
-        strides={name: tuple(t.stride()) for name, t in source.items()},
-        fallbacks=fallbacks,
-    )
+    return LoadPlan.of(source, copies=copies, fallbacks=fallbacks)
 
 
 def _packed_parameters(model: nn.Module) -> dict[str, Any]:

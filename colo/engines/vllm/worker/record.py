@@ -32,12 +32,7 @@ def record(
         except Unsupported as error:
             why = str(error)
     if why:
-        return LoadPlan(
-            copies=(),
-            sources={name: (t.dtype, tuple(t.shape)) for name, t in source.items()},
-            strides={name: tuple(t.stride()) for name, t in source.items()},
-            fallbacks=dict.fromkeys(source, why),
-        )
+        return LoadPlan.of(source, fallbacks=dict.fromkeys(source, why))
     rename = compat.renamer(model)
 
     def as_checkpoint(tensors: Any) -> Iterable[tuple[str, torch.Tensor]]:
