@@ -1,10 +1,12 @@
-"""What engines have in common: where sleep levels leave memory, waking by tags, checks of prompts."""
+"""What engines have in common: their state, where sleep levels leave memory, waking by tags, checks of prompts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from colo.engine import SleepLevel
+from colo.engine import EngineState, SleepLevel
+from colo.engines.status import EngineStatus
 from colo.errors import BudgetError
 from colo.memory.probe import available_host_bytes
 from colo.phases.phase import ENGINE_KV_CACHE, ENGINE_WEIGHTS, Residency
@@ -23,6 +25,38 @@ COMPLETION_BYTES = 256
 
 _DEPTH = (Residency.RESIDENT, Residency.OFFLOADED, Residency.DISCARDED)
 _TAGS = {"weights": ENGINE_WEIGHTS, "kv_cache": ENGINE_KV_CACHE}
+
+
+class StatusEngine:
+    """The part of an `Engine` that only asks its status and its segments."""
+
+    _status: EngineStatus
+
+    before_generate: Callable[[], None] | None = None
+
+    @property
+    @abstractmethod
+    def segments(self) -> Sequence[Segment]:
+        """`engine.weights` and `engine.kv_cache`."""
+
+    @property
+    def state(self) -> EngineState:
+        """What the engine can do now, as its segments have it."""
+        return self._status.state
+
+    @property
+    def weights_version(self) -> int | None:
+        """Version of the weights it holds; `None` while poisoned."""
+        return self._status.version
+
+    def poison(self, cause: str) -> None:
+        """Refuse to generate, with `cause`, until the next `commit`."""
+        self._status.poison(cause)
+
+    def wake(self, tags: Iterable[str] | None = None) -> None:
+        """Bring back `weights`, `kv_cache`, or both (`None`); see `Engine.wake`. `ValueError` for another tag."""
+        self._status.require_open("wake")
+        wake_segments(self.segments, tags)
 
 
 def is_deeper(target: Residency, source: Residency) -> bool:

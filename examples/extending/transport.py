@@ -34,12 +34,6 @@ class NumpyTransport(CopyingTransport):
     def is_current(self):
         return not self._plan.differences(self.source.tensors())
 
-    def reconnect(self):
-        """Nothing is remembered of an engine that has been started again."""
-
-    def close(self):
-        """Nothing is held for the engine."""
-
 
 def main():
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1}

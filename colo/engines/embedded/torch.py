@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from colo.engine import AdapterWeights, Completion, EngineState, SamplingParams, SleepLevel
-from colo.engines.common import WEIGHTS_AT, check_count, check_prompts, is_deeper, wake_segments
+from colo.engines.common import WEIGHTS_AT, StatusEngine, check_count, check_prompts, is_deeper
 from colo.engines.embedded.kv_cache import KVCacheBuffer
 from colo.engines.embedded.layout import Adapters, FusedWeights, Layout, bind, empty_model
 from colo.engines.embedded.model_cache import Footprint, ModelCaches, Reservation
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from colo.weights.packed import PackedWeight
 
 
-class TorchEngine:
+class TorchEngine(StatusEngine):
     """An `Engine` (see `colo.engine`) that runs a transformers model in this process.
 
     Ownership: owns the memory of its weights and of its KV cache until `close`, and its mover where none was given.
@@ -96,7 +96,6 @@ class TorchEngine:
             ENGINE_KV_CACHE, regions=[region], away=Residency.DISCARDED, mover=self.mover, on_move=self._on_kv_move
         )
         self._adapters = Adapters(self.module)
-        self.before_generate: Callable[[], None] | None = None
         self._status = EngineStatus(lambda: self.segments)
 
     def _make_cache(self, size_bytes: int, dtype: torch.dtype) -> Region:
@@ -118,11 +117,6 @@ class TorchEngine:
             region.close()
             raise
         return region
-
-    @property
-    def state(self) -> EngineState:
-        """What the engine can do now, as its segments have it."""
-        return self._status.state
 
     @property
     def placement(self) -> str:
@@ -157,11 +151,6 @@ class TorchEngine:
     def packed_weights(self) -> Mapping[str, PackedWeight]:
         """Nothing: this engine packs no weights."""
         return {}
-
-    @property
-    def weights_version(self) -> int | None:
-        """Version of the weights it holds; `None` while poisoned."""
-        return self._status.version
 
     @property
     def segments(self) -> Sequence[Segment]:
@@ -245,11 +234,6 @@ class TorchEngine:
         for move in moves:
             move.wait()
 
-    def wake(self, tags: Iterable[str] | None = None) -> None:
-        """Bring back `weights`, `kv_cache`, or both (`None`); see `Engine.wake`. `ValueError` for another tag."""
-        self._status.require_open("wake")
-        wake_segments(self.segments, tags)
-
     def share_weights(self) -> None:
         """Let a trainer work on the same memory (`weights.hf_views()`): from now on it never leaves the device.
 
@@ -281,10 +265,6 @@ class TorchEngine:
         """Declare that the engine now holds `version`; lifts a poisoning. `PhaseError` unless they are resident."""
         self._require_weights(f"hold version {version}")
         self._status.commit(version)
-
-    def poison(self, cause: str) -> None:
-        """Refuse to generate, with `cause`, until the next `commit`."""
-        self._status.poison(cause)
 
     def load_adapter(self, name: str, adapter: AdapterWeights) -> None:
         """Make a LoRA adapter available by name; see `Adapters.add`. Modules go by their Hugging Face names."""

@@ -6,14 +6,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
 import torch
 
 from colo.engine import AdapterWeights, Completion, EngineState, SleepLevel
-from colo.engines.common import wake_segments
+from colo.engines.common import StatusEngine
 from colo.engines.status import EngineStatus
 from colo.engines.vllm import sampling
 from colo.engines.vllm.adapter_registry import AdapterRegistry
@@ -30,7 +30,7 @@ from colo.weights.packed import PackedWeight
 from colo.weights.transports.ipc.staging import Staging
 
 
-class LinkedEngine:
+class LinkedEngine(StatusEngine):
     """What `VLLMEngine` does while its vLLM runs. Not thread-safe: one caller at a time."""
 
     name = "vllm"
@@ -56,7 +56,6 @@ class LinkedEngine:
             on_loss=self._memory.lose,
             when_lost=when_lost,
         )
-        self.before_generate: Callable[[], None] | None = None
 
     def _connect(self, link: WorkerLink) -> None:
         """Take `link` for the engine's, once everything that may fail has not; it is closed otherwise."""
@@ -81,16 +80,6 @@ class LinkedEngine:
     def link(self) -> WorkerLink:
         """The way to vLLM's workers."""
         return self._link
-
-    @property
-    def state(self) -> EngineState:
-        """What the engine can do now."""
-        return self._status.state
-
-    @property
-    def weights_version(self) -> int | None:
-        """Version of the weights it holds; `None` while poisoned."""
-        return self._status.version
 
     @property
     def segments(self) -> Sequence[Segment]:
@@ -180,11 +169,6 @@ class LinkedEngine:
         for move in [segment.begin(target) for segment, target in leaving]:
             move.wait()
 
-    def wake(self, tags: Iterable[str] | None = None) -> None:
-        """Bring back `weights`, `kv_cache`, or both (`None`); see `Engine.wake`. `ValueError` for another tag."""
-        self._status.require_open("wake")
-        wake_segments(self.segments, tags)
-
     def reset_prefix_cache(self) -> None:
         """Forget everything computed from earlier weights. Raises: `TransferError` when vLLM does not let go of it."""
         self._status.require_open("reset its prefix cache")
@@ -248,10 +232,6 @@ class LinkedEngine:
     def gather(self, value: Any) -> list[Any]:
         """`value` of every rank of a torchrun group, all of which have to ask; see `in_all_ranks`."""
         return self._link.gather(value)
-
-    def poison(self, cause: str) -> None:
-        """Refuse to generate, with `cause`, until the next `commit`."""
-        self._status.poison(cause)
 
     @property
     def adapters(self) -> Sequence[str]:

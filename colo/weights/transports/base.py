@@ -63,7 +63,7 @@ class Transport(Protocol):
 
 
 class CopyingTransport:
-    """What transports have in common where trainer and engine have a copy each."""
+    """What transports have in common where trainer and engine have a copy each. It holds nothing for the engine."""
 
     shares = False
     source: ModuleSource
@@ -74,3 +74,9 @@ class CopyingTransport:
 
     def move_out(self, device: torch.device) -> None:
         """Do nothing: parameters have memory of their own."""
+
+    def reconnect(self) -> None:
+        """Do nothing: nothing is remembered of the engine."""
+
+    def close(self) -> None:
+        """Do nothing: nothing is held for the engine."""

@@ -86,12 +86,6 @@ class LocalTransport(CopyingTransport):
             differs = self._verify and (self._sums is None or self._sums != checksums_of(tensors.values()))
         return not self.source.ranks.any(differs)
 
-    def reconnect(self) -> None:
-        """Do nothing: recorded copies go to memory that has outlived the engine, or through its loader."""
-
-    def close(self) -> None:
-        """Do nothing."""
-
     def _load(self, tensors: Mapping[str, torch.Tensor]) -> None:
         with self.source.gathered(tensors) as whole:
             self._engine.load_weights((name, whole[name]) for name in tensors)
