@@ -197,7 +197,7 @@ def replace(engine, old, new, adapter):
     finally:
         del link.call
     ((operation, in_place),) = answers
-    assert operation == "update_adapter"
+    assert operation == "set_adapter"
     return in_place
 
 

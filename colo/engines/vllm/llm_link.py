@@ -7,7 +7,7 @@ import operator
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -30,12 +30,6 @@ DEADLINE_S = 300.0
 
 _ABORT_S = 10.0
 """How long an interrupt waits for a generation to end. What then still runs holds up the next call."""
-
-_HOW_TO_FREE = {
-    "pool": "start vLLM with enable_sleep_mode=True to let it go",
-    "weights": "on a GPU, start vLLM with enable_sleep_mode=True to let it go",
-    "slabs": "start it with share_memory=False to let it go",
-}
 
 
 class LLMLink(WorkerLink):
@@ -63,7 +57,11 @@ class LLMLink(WorkerLink):
             self.close()
             raise
 
-    how_to_free = _HOW_TO_FREE
+    how_to_free: Mapping[str, str] = {
+        "pool": "start vLLM with enable_sleep_mode=True to let it go",
+        "weights": "on a GPU, start vLLM with enable_sleep_mode=True to let it go",
+        "slabs": "start it with share_memory=False to let it go",
+    }
     name_of_vllm = "vllm.LLM"
 
     @abstractmethod
@@ -254,12 +252,12 @@ class OwnProcessLink(LLMLink):
         try:
             return self._calls.call(function, deadline_s=self.deadline_s if deadline else None)
         except (ProcessEnded, EngineDeadError) as error:
-            self._lose(f"its process ended during {operation}", error)
+            raise self.status.lose(f"its process ended during {operation}") from error
         except NoAnswer as error:
-            self._lose(f"it did not answer {operation} within {self.deadline_s:.0f} s", error)
+            raise self.status.lose(f"it did not answer {operation} within {self.deadline_s:.0f} s") from error
         except Exception as error:
             if self._calls.has_ended():  # a dying engine may still answer, with whatever it died of
-                self._lose(f"its process ended during {operation}", error)
+                raise self.status.lose(f"its process ended during {operation}") from error
             raise
 
     def abort_requests(self) -> None:
@@ -300,9 +298,6 @@ class OwnProcessLink(LLMLink):
             return object()  # unlike any before
         except AttributeError:  # the engine is closed, or keeps it elsewhere
             return None
-
-    def _lose(self, cause: str, error: BaseException) -> NoReturn:
-        raise self.status.lose(cause) from error
 
 
 def link_to(

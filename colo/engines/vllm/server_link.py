@@ -14,7 +14,7 @@ import operator
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
-from typing import Any, NoReturn
+from typing import Any
 
 import httpx
 import psutil
@@ -131,7 +131,7 @@ class ServerLink(WorkerLink):
         try:
             answers = self._server.ask_all("/v1/completions", self._requests(token_ids, params, adapter))
         except Silent as error:
-            self._lose(str(error), error)
+            raise self.status.lose(str(error)) from error
         except Refused as error:
             if _NO_JSON in str(error):
                 raise FloatingPointError(not_numbers(None)) from error
@@ -183,7 +183,7 @@ class ServerLink(WorkerLink):
         """Raise `EngineLost` when a worker has ended."""
         if self.status.lost is None and not all(map(lives, self._processes)):
             # Another server may have taken its place, with weights that nobody here knows.
-            self._lose("a process of its workers has ended", RuntimeError("its process id is gone, or is another's"))
+            raise self.status.lose("a process of its workers has ended")
 
     def close(self) -> None:
         """Let go of the server, which goes on. Idempotent."""
@@ -247,7 +247,7 @@ class ServerLink(WorkerLink):
         try:
             return self._server.ask(method, path, body, query, patient=patient, as_text=as_text)
         except Silent as error:
-            self._lose(str(error), error)
+            raise self.status.lose(str(error)) from error
         except Refused as error:
             raise TransferError(f"the server refuses {path}: {error}") from error
 
@@ -270,9 +270,6 @@ class ServerLink(WorkerLink):
             | ({} if params.seed is None else {"seed": row_seed(params.seed, start, 0)})
             for start in range(0, len(prompts), size)
         ]
-
-    def _lose(self, cause: str, error: BaseException) -> NoReturn:
-        raise self.status.lose(cause) from error
 
 
 def _completion(

@@ -49,7 +49,7 @@ def _choose(source: ModuleSource, engine: Engine, config: RuntimeConfig) -> Tran
         move_in(tensors, plan.aliases)
         engine.share_weights()
         return SharedTransport(source, plan.aliases)
-    is_elsewhere = isinstance(engine, Peer) and os.getpid() not in engine.pids
+    is_elsewhere = hasattr(engine, "receive_all") and os.getpid() not in engine.pids
     if is_elsewhere and (plan.fallbacks or config.weights is not Weights.AUTO):
         staged = config.weights is Weights.STAGED
         try:

@@ -288,29 +288,21 @@ class WorkerAgent:
 
     # ---- adapters ----------------------------------------------------------------------------------------------------
 
-    def add_adapter(
-        self, number: int, tensors: list[Any], scalings: dict[str, float], staging: dict[str, Any] | None
-    ) -> None:
-        """Load a LoRA adapter from memory; see `colo.engines.vllm.worker.adapters`.
-
-        Ordering: the staging slab is the caller's again when this returns.
-        """
-        self._adapters.add(number, *self._adapter_given(tensors, scalings, staging))
-        self._finish_reading(staging)
-
-    def update_adapter(
+    def set_adapter(
         self,
         number: int,
         tensors: list[Any] | None,
         scalings: dict[str, float] | None,
         staging: dict[str, Any] | None,
     ) -> bool:
-        """Replace what a LoRA adapter holds; whether that was done in place. Arguments and ordering: `add_adapter`.
+        """Load a LoRA adapter from memory, or replace what it holds: whether that was done in place.
 
         Without `tensors` and `scalings` they lie where, and are, what the last call about this slab said.
+        Ordering: the staging slab is the caller's again when this returns.
         """
         in_place = self._adapters.update(number, *self._adapter_given(tensors, scalings, staging))
-        self._finish_reading(staging)
+        if staging is not None:
+            wait_for_queued(torch.device(self._worker.device))
         return in_place
 
     def adapter_refusal(self) -> str | None:
@@ -337,10 +329,6 @@ class WorkerAgent:
         self._adapter_kept = given if staging is not None else None
         self._adapter_bytes = end_bytes(tensors) if staging is not None else 0
         return given
-
-    def _finish_reading(self, staging: dict[str, Any] | None) -> None:
-        if staging is not None:
-            wait_for_queued(torch.device(self._worker.device))
 
 
 OPERATIONS: dict[str, Callable[..., Any]] = {
