@@ -65,9 +65,9 @@ def is_deeper(target: Residency, source: Residency) -> bool:
 
 
 def wake_segments(segments: Sequence[Segment], tags: Iterable[str] | None) -> None:
-    """Bring back `weights`, `kv_cache`, or both (`None`), weights first.
+    """Bring back `weights`, `kv_cache`, or both (`None`), weights first. `ValueError` for another tag.
 
-    Raises: `ValueError` for another tag; `BudgetError` when the bytes are not free, with everything as it was.
+    Raises: `BudgetError` when the bytes are not free, with everything as it was.
     """
     wanted = set(_TAGS if tags is None else tags)
     if unknown := sorted(wanted - _TAGS.keys()):
@@ -105,7 +105,7 @@ def check_count(num_prompts: int, n: int) -> None:
     needed_bytes, free_bytes = num_prompts * n * COMPLETION_BYTES, available_host_bytes()
     if needed_bytes > free_bytes:
         raise BudgetError(
-            f"n={n} for {num_prompts} prompts asks for {num_prompts * n} completions, of which the shortest take "
+            f"n={n} for {num_prompts} prompts asks for {num_prompts * n} completions, which take at least "
             f"{format_bytes(needed_bytes)} of host memory, and {format_bytes(free_bytes)} are available: lower n, or "
             "generate for some of them at a time",
             needed_bytes=needed_bytes,

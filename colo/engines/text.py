@@ -16,8 +16,8 @@ _TAKEN = "prompts is a list of prompts, each a text or a list of token ids"
 def encode_prompts(prompts: Iterable[str | Iterable[int]], tokenizer: Any) -> list[list[int]]:
     """Token ids of every prompt; `tokenizer` may be `None` where no prompt is a text.
 
-    Raises: `TypeError` for a single prompt in place of a list of them, for chat messages, or for what is neither text
-    nor token ids; `ValueError` for a text without a tokenizer.
+    Raises: `TypeError` for a single prompt, chat messages, or anything but texts and token ids; `ValueError` for a text
+    without a tokenizer.
     """
     if isinstance(prompts, Mapping):
         raise TypeError(

@@ -175,12 +175,11 @@ class LoadPlan:
         if missing:
             raise TransferError(f"{len(missing)} of {len(self.sources)} tensors are missing, {missing[0]} for one")
         for name, (_, shape) in self.sources.items():
-            if tuple(source[name].shape) != shape:
-                raise TransferError(f"{name} has shape {tuple(source[name].shape)}, but {shape} was recorded")
-            if not _same_strides(shape, source[name].stride(), self.strides[name]):
-                raise TransferError(
-                    f"{name} has strides {source[name].stride()}, but {self.strides[name]} were recorded"
-                )
+            found, strides = tuple(source[name].shape), source[name].stride()
+            if found != shape:
+                raise TransferError(f"{name} has shape {found}, but {shape} was recorded")
+            if not _same_strides(shape, strides, self.strides[name]):
+                raise TransferError(f"{name} has strides {strides}, but {self.strides[name]} were recorded")
 
     def differences(self, source: Mapping[str, torch.Tensor]) -> list[str]:
         """Names whose bytes in the engine differ from `source`, converted to the engine's dtype. Reads everything."""

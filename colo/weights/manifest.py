@@ -108,8 +108,7 @@ class TensorSpec:
 class Manifest:
     """The tensors that make up a model's weights, in the order in which they travel.
 
-    Sender and receiver each build one; whatever the receiver lacks, has twice or has differently is a
-    `TransferError`, so that an update can be complete or refused, and nothing else.
+    Sender and receiver each build one. Where they disagree the update is refused with `TransferError`.
     """
 
     specs: tuple[TensorSpec, ...]

@@ -27,8 +27,7 @@ def logprob_difference(
 ) -> float | None:
     """Mean |log p(engine) - log p(trainer)| over the first tokens of `completions`; `None` without any.
 
-    The completions were sampled from `softmax(logits / temperature)`, unfiltered. The model runs in evaluation mode and
-    is left as it was.
+    They were sampled from `softmax(logits / temperature)`, unfiltered. The model runs in evaluation mode meanwhile.
     """
     differences: list[torch.Tensor] = []
     modes = [(module, module.training) for module in model.modules()]
@@ -89,7 +88,7 @@ class MismatchCheck:
     def measure(self, source: ModuleSource, model: nn.Module, *, version: int, device: torch.device) -> Mismatch | None:
         """The difference for completions of this `version`, which are then forgotten; `None` without any.
 
-        Ranks of a model that is sharded over them compute each pass together, as many as the fewest of them have.
+        Ranks of a sharded model compute each pass together, as many passes as the rank with the fewest completions has.
         """
         temperature, completions = self._noted or (1.0, ())
         self._noted = None

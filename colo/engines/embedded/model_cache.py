@@ -71,10 +71,7 @@ class Footprint:
     @classmethod
     @torch.no_grad()
     def of(cls, model: PreTrainedModel, positions: Positions) -> Footprint:
-        """Measure it, by a few tokens through the model, whatever its weights are.
-
-        Raises: `Unsupported` for a model that keeps nothing, or that cannot go on from what it keeps.
-        """
+        """Measure it by a few tokens through the model. `Unsupported` if it keeps nothing, or cannot go on from it."""
         if model.config.model_type in _ODD:
             raise _unsupported(model, _ODD[model.config.model_type])
         lengths = [min(length, positions.count or length) for length in (_SHORT, _LONG)]
@@ -119,9 +116,7 @@ class Rows:
     """Sequences under way, in a cache of transformers'."""
 
     def __init__(self, cache: Cache, length: int, index: torch.Tensor | None = None) -> None:
-        """`cache` has seen `length` tokens of each row. Rows of one that cannot be selected from stay in it: `index`
-        (int64) are those that go on, all of them at first.
-        """
+        """`cache` has seen `length` tokens of each row; `index` (int64) are rows that go on in a whole cache."""
         self.cache = cache
         self.length = length
         self.index = index

@@ -2,7 +2,7 @@
 
 Its parameters lie in regions, fused and padded as vLLM lays them out; the transformers module that computes with them
 is views of that memory, and so may be a trainer's. Its KV cache is one buffer that every call cuts into rows, or, for a
-model that keeps more than keys and values of one shape, the model's own, of which the bytes are counted.
+model that keeps more than keys and values of one shape, the model's own cache, whose bytes are counted.
 """
 
 from __future__ import annotations
@@ -41,18 +41,15 @@ if TYPE_CHECKING:
 
 
 class TorchEngine(StatusEngine):
-    """An `Engine` (see `colo.engine`) that runs a transformers model in this process.
+    """An `Engine` (see `colo.engine`) that runs a transformers model in this process. One caller at a time.
 
-    Ownership: owns the memory of its weights and of its KV cache until `close`, and its mover where none was given.
-    Rotary buffers, adapters and the logits of cached prompts are ordinary tensors beside them, and survive every sleep.
+    Ownership: owns the memory of its weights and KV cache, and its mover where none was given, until `close`. Rotary
+    buffers, adapters and logits of cached prompts are ordinary tensors, and survive every sleep.
 
-    It starts awake and poisoned: load weights and `commit` a version. `load_weights` withdraws the version, since what
-    it leaves is neither the old weights nor, before `commit`, known to be all of the new ones.
+    It starts awake and poisoned: load weights and `commit` a version. `load_weights` withdraws the version.
 
-    Sleeping is monotone: a deeper level than the present one gives back more, a lighter one changes nothing. Waking an
-    engine that is not asleep changes nothing either. The weights alone may be woken, and updated, before the KV cache.
-
-    Not thread-safe: one caller at a time.
+    A sleep level deeper than the present one gives back more memory, a lighter one changes nothing; waking an awake
+    engine changes nothing. The weights alone may be woken, and updated, before the KV cache.
     """
 
     name = "torch"
@@ -191,8 +188,7 @@ class TorchEngine(StatusEngine):
     ) -> list[Completion]:
         """Sample `params.n` completions for each prompt; see `Engine.generate`.
 
-        A completion ends, with `length`, where the positions end that the model was made for, as in vLLM: learned ones,
-        and rotary ones beyond which a trainer would compute other log-probabilities (see `positions_of`).
+        As in vLLM a completion ends, with `length`, at the model's last position (see `positions_of`).
         """
         if self.before_generate is not None:
             self.before_generate()
@@ -222,11 +218,7 @@ class TorchEngine(StatusEngine):
         self._status.paused = False
 
     def sleep(self, level: SleepLevel | int) -> None:
-        """Give memory back, unless it is given back already.
-
-        Raises: `PhaseError` when closed, or when the level would move weights that a trainer works on; `BudgetError`
-        when the host arena cannot take the weights; `ValueError` for an unknown level. Nothing has changed then.
-        """
+        """Give memory back, unless that is done already; see `Engine.sleep`. If it raises, nothing has changed."""
         self._status.require_open("sleep")
         weights_at = WEIGHTS_AT[SleepLevel(str(level))]
         targets = ((self._weights_segment, weights_at), (self._kv_segment, Residency.DISCARDED))
@@ -235,11 +227,7 @@ class TorchEngine(StatusEngine):
             move.wait()
 
     def share_weights(self) -> None:
-        """Let a trainer work on the same memory (`weights.hf_views()`): from now on it never leaves the device.
-
-        What the trainer writes is what the next `generate` computes with; `commit` names it.
-        Raises: `PhaseError` unless the weights are resident.
-        """
+        """Let a trainer work on the weights (`weights.hf_views()`), which never leave from now on; see `Engine`."""
         self._require_weights("share its weights")
         self._weights_segment.away = None
 
@@ -253,10 +241,7 @@ class TorchEngine(StatusEngine):
         return LoadPlan.record(self.weights.load, source, self.weights.unpadded())
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Copy `weights` (name, tensor) to their places; see `FusedWeights.load`. Poisons until the next `commit`.
-
-        Raises: `PhaseError` unless the weights are resident; the KV cache may be away.
-        """
+        """Copy `weights` (name, tensor) to their places; see `FusedWeights.load`. Poisons until the next `commit`."""
         self._require_weights("load weights")
         self.poison("weights have been loaded into it and not committed: call commit(version) once all of them have")
         self.weights.load(weights)

@@ -132,8 +132,8 @@ class LinkedEngine(StatusEngine):
     ) -> list[Completion]:
         """Sample `params.n` completions for each prompt; see `Engine.generate`. `params` may be vLLM's own.
 
-        A `seed` by name or in those is vLLM's: the same for every prompt, and the next number for the next sample. A
-        server takes colo's parameters only, whose seed is another for every prompt and sample.
+        vLLM's `seed`, also by name, is the same for every prompt and counts up with the samples. A server takes colo's
+        parameters only, whose seed differs for every prompt and sample.
         """
         if self.before_generate is not None:
             self.before_generate()
@@ -180,10 +180,7 @@ class LinkedEngine(StatusEngine):
         return self._weights.record_plan(source)
 
     def packed_weights(self) -> Mapping[str, PackedWeight]:
-        """Weights that bitsandbytes has packed, by parameter name; none of an engine in another process.
-
-        Raises: `Unsupported` for what is packed in a way that no trainer can share.
-        """
+        """Weights that bitsandbytes has packed, by name, within one process. `Unsupported` for other packing."""
         if not self._link.same_process:
             return {}
         packed: Mapping[str, PackedWeight] = self._link.call("packed")[0]
@@ -197,10 +194,10 @@ class LinkedEngine(StatusEngine):
         self._memory.share_weights()
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Run vLLM's layerwise reload, post-processing and quantization included. Poisons until the next `commit`.
+        """Run vLLM's layerwise reload on all tensors of the model. Poisons until the next `commit`.
 
-        Every tensor of the model has to be given. Raises: `PhaseError` while the weights are away; whatever a worker
-        raised, with its traceback, after which all of it has to be loaded again.
+        Raises: `PhaseError` while the weights are away; what a worker raised, after which all of it has to be loaded
+        again.
         """
         self._status.require_weights("load weights")
         self.poison("weights have been loaded into it and not committed: call commit(version) once all of them have")
@@ -208,14 +205,11 @@ class LinkedEngine(StatusEngine):
         self._link.reset_prefix_cache()
 
     def receive(self, operation: str, **arguments: Any) -> list[Any]:
-        """One step of copying weights from this process, in every worker; see `ipc.sender.Peer`.
-
-        Poisons from `begin` until the next `commit`. Raises: `PhaseError` while the weights are away.
-        """
+        """Run a step of `Receiver` in every worker; see `receive_all`."""
         return self.receive_all([(operation, arguments)])
 
     def receive_all(self, operations: Sequence[tuple[str, dict[str, Any]]]) -> list[Any]:
-        """Several such steps in one call to the workers; see `receive`."""
+        """Run steps of `Receiver` in every worker. Poisons from `begin` until `commit`. `PhaseError` while asleep."""
         names = [name for name, _ in operations]
         if names != ["release"]:
             self._status.require_weights("take weights")
@@ -252,8 +246,8 @@ class LinkedEngine(StatusEngine):
     def replace_adapter(self, old: str, new: str, adapter: AdapterWeights) -> None:
         """Put `adapter`, named `new`, in the place of `old`; see `Engine.replace_adapter`.
 
-        The workers know it by the same number as before and write it over what they hold, without vLLM's loader, where
-        its modules and shapes are those of `old`. `PhaseError` while the weights are away, whose memory that is in.
+        Workers write it over `old`, without vLLM's loader, if modules and shapes are the same. `PhaseError` without
+        weights.
         """
         self._status.require_weights("replace an adapter")
         if self._adapters.replace(old, new, adapter):

@@ -33,10 +33,7 @@ _ABORT_S = 10.0
 
 
 class LLMLink(WorkerLink):
-    """What links to a `vllm.LLM` have in common.
-
-    Ownership: owns a `vllm.LLM` that `start_llm` has started, until `close`; one that it was given stays its owner's.
-    """
+    """What links to a `vllm.LLM` have in common. `close` shuts down only an LLM that `start_llm` has started."""
 
     def __init__(
         self, llm: Any, device: torch.device, status: EngineStatus, *, deadline_s: float, is_own: bool = False
@@ -106,10 +103,7 @@ class LLMLink(WorkerLink):
         return sampling.completions(outputs, version, adapter[0] if adapter else None, has_text=has_text)
 
     def reset_prefix_cache(self) -> None:
-        """Forget what earlier requests have computed, first without disturbing those in flight.
-
-        Raises: `TransferError` when vLLM does not let go of it.
-        """
+        """Forget what earlier requests have computed, and disturb requests in flight only if necessary."""
         llm = self.llm
         if not (
             self.run("reset_prefix_cache", llm.reset_prefix_cache)
@@ -128,7 +122,7 @@ class LLMLink(WorkerLink):
         self.run("resume", lambda: llm.wake_up(tags=["scheduling"]))
 
     def tell_version(self, version: int) -> None:
-        """Have vLLM name the version of its weights to whoever asks it, where it can (from 0.30)."""
+        """Have vLLM name the version of its weights to its clients, where it can (from 0.30)."""
         tell = getattr(self.llm, "update_weight_version", None)
         if tell is not None:
             self.run("update_weight_version", lambda: tell(str(version)))
@@ -177,7 +171,7 @@ class InProcessLink(LLMLink):
             return values
         from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
-        for group in (get_tp_group(), get_pp_group()):  # of this replica, of which there may be others
+        for group in (get_tp_group(), get_pp_group()):  # those of this replica; there may be others
             if group.world_size > 1:
                 found: list[Any] = [None] * group.world_size
                 torch.distributed.all_gather_object(found, values, group=group.cpu_group)
@@ -240,10 +234,7 @@ class OwnProcessLink(LLMLink):
         return answers_of(told, self.status)
 
     def run(self, operation: str, function: Callable[[], T], *, deadline: bool = True) -> T:
-        """Call into vLLM; the end of its process, or its silence, becomes `EngineLost`.
-
-        It is silent when nothing has been sampled for as long as the deadline, nor this call been answered.
-        """
+        """Call into vLLM. `EngineLost` when its process ends, or neither answers nor samples until the deadline."""
         self.status.require_present()
         if self._calls is None:
             return function()
@@ -261,7 +252,7 @@ class OwnProcessLink(LLMLink):
             raise
 
     def abort_requests(self) -> None:
-        """End every request in vLLM, whoever waits for it; in a process that is silent once it speaks again."""
+        """End every request in vLLM, whoever waits for it; if the process is silent, once it answers again."""
         if self.status.lost is not None or self._calls is None:
             return
         core = self.llm.llm_engine
@@ -338,10 +329,7 @@ def _abort(core: Any, states: Mapping[str, Any]) -> None:
 
 
 def _start_here(start: Callable[[], T], options: Mapping[str, Any], device: torch.device) -> T:
-    """Start vLLM in this process, whose random numbers stay its own.
-
-    Unless `seed` is among the options, or there are other ranks, which have to draw what this one does.
-    """
+    """Start vLLM in this process without changing its random state, unless a `seed` or other ranks ask for vLLM's."""
     if options.get("seed") is not None or options.get("distributed_executor_backend") == "external_launcher":
         return start()
     with compat.own_random_state(device):

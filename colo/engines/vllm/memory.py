@@ -18,10 +18,7 @@ from colo.phases.segment import Done, Move
 
 
 class WorkerMemory:
-    """`engine.weights` and `engine.kv_cache`, held and moved by the workers.
-
-    A scheduler holds on to segments, so those of an engine that is started again are the same objects.
-    """
+    """The segments `engine.weights` and `engine.kv_cache`, the same objects also after an engine's restart."""
 
     def __init__(self, before_leaving: Callable[[str, Residency], None]) -> None:
         """`before_leaving(name, target)` sees to it that nobody uses a segment any more."""
@@ -125,10 +122,7 @@ class WorkerSegment:
         self.residency, self.device_bytes, self.host_bytes = Residency.DISCARDED, 0, 0
 
     def begin(self, target: Residency) -> Move:
-        """Start moving to `target`; the engine is paused before anything leaves.
-
-        Raises: as `Segment.begin`, and `PhaseError` when it must not leave.
-        """
+        """Start moving to `target`, engine paused; see `Segment.begin`. `PhaseError` when it must not leave."""
         source = self.residency
         if target is source:
             return Done()

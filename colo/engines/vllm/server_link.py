@@ -50,10 +50,7 @@ _NO_JSON = "Out of range float values are not JSON compliant"
 
 
 class ServerLink(WorkerLink):
-    """A link to a vLLM server, which stays its owner's.
-
-    Other clients of the server are not kept from generating while weights change.
-    """
+    """A link to a vLLM server, which stays its owner's. Its other clients may generate while weights change."""
 
     why_not_shared = "the engine is a server of its own"
     how_to_free: Mapping[str, str] = {
@@ -119,8 +116,8 @@ class ServerLink(WorkerLink):
     ) -> list[Completion]:
         """Sample from weights of `version`, all prompts at once; see `Engine.generate`.
 
-        Raises: `EngineLost` when the server ends or stops saying that it is healthy; `Unsupported` for sampling whose
-        log-probabilities the server does not return; whatever it complains about as `ValueError`.
+        Raises: `EngineLost` when the server is no longer healthy; `Unsupported` for sampling without log-probabilities;
+        `ValueError` for what the server refuses.
         """
         info = self.infos[0]
         params = self.sampling_params(params, {})

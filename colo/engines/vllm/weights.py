@@ -29,10 +29,7 @@ from colo.weights.transports.ipc.staging import Staging
 
 
 class WorkerWeights:
-    """The weights that the workers of one link hold.
-
-    Ownership: owns what it has mapped of the workers' memory, until `close`; `store` and `staging` are the engine's.
-    """
+    """The weights that the workers of one link hold. Owns what it has mapped of their memory, until `close`."""
 
     def __init__(self, link: WorkerLink, *, store: WeightStore | None, staging: Staging) -> None:
         self._link = link
@@ -98,7 +95,7 @@ class WorkerWeights:
     def reload(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Run vLLM's layerwise reload on all of its weights. When it fails, the model cannot compute.
 
-        Raises: whatever a worker raised, with its traceback; `TransferError` for weights that none has a place for.
+        Raises: what a worker raised, with its traceback; `TransferError` for weights that no worker has a place for.
         """
         specs: dict[str, torch.Tensor] = {}
         _, left_out = in_all_ranks(
@@ -134,10 +131,7 @@ class WorkerWeights:
         self._mapped.clear()
 
     def _memory(self, rank: int, answer: Mapping[str, Any]) -> Sequence[torch.Tensor]:
-        """The memory that one worker's weights lie in.
-
-        Raises: `TransferError` when it cannot be mapped, `Unsupported` when it should not be.
-        """
+        """The memory of one worker's weights. `TransferError` or `Unsupported` where it is not to be mapped."""
         if self._store is not None:
             return self._store.slabs(rank)
         link = self._link

@@ -37,9 +37,8 @@ _NAMES = {
 def checkpoint_views(tensors: Mapping[str, torch.Tensor], model_type: str | None) -> list[tuple[str, torch.Tensor]]:
     """Views that together are `tensors`, by their names in a checkpoint; in order, experts in a parameter's place.
 
-    For the model types above `experts.gate_up_proj` [E, 2I, H] becomes E pairs of a gate and an up projection [I, H],
-    and `experts.down_proj` [E, H, I] becomes E matrices [H, I]. Everything else is passed through as it is, stacked
-    experts of another or no model type too. Meta tensors will do.
+    For the model types above `experts.gate_up_proj` [E, 2I, H] becomes E pairs of projections [I, H], and
+    `experts.down_proj` [E, H, I] becomes E matrices [H, I]. Everything else is passed through. Meta tensors will do.
     """
     names = _NAMES.get(model_type or "")
     if names is None:

@@ -28,7 +28,7 @@ GATHERED_BYTES = 256 * MIB
 class LocalTransport(CopyingTransport):
     """Copies every weight by the engine's load plan or, where the plan has fallbacks, through the engine's loader.
 
-    Weights that are sharded over ranks are gathered on the way, some at a time.
+    Sharded weights are gathered on the way, some at a time.
     """
 
     name = "local"

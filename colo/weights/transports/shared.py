@@ -73,10 +73,7 @@ class SharedTransport:
         self._seen = None
 
     def move_out(self, device: torch.device) -> None:
-        """Give every parameter memory of its own on `device`, one at a time, and on the host where there is no room.
-
-        Parameters stay the same objects with the same values; the engine's memory is left as it is.
-        """
+        """Give every parameter memory of its own on `device`, one at a time, or on the host where there is no room."""
         for name, parameter in self.source:
             if name not in self._aliases:
                 continue
@@ -86,10 +83,7 @@ class SharedTransport:
 
 
 class _Seen:
-    """A model whose parameters have been compared: to be looked at in a moment, which comparing by name is not.
-
-    Ownership: keeps the modules, so that none that is made anew can be at the address of one that has gone.
-    """
+    """A model whose parameters have been compared. Keeps the modules, so that no new one has an old one's address."""
 
     def __init__(self, model: nn.Module) -> None:
         self._modules = all_modules(model)

@@ -66,8 +66,7 @@ def call(worker: Any, operation: str, arguments: Mapping[str, Any], client: str)
 class WorkerAgent:
     """The operations of one worker: every public method is one, and its arguments and results travel.
 
-    It answers one client at a time, the one that asked it to `describe` itself last: what one has bound, another must
-    not copy.
+    Only the client that called `describe` last is answered: one client must not copy what another has bound.
     """
 
     def __init__(self, worker: Any) -> None:
@@ -101,12 +100,11 @@ class WorkerAgent:
         probe: Description | None = None,
         home: Description | None = None,
     ) -> dict[str, Any]:
-        """`WorkerInfo` for a new client; what an earlier one has left behind is ended, and its memory let go.
+        """Meet a new client and return `WorkerInfo`. What an earlier client has begun is ended, and its memory let go.
 
-        With `client_pid` this process ends with that one. With `probe` (see `mapped_buffer.probing`) it says why
-        it cannot map the client's memory, if it cannot. `home` is host memory that begins with the client's name.
-        Raises: `TransferError` when `home` is not the client's, who is on another machine then; `BudgetError` when
-        what an earlier client has put to sleep cannot come back.
+        This process ends with `client_pid`, if given; `probe` (see `mapped_buffer.probing`) is memory that it tries to
+        map. Raises: `TransferError` when `home` is not the client's memory, so that the client is on another machine;
+        `BudgetError` when what an earlier client has put to sleep cannot come back.
         """
         if home is not None:
             _check_home(home, self._client or "")
@@ -151,10 +149,10 @@ class WorkerAgent:
         self.release()
 
     def record(self, parameters: list[list[Any]], model_type: str | None, to_pid: int) -> dict[str, Any] | LoadPlan:
-        """The load plan of parameters, given as `TensorSpec.to_wire`, for process `to_pid`.
+        """Record the load plan of parameters (`TensorSpec.to_wire`) for process `to_pid`: in this process the plan
+        itself.
 
-        In this process it is the plan itself. For another, `copies` are `CopySpec.to_wire`, whose targets lie in memory
-        that it has given, or that it opens as `memory` describes.
+        For another process, `copies` are `CopySpec.to_wire`, and `memory` describes what their targets lie in.
         """
         source = {spec.name: empty(spec) for spec in map(TensorSpec.from_wire, parameters)}
         plan = self._record(source, model_type)
@@ -222,7 +220,7 @@ class WorkerAgent:
         return segments.by_name[segment].device_bytes
 
     def release(self) -> None:
-        """Bring everything back and forget it, and what was mapped of the caller's: he is about to let go."""
+        """Bring everything back and forget it, and unmap the client's memory, which is about to be freed."""
         self._staging = self._adapter_kept = None
         if self._segments is not None:
             self._segments.close()
@@ -248,10 +246,7 @@ class WorkerAgent:
         return self._reload.tied
 
     def reload(self, tensors: list[Any], model_type: str | None, staging: dict[str, Any] | None) -> None:
-        """Load tensors: [name, tensor] within one process, else [name, dtype, shape, offset in the staging slab].
-
-        Ordering: the staging slab is the caller's again when this returns.
-        """
+        """Load tensors: [name, tensor] within one process, else [name, dtype, shape, offset in the staging slab]."""
         check_begun(self._reload).load(self._in_staging(tensors, staging), model_type, keep=staging is None)
 
     def abandon_reload(self) -> None:
@@ -261,7 +256,7 @@ class WorkerAgent:
             reload.abandon()
 
     def finish_reload(self) -> dict[str, int]:
-        """Finish a layerwise reload: post-processing has run, addresses are as before. Returns `left_out` of it."""
+        """Finish a layerwise reload: vLLM has post-processed the weights. Returns `left_out` of `Reload.finish`."""
         reload, self._reload = check_begun(self._reload), None
         left_out: dict[str, int] = reload.finish()["left_out"]
         return left_out

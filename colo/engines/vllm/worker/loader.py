@@ -54,7 +54,7 @@ class OwnMemory:
         return self._slabs[-1].bytes
 
     def drop(self, unused: Mapping[int, StorageWeakRef]) -> None:
-        """Let go of slabs, which whoever still uses one keeps."""
+        """Let go of slabs; tensors over them keep the memory."""
         for index in unused:
             self._slabs[index].close()
 
@@ -131,10 +131,7 @@ class Placement:
         return {name: place for name, place in described if place is not None}
 
     def put_back(self, model: nn.Module) -> None:
-        """Make parameters the memory in which they lay in the end when it was filled.
-
-        What reads a checkpoint may have made an output layer the embedding, or one part of a model another.
-        """
+        """Put parameters where they lay when the memory was filled: reading the checkpoint may tie some."""
         for name, parameter in model.named_parameters(remove_duplicate=False):
             known = self.source.layout.get(name)
             mine = self._describe(parameter)
@@ -154,7 +151,7 @@ class Placement:
         return tuple(checksum(slab) for slab in self.slabs)
 
     def drop_unused(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Give slabs back in which none of `tensors` lies: that of an output layer which has become tied, for one."""
+        """Give back slabs without any of `tensors`, such as the slab of an output layer that has become tied."""
         used = {place[0] for tensor in tensors if (place := self.locate(tensor)) is not None}
         unused = {
             index: StorageWeakRef(slab.untyped_storage()) for index, slab in enumerate(self.slabs) if index not in used

@@ -21,7 +21,7 @@ from colo.weights.sources.checkpoint import checkpoint_views
 def record(
     model: nn.Module, model_config: Any, device: torch.device, source: dict[str, torch.Tensor], model_type: str | None
 ) -> LoadPlan:
-    """The plan of `source`, in the names of a transformers model of `model_type`; no byte is moved.
+    """Record the plan of `source`, in the names of a transformers model of `model_type`; no byte is moved.
 
     Raises: `TransferError` when parameters do not cover the model exactly once; whatever vLLM's loader raises.
     """

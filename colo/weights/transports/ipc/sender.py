@@ -63,7 +63,7 @@ class IpcTransport(CopyingTransport):
         bucket_bytes: int = BUCKET_BYTES,
         verify: bool = True,
     ) -> None:
-        """Describe the weights to the workers. `staged` is for parameters that must not be mapped.
+        """Describe the weights to the workers; `staged` is for parameters that must not be mapped.
 
         Raises: `Unsupported` with the reason when the engine cannot take them by recorded copies.
         """
