@@ -113,8 +113,8 @@ REFUSALS = {
 }
 """By the function that refuses."""
 
-PASSED_ON = {"phases/ledger.py refuse", "engines/vllm/wire.py _budget_error"}
-"""What makes an error for others to raise, or raises a worker's again. `colo.testing` is for tests."""
+PASSED_ON = {"phases/ledger.py refuse"}
+"""A function that makes an error for others to raise. `colo.testing` is for tests."""
 
 
 def refusing_functions():

@@ -6,7 +6,6 @@ Nothing here allocates: keys and values are written in place. Calls whose sequen
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -135,16 +134,6 @@ class BufferCache(Cache):  # type: ignore[misc]  # transformers ships no types
         return forward(model, token_ids[:, None], self)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Prefix:
-    """The prompts whose keys and values lie at the front of the buffer."""
-
-    prompts: tuple[tuple[int, ...], ...]
-    adapter: str | None
-    logits: torch.Tensor
-    """What follows each prompt, [prompts, vocab]. An ordinary tensor beside the buffer."""
-
-
 class KVCacheBuffer:
     """The bytes of a region as keys and values, prompts first, so that the next call finds them again.
 
@@ -166,7 +155,9 @@ class KVCacheBuffer:
         self._num_layers, self._num_heads, self._head_dim = num_layers, num_heads, head_dim
         self._dtype = dtype
         self._positions = positions
-        self._prefix: _Prefix | None = None
+        self._prefix: tuple[tuple[tuple[int, ...], ...], str | None, torch.Tensor] | None = None
+        """Prompts at the front of the buffer, their adapter, and the logits after each, [prompts, vocab]."""
+
         layer = LayerCache(num_heads=num_heads, key_size=head_dim, value_size=head_dim)
         self.bytes_per_token = num_layers * layer.token_bytes(dtype_bytes=dtype.itemsize)
         self.capacity_tokens = region.size_bytes // self.bytes_per_token
@@ -198,16 +189,15 @@ class KVCacheBuffer:
 
     def recall(self, wave: Wave, adapter: str | None) -> torch.Tensor | None:
         """The logits [prompts, vocab] after the prompts of `wave`, if computed last; else forget what was computed."""
-        found = self._prefix
-        if found and not wave.in_place and (found.prompts, found.adapter) == (wave.prompts, adapter):
-            return found.logits
+        if self._prefix is not None and not wave.in_place and self._prefix[:2] == (wave.prompts, adapter):
+            return self._prefix[2]
         self.forget()
         return None
 
     def remember(self, wave: Wave, adapter: str | None, logits: torch.Tensor) -> None:
         """Note that the prompts of `wave` have been computed, and the `logits` [prompts, vocab] that follow them."""
         if not wave.in_place:
-            self._prefix = _Prefix(prompts=wave.prompts, adapter=adapter, logits=logits)
+            self._prefix = (wave.prompts, adapter, logits)
 
     def forget(self) -> None:
         """Compute every prompt anew: the weights have changed, or the memory has lost its content."""

@@ -11,7 +11,7 @@ import itertools
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
@@ -228,7 +228,11 @@ class ColoModelLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM ships no t
             end_with(store.owner_pid)
         placement = self._placement = Placement(source, device)
         compat.prefer_sleep_backend(model_config)
-        with _plain_pool(placement, device), self._building:
+        kept_apart: AbstractContextManager[object] = nullcontext()
+        if device.type == "cuda":  # what lies beside the parameters must not be in the sleep pool, which is unmapped
+            placement.pool = torch.cuda.MemPool()
+            kept_apart = torch.cuda.use_mem_pool(placement.pool)
+        with kept_apart, self._building:
             built_on = torch.device(vllm_config.load_config.device or vllm_config.device_config.device)
             self._building.enter_context(parameters_in(placement, device, built_on=built_on, fill=source.fill))
             model: nn.Module = super().load_model(vllm_config, model_config, *args, **kwargs)
@@ -257,17 +261,6 @@ class ColoModelLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM ships no t
         source.close()
         _placements[model] = placement
         return model
-
-
-@contextmanager
-def _plain_pool(placement: Placement, device: torch.device) -> Iterator[None]:
-    """Keep what loading allocates beside the parameters out of vLLM's sleep pool, which sleeping would unmap."""
-    if device.type != "cuda":
-        yield
-        return
-    placement.pool = torch.cuda.MemPool()
-    with torch.cuda.use_mem_pool(placement.pool):
-        yield
 
 
 def _plain_tensors(model: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
