@@ -29,7 +29,7 @@ class EngineStatus:
         on_loss: Callable[[], None] = lambda: None,
         when_lost: str = "call recover() to start it again",
     ) -> None:
-        """`check_alive` runs before each `require`, and calls `lose` if the engine is gone. `on_loss` runs after that.
+        """`check_alive` runs before each `require`, and calls `lose` if the engine is gone. `on_loss` runs then.
 
         `segments` are the engine's; `when_lost` is the advice for a lost engine.
         """

@@ -200,10 +200,10 @@ def empty_model(config: PretrainedConfig, *, dtype: torch.dtype, attn_implementa
 
 
 def bind(model: PreTrainedModel, views: Mapping[str, torch.Tensor], tied: Mapping[str, str]) -> None:
-    """Make `views`, by Hugging Face name, the frozen parameters and the buffers of `model`; parameters are taken as
-    they are.
+    """Make `views`, by Hugging Face name, the frozen parameters and the buffers of `model`.
 
-    Other buffers move to the same device. Raises: `KeyError` for a parameter that is neither in `views` nor in `tied`.
+    An `nn.Parameter` is taken as it is. Other buffers move to the same device. Raises: `KeyError` for a parameter that
+    is neither in `views` nor in `tied`.
     """
     frozen = {
         name: view if isinstance(view, nn.Parameter) else nn.Parameter(view, requires_grad=False)

@@ -62,7 +62,7 @@ def parameters_in(slabs: Slabs, device: torch.device, *, built_on: torch.device,
 class _LargeTensorsIn(TorchFunctionMode):
     """Makes large tensors in the slabs when `torch.empty` gets no device, as for parameters.
 
-    The mode then sees the context's `torch.device`; vLLM itself passes strings or numbers. A tensor that were moved
+    The mode then sees the context's `torch.device`; vLLM itself passes strings or numbers. A tensor that moved
     later would leave memory behind that torch hardly uses again under vLLM's `max_split_size_mb:20`.
     """
 
