@@ -60,18 +60,25 @@ class Reference:
 
     def _run_frozen(self, compute: Callable[[Any], T]) -> T:
         device = next(self._model.parameters()).device
-        try:
-            frozen = {f"model.{name}": t.to(device, non_blocking=True) for name, t in self._kept.items()}
-        except torch.OutOfMemoryError as error:
+        free_bytes = free_device_bytes(device) + _cached_bytes(device)
+        if device.type != "cpu" and self.size_bytes > free_bytes:
             raise BudgetError(
-                f"the reference of the KL term needs {format_bytes(self.size_bytes)} of the device beside the model: "
-                "train an adapter (lora=...), whose reference is the model without it, set kl_coefficient to 0, or "
-                "lower RuntimeConfig.kv_cache_bytes",
+                f"the reference of the KL term needs {format_bytes(self.size_bytes)} of the device beside the model, "
+                f"and {format_bytes(free_bytes)} are free: train an adapter (lora=...), whose reference is the model "
+                "without it, set kl_coefficient to 0, or lower RuntimeConfig.kv_cache_bytes",
                 needed_bytes=self.size_bytes,
-                free_bytes=free_device_bytes(device),
-            ) from error
+                free_bytes=free_bytes,
+            )
+        frozen = {f"model.{name}": t.to(device, non_blocking=True) for name, t in self._kept.items()}
         result: T = torch.func.functional_call(_Call(self._model, compute), frozen, ())
         return result
+
+
+def _cached_bytes(device: torch.device) -> int:
+    """Device memory that torch keeps of what was freed, such as the gradients of the last step, and gives again."""
+    if device.type != "cuda":
+        return 0
+    return int(torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
 
 
 class _Call(nn.Module):
@@ -95,12 +102,12 @@ def _copied(model: nn.Module) -> dict[str, Tensor]:
             "a KL term over weights that are sharded over ranks is not there yet: train an adapter, or set "
             "kl_coefficient to 0"
         )
-    needed_bytes, free_bytes = sum(tensor.nbytes for tensor in tensors.values()), available_host_bytes()
+    needed_bytes, free_bytes = sum(t.nbytes for t in tensors.values()), available_host_bytes()
     if needed_bytes > free_bytes:
         raise BudgetError(
             f"the reference of the KL term is a copy of the weights, {format_bytes(needed_bytes)} of host memory, and "
-            f"{format_bytes(free_bytes)} are available: train an adapter (lora=...), whose reference is the model "
-            "without it, or set kl_coefficient to 0",
+            f"{format_bytes(free_bytes)} are available: free some, train an adapter (lora=...), whose reference is "
+            "the model without it, or set kl_coefficient to 0",
             needed_bytes=needed_bytes,
             free_bytes=free_bytes,
         )

@@ -19,7 +19,8 @@ LAYERS = [
     ["assembly"],
     ["rl", "testing"],
     ["cli_options", "doctor"],
-    ["demo", "bench"],
+    ["demo", "grpo", "bench"],
+    ["cli_grpo"],
     ["cli"],
     ["__main__"],
 ]
