@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from numbers import Integral, Real
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, overload, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar, overload, runtime_checkable
 
 from colo.errors import TransferError
 
@@ -139,14 +139,14 @@ class _Text:
     def __get__(self, completion: Completion | None, owner: type) -> str | None:
         if completion is None:
             return None  # the default
-        kept = vars(completion)
-        if callable(kept["text"]):
-            kept["text"] = kept["text"]()
-        text: str | None = kept["text"]
+        text: str | Callable[[], str] | None = completion._text
+        if callable(text):
+            text = text()
+            self.__set__(completion, text)
         return text
 
     def __set__(self, completion: Completion, text: str | Callable[[], str] | None) -> None:
-        vars(completion)["text"] = text
+        object.__setattr__(completion, "_text", text)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,12 +187,14 @@ class Completion:
     """The engine's own object for this sample, where it has one (`vllm.CompletionOutput`, whose own text is empty where
     colo decodes)."""
 
-    def with_text(self, decode: Callable[[tuple[int, ...]], str]) -> Completion:
-        """This completion with the text that `decode` makes of its tokens, unless the engine has given one."""
-        return self if vars(self)["text"] is not None else replace(self, text=lambda: decode(self.token_ids))
+    _text: ClassVar[Any] = None  # what `text` keeps of each: a text, or what decodes it
+
+    def with_text(self, decode: Callable[[], str]) -> Completion:
+        """This completion with the text that `decode` makes when it is read, unless the engine has given one."""
+        return self if self._text is not None else replace(self, text=decode)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "text": self.text}  # what decodes it need not be in another process
+        return {**vars(self), "_text": self.text}  # what decodes it need not be in another process
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

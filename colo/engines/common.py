@@ -18,8 +18,8 @@ WEIGHTS_AT: Mapping[SleepLevel, Residency] = {
 }
 """Where each sleep level leaves the weights. All of them discard the KV cache."""
 
-COMPLETION_BYTES = 256
-"""Host memory of a `Completion` of one token, without its text; what engines keep of a sequence comes on top."""
+COMPLETION_BYTES = 512
+"""Host memory of a `Completion` of one token, with what decodes its text; what engines keep of it comes on top."""
 
 _DEPTH = (Residency.RESIDENT, Residency.OFFLOADED, Residency.DISCARDED)
 _TAGS = {"weights": ENGINE_WEIGHTS, "kv_cache": ENGINE_KV_CACHE}

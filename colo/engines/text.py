@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from colo.engine import Completion
@@ -55,7 +56,11 @@ def with_text(completion: Completion, tokenizer: Any) -> Completion:
     """The completion with the text that the tokenizer decodes when it is read, where the engine has given none."""
     if tokenizer is None:
         return completion
-    return completion.with_text(lambda token_ids: str(tokenizer.decode(token_ids, skip_special_tokens=True)))
+    return completion.with_text(partial(_decoded, tokenizer, completion.token_ids))
+
+
+def _decoded(tokenizer: Any, token_ids: tuple[int, ...]) -> str:
+    return str(tokenizer.decode(token_ids, skip_special_tokens=True))
 
 
 def continuation(tokenizer: Any, prompt: Sequence[int], token_ids: Sequence[int]) -> str:

@@ -120,7 +120,7 @@ def check_rewards(
             f"reward {name!r} returned {len(found)} values for {expected} completions{_at(step)}: {wanted}"
         )
     for index, value in enumerate(found):
-        if hasattr(value, "item"):
+        if hasattr(value, "item") and not getattr(value, "ndim", 0):
             value = value.item()
         if value is None and allow_none:
             found[index] = math.nan

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from colo.engine import Completion, SamplingParams
@@ -142,7 +143,7 @@ def _text(output: Any, sample: Any, tokenizer: Any, *, has_text: bool) -> str | 
     prompt, token_ids = tuple(output.prompt_token_ids), tuple(sample.token_ids)
     if sample.finish_reason == "stop":
         token_ids = token_ids[:-1]  # the stop token, of which vLLM shows nothing
-    return lambda: continuation(tokenizer, prompt, token_ids)
+    return partial(continuation, tokenizer, prompt, token_ids)
 
 
 def _completion(

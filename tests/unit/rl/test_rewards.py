@@ -134,6 +134,7 @@ async def later():
         ([-math.inf, 1.0], "returned -inf for completion 0 of 2"),
         (torch.tensor([1.0, math.nan]), "returned nan for completion 1"),
         (torch.ones(2, 2), r"returned \[1.0, 1.0\] for completion 0 of 2"),
+        ([torch.ones(2), 1.0], r"returned tensor\(.* for completion 0"),
         ([1.0, 1j], "returned 1j for completion 1"),
     ],
     ids=str,
