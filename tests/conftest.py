@@ -70,3 +70,19 @@ def colo(monkeypatch, capsys):
         return ended.value.code, *capsys.readouterr()
 
     return run
+
+
+@pytest.fixture
+def run_demo():
+    """Runs the demo on the CPU and closes its runtime after the test."""
+    from colo import demo
+
+    results = []
+
+    def run(**options):
+        results.append(demo.run(**({"steps": 2, "device": "cpu"} | options)))
+        return results[-1]
+
+    yield run
+    for result in results:
+        result.runtime.close()

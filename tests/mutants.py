@@ -201,6 +201,7 @@ def _run_tests(tests: Sequence[str], codes: Mapping[str, CodeType], plugin: _Plu
     phases = (hypothesis.Phase.explicit, hypothesis.Phase.generate)  # without making examples smaller
     hypothesis.settings.register_profile("mutants", derandomize=True, database=None, phases=phases)
     hypothesis.settings.load_profile("mutants")
+    vars(builtins)["__ran__"] = set().add  # for what modules run as they are imported, before the first test
     for stream in (1, 2):
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
     options = ["-x", "-q", "-p", "no:cacheprovider", "--tb=no", "-Wignore::pytest.PytestAssertRewriteWarning"]

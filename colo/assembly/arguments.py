@@ -43,7 +43,7 @@ def check_launch(
     """Raise `TypeError`, `ValueError` or `Unsupported` for what `launch` does not take."""
     check_common(tokenizer, config)
     _check_checkpoint(model)
-    _check_engine(engine, engine_options)
+    check_engine(engine, engine_options)
     if isinstance(optimizer, torch.optim.Optimizer) or (optimizer is not None and not callable(optimizer)):
         raise TypeError(
             f"launch makes the model, and calls optimizer with its parameters: pass a function such as "
@@ -135,7 +135,8 @@ def chosen_dtype(
     return found
 
 
-def _check_engine(engine: object, options: object) -> None:
+def check_engine(engine: object, options: object) -> None:
+    """Raise `TypeError` or `ValueError` for an engine that is not started by name, or options that it does not take."""
     if not isinstance(engine, str):
         raise TypeError(
             f"launch starts the engine itself, 'torch' or 'vllm', and engine={_named(engine)} is neither: an engine "

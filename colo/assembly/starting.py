@@ -32,6 +32,8 @@ from colo.weights.transports.choice import record_plan, why_not_shared
 if TYPE_CHECKING:
     from peft import LoraConfig
 
+    from colo.engines.vllm.engine import VLLMEngine
+
 Checkpoint: TypeAlias = str | os.PathLike[str] | PretrainedConfig | PreTrainedModel
 
 DEFAULT_SEQUENCES, DEFAULT_LENGTH = 64, 4096
@@ -62,9 +64,12 @@ class LaunchRequest:
         """The revision of a checkpoint on the hub."""
         return revision_of(self.engine_options)
 
-    def kv_cache_bytes(self, model: nn.Module, *, packed: bool = False) -> int:
-        """Size of the KV cache beside `model`. Raises: `BudgetError` when the two do not fit."""
-        weights_bytes = _weights_bytes(model, packed=packed)
+    def kv_cache_bytes(self, model: nn.Module, *, packed: bool = False, beside_bytes: int = 0) -> int:
+        """Size of the KV cache beside `model` and `beside_bytes` of a copy of its weights.
+
+        Raises: `BudgetError` when they do not fit.
+        """
+        weights_bytes = beside_bytes + _weights_bytes(model, self.dtype, packed=packed)
         left_bytes = self.capacity_bytes - weights_bytes
         size_bytes = self.config.kv_cache_bytes or _default_kv_bytes(model, self.dtype, left_bytes, self.device)
         _admit(weights_bytes, size_bytes, self.capacity_bytes)
@@ -89,15 +94,8 @@ def dtype_of(model: Checkpoint, revision: str) -> torch.dtype | None:
 def start_torch(request: LaunchRequest, mover: Mover, undo: ExitStack) -> tuple[Engine, Any]:
     """The embedded engine, and a model over its memory."""
     checkpoint = _load_checkpoint(request.model, request.dtype, request.revision)
-    engine = TorchEngine(
-        checkpoint.config,
-        device=request.device,
-        dtype=request.dtype,
-        kv_cache_bytes=request.kv_cache_bytes(checkpoint),
-        mover=mover,
-    )
+    engine = make_torch_engine(checkpoint, request, mover, request.kv_cache_bytes(checkpoint))
     undo.callback(engine.close)
-    engine.module.generation_config = checkpoint.generation_config
     engine.load_weights(ModuleSource(checkpoint))
     if request.config.weights is not Weights.AUTO:
         return engine, _own(checkpoint, request.model).to(request.device).requires_grad_(True).train()
@@ -107,29 +105,49 @@ def start_torch(request: LaunchRequest, mover: Mover, undo: ExitStack) -> tuple[
     return engine, model.requires_grad_(True).train()
 
 
-def start_vllm(request: LaunchRequest, mover: Mover, undo: ExitStack) -> tuple[Engine, Any]:
-    """vLLM, which reads the checkpoint itself, and a model over its memory, or one of its own where that cannot be."""
+def make_torch_engine(model: Any, request: LaunchRequest, mover: Mover, kv_cache_bytes: int) -> TorchEngine:
+    """The embedded engine for the architecture of `model`, without its weights."""
+    engine = TorchEngine(
+        model.config, device=request.device, dtype=request.dtype, kv_cache_bytes=kv_cache_bytes, mover=mover
+    )
+    engine.module.generation_config = model.generation_config
+    return engine
+
+
+def make_vllm_engine(request: LaunchRequest, mover: Mover, kv_cache_bytes: int) -> VLLMEngine:
+    """vLLM for `request.model`, with its weights where that is a checkpoint."""
     from colo.engines.vllm.engine import VLLMEngine
+
+    return VLLMEngine(
+        request.model,
+        kv_cache_bytes=kv_cache_bytes,
+        device=request.device,
+        dtype=request.dtype,
+        mover=mover,
+        **request.engine_options,
+    )
+
+
+def add_lora_options(request: LaunchRequest, config: PretrainedConfig) -> None:
+    """Have vLLM hold matrices for the adapter, if any. Raises: `Unsupported` for a rank above what is given."""
     from colo.engines.vllm.options import rank_limit
 
     options = request.engine_options
     if "kv_cache_memory_bytes" in options:
         raise Unsupported("the KV cache is planned by colo: pass config=RuntimeConfig(kv_cache_bytes=...)")
-    packs, config = _is_packed_by_vllm(request), _config(request.model, request.revision)
     if request.lora is not None:
         rank = _rank(request.lora)
         if rank > options.setdefault("max_lora_rank", rank_limit(rank)):
             raise Unsupported(f"the adapter has rank {rank} and the engine would take {options['max_lora_rank']}")
         options.setdefault("lora_target_modules", _adapted_modules(config, request.lora))
+
+
+def start_vllm(request: LaunchRequest, mover: Mover, undo: ExitStack) -> tuple[Engine, Any]:
+    """vLLM, which reads the checkpoint itself, and a model over its memory, or one of its own where that cannot be."""
+    packs, config = _is_packed_by_vllm(request), _config(request.model, request.revision)
+    add_lora_options(request, config)
     model = empty_model(config, dtype=request.dtype, attn_implementation=None)
-    engine = VLLMEngine(
-        request.model,
-        kv_cache_bytes=request.kv_cache_bytes(model, packed=packs),
-        device=request.device,
-        dtype=request.dtype,
-        mover=mover,
-        **options,
-    )
+    engine = make_vllm_engine(request, mover, request.kv_cache_bytes(model, packed=packs))
     undo.callback(engine.close)
     packed = engine.packed_weights()
     pack(model, packed, compute_dtype=request.dtype)
@@ -255,12 +273,12 @@ def _own(model: Any, given: Checkpoint) -> Any:
     return copy.deepcopy(model) if model is given else model
 
 
-def _weights_bytes(model: Any, *, packed: bool) -> int:
-    """Bytes of the parameters, or what they will be with those of the linear layers packed to 4 bits."""
+def _weights_bytes(model: Any, dtype: torch.dtype, *, packed: bool) -> int:
+    """Bytes of an engine's parameters, or what they will be with those of the linear layers packed to 4 bits."""
     head = model.get_output_embeddings()
     linears = [m for m in model.modules() if packed and isinstance(m, nn.Linear) and m is not head]
-    saved_bytes = sum(m.weight.numel() * (m.weight.element_size() - _PACKED_BYTES) for m in linears)
-    return int(sum(p.numel() * p.element_size() for p in model.parameters()) - saved_bytes)
+    saved_bytes = sum(m.weight.numel() * (dtype.itemsize - _PACKED_BYTES) for m in linears)
+    return int(sum(p.numel() * dtype.itemsize for p in model.parameters()) - saved_bytes)
 
 
 def _default_kv_bytes(model: Any, dtype: torch.dtype, left_bytes: int, device: torch.device) -> int:

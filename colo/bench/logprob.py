@@ -1,16 +1,14 @@
-"""Time and memory of `colo.rl.logprob.token_logprobs`, forward and backward, beside the full computation."""
+"""Time and memory of `colo.rl.logprob.token_logprobs`, forward and backward, compared with the full computation."""
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from colo.bench.common import Row, median_s, synchronize
 from colo.rl.logprob import token_logprobs
 
 Inputs = tuple[Tensor, Tensor, Tensor]
@@ -28,7 +26,7 @@ def run(
     hidden: int = 4096,
     full_tokens: int = 8192,
     repeats: int = 5,
-) -> list[dict[str, Any]]:
+) -> list[Row]:
     """Measure in bfloat16 on random data, with a trained head and with a frozen one.
 
     Three rows for each: chunked at `tokens`, chunked at `full_tokens`, and full at `full_tokens`. Keys of a row:
@@ -80,15 +78,18 @@ def _measure(
     hidden: int,
     weight_gradient: bool,
     repeats: int,
-) -> dict[str, Any]:
+) -> Row:
     """One row, with `ratio_to_full` left open."""
-    row: dict[str, Any] = {"case": case, "weight_gradient": weight_gradient, "device": _device_name(device)}
+    row: Row = {"case": case, "weight_gradient": weight_gradient, "device": device}
     row |= {"dtype": "bfloat16", "tokens": tokens, "vocab": vocab, "hidden": hidden, "fits": True}
     row |= dict.fromkeys(("seconds", "extra_bytes", "extra_beyond_gradients_bytes", "ratio_to_full"))
-    inputs = _inputs(device, tokens, vocab, hidden, weight_gradient)
+    target = torch.device(device)
+    if target.type == "cuda":
+        row["device"] = torch.cuda.get_device_name(target)
+    inputs = _inputs(target, tokens, vocab, hidden, weight_gradient)
     try:
-        extra_bytes = _peak_bytes(compute, inputs, device)
-        row["seconds"] = statistics.median(_seconds(compute, inputs, device) for _ in range(repeats))
+        extra_bytes = _peak_bytes(compute, inputs, target)
+        row["seconds"] = median_s(partial(_step, compute, inputs), target, repeats=repeats, warmup=0)
     except torch.OutOfMemoryError:
         return row | {"fits": False}
     if extra_bytes is not None:
@@ -97,11 +98,7 @@ def _measure(
     return row
 
 
-def _device_name(device: str) -> str:
-    return torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else device
-
-
-def _inputs(device: str, tokens: int, vocab: int, hidden: int, weight_gradient: bool) -> Inputs:
+def _inputs(device: torch.device, tokens: int, vocab: int, hidden: int, weight_gradient: bool) -> Inputs:
     """Hidden states of unit variance and a head that gives logits of about the spread of a trained model's."""
     generator = torch.Generator(device).manual_seed(0)
     hidden_states = torch.randn((tokens, hidden), generator=generator, device=device, dtype=torch.bfloat16)
@@ -118,24 +115,13 @@ def _step(compute: Compute, inputs: Inputs) -> None:
     hidden_states.grad = weight.grad = None
 
 
-def _peak_bytes(compute: Compute, inputs: Inputs, device: str) -> int | None:
-    if torch.device(device).type != "cuda":
+def _peak_bytes(compute: Compute, inputs: Inputs, device: torch.device) -> int | None:
+    if device.type != "cuda":
         _step(compute, inputs)
         return None
-    torch.cuda.synchronize(device)
+    synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before_bytes = torch.cuda.memory_allocated(device)
     _step(compute, inputs)
-    torch.cuda.synchronize(device)
+    synchronize(device)
     return torch.cuda.max_memory_allocated(device) - before_bytes
-
-
-def _seconds(compute: Compute, inputs: Inputs, device: str) -> float:
-    on_cuda = torch.device(device).type == "cuda"
-    if on_cuda:
-        torch.cuda.synchronize(device)
-    start_s = time.perf_counter()
-    _step(compute, inputs)
-    if on_cuda:
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - start_s

@@ -1,8 +1,8 @@
 """`colo bench lora`: the next version of a LoRA adapter to vLLM, ours beside others.
 
-These are files on disk and in RAM, colo's own first load from tensors, and, in this process, what vLLM itself has for
-tensors: `LoRAModel.from_lora_tensors`, added and activated. Random weights, rank 16 on every linear layer of the
-decoder but experts, by the public call that a publication makes; beside them, a call to the worker that does nothing.
+The others are files on disk and in RAM, colo's own first load from tensors, and, in this process, vLLM's own
+`LoRAModel.from_lora_tensors`, added and activated. Random weights, rank 16 on every linear layer of the decoder but
+experts, by the public call that a publication makes. A call to the worker that does nothing is measured, too.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import itertools
 import json
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,12 +19,10 @@ import torch
 from safetensors.torch import save_file
 from transformers import PretrainedConfig
 
-from colo.bench.common import Result, clear, median_s, result
-from colo.bench.workload import SIZES, Row, Size, Tell, device_copy_bytes_per_s, engine, shape, size_name
+from colo.bench.common import Result, Row, Tell, clear, median_s
+from colo.bench.workload import Setup, prepared, worker_of
 from colo.engine import AdapterWeights
 from colo.engines.vllm.engine import VLLMEngine
-from colo.engines.vllm.options import save_config
-from colo.units import GIB
 
 RANK = 16
 ALPHA = 32
@@ -35,30 +32,21 @@ _numbers = itertools.count(1)
 
 
 def run(*, shape_name: str, device: str, tell: Tell = lambda text: None) -> Result:
-    """Measure adapters of one shape; on a CPU of a tiny model, which shows that it works and no more."""
-    target = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
-    config = shape(shape_name, target)
-    size = replace(SIZES[device], enforce_eager=True)
-    size = replace(size, kv_cache_bytes=min(size.kv_cache_bytes, GIB))
-    adapter = _adapter(config, target)
+    """Measure adapters of one shape; see `prepared`."""
     rows: list[Row] = []
-    with tempfile.TemporaryDirectory(prefix="colo-") as folder:
-        save_config(config, folder)
+    with prepared("lora", shape_name, device, tell) as setup:
+        adapter = _adapter(setup.config, setup.device)
         for own_process in (True, False):
             tell("in its own process" if own_process else "in this process")
-            rows += _measure(folder, target, size, adapter, own_process=own_process)
-    limit = {"device_copy_gb_per_s": device_copy_bytes_per_s(target) / 1e9}
-    command = f"colo bench lora --shape {shape_name} --device {device}"
-    return result(f"lora {size_name(shape_name, device)}", command, limit=limit, rows=rows)
+            rows += _measure(setup.small(), adapter, own_process=own_process)
+        return setup.result(rows)
 
 
-def _measure(
-    folder: str, device: torch.device, size: Size, adapter: AdapterWeights, *, own_process: bool
-) -> Iterator[Row]:
+def _measure(setup: Setup, adapter: AdapterWeights, *, own_process: bool) -> Iterator[Row]:
+    device = setup.device
     where = "own process" if own_process else "in process"
     modules = sorted({name.rpartition(".")[2] for name in adapter.a})
-    options = {"own_process": own_process, "max_lora_rank": RANK, "lora_target_modules": modules}
-    driven = engine(folder, device, size, **options)
+    driven = setup.engine(own_process=own_process, max_lora_rank=RANK, lora_target_modules=modules)
     driven.pause()
     driven.load_adapter("policy@0", adapter)
     yield _row(f"colo, {where}", adapter, median_s(partial(_replace, driven, adapter), device, repeats=20, warmup=3))
@@ -96,8 +84,8 @@ def _forget(driven: VLLMEngine) -> None:
 
 
 def _from_tensors(driven: VLLMEngine, adapter: AdapterWeights) -> Callable[[], None]:
-    """Load an adapter as vLLM itself does from tensors, without what colo does beside it."""
-    (worker,) = driven.llm.collective_rpc(_worker)
+    """Load an adapter from tensors as vLLM itself does, without colo."""
+    (worker,) = driven.llm.collective_rpc(worker_of)
     tensors = _named(adapter)
 
     def load() -> None:
@@ -116,10 +104,6 @@ def _from_tensors(driven: VLLMEngine, adapter: AdapterWeights) -> Callable[[], N
         adapters.activate_adapter(1)
 
     return load
-
-
-def _worker(worker: Any) -> Any:
-    return getattr(worker, "worker", worker)
 
 
 def _named(adapter: AdapterWeights) -> dict[str, torch.Tensor]:

@@ -8,31 +8,24 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
+import psutil
 import torch
 
 from colo.bench import overlap
-from colo.bench.common import Result, clear, gigabytes_per_s, median_s, result, timed
+from colo.bench.common import Result, Row, Tell, clear, gigabytes_per_s, median_s, result, segment_of, timed
 from colo.errors import Unsupported
-from colo.memory.offload import Mover, RegionSegment
+from colo.memory.offload import Mover
 from colo.memory.probe import free_device_bytes
-from colo.memory.region import allocate_region, memory_saver
+from colo.memory.region import memory_saver
 from colo.phases.phase import Residency
 from colo.units import GIB, MIB, format_bytes
-
-Row = dict[str, Any]
 
 _CYCLES, _GROWTH_CYCLES = 5, 100
 
 
-def run(
-    *,
-    device: str,
-    size_bytes: int | None = None,
-    tell: Callable[[str], None] = lambda part: None,
-) -> Result:
+def run(*, device: str, size_bytes: int | None = None, tell: Tell = lambda part: None) -> Result:
     """Measure every way of moving `size_bytes` out and back; see the module's docstring.
 
     Raises: `Unsupported` when the device has not twice that many bytes free.
@@ -108,12 +101,11 @@ def _ours(device: torch.device, size_bytes: int, cycles: int, limit: dict[str, f
     """The first cycle, with the arena set up beforehand in the background, and the median of the later ones."""
     mover = Mover(device)
     setup_s = timed(lambda: mover.arena.prepare(size_bytes).result(), device)
-    num_regions = max(1, size_bytes // GIB)
-    regions = [allocate_region(size_bytes // num_regions, device, name="bench") for _ in range(num_regions)]
+    segment = segment_of(size_bytes, mover)
+    regions = segment.regions
     for region in regions:
         region.bytes.random_()
     samples = [region.bytes[::4099].clone() for region in regions]
-    segment = RegionSegment("bench", regions=regions, away=Residency.OFFLOADED, mover=mover)
     free_before = free_device_bytes(device)
     outs, backs, freed = [], [], []
     for _ in range(cycles + 1):
@@ -147,44 +139,32 @@ def _fresh_pinned(device: torch.device, size_bytes: int) -> tuple[float, float]:
     return _out_and_back(device, out, lambda host: host.to(device, non_blocking=True, copy=True))
 
 
-def _out_and_back(
-    device: torch.device, out: Callable[[], torch.Tensor], back: Callable[[torch.Tensor], torch.Tensor]
-) -> tuple[float, float]:
-    """Medians of three rounds."""
-    outs, backs = [], []
-    for _ in range(3):
-        clear(device)
-        kept: list[torch.Tensor] = []
-        outs.append(timed(partial(_keep, kept, out), device))
-        backs.append(timed(partial(back, kept[0]), device))
-    return statistics.median(outs), statistics.median(backs)
-
-
-def _keep(kept: list[torch.Tensor], out: Callable[[], torch.Tensor]) -> None:
-    kept.append(out())
-
-
 def _saver_backup(device: torch.device, size_bytes: int) -> tuple[float, float]:
     saver = memory_saver()
     with saver.region(tag="bench.backup", enable_cpu_backup=True):
         tensor = torch.empty(size_bytes, dtype=torch.uint8, device=device)
     tensor.random_()
-    outs, backs = [], []
-    for _ in range(3):
-        outs.append(timed(lambda: saver.pause("bench.backup"), device))
-        backs.append(timed(lambda: saver.resume("bench.backup"), device))
+    taken = _out_and_back(device, lambda: saver.pause("bench.backup"), lambda _: saver.resume("bench.backup"))
     del tensor
     saver.pause("bench.backup")
+    return taken
+
+
+def _out_and_back(device: torch.device, out: Callable[[], Any], back: Callable[[Any], Any]) -> tuple[float, float]:
+    """Medians of three rounds; `back` is given what `out` returned."""
+    outs, backs = [], []
+    for _ in range(3):
+        clear(device)
+        kept: list[Any] = []
+        outs.append(timed(lambda: kept.append(out()), device))  # noqa: B023 - called at once
+        backs.append(timed(lambda: back(kept[0]), device))  # noqa: B023
     return statistics.median(outs), statistics.median(backs)
 
 
 def _growth(device: torch.device, size_bytes: int, cycles: int) -> Row:
     """Device, host and pinned bytes after many cycles against those after two."""
-    import psutil
-
     mover = Mover(device)
-    region = allocate_region(size_bytes, device, name="growth")
-    segment = RegionSegment("growth", regions=[region], away=Residency.OFFLOADED, mover=mover)
+    segment = segment_of(size_bytes, mover)
     process = psutil.Process()
     readings = []
     for cycle in range(cycles):

@@ -1,6 +1,7 @@
 """The cost of an offload to other work: generation beside it, and the time a whole loop waits for it.
 
-Part of `colo bench offload`. The model has random weights in Qwen3's shape; the embedded engine generates.
+Part of `colo bench offload`. The model has random weights in the shape of Qwen3-0.6B, on a CPU a tiny one; the embedded
+engine generates.
 """
 
 from __future__ import annotations
@@ -8,33 +9,23 @@ from __future__ import annotations
 import statistics
 import time
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from transformers import Qwen3Config
 
 from colo.assembly.launch import launch
-from colo.bench.common import clear, timed
+from colo.bench.common import Row, clear, segment_of, shape, timed
 from colo.config import Offload, RuntimeConfig
 from colo.engine import SamplingParams
-from colo.memory.offload import RegionSegment
-from colo.memory.region import allocate_region
 from colo.phases.phase import TRAINER_MASTER_WEIGHTS, TRAINER_OPTIMIZER, Residency
 from colo.runtime import Runtime
 from colo.trainer.master_weights import MasterWeights
 from colo.units import GIB, MIB
-
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OverlapSize:
     """Sizes of a measurement."""
 
-    hidden: int
-    layers: int
-    heads: int
-    vocab: int
     kv_cache_bytes: int
     offload_bytes: int
     sequences: int
@@ -46,10 +37,6 @@ class OverlapSize:
 
 SIZES = {
     "cuda": OverlapSize(
-        hidden=1024,
-        layers=28,
-        heads=16,
-        vocab=151936,
         kv_cache_bytes=8 * GIB,
         offload_bytes=32 * GIB,
         sequences=64,
@@ -59,10 +46,6 @@ SIZES = {
         micro_batches=4,
     ),
     "cpu": OverlapSize(
-        hidden=64,
-        layers=2,
-        heads=4,
-        vocab=128,
         kv_cache_bytes=MIB,
         offload_bytes=16 * MIB,
         sequences=4,
@@ -72,22 +55,17 @@ SIZES = {
         micro_batches=2,
     ),
 }
-"""On CUDA the 0.6B shape; on a CPU something that ends soon."""
-
-
 _ROUNDS, _STEPS = 4, 5  # of `exposed_time`
 
 
 def beside_an_offload(device: torch.device, *, repeats: int = 5) -> Row:
     """Seconds of the same generation alone, and while a large offload runs from its first token to its last."""
     size = SIZES[device.type]
-    rt = _runtime(device, size, Offload.NEVER)
+    rt = _runtime(device, size)
     params = SamplingParams(n=1, max_tokens=size.new_tokens, temperature=0, ignore_eos=True)
     prompts = [[i + 1, i + 2, i + 3] for i in range(size.sequences)]
     mover = rt.engine.mover
-    num_regions = max(1, size.offload_bytes // GIB)
-    regions = [allocate_region(size.offload_bytes // num_regions, device, name="beside") for _ in range(num_regions)]
-    segment = RegionSegment("beside", regions=regions, away=Residency.OFFLOADED, mover=mover)
+    segment = segment_of(size.offload_bytes, mover)
     mover.arena.reserve(size.offload_bytes)
     alone, beside, left = [], [], []
     with rt.rollout():
@@ -124,8 +102,8 @@ def exposed_time(device: torch.device) -> Row:
     raw time is what the copies take by themselves.
     """
     size = SIZES[device.type]
-    rt = _runtime(device, size, Offload.NEVER)
-    ids = torch.randint(1, size.vocab, (size.train_batch, size.train_length), device=device)
+    rt = _runtime(device, size)
+    ids = torch.randint(1, shape("0.6b", device).vocab_size, (size.train_batch, size.train_length), device=device)
     seconds: dict[Offload, list[float]] = {Offload.NEVER: [], Offload.ALWAYS: []}
     for i in range(_ROUNDS):
         for offload, taken in seconds.items():
@@ -170,25 +148,12 @@ def _step(rt: Runtime, size: OverlapSize, ids_BT: torch.Tensor) -> None:
         rt.optimizer.zero_grad()
 
 
-def _runtime(device: torch.device, size: OverlapSize, offload: Offload) -> Runtime:
-    config = Qwen3Config(
-        hidden_size=size.hidden,
-        intermediate_size=3 * size.hidden,
-        num_hidden_layers=size.layers,
-        num_attention_heads=size.heads,
-        num_key_value_heads=size.heads // 2,
-        head_dim=size.hidden // 8 if device.type == "cuda" else size.hidden // size.heads,
-        vocab_size=size.vocab,
-        tie_word_embeddings=True,
-        max_position_embeddings=4096,
-        eos_token_id=None,
-        bos_token_id=None,
-    )
+def _runtime(device: torch.device, size: OverlapSize) -> Runtime:
     fused = device.type == "cuda"
     return launch(
-        config,
+        shape("0.6b", device),
         optimizer=MasterWeights(lambda params: torch.optim.AdamW(params, lr=1e-5, fused=fused)),
         device=device,
         dtype=torch.bfloat16,
-        config=RuntimeConfig(kv_cache_bytes=size.kv_cache_bytes, offload=offload),
+        config=RuntimeConfig(kv_cache_bytes=size.kv_cache_bytes, offload=Offload.NEVER),
     )

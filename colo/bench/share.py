@@ -7,7 +7,6 @@ copies beside `load_weights`, whole and a tensor at a time.
 from __future__ import annotations
 
 import statistics
-import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,73 +16,56 @@ import psutil
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from colo.bench.common import Result, clear, median_s, result
+from colo.bench.common import Result, Row, Tell, clear, clocked, median_s
 from colo.bench.workload import (
-    SIZES,
-    Row,
+    Setup,
     Size,
-    Tell,
     device_copy_bytes_per_s,
-    engine,
-    grpo_step,
-    launched,
-    seconds,
-    shape,
+    growth,
+    grpo_steps,
+    held_bytes,
+    prepared,
     shut_down,
-    size_name,
-    stock,
     wait_for_pinning,
     worker_model,
 )
-from colo.engines.vllm.options import save_config
-from colo.memory.probe import torch_pinned_bytes, used_device_bytes
 from colo.runtime import Runtime
-from colo.units import GIB
 from colo.weights.mismatch import logprob_difference
 from colo.weights.sources.checkpoint import checkpoint_views
 
 
 def run(*, shape_name: str, device: str, tell: Tell = lambda text: None) -> Result:
-    """Measure one shape; on a CPU with a tiny one, which shows that it works and no more."""
-    target = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
-    config = shape(shape_name, target)
+    """Measure one shape; see `prepared`."""
     measure = _experts if shape_name == "30b-a3b" else _one_copy
-    with tempfile.TemporaryDirectory(prefix="colo-") as folder:
-        save_config(config, folder)
-        rows = list(measure(config, folder, target, SIZES[device], tell))
-    limit = {"device_copy_gb_per_s": device_copy_bytes_per_s(target) / 1e9}
-    command = f"colo bench share --shape {shape_name} --device {device}"
-    return result(f"share {size_name(shape_name, device)}", command, limit=limit, rows=rows)
+    with prepared("share", shape_name, device, tell) as setup:
+        return setup.result(list(measure(setup)))
 
 
 # ---- 0.6B ------------------------------------------------------------------------------------------------------------
 
 
-def _one_copy(config: PretrainedConfig, folder: str, device: torch.device, size: Size, tell: Tell) -> Iterator[Row]:
+def _one_copy(setup: Setup) -> Iterator[Row]:
     stock_starts_s: list[float] = []
-    for compiled in ("compiling", "compiled before"):  # as the engine that is started again has been
-        tell(f"stock vLLM, {compiled}")
-        start_s = time.perf_counter()
-        llm = stock(folder, device, size)
-        stock_starts_s.append(time.perf_counter() - start_s)
+    for compiled in ("compiling", "compiled before"):  # the engine that is started again has compiled before, too
+        setup.tell(f"stock vLLM, {compiled}")
+        llm, spent_s = clocked(setup.stock)
+        stock_starts_s.append(spent_s)
         shut_down(llm)
         del llm
-        clear(device)
-    tell("engine in its own process")
-    start_s = time.perf_counter()
-    rt = launched(config, device, size)
-    started_s = time.perf_counter() - start_s
+        clear(setup.device)
+    setup.tell("engine in its own process")
+    rt, started_s = clocked(setup.launched)
     yield _publication(rt, "own process")
     wait_for_pinning([psutil.Process().pid])
-    tell(f"{size.cycles} cycles")
-    yield _growth(rt, size)
-    tell("kill and restart")
-    yield _restart(rt, size, stock_starts_s, started_s)
+    setup.tell(f"{setup.size.cycles} cycles")
+    yield _growth(rt, setup.size)
+    setup.tell("kill and restart")
+    yield _restart(rt, setup.size, stock_starts_s, started_s)
     rt.close()
     del rt
-    clear(device)
-    tell("engine in this process")
-    rt = launched(config, device, replace(size, enforce_eager=True), own_process=False)
+    clear(setup.device)
+    setup.tell("engine in this process")
+    rt = setup.resized(enforce_eager=True).launched(own_process=False)
     yield _publication(rt, "in process")
     rt.close()
 
@@ -102,41 +84,28 @@ def _publication(rt: Runtime, where: str) -> Row:
         "bytes": rt.publications[-1].num_bytes,
         "median_s": statistics.median(times),
         "slowest_s": max(times),
-        "unchanged_check_s": statistics.median(seconds(rt.transport.verify) for _ in range(20)),
+        "unchanged_check_s": statistics.median(clocked(rt.transport.verify)[1] for _ in range(20)),
     }
 
 
 def _growth(rt: Runtime, size: Size) -> Row:
     """Bytes that cycles of rollout, train and step leave behind, in both processes, after as many to warm up.
 
-    The record of the run, which grows until it reaches a bound, is let go of.
+    The trace, which grows until it reaches a bound, is emptied.
     """
     driven: Any = rt.engine
-    pids = {psutil.Process().pid, *driven.pids}
-
-    def held() -> tuple[int, int, int]:
-        rt.trace.spans.clear()
-        rt.trace.samples.clear()
-        clear(rt.device)
-        resident = sum(psutil.Process(pid).memory_info().rss for pid in pids)
-        pinned = rt.engine.mover.arena.pinned_bytes + torch_pinned_bytes() + driven.pinned_bytes
-        return used_device_bytes(rt.device) or 0, resident, pinned
 
     def cycles() -> None:
-        for _ in range(size.cycles):
-            grpo_step(rt, size, new_tokens=2, prompts=size.train_sequences)
+        grpo_steps(size.cycles, rt, replace(size, new_tokens=2), prompts=size.train_sequences)
+        rt.trace.spans.clear()
+        rt.trace.samples.clear()
 
-    cycles()
-    before = held()
-    total_s = seconds(cycles)
-    device_bytes, host_bytes, pinned_bytes = (after - b for after, b in zip(held(), before, strict=True))
-    return {
-        "way": f"growth over {size.cycles} cycles",
-        "device_bytes": device_bytes,
-        "host_bytes": host_bytes,
-        "pinned_bytes": pinned_bytes,
-        "cycle_s": total_s / size.cycles,
-    }
+    def held() -> tuple[int, int, int]:
+        device_bytes, host_bytes, pinned_bytes = held_bytes(rt.device, driven)
+        return device_bytes, host_bytes, pinned_bytes + driven.mover.arena.pinned_bytes
+
+    row, total_s = growth(cycles, held)
+    return {"way": f"growth over {size.cycles} cycles", **row, "cycle_s": total_s / size.cycles}
 
 
 def _restart(rt: Runtime, size: Size, stock_starts_s: list[float], started_s: float) -> Row:
@@ -156,7 +125,7 @@ def _restart(rt: Runtime, size: Size, stock_starts_s: list[float], started_s: fl
         except Exception:  # noqa: BLE001 - the loss is what is waited for
             time.sleep(0.01)
     noticed_s = time.perf_counter() - start_s
-    recovered_s = seconds(rt.recover)
+    _, recovered_s = clocked(rt.recover)
     return {
         "way": "restart after a kill",
         "noticed_s": noticed_s,
@@ -179,16 +148,14 @@ def _gap(rt: Runtime, size: Size) -> float | None:
 # ---- 30B-A3B ---------------------------------------------------------------------------------------------------------
 
 
-def _experts(config: PretrainedConfig, folder: str, device: torch.device, size: Size, tell: Tell) -> Iterator[Row]:
+def _experts(setup: Setup) -> Iterator[Row]:
     """Weights of a mixture of experts into an engine in this process: recorded copies against `load_weights`."""
-    tell("starting the engine")
-    small = replace(size, kv_cache_bytes=min(size.kv_cache_bytes, GIB), enforce_eager=True)
-    driven = engine(folder, device, small, own_process=False)
+    config, device = setup.config, setup.device
+    setup.tell("starting the engine")
+    driven = setup.small().engine(own_process=False)
     source = _random_weights(config, device)
-    tell("recorded copies against load_weights")
-    start_s = time.perf_counter()
-    plan = driven.record_plan(source)
-    recorded_s = time.perf_counter() - start_s
+    setup.tell("recorded copies against load_weights")
+    plan, recorded_s = clocked(lambda: driven.record_plan(source))
     num_bytes = sum(t.nbytes for t in source.values())
     if plan.fallbacks:
         yield {"way": "replay", "bytes": num_bytes, "fallback": next(iter(plan.fallbacks.values()))}

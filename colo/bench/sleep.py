@@ -7,22 +7,19 @@ a process of its own; keep-weights in one process beside what the driver alone t
 from __future__ import annotations
 
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from colo.bench.common import Result, clear, gigabytes_per_s, result, timed
+from colo.bench.common import Result, Row, Tell, clear, clocked, gigabytes_per_s, result, timed
 from colo.bench.offload import copy_limit
-from colo.bench.workload import SIZES, Row, Size, Tell, engine, seconds, shape, shut_down, stock, wait_for_pinning
+from colo.bench.workload import Setup, prepared, shut_down, wait_for_pinning, worker_of
 from colo.engine import SleepLevel
 from colo.engines.vllm import compat
 from colo.engines.vllm.engine import VLLMEngine
-from colo.engines.vllm.options import save_config
 from colo.phases.phase import ENGINE_KV_CACHE, ENGINE_WEIGHTS
 
 ROUNDS = 5
@@ -32,40 +29,36 @@ REST_S = 0.5
 
 def run(*, device: str, tell: Tell = lambda text: None) -> Result:
     """Measure sleep and wake. On a CPU only the KV cache leaves, and vLLM itself does not sleep."""
-    target = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
-    size = replace(SIZES[device], enforce_eager=True)
     limit: dict[str, float] = {}
-    with tempfile.TemporaryDirectory(prefix="colo-") as folder:
-        save_config(shape("8b", target), folder)
-        rows: list[Row] = []
+    rows: list[Row] = []
+    with prepared("sleep", "8b", device, tell) as prepared_setup:
+        setup = prepared_setup.resized(enforce_eager=True)
         if device == "cuda":
-            limit = copy_limit(target)
+            limit = copy_limit(setup.device)
             tell("vLLM's own levels")
-            peer = _peer(folder, target, size)
+            peer = _peer(setup)
             tell("levels 1 and 2, keep-weights, in its own process")
-            rows += _levels(folder, target, size, peer, limit)
+            rows += _levels(setup, peer, limit)
         tell("keep-weights in this process")
-        rows.append(_keep_weights_here(folder, target, size))
+        rows.append(_keep_weights_here(setup))
     return result("sleep", f"colo bench sleep --device {device}", limit=limit, rows=rows)
 
 
-def _peer(folder: str, device: torch.device, size: Size) -> Mapping[str, list[float]]:
-    llm = stock(folder, device, size)
+def _peer(setup: Setup) -> Mapping[str, list[float]]:
+    llm = setup.stock()
     times: dict[str, list[float]] = {name: [] for name in ("sleep 1", "wake 1", "sleep 2", "wake 2")}
     for level, rounds in ((1, 4), (2, 3)):
         for _ in range(rounds):
-            times[f"sleep {level}"].append(seconds(partial(llm.sleep, level=level)))
+            times[f"sleep {level}"].append(clocked(partial(llm.sleep, level=level))[1])
             time.sleep(REST_S)
-            times[f"wake {level}"].append(seconds(partial(llm.wake_up, tags=["weights"])))
+            times[f"wake {level}"].append(clocked(partial(llm.wake_up, tags=["weights"]))[1])
             llm.wake_up(tags=["kv_cache"])
     shut_down(llm)
     return times
 
 
-def _levels(
-    folder: str, device: torch.device, size: Size, peer: Mapping[str, list[float]], limit: Mapping[str, float]
-) -> Iterator[Row]:
-    driven = engine(folder, device, size, share_memory=False)
+def _levels(setup: Setup, peer: Mapping[str, list[float]], limit: Mapping[str, float]) -> Iterator[Row]:
+    driven = setup.engine(share_memory=False)
     wait_for_pinning(driven.pids)  # as during a first rollout, before the first sleep
     weights_bytes = next(s.size_bytes for s in driven.segments if s.name == ENGINE_WEIGHTS)
     for level in (1, 2):
@@ -90,23 +83,24 @@ def _levels(
     sleeps, wakes = _rounds(driven, SleepLevel.KEEP_WEIGHTS, driven.wake)
     yield _keep_weights_row("own process", driven, sleeps, wakes)
     driven.close()
-    clear(device)
+    clear(setup.device)
 
 
 def _rounds(driven: VLLMEngine, level: SleepLevel | int, wake: Callable[[], None]) -> tuple[list[float], list[float]]:
     sleeps, wakes = [], []
     for _ in range(ROUNDS):
-        sleeps.append(seconds(lambda: driven.sleep(level)))
+        sleeps.append(clocked(lambda: driven.sleep(level))[1])
         time.sleep(REST_S)
-        wakes.append(seconds(wake))
+        wakes.append(clocked(wake)[1])
         driven.wake()
         driven.resume()
     return sleeps, wakes
 
 
-def _keep_weights_here(folder: str, device: torch.device, size: Size) -> Row:
+def _keep_weights_here(setup: Setup) -> Row:
     """Measure colo and the bare driver in turns, so that both find the same state."""
-    driven = engine(folder, device, size, own_process=False)
+    device = setup.device
+    driven = setup.engine(own_process=False)
     sleeps, wakes, unmaps, maps = [], [], [], []
     for _ in range(ROUNDS + 1):
         sleeps.append(timed(lambda: driven.sleep(SleepLevel.KEEP_WEIGHTS), device))
@@ -137,7 +131,7 @@ def _keep_weights_row(where: str, driven: VLLMEngine, sleeps: Sequence[float], w
 
 def _unmap_and_map(worker: Any) -> tuple[float, float]:
     """Seconds that the driver alone takes to unmap the KV cache's pages, and to map new ones."""
-    pool = compat.sleep_pool(getattr(worker, "worker", worker))
+    pool = compat.sleep_pool(worker_of(worker))
     assert pool is not None
     records = [record for record in pool.pointer_to_data.values() if record.tag == "kv_cache"]
     torch.cuda.synchronize()

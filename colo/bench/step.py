@@ -7,35 +7,28 @@ tenants resident, vLLM's level 1, and vLLM's level 2, each pushing the weights t
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoModelForCausalLM
 
 from colo.assembly.launch import default_optimizer
-from colo.bench.common import Result, clear, result, synchronize
+from colo.bench.common import Result, Row, Tell, clear, clocked, synchronize
 from colo.bench.offload import copy_limit
 from colo.bench.workload import (
-    SIZES,
-    Row,
+    Setup,
     Size,
-    Tell,
-    grpo_step,
-    launched,
+    grpo_steps,
     peak_device_bytes,
-    shape,
+    prepared,
     shut_down,
-    size_name,
-    stock,
     train_step,
     worker_model,
 )
 from colo.config import Offload
-from colo.engines.vllm.options import save_config
 from colo.memory.probe import used_device_bytes
 from colo.phases.phase import ENGINE_WEIGHTS, TRAINER_GRADIENTS, TRAINER_MASTER_WEIGHTS, TRAINER_OPTIMIZER, Phase
 from colo.runtime import Runtime
@@ -49,55 +42,39 @@ WARM_UP_STEPS = 1
 
 
 def run(*, shape_name: str, device: str, tell: Tell = lambda text: None) -> Result:
-    """Measure steps of one shape; on a CPU with a tiny one, which shows that it works and no more."""
-    target = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
-    config = shape(shape_name, target)
-    limit = copy_limit(target)
-    if shape_name == "8b":
-        tell("full fine-tuning, two steps")
-        rows = [_memory(config, target, SIZES[device])]
-    else:
-        rows = _steps(config, target, SIZES[device], tell)
-    return result(
-        f"step {size_name(shape_name, device)}",
-        f"colo bench step --shape {shape_name} --device {device}",
-        limit=limit,
-        rows=rows,
-    )
+    """Measure steps of one shape; see `prepared`."""
+    with prepared("step", shape_name, device, tell) as setup:
+        limit = copy_limit(setup.device)
+        rows = [_memory(setup)] if shape_name == "8b" else _steps(setup)
+        return setup.result(rows, limit=limit)
 
 
 # ---- time ------------------------------------------------------------------------------------------------------------
 
 
-def _steps(config: PretrainedConfig, device: torch.device, size: Size, tell: Tell) -> list[Row]:
-    tell("ours")
-    rt = launched(config, device, size)
-    rows = _ours(rt, size)
+def _steps(setup: Setup) -> list[Row]:
+    setup.tell("ours")
+    rt = setup.launched()
+    rows = _ours(rt, setup.size)
     rt.close()
     del rt
-    clear(device)
-    tell("two copies of the weights")
-    with tempfile.TemporaryDirectory(prefix="colo-") as folder:
-        save_config(config, folder)
-        peers = TwoCopies(config, folder, device, size)
-        for level in (0, 1, 2) if device.type == "cuda" else (0,):
-            tell(f"two copies, {_LEVELS[level]}")
-            rows.append(peers.measure(level))
-        peers.close()
+    clear(setup.device)
+    setup.tell("two copies of the weights")
+    peers = TwoCopies(setup)
+    for level in (0, 1, 2) if setup.device.type == "cuda" else (0,):
+        setup.tell(f"two copies, {_LEVELS[level]}")
+        rows.append(peers.measure(level))
+    peers.close()
     return rows
 
 
 def _ours(rt: Runtime, size: Size) -> list[Row]:
-    """Steps with the trainer's state parked for every rollout; what is neither rollout nor train is switching."""
+    """Steps with the trainer's state parked for every rollout. Time outside of rollout and train is switching."""
     rt.scheduler.offload = Offload.ALWAYS
-    for _ in range(WARM_UP_STEPS + 1):  # the second is the first with state to park
-        grpo_step(rt, size)
+    grpo_steps(WARM_UP_STEPS + 1, rt, size)  # the second is the first with state to park
     first_span = len(rt.trace.spans)
     with peak_device_bytes(rt.device) as peak:
-        start_s = time.perf_counter()
-        for _ in range(size.steps):
-            grpo_step(rt, size)
-        total_s = time.perf_counter() - start_s
+        _, total_s = clocked(partial(grpo_steps, size.steps, rt, size))
     spent = {Phase.ROLLOUT: 0.0, Phase.TRAIN: 0.0}
     switching: dict[str, float] = {}
     for span in rt.trace.spans[first_span:]:
@@ -117,19 +94,18 @@ _LEVELS = {0: "both resident", 1: "vLLM's level 1", 2: "vLLM's level 2"}
 class TwoCopies:
     """vLLM in this process and a trainer, each on weights of its own."""
 
-    def __init__(self, config: PretrainedConfig, folder: str, device: torch.device, size: Size) -> None:
-        self._device, self._size = device, size
-        self._llm = stock(folder, device, size, own_process=False)
-        with torch.device(device):
-            self._model = AutoModelForCausalLM.from_config(config, dtype=config.dtype)
+    def __init__(self, setup: Setup) -> None:
+        self._device, self._size = setup.device, setup.size
+        self._llm = setup.stock(own_process=False)
+        with torch.device(setup.device):
+            self._model = AutoModelForCausalLM.from_config(setup.config, dtype=setup.config.dtype)
         self._optimizer = default_optimizer(self._model.parameters())
 
     def measure(self, level: int) -> Row:
         """Steps with vLLM asleep at `level` while training; 0 is never asleep."""
-        spent = {"rollout": 0.0, "train": 0.0}
         for _ in range(WARM_UP_STEPS):
-            self._step(level, spent)
-        spent = dict.fromkeys(spent, 0.0)
+            self._step(level, {"rollout": 0.0, "train": 0.0})
+        spent = {"rollout": 0.0, "train": 0.0}
         with peak_device_bytes(self._device) as peak:
             start_s = time.perf_counter()
             for _ in range(self._size.steps):
@@ -197,21 +173,21 @@ def _row(way: str, size: Size, total_s: float, rollout_s: float, train_s: float,
 # ---- memory ----------------------------------------------------------------------------------------------------------
 
 
-def _memory(config: PretrainedConfig, device: torch.device, size: Size) -> Row:
+def _memory(setup: Setup) -> Row:
     """Peak memory of two steps of full fine-tuning with fp32 masters, as the driver sees it."""
-    if device.type == "cuda":
-        size = replace(size, kv_cache_bytes=LARGE_KV_CACHE_BYTES, prompts=32, new_tokens=64, train_sequences=8)
-    rt = launched(config, device, replace(size, enforce_eager=True))
+    setup.tell("full fine-tuning, two steps")
+    if setup.device.type == "cuda":
+        setup = setup.resized(kv_cache_bytes=LARGE_KV_CACHE_BYTES, prompts=32, new_tokens=64, train_sequences=8)
+    device, size = setup.device, setup.size
+    rt = setup.resized(enforce_eager=True).launched()
     rt.model.gradient_checkpointing_enable()  # type: ignore[operator]
     clear(device)
     held_bytes = sum(segment.device_bytes for segment in rt.scheduler.segments.values())
     outside_bytes = max(0, (used_device_bytes(device) or 0) - held_bytes)
-    for _ in range(2):  # the first makes the optimizer's state, the second shows what training takes beside it
-        grpo_step(rt, size)
+    grpo_steps(2, rt, size)  # the first makes the optimizer's state, the second shows what training takes beside it
     _limit_torch(rt)
     with peak_device_bytes(device) as peak:
-        for _ in range(2):
-            grpo_step(rt, size)
+        grpo_steps(2, rt, size)
     segments = {name: segment.size_bytes for name, segment in rt.scheduler.segments.items()}
     phases = {phase: rt.trace.peak_bytes(phase) for phase in (Phase.ROLLOUT, Phase.TRAIN)}
     working_bytes = rt.scheduler.working_bytes[Phase.TRAIN]
@@ -234,7 +210,7 @@ def _memory(config: PretrainedConfig, device: torch.device, size: Size) -> Row:
 
 
 def _limit_torch(rt: Runtime) -> None:
-    """Let torch cache no more than planned, as on a device without memory to spare."""
+    """Let torch cache no more than was planned, as it must on a device without memory to spare."""
     if rt.device.type != "cuda":
         return
     clear(rt.device)

@@ -9,36 +9,29 @@ mapped before (as TRL does, within one process), one serialized tensor at a time
 from __future__ import annotations
 
 import pickle
-import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-import psutil
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
+from transformers import AutoModelForCausalLM
 
-from colo.bench.common import Result, clear, median_s, result
+from colo.bench.common import Result, Row, Tell, clear, median_s
 from colo.bench.workload import (
-    SIZES,
-    Row,
-    Size,
-    Tell,
+    Setup,
     device_copy_bytes_per_s,
-    engine,
-    insecure_serialization,
-    ipc_options,
-    shape,
+    growth,
+    held_bytes,
+    prepared,
     shut_down,
-    size_name,
-    stock,
     wait_for_pinning,
+    worker_of,
 )
+from colo.engines.vllm import compat
 from colo.engines.vllm.engine import VLLMEngine
-from colo.engines.vllm.options import save_config
-from colo.memory.probe import torch_pinned_bytes, used_device_bytes
 from colo.units import GIB, MIB
 from colo.weights.sources.checkpoint import checkpoint_views
 from colo.weights.sources.module import ModuleSource
@@ -49,36 +42,31 @@ PUBLICATIONS = 200
 
 
 def run(*, shape_name: str, device: str, tell: Tell = lambda text: None) -> Result:
-    """Measure one shape; on a CPU with a tiny one, which shows that it works and no more."""
-    target = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
-    config = shape(shape_name, target)
-    size = replace(SIZES[device], enforce_eager=True)
-    size = replace(size, kv_cache_bytes=min(size.kv_cache_bytes, GIB))
-    with torch.device(target):
-        model = AutoModelForCausalLM.from_config(config, dtype=config.dtype)
-    limit_s = sum(p.nbytes for p in model.parameters()) / device_copy_bytes_per_s(target)
-    with tempfile.TemporaryDirectory(prefix="colo-") as folder:
-        save_config(config, folder)
-        rows: list[Row] = []
+    """Measure one shape; see `prepared`."""
+    rows: list[Row] = []
+    with prepared("sync", shape_name, device, tell) as prepared_setup:
+        setup = prepared_setup.small()
+        with setup.device:
+            model = AutoModelForCausalLM.from_config(setup.config, dtype=setup.config.dtype)
+        limit_s = sum(p.nbytes for p in model.parameters()) / device_copy_bytes_per_s(setup.device)
         if device == "cuda":
             tell("others")
-            rows += _others(model, config, folder, target, size)
+            rows += _others(setup, model)
         tell("ours")
-        rows += _ours(model, folder, target, size)
-    for row in rows:
-        if "median_s" in row:
-            row["of_limit"] = row["median_s"] / limit_s
-    limit = {"device_copy_s": limit_s}
-    command = f"colo bench sync --shape {shape_name} --device {device}"
-    return result(f"sync {size_name(shape_name, device)}", command, limit=limit, rows=rows)
+        rows += _ours(setup, model)
+        for row in rows:
+            if "median_s" in row:
+                row["of_limit"] = row["median_s"] / limit_s
+        return setup.result(rows, limit={"device_copy_s": limit_s})
 
 
 # ---- ours ------------------------------------------------------------------------------------------------------------
 
 
-def _ours(model: nn.Module, folder: str, device: torch.device, size: Size) -> Iterator[Row]:
+def _ours(setup: Setup, model: nn.Module) -> Iterator[Row]:
+    device = setup.device
     # On a CPU vLLM's own weights are packed, and only those that colo has loaded can be copied to.
-    driven = engine(folder, device, size, share_memory=device.type == "cpu")
+    driven = setup.engine(share_memory=device.type == "cpu")
     driven.pause()
     wait_for_pinning(driven.pids)
     for name, staged, verify in (
@@ -90,7 +78,7 @@ def _ours(model: nn.Module, folder: str, device: torch.device, size: Size) -> It
         transport = IpcTransport(ModuleSource(model), driven, why_not_shared="measured", staged=staged, verify=verify)
         yield _row(f"colo, {name}", model, partial(_publish, transport, driven), device)
         if not verify:
-            yield _growth(name, lambda: _publish(transport, driven), device, driven)  # noqa: B023 - called at once
+            yield _growth(name, transport, driven, device)
         transport.close()
     driven.close()
     clear(device)
@@ -103,51 +91,45 @@ def _publish(transport: IpcTransport, driven: Any) -> None:
     driven.commit(0)
 
 
-def _growth(name: str, publish: Callable[[], None], device: torch.device, driven: VLLMEngine) -> Row:
+def _growth(name: str, transport: IpcTransport, driven: VLLMEngine, device: torch.device) -> Row:
     """Bytes that many publications leave behind, on either side, after as many to warm up."""
 
-    def held() -> tuple[int, int, int]:
-        clear(device)
-        resident = sum(psutil.Process(pid).memory_info().rss for pid in (psutil.Process().pid, *driven.pids))
-        return used_device_bytes(device) or 0, resident, torch_pinned_bytes() + driven.pinned_bytes
+    def publish() -> None:
+        for _ in range(PUBLICATIONS):
+            _publish(transport, driven)
 
-    for _ in range(PUBLICATIONS):
-        publish()
-    before = held()
-    for _ in range(PUBLICATIONS):
-        publish()
-    device_bytes, host_bytes, pinned_bytes = (after - b for after, b in zip(held(), before, strict=True))
-    return {
-        "way": f"growth over {PUBLICATIONS} publications, {name}",
-        "device_bytes": device_bytes,
-        "host_bytes": host_bytes,
-        "pinned_bytes": pinned_bytes,
-    }
+    row, _ = growth(publish, partial(held_bytes, device, driven))
+    return {"way": f"growth over {PUBLICATIONS} publications, {name}", **row}
 
 
 # ---- others ----------------------------------------------------------------------------------------------------------
 
 
-def _others(model: nn.Module, config: PretrainedConfig, folder: str, device: torch.device, size: Size) -> Iterator[Row]:
-    from torch.multiprocessing.reductions import reduce_tensor
+def _others(setup: Setup, model: nn.Module) -> Iterator[Row]:
+    from vllm.config import WeightTransferConfig
 
+    device, model_type = setup.device, setup.config.model_type
     weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    views = checkpoint_views(weights, config.model_type)
-    with insecure_serialization():
-        llm = stock(folder, device, size, **ipc_options(device))
+    views = checkpoint_views(weights, model_type)
+    with compat.variable("VLLM_ALLOW_INSECURE_SERIALIZATION", "1"):  # for pickled handles
+        llm = setup.stock(weight_transfer_config=WeightTransferConfig(backend="ipc"))
         for packed in (False, True):
             way = f"vLLM's own IPC transfer, {'packed' if packed else 'tensor by tensor'}"
             yield _row(way, model, partial(_vllm_ipc, llm, views, packed), device, repeats=3)
-        mapped = [(name, reduce_tensor(tensor)[1]) for name, tensor in views]
-        llm.collective_rpc(_map, args=(pickle.dumps(mapped),))
+        llm.collective_rpc(_map, args=(_pickled(views),))
         load = partial(llm.collective_rpc, _load_mapped)
         yield _row("load_weights, a tensor at a time, mapped before", model, load, device, repeats=2)
         llm.collective_rpc(_unmap)
         often = {"repeats": 2, "warmup": 1} if len(views) < 1000 else {"repeats": 1, "warmup": 0}  # minutes, otherwise
         yield _row("one serialized tensor at a time", model, partial(_one_by_one, llm, views), device, **often)
-        yield _row("flattened buckets", model, partial(_flattened, llm, weights, config.model_type), device, repeats=3)
+        yield _row("flattened buckets", model, partial(_flattened, llm, weights, model_type), device, repeats=3)
         shut_down(llm)
     clear(device)
+
+
+def _pickled(views: Iterable[tuple[str, torch.Tensor]]) -> bytes:
+    """Names and CUDA IPC handles."""
+    return pickle.dumps([(name, reduce_tensor(tensor)[1]) for name, tensor in views])
 
 
 def _vllm_ipc(llm: Any, views: list[tuple[str, torch.Tensor]], packed: bool) -> None:
@@ -165,16 +147,12 @@ def _vllm_ipc(llm: Any, views: list[tuple[str, torch.Tensor]], packed: bool) -> 
 
 def _one_by_one(llm: Any, views: list[tuple[str, torch.Tensor]]) -> None:
     """Send every tensor by a handle, a pickle and a call of its own."""
-    from torch.multiprocessing.reductions import reduce_tensor
-
-    for name, tensor in views:
-        llm.collective_rpc(_load_pickled, args=(pickle.dumps([(name, reduce_tensor(tensor)[1])]),))
+    for view in views:
+        llm.collective_rpc(_load_pickled, args=(_pickled([view]),))
 
 
 def _flattened(llm: Any, weights: Mapping[str, torch.Tensor], model_type: str | None) -> None:
     """Send tensors in flattened buckets, a handle and a call for each."""
-    from torch.multiprocessing.reductions import reduce_tensor
-
     bucket: list[tuple[str, torch.Tensor]] = []
 
     def send() -> None:
@@ -193,49 +171,47 @@ def _flattened(llm: Any, weights: Mapping[str, torch.Tensor], model_type: str | 
 
 
 def _load_pickled(worker: Any, blob: bytes) -> None:
-    worker = getattr(worker, "worker", worker)
-    tensors = [(name, _rebuilt(worker, handle)) for name, handle in pickle.loads(blob)]
-    with torch.no_grad():
-        worker.get_model().load_weights(tensors)
-    torch.cuda.synchronize()
+    _load(worker, _rebuilt(worker, blob))
 
 
 def _map(worker: Any, blob: bytes) -> None:
-    worker = getattr(worker, "worker", worker)
-    worker.mapped = [(name, _rebuilt(worker, handle)) for name, handle in pickle.loads(blob)]
+    worker_of(worker).mapped = _rebuilt(worker, blob)
 
 
 def _unmap(worker: Any) -> None:
-    del getattr(worker, "worker", worker).mapped
+    del worker_of(worker).mapped
 
 
 def _load_mapped(worker: Any) -> None:
-    worker = getattr(worker, "worker", worker)
-    model = worker.get_model()
-    with torch.no_grad():
-        for item in worker.mapped:
-            model.load_weights([item])
-    torch.cuda.synchronize()
+    _load(worker, *([item] for item in worker_of(worker).mapped))
 
 
 def _load_flattened(worker: Any, blob: bytes) -> None:
-    worker = getattr(worker, "worker", worker)
     handle, shapes, model_type = pickle.loads(blob)
-    flat, tensors, start = _rebuilt(worker, handle), {}, 0
+    flat, tensors, start = _tensor(worker, handle), {}, 0
     for name, dims in shapes:
         count = int(torch.Size(dims).numel())
         tensors[name] = flat[start : start + count].view(dims)
         start += count
-    with torch.no_grad():
-        worker.get_model().load_weights(checkpoint_views(tensors, model_type))
+    _load(worker, checkpoint_views(tensors, model_type))
+
+
+@torch.no_grad()
+def _load(worker: Any, *parts: list[tuple[str, torch.Tensor]]) -> None:
+    """Call vLLM's loader once for each part."""
+    model = worker_of(worker).get_model()
+    for part in parts:
+        model.load_weights(part)
     torch.cuda.synchronize()
 
 
-def _rebuilt(worker: Any, handle: Any) -> torch.Tensor:
-    from torch.multiprocessing.reductions import rebuild_cuda_tensor
+def _rebuilt(worker: Any, blob: bytes) -> list[tuple[str, torch.Tensor]]:
+    return [(name, _tensor(worker, handle)) for name, handle in pickle.loads(blob)]
 
+
+def _tensor(worker: Any, handle: Any) -> torch.Tensor:
     arguments = list(handle)
-    arguments[6] = torch.device(worker.device).index or 0
+    arguments[6] = torch.device(worker_of(worker).device).index or 0
     tensor: torch.Tensor = rebuild_cuda_tensor(*arguments)
     return tensor
 

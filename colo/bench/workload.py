@@ -2,32 +2,31 @@
 
 from __future__ import annotations
 
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import psutil
 import torch
-from transformers import PretrainedConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import PretrainedConfig
 
 from colo.assembly.launch import launch
-from colo.bench.common import median_s
+from colo.bench.common import Result, Row, Tell, clear, clocked, median_s, result, shape
 from colo.config import RuntimeConfig
 from colo.engines.vllm import compat
 from colo.engines.vllm.engine import VLLMEngine
-from colo.memory.probe import used_device_bytes
+from colo.engines.vllm.options import save_config
+from colo.memory.probe import torch_pinned_bytes, used_device_bytes
 from colo.runtime import Runtime
 from colo.units import GIB, MIB
 
 PINNING_S = 120.0
 """Longest time to wait for pinning."""
-
-Row = dict[str, Any]
-Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,15 +37,10 @@ class Size:
     prompts: int
     prompt_tokens: int
     new_tokens: int
-    train_sequences: int
-    """Sequences of a micro-batch."""
-
-    cycles: int
-    """Rounds over which growth is measured."""
-
+    train_sequences: int  # sequences of a micro-batch
+    cycles: int  # rounds over which growth is measured
     steps: int
-    enforce_eager: bool
-    """Run vLLM without CUDA graphs and torch.compile, which take longer to start."""
+    enforce_eager: bool  # run vLLM without CUDA graphs and torch.compile, which take longer to start
 
     @property
     def max_length(self) -> int:
@@ -83,103 +77,100 @@ SIZES = {
 }
 
 
-def size_name(name: str, device: str) -> str:
-    """The shape's name, or what is measured in its place on a CPU; see `shape`."""
-    return name if device == "cuda" else f"of a tiny stand-in for {name}"
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setup:
+    """What one benchmark measures: a model of random weights, its device, and the sizes of the work."""
 
+    name: str  # the benchmark's name, such as `share`
+    shape_name: str
+    device: torch.device
+    config: PretrainedConfig
+    size: Size
+    folder: str  # holds the model's configuration for vLLM to read
+    tell: Tell  # called with the name of each part as it begins
 
-def shape(name: str, device: torch.device) -> PretrainedConfig:
-    """The configuration of Qwen3 `0.6b`, `8b` or `30b-a3b`; on a CPU a tiny one of the same kind."""
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    common: dict[str, Any] = {
-        "vocab_size": 151936,
-        "head_dim": 128,
-        "max_position_embeddings": 8192,
-        "eos_token_id": None,
-        "bos_token_id": None,
-        "dtype": dtype,
-    }
-    if device.type == "cpu":
-        common |= {"vocab_size": 256, "head_dim": 32, "hidden_size": 64, "intermediate_size": 96}
-        common |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-        experts = {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2}
-        return Qwen3MoeConfig(**common, **experts) if name == "30b-a3b" else Qwen3Config(**common)
-    if name == "30b-a3b":
-        return Qwen3MoeConfig(
-            **common,
-            hidden_size=2048,
-            intermediate_size=6144,
-            moe_intermediate_size=768,
-            num_hidden_layers=48,
-            num_attention_heads=32,
-            num_key_value_heads=4,
-            num_experts=128,
-            num_experts_per_tok=8,
-            norm_topk_prob=True,
-            tie_word_embeddings=False,
+    def resized(self, **sizes: Any) -> Setup:
+        """The same with other sizes."""
+        return replace(self, size=replace(self.size, **sizes))
+
+    def small(self) -> Setup:
+        """The same with a KV cache of 1 GiB at most, and without CUDA graphs and torch.compile."""
+        return self.resized(enforce_eager=True, kv_cache_bytes=min(self.size.kv_cache_bytes, GIB))
+
+    def launched(self, *, own_process: bool = True) -> Runtime:
+        """vLLM and a model to train on one copy of the weights."""
+        return launch(
+            self.config,
+            engine="vllm",
+            engine_options={
+                "own_process": own_process,
+                "enforce_eager": self.size.enforce_eager,
+                "max_model_len": self.size.max_length,
+                "disable_log_stats": True,
+            },
+            device=self.device,
+            dtype=self.config.dtype,
+            config=RuntimeConfig(kv_cache_bytes=self.size.kv_cache_bytes),
         )
-    large = name == "8b"
-    return Qwen3Config(
-        **common,
-        hidden_size=4096 if large else 1024,
-        intermediate_size=12288 if large else 3072,
-        num_hidden_layers=36 if large else 28,
-        num_attention_heads=32 if large else 16,
-        num_key_value_heads=8,
-        tie_word_embeddings=not large,
-    )
 
-
-def launched(config: PretrainedConfig, device: torch.device, size: Size, *, own_process: bool = True) -> Runtime:
-    """vLLM and a model to train on one copy of the weights."""
-    return launch(
-        config,
-        engine="vllm",
-        engine_options={
-            "own_process": own_process,
-            "enforce_eager": size.enforce_eager,
-            "max_model_len": size.max_length,
-            "disable_log_stats": True,
-        },
-        device=device,
-        dtype=config.dtype,
-        config=RuntimeConfig(kv_cache_bytes=size.kv_cache_bytes),
-    )
-
-
-def engine(folder: str, device: torch.device, size: Size, **options: Any) -> VLLMEngine:
-    """vLLM driven by colo, without a trainer."""
-    return VLLMEngine(
-        folder,
-        kv_cache_bytes=size.kv_cache_bytes,
-        device=device,
-        load_format="dummy",
-        enforce_eager=size.enforce_eager,
-        max_model_len=size.max_length,
-        disable_log_stats=True,
-        **options,
-    )
-
-
-def stock(folder: str, device: torch.device, size: Size, *, own_process: bool = True, **options: Any) -> Any:
-    """Stock vLLM. On a CPU it uses colo's loader, since vLLM packs weights there and cannot load them again."""
-    from vllm import LLM
-
-    loading: dict[str, Any] = {"load_format": "dummy"}
-    if device.type == "cpu":
-        loading = {"load_format": "colo", "model_loader_extra_config": {"colo_load_format": "dummy"}}
-    with compat.in_this_process(not own_process):
-        return LLM(
-            folder,
-            skip_tokenizer_init=True,
-            kv_cache_memory_bytes=size.kv_cache_bytes,
-            gpu_memory_utilization=compat.smallest_utilization(),
-            max_model_len=size.max_length,
-            enforce_eager=size.enforce_eager,
+    def engine(self, **options: Any) -> VLLMEngine:
+        """vLLM driven by colo, without a trainer."""
+        return VLLMEngine(
+            self.folder,
+            kv_cache_bytes=self.size.kv_cache_bytes,
+            device=self.device,
+            load_format="dummy",
+            enforce_eager=self.size.enforce_eager,
+            max_model_len=self.size.max_length,
             disable_log_stats=True,
-            enable_sleep_mode=device.type == "cuda",
-            **loading,
             **options,
+        )
+
+    def stock(self, *, own_process: bool = True, **options: Any) -> Any:
+        """Stock vLLM. On a CPU it uses colo's loader, since vLLM packs weights there and cannot load them again."""
+        from vllm import LLM
+
+        loading: dict[str, Any] = {"load_format": "dummy"}
+        if self.device.type == "cpu":
+            loading = {"load_format": "colo", "model_loader_extra_config": {"colo_load_format": "dummy"}}
+        with compat.in_this_process(not own_process):
+            return LLM(
+                self.folder,
+                skip_tokenizer_init=True,
+                kv_cache_memory_bytes=self.size.kv_cache_bytes,
+                gpu_memory_utilization=compat.smallest_utilization(),
+                max_model_len=self.size.max_length,
+                enforce_eager=self.size.enforce_eager,
+                disable_log_stats=True,
+                enable_sleep_mode=self.device.type == "cuda",
+                **loading,
+                **options,
+            )
+
+    def result(self, rows: Sequence[Row], *, limit: Mapping[str, float] | None = None) -> Result:
+        """The figures with the command that prints them again. The limit is by default a copy within the device."""
+        if limit is None:
+            limit = {"device_copy_gb_per_s": device_copy_bytes_per_s(self.device) / 1e9}
+        measured = self.shape_name if self.device.type == "cuda" else f"of a tiny stand-in for {self.shape_name}"
+        command = f"colo bench {self.name} --shape {self.shape_name} --device {self.device.type}"
+        return result(f"{self.name} {measured}", command, limit=limit, rows=rows)
+
+
+@contextmanager
+def prepared(name: str, shape_name: str, device: str, tell: Tell) -> Iterator[Setup]:
+    """A setup for one shape; on a CPU for a tiny one, which shows that the benchmark works and no more."""
+    target = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
+    config = shape(shape_name, target)
+    with tempfile.TemporaryDirectory(prefix="colo-") as folder:
+        save_config(config, folder)
+        yield Setup(
+            name=name,
+            shape_name=shape_name,
+            device=target,
+            config=config,
+            size=SIZES[device],
+            folder=folder,
+            tell=tell,
         )
 
 
@@ -197,28 +188,29 @@ def wait_for_pinning(pids: Iterable[int]) -> None:
         before, now = now, held()
 
 
-def insecure_serialization() -> AbstractContextManager[None]:
-    """Let vLLM accept pickled handles, which other transfers send, for as long as its engine lives."""
-    return compat.variable("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
-
-
 def shut_down(llm: Any) -> None:
     """End an engine of vLLM's own."""
     llm.llm_engine.engine_core.shutdown()
 
 
+def worker_of(worker: Any) -> Any:
+    """The worker itself, where vLLM wraps it, for functions that `collective_rpc` calls."""
+    return getattr(worker, "worker", worker)
+
+
 def worker_model(worker: Any) -> Any:
     """The model of a worker, for `collective_rpc` within one process."""
-    return getattr(worker, "worker", worker).get_model()
+    return worker_of(worker).get_model()
 
 
-def grpo_step(rt: Runtime, size: Size, *, new_tokens: int | None = None, prompts: int | None = None) -> None:
-    """A rollout, a loss over all of its tokens, and a step of the optimizer."""
-    with rt.rollout():
-        completions = rt.generate(size.token_ids[:prompts], max_tokens=new_tokens or size.new_tokens, ignore_eos=True)
-    sequences = [c.prompt_token_ids + c.token_ids for c in completions]
-    with rt.train():
-        train_step(rt.model, rt.optimizer, sequences, size, rt.device)
+def grpo_steps(count: int, rt: Runtime, size: Size, *, prompts: int | None = None) -> None:
+    """Several times a rollout, a loss over all of its tokens, and a step of the optimizer."""
+    for _ in range(count):
+        with rt.rollout():
+            completions = rt.generate(size.token_ids[:prompts], max_tokens=size.new_tokens, ignore_eos=True)
+        sequences = [c.prompt_token_ids + c.token_ids for c in completions]
+        with rt.train():
+            train_step(rt.model, rt.optimizer, sequences, size, rt.device)
 
 
 def train_step(model: Any, optimizer: Any, sequences: list[Any], size: Size, device: torch.device) -> None:
@@ -247,20 +239,21 @@ def peak_device_bytes(device: torch.device) -> Iterator[list[int]]:
         thread.join()
 
 
-def seconds(function: Callable[[], Any]) -> float:
-    """Wall-clock seconds of a call."""
-    start_s = time.perf_counter()
-    function()
-    return time.perf_counter() - start_s
+def growth(work: Callable[[], None], held: Callable[[], tuple[int, int, int]]) -> tuple[Row, float]:
+    """Device, host and pinned bytes that `work` leaves behind once it has run before, and its seconds."""
+    work()
+    before = held()
+    _, spent_s = clocked(work)
+    names = ("device_bytes", "host_bytes", "pinned_bytes")
+    return {name: b - a for name, a, b in zip(names, before, held(), strict=True)}, spent_s
 
 
-def ipc_options(device: torch.device) -> dict[str, Any]:
-    """Options with which a stock engine takes weights over vLLM's own IPC transfer."""
-    if device.type != "cuda":
-        return {}
-    from vllm.config import WeightTransferConfig
-
-    return {"weight_transfer_config": WeightTransferConfig(backend="ipc")}
+def held_bytes(device: torch.device, driven: VLLMEngine) -> tuple[int, int, int]:
+    """Device, host and pinned bytes of this process and the engine's, after what is cached has been returned."""
+    clear(device)
+    pids = {psutil.Process().pid, *driven.pids}
+    resident = sum(int(psutil.Process(pid).memory_info().rss) for pid in pids)
+    return used_device_bytes(device) or 0, resident, torch_pinned_bytes() + driven.pinned_bytes
 
 
 def device_copy_bytes_per_s(device: torch.device) -> float:

@@ -1,10 +1,12 @@
-"""What engines have in common: where sleep levels leave memory, waking by tags, checks of prompts."""
+"""What engines have in common: their state, where sleep levels leave memory, waking by tags, checks of prompts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from colo.engine import SleepLevel
+from colo.engine import EngineState, SleepLevel
+from colo.engines.status import EngineStatus
 from colo.errors import BudgetError
 from colo.memory.probe import available_host_bytes
 from colo.phases.phase import ENGINE_KV_CACHE, ENGINE_WEIGHTS, Residency
@@ -25,15 +27,47 @@ _DEPTH = (Residency.RESIDENT, Residency.OFFLOADED, Residency.DISCARDED)
 _TAGS = {"weights": ENGINE_WEIGHTS, "kv_cache": ENGINE_KV_CACHE}
 
 
+class StatusEngine:
+    """The part of an `Engine` that only asks its status and its segments."""
+
+    _status: EngineStatus
+
+    before_generate: Callable[[], None] | None = None
+
+    @property
+    @abstractmethod
+    def segments(self) -> Sequence[Segment]:
+        """`engine.weights` and `engine.kv_cache`."""
+
+    @property
+    def state(self) -> EngineState:
+        """What the engine can do now, as its segments have it."""
+        return self._status.state
+
+    @property
+    def weights_version(self) -> int | None:
+        """Version of the weights it holds; `None` while poisoned."""
+        return self._status.version
+
+    def poison(self, cause: str) -> None:
+        """Refuse to generate, with `cause`, until the next `commit`."""
+        self._status.poison(cause)
+
+    def wake(self, tags: Iterable[str] | None = None) -> None:
+        """Bring back `weights`, `kv_cache`, or both (`None`); see `Engine.wake`. `ValueError` for another tag."""
+        self._status.require_open("wake")
+        wake_segments(self.segments, tags)
+
+
 def is_deeper(target: Residency, source: Residency) -> bool:
     """Whether `target` gives back more than `source`: falling asleep moves memory down only."""
     return _DEPTH.index(target) > _DEPTH.index(source)
 
 
 def wake_segments(segments: Sequence[Segment], tags: Iterable[str] | None) -> None:
-    """Bring back `weights`, `kv_cache`, or both (`None`), weights first.
+    """Bring back `weights`, `kv_cache`, or both (`None`), weights first. `ValueError` for another tag.
 
-    Raises: `ValueError` for another tag; `BudgetError` when the bytes are not free, with everything as it was.
+    Raises: `BudgetError` when the bytes are not free, with everything as it was.
     """
     wanted = set(_TAGS if tags is None else tags)
     if unknown := sorted(wanted - _TAGS.keys()):
@@ -79,7 +113,7 @@ def check_count(num_prompts: int, n: int) -> None:
     needed_bytes, free_bytes = num_prompts * n * COMPLETION_BYTES, available_host_bytes()
     if needed_bytes > free_bytes:
         raise BudgetError(
-            f"n={n} for {num_prompts} prompts asks for {num_prompts * n} completions, of which the shortest take "
+            f"n={n} for {num_prompts} prompts asks for {num_prompts * n} completions, which take at least "
             f"{format_bytes(needed_bytes)} of host memory, and {format_bytes(free_bytes)} are available: lower n, or "
             "generate for some of them at a time",
             needed_bytes=needed_bytes,

@@ -29,9 +29,9 @@ class EngineStatus:
         on_loss: Callable[[], None] = lambda: None,
         when_lost: str = "call recover() to start it again",
     ) -> None:
-        """`segments` are the engine's. `check_alive` runs before each `require` and calls `lose` where that is due.
+        """`check_alive` runs before each `require`, and calls `lose` if the engine is gone. `on_loss` runs then.
 
-        `on_loss` runs once the engine is lost; `when_lost` is the advice for that case.
+        `segments` are the engine's; `when_lost` is the advice for a lost engine.
         """
         self.version: int | None = None
         self.cause = "no weights have been committed yet"

@@ -41,9 +41,7 @@ class Extent:
     Ownership: the arena owns the pages; an extent is returned with `PinnedArena.release`, once.
     """
 
-    block: int
-    """Index of the block in the arena."""
-
+    block: int  # index of the block in the arena
     offset_bytes: int
     size_bytes: int
 
@@ -57,7 +55,7 @@ class PinnedArena:
     def __init__(self, device: torch.device, *, limit_bytes: int | None = None) -> None:
         self._device = device
         self.limit_bytes = limit_bytes if limit_bytes is not None else available_host_bytes()
-        """The most the arena may ever hold; what it holds already stays."""
+        """The most bytes the arena may hold. Lowering it gives nothing back."""
 
         self._blocks: list[_PinnedBlock] = []
         self._lock = threading.RLock()
@@ -203,7 +201,7 @@ class _PinnedBlock:
         if self._unregister is not None:
             self._unregister()
             self._unregister = None
-        # The mapping goes with the last tensor over it; dropping ours is enough when nobody else holds one.
+        # The last tensor over the mapping unmaps it.
         self.data = torch.empty(0, dtype=torch.uint8)
         del self._map
 
@@ -213,7 +211,7 @@ class _PinnedBlock:
             result = torch.cuda.cudart().cudaHostRegister(address, self.size_bytes, 0)
         _check_cuda(result, f"cudaHostRegister of {format_bytes(self.size_bytes)}")
         # Pages that are unmapped while registered make the driver refuse the address for good (checkpoint-engine#67),
-        # so a block that nobody closed is unregistered when it is collected; the argument keeps the mapping until then.
+        # so a block that was never closed is unregistered when it is collected; `self._map` stays mapped until then.
         self._unregister = weakref.finalize(self, _unregister, address, self._map)
         self._unregister.atexit = False
 

@@ -1,9 +1,9 @@
 """Checksums of memory that depend on where bytes are, so that weights packed in another order do not pass.
 
-Words of 32 bits, each times a random odd number of its position, summed modulo 2^64. No change of one word gets past
-it, and one of many only by a chance of about 2^-28 at most, which is that of signs that change alike in two chunks:
-were words as wide as the sum, an even number of changed signs would always cancel. A sum has no order, so that the
-parts of what is summed may lie apart.
+The sum, modulo 2^64, of words of 32 bits, each multiplied by a random odd number of its position. A change of one word
+always changes the sum. A change of several is missed with a probability of about 2^-28 at most: this is for signs that
+flip alike in two chunks. (With words as wide as the sum, an even number of flipped signs would always cancel.)
+The order of summing does not matter, so the memory may lie in several parts.
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ def checksums_of(tensors: Iterable[torch.Tensor]) -> list[int]:
 
 
 def values(sums: Sequence[torch.Tensor]) -> list[int]:
-    """Wait for what `Checksums.compute` has queued and return it as numbers from 0 to 2^64."""
+    """Wait for results of `Checksums.compute` and return them as numbers below 2^64."""
     return [int(value) % _MODULUS for value in torch.cat(list(sums)).tolist()] if sums else []
 
 
 class Checksums:
-    """Checksums of memory in many places, computed as often as one likes.
+    """Checksums of memory in many places. Can be computed repeatedly.
 
-    Lifetime: the memory's, whose addresses it keeps.
+    Lifetime: ends with the memory, whose addresses it keeps.
     """
 
     def __init__(self, parts: Sequence[Part], count: int, device: torch.device) -> None:

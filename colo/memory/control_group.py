@@ -16,8 +16,7 @@ class MemoryLimit:
 
     limit_bytes: int
     used_bytes: int
-    cached_bytes: int
-    """File pages among the used bytes that the kernel drops as soon as somebody needs the memory."""
+    cached_bytes: int  # file pages among the used bytes that the kernel drops as soon as somebody needs the memory
 
     @property
     def left_bytes(self) -> int:

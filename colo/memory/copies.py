@@ -32,9 +32,9 @@ def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -
 
 
 class Comparison:
-    """Compares targets with what copying their sources to them would leave, as often as one likes.
+    """Compares targets, bit by bit, with their sources converted to the targets' dtype. Can be computed repeatedly.
 
-    Lifetime: of the memory, whose addresses it keeps. NaN equals itself and -0 does not equal 0.
+    Lifetime: ends with the memory, whose addresses it keeps. NaN equals itself and -0 does not equal 0.
     """
 
     def __init__(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
@@ -83,16 +83,14 @@ def _words(source: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, to
 
 def _differ(source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     left, right = _words(source, target) or (source, target)
-    rows = max(1, _COMPARED_AT_ONCE // max(1, right[:1].numel())) if right.dim() else 1
+    if not right.dim():
+        left, right = left[None], right[None]
+    rows = max(1, _COMPARED_AT_ONCE // max(1, right[:1].numel()))
     found = [
         (_bits(mine.to(right.device, right.dtype)) != _bits(theirs)).any()
-        for mine, theirs in zip(
-            left.split(rows) if right.dim() else [left],
-            right.split(rows) if right.dim() else [right],
-            strict=True,
-        )
+        for mine, theirs in zip(left.split(rows), right.split(rows), strict=True)
     ]
-    return torch.stack(found).any() if len(found) > 1 else found[0]
+    return torch.stack(found).any()
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

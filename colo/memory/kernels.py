@@ -25,7 +25,7 @@ def _weigh(
     memory = tl.load(tile).to(tl.pointer_type(tl.int32))
     position = tl.load(tile + 1)
     count = tl.load(tile + 3)
-    # Tiles do not cross chunks, so that positions within one are enough, by rows, of which every column is the same.
+    # Tiles do not cross chunks, so positions within the chunk are enough. Each round handles one row of columns.
     first = (position % (COLUMNS * ROWS)).to(tl.int32)
     last = first + count.to(tl.int32)
     columns = tl.arange(0, COLUMNS)
@@ -57,7 +57,7 @@ def _compare(tiles, flags, BLOCK: tl.constexpr):
 
 
 def weigh(tiles: torch.Tensor, weights: tuple[torch.Tensor, ...], sums: torch.Tensor) -> None:
-    """Queue the kernel that adds to `sums` what `colo.memory.checksum` defines.
+    """Queue the kernel that computes the checksums of `colo.memory.checksum` and adds them to `sums`.
 
     `tiles` (int64, shape [num_tiles, 4]): address, position, index into `sums`, and number of words; none crosses a
     chunk. `weights` (int64): of columns, rows and chunks; the number of columns is a power of two.
@@ -81,7 +81,7 @@ def _launch(kernel, tiles, *arguments, **constants) -> None:
 
 
 def try_out(device: torch.device) -> None:
-    """Compile for `device`, as they are used, and run once. Raises: what Triton raises; `RuntimeError`."""
+    """Compile both kernels for `device` and check their results. Raises: Triton's errors; `RuntimeError`."""
     words = torch.arange(2 * WORDS, dtype=torch.int32, device=device)
     flags = torch.zeros(2, dtype=torch.int32, device=device)
     sums = torch.zeros(1, dtype=torch.int64, device=device)

@@ -33,16 +33,11 @@ Views = Callable[[Mapping[str, torch.Tensor]], Iterable[tuple[str, torch.Tensor]
 class Copy:
     """One copy that the loader makes: a region of a source tensor into a view of engine memory."""
 
-    name: str
-    """Name of the trainer's parameter, also where the loader was given a part of it under another name."""
-
+    name: str  # name of the trainer's parameter, also where the loader was given a part of it under another name
     shape: tuple[int, ...]
     stride: tuple[int, ...]
-    offset: int
-    """Offset of the region within the source, in elements."""
-
-    target: torch.Tensor
-    """View of the engine's memory that the region is copied to."""
+    offset: int  # offset of the region within the source, in elements
+    target: torch.Tensor  # view of the engine's memory that the region is copied to
 
     def region_of(self, source: torch.Tensor) -> torch.Tensor:
         """The view of `source` that this copy reads."""
@@ -62,17 +57,22 @@ class LoadPlan:
     """
 
     copies: tuple[Copy, ...]
-    sources: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
-    """Dtype and shape of every source tensor."""
+    sources: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]  # dtype and shape of every source tensor
+    strides: Mapping[str, tuple[int, ...]]  # strides of every source tensor, in elements
+    fallbacks: Mapping[str, str] = field(default_factory=dict)  # sources that need the engine's own loader, and why
+    unused: frozenset[str] = frozenset()  # sources that the engine leaves out, such as a vision tower
 
-    strides: Mapping[str, tuple[int, ...]]
-    """Strides of every source tensor, in elements."""
-
-    fallbacks: Mapping[str, str] = field(default_factory=dict)
-    """Source name to the reason why its copies cannot be replayed: the engine's own loader has to be used."""
-
-    unused: frozenset[str] = frozenset()
-    """Sources of parts that the engine leaves out, such as the vision tower of a text-only engine."""
+    @classmethod
+    def of(
+        cls, source: Mapping[str, torch.Tensor], *, copies: Iterable[Copy] = (), fallbacks: Mapping[str, str]
+    ) -> LoadPlan:
+        """The plan of `source`, from copies that are known and reasons why others are not."""
+        return cls(
+            copies=tuple(copies),
+            sources={name: (t.dtype, tuple(t.shape)) for name, t in source.items()},
+            strides={name: tuple(t.stride()) for name, t in source.items()},
+            fallbacks=fallbacks,
+        )
 
     @classmethod
     def record(
@@ -100,17 +100,9 @@ class LoadPlan:
         try:
             with torch.no_grad(), recorder:
                 load(iter(stand_ins.items() if as_checkpoint is None else as_checkpoint(stand_ins)))
-        except (
-            NotImplementedError,
-            _NeedsValuesError,
-        ) as error:  # what torch and the recorder answer to who needs values
+        except (NotImplementedError, _NeedsValuesError) as error:  # the loader has asked a stand-in for values
             recorder.fallbacks = dict.fromkeys(stand_ins, f"the loader looks at values ({error})")
-        plan = cls(
-            copies=tuple(recorder.copies),
-            sources={name: (t.dtype, tuple(t.shape)) for name, t in source.items()},
-            strides={name: tuple(t.stride()) for name, t in source.items()},
-            fallbacks=recorder.fallbacks,
-        )
+        plan = cls.of(source, copies=recorder.copies, fallbacks=recorder.fallbacks)
         if not plan.fallbacks:
             _check_coverage(plan.copies, destinations, optional or {})
         return plan
@@ -119,8 +111,8 @@ class LoadPlan:
     def left_out(self) -> dict[str, int]:
         """Sources that the loader has not copied whole, with the number of elements that it has copied.
 
-        A worker that has a slice of each, and a loader that takes a slice of what it is given, look alike: counts of
-        all workers have to be added up.
+        One worker alone cannot tell a tensor-parallel slice from a part that the loader drops: add up the counts of all
+        workers.
         """
         taken = dict.fromkeys(self.sources, 0)
         for copy in self.copies:
@@ -133,8 +125,8 @@ class LoadPlan:
     def aliases(self) -> dict[str, torch.Tensor]:
         """Source name to engine memory that can serve as the source itself: contiguous, same shape and dtype.
 
-        So it is where the copies of a source, however many, leave its elements as they lie: all of them, each once,
-        shifted by one offset within one storage.
+        That is so where the copies of a source, one or many, write every element once, all shifted by the same offset
+        within one storage.
         """
         by_name: dict[str, list[Copy]] = {}
         for copy in self.copies:
@@ -183,12 +175,11 @@ class LoadPlan:
         if missing:
             raise TransferError(f"{len(missing)} of {len(self.sources)} tensors are missing, {missing[0]} for one")
         for name, (_, shape) in self.sources.items():
-            if tuple(source[name].shape) != shape:
-                raise TransferError(f"{name} has shape {tuple(source[name].shape)}, but {shape} was recorded")
-            if not _same_strides(shape, source[name].stride(), self.strides[name]):
-                raise TransferError(
-                    f"{name} has strides {source[name].stride()}, but {self.strides[name]} were recorded"
-                )
+            found, strides = tuple(source[name].shape), source[name].stride()
+            if found != shape:
+                raise TransferError(f"{name} has shape {found}, but {shape} was recorded")
+            if not _same_strides(shape, strides, self.strides[name]):
+                raise TransferError(f"{name} has strides {strides}, but {self.strides[name]} were recorded")
 
     def differences(self, source: Mapping[str, torch.Tensor]) -> list[str]:
         """Names whose bytes in the engine differ from `source`, converted to the engine's dtype. Reads everything."""
@@ -266,7 +257,7 @@ class _Recorder(TorchDispatchMode):
             elif args[0].shape != args[1].shape:
                 self.fallbacks.setdefault(name, "the loader broadcasts it")
             elif args[1].numel():
-                self._note(name, args[1], args[0])
+                self.copies.append(_copy_of(name, args[1], args[0]))
             return args[0]
         if func is torch.ops.aten.copy_.default and storage_key(args[1]) in self._computed:
             return args[0]
@@ -276,16 +267,6 @@ class _Recorder(TorchDispatchMode):
         if not func.is_view:
             self._explain(func, args, result)
         return result
-
-    def _note(self, name: str, source: torch.Tensor, target: torch.Tensor) -> None:
-        copy = Copy(
-            name=name,
-            shape=tuple(source.shape),
-            stride=tuple(source.stride()),
-            offset=_offset(source),
-            target=target.detach(),
-        )
-        self.copies.append(copy)
 
     def _explain(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
         """Note which sources went into a computation; its results count as not copied."""
@@ -298,6 +279,11 @@ class _Recorder(TorchDispatchMode):
 
     def _name_of(self, tensor: torch.Tensor) -> str | None:
         return self._names.get(storage_key(tensor)) if tensor.device.type == "meta" else None
+
+
+def _copy_of(name: str, source: torch.Tensor, target: torch.Tensor) -> Copy:
+    shape, stride = tuple(source.shape), tuple(source.stride())
+    return Copy(name=name, shape=shape, stride=stride, offset=_offset(source), target=target.detach())
 
 
 def tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:

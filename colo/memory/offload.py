@@ -1,7 +1,7 @@
 """Moving segments between the device and the host arena, asynchronously and in pieces.
 
 A `Mover` owns the arena and one copy stream for each direction. A `RegionSegment` is a segment made of regions: it is
-what the scheduler moves. Which tensors live in the regions is its maker's business.
+what the scheduler moves. It does not know the tensors in its regions.
 """
 
 from __future__ import annotations
@@ -92,13 +92,13 @@ class Mover:
     def copy_in(self, source: torch.Tensor, target: torch.Tensor, *, after_queued: bool = True) -> Transfer:
         """Queue a copy from the host to the device (both uint8, same length) and return at once.
 
-        Ordering: as `copy_out`; without `after_queued` the copy runs beside what is queued on the current stream, which
-        is right for memory that nothing queued can touch, such as a region that has just been restored.
+        Ordering: as `copy_out`. Without `after_queued` the copy does not wait for the current stream: only for memory
+        that no queued kernel uses, such as a region that has just been restored.
         """
         return self._copy("h2d", [(source, target)], after_queued=after_queued)
 
     def copy_all_in(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Transfer:
-        """Queue copies of many (source, target) pairs as one, beside what is queued on the current stream."""
+        """Queue copies of many (source, target) pairs as one `copy_in` without `after_queued`."""
         return self._copy("h2d", pairs, after_queued=False)
 
     def _copy(self, lane: str, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], *, after_queued: bool) -> Transfer:
@@ -115,9 +115,9 @@ class Mover:
             started.record(stream)
             for source, target, length in self._chunks(pairs):
                 if self._since_tick[lane] + length > self.chunk_bytes:
-                    # A copy engine serves one stream as long as that has copies ready, and small copies of others, a
-                    # token's way to the host for one, wait. A kernel between two chunks makes the next one not ready:
-                    # generation beside an offload took 1.7 times as long without it, and as long as alone with it.
+                    # A copy engine serves one stream for as long as that has copies ready; small copies of other
+                    # streams, such as a sampled token's, wait. A kernel between two chunks lets them in. Generation
+                    # during an offload took 1.7 times as long without this kernel, and no longer than usual with it.
                     self._ticks[lane].add_(1)
                     self._since_tick[lane] = 0
                 target.copy_(source, non_blocking=True)
@@ -192,7 +192,7 @@ class RegionSegment:
 
     def begin(self, target: Residency) -> Move:
         """Start moving to `target`; see `colo.phases.segment.Segment.begin`."""
-        with uninterrupted():  # regions and what is noted of them change together
+        with uninterrupted():  # regions and the records of them change together
             if target is self._residency:
                 return self._move or Done()
             check_move(self.name, self._residency, target)
@@ -249,7 +249,7 @@ class RegionSegment:
         self.remove(list(self._regions))
 
     def _arrived(self) -> None:
-        """Note that the bytes are on the device again. Idempotent."""
+        """Called when the bytes are on the device again, perhaps twice; for subclasses."""
 
     def _depart(self) -> Move:
         self.settle()
@@ -269,7 +269,7 @@ class RegionSegment:
         try:
             arrival = _Arrival(self, copies=source is Residency.OFFLOADED)
         except BaseException:
-            for region in self._regions:  # back by now, or not gone yet: the copies of all are complete
+            for region in self._regions:  # the host has complete copies of all
                 if region.resident:
                     region.release()
             raise
@@ -352,7 +352,7 @@ class _Arrival:
         self._transfers: list[Transfer] = []
         for region in regions:
             region.restore()
-        # Copies make no headway while the driver maps memory, so that nothing is won by starting them in between.
+        # Copies do not progress while the driver maps memory, so they start after all regions are mapped.
         if copies and regions:
             pairs = [(segment._host_view(region), region.bytes) for region in regions]
             self._transfers.append(segment._mover.copy_all_in(pairs))

@@ -4,7 +4,7 @@ On CUDA a region is an allocation of torch-memory-saver without that library's h
 physical pages, restoring maps new ones at the same address, so CUDA graphs and fused optimizers that hold the pointer
 stay right. Elsewhere a region is a storage that is resized to nothing and back, which views follow by themselves.
 
-What a region does not know: what its bytes mean, and where they are kept in between (see `colo.memory.offload`).
+A region does not know what its bytes mean, or where they are kept in between (see `colo.memory.offload`).
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ Spec = tuple[Sequence[int], torch.dtype]
 class Region(ABC):
     """A byte range on a device that can be released and restored.
 
-    Ownership: the region owns the bytes until `close`, which leaves them to whoever refers to them still. Tensors made
-    over `bytes` may outlive a release, but must not be read or written before the next `restore`.
+    Ownership: the region owns the bytes until `close`; tensors that still refer to them keep them longer. Tensors over
+    `bytes` may outlive a release, but must not be read or written before the next `restore`.
     """
 
     def __init__(self, name: str, data: torch.Tensor) -> None:
@@ -261,11 +261,11 @@ def memory_saver() -> Any:
         ) from error
     saver = TorchMemorySaver()
     saver.hook_mode = "torch"
-    # What stays until the process ends: the pools, whose ranges hold no memory once their regions are closed, and this
-    # object. The library (0.0.10) ends the process when its blocks are freed outside one of its regions, which is what
-    # happens when the interpreter, at its exit, destroys the pools that they are in. One reference more, which nobody
-    # gives back, and it destroys none; the driver takes the memory with the process. (A region entered at exit would do
-    # as well, but then torch refuses to destroy the pools of others, vLLM's for one, and that ends the process too.)
+    # The saver and its pools live until the process ends. The pools' ranges hold no memory once their regions are
+    # closed. When the interpreter exits it destroys the pools, which frees their blocks outside a region of the
+    # library, and the library (0.0.10) then ends the process. One reference more, which is never given back, keeps the
+    # pools alive; the driver takes the memory with the process. (Entering a region at exit would work for us, but
+    # torch then refuses to destroy other pools, such as vLLM's, and that ends the process too.)
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(saver))
     return saver
 

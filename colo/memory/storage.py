@@ -20,7 +20,7 @@ def storage_key(tensor: torch.Tensor) -> int:
 def num_references(tensor: torch.Tensor) -> int:
     """Number of tensors over the storage of `tensor`, itself included.
 
-    Counted are those made by any code, in Python or C++, and views of them; not further references to one of them.
+    Tensors and views made by any code count, in Python or C++; several references to one tensor count once.
     """
     storage = tensor.untyped_storage()  # which is one reference while it is held here
     return int(torch._C._storage_Use_Count(storage._cdata)) - 1
@@ -29,8 +29,8 @@ def num_references(tensor: torch.Tensor) -> int:
 def num_others(tensors: Sequence[torch.Tensor]) -> int:
     """Number of other references to the storage that `tensors` lie in, such as views that a caller holds.
 
-    Counted are tensors over the storage, and what else than Python objects owns one of `tensors`, an exported capsule
-    for one. A tensor that nobody holds but the views among `tensors` that were taken of it does not count.
+    These are tensors over the storage, and C++ owners of one of `tensors`, such as an exported DLPack capsule. A tensor
+    that only its own views among `tensors` keep alive does not count.
     """
     known = {id(tensor) for tensor in tensors}
     views = {id(view._base): view for view in tensors if view._base is not None and _shares_storage(view, view._base)}
@@ -70,10 +70,9 @@ def dense_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
 def with_own_storage(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor over the same memory whose storage is just its bytes, and which keeps that memory alive.
 
-    Savers such as accelerate's and safetensors' take tensors in one storage for tied, and pickle saves storages whole.
-    A tensor with a storage of its own is an ordinary one to all of them, and stays valid for as long as anybody refers
-    to it, whatever becomes of its owner. It counts its writes itself. Made through DLPack, whose capsules own what they
-    were made from; a storage cannot be resized.
+    accelerate and safetensors take tensors in one storage for tied weights, and pickle saves storages whole; to them
+    this is an ordinary tensor. It stays valid while anybody refers to it, even when its owner is gone, and counts its
+    writes itself. It is made through DLPack, whose capsule owns the memory; its storage cannot be resized.
     Raises: `ValueError` unless `tensor` is contiguous.
     """
     if not tensor.is_contiguous():

@@ -13,7 +13,7 @@ from types import FrameType
 def uninterrupted() -> Iterator[None]:
     """Delay Ctrl-C until the block has ended. Does nothing outside the main thread, which alone is interrupted.
 
-    For short blocks: whoever has pressed it waits for them.
+    For short blocks only: the interrupt waits for their end.
     """
     handler = signal.getsignal(signal.SIGINT) if threading.current_thread() is threading.main_thread() else None
     if not callable(handler):  # interrupts are ignored, or end the process at once

@@ -20,12 +20,9 @@ class Holding:
     """One segment's line in the ledger."""
 
     name: str
-    size_bytes: int
-    """Device bytes when resident; for a discarded segment, what becoming resident will take."""
-
+    size_bytes: int  # device bytes when resident; for a discarded segment, what becoming resident will take
     residency: Residency
-    away: Residency | None = None
-    """Where it goes when its bytes are needed; `None` for never."""
+    away: Residency | None = None  # where it goes when its bytes are needed; `None` for never
 
     @property
     def device_bytes(self) -> int:
@@ -52,12 +49,8 @@ class Holding:
 class Ledger:
     """All segments of a runtime on one device."""
 
-    capacity_bytes: int
-    """Device bytes that the segments and the phases' working memory may take together."""
-
-    host_capacity_bytes: int
-    """Host bytes that offloaded segments may take together."""
-
+    capacity_bytes: int  # device bytes that the segments and the phases' working memory may take together
+    host_capacity_bytes: int  # host bytes that offloaded segments may take together
     holdings: Mapping[str, Holding] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

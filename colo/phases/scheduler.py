@@ -51,7 +51,7 @@ class Scheduler:
         self.phase = Phase.IDLE
         self.trace = trace if trace is not None else Trace(capacity_bytes=budget.capacity_bytes)
         self.working_bytes: dict[Phase, int] = {}
-        """Memory that each phase uses beside its segments; kept free when the phase is entered."""
+        """Memory that each phase uses in addition to its segments; kept free when the phase is entered."""
 
         self._segments = {segment.name: segment for segment in segments}
         self.offload = budget.offload
@@ -65,7 +65,7 @@ class Scheduler:
         """Device bytes that the current phase was promised at most."""
 
         self.side_by_side = True
-        """Whether late segments of the current phase fit beside its working memory."""
+        """Whether late segments of the current phase and its working memory fit together."""
 
     @property
     def segments(self) -> Mapping[str, Segment]:
@@ -75,18 +75,18 @@ class Scheduler:
     def ledger(self) -> Ledger:
         """Who holds what now; moves under way count as finished."""
         rows = (Holding.of(segment) for segment in self._segments.values())
-        return Ledger.of(
-            rows,
-            capacity_bytes=self._budget.capacity_bytes,
-            host_capacity_bytes=self._budget.host_capacity_bytes,
-        )
+        budget = self._budget
+        return Ledger.of(rows, capacity_bytes=budget.capacity_bytes, host_capacity_bytes=budget.host_capacity_bytes)
 
-    def plan(self, target: Phase) -> Transition:
-        """The transition to `target` as it would run now. Raises: `PhaseError`, `BudgetError`."""
+    def plan(self, target: Phase, ledger: Ledger | None = None) -> Transition:
+        """The transition to `target` as it would run now, or from no phase with a given `ledger`.
+
+        Raises: `PhaseError`, `BudgetError`.
+        """
         return plan_transition(
-            self.phase,
+            self.phase if ledger is None else Phase.IDLE,
             target,
-            self.ledger(),
+            self.ledger() if ledger is None else ledger,
             needs=self._needs,
             working_bytes=self.working_bytes.get(target, 0),
             offload=self.offload,
@@ -110,34 +110,20 @@ class Scheduler:
     def anticipate(self, target: Phase, *, but_for: Container[str] = ()) -> None:
         """Start the departures that entering `target` would need, in the background; later calls wait for them.
 
-        Segments in `but_for` stay until then. Where the phase would not fit, or the host has no room, nothing more is
-        started: entering the phase is where that is said.
+        Segments in `but_for` stay until then. Nothing more is started where the phase would not fit, or the host has no
+        room; `enter` raises the error then.
         """
         with suppress(BudgetError):
             for step in self.plan(target).steps:
                 if step.action is Action.OFFLOAD and step.segment not in but_for:
                     self._start(step)
 
-    def expected_departures(self, target: Phase, ledger: Ledger) -> int:
-        """Bytes that would go to the host if `target` were entered with `ledger`; 0 when the phase would not fit."""
-        try:
-            transition = plan_transition(
-                Phase.IDLE,
-                target,
-                ledger,
-                needs=self._needs,
-                working_bytes=self.working_bytes.get(target, 0),
-                offload=self.offload,
-            )
-        except BudgetError:
-            return 0
-        return sum(step.moved_bytes for step in transition.steps if step.action is Action.OFFLOAD)
-
     def require(self, name: str) -> None:
         """Bring one segment to the device within the current phase, and wait for it.
 
-        Where it does not fit, what the phase does not use makes room, but never while an engine is at work.
-        Raises: `BudgetError` when there is no room; nothing has changed then.
+        Where it does not fit, segments that the phase does not use leave, but never while an engine is at work.
+        Raises: `BudgetError` when there is no room, and whatever bringing it raises; segments that have left for it are
+        back then.
         """
         self.fetch(name).wait()
         self.promised_bytes = max(self.promised_bytes, self.ledger().device_bytes)  # the phase may not have needed it
@@ -146,17 +132,23 @@ class Scheduler:
     def fetch(self, name: str) -> Move:
         """Start bringing one segment to the device within the current phase; see `require`."""
         segment = self._segments[name]
-        if segment.residency is Residency.OFFLOADED:
-            for step in self._plan_arrival(segment):
-                self._start(step)
-            self._make_room(segment.size_bytes - segment.device_bytes, keep=name)
-        move = segment.begin(Residency.RESIDENT)
+        done: list[Step] = []
+        try:
+            if segment.residency is Residency.OFFLOADED:
+                for step in self._plan_arrival(segment):
+                    self._start(step)
+                    done.append(step)
+                self._make_room(segment.size_bytes - segment.device_bytes, keep=name)
+            move = segment.begin(Residency.RESIDENT)
+        except BaseException as error:
+            self._undo(done, error)
+            raise
         self._departing.pop(name, None)
         self.sample()
         return move
 
     def fits(self, name: str) -> bool:
-        """Whether a segment that is away could come to the device now, beside everything that is there."""
+        """Whether there is room for a segment that is away, without moving another."""
         return self._segments[name].size_bytes <= self.ledger().free_bytes
 
     def settle(self) -> None:
@@ -239,7 +231,7 @@ class Scheduler:
             self.sample()
 
     def _plan_arrival(self, segment: Segment) -> tuple[Step, ...]:
-        """What leaves for a segment that comes to the device. Raises: `BudgetError` when that is not enough."""
+        """The departures that make room for one segment. Raises: `BudgetError` when they are not enough."""
         ledger = self.ledger()
         leaving: tuple[Step, ...] = ()
         if segment.size_bytes > ledger.free_bytes and self.phase in (Phase.IDLE, Phase.TRAIN):

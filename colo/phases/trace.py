@@ -150,17 +150,10 @@ class Trace:
         """Append a memory sample. Past `MAX_SAMPLES` the older half is thinned; the peaks of all phases stay."""
         self.samples.append(replace(sample, segments=_shared(tuple(sample.segments.items()))))
         if len(self.samples) > MAX_SAMPLES:
-            half = len(self.samples) // 2
-            peaks = {id(max(g, key=lambda s: s.total_bytes)) for g in self._by_phase(self.samples[:half])}
-            kept = [s for i, s in enumerate(self.samples[:half]) if i % 2 == 0 or id(s) in peaks]
-            self.samples[:half] = kept
-
-    @staticmethod
-    def _by_phase(samples: list[MemorySample]) -> list[list[MemorySample]]:
-        groups: dict[Phase, list[MemorySample]] = defaultdict(list)
-        for sample in samples:
-            groups[sample.phase].append(sample)
-        return list(groups.values())
+            older = self.samples[: len(self.samples) // 2]
+            phases = {s.phase for s in older}
+            peaks = {id(max((s for s in older if s.phase is phase), key=lambda s: s.total_bytes)) for phase in phases}
+            self.samples[: len(older)] = [s for i, s in enumerate(older) if i % 2 == 0 or id(s) in peaks]
 
     def metric(self, name: str, value: float) -> None:
         """Append one value to a per-step series."""

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from colo.config import Offload
-from colo.errors import BudgetError
 from colo.phases.ledger import Holding, Ledger
 from colo.phases.phase import NEEDS, Need, Phase, Residency, check_edge
 from colo.units import format_bytes
@@ -87,14 +86,9 @@ class Transition:
     steps: tuple[Step, ...]
     before: Ledger
     after: Ledger
-    peak_bytes: int
-    """The most device bytes that segments hold at any point of the transition, its two ends included."""
-
-    promised_bytes: int
-    """Device bytes of the whole target phase: resident segments, late ones and working memory."""
-
-    side_by_side: bool
-    """Whether late segments fit beside the working memory, rather than after it."""
+    peak_bytes: int  # the most device bytes that segments hold at any point of the transition, its two ends included
+    promised_bytes: int  # device bytes of the whole target phase: resident segments, late ones and working memory
+    side_by_side: bool  # whether late segments and working memory fit together, rather than one after the other
 
     @property
     def moved_bytes(self) -> int:
@@ -113,10 +107,10 @@ def plan_transition(
 ) -> Transition:
     """Plan the moves that take `ledger` from phase `source` to phase `target`.
 
-    `working_bytes` is memory that the target phase uses beside its segments, such as activations. A late segment that
-    is away is promised room beside it where there is room for both, and otherwise when the working memory has gone.
-    With `Offload.AUTO` only what must go leaves, cheapest bytes first; `ALWAYS` sends away what the phase does not use;
-    `NEVER` moves nothing out.
+    `working_bytes` is memory that the target phase uses in addition to its segments, such as activations. Late segments
+    get room in addition to it where both fit, and otherwise after the working memory is free again.
+    `Offload.AUTO` sends away only what must go, cheapest bytes first; `ALWAYS` everything that the phase does not use;
+    `NEVER` nothing.
 
     Raises: `PhaseError` for an illegal edge; `BudgetError`, with the ledger, when the phase does not fit.
     """
@@ -128,9 +122,17 @@ def plan_transition(
         (Step(segment=h.name, source=h.residency, target=to, size_bytes=h.size_bytes) for h, to in moves),
         key=lambda step: list(Action).index(step.action),
     )
-    after, peak_bytes = _simulate(ledger, steps)
+    after, peak_bytes = ledger, ledger.device_bytes
+    for step in steps:
+        after = after.moved(step.segment, step.target)
+        peak_bytes = max(peak_bytes, after.device_bytes)
     if not after.fits_host:
-        raise request.refusal_of_host(after)
+        raise after.refuse(
+            f"the host arena in phase {target}",
+            needed_bytes=after.host_bytes,
+            free_bytes=after.host_capacity_bytes,
+            advice="Raise host_limit_bytes, or keep more on the device.",
+        )
     late_bytes = _away_bytes(after, request.late)
     return Transition(
         source=source,
@@ -183,7 +185,7 @@ class _Request:
         self._eager = offload is Offload.ALWAYS and target in (Phase.ROLLOUT, Phase.TRAIN)
 
     def evictions(self) -> tuple[list[Holding], bool]:
-        """Segments that leave, and whether late segments fit beside the working memory.
+        """Segments that leave, and whether late segments and working memory fit together.
 
         Where they do not, they take turns: late segments that are resident may leave too, and come back when the
         working memory has gone.
@@ -215,15 +217,6 @@ class _Request:
                 free_bytes=available_bytes,
                 advice=f"Make the KV cache, the batch or the model smaller, or raise device_limit_bytes.{kept}",
             )
-
-    def refusal_of_host(self, after: Ledger) -> BudgetError:
-        """The error for offloads that the host has no room for."""
-        return after.refuse(
-            f"the host arena in phase {self.target}",
-            needed_bytes=after.host_bytes,
-            free_bytes=after.host_capacity_bytes,
-            advice="Raise host_limit_bytes, or keep more on the device.",
-        )
 
 
 _AWAY = (Residency.OFFLOADED, Residency.DISCARDED)
@@ -259,11 +252,3 @@ def _cheapest(candidates: list[Holding], needed_bytes: int) -> list[Holding]:
             chosen.remove(holding)
             surplus_bytes -= holding.size_bytes
     return chosen
-
-
-def _simulate(ledger: Ledger, steps: list[Step]) -> tuple[Ledger, int]:
-    peak_bytes = ledger.device_bytes
-    for step in steps:
-        ledger = ledger.moved(step.segment, step.target)
-        peak_bytes = max(peak_bytes, ledger.device_bytes)
-    return ledger, peak_bytes

@@ -67,7 +67,7 @@ def check_sizes(config: Mapping[str, object]) -> None:
 
 
 def build_on_meta(config: Mapping[str, object]) -> Any:
-    """The model without memory. A text model within another is built alone where transformers has it so."""
+    """The model on the meta device. Of a model with several parts only the text model, where transformers can."""
     import torch
     import transformers
 
@@ -190,7 +190,7 @@ def _group(model: Any, name: str, parameter: Any, owner: Any, plan: Mapping[str,
 
 
 def _split_axis(name: str, shape: tuple[int, ...], plan: Mapping[str, str]) -> int | None:
-    """The axis that the tensor-parallel plan of transformers cuts; what it leaves out is whole on every rank."""
+    """The axis that transformers' tensor-parallel plan cuts; `None` for parameters that every rank holds whole."""
     key = ".".join("*" if part.isdigit() else part for part in name.removeprefix("model.").split("."))
     style = plan.get(key) or plan.get(key.rpartition(".")[0]) or ""
     if "colwise" in style:

@@ -78,7 +78,7 @@ class Workload:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Suggestion:
-    """A workload that does fit, and the words for what it changes."""
+    """A workload that fits, and a sentence about the change."""
 
     workload: Workload
     text: str
@@ -283,7 +283,7 @@ def _evaluate(shape: ModelShape, w: Workload) -> Estimate:
 
 
 def _leaving(rollout: Mapping[str, int], limit_bytes: int) -> tuple[str, ...]:
-    """Choose what leaves for a rollout: gradients, which are dropped, then the fewest bytes that help, or all."""
+    """Segments that leave for a rollout: gradients, which are dropped, then the fewest bytes that suffice, or all."""
     gradients, optimizer, master = MOVABLE
     moves = sorted([(optimizer,), (master,), (optimizer, master)], key=lambda away: sum(rollout[name] for name in away))
     for choice in ((), (gradients,), *((gradients, *move) for move in moves)):
@@ -296,7 +296,7 @@ def _leaving(rollout: Mapping[str, int], limit_bytes: int) -> tuple[str, ...]:
 def _trainer_state(shape: ModelShape, w: Workload) -> dict[str, int]:
     """Parameters of the trainer's own, gradients, optimizer state and master weights of what is trained."""
     full = w.mode is Mode.FULL
-    groups = [(group.local_shape(w.tp), group.count) for group in shape.tensors()]
+    groups = [(group.local_shape(w.tp), group.count) for group in shape.groups]
     trained = groups if full else shape.adapter_shapes(w.lora_rank, tp=w.tp)
     num_trained = sum(prod(size) * count for size, count in trained)
     return {
@@ -368,9 +368,9 @@ def _layer_bytes(shape: ModelShape, w: Workload) -> int:
 
 
 def _whole_matrix_bytes(shape: ModelShape, w: Workload, *, training: bool) -> int:
-    """Matrices that exist for a moment: NF4 unpacked to be multiplied, the largest; in training a new gradient beside
-    the sum it joins, or, with LoRA on packed experts, one layer merged and its delta."""
-    sizes = [(group, prod(group.local_shape(w.tp))) for group in shape.tensors()]
+    """Short-lived matrices. NF4: the largest matrix, unpacked. Training: a new gradient before it is added to the sum,
+    or, for LoRA on packed experts, one layer's merged weights and their delta."""
+    sizes = [(group, prod(group.local_shape(w.tp))) for group in shape.groups]
     if w.mode is Mode.FULL:
         return w.dtype_bytes * max(size for _, size in sizes) if training else 0
     unpacked = max(size for group, size in sizes if group.quantizable) if w.mode is Mode.QLORA else 0

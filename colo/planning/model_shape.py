@@ -43,7 +43,6 @@ class ModelShape:
     num_kv_heads: int
     head_dim: int
     intermediate_size: int  # of the dense MLP, in layers that have one
-    tied_embeddings: bool  # the LM head is the embedding matrix
     qk_norm: bool = False
     norms_per_layer: int = 2  # over the hidden size, beside those of queries and keys
     num_moe_layers: int = 0
@@ -54,7 +53,7 @@ class ModelShape:
     mixer_width: int = 0  # widest projection of a recurrent layer
     max_context: int | None = None  # longest sequence the model was made for, where the config says so
     uncounted: tuple[str, ...] = ()  # parts of the config outside the text model, such as vision_config
-    groups: tuple[TensorGroup, ...] = ()
+    groups: tuple[TensorGroup, ...] = ()  # every parameter, by kind and shape
     caches: tuple[LayerCache, ...] = ()
 
     @classmethod
@@ -62,7 +61,7 @@ class ModelShape:
         """Read a Hugging Face `config.json`; of a model with several parts, the text model.
 
         Raises: `Unsupported` for a type that transformers does not know as a causal language model; `ValueError` for
-        a config without `model_type`, with a size that is no positive integer, or of which nothing can be built.
+        a config without `model_type`, with a size that is no positive integer, or from which no model can be built.
         """
         if "model_type" not in config:
             raise ValueError("the model config has no key 'model_type': pass the config.json of a Hugging Face model")
@@ -74,34 +73,14 @@ class ModelShape:
         return _measure(model, uncounted=others)
 
     @property
-    def sliding_layers(self) -> int:
-        """Layers whose KV cache ends `sliding_window` tokens back."""
-        return sum(cache.window is not None for cache in self.caches)
-
-    @property
-    def sliding_window(self) -> int | None:
-        """Tokens that a layer with a window sees."""
-        return next((cache.window for cache in self.caches if cache.window is not None), None)
-
-    @property
     def num_parameters(self) -> int:
         """Parameters of the text model; tied embeddings count once."""
-        return sum(group.num_parameters() for group in self.tensors())
+        return sum(group.num_parameters() for group in self.groups)
 
     @property
     def num_dense_layers(self) -> int:
         """Layers with a dense MLP."""
         return self.num_layers - self.num_moe_layers
-
-    def parameters(self, tp: int = 1) -> dict[str, int]:
-        """Parameters by module on one of `tp` ranks."""
-        groups = self.tensors()
-        modules = dict.fromkeys(group.module for group in groups)
-        return {m: sum(group.num_parameters(tp) for group in groups if group.module == m) for m in modules}
-
-    def tensors(self) -> tuple[TensorGroup, ...]:
-        """Every parameter of the model, in groups of one kind and shape."""
-        return self.groups
 
     def local_kv_heads(self, tp: int) -> int:
         """Key/value heads that one of `tp` ranks holds; never below one."""
@@ -123,7 +102,7 @@ class ModelShape:
         NF4 packs two weights of a linear layer into a byte and keeps an fp32 scale for each block of 64 (Dettmers et
         al. 2023, QLoRA, section 3; without double quantization). transformers leaves packed experts as they are.
         """
-        sizes = [(group, prod(group.local_shape(tp))) for group in self.tensors()]
+        sizes = [(group, prod(group.local_shape(tp))) for group in self.groups]
         packed = sum(g.count * (-(-size // 2) + 4 * -(-size // 64)) for g, size in sizes if nf4 and g.quantizable)
         return packed + sum(g.count * size * dtype_bytes for g, size in sizes if not (nf4 and g.quantizable))
 
@@ -132,7 +111,7 @@ class ModelShape:
         them. Packed experts stack theirs along the rank; packed gate and up projections share one of twice the rank.
         """
         shapes: list[tuple[tuple[int, ...], int]] = []
-        for group in self.tensors():
+        for group in self.groups:
             if group.rank_factor:
                 *stack, size_out, size_in = group.local_shape(tp)
                 ranks = rank * group.rank_factor * prod(stack)
@@ -157,7 +136,7 @@ def _measure(model: Any, uncounted: tuple[str, ...]) -> ModelShape:
     text = model.config.get_text_config(decoder=True)
     groups, caches, layers = tensor_groups(model), layer_caches(model), decoder_layers(model)
     if not caches:
-        raise Unsupported(f"cannot plan a model of type {text.model_type!r}: what it keeps of a sequence is not known")
+        raise Unsupported(f"cannot plan a model of type {text.model_type!r}: colo does not know what its layers cache")
     attention = [cache for cache in caches if cache.num_heads]
     widths = [mlp_widths(layer, text.hidden_size) for layer in layers]
     experts = [module for module in model.modules() if packed_experts(module)]
@@ -171,7 +150,6 @@ def _measure(model: Any, uncounted: tuple[str, ...]) -> ModelShape:
         num_kv_heads=max((cache.num_heads for cache in attention), default=0),
         head_dim=max((cache.key_size for cache in attention), default=0),
         intermediate_size=max((dense for dense, routed in widths if not routed), default=0),
-        tied_embeddings=not any(group.module == "lm_head" for group in groups),
         qk_norm=any(norms_queries(name) for name, _ in model.named_parameters()),
         norms_per_layer=max((num_norms(layer, text.hidden_size) for layer in layers), default=0),
         num_moe_layers=sum(routed > 0 for _, routed in widths),

@@ -31,19 +31,15 @@ _SEGMENTS = {
 }
 
 
-def plan_tables(
-    estimate: Estimate, *, model: str | None = None, contexts: Sequence[int] | None = None
-) -> list[RenderableType]:
+def plan_tables(estimate: Estimate, *, model: str | None = None) -> list[RenderableType]:
     """Renderables for an estimate, from top to bottom: what was asked, bytes by segment and phase, the verdict with
-    what would change it, and how many generations fit at each of `contexts`.
-
-    `contexts` defaults to powers of two up to the longest the model was made for, and the one that was asked for.
+    what would change it, and how many generations fit at contexts up to the longest the model was made for.
     """
     return [
         _asked(estimate, model or estimate.shape.model_type),
         _segment_table(estimate),
         Padding(_verdict(estimate), (1, 0)),
-        _fit_table(estimate, _rows(estimate, contexts)),
+        _fit_table(estimate, _rows(estimate)),
     ]
 
 
@@ -116,11 +112,11 @@ def _advice(estimate: Estimate) -> str:
     return "\nAny one of these makes it fit:" + "".join(f"\n  {each.text}" for each in estimate.suggestions)
 
 
-def _rows(estimate: Estimate, contexts: Sequence[int] | None) -> list[FitRow]:
+def _rows(estimate: Estimate) -> list[FitRow]:
     asked = {field.name: getattr(estimate.workload, field.name) for field in fields(Workload)}
     longest = estimate.shape.max_context or CONTEXTS[-1]
     usual = {asked["context"], *(context for context in CONTEXTS if context <= longest)}
-    return what_fits(estimate.shape, sorted(usual if contexts is None else contexts), **asked)
+    return what_fits(estimate.shape, sorted(usual), **asked)
 
 
 def _fit_table(estimate: Estimate, rows: Sequence[FitRow]) -> Table:

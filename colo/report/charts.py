@@ -69,11 +69,8 @@ class Heading:
 
     title: str
     caption: str
-    label: str
-    """Text for screen readers."""
-
-    legend: Sequence[Legend] = ()
-    """Colours of phases and parts, above the picture."""
+    label: str  # text for screen readers
+    legend: Sequence[Legend] = ()  # colours of phases and parts, above the picture
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,15 +81,9 @@ class AreaChart:
     x: Axis
     y: Axis
     times: Sequence[float]
-    stack: Sequence[Series]
-    """Values at `times`; each holds until the next, the last to the end."""
-
-    used: Sequence[tuple[float, float]]
-    """Seconds and bytes of a line over the areas."""
-
-    limit: int
-    """Bytes to mark across the chart; 0 for none."""
-
+    stack: Sequence[Series]  # values at `times`; each holds until the next, the last to the end
+    used: Sequence[tuple[float, float]]  # seconds and bytes of a line over the areas
+    limit: int  # bytes to mark across the chart; 0 for none
     phases: Sequence[Span]
 
 
@@ -103,8 +94,7 @@ class BarChart:
     heading: Heading
     x: Axis
     y: Axis
-    bars: Sequence[tuple[int, int, Sequence[Series]]]
-    """First and last unit that a bar stands for, the last not included, and the one value of each of its parts."""
+    bars: Sequence[tuple[int, int, Sequence[Series]]]  # first step, first step after the bar, one value for each part
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,8 +105,7 @@ class CurveChart:
     x: Axis
     y: Axis
     series: Series
-    places: Sequence[int]
-    """Indices of the values that are drawn (see `extremes`)."""
+    places: Sequence[int]  # indices of the values that are drawn (see `extremes`)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

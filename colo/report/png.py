@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ def write_png(trace: Trace, path: str | Path, *, title: str = "colo run", dpi: i
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise Unsupported("a PNG needs matplotlib: run pip install 'colo[plot]', or write HTML instead") from error
+        raise Unsupported("a PNG needs matplotlib: run pip install 'colo-rl[plot]', or write HTML instead") from error
     upper = memory_chart(trace)
     lower = [chart for chart in (steps_chart(trace), reward_chart(trace)) if chart is not None]
     rows = [["memory"] * max(1, len(lower))] if upper else []
@@ -42,19 +43,10 @@ def write_png(trace: Trace, path: str | Path, *, title: str = "colo run", dpi: i
     for chart in (upper, *lower):
         if chart is not None:
             axes = panels["memory" if chart is upper else chart.heading.title]
-            _draw(axes, chart)
+            _DRAW[type(chart)](axes, chart)
             axes.set_title(chart.heading.title, loc="left")
             axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=dpi, facecolor="white")
-
-
-def _draw(axes: Any, chart: AreaChart | BarChart | CurveChart) -> None:
-    if isinstance(chart, AreaChart):
-        _draw_areas(axes, chart)
-    elif isinstance(chart, BarChart):
-        _draw_bars(axes, chart)
-    else:
-        _draw_curve(axes, chart)
 
 
 def _draw_areas(axes: Any, chart: AreaChart) -> None:
@@ -99,3 +91,10 @@ def _draw_curve(axes: Any, chart: CurveChart) -> None:
 
 def _label(axis: Any, values: Axis) -> None:
     axis.set_ticks([value for value, _ in values.ticks], [label for _, label in values.ticks])
+
+
+_DRAW: dict[type, Callable[[Any, Any], None]] = {
+    AreaChart: _draw_areas,
+    BarChart: _draw_bars,
+    CurveChart: _draw_curve,
+}

@@ -1,18 +1,17 @@
 """Drawing with strings: escaped markup, a plotting frame with axes, and the look of the report page.
 
-Knows nothing of traces. Paper, ink and lines are CSS variables, so that a picture follows the reader's light or dark
-setting; it is as wide as the page.
+Paper, ink and lines are CSS variables: pictures follow the reader's light or dark setting.
+They are as wide as the page.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import pairwise
 
-from colo.report.axes import Series, Ticks
+from colo.report.axes import Axis
 
 STYLE = """
 :root { color-scheme: light dark; --paper: #ffffff; --ink: #1a1f26; --muted: #5a6572; --line: #dde2e7;
@@ -124,20 +123,12 @@ def staircase(points: Sequence[tuple[float, float]], end_x: float) -> list[tuple
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Frame:
-    """The area of a chart between its axes: values in, pixels out."""
+    """The area of a chart between its axes: values in, pixels out. Sizes are pixels."""
 
-    width: float
+    x: Axis
+    y: Axis
+    width: float  # of the whole drawing, labels of the axes included
     height: float
-    """Pixels of the whole drawing, axes included."""
-
-    x_max: float
-    """Value at the right edge; the left edge is `x_min`."""
-
-    y_max: float
-    """Value at the upper edge; the lower edge is `y_min`."""
-
-    x_min: float = 0.0
-    y_min: float = 0.0
     left: float = 64.0
     right: float = 8.0
     top: float = 12.0
@@ -153,23 +144,23 @@ class Frame:
         """Pixel column of the right edge."""
         return self.width - self.right
 
-    def x(self, value: float) -> float:
-        """Pixel column of a value."""
-        return self.left + (value - self.x_min) / (self.x_max - self.x_min or 1.0) * (self.end - self.left)
+    def column(self, value: float) -> float:
+        """Pixel column of a value of the x axis."""
+        return self.left + (value - self.x.low) / (self.x.high - self.x.low or 1.0) * (self.end - self.left)
 
-    def y(self, value: float) -> float:
-        """Pixel row of a value."""
-        return self.floor - (value - self.y_min) / (self.y_max - self.y_min or 1.0) * (self.floor - self.top)
+    def row(self, value: float) -> float:
+        """Pixel row of a value of the y axis."""
+        return self.floor - (value - self.y.low) / (self.y.high - self.y.low or 1.0) * (self.floor - self.top)
 
-    def axes(self, x_ticks: Ticks, y_ticks: Ticks) -> Markup:
-        """Grid lines and labels for pairs of a value and its label."""
+    def axes(self) -> Markup:
+        """Grid lines and labels."""
         parts = []
-        for value, label in y_ticks:
-            row = self.y(value)
+        for value, label in self.y.ticks:
+            row = self.row(value)
             parts.append(line(self.left, row, self.end, row, class_="grid"))
             parts.append(text(self.left - 8, row + 4, label, text_anchor="end"))
-        for value, label in x_ticks:
-            column = self.x(value)
+        for value, label in self.x.ticks:
+            column = self.column(value)
             parts.append(line(column, self.floor, column, self.floor + 4, class_="grid"))
             parts.append(text(column, self.floor + 18, label, text_anchor="middle"))
         return markup(*parts)
@@ -178,58 +169,6 @@ class Frame:
         """The finished `svg` element; `label` is what a screen reader says."""
         box = f"0 0 {number(self.width)} {number(self.height)}"
         return element("svg", *children, viewBox=box, role="img", aria_label=label, width=self.width)
-
-
-def areas(frame: Frame, xs: Sequence[float], stack: Iterable[Series]) -> Markup:
-    """Series on top of each other at common places `xs`; a value holds until the next place, the last to the end."""
-    parts, columns, base = [], [frame.x(x) for x in xs], [0.0] * len(xs)
-    for series in stack:
-        top = [below + value for below, value in zip(base, series.values, strict=True)]
-        lower, upper = (staircase(list(zip(columns, map(frame.y, v), strict=True)), frame.end) for v in (base, top))
-        outline = path([*upper, *reversed(lower)], closed=True)
-        title = element("title", series.title)
-        parts.append(element("path", title, d=outline, fill=series.colour, fill_opacity=0.9, class_="cut"))
-        base = top
-    return markup(*parts)
-
-
-def stacked_bar(frame: Frame, left: float, right: float, stack: Iterable[Series]) -> Markup:
-    """The first value of each series on top of the one before, between two places of the x axis."""
-    parts, base, inset = [], 0.0, 0.08 * (frame.x(right) - frame.x(left))
-    for series in stack:
-        top = base + series.values[0]
-        place = (frame.x(left) + inset, frame.y(top), frame.x(right) - frame.x(left) - 2 * inset)
-        parts.append(rect(*place, frame.y(base) - frame.y(top), title=series.title, fill=series.colour))
-        base = top
-    return markup(*parts)
-
-
-def curve(frame: Frame, series: Series, places: Sequence[int]) -> Markup:
-    """A line through the values at `places`, each in the middle of its unit, with dots where there is room for them."""
-    points = [(frame.x(i + 0.5), frame.y(series.values[i])) for i in places]
-    parts = [element("path", element("title", series.title), d=path(points), fill="none", stroke_width=1.75)]
-    if len(points) <= (frame.end - frame.left) / 8:
-        parts += [element("circle", cx=x, cy=y, r=3) for x, y in points]
-    return element("g", *parts, style=f"fill:{series.colour};stroke:{series.colour}")
-
-
-def visible(
-    frame: Frame, stretches: Sequence[tuple[float, float]], least: float = 1.0
-) -> Iterator[tuple[int, float, float]]:
-    """Stretches of the x axis as bars: the index of each, its left edge and its width in pixels, at least `least`.
-
-    Those outside the frame are left out, and of shorter ones those that begin where another was just drawn, so that
-    any number of stretches gives at most one short bar for each `least` pixels.
-    """
-    taken = -math.inf
-    for index in sorted(range(len(stretches)), key=lambda i: (stretches[i][0], -stretches[i][1])):
-        start, end = stretches[index]
-        left, right = frame.x(max(start, frame.x_min)), frame.x(min(end, frame.x_max))
-        short = right - left < least
-        if end <= frame.x_min or start >= frame.x_max or (short and left < taken):
-            continue
-        taken = left + least if short else taken
-        yield index, left, max(right - left, least)
 
 
 def legend(items: Iterable[tuple[str, str, str]]) -> Markup:

@@ -1,11 +1,10 @@
-"""A trace as figures, and the figures as tables: `summary` for machines, `report_tables` and `render_text` for people.
+"""A trace as figures, and the figures as tables: `summary` for machines, `report_tables` for people.
 
 All show the same numbers. Sizes are binary (GiB), rates decimal (GB/s).
 """
 
 from __future__ import annotations
 
-import io
 import math
 import statistics
 from bisect import bisect_left, bisect_right
@@ -16,7 +15,7 @@ from itertools import islice, pairwise
 from typing import NamedTuple
 
 from rich import box
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -40,23 +39,14 @@ _SWITCHING = ("step", "transition", "switch")
 class PhaseFigures:
     """One row of the phase table: a phase, the switching between phases, or the idle time outside of both."""
 
-    phase: str
-    """One of `PARTS`."""
-
+    phase: str  # one of `PARTS`
     count: int
     total_s: float
     mean_s: float
-    share: float
-    """Share of all recorded seconds, 0 to 1."""
-
-    peak_bytes: int
-    """The most device bytes that all segments held together during the phase."""
-
-    moved_bytes: int
-    """Bytes of the phase's transition steps and copies."""
-
-    gb_per_s: float | None
-    """Moved bytes over the seconds in which at least one of them was under way; `None` when nothing moved."""
+    share: float  # share of all recorded seconds, 0 to 1
+    peak_bytes: int  # the most device bytes that all segments held together during the phase
+    moved_bytes: int  # bytes of the phase's transition steps and copies
+    gb_per_s: float | None  # moved bytes over the seconds in which something moved; `None` when nothing did
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,8 +59,7 @@ class StepFigures:
     median_s: float
     total_s: float
     moved_bytes: int
-    gb_per_s: float | None
-    """Moved bytes over total seconds; `None` when nothing moved."""
+    gb_per_s: float | None  # moved bytes over total seconds; `None` when nothing moved
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,8 +68,7 @@ class Cycle:
 
     start_s: float
     end_s: float
-    parts_s: Mapping[str, float]
-    """Seconds by name, for each of `PARTS`; they add up to the length of the cycle."""
+    parts_s: Mapping[str, float]  # seconds by name, for each of `PARTS`; they add up to the length of the cycle
 
     @property
     def duration_s(self) -> float:
@@ -285,15 +273,6 @@ def sheets(trace: Trace) -> list[Sheet]:
 def report_tables(trace: Trace) -> list[RenderableType]:
     """The sheets as tables, for `rich.print(*report_tables(trace))`; a line that says so when there is nothing."""
     return [_table(sheet) for sheet in sheets(trace)] or [Text(EMPTY)]
-
-
-def render_text(trace: Trace, width: int = 100) -> str:
-    """The tables as plain text of at most `width` columns, without colour."""
-    console = Console(file=io.StringIO(), width=width, color_system=None)
-    with console.capture() as capture:
-        for table in report_tables(trace):
-            console.print(table)
-    return "\n".join(line.rstrip() for line in capture.get().rstrip().splitlines()) + "\n"
 
 
 def _table(sheet: Sheet) -> Group:

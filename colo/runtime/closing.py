@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 import torch
 from torch import nn
@@ -35,6 +35,9 @@ class Closing:
     ) -> None:
         """A model that the runtime owns goes to the host, so that the device is free."""
         self.has_begun = False
+        self.last = ExitStack()
+        """What is done when everything else has been closed."""
+
         self._engine = engine
         self._model = model
         self._transport = transport
@@ -64,6 +67,7 @@ class Closing:
             self._transport.close,
             self._engine.close,
             self._mover.close,
+            self.last.close,
         ]
         self._engine.before_generate = None
         self.has_begun = True

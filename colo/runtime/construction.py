@@ -15,6 +15,7 @@ from colo.phases.phase import ENGINE_KV_CACHE, TRAINER_ADAPTER, TRAINER_PARAMETE
 from colo.phases.scheduler import Budget, Scheduler
 from colo.phases.segment import FixedSegment, Segment
 from colo.phases.trace import Trace
+from colo.phases.transition import Action, Transition
 from colo.trainer.session import LATE, TrainerSession
 from colo.weights.publish import Publisher
 from colo.weights.sources.peft import adapter_weights, is_peft_model
@@ -78,15 +79,23 @@ def make_publisher(
     )
 
 
-def prepare_arena(scheduler: Scheduler, mover: Mover) -> None:
-    """Pin host memory in the background for the state that will have to leave, so that no step waits for it."""
-    if mover.device.type != "cuda":
-        return
-    ledger = scheduler.ledger()  # and what it will be between a step and the rollout that follows
+def check_phases(scheduler: Scheduler) -> Transition:
+    """Plan both phases with all the state that training will have made: the rollout that follows a step is returned.
+
+    Raises: `BudgetError` when one of them could not be entered.
+    """
+    ledger = scheduler.ledger()
     for name, residency in ((ENGINE_KV_CACHE, Residency.DISCARDED), *((n, Residency.RESIDENT) for n in LATE)):
         holding = ledger.holdings[name]
         if holding.residency is not residency and (holding.away or residency is Residency.RESIDENT):
             ledger = ledger.moved(name, residency)
-    expected_bytes = scheduler.expected_departures(Phase.ROLLOUT, ledger)
-    if 0 < expected_bytes <= mover.arena.limit_bytes:
+    rollout = scheduler.plan(Phase.ROLLOUT, ledger)
+    scheduler.plan(Phase.TRAIN, rollout.after)
+    return rollout
+
+
+def prepare_arena(rollout: Transition, mover: Mover) -> None:
+    """Pin host memory in the background for the state that will have to leave, so that no step waits for it."""
+    expected_bytes = sum(step.moved_bytes for step in rollout.steps if step.action is Action.OFFLOAD)
+    if mover.device.type == "cuda" and 0 < expected_bytes <= mover.arena.limit_bytes:
         mover.arena.prepare(expected_bytes)

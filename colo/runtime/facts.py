@@ -8,7 +8,7 @@ import torch
 
 from colo.config import RuntimeConfig
 from colo.engine import Engine
-from colo.phases.phase import Phase
+from colo.phases.phase import ENGINE_WEIGHTS, Phase
 from colo.phases.trace import Trace
 from colo.trainer.inventory import Kept
 from colo.units import format_bytes
@@ -30,7 +30,7 @@ def facts_of(
     rollout, train, ever = (format_bytes(trace.peak_bytes(phase)) for phase in (Phase.ROLLOUT, Phase.TRAIN, None))
     facts = {
         "engine": f"{engine.name} on {device}: {engine.placement}",
-        "weights": f"{transport.name}: {transport.reason}",
+        "weights": f"{transport.name}: {transport.reason}{_cost_of_copies(engine, transport)}",
         "version": f"{publisher.version}, {len(publisher.published)} publications, "
         f"{format_bytes(publisher.bytes_synced)} copied",
         "peak": f"rollout {rollout}, train {train}, ever {ever}",
@@ -49,6 +49,14 @@ def facts_of(
     if mismatch:
         facts["mismatch"] = f"{mismatch[-1]:.2g} mean |log p(engine) - log p(trainer)| in the last step"
     return facts
+
+
+def _cost_of_copies(engine: Engine, transport: Transport) -> str:
+    """What it costs that the engine has weights of its own; nothing where they are shared."""
+    held = next((segment.size_bytes for segment in engine.segments if segment.name == ENGINE_WEIGHTS), 0)
+    if transport.shares or not held:
+        return ""
+    return f"; the engine's copy takes {format_bytes(held)}, and each version is copied into it"
 
 
 def _what_is_kept(kept: Sequence[Kept]) -> str:

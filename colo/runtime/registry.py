@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from colo.errors import PhaseError
+from colo.trainer.optimizer_state import unwrapped
 from colo.weights.sources.heads import causal_lm
 
 _runtimes: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
@@ -28,7 +29,7 @@ def check_free(parts: Mapping[str, object]) -> None:
 
 def runtime_of(part: object) -> Any:
     """The open runtime of a part. Raises: `ValueError` when it has none."""
-    runtime = _runtimes.get(id(causal_lm(part) if isinstance(part, nn.Module) else part))
+    runtime = _runtimes.get(id(causal_lm(part) if isinstance(part, nn.Module) else unwrapped(part)))
     if runtime is None:
         raise ValueError(f"this {type(part).__name__} has no open runtime")
     return runtime

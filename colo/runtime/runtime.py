@@ -11,8 +11,9 @@ The runtime wires engine, trainer state, scheduler and publisher together. It ha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast
@@ -29,7 +30,7 @@ from colo.memory.uninterrupted import uninterrupted
 from colo.phases.phase import Phase
 from colo.phases.trace import Trace
 from colo.runtime.closing import Closing
-from colo.runtime.construction import make_publisher, make_scheduler, prepare_arena
+from colo.runtime.construction import check_phases, make_publisher, make_scheduler, prepare_arena
 from colo.runtime.facts import facts_of
 from colo.runtime.generation import Generation
 from colo.runtime.registry import check_free, forget, register, runtime_of
@@ -37,6 +38,7 @@ from colo.runtime.states import Verb
 from colo.runtime.turns import PhaseBlock, Turns
 from colo.runtime.versions import WeightVersions
 from colo.trainer.inventory import Kept
+from colo.trainer.optimizer_state import unwrapped
 from colo.trainer.session import TrainerSession
 from colo.weights.mismatch import MismatchCheck
 from colo.weights.publish import Publication
@@ -69,7 +71,8 @@ class Runtime:
         tokenizer: Any = None,
         owns_model: bool = False,
     ) -> None:
-        check_free({"model": model, "optimizer": optimizer, "engine": engine})
+        stepped = unwrapped(optimizer)
+        check_free({"model": model, "optimizer": stepped, "engine": engine})
         if is_peft_model(model):
             adapter_weights(cast("PeftModel", model))  # refuse what an engine could not apply
         self.engine = engine
@@ -88,7 +91,7 @@ class Runtime:
         with ExitStack() as undo:
             modules = transport.source.outermost_sharded()
             self._session = TrainerSession(
-                optimizer, mover, region_bytes=config.region_bytes, events=self._turns, sharded_modules=modules
+                stepped, mover, region_bytes=config.region_bytes, events=self._turns, sharded_modules=modules
             )
             self._closing = Closing(engine, model, transport, self._session, mover, owns_model=owns_model)
             undo.callback(self._closing.return_state)
@@ -98,12 +101,12 @@ class Runtime:
             publisher = make_publisher(engine, model, transport, config, self.trace)
             self.versions = WeightVersions(engine, transport, publisher, self.scheduler, config)
             self._turns.connect(self.scheduler, self._session, self.versions)
-            prepare_arena(self.scheduler, mover)
+            prepare_arena(check_phases(self.scheduler), mover)
             self.versions.publish()
             self._generation = Generation(engine, model, self._turns, self.scheduler, self.versions, mismatch)
             engine.before_generate = self._generation.before_generate
             undo.pop_all()
-        register(self, (model, optimizer, engine))
+        register(self, (model, stepped, engine))
 
     @classmethod
     def of(cls, part: object) -> Runtime:
@@ -209,8 +212,12 @@ class Runtime:
             if not self._closing.has_begun:
                 with uninterrupted():
                     self._closing.begin(self.scheduler, self._turns, self.versions)
-                    forget((self.model, self.optimizer, self.engine))
+                    forget((self.model, unwrapped(self.optimizer), self.engine))
             self._closing.go_on()
+
+    def at_close(self, function: Callable[[], object]) -> None:
+        """Call a function when the runtime has been closed, the last one that was given first."""
+        self._closing.last.callback(function)
 
     def __enter__(self) -> Runtime:
         return self
@@ -251,3 +258,12 @@ class Runtime:
     def device(self) -> torch.device:
         """The device that engine and trainer share."""
         return self._device
+
+    @property
+    def accumulation_steps(self) -> int:
+        """Backward passes before each `optimizer.step()`; may be changed between steps."""
+        return self._turns.accumulation_steps
+
+    @accumulation_steps.setter
+    def accumulation_steps(self, steps: int) -> None:
+        self._turns.accumulation_steps = replace(self.config, accumulation_steps=steps).accumulation_steps

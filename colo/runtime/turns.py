@@ -46,8 +46,14 @@ class Turns:
         self._model = model
         self._config = config
         self._mismatch = mismatch
+        self.accumulation_steps = config.accumulation_steps
+        """Backward passes before each step, of which the last has parked state brought back beside it."""
+
         self._block: PhaseBlock[Any] | None = None
         self._entered_s = 0.0
+        self._is_changing = False
+        self._steps_expected = 1  # training phases with a step, between two rollouts: as many as there were last time
+        self._steps_taken = 0
 
     def connect(self, scheduler: Scheduler, session: TrainerSession, versions: WeightVersions) -> None:
         """Take turns with these from now on."""
@@ -67,9 +73,12 @@ class Turns:
         next_turn(verb, self.turn)
 
     def enter(self, phase: Phase | None) -> None:
-        """Go to a phase, out of whichever there is, or with `None` just leave that. Idempotent."""
+        """Go to a phase, out of whichever there is, or with `None` just leave that. Idempotent.
+
+        A hook that is called while the phase changes may call it: nothing happens then.
+        """
         with self.lock, uninterrupted():
-            if self.phase is not phase:
+            if self.phase is not phase and not self._is_changing:
                 self.leave()
                 if phase is not None:
                     self._enter(phase)
@@ -129,8 +138,12 @@ class Turns:
         # What is made on the way in or out outlives a caller's inference mode, in which it could not be written later.
         with torch.inference_mode(False):
             self.require(verb)
-            self.be_idle()
-            (self._enter_rollout if phase is Phase.ROLLOUT else self._enter_train)()
+            self._is_changing = True
+            try:
+                self.be_idle()
+                (self._enter_rollout if phase is Phase.ROLLOUT else self._enter_train)()
+            finally:
+                self._is_changing = False
             self.turn, self._block, self._entered_s = next_turn(verb, self.turn), None, self._trace.now_s()
 
     def _leave(self) -> None:
@@ -144,6 +157,8 @@ class Turns:
             self.turn, self._block = Turn.IDLE, None
 
     def _enter_rollout(self) -> None:
+        if self._steps_taken:
+            self._steps_expected, self._steps_taken = self._steps_taken, 0
         with self._trace.span("switch to rollout", category="switch", phase=Phase.ROLLOUT):
             self._session.look_again()
             self._versions.notice_and_compare()
@@ -208,14 +223,19 @@ class Turns:
         with self._trace.span("switch from train", category="switch", phase=Phase.TRAIN):
             self._learn_working_bytes()
             self._scheduler.enter(Phase.IDLE)
-            if self._session.has_stepped:
+            if self._session.has_stepped and self._is_rollout_next():
                 if self._scheduler.offload is Offload.ALWAYS and self._device.type == "cuda":
                     # Of activations and gradients. Before anything leaves: the driver frees nothing beside copies.
                     torch.cuda.empty_cache()
-                # A rollout is what follows a step: what has to leave for it starts leaving now, beside other work. The
-                # loop may still read, clip or drop its gradients.
+                # What has to leave for the rollout starts leaving now, beside other work. The loop may still read, clip
+                # or drop its gradients.
                 self._session.look_again(parameters=False)
                 self._scheduler.anticipate(Phase.ROLLOUT, but_for={TRAINER_GRADIENTS})
+
+    def _is_rollout_next(self) -> bool:
+        """Whether a rollout follows this training phase, which has stepped: as many did as between the last two."""
+        self._steps_taken += 1
+        return self._steps_taken == self._steps_expected
 
     def _pause(self) -> None:
         if self._engine.state is EngineState.AWAKE:
@@ -294,7 +314,7 @@ class Turns:
 
     def on_backward(self, number: int) -> None:
         """Start bringing parked state back beside the last backward pass, where there is room for both."""
-        is_last = number == self._config.accumulation_steps
+        is_last = number == self.accumulation_steps
         if not is_last or self.turn is not Turn.TRAIN or not self._scheduler.side_by_side:
             return
         for name in LATE:

@@ -18,11 +18,10 @@ PROGRESS_CALLS = 8
 class BackwardWatch:
     """Counts the backward passes since the last step, through hooks that torch calls as each gradient is complete.
 
-    `admit()` is called for each gradient before it is added to what its parameter has, also for those that
-    `torch.autograd.grad` returns instead, and may raise, which ends the pass; for those of `modules` whose gradients
-    are their own affair (FSDP2's) before the pass reaches them;
-    `on_pass(n)` when the first gradient of the n-th pass appears; `on_progress()` some times in each pass. All run
-    within `backward()`.
+    All callbacks run within `backward()`. `admit()` runs for each gradient before autograd accumulates it, also for
+    those that `torch.autograd.grad` returns, and may raise, which ends the pass. For `modules` that handle their
+    gradients themselves (FSDP2's) it runs before the pass reaches them. `on_pass(n)` runs when the first gradient of
+    the n-th pass is there, `on_progress()` several times in each pass.
     """
 
     def __init__(
@@ -45,11 +44,11 @@ class BackwardWatch:
         self._watched: MutableMapping[torch.Tensor, None] = WeakIdKeyDictionary()
         self._hooks: list[RemovableHandle] = []
         self.watch(parameters)
-        for module in modules:  # before hooks of the module's own, which begin a pass
+        for module in modules:  # before the module's own hooks, which begin a pass
             self._hooks.append(module.register_forward_hook(self._on_output, prepend=True))
 
     def watch(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Watch also those that train by now: unfrozen since, or added."""
+        """Watch those of `parameters` that require gradients and are not watched yet."""
         for parameter in parameters:
             if parameter.requires_grad and parameter not in self._watched:
                 self._watched[parameter] = None
@@ -58,7 +57,7 @@ class BackwardWatch:
         self._every = max(1, len(self._watched) // PROGRESS_CALLS)
 
     def forget(self) -> None:
-        """Begin to count anew: a step has consumed the gradients."""
+        """Start counting from 0: a step has used the gradients."""
         self._counts.clear()
         self.passes = 0
 

@@ -45,33 +45,24 @@ class _Parked:
     """One parameter's gradient in the arena."""
 
     parameter: torch.Tensor
-    host: torch.Tensor
-    """The part of it that lies in this process, as a view of the arena."""
-
-    assembly: Assembly
-    """What makes a gradient of such a part."""
-
-    stand_in: ParkedTensor
-    """What the parameter has as its gradient meanwhile."""
-
-    was_consumed: bool = False
-    """By a step that failed, and will go on."""
-
+    host: torch.Tensor  # the bytes in the arena; of a sharded gradient, those of this process
+    assembly: Assembly  # makes a gradient from such bytes
+    stand_in: ParkedTensor  # is the parameter's gradient meanwhile
+    was_consumed: bool = False  # by a step that failed and will go on
     is_zeroed: bool = False
 
     @property
     def is_wanted(self) -> bool:
-        """Whether it is the parameter's gradient still: nobody has taken it away, or assigned another."""
+        """Whether the stand-in is still the parameter's gradient: the loop has not dropped or replaced it."""
         return self.parameter.grad is self.stand_in
 
 
 class GradientSegment(Keeper):
-    """The gradients of some parameters, which autograd allocates and the loop zeroes or drops, as it does without colo.
+    """The gradients of an optimizer's parameters. Autograd allocates them and the loop zeroes them, as without colo.
 
-    For a rollout that needs their room they are copied to the host arena, and come back as they were. Meanwhile each
-    parameter has a stand-in for a gradient: `zero_grad` has its effect on it, one that is assigned by hand takes its
-    place, and whatever else touches it is asked of `on_touch` first. Gradients that somebody else holds a reference to,
-    and sparse ones, stay where they are.
+    A rollout that needs their memory has them copied to the host arena; they come back unchanged. Meanwhile each
+    parameter's `grad` is a stand-in. `zero_grad` works on it, and an assignment to `grad` replaces it; every other use
+    calls `on_touch` first. Gradients that other code refers to, and sparse ones, stay on the device.
     """
 
     name = TRAINER_GRADIENTS
@@ -87,11 +78,6 @@ class GradientSegment(Keeper):
         """Brings the gradients back, or raises `PhaseError` with what to do, when one that is away is touched."""
 
     @property
-    def is_parked(self) -> bool:
-        """Whether some are in the arena."""
-        return bool(self._parked)
-
-    @property
     def residency(self) -> Residency:
         """`RESIDENT` while there are gradients, `OFFLOADED` while some are parked, `DISCARDED` without any."""
         if any(parked.is_wanted for parked in self._parked):
@@ -100,7 +86,7 @@ class GradientSegment(Keeper):
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the gradients there are or, without any, of those a backward pass will make."""
+        """Bytes of the gradients; without any, bytes of those that a backward pass will make."""
         parked_bytes = sum(parked.host.nbytes for parked in self._parked if parked.is_wanted)
         if parked_bytes:
             return parked_bytes
@@ -118,9 +104,9 @@ class GradientSegment(Keeper):
         return min(self._staying_bytes, self._present_bytes()) if self._staying_bytes else 0
 
     def refresh(self) -> None:
-        """Look at which gradients may leave, before they are asked to."""
+        """Count the gradients that cannot leave, before the scheduler plans."""
         parameters = [p for p in parameters_of(self._optimizer) if p.grad is not None]
-        # Each gradient is looked up where it is asked about: a list of them would hold them.
+        # No list of gradients here: its references would count as other code's.
         self._staying_bytes = sum(
             local_bytes(_gradient(p)) for p in parameters if not isinstance(p.grad, ParkedTensor) and not _may_leave(p)
         )
@@ -140,7 +126,7 @@ class GradientSegment(Keeper):
         return self._park() if target is Residency.OFFLOADED else self._unpark()
 
     def on_operation(self, call: Call) -> Any:
-        """Zero what stands in for gradients; for anything else have them brought back, and do it with them."""
+        """Zero gradients through their stand-ins; for any other operation bring them back first."""
         function, args, kwargs = call
         verb = getattr(function, "__name__", "")
         if verb in _UNCHANGED:
@@ -151,20 +137,16 @@ class GradientSegment(Keeper):
         return function(*pytree.tree_map(self._returned, list(args)), **pytree.tree_map(self._returned, dict(kwargs)))
 
     def on_dispatch(self, call: Call) -> Any:
-        """Let a backward pass add to gradients that are away: they are brought back, and are what it adds to."""
+        """Let a backward pass add to gradients that are away: bring them back, and add to those."""
         function, args, kwargs = call
         if getattr(function, "overloadpacket", None) not in (torch.ops.aten.add, torch.ops.aten.add_):
             return super().on_dispatch(call)
         self.on_touch()
         return function(*map(self._returned, args), **kwargs)
 
-    def _present(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Every parameter that has a gradient on the device, with the gradient."""
-        with_gradient = ((p, p.grad) for p in parameters_of(self._optimizer))
-        return [(p, g) for p, g in with_gradient if g is not None and not isinstance(g, ParkedTensor)]
-
     def _present_bytes(self) -> int:
-        return sum(local_bytes(gradient) for _, gradient in self._present())
+        gradients = (p.grad for p in parameters_of(self._optimizer))
+        return sum(local_bytes(g) for g in gradients if g is not None and not isinstance(g, ParkedTensor))
 
     def _zero(self, tensors: torch.Tensor | list[torch.Tensor]) -> Any:
         by_stand_in = {id(parked.stand_in): parked for parked in self._parked}
@@ -183,7 +165,7 @@ class GradientSegment(Keeper):
         parameter: torch.Tensor = value.parameter
         gradient = parameter.grad
         if gradient is None or isinstance(gradient, ParkedTensor):
-            raise PhaseError("this stood in for a gradient that was in host memory, and is gone: read `parameter.grad`")
+            raise PhaseError("this stood in for a gradient that was in host memory and is gone: read `parameter.grad`")
         return gradient
 
     def _park(self) -> Move:
@@ -241,7 +223,7 @@ class GradientSegment(Keeper):
 
 
 _UNCHANGED = frozenset({"requires_grad_", "detach_", "__set__"})
-"""What `zero_grad` does to a gradient before it zeroes it: nothing to one that has no history."""
+"""Calls of `zero_grad` that change nothing of a gradient without history."""
 
 
 def _gradient(parameter: torch.Tensor) -> torch.Tensor:
@@ -250,7 +232,7 @@ def _gradient(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def _may_leave(parameter: torch.Tensor) -> bool:
-    """Whether a parameter has a gradient that is its alone: held by no variable, and no view of a bucket, as DDP's."""
+    """Whether a parameter has a gradient that no other code refers to, and that is no view of a bucket (DDP's are)."""
     gradient = parameter.grad
     if gradient is None or isinstance(gradient, ParkedTensor) or gradient.layout is not torch.strided:
         return False
@@ -259,7 +241,7 @@ def _may_leave(parameter: torch.Tensor) -> bool:
 
 
 def num_holders(parameter: torch.Tensor) -> int:
-    """How many variables, attributes and views refer to the gradient of `parameter`, beside the parameter itself."""
+    """Number of variables, attributes and views that refer to the gradient of `parameter`, without the parameter."""
     return max(0, _count_references(parameter) - _references_of_nobody())
 
 
@@ -270,21 +252,21 @@ def _count_references(parameter: torch.Tensor) -> int:
 
 @cache
 def _references_of_nobody() -> int:
-    """What is counted of a gradient that nobody holds: it differs with versions of Python and torch."""
+    """The count for a gradient that only its parameter holds; it depends on the versions of Python and torch."""
     parameter = torch.nn.Parameter(torch.zeros(1))
     parameter.grad = torch.zeros(1)
     return _count_references(parameter)
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """What an optimizer trains, in its order."""
+    """The parameters of an optimizer, group by group."""
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def _copy_all(
     copy: Callable[[torch.Tensor, torch.Tensor], Transfer], pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]
 ) -> None:
-    """Copy, and return or raise when no copy is under way any more: what it reads or writes may be freed then."""
+    """Copy all pairs. No copy is still running when this returns or raises, so the memory may be freed."""
     with uninterrupted():
         transfers: list[Transfer] = []
         try:

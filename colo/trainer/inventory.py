@@ -1,4 +1,4 @@
-"""What an optimizer keeps: every tensor in its state, by name, and why some of them have to stay on the device."""
+"""Every tensor in an optimizer's state, by name, and why some of them have to stay on the device."""
 
 from __future__ import annotations
 
@@ -37,18 +37,11 @@ class StateTensor:
     """A tensor of the state and where it was found."""
 
     tensor: torch.Tensor
-    key: object
-    """Number of the parameter whose state it is, or another key of `optimizer.state`."""
-
-    within: object
-    """What `optimizer.state` has under that key."""
-
-    number: int
-    """Which of the leaves of that it is, or is in."""
-
+    key: object  # number of the parameter whose state it is, or another key of `optimizer.state`
+    within: object  # the value of `optimizer.state` under that key
+    number: int  # index of the leaf of `within` that is the tensor, or holds it
     is_master: bool
-    attributes: str = ""
-    """Names of those that lead to it, for a part of a tensor subclass."""
+    attributes: str = ""  # path from that leaf to the tensor, for a part of a tensor subclass
 
     @property
     def name(self) -> str:
@@ -60,8 +53,9 @@ class StateTensor:
 class Inventory:
     """The state of an optimizer as it is now, each tensor object once.
 
-    Nested containers that torch knows (`torch.utils._pytree`) are taken apart, and tensor subclasses that know how to
-    be; what is within others is found and stays where it is. Refers to the tensors for as long as it lives.
+    Tensors are found within containers that torch knows (`torch.utils._pytree`) and within tensor subclasses with
+    `__tensor_flatten__`; both can move. Tensors within other objects are listed, and stay on the device.
+    Lifetime: refers to the tensors while it lives.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -70,19 +64,19 @@ class Inventory:
         self._parameters = {storage_key(local_shard(parameter)) for parameter in parameters}
         self._gradients = {k for parameter in parameters if (k := _key_of_gradient(parameter)) is not None}
         self.tensors: dict[int, StateTensor] = {}
-        """Plain tensors and what stands in for them, those within subclasses too, by identity."""
+        """Plain tensors, or their stand-ins, by `id`; also those within subclasses."""
 
         self.wrappers: dict[int, StateTensor] = {}
-        """Tensors of subclasses around others, and what stands in for them, by identity."""
+        """Tensors of subclasses that wrap others, or their stand-ins, by `id`."""
 
         self._others: list[tuple[StateTensor, str]] = []
         for key, value in optimizer.state.items():
             self._look_through(self._numbers.get(id(key), key), value)
 
     def loose(self, device: torch.device) -> list[list[StateTensor]]:
-        """Tensors with bytes on `device` by what they lie in, without single numbers, nor the memory of a parameter.
+        """Tensors with bytes on `device`, grouped by storage. Leaves out parameters' storages and scalars.
 
-        Optimizers read single numbers, such as counts of steps, on the host.
+        Optimizers read scalars, such as step counts, on the host.
         """
         groups: dict[int, list[StateTensor]] = {}
         for found in self.tensors.values():
@@ -96,7 +90,7 @@ class Inventory:
         ]
 
     def why_it_stays(self, group: Sequence[StateTensor]) -> str | None:
-        """Why tensors in one storage cannot be moved, as far as their memory is concerned; `None` when they can."""
+        """Why the tensors in one storage cannot be moved; `None` when they can."""
         for found in group:
             if (reason := _peculiarity(found.tensor)) is not None:
                 return reason
@@ -106,7 +100,7 @@ class Inventory:
         return why_memory_stays([found.tensor for found in group])
 
     def kept(self, device: torch.device) -> Iterator[Kept]:
-        """What is on `device` and not among the tensors that could move at all."""
+        """Tensors on `device` that colo can never move."""
         counted = {*self.tensors, *self.wrappers}
         for found, reason in self._others:
             tensor = found.tensor
@@ -117,7 +111,7 @@ class Inventory:
             yield Kept(found.name, 0 if is_parameters else tensor_bytes(tensor), reason)
 
     def bytes_of(self, group: Sequence[StateTensor]) -> int:
-        """Bytes of one storage; none for a gradient, which is counted as such."""
+        """Bytes of one storage; 0 for a gradient, which the gradient segment counts."""
         storage = group[0].tensor.untyped_storage()
         return 0 if int(storage._cdata) in self._gradients else int(storage.nbytes())
 
@@ -151,14 +145,14 @@ class Inventory:
 
 
 def original_of(tensor: torch.Tensor) -> torch.Tensor:
-    """A subclass around other tensors for what stands in for it; any other tensor, and its stand-in, as it is."""
+    """The subclass that a stand-in replaces, where it wraps other tensors; any other argument itself."""
     if isinstance(tensor, ParkedTensor) and isinstance(tensor.keeper, StateSlot) and tensor.keeper.region is None:
         return tensor.keeper.original
     return tensor
 
 
 def why_memory_stays(tensors: Sequence[torch.Tensor]) -> str | None:
-    """Why the storage that `tensors` share cannot be given up although they are pointed elsewhere; `None` if it can."""
+    """Why the storage of `tensors` must stay even after they point elsewhere; `None` if it can be freed."""
     if count := num_others(tensors):
         return f"{count} more refer{'s' if count == 1 else ''} to its memory: a view, or a buffer that it is a part of"
     if not tensors[0].untyped_storage().resizable():
@@ -167,14 +161,14 @@ def why_memory_stays(tensors: Sequence[torch.Tensor]) -> str | None:
 
 
 def tensor_bytes(tensor: torch.Tensor) -> int:
-    """Bytes that a tensor of any layout takes, without what it shares its storage with."""
+    """Bytes of a tensor of any layout, not of its whole storage."""
     if is_wrapper(tensor):
         return sum(map(tensor_bytes, inner_tensors(tensor).values()))
     return sum(part.numel() * part.element_size() for part in dense_parts(tensor))
 
 
 def _peculiarity(tensor: torch.Tensor) -> str | None:
-    """What a tensor would lose if it were made anew over other memory."""
+    """Why a tensor cannot be recreated over other memory: it would lose this; `None` when it can."""
     if tensor.grad_fn is not None or tensor._backward_hooks:
         return "it is part of an autograd graph"
     if tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
@@ -191,7 +185,7 @@ def _key_of_gradient(parameter: torch.Tensor) -> int | None:
 
 
 def _tensors_within(value: object) -> list[torch.Tensor]:
-    """Tensors in an object that torch does not know as a container: its attributes, or what it holds."""
+    """Tensors in an object that is no container to torch: in its attributes or its items."""
     if isinstance(value, (set, frozenset, list, tuple)):
         held: Any = list(value)
     elif isinstance(value, Mapping):

@@ -17,6 +17,7 @@ from torch.utils.weak import TensorWeakRef
 from colo.errors import Unsupported
 from colo.memory.dtensor import is_dtensor
 from colo.memory.uninterrupted import uninterrupted
+from colo.trainer.gradients import parameters_of
 from colo.trainer.inventory import MASTER_WEIGHT
 from colo.trainer.snapshot import detach_state
 from colo.units import MIB
@@ -46,21 +47,21 @@ class MasterWeights:
 
 
 class MasterWeightsOptimizer(torch.optim.Optimizer):
-    """An optimizer around another one that works on fp32 copies of 16-bit parameters.
+    """An optimizer that wraps another one, which works on fp32 copies ("masters") of 16-bit parameters.
 
-    To the outside its parameters are the model's, its state holds the masters (under `master_weight`) beside the inner
-    optimizer's, and its parameter groups' hyperparameters, which schedulers change, reach the inner one at each step.
-    What the inner one keeps there, such as a count of steps, is in ours after the step.
-    What has been written to a parameter since the last step, in whichever way, is its master from then on: each step
-    compares the two, which takes no more than reading both.
-    Parameters that are fp32 or wider are handed to the inner optimizer as they are.
+    Its parameters are the model's. Its state is the inner optimizer's, with the masters under `master_weight`. Each
+    step hands the hyperparameters of its groups, which schedulers change, to the inner optimizer, and takes over what
+    that one writes there, such as a count of steps.
+    Each step compares parameters with their masters. A value that anybody has written to a parameter since the last
+    step replaces its master.
+    The inner optimizer gets parameters that are fp32 or wider as they are.
 
     A step handles `bucket_bytes` of fp32 gradients at a time, by calling the inner optimizer's `step` once for each
     bucket with the other gradients absent. Optimizers that count steps per group rather than per parameter need
     `bucket_bytes=None`, and then memory for all gradients in fp32.
 
-    A step that raises leaves every gradient where it was. The next one goes on with the bucket that failed, unless the
-    gradients of those before it have changed since: they are a new step's then. A rollout in between changes none.
+    A step that raises leaves every gradient where it was. The next step goes on with the bucket that failed. Where
+    gradients of earlier buckets have changed since, it takes those in as well. A rollout in between changes none.
     """
 
     def __init__(self, params: Any, make_optimizer: MakeOptimizer, *, bucket_bytes: int | None = 512 * MIB) -> None:
@@ -152,7 +153,7 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
             self._round(parameter)
 
     def _go_on(self) -> None:
-        """Forget what a failed step has taken in where gradients are others now, and finish rounding the rest."""
+        """After a step that failed: forget gradients that have changed since, and round the masters of the others."""
         self._taken = {parameter: self._taken[parameter] for parameter in self.consumed()}
         for parameter in self._taken:
             if parameter in self._masters:
@@ -160,7 +161,7 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
                 self._round(parameter)
 
     def _follow(self, parameter: torch.Tensor, master: torch.Tensor) -> None:
-        """Take over what somebody else has written to a parameter; where it is the master rounded, that stays."""
+        """Copy elements that somebody else has written to a parameter; others keep the master's precision."""
         # Where a step has failed, the parameter is not yet its master rounded: then torch's count of writes must do.
         if self._unrounded.get(parameter) != parameter._version:
             torch.where(master.to(parameter.dtype) == parameter, master, parameter.to(torch.float32), out=master)
@@ -179,27 +180,24 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
     def _hide_gradients(self, except_for: list[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Take away the gradients of parameters without masters whose turn is not now."""
         turn = {id(parameter) for parameter in except_for}
-        hidden = []
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter not in self._masters and id(parameter) not in turn and parameter.grad is not None:
-                    hidden.append((parameter, parameter.grad))
-                    parameter.grad = None
+        others = [p for p in parameters_of(self) if p not in self._masters and id(p) not in turn]
+        hidden = [(parameter, parameter.grad) for parameter in others if parameter.grad is not None]
+        for parameter, _ in hidden:
+            parameter.grad = None
         return hidden
 
     def _buckets(self) -> Iterable[list[torch.Tensor]]:
         bucket: list[torch.Tensor] = []
         taken_bytes = 0
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is None or parameter in self._taken:
-                    continue
-                size_bytes = 4 * parameter.numel()
-                if bucket and self._bucket_bytes is not None and taken_bytes + size_bytes > self._bucket_bytes:
-                    yield bucket
-                    bucket, taken_bytes = [], 0
-                bucket.append(parameter)
-                taken_bytes += size_bytes
+        for parameter in parameters_of(self):
+            if parameter.grad is None or parameter in self._taken:
+                continue
+            size_bytes = 4 * parameter.numel()
+            if bucket and self._bucket_bytes is not None and taken_bytes + size_bytes > self._bucket_bytes:
+                yield bucket
+                bucket, taken_bytes = [], 0
+            bucket.append(parameter)
+            taken_bytes += size_bytes
         if bucket:
             yield bucket
 
@@ -221,7 +219,7 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
         return master
 
     def _copy_hyperparameters(self) -> None:
-        """Give the inner optimizer what has been written to our groups; what it keeps there itself stays."""
+        """Give the inner optimizer the hyperparameters that were written to our groups since the last step."""
         shown = itertools.chain(self._shown, itertools.repeat({}))
         for outer, inner, before in zip(self.param_groups, self._inner.param_groups, shown, strict=False):
             inner.update({k: v for k, v in _without_parameters(outer).items() if k not in before or before[k] is not v})
@@ -243,9 +241,10 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
 
     def _before_load(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Keep the state from torch's own loading, which would round fp32 state to the dtype of the parameters."""
-        indices = {index for group in state_dict["param_groups"] for index in group["params"]}
-        lacking = sorted(i for i in indices & set(state_dict["state"]) if self._lacks_master(state_dict, i))
-        if lacking:
+        state = state_dict["state"]
+        pairs = zip(_numbers(state_dict), parameters_of(self), strict=False)  # torch refuses other groups afterwards
+        with_master = [i for i, parameter in pairs if parameter in self._masters and i in state]
+        if lacking := [i for i in with_master if MASTER_WEIGHT not in state[i]]:
             raise ValueError(
                 f"the state of {len(lacking)} parameters, number {lacking[0]} for one, has no {MASTER_WEIGHT}: it was "
                 "saved by an optimizer without master weights"
@@ -253,34 +252,28 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
         self._loading = detach_state(state_dict, self)
         return {**state_dict, "state": {}}
 
-    def _lacks_master(self, state_dict: dict[str, Any], index: int) -> bool:
-        order = [i for group in state_dict["param_groups"] for i in group["params"]]
-        own = [p for group in self.param_groups for p in group["params"]]
-        position = order.index(index)
-        needs = position < len(own) and own[position] in self._masters
-        return needs and MASTER_WEIGHT not in state_dict["state"][index]
-
     @torch.no_grad()
     def _after_load(self) -> None:
         loaded, self._loading = self._loading, {}
         self._taken.clear()
         self._unrounded.clear()
-        order = [index for group in loaded["param_groups"] for index in group["params"]]
-        own = [p for group in self.param_groups for p in group["params"]]
         inner_state = {}
-        for index, parameter in zip(order, own, strict=True):
+        for index, parameter in zip(_numbers(loaded), parameters_of(self), strict=True):
             state = dict(loaded["state"].get(index, {}))
             master = state.pop(MASTER_WEIGHT, None)
-            if master is not None:
-                # New memory rather than a copy into the old, which may be offloaded.
-                own_master = self._masters[parameter]
-                own_master.data = master.to(device=parameter.device, dtype=torch.float32, copy=True)
-            inner_state[index] = state
-        filled = {index: state for index, state in inner_state.items() if state}
-        self._inner.load_state_dict({"state": filled, "param_groups": loaded["param_groups"]})
+            if master is not None:  # new memory rather than a copy into the old, which may be offloaded
+                self._masters[parameter].data = master.to(parameter.device, torch.float32, copy=True)
+            if state:
+                inner_state[index] = state
+        self._inner.load_state_dict({"state": inner_state, "param_groups": loaded["param_groups"]})
         self._shown = [_without_parameters(outer) for outer in self.param_groups]
         self.state.clear()
         self._publish_state()
+
+
+def _numbers(state_dict: dict[str, Any]) -> list[int]:
+    """The parameters' numbers in a state dict, in the order of the groups."""
+    return [number for group in state_dict["param_groups"] for number in group["params"]]
 
 
 def _without_parameters(group: dict[str, Any]) -> dict[str, Any]:
@@ -294,8 +287,6 @@ def _as_groups(params: Any) -> list[dict[str, Any]]:
         raise ValueError("the optimizer got an empty parameter list")
     if not isinstance(items[0], dict):
         items = [{"params": [item[1] if isinstance(item, tuple) else item for item in items]}]
-    groups = []
-    for item in items:
-        members = item["params"]
-        groups.append({**item, "params": [members] if isinstance(members, torch.Tensor) else list(members)})
-    return groups
+    members = [item["params"] for item in items]
+    lists = [[given] if isinstance(given, torch.Tensor) else list(given) for given in members]
+    return [{**item, "params": parameters} for item, parameters in zip(items, lists, strict=True)]

@@ -10,6 +10,7 @@ when everything that refers to it is known; what is not stays on the device, and
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -22,13 +23,7 @@ from colo.memory.dtensor import local_bytes
 from colo.memory.offload import Mover
 from colo.memory.region import ALIGNMENT_BYTES
 from colo.memory.storage import storage_key
-from colo.phases.phase import (
-    TRAINER_KEPT,
-    TRAINER_MASTER_WEIGHTS,
-    TRAINER_OPTIMIZER,
-    Residency,
-    check_move,
-)
+from colo.phases.phase import TRAINER_KEPT, TRAINER_MASTER_WEIGHTS, TRAINER_OPTIMIZER, Residency, check_move
 from colo.phases.segment import Done, Move
 from colo.trainer.gradients import GradientSegment
 from colo.trainer.inventory import Inventory, Kept, StateTensor
@@ -38,7 +33,7 @@ from colo.units import GIB, align_up
 
 
 class KeptSegment:
-    """State that never leaves the device, because somebody refers to its memory whom colo does not know, for one."""
+    """State that never leaves the device, for example because code that colo does not know refers to its memory."""
 
     name = TRAINER_KEPT
     residency = Residency.RESIDENT
@@ -49,11 +44,11 @@ class KeptSegment:
         self._segments = segments
         self._gradients = gradients
         self.loose: list[Kept] = []
-        """What no region has been made for."""
+        """State that lies in no region."""
 
     @property
     def items(self) -> list[Kept]:
-        """What stays, by name, and why."""
+        """The name, the size and the reason of everything that stays."""
         kept = [*self.loose, *(kept for segment in self._segments for kept in segment.kept)]
         if num_bytes := self._gradients.staying_bytes:
             kept.append(Kept("gradients", num_bytes, "something else refers to them, or they are sparse"))
@@ -61,7 +56,7 @@ class KeptSegment:
 
     @property
     def holds_state(self) -> bool:
-        """Whether some of it is the optimizer's."""
+        """Whether state of the optimizer is among it."""
         return bool(self.loose) or any(segment.kept for segment in self._segments)
 
     @property
@@ -109,22 +104,25 @@ class StateOffloader:
         self._region_bytes = region_bytes
         self._before_step = before_step or self.bring_back
         self._after_step = after_step or (lambda: None)
-        touch = on_touch or (lambda name: self._bring(name))
+        touch = on_touch or self._bring
         self.state = StateSegment(TRAINER_OPTIMIZER, mover=mover, on_touch=touch, is_master=False)
         self.masters = StateSegment(TRAINER_MASTER_WEIGHTS, mover=mover, on_touch=touch, is_master=True)
         self.gradients = GradientSegment(optimizer, mover=mover)
         self.kept = KeptSegment((self.state, self.masters), self.gradients)
+        self._replaced: set[str] = set()
+        """Segments that have left the device for a state dict that is being loaded."""
+
         self._hooks = [
             optimizer.register_step_pre_hook(_untraced(lambda *_: self._before_step())),
             optimizer.register_step_post_hook(_untraced(lambda *_: self._stepped())),
             optimizer.register_state_dict_post_hook(_untraced(lambda _, state_dict: self._snapshot(state_dict))),
-            optimizer.register_load_state_dict_pre_hook(_untraced(lambda _, given: detach_state(given, optimizer))),
+            optimizer.register_load_state_dict_pre_hook(_untraced(lambda _, given: self._before_load(given))),
             optimizer.register_load_state_dict_post_hook(_untraced(lambda _: self.gather())),
         ]
         try:
             self.gather()
         except BaseException:
-            with suppress(Exception):  # what cannot go back is left where it is, which serves the optimizer as well
+            with suppress(Exception):  # state that cannot be moved back stays where it is; the optimizer works on
                 self.close()
             raise
 
@@ -139,12 +137,14 @@ class StateOffloader:
             move.wait()
 
     def gather(self) -> None:
-        """Take in state that has appeared since the last call, and let go of regions that nobody refers to any more.
+        """Move new state into regions, and close regions that nothing refers to any more.
 
-        What may not be moved is noted in `kept`. Raises: `BudgetError` when there is no room for new regions.
+        State that cannot move is listed in `kept`. Raises: `BudgetError` when there is no room for new regions.
         """
         inventory = Inventory(self.optimizer)
-        was_offloaded = [s for s in (self.state, self.masters) if s.residency is Residency.OFFLOADED]
+        away = [s for s in (self.state, self.masters) if s.residency is Residency.OFFLOADED]
+        was_offloaded = [segment for segment in away if segment.name not in self._replaced]
+        self._replaced.clear()
         for segment in (self.state, self.masters):
             segment.note(inventory)
         reasons = [(group, inventory.why_it_stays(group)) for group in self._outside(inventory)]
@@ -154,16 +154,14 @@ class StateOffloader:
             for segment in (self.state, self.masters):
                 self._take_in(segment, [g for g in movable if any(f.is_master for f in g) is segment.is_master])
         finally:
-            roomless = [
-                _kept(g, inventory, "there was no room to gather it") for g in self._outside(inventory, movable)
-            ]
-            self.kept.loose = [*inventory.kept(self._mover.device), *kept, *roomless]
+            kept += [_kept(g, inventory, "there was no room to gather it") for g in self._outside(inventory, movable)]
+            self.kept.loose = [*inventory.kept(self._mover.device), *kept]
             self.state.expected_bytes = 0 if self.kept.holds_state else expected_state_bytes(self.optimizer)
         for segment in was_offloaded:
-            segment.begin(Residency.OFFLOADED).wait()  # nobody who counts bytes knows of this move
+            segment.begin(Residency.OFFLOADED).wait()  # the scheduler, which counts bytes, does not know of this move
 
     def refresh(self) -> None:
-        """Look through the state before it is asked to leave: somebody may have taken views of it, or replaced it."""
+        """Look through the state again before it leaves: user code may have taken views of it, or replaced it."""
         self.gradients.refresh()
         with suppress(BudgetError):
             self.gather()
@@ -171,8 +169,8 @@ class StateOffloader:
     def close(self, device: torch.device | None = None) -> None:
         """Move the state to ordinary memory, remove the hooks and release the regions. Idempotent.
 
-        The memory is on `device`, by default where the state has been. On the host it is that of the arena: copied at
-        the speed of the bus, and no second copy of what is there already. May be called again after an error.
+        The memory is on `device`, by default the device of the state. On the host it is the arena's own memory: state
+        that has been offloaded is not copied again. May be called again after an error.
         Raises: `BudgetError` when the device has no room for the state; it is then offloaded as before.
         """
         if not self._hooks:
@@ -207,13 +205,23 @@ class StateOffloader:
             segment.settle()
         return snapshot(state_dict)
 
-    def _bring(self, name: str) -> None:
+    def _before_load(self, given: dict[str, Any]) -> dict[str, Any]:
+        """Move the present state out of the way of the loaded one, which torch puts into new memory on the device.
+
+        It stays in host memory until then: a state dict that does not fit the optimizer changes nothing.
+        """
         for segment in (self.state, self.masters):
-            if segment.name == name:
-                segment.begin(Residency.RESIDENT).wait()
+            if segment.residency is Residency.RESIDENT and segment.regions:
+                with suppress(BudgetError, torch.OutOfMemoryError):  # the host has no room: both are there for a while
+                    segment.begin(Residency.OFFLOADED).wait()
+                    self._replaced.add(segment.name)
+        return detach_state(given, self.optimizer)
+
+    def _bring(self, name: str) -> None:
+        (self.state if name == self.state.name else self.masters).begin(Residency.RESIDENT).wait()
 
     def _outside(self, inventory: Inventory, groups: list[list[StateTensor]] | None = None) -> list[list[StateTensor]]:
-        """The `groups`, by default all that there are on the device, that lie in no region."""
+        """The `groups`, by default all of the device, that lie in no region."""
         groups = inventory.loose(self._mover.device) if groups is None else groups
         taken = self.state.storages | self.masters.storages
         return [group for group in groups if storage_key(group[0].tensor) not in taken]
@@ -228,18 +236,26 @@ class StateOffloader:
             groups = groups[len(batch) :]
 
 
+def unwrapped(optimizer: Any) -> Any:
+    """The optimizer within accelerate's wrappers of it, which have no hooks; any other object as it is."""
+    module = sys.modules.get("accelerate.optimizer")  # without which there are none
+    while module is not None and isinstance(optimizer, module.AcceleratedOptimizer):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
 def _check_hooks(optimizer: torch.optim.Optimizer) -> None:
-    """Raise `Unsupported` for an optimizer, one around another mostly, that torch has not initialized."""
+    """Raise `Unsupported` for an optimizer that torch has not initialized, such as some that wrap another one."""
     if not hasattr(optimizer, "_optimizer_state_dict_post_hooks"):
         kind = type(optimizer).__name__
         raise Unsupported(
-            f"{kind} does not call torch.optim.Optimizer.__init__, without which it has no hooks and colo cannot tell "
-            "when it steps: use the optimizer that it is around, or call super().__init__ in a subclass"
+            f"{kind} does not call torch.optim.Optimizer.__init__, so it has no hooks and colo cannot tell when it "
+            "steps: use the optimizer that it wraps, or call super().__init__() in its class"
         )
 
 
 def _untraced(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """A hook that `torch.compile` calls, in steps that it compiles, rather than traces."""
+    """The hook, excluded from tracing: a step under `torch.compile` calls it."""
     untraced: Callable[..., Any] = torch.compiler.disable(hook)
     return untraced
 

@@ -1,4 +1,4 @@
-"""The trainer's side of a runtime: what of it moves, when its backward passes and steps come, how much it takes."""
+"""The trainer's side of a runtime: the state that moves, hooks on backward passes and steps, and memory used."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LATE = (TRAINER_OPTIMIZER, TRAINER_MASTER_WEIGHTS)
 
 
 class TrainerEvents(Protocol):
-    """What a training loop does, as torch's hooks tell of it. Each may raise, which ends the call it is told of."""
+    """Calls from torch's hooks about a training loop. Each may raise; the loop's own call then raises too."""
 
     def on_backward(self, number: int) -> None:
         """The first gradient of the `number`-th backward pass since the last step is there."""
@@ -31,7 +31,7 @@ class TrainerEvents(Protocol):
         """A gradient is about to be added to what its parameter has."""
 
     def on_progress(self) -> None:
-        """A backward pass has come further; called some times in each."""
+        """A backward pass has advanced; called about eight times in each."""
 
     def before_step(self) -> None:
         """The optimizer is about to step: everything that it needs has to be on the device."""
@@ -44,7 +44,7 @@ class TrainerEvents(Protocol):
 
 
 class TrainerSession:
-    """The optimizer's state, gradients and backward passes of one model, told to one listener.
+    """The optimizer's state, gradients and backward passes of one model. `events` is told about each.
 
     Ownership: owns the regions of the state until `close`, which leaves an optimizer that works without colo.
     """
@@ -58,7 +58,7 @@ class TrainerSession:
         events: TrainerEvents,
         sharded_modules: Iterable[nn.Module] = (),
     ) -> None:
-        """`sharded_modules` are those whose backward passes begin before any gradient is seen (FSDP2's).
+        """`sharded_modules` are FSDP2's, whose backward passes begin before any hook of a parameter runs.
 
         Raises: as `StateOffloader`.
         """
@@ -102,7 +102,7 @@ class TrainerSession:
 
     @property
     def has_state_on_host(self) -> bool:
-        """Whether some of it is in host memory."""
+        """Whether any state or gradient is in host memory."""
         return any(segment.host_bytes for segment in self._offloader.segments)
 
     @property
@@ -112,11 +112,11 @@ class TrainerSession:
 
     @property
     def has_gradients_on_host(self) -> bool:
-        """Whether gradients are in host memory, also such as the loop has dropped or replaced since."""
-        return self._offloader.gradients.is_parked
+        """Whether gradients are in host memory, including any that the loop has dropped or replaced since."""
+        return self._offloader.gradients.host_bytes > 0
 
     def look_again(self, *, parameters: bool = True) -> None:
-        """Take in state that has appeared, before some of it is asked to leave, and parameters that train by now."""
+        """Take in new state before it is asked to leave, and watch parameters that have begun to train."""
         if parameters:
             self._backward.watch(parameters_of(self.optimizer))
         self._offloader.refresh()
@@ -132,7 +132,7 @@ class TrainerSession:
         peak_bytes = self._meter.stop()
         if peak_bytes is None:
             return None
-        # Gradients are a segment of their own, also where the loop has dropped them by now.
+        # Gradients are a segment of their own and do not count, even where the loop has dropped them.
         return peak_bytes - (self._offloader.gradients.size_bytes - self._gradients_before)
 
     def _on_backward(self, number: int) -> None:

@@ -16,18 +16,18 @@ from colo.trainer.subclasses import inner_tensors, is_wrapper, wrapped
 
 
 def snapshot(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """A state dict with copies of its tensors in host memory, of those that are away too, which stay there.
+    """A state dict with copies of its tensors in host memory. Offloaded tensors are copied without coming back.
 
-    What torch's own containers hold is copied (`torch.utils._pytree`), each tensor once; other objects are the same.
+    Tensors within containers that torch knows (`torch.utils._pytree`) are copied, each once; other objects are shared.
     """
     return {**state_dict, "state": _map_tensors(state_dict["state"], _host_copy)}
 
 
 def detach_state(state_dict: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """A state dict to load into `optimizer`, which keeps what it is given where that is on its device already.
+    """A state dict to load into `optimizer` whose tensors the optimizer may keep.
 
-    Such tensors, and single numbers, are copies, so that training on does not change the given ones; others, which
-    loading copies, are the given ones.
+    Loading keeps scalars and tensors that are on the optimizer's device already, so these are copies here: training
+    must not change the caller's tensors. Loading copies the others itself.
     """
     devices = {parameter.device for parameter in parameters_of(optimizer)}
 
@@ -38,7 +38,7 @@ def detach_state(state_dict: dict[str, Any], optimizer: torch.optim.Optimizer) -
 
 
 def _map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """The same nesting with every tensor replaced, one that is there twice by one; the given containers stay."""
+    """A copy of nested containers in which `function` replaces every tensor, and the same tensor once."""
     made: dict[int, torch.Tensor] = {}
 
     def replaced(leaf: Any) -> Any:

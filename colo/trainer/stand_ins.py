@@ -1,8 +1,8 @@
 """Tensors that stand where others have been while those are in host memory: to touch one is to ask for its bytes.
 
-A parked tensor has no memory on the device. Were it left where it is, reading it would be a fault of the process (on
-CUDA the context is lost with it). What stands there instead has its shape, dtype and device, holds no bytes, and calls
-its keeper before torch does anything with it that needs some.
+A parked tensor has no memory on the device, and reading it would crash the process (on CUDA it destroys the context).
+So a stand-in takes its place. It has the same shape, dtype and device but no bytes, and calls its keeper before torch
+does anything with it that needs bytes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from colo.errors import PhaseError
 
 Call = tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]]
-"""A function of torch, its positional arguments and those by name, some of them standing in for others."""
+"""A function of torch, its positional and its keyword arguments, stand-ins among them."""
 
 _TELLS = (
     "shape dtype device layout ndim itemsize nbytes names _version _base is_cuda is_cpu is_meta is_sparse "
@@ -26,22 +26,22 @@ _TELLS = (
     "is_same_size get_device"
 )
 _FACTS = frozenset(_TELLS.split())
-"""What can be asked of a tensor without its bytes."""
+"""Attributes and methods of a tensor that need no bytes."""
 
 
 class Keeper(ABC):
-    """Knows where the bytes of the tensors are that others stand in for."""
+    """Knows where the bytes of parked tensors are."""
 
     @abstractmethod
     def on_operation(self, call: Call) -> Any:
         """Do what `call` asks for, with the tensors themselves, or raise `PhaseError` with what to do first."""
 
     def on_missing(self, name: str) -> Any:
-        """An attribute that a stand-in has not: one of the class of what it stands in for. Raises: `AttributeError`."""
+        """Look up an attribute that only the parked tensor's class has. Raises: `AttributeError`."""
         raise AttributeError(f"a tensor in host memory has no attribute {name!r}")
 
     def on_dispatch(self, call: Call) -> Any:
-        """The same for an operation that C++ has begun, which holds the stand-ins by now. Refused unless overridden."""
+        """Do the same for an operation that reaches torch's dispatcher, from C++. Raises: `PhaseError` by default."""
         raise PhaseError(f"{call[0]} on a tensor whose bytes are in host memory: touch it within `with rt.train():`")
 
 
@@ -89,15 +89,15 @@ class ParkedTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]  # torch names it otherwise
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Leave to the keeper what has come from within C++, a backward pass for one."""
+        """Leave to the keeper operations that begin in C++, such as a backward pass."""
         return _first_of((args, kwargs)).keeper.on_dispatch((func, args, kwargs or {}))
 
 
 def exchange(one: torch.Tensor, other: torch.Tensor) -> None:
-    """Let each of two tensor objects be what the other has been. Attributes that were set on them stay where they are.
+    """Swap what two tensor objects are, class included. Attributes that were set on an object stay with it.
 
-    Whatever refers to one of the objects, weakly too, finds the other tensor in it. Unlike `torch.utils.swap_tensors`
-    this does not ask who else owns them: what owns a tensor beside its Python object goes on with what it has.
+    References to one object, weak ones too, see the other tensor afterwards. Unlike `torch.utils.swap_tensors` this
+    allows other owners in C++; they keep the tensor that they own.
     """
     swap_content(one, other)
     one.__class__, other.__class__ = type(other), type(one)

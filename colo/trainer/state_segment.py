@@ -1,4 +1,4 @@
-"""A segment of the trainer's state: regions, and the tensors that lie in them, which step aside while they are away."""
+"""A segment of the trainer's state: regions and the tensors in them. Stand-ins replace the tensors while away."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from colo.units import align_up, format_bytes
 class StateSegment(RegionSegment):
     """A region segment that knows every tensor over its regions, and lets none be read while its bytes are away.
 
-    May still be empty: then its size is what it is expected to become. A region that somebody refers to whom the
-    segment does not know is set aside: it stays on the device, and is none of the segment's bytes until that has ended.
-    `on_touch(name)` is called when a tensor is used whose bytes are away, and brings the segment back or raises.
+    While it has no regions its size is what the first step is expected to make. A region with references that the
+    segment does not know is set aside: it stays on the device, and does not count, until those references are gone.
+    `on_touch(name)` is called when a parked tensor is used, and brings the segment back or raises.
     """
 
     def __init__(self, name: str, *, mover: Mover, on_touch: Callable[[str], None], is_master: bool) -> None:
         super().__init__(name, regions=(), away=Residency.OFFLOADED, mover=mover)
         self.expected_bytes = 0
-        """What the segment is expected to become while it has no regions."""
+        """Size of the segment while it has no regions."""
 
         self._on_touch = on_touch
         self.is_master = is_master
@@ -65,10 +65,7 @@ class StateSegment(RegionSegment):
                 raise
 
     def bring_back(self) -> None:
-        """Have the segment brought back, of which a tensor has been touched.
-
-        Raises: `PhaseError` when there is no room for it now.
-        """
+        """Bring the segment back through `on_touch`. Raises: `PhaseError` when there is no room for it now."""
         try:
             self._on_touch(self.name)
         except BudgetError as error:
@@ -82,13 +79,13 @@ class StateSegment(RegionSegment):
 
     @property
     def kept(self) -> list[Kept]:
-        """The regions that are aside, each by the name of a tensor in it."""
+        """The regions that are set aside, each by the name of a tensor in it."""
         return [Kept(self._name_of(region), region.size_bytes, reason) for region, reason in self._aside.items()]
 
     def note(self, inventory: Inventory) -> None:
-        """Note every tensor of the state that lies in a region, and close regions that nobody refers to any more.
+        """Record every tensor of the state that lies in a region, and close regions without tensors.
 
-        A tensor that the state has let go of counts for as long as somebody holds it: it moves with the rest.
+        A tensor that the optimizer has dropped still moves with its region while other code holds it.
         """
         if self.residency is not Residency.OFFLOADED:
             self.settle()
@@ -100,7 +97,7 @@ class StateSegment(RegionSegment):
 
     @property
     def storages(self) -> frozenset[int]:
-        """What `storage_key` says of tensors in the regions."""
+        """The `storage_key` of every region."""
         return frozenset(self._by_storage())
 
     def adopt(self, groups: Sequence[Sequence[StateTensor]], device: torch.device) -> None:
@@ -153,7 +150,7 @@ class StateSegment(RegionSegment):
         self._wrappers.clear()
 
     def _set_aside(self) -> None:
-        """Let go of regions that must not leave: somebody refers to one whom the segment does not know."""
+        """Set regions aside that have references unknown to the segment."""
         for region in self.regions:
             tensors = [place.tensor for place in self._places[region] if self._lies_in(place, region)]
             if (reason := why_memory_stays([region.bytes, *tensors])) is not None:
@@ -169,7 +166,7 @@ class StateSegment(RegionSegment):
         self._set_aside()
 
     def _note_wrappers(self, inventory: Inventory) -> None:
-        """Note subclasses around tensors of this segment: those of the state, and those that somebody holds."""
+        """Record tensor subclasses of this segment: those in the state, and others that are still held."""
         kept = [place for place in self._wrappers if id(place.tensor) in inventory.wrappers or place.is_held]
         for place in set(self._wrappers).difference(kept):
             place.forget()
@@ -192,7 +189,7 @@ class StateSegment(RegionSegment):
                 self._places[lies_in].append(StateSlot(found.tensor, lies_in, self, name=found.name))
 
     def _let_go(self, inventory: Inventory) -> None:
-        """Forget tensors that neither the state nor anybody else refers to, and close regions that are left empty."""
+        """Forget tensors without references, and close regions that are empty then."""
         for region, places in list(self._places.items()):
             live = [place for place in places if id(place.tensor) in inventory.tensors or place.is_held]
             for place in set(places).difference(live):
@@ -220,7 +217,7 @@ class StateSegment(RegionSegment):
                 region.close()
 
     def _leaving(self) -> list[StateSlot]:
-        """Whatever moves with the segment."""
+        """Every tensor that moves with the segment."""
         return [place for region in self.regions for place in self._places.get(region, [])] + self._wrappers
 
     def _arrived(self) -> None:

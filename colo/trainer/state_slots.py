@@ -1,4 +1,4 @@
-"""Where the tensors of a trainer's state have their bytes, and what stands in for them while those are away."""
+"""The tensors of a trainer's state: where the bytes of each are, and its stand-in while they are away."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ class Bringer(Protocol):
 
 
 class StateSlot(Keeper):
-    """One tensor object of the state, with its bytes in a region or, for a subclass around others, in theirs.
+    """One tensor object of the state. Its bytes are in a region; a subclass that wraps tensors has theirs.
 
-    The object stays the same for whoever holds it: while the bytes are away it is a stand-in, and after that again
-    what it was. Attributes that somebody has set on it are there in both.
+    Code that holds the object keeps the same one: it is a stand-in while the bytes are away, and the tensor afterwards.
+    Attributes set on it are visible in both.
     """
 
     def __init__(self, tensor: torch.Tensor, region: Region | None, segment: Bringer, *, name: str) -> None:
         self.tensor = tensor
-        """The object that everybody knows."""
+        """The object that other code holds."""
 
         self.region = region
         self.name = name
@@ -44,17 +44,17 @@ class StateSlot(Keeper):
 
     @property
     def is_away(self) -> bool:
-        """Whether something stands in for the tensor."""
+        """Whether the object is a stand-in now."""
         return isinstance(self.tensor, ParkedTensor)
 
     @property
     def original(self) -> torch.Tensor:
-        """The tensor itself, whose bytes may be away: for what it is, not for what is in it."""
+        """The tensor itself. Its bytes may be away: ask it for its class and shape only."""
         return self._hidden if self._hidden is not None and self.is_away else self.tensor
 
     @property
     def is_held(self) -> bool:
-        """Whether anybody refers to the object beside this place."""
+        """Whether other code refers to the object."""
         return _references_to_tensor(self) > _references_of_one()
 
     def hide(self) -> None:
@@ -74,19 +74,19 @@ class StateSlot(Keeper):
         self.forget()
 
     def move_to(self, memory: torch.Tensor) -> None:
-        """Let the tensor have its bytes in `memory` (uint8), as those of its region, on whichever device."""
+        """Point the tensor to `memory` (uint8), a copy of its region on any device."""
         self.show()
         swap_content(self.tensor, tensor_over(memory, self.tensor))
 
     def rebuild(self) -> None:
-        """Show a subclass around tensors that have moved, to another device perhaps, as one around those."""
+        """Show the tensor. Recreate a subclass whose inner tensors are on another device now."""
         self.show()
         inner = inner_tensors(self.tensor)
         if any(part.device != self.tensor.device for part in inner.values()):
             swap_content(self.tensor, wrapped(self.tensor, inner))
 
     def forget(self) -> None:
-        """Let go of what stands in, or is stood in for: nobody asks for it any more."""
+        """Drop the hidden tensor and the link to this slot."""
         self._hidden = None
         if self.tensor.__dict__.get("keeper") is self:
             del self.tensor.__dict__["keeper"]
@@ -97,7 +97,7 @@ class StateSlot(Keeper):
         return tensor_over(self._segment.host_copy(self.region), self.tensor).detach().clone()
 
     def on_operation(self, call: Call) -> Any:
-        """See `Keeper.on_operation`; memory that is given to a tensor replaces bytes that are away."""
+        """See `Keeper.on_operation`. An assignment to `data` replaces bytes that are away."""
         function, args, kwargs = call
         if function == torch.Tensor.data.__set__ and args[0] is self.tensor and not isinstance(args[1], ParkedTensor):  # type: ignore[attr-defined]
             self.show()
@@ -109,14 +109,14 @@ class StateSlot(Keeper):
         return function(*args, **kwargs)
 
     def on_missing(self, name: str) -> Any:
-        """See `Keeper.on_missing`: what subclasses of tensors can do beside, with their bytes."""
+        """See `Keeper.on_missing`: bring the bytes back for attributes of tensor subclasses."""
         if not hasattr(type(self.original), name):
             return super().on_missing(name)
         self._come_back()
         return getattr(self.tensor, name)
 
     def on_dispatch(self, call: Call) -> Any:
-        """Do an operation on a tensor subclass around this tensor: its arguments stay the same objects."""
+        """Do an operation on a tensor subclass that wraps this tensor: its arguments stay the same objects."""
         return self.on_operation(call)
 
     def _come_back(self) -> None:
@@ -126,14 +126,14 @@ class StateSlot(Keeper):
 
 
 def _as_of(kind: type[torch.Tensor], function: Callable[..., Any]) -> Callable[..., Any]:
-    """A method of `torch.Tensor` as a subclass has it; any other function as it is."""
+    """The override of a `torch.Tensor` method in class `kind`; any other function itself."""
     name = getattr(function, "__name__", "")
     own: Callable[..., Any] = getattr(kind, name, function)
     return own if getattr(torch.Tensor, name, None) is function else function
 
 
 def can_be_hidden(tensor: torch.Tensor) -> bool:
-    """Whether something can stand in for a tensor of a subclass: not where its objects are laid out otherwise."""
+    """Whether a stand-in can replace a tensor of a subclass: not where `__slots__` change the object's layout."""
     return isinstance(tensor, ParkedTensor) or not any(kind.__dict__.get("__slots__") for kind in type(tensor).__mro__)
 
 
@@ -143,5 +143,5 @@ def _references_to_tensor(place: StateSlot) -> int:
 
 @cache
 def _references_of_one() -> int:
-    """What Python counts as references to a tensor that only a place refers to."""
+    """The reference count of a tensor that only a slot refers to."""
     return _references_to_tensor(StateSlot(torch.zeros(1), None, cast(Bringer, None), name=""))

@@ -12,10 +12,7 @@ _CHUNK_ELEMENTS = 1 << 24
 
 
 def first_not_finite(tensors: Iterable[tuple[str, torch.Tensor]]) -> str | None:
-    """The first tensor with NaN or infinite values, with how many it has; `None` where all are finite.
-
-    Of a tensor that is sharded over ranks this rank's part is looked at. Waits for the device once a tensor.
-    """
+    """The first tensor, or this rank's part of it, with NaN or infinite values and how many; `None` without any."""
     for name, tensor in tensors:
         values = local_shard(tensor.detach())
         if not values.is_floating_point() or not values.numel():

@@ -59,10 +59,7 @@ class _Rows:
 
 
 def intersect(copy: Copy, start: int, memory: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Targets and sources of what `copy` reads from elements `start` on of its source, which `memory` holds.
-
-    `memory` is flat, of the source's dtype. Raises: `Unsupported` as above.
-    """
+    """Targets and sources of what `copy` reads from elements `start` on of its source, which flat `memory` holds."""
     return list(_Rows.of(copy).within(start, start + memory.numel(), memory))
 
 

@@ -1,4 +1,4 @@
-"""What a set of weights consists of: names, dtypes, shapes and a version, and whether all of it arrived.
+"""What a set of weights consists of: names, dtypes and shapes, and whether all of it arrived.
 
 Imports no torch: dtypes are torch's own short names (`str(tensor.dtype).removeprefix("torch.")`).
 """
@@ -9,14 +9,14 @@ import hashlib
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
 from colo.errors import TransferError
-from colo.weights.wire import arriving
 
 DTYPE_BYTES: Mapping[str, int] = MappingProxyType(
     {
@@ -32,6 +32,16 @@ DTYPE_BYTES: Mapping[str, int] = MappingProxyType(
 """Bytes of one element by torch's short dtype name. `float4_e2m1fn_x2` holds two values in an element, as in torch."""
 
 _NUM_SHOWN = 5
+
+
+@contextmanager
+def arriving(kind: type) -> Iterator[None]:
+    """Raise `TransferError`, with what is wrong, unless what another process has sent makes a `kind`."""
+    try:
+        yield
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        missing = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+        raise TransferError(f"what arrived is no {kind.__name__}: {missing}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,25 +106,17 @@ class TensorSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """The tensors that make up one version of a model's weights, in the order in which they travel.
+    """The tensors that make up a model's weights, in the order in which they travel.
 
-    Sender and receiver each build one; whatever the receiver lacks, has twice or has differently is a
-    `TransferError`, so that an update can be complete or refused, and nothing else.
+    Sender and receiver each build one. Where they disagree the update is refused with `TransferError`.
     """
 
     specs: tuple[TensorSpec, ...]
     """Every tensor once, in order."""
 
-    version: int
-    """Version of the weights that these tensors carry, counted by the trainer from 0."""
-
     def __post_init__(self) -> None:
         object.__setattr__(self, "specs", tuple(self.specs))
-        if isinstance(self.version, bool) or not isinstance(self.version, int):
-            raise TypeError(f"a manifest's version is an integer, not {self.version!r}")
-        if self.version < 0:
-            raise ValueError(f"a manifest's version must not be negative, but is {self.version}")
-        doubled = _doubled(self.names)
+        doubled = [name for name, count in Counter(self.names).items() if count > 1]
         if doubled:
             raise ValueError(f"a manifest names every tensor once, but {_some(doubled)} came more than once")
 
@@ -130,49 +132,27 @@ class Manifest:
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256, in hexadecimal, over the JSON of the specs in order.
-
-        The version is left out: two versions of one model have the same digest, so that whatever was planned for
-        one (buckets, a load plan) is known to be valid for the other.
-        """
+        """SHA-256 of the specs in order, in hexadecimal: a plan for one manifest is valid for all with its digest."""
         rows = [[spec.name, spec.dtype, list(spec.shape)] for spec in self.specs]
         return hashlib.sha256(json.dumps(rows, separators=(",", ":")).encode()).hexdigest()
 
-    def check_received(self, received: Iterable[str | TensorSpec]) -> None:
-        """Check that what arrived is each tensor of this manifest, once, in any order.
+    def check_received(self, received: Iterable[str], version: int) -> None:
+        """Check that each tensor of `version` arrived once, by name and in any order.
 
-        A bare name is checked for being there; a `TensorSpec` for its dtype and shape as well.
         Raises: `TransferError` naming every kind of difference with its count, and the first few of each.
         """
-        self._raise(self._problems(received))
-
-    def _problems(self, received: Iterable[str | TensorSpec]) -> list[str]:
-        """One line for each kind of difference between this manifest and what arrived."""
-        items = list(received)
-        expected = {spec.name: spec for spec in self.specs}
-        counts = Counter(item if isinstance(item, str) else item.name for item in items)
-        known = [(expected[i.name], i) for i in items if isinstance(i, TensorSpec) and i.name in expected]
+        expected, counts = set(self.names), Counter(received)
         kinds = {
-            "missing": [name for name in expected if name not in counts],
+            "missing": [name for name in self.names if name not in counts],
             "doubled": [f"{name} ({count} times)" for name, count in counts.items() if count > 1],
             "unknown": [name for name in counts if name not in expected],
-            "wrong dtype": [f"{e.name} (expected {e.dtype}, got {g.dtype})" for e, g in known if e.dtype != g.dtype],
-            "wrong shape": [
-                f"{e.name} (expected {list(e.shape)}, got {list(g.shape)})" for e, g in known if e.shape != g.shape
-            ],
         }
-        return [f"{len(found)} {kind}: {_some(found)}" for kind, found in kinds.items() if found]
-
-    def _raise(self, problems: list[str]) -> None:
+        problems = [f"{len(found)} {kind}: {_some(found)}" for kind, found in kinds.items() if found]
         if problems:
             raise TransferError(
-                f"weights version {self.version} did not arrive as its manifest says ({len(self.specs)} tensors, "
+                f"weights version {version} did not arrive as its manifest says ({len(self.specs)} tensors, "
                 f"{self.total_bytes} bytes): {'; '.join(problems)}. Nothing may be generated from them; send all again"
             )
-
-
-def _doubled(names: Iterable[str]) -> list[str]:
-    return [name for name, count in Counter(names).items() if count > 1]
 
 
 def _some(items: list[str]) -> str:

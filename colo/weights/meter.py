@@ -14,10 +14,7 @@ from colo.memory.load_plan import tensors_in
 
 
 class CopyMeter(TorchDispatchMode):
-    """While it is on, counts the bytes of given memory that operations of this thread read to write elsewhere.
-
-    Other threads and processes are not seen: what they read has to be counted by who asks them to.
-    """
+    """Counts the bytes that operations of this thread, not of other ones, read from given memory to write elsewhere."""
 
     def __init__(self, memory: Callable[[], Iterable[torch.Tensor]]) -> None:
         """`memory` gives the tensors to watch; it is called when an operation is seen for the first time."""

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from colo.engine import Completion
+from colo.memory.dtensor import is_dtensor
 from colo.weights.sources.module import ModuleSource
 
 MAX_TOKENS = 64
@@ -26,8 +27,7 @@ def logprob_difference(
 ) -> float | None:
     """Mean |log p(engine) - log p(trainer)| over the first tokens of `completions`; `None` without any.
 
-    The completions were sampled from `softmax(logits / temperature)`, unfiltered. The model runs in evaluation mode and
-    is left as it was.
+    They were sampled from `softmax(logits / temperature)`, unfiltered. The model runs in evaluation mode meanwhile.
     """
     differences: list[torch.Tensor] = []
     modes = [(module, module.training) for module in model.modules()]
@@ -49,7 +49,9 @@ def _differences(
     tokens = torch.tensor(completion.token_ids[:num_tokens], device=device)
     prompt = torch.tensor(completion.prompt_token_ids, device=device)
     ids = torch.cat([prompt, tokens])[None]
-    logits = model(input_ids=ids, logits_to_keep=num_tokens + 1, use_cache=False).logits[0, -num_tokens - 1 : -1]
+    # Hooks of the root module are the user's, and this pass is not; FSDP2 gathers weights in a hook of its own.
+    run = model if any(is_dtensor(p) for p in model.parameters()) else model.forward
+    logits = run(input_ids=ids, logits_to_keep=num_tokens + 1, use_cache=False).logits[0, -num_tokens - 1 : -1]
     logprobs: torch.Tensor = (logits.float() / temperature).log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
     return logprobs - torch.tensor(completion.logprobs[:num_tokens], dtype=torch.float32, device=device)
 
@@ -86,7 +88,7 @@ class MismatchCheck:
     def measure(self, source: ModuleSource, model: nn.Module, *, version: int, device: torch.device) -> Mismatch | None:
         """The difference for completions of this `version`, which are then forgotten; `None` without any.
 
-        Ranks of a model that is sharded over them compute each pass together, as many as the fewest of them have.
+        Ranks of a sharded model compute each pass together, as many passes as the rank with the fewest completions has.
         """
         temperature, completions = self._noted or (1.0, ())
         self._noted = None

@@ -40,8 +40,8 @@ def is_packed(parameter: torch.Tensor) -> bool:
 def pack(model: nn.Module, weights: Mapping[str, PackedWeight], *, compute_dtype: torch.dtype) -> None:
     """Replace linear layers of `model` by bitsandbytes' own, over the memory of `weights` (by parameter name).
 
-    PEFT then trains adapters of the model as of one that transformers has loaded in 4 bits.
-    Raises: `Unsupported` for a weight that is not that of a linear layer of this shape; nothing has changed then.
+    PEFT then trains adapters as of a model in 4 bits. `Unsupported`, and nothing changed, for a weight that fits no
+    layer.
     """
     if not weights:
         return

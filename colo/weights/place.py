@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from colo.weights.manifest import TensorSpec
-from colo.weights.wire import arriving, check_whole
+from colo.weights.manifest import TensorSpec, arriving
 
 NOWHERE = -1
 """Index of the memory of a tensor without elements."""
@@ -27,7 +26,7 @@ class Place:
     """Where the tensor begins in it."""
 
     def __post_init__(self) -> None:
-        check_whole("Place", memory=self.memory, offset_bytes=self.offset_bytes)
+        _check_whole("Place", memory=self.memory, offset_bytes=self.offset_bytes)
         if self.memory < NOWHERE or self.offset_bytes < 0:
             raise ValueError(f"{self.tensor.name} cannot lie in memory {self.memory} at {self.offset_bytes}")
         if self.tensor.strides is None:
@@ -62,8 +61,8 @@ class CopySpec:
     """Where they go; `target.tensor.name` is that of the parameter."""
 
     def __post_init__(self) -> None:
-        check_whole("CopySpec", offset=self.offset, **{f"size {n}": size for n, size in enumerate(self.shape)})
-        check_whole("CopySpec", **{f"stride {n}": stride for n, stride in enumerate(self.strides)})
+        _check_whole("CopySpec", offset=self.offset, **{f"size {n}": size for n, size in enumerate(self.shape)})
+        _check_whole("CopySpec", **{f"stride {n}": stride for n, stride in enumerate(self.strides)})
         if len(self.shape) != len(self.strides) or self.offset < 0:
             raise ValueError(f"{self.name} cannot be read as {self.shape}, {self.strides} from {self.offset}")
 
@@ -82,3 +81,10 @@ class CopySpec:
         with arriving(cls):
             shape, strides, offset, target = wire
             return cls(tuple(shape), tuple(strides), offset, Place.from_wire(target))
+
+
+def _check_whole(owner: str, **numbers: object) -> None:
+    """Raise `TypeError` unless all of `numbers` are integers."""
+    for name, number in numbers.items():
+        if isinstance(number, bool) or not isinstance(number, int):
+            raise TypeError(f"{name} of a {owner} is an integer, not {number!r}")

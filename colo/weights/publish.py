@@ -114,10 +114,7 @@ class Publisher:
         return not noted.is_equal(self._base_sums[1]) or not self.has_adapter()
 
     def has_changed_shard(self) -> bool:
-        """Whether what lies in this rank of weights that are sharded was written to since it was published.
-
-        False where it was not noted then, and where there is another version by now.
-        """
+        """Whether this rank's part of sharded weights was written to since its publication; false if unknown."""
         if self._shard_sums is None or not self.published or self.published[-1].version != self.version:
             return False
         return self._shard_sums != self._transport.source.shard_sums()
@@ -146,9 +143,8 @@ class Publisher:
         self._sent = None
 
     def publish(self) -> Publication:
-        """Make the trainer's version the engine's.
+        """Make the trainer's version the engine's, whose weights are resident; it is left paused.
 
-        The engine must be able to take weights (its `engine.weights` resident), and is left paused.
         Raises: whatever failed; the engine is then poisoned with that cause.
         """
         start_s = self._trace.now_s()
@@ -216,10 +212,7 @@ class Publisher:
         return num_bytes + meter.num_bytes
 
     def _has_base(self) -> bool:
-        """Whether the engine holds the frozen weights under an adapter already: they are sent once.
-
-        One that has been given others since, or has lost its weights, holds another version than the last, or none.
-        """
+        """Whether the engine still holds the frozen weights under an adapter, which are sent once."""
         lacks = (
             self._sent is None
             or self._engine.weights_version != self.published[-1].version

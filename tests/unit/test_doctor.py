@@ -39,7 +39,7 @@ def installed(**versions: str):
 
 def requirements_of_the_project(name):
     """What `importlib.metadata.requires` returns once this checkout is installed."""
-    assert name == "colo"
+    assert name == "colo-rl"
     project = tomllib.loads((Path(doctor.__file__).parents[1] / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"].items()
     return [*project["dependencies"], *(f"{each} ; extra == '{extra}'" for extra, needed in extras for each in needed)]
@@ -49,7 +49,7 @@ def test_tested_versions_are_those_of_the_package_metadata():
     tested = doctor.tested_versions(requirements_of_the_project)
     assert tuple(tested) == doctor.EXAMINED
     for name, specifier in tested.items():
-        stated = [Requirement(each) for each in requirements_of_the_project("colo")]
+        stated = [Requirement(each) for each in requirements_of_the_project("colo-rl")]
         assert {str(each.specifier) for each in stated if each.name == name} == {str(doctor.SpecifierSet(specifier))}
     assert tested["torch"].startswith(">=") and ",<" in tested["torch"]
 

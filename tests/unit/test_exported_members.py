@@ -1,8 +1,11 @@
 """The public names of the package: what `__all__` promises, and that nothing else got out."""
 
+import importlib.metadata
 import inspect
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -61,6 +64,64 @@ def test_names_that_are_loaded_late_are_listed_before_they_are():
     assert set(colo.__all__) <= set(dir(colo))
     with pytest.raises(AttributeError, match="module 'colo' has no attribute 'lanch'"):
         colo.lanch  # noqa: B018 - the attribute access is the test
+
+
+@pytest.fixture
+def trl_module(tmp_path, monkeypatch):
+    """Puts a file in the place of colo/trl.py."""
+
+    def write(text):
+        (tmp_path / "trl.py").write_text(text)
+        monkeypatch.setattr(colo, "__path__", [str(tmp_path), *colo.__path__])
+        monkeypatch.delitem(sys.modules, "colo.trl", raising=False)
+
+    had = vars(colo).pop("trl", None)
+    yield write
+    vars(colo).pop("trl", None)
+    sys.modules.pop("colo.trl", None)
+    if had is not None:
+        colo.trl = sys.modules["colo.trl"] = had
+
+
+def test_modules_are_attributes_without_an_import_of_their_own():
+    code = (
+        "import colo\n"
+        "assert colo.optim.MasterWeights.__module__.startswith('colo.')\n"
+        "assert colo.rl.__name__ == 'colo.rl'\n"
+        "assert {'optim', 'rl', 'trl', '__version__'} <= set(dir(colo))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def test_colo_trl_is_loaded_when_it_is_used(trl_module):
+    trl_module("attach = 'yes'")
+    assert colo.trl.attach == "yes"
+
+
+def test_without_trl_colo_trl_says_what_to_install(trl_module, monkeypatch):
+    trl_module("import trl")
+    monkeypatch.setitem(sys.modules, "trl", None)
+    with pytest.raises(colo.Unsupported, match=r"needs TRL, which is not installed: pip install 'colo-rl\[trl\]'"):
+        colo.trl  # noqa: B018 - the attribute access is the test
+
+
+def test_what_else_colo_trl_lacks_is_named_as_it_is(trl_module):
+    trl_module("import no_such_module")
+    with pytest.raises(ModuleNotFoundError, match="no_such_module"):
+        colo.trl  # noqa: B018 - the attribute access is the test
+
+
+def test_the_version_is_that_of_the_distribution(monkeypatch):
+    project = tomllib.loads((Path(colo.__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    assert project["name"] == "colo-rl"
+    assert colo.__version__ == project["version"]
+
+    def absent(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", absent)
+    assert colo.__version__ == "0+unknown"
 
 
 def test_a_star_import_brings_what_all_names():

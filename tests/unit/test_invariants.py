@@ -116,7 +116,7 @@ def compute_with_a_reference(monkeypatch):
 
 REFUSALS = {
     "phases/transition.py _require": plan,
-    "phases/transition.py refusal_of_host": lambda monkeypatch: plan(monkeypatch, host_bytes=10),
+    "phases/transition.py plan_transition": lambda monkeypatch: plan(monkeypatch, host_bytes=10),
     "phases/scheduler.py _plan_arrival": bring_back,
     "assembly/starting.py _admit": start,
     "engines/common.py check_count": lambda monkeypatch: check_count(1, 10**12),
@@ -129,8 +129,8 @@ REFUSALS = {
 }
 """By the function that refuses."""
 
-PASSED_ON = {"phases/ledger.py refuse", "engines/vllm/wire.py _budget_error"}
-"""What makes an error for others to raise, or raises a worker's again. `colo.testing` is for tests."""
+PASSED_ON = {"phases/ledger.py refuse"}
+"""A function that makes an error for others to raise. `colo.testing` is for tests."""
 
 
 def refusing_functions():

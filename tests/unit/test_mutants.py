@@ -1,4 +1,8 @@
-"""That explanations of mutants name what is there, as far as the tool checks it."""
+"""Explanations of mutants name what exists, and tests run with every line marked."""
+
+import subprocess
+import sys
+from pathlib import Path
 
 from tests.mutants import find_outdated
 
@@ -14,3 +18,18 @@ def test_an_explanation_of_what_is_not_there_is_named():
         "runtime/states :: @last_turn: no such scope with mutants",
         "runtime/states :: next_turn: pass => break: no such mutation",
     ]
+
+
+TIME = """
+from tests.mutants import time_tests
+timing = time_tests(["memory/region"])
+lines = {line.split(":")[0] for lines in timing.lines.values() for line in lines}
+print(any("test_region.py" in name for name in timing.seconds), lines)
+"""
+
+
+def test_tests_are_timed_where_a_module_calls_its_own_functions_as_it_is_imported():
+    """`colo.memory.region` makes an object of a class of its own, before the first test runs."""
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", TIME], cwd=root, capture_output=True, text=True, timeout=120)
+    assert done.stdout == "True {'memory/region'}\n", done.stderr[-2000:]

@@ -8,7 +8,7 @@ import colo
 
 ROOT = Path(colo.__file__).parent
 MOST_LINES_OF_A_FILE, MOST_LINES_OF_A_FUNCTION = 400, 60
-WITHOUT_A_SUBJECT = re.compile(r"(Of|That of|Those|As|With|None)\b")
+WITHOUT_A_SUBJECT = re.compile(r"(Of|That of|Those|As|With|None|And|Or|But)\b")
 
 
 def trees():

@@ -1,13 +1,11 @@
-"""The KV cache of the embedded engine: one piece of memory, of which every call takes views.
+"""The KV cache of the embedded engine: one piece of memory; every call takes views of it.
 
-Nothing here allocates: keys and values are written in place, into rows of fixed length. A call whose sequences do not
-all fit is cut into waves. Knows shapes and bytes; knows nothing about weights or sampling.
+Nothing here allocates: keys and values are written in place. Calls whose sequences do not fit are cut into waves.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -86,8 +84,7 @@ class BufferCache(Cache):  # type: ignore[misc]  # transformers ships no types
     ) -> None:
         """`block` is [2 * layers, rows, heads, max_length, head_dim]; `padding` [rows] counts columns (int64).
 
-        `padded` says whether any of them is positive, so that nobody has to wait for the device to know. Rows that have
-        ended at the last of `num_positions` and stay in the batch stay at that position.
+        `padded` says whether any is positive, without waiting for the device. Rows stay at the last of `num_positions`.
         """
         super().__init__(
             layers=[BufferLayer(keys, values) for keys, values in zip(block[::2], block[1::2], strict=True)]
@@ -132,22 +129,15 @@ class BufferCache(Cache):  # type: ignore[misc]  # transformers ships no types
         """Go on with the rows `index` (int64) only, in that order."""
         self.take(self, index)
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Prefix:
-    """The prompts whose keys and values lie at the front of the buffer."""
-
-    prompts: tuple[tuple[int, ...], ...]
-    adapter: str | None
-    logits: torch.Tensor
-    """What follows each prompt, [prompts, vocab]. An ordinary tensor beside the buffer."""
+    def append(self, model: PreTrainedModel, token_ids: torch.Tensor) -> torch.Tensor:
+        """Append one token to each row (int64 [rows]); returns the logits that follow, [rows, vocab]."""
+        return forward(model, token_ids[:, None], self)
 
 
 class KVCacheBuffer:
-    """The bytes of a region as keys and values.
+    """The bytes of a region as keys and values, prompts first, so that the next call finds them again.
 
-    Prompts lie at the front, so that the next call finds them; sequences lie behind them. As in vLLM, what is found
-    depends on the prompts and on the adapter's name alone: after new weights, `forget`.
+    As in vLLM, prompts are found by their tokens and the adapter's name alone: call `forget` after new weights.
     """
 
     def __init__(
@@ -160,15 +150,14 @@ class KVCacheBuffer:
         dtype: torch.dtype,
         positions: Positions = NO_LIMIT,
     ) -> None:
-        """Use `region` for a model with `num_heads` key-value heads a layer.
-
-        Raises: `ValueError` when not even one token fits.
-        """
+        """Use `region` for a model with `num_heads` key-value heads a layer. `ValueError` when no token fits."""
         self._region = region
         self._num_layers, self._num_heads, self._head_dim = num_layers, num_heads, head_dim
         self._dtype = dtype
         self._positions = positions
-        self._prefix: _Prefix | None = None
+        self._prefix: tuple[tuple[tuple[int, ...], ...], str | None, torch.Tensor] | None = None
+        """Prompts at the front of the buffer, their adapter, and the logits after each, [prompts, vocab]."""
+
         layer = LayerCache(num_heads=num_heads, key_size=head_dim, value_size=head_dim)
         self.bytes_per_token = num_layers * layer.token_bytes(dtype_bytes=dtype.itemsize)
         self.capacity_tokens = region.size_bytes // self.bytes_per_token
@@ -176,10 +165,7 @@ class KVCacheBuffer:
             raise ValueError(f"a KV cache of {region.size_bytes} bytes holds no token of {self.bytes_per_token} bytes")
 
     def plan(self, prompts: Sequence[tuple[int, ...]], *, n: int, max_tokens: int) -> list[Wave]:
-        """The waves of a call.
-
-        Raises: `BudgetError` when one sequence does not fit even alone.
-        """
+        """The waves of a call. Raises: `BudgetError` when one sequence does not fit even alone."""
         limits = self._positions.limits(prompts, max_tokens)
         check_room(prompts, limits, lambda length: length * self.bytes_per_token, self._region.size_bytes)
         return plan_groups(
@@ -201,35 +187,24 @@ class KVCacheBuffer:
         rows.take(prompts, slots)
         return logits[slots], rows
 
-    def advance(self, model: PreTrainedModel, token_ids: torch.Tensor, rows: BufferCache) -> torch.Tensor:
-        """Append one token to each row (int64 [rows]); returns the logits that follow, [rows, vocab]."""
-        return forward(model, token_ids[:, None], rows)
-
     def recall(self, wave: Wave, adapter: str | None) -> torch.Tensor | None:
-        """The logits [prompts, vocab] that follow the prompts of `wave`, if they are the last ones computed.
-
-        Otherwise `None`, and what is at the front of the buffer is forgotten, since `wave` will write there.
-        """
-        found = self._prefix
-        if found and not wave.in_place and (found.prompts, found.adapter) == (wave.prompts, adapter):
-            return found.logits
+        """The logits [prompts, vocab] after the prompts of `wave`, if computed last; else forget what was computed."""
+        if self._prefix is not None and not wave.in_place and self._prefix[:2] == (wave.prompts, adapter):
+            return self._prefix[2]
         self.forget()
         return None
 
     def remember(self, wave: Wave, adapter: str | None, logits: torch.Tensor) -> None:
         """Note that the prompts of `wave` have been computed, and the `logits` [prompts, vocab] that follow them."""
         if not wave.in_place:
-            self._prefix = _Prefix(prompts=wave.prompts, adapter=adapter, logits=logits)
+            self._prefix = (wave.prompts, adapter, logits)
 
     def forget(self) -> None:
         """Compute every prompt anew: the weights have changed, or the memory has lost its content."""
         self._prefix = None
 
     def open(self, wave: Wave) -> tuple[BufferCache, BufferCache]:
-        """Caches for the prompts and for the sequences of a wave; the same one twice when the wave runs in place.
-
-        Lifetime: until the next `open`. The content is whatever an earlier wave left there.
-        """
+        """Caches for a wave's prompts and sequences until the next `open`; the same one if it runs in place."""
         length = wave.prompt_length
         padding = torch.tensor([length - len(prompt) for prompt in wave.prompts], device=self._region.device)
         padded = any(len(prompt) < length for prompt in wave.prompts)
@@ -282,10 +257,7 @@ def forward(model: PreTrainedModel, token_ids: torch.Tensor, cache: BufferCache)
 
 
 def prefill(model: PreTrainedModel, wave: Wave, cache: BufferCache) -> torch.Tensor:
-    """Compute the prompts of `wave` into `cache`; returns the logits that follow each, [prompts, vocab].
-
-    The length of `cache` itself stays as it was: `set_length(wave.prompt_length)` declares it filled.
-    """
+    """Compute the prompts of `wave`; returns the logits after each, [prompts, vocab]. The caller sets the length."""
     length = wave.prompt_length
     token_ids = torch.tensor([(0,) * (length - len(prompt)) + prompt for prompt in wave.prompts])
     num_rows = max(1, PREFILL_TOKENS // length)

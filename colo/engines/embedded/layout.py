@@ -124,16 +124,10 @@ def _can_stack(named: Mapping[str, torch.Tensor], members: Sequence[str]) -> boo
 
 
 class FusedWeights:
-    """The engine's parameters in memory, and the loader that fills them.
-
-    Ownership: whoever makes it closes `regions`; the tensors are valid while their region is resident.
-    """
+    """The engine's parameters in memory, and the loader that fills them. Whoever makes it closes `regions`."""
 
     def __init__(self, layout: Layout, *, device: torch.device) -> None:
-        """Take the memory. Its content is undefined, except that rows which pad a vocabulary are zero.
-
-        Raises: `BudgetError` when the device has not enough free memory; none has been kept then.
-        """
+        """Take the memory; rows that pad a vocabulary are zero. `BudgetError`, and nothing kept, when it is missing."""
         self.layout = layout
         groups = _group(layout.parameters)
         self.regions = _allocate([carved_bytes(list(group.values())) for group in groups], device)
@@ -160,11 +154,9 @@ class FusedWeights:
                 self.parameters[name][len(rows) :].zero_()
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Copy checkpoint tensors to their places; dtype and device are converted, as `copy_` does.
+        """Copy checkpoint tensors, any subset in any order, to their places; dtypes are converted as by `copy_`.
 
-        Any subset of the model may be given, in any order. A tied name is accepted and skipped, since its tensor
-        arrives under the other name.
-        Raises: `ValueError` for a name that the model does not have, `TransferError` for a wrong shape; the tensors
+        Tied names are skipped. Raises: `ValueError` for an unknown name, `TransferError` for a wrong shape; the tensors
         before it have been copied.
         """
         with torch.no_grad():
@@ -210,9 +202,8 @@ def empty_model(config: PretrainedConfig, *, dtype: torch.dtype, attn_implementa
 def bind(model: PreTrainedModel, views: Mapping[str, torch.Tensor], tied: Mapping[str, str]) -> None:
     """Make `views`, by Hugging Face name, the frozen parameters and the buffers of `model`.
 
-    Buffers that are not among them move to the device of the others. A view that is a parameter already is taken as it
-    is.
-    Raises: `KeyError` for a parameter of the model that is neither in `views` nor in `tied`.
+    An `nn.Parameter` is taken as it is. Other buffers move to the same device. Raises: `KeyError` for a parameter that
+    is neither in `views` nor in `tied`.
     """
     frozen = {
         name: view if isinstance(view, nn.Parameter) else nn.Parameter(view, requires_grad=False)
@@ -230,8 +221,8 @@ def bind(model: PreTrainedModel, views: Mapping[str, torch.Tensor], tied: Mappin
 class Adapters:
     """LoRA adapters by name, on the linear modules of one model.
 
-    A module that any of them adapts has a hook, which does nothing unless an adapter is applied. It is put on once and
-    not for every application: an interrupt anywhere in one leaves nothing behind that would count twice.
+    Hooks on adapted modules stay, and do nothing unless an adapter is applied: no interrupt can leave one counting
+    twice.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -250,10 +241,10 @@ class Adapters:
         return [] if name is None else self._by_name[name].named_tensors()
 
     def add(self, name: str, adapter: AdapterWeights) -> None:
-        """Keep `adapter`: its very tensors when it is shared, copies on the model's device otherwise.
+        """Keep `adapter`: its own tensors when it is shared, else copies on the model's device.
 
-        Raises: `ValueError` for a name in use, for keys that do not agree, and for a wrong shape or device;
-        `Unsupported` for a module that is not linear. Nothing has been kept then.
+        Raises: `ValueError` for a name in use, keys that do not agree, a wrong shape or device; `Unsupported` for a
+        module that is not linear. Nothing has been kept then.
         """
         if name in self._by_name:
             raise ValueError(f"there is an adapter {name!r} already: remove it, or give each version a name of its own")

@@ -13,7 +13,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
@@ -71,10 +71,7 @@ class Footprint:
     @classmethod
     @torch.no_grad()
     def of(cls, model: PreTrainedModel, positions: Positions) -> Footprint:
-        """Measure it, by a few tokens through the model, whatever its weights are.
-
-        Raises: `Unsupported` for a model that keeps nothing, or that cannot go on from what it keeps.
-        """
+        """Measure it by a few tokens through the model. `Unsupported` if it keeps nothing, or cannot go on from it."""
         if model.config.model_type in _ODD:
             raise _unsupported(model, _ODD[model.config.model_type])
         lengths = [min(length, positions.count or length) for length in (_SHORT, _LONG)]
@@ -119,9 +116,7 @@ class Rows:
     """Sequences under way, in a cache of transformers'."""
 
     def __init__(self, cache: Cache, length: int, index: torch.Tensor | None = None) -> None:
-        """`cache` has seen `length` tokens of each row. Rows of one that cannot be selected from stay in it: `index`
-        (int64) are those that go on, all of them at first.
-        """
+        """`cache` has seen `length` tokens of each row; `index` (int64) are rows that go on in a whole cache."""
         self.cache = cache
         self.length = length
         self.index = index
@@ -143,24 +138,6 @@ class Rows:
         logits, self.cache = _forward(model, token_ids[:, None], self.cache, self.length)
         self.length += 1
         return logits if self.index is None else logits[self.index]
-
-
-class Caches(Protocol):
-    """What holds the states of sequences: a buffer, or caches of the model's own."""
-
-    bytes_per_token: int
-
-    def plan(self, prompts: Sequence[tuple[int, ...]], *, n: int, max_tokens: int) -> list[Wave]:
-        """The waves of a call. Raises: `BudgetError` when one sequence does not fit even alone."""
-
-    def start(self, model: PreTrainedModel, wave: Wave, adapter: str | None) -> tuple[torch.Tensor, Any]:
-        """The logits that follow each row's prompt, [rows, vocab], and what the rows go on in, until the next wave."""
-
-    def advance(self, model: PreTrainedModel, token_ids: torch.Tensor, rows: Any) -> torch.Tensor:
-        """Append one token to each row (int64 [rows]); returns the logits that follow, [rows, vocab]."""
-
-    def forget(self) -> None:
-        """Compute every prompt anew."""
 
 
 class ModelCaches:
@@ -206,10 +183,6 @@ class ModelCaches:
         if wave.slots != tuple(range(len(wave.prompts))):
             rows.keep(slots)
         return logits[slots], rows
-
-    def advance(self, model: PreTrainedModel, token_ids: torch.Tensor, rows: Rows) -> torch.Tensor:
-        """Append one token to each row (int64 [rows]); returns the logits that follow, [rows, vocab]."""
-        return rows.append(model, token_ids)
 
     def forget(self) -> None:
         """Do nothing: nothing is kept from call to call."""

@@ -17,8 +17,8 @@ _KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", 
 def positions_of(config: PretrainedConfig) -> Positions:
     """The positions of a model of `config`: the smallest limit that it names, as in vLLM.
 
-    Dynamic NTK frequencies have no effect up to `max_position_embeddings`. Beyond it they change with every token, so
-    that no trainer could compute again what was sampled: vLLM's `factor` times as many are not offered.
+    Dynamic NTK frequencies change with every token beyond `max_position_embeddings`. A trainer could not compute such
+    tokens again, so that they are not offered.
     """
     text = config.get_text_config()
     found = [value for key in _KEYS if isinstance(value := getattr(text, key, None), int) and value > 0]

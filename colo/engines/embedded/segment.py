@@ -1,4 +1,4 @@
-"""Segments of the embedded engine, which hears of every move."""
+"""Segments of the embedded engine, which tell it of every move."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OnMove = Callable[[Residency, Residency], None]
 
 
 class EngineSegment(RegionSegment):
-    """A segment of the engine, which hears of every move, whoever asks for it. With `away=None` it never leaves."""
+    """A segment that tells the engine of every move. With `away=None` it never leaves the device."""
 
     def __init__(
         self, name: str, *, regions: Sequence[Region], away: Residency | None, mover: Mover, on_move: OnMove

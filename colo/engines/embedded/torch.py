@@ -2,14 +2,14 @@
 
 Its parameters lie in regions, fused and padded as vLLM lays them out; the transformers module that computes with them
 is views of that memory, and so may be a trainer's. Its KV cache is one buffer that every call cuts into rows, or, for a
-model that keeps more than keys and values of one shape, the model's own, of which the bytes are counted.
+model that keeps more than keys and values of one shape, the model's own cache, whose bytes are counted.
 """
 
 from __future__ import annotations
 
 import operator
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from colo.engine import AdapterWeights, Completion, EngineState, SamplingParams, SleepLevel
-from colo.engines.common import WEIGHTS_AT, check_count, check_prompts, is_deeper, wake_segments
+from colo.engines.common import WEIGHTS_AT, StatusEngine, check_count, check_prompts, is_deeper
 from colo.engines.embedded.kv_cache import KVCacheBuffer
 from colo.engines.embedded.layout import Adapters, FusedWeights, Layout, bind, empty_model
-from colo.engines.embedded.model_cache import Caches, Footprint, ModelCaches, Reservation
+from colo.engines.embedded.model_cache import Footprint, ModelCaches, Reservation
 from colo.engines.embedded.positions import positions_of
 from colo.engines.embedded.segment import EngineSegment
 from colo.engines.embedded.waves import Wave
@@ -40,19 +40,16 @@ if TYPE_CHECKING:
     from colo.weights.packed import PackedWeight
 
 
-class TorchEngine:
-    """An `Engine` (see `colo.engine`) that runs a transformers model in this process.
+class TorchEngine(StatusEngine):
+    """An `Engine` (see `colo.engine`) that runs a transformers model in this process. One caller at a time.
 
-    Ownership: owns the memory of its weights and of its KV cache until `close`, and its mover where none was given.
-    Rotary buffers, adapters and the logits of cached prompts are ordinary tensors beside them, and survive every sleep.
+    Ownership: owns the memory of its weights and KV cache, and its mover where none was given, until `close`. Rotary
+    buffers, adapters and logits of cached prompts are ordinary tensors, and survive every sleep.
 
-    It starts awake and poisoned: load weights and `commit` a version. `load_weights` withdraws the version, since what
-    it leaves is neither the old weights nor, before `commit`, known to be all of the new ones.
+    It starts awake and poisoned: load weights and `commit` a version. `load_weights` withdraws the version.
 
-    Sleeping is monotone: a deeper level than the present one gives back more, a lighter one changes nothing. Waking an
-    engine that is not asleep changes nothing either. The weights alone may be woken, and updated, before the KV cache.
-
-    Not thread-safe: one caller at a time.
+    A sleep level deeper than the present one gives back more memory, a lighter one changes nothing; waking an awake
+    engine changes nothing. The weights alone may be woken, and updated, before the KV cache.
     """
 
     name = "torch"
@@ -96,7 +93,6 @@ class TorchEngine:
             ENGINE_KV_CACHE, regions=[region], away=Residency.DISCARDED, mover=self.mover, on_move=self._on_kv_move
         )
         self._adapters = Adapters(self.module)
-        self.before_generate: Callable[[], None] | None = None
         self._status = EngineStatus(lambda: self.segments)
 
     def _make_cache(self, size_bytes: int, dtype: torch.dtype) -> Region:
@@ -106,7 +102,7 @@ class TorchEngine:
         footprint, device = Footprint.of(self.module, self._positions), self.weights.regions[0].device
         if footprint.buffer is None:
             room = Reservation(ENGINE_KV_CACHE, size_bytes, device)
-            self._caches: Caches = ModelCaches(room, footprint, self._positions)
+            self._caches: KVCacheBuffer | ModelCaches = ModelCaches(room, footprint, self._positions)
             return room
         layers, heads, size = footprint.buffer
         region = allocate_region(size_bytes, device, name=ENGINE_KV_CACHE)
@@ -118,11 +114,6 @@ class TorchEngine:
             region.close()
             raise
         return region
-
-    @property
-    def state(self) -> EngineState:
-        """What the engine can do now, as its segments have it."""
-        return self._status.state
 
     @property
     def placement(self) -> str:
@@ -159,11 +150,6 @@ class TorchEngine:
         return {}
 
     @property
-    def weights_version(self) -> int | None:
-        """Version of the weights it holds; `None` while poisoned."""
-        return self._status.version
-
-    @property
     def segments(self) -> Sequence[Segment]:
         """`engine.weights` and `engine.kv_cache`."""
         return (self._weights_segment, self._kv_segment)
@@ -198,8 +184,7 @@ class TorchEngine:
     ) -> list[Completion]:
         """Sample `params.n` completions for each prompt; see `Engine.generate`.
 
-        A completion ends, with `length`, where the positions end that the model was made for, as in vLLM: learned ones,
-        and rotary ones beyond which a trainer would compute other log-probabilities (see `positions_of`).
+        As in vLLM a completion ends, with `length`, at the model's last position (see `positions_of`).
         """
         if self.before_generate is not None:
             self.before_generate()
@@ -229,11 +214,7 @@ class TorchEngine:
         self._status.paused = False
 
     def sleep(self, level: SleepLevel | int) -> None:
-        """Give memory back, unless it is given back already.
-
-        Raises: `PhaseError` when closed, or when the level would move weights that a trainer works on; `BudgetError`
-        when the host arena cannot take the weights; `ValueError` for an unknown level. Nothing has changed then.
-        """
+        """Give memory back, unless that is done already; see `Engine.sleep`. If it raises, nothing has changed."""
         self._status.require_open("sleep")
         weights_at = WEIGHTS_AT[SleepLevel(str(level))]
         targets = ((self._weights_segment, weights_at), (self._kv_segment, Residency.DISCARDED))
@@ -241,17 +222,8 @@ class TorchEngine:
         for move in moves:
             move.wait()
 
-    def wake(self, tags: Iterable[str] | None = None) -> None:
-        """Bring back `weights`, `kv_cache`, or both (`None`); see `Engine.wake`. `ValueError` for another tag."""
-        self._status.require_open("wake")
-        wake_segments(self.segments, tags)
-
     def share_weights(self) -> None:
-        """Let a trainer work on the same memory (`weights.hf_views()`): from now on it never leaves the device.
-
-        What the trainer writes is what the next `generate` computes with; `commit` names it.
-        Raises: `PhaseError` unless the weights are resident.
-        """
+        """Let a trainer work on the weights (`weights.hf_views()`), which never leave from now on; see `Engine`."""
         self._require_weights("share its weights")
         self._weights_segment.away = None
 
@@ -265,10 +237,7 @@ class TorchEngine:
         return LoadPlan.record(self.weights.load, source, self.weights.unpadded())
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Copy `weights` (name, tensor) to their places; see `FusedWeights.load`. Poisons until the next `commit`.
-
-        Raises: `PhaseError` unless the weights are resident; the KV cache may be away.
-        """
+        """Copy `weights` (name, tensor) to their places; see `FusedWeights.load`. Poisons until the next `commit`."""
         self._require_weights("load weights")
         self.poison("weights have been loaded into it and not committed: call commit(version) once all of them have")
         self.weights.load(weights)
@@ -277,10 +246,6 @@ class TorchEngine:
         """Declare that the engine now holds `version`; lifts a poisoning. `PhaseError` unless they are resident."""
         self._require_weights(f"hold version {version}")
         self._status.commit(version)
-
-    def poison(self, cause: str) -> None:
-        """Refuse to generate, with `cause`, until the next `commit`."""
-        self._status.poison(cause)
 
     def load_adapter(self, name: str, adapter: AdapterWeights) -> None:
         """Make a LoRA adapter available by name; see `Adapters.add`. Modules go by their Hugging Face names."""
@@ -326,7 +291,7 @@ class TorchEngine:
             wave.rows,
             params,
             stop_token_ids,
-            advance=lambda tokens: self._caches.advance(self.module, tokens, rows),
+            advance=lambda tokens: rows.append(self.module, tokens),
             keep=rows.keep,
             limits=wave.limits,
         )

@@ -50,10 +50,10 @@ class Positions:
     """Sequences that are longer are computed with other frequencies from their first token on (LongRoPE)."""
 
     def limits(self, prompts: Sequence[tuple[int, ...]], max_tokens: int) -> list[int]:
-        """How many tokens each prompt may grow by: `max_tokens`, or, as in vLLM, as many as there are positions left.
+        """How many tokens each prompt may grow by: `max_tokens`, or, as in vLLM, the positions that are left.
 
-        None grows over the boundary: its first tokens would have been drawn with one set of frequencies, and a trainer
-        would compute them with the other. A prompt that ends right at it cannot be continued so.
+        No sequence grows over the boundary, where a trainer would compute its first tokens with other frequencies than
+        they were drawn with. `ValueError` for a prompt that ends right at it.
         """
         for index, prompt in enumerate(prompts):
             if len(prompt) == self.boundary:
@@ -64,7 +64,7 @@ class Positions:
         return [min(max_tokens, last - len(prompt)) for prompt in prompts for last in [self._last(len(prompt))]]
 
     def is_long(self, prompt: tuple[int, ...]) -> bool:
-        """Whether a prompt is beyond the boundary: such ones cannot run beside others."""
+        """Whether a prompt is beyond the boundary, and cannot run beside shorter ones."""
         return self.boundary is not None and len(prompt) > self.boundary
 
     def _last(self, length: int) -> int:
@@ -87,9 +87,8 @@ def plan_waves(
 ) -> list[Wave]:
     """Cut `n` sequences of each prompt into waves of at most `max_rows`, in prompt order, then sample order.
 
-    A wave takes `size(prompt_length)` of the `capacity` for each distinct prompt, of which it has at most
-    `max_prompts`, and `size(prompt_length + max_tokens)` for each sequence: tokens, unless `size` says otherwise. Every
-    prompt must fit alone: `size(len(prompt) + its limit) <= capacity`.
+    A wave takes `size(prompt_length)` of the `capacity` for each distinct prompt, `max_prompts` at most, and
+    `size(prompt_length + max_tokens)` for each sequence. Every prompt must fit alone with its limit.
     """
     waves: list[Wave] = []
     rows: list[tuple[int, int]] = []

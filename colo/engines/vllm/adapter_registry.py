@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,10 +41,7 @@ class AdapterRegistry:
         return next(filter(None, refusals), None)
 
     def load(self, name: str, adapter: AdapterWeights) -> bool:
-        """Send a new adapter; see `Engine.load_adapter`. Raises: `Unsupported` also when the engine is full.
-
-        Whether its name has been another one's before: vLLM's prefix cache goes by names.
-        """
+        """Send a new adapter; see `Engine.load_adapter` and `_put`. `Unsupported` also when the engine is full."""
         if name in self.numbers:
             raise ValueError(f"adapter {name} is loaded already: remove it first, or give each version its own name")
         capacity = self._link.infos[0].max_adapters
@@ -53,31 +51,15 @@ class AdapterRegistry:
                 "larger max_loras"
             )
         self._last += 1
-        number = self._link.reserve_adapter(self._last, _tensors(adapter))
-        try:
-            self._send("add_adapter", number, adapter)
-        except Exception:
-            self._forget(number)
-            raise
-        self.numbers[name] = number
-        return self._is_known(name)
+        return self._put(self._link.reserve_adapter(self._last, _tensors(adapter)), name, adapter)
 
     def replace(self, old: str, new: str, adapter: AdapterWeights) -> bool:
-        """Send `adapter` in the place of `old`, whose number it takes over; see `Engine.replace_adapter`.
-
-        Whether its name has been another one's before, as `load` says.
-        """
+        """Send `adapter` in the place of `old`, whose number it takes over; see `Engine.replace_adapter` and `_put`."""
         number = self._number(old)
         if new != old and new in self.numbers:
             raise ValueError(f"adapter {new} is loaded already: give each version its own name")
         del self.numbers[old]
-        try:
-            self._send("update_adapter", number, adapter)
-        except Exception:
-            self._forget(number)
-            raise
-        self.numbers[new] = number
-        return self._is_known(new)
+        return self._put(number, new, adapter)
 
     def remove(self, name: str) -> None:
         """Forget an adapter. `ValueError` when there is none of that name."""
@@ -90,13 +72,16 @@ class AdapterRegistry:
         """One of them, for a request. `ValueError` when there is none of that name."""
         return name, self._number(name)
 
-    def _forget(self, number: int) -> None:
-        """Let go of an adapter that could not be sent."""
-        with suppress(EngineLost):
-            self._link.call("remove_adapter", number=number)
-            self._link.release_adapter(number)
-
-    def _is_known(self, name: str) -> bool:
+    def _put(self, number: int, name: str, adapter: AdapterWeights) -> bool:
+        """Send an adapter. Returns whether an earlier one had its name, by which vLLM's prefix cache goes."""
+        try:
+            self._send(number, adapter)
+        except Exception:
+            with suppress(EngineLost):
+                self._link.call("remove_adapter", number=number)
+                self._link.release_adapter(number)
+            raise
+        self.numbers[name] = number
         known = name in self._names or self._link.goes_by_number
         self._names.add(name)
         return known
@@ -106,22 +91,21 @@ class AdapterRegistry:
             raise ValueError(f"there is no adapter {name}; loaded are {sorted(self.numbers) or 'none'}")
         return self.numbers[name]
 
-    def _send(self, operation: str, number: int, adapter: AdapterWeights) -> None:
-        call = self._link.call
+    def _send(self, number: int, adapter: AdapterWeights) -> None:
         tensors = _tensors(adapter)
         scalings = {_PREFIX + module: float(scaling) for module, scaling in adapter.scalings.items()}
+        put = partial(self._link.call, "set_adapter", number=number)
         if self._link.same_process:
-            given = [list(pair) for pair in tensors]
-            call(operation, number=number, tensors=given, scalings=scalings, staging=None)
+            put(tensors=[list(pair) for pair in tensors], scalings=scalings, staging=None)
             return
         described, staging = self._staging.put(tensors, to_pid=0)
         places, scalings_before = self._sent
-        if operation == "update_adapter" and places is described and scalings_before == scalings:
+        if places is described and scalings_before == scalings:
             # The workers have kept where it all lies, and a large adapter has thousands of places.
-            call(operation, number=number, tensors=None, scalings=None, staging=staging)
+            put(tensors=None, scalings=None, staging=staging)
             return
         self._sent = ([], {})  # a worker that fails may have kept either
-        call(operation, number=number, tensors=described, scalings=scalings, staging=staging)
+        put(tensors=described, scalings=scalings, staging=staging)
         self._sent = (described, scalings)
 
 

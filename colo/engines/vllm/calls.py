@@ -35,10 +35,7 @@ class NoAnswer(Exception):  # noqa: N818 - as above
 
 
 class Caller:
-    """Makes one call after another in a thread of its own.
-
-    Ordering: calls run in the order in which they were made, also when the wait for one was interrupted.
-    """
+    """Makes one call after another in its own thread, in order, also when the wait for one was interrupted."""
 
     def __init__(self, progress: Callable[[], object] = lambda: None) -> None:
         """`progress` is something that changes while the process works, looked at from the thread that waits."""
@@ -52,11 +49,7 @@ class Caller:
         self._processes = [psutil.Process(pid) for pid in pids]
 
     def call(self, function: Callable[[], T], *, deadline_s: float | None) -> T:
-        """What `function` returns or raises.
-
-        Raises: `ProcessEnded`; `NoAnswer` once it has taken `deadline_s` without any progress, counted from its begin,
-        which is after the calls before it.
-        """
+        """Return what `function` returns. `ProcessEnded`; `NoAnswer` after `deadline_s` of its run without progress."""
         future: Future[T] = Future()
 
         def answer() -> None:
@@ -83,10 +76,10 @@ class Caller:
                 raise NoAnswer
 
     def end_calls(self, end: Callable[[], None], then: Callable[[], None], *, within_s: float) -> None:
-        """Call `end`, which is to make the calls so far return, until `then` has run behind them, for `within_s`.
+        """Call `end` until the calls so far have returned and `then` has run behind them, or `within_s` has passed.
 
-        `end` runs in this thread, `then` in that of the calls, if need be later; never both at once, nor `end` after
-        `then`. What `then` raises is not raised: the next call will find out.
+        `end` runs in this thread, `then` in the thread of the calls, never both at once, and `end` not after `then`.
+        Errors of `then` are dropped: the next call will find out.
         """
         one_at_a_time = threading.Lock()
         returned: Future[None] = Future()
@@ -122,11 +115,10 @@ class Caller:
 
 
 def start_apart_from_interrupts(start: Callable[[], T], discard: Callable[[T], None]) -> T:
-    """What `start` returns, with Ctrl-C kept from the processes that it starts: terminals and notebooks send it to all.
+    """Run `start` in a thread with SIGINT blocked, since terminals and notebooks send Ctrl-C to the children too.
 
-    A mask of signals belongs to a thread and to what it starts, hence the thread. An interrupt meanwhile, or what else
-    a signal raises here, ends what is being started; `discard` gets what has been started all the same. Raises: what
-    `start` raises.
+    An interrupt of this thread kills the processes that are being started; `discard` gets what has been started all the
+    same. Raises: what `start` raises.
     """
     resource_tracker.ensure_running()  # where it is not, spawning lifts the mask
     before = {process.pid for process in active_children()}

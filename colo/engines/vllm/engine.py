@@ -34,11 +34,10 @@ from colo.phases.phase import Residency
 
 
 class VLLMEngine(LinkedEngine):
-    """An `Engine` (see `colo.engine`) that runs vLLM.
+    """An `Engine` (see `colo.engine`) that runs vLLM. Not thread-safe: one caller at a time.
 
-    Ownership: owns the `vllm.LLM` it has started and the memory of its weights until `close`; of one that is somebody
-    else's (`around`, `colo.connect`) it owns neither. It starts awake and poisoned, until `commit` names what it holds.
-    Not thread-safe: one caller at a time.
+    Ownership: owns the `vllm.LLM` that it has started and its weights' memory until `close`; with `around` and
+    `colo.connect` it owns neither. It starts awake and poisoned, until `commit` names what it holds.
     """
 
     def __init__(
@@ -97,10 +96,7 @@ class VLLMEngine(LinkedEngine):
 
     @classmethod
     def around(cls, llm: Any, *, mover: Mover | None = None, deadline_s: float = DEADLINE_S) -> VLLMEngine:
-        """An engine over your own `vllm.LLM`, which stays yours: `close` leaves it awake and running.
-
-        Raises: `Unsupported` for an engine in its own process without colo's worker extension.
-        """
+        """An engine over your own `vllm.LLM`, left awake by `close`. `Unsupported` without colo's worker extension."""
         compat.warn_if_untested()
         device = device_of(llm.llm_engine.vllm_config.device_config.device)
         own_process = not compat.is_in_this_process(llm)
@@ -134,8 +130,8 @@ class VLLMEngine(LinkedEngine):
     def recover(self) -> None:
         """Start a lost engine again, on the same weights. It is awake and poisoned then.
 
-        Raises: `PhaseError` for an engine that is not lost, or that is not ours to start; `TransferError` when the new
-            one has written over the trainer's weights as it started; whatever vLLM raises.
+        Raises: `PhaseError` unless it is lost and ours; `TransferError` when vLLM has overwritten the trainer's weights
+        as it started; whatever vLLM raises.
         """
         lost = self._status.lost
         if lost is None:
@@ -162,10 +158,9 @@ class VLLMEngine(LinkedEngine):
         self.poison("it has been started again: publish to it")
 
     def close(self) -> None:
-        """Release everything; a vLLM of the caller's is left awake and running. Idempotent.
+        """Release everything, and leave a vLLM of the caller's awake and running. Idempotent.
 
-        Raises: `BudgetError` when a vLLM of the caller's, or one in this process, is asleep and the device has no room
-        to wake it: free some and close again.
+        Raises: `BudgetError` when the device has no room to wake a vLLM that is asleep: free some and close again.
         """
         if self._status.closed:
             return

@@ -122,7 +122,7 @@ class WorkerLink(Protocol):
         return
 
     def tell_version(self, version: int) -> None:
-        """Have vLLM name the version of its weights to whoever asks it, where it can."""
+        """Have vLLM name the version of its weights to its clients, where it can."""
         return
 
     def reserve_adapter(self, number: int, tensors: Sequence[tuple[str, torch.Tensor]]) -> int:
@@ -181,10 +181,7 @@ class WorkerLink(Protocol):
             self.status.paused = False
 
     def meet_workers(self, *, home: Description | None = None) -> Sequence[WorkerInfo]:
-        """Introduce this client to the workers, who then answer to no other.
-
-        With `home`, a slab of this process that begins with the bytes of `client`, they check that they can map it.
-        """
+        """Introduce this client to the workers, who answer no other then; they check that `home` can be mapped."""
         with probing(torch.device("cpu") if self.same_process else self.device) as probe:
             told = self.call(
                 "describe",
@@ -211,10 +208,7 @@ def new_client() -> str:
 
 
 def answers_of(told: Sequence[Mapping[str, Any]], status: EngineStatus) -> list[Any]:
-    """What workers have answered, {"value": ...} or {"error": ...} each: values, and `WorkerError`s.
-
-    Raises: `EngineLost` when they answer another client now.
-    """
+    """Values and `WorkerError`s that workers have answered. `EngineLost` when they answer another client now."""
     answers = [WorkerError.from_wire(one["error"]) if "error" in one else one["value"] for one in told]
     for answer in answers:
         if isinstance(answer, WorkerError) and answer.kind == EngineLost.__name__:

@@ -5,20 +5,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
 import torch
 
 from colo.engine import AdapterWeights, Completion, EngineState, SleepLevel
-from colo.engines.common import wake_segments
+from colo.engines.common import StatusEngine
 from colo.engines.status import EngineStatus
 from colo.engines.vllm import sampling
 from colo.engines.vllm.adapter_registry import AdapterRegistry
 from colo.engines.vllm.link import PauseMode, WorkerLink
 from colo.engines.vllm.memory import WorkerMemory
-from colo.engines.vllm.segment import residual_bytes
 from colo.engines.vllm.store import WeightStore
 from colo.engines.vllm.weights import WorkerWeights
 from colo.errors import Unsupported
@@ -30,7 +30,7 @@ from colo.weights.packed import PackedWeight
 from colo.weights.transports.ipc.staging import Staging
 
 
-class LinkedEngine:
+class LinkedEngine(StatusEngine):
     """What `VLLMEngine` does while its vLLM runs. Not thread-safe: one caller at a time."""
 
     name = "vllm"
@@ -56,7 +56,6 @@ class LinkedEngine:
             on_loss=self._memory.lose,
             when_lost=when_lost,
         )
-        self.before_generate: Callable[[], None] | None = None
 
     def _connect(self, link: WorkerLink) -> None:
         """Take `link` for the engine's, once everything that may fail has not; it is closed otherwise."""
@@ -81,16 +80,6 @@ class LinkedEngine:
     def link(self) -> WorkerLink:
         """The way to vLLM's workers."""
         return self._link
-
-    @property
-    def state(self) -> EngineState:
-        """What the engine can do now."""
-        return self._status.state
-
-    @property
-    def weights_version(self) -> int | None:
-        """Version of the weights it holds; `None` while poisoned."""
-        return self._status.version
 
     @property
     def segments(self) -> Sequence[Segment]:
@@ -125,10 +114,10 @@ class LinkedEngine:
     @property
     def residual_bytes(self) -> Mapping[str, int]:
         """Device bytes that no sleep gives back: what they are, and how many; measured when vLLM has started."""
-        known = residual_bytes(self._link.infos)
+        known: Counter[str] = sum((Counter(info.residual_bytes) for info in self._link.infos), Counter())
         in_segments = sum(segment.size_bytes for segment in self.segments)
         rest = self._link.taken_bytes - in_segments - sum(known.values())
-        return known | ({"context, libraries and the rest": rest} if rest > 0 else {})
+        return dict(known) | ({"context, libraries and the rest": rest} if rest > 0 else {})
 
     def sampling_params(self, params: Any = None, **options: Any) -> Any:
         """What `generate` takes, from options by name or from parameters; a server takes none of vLLM's own."""
@@ -143,8 +132,8 @@ class LinkedEngine:
     ) -> list[Completion]:
         """Sample `params.n` completions for each prompt; see `Engine.generate`. `params` may be vLLM's own.
 
-        A `seed` by name or in those is vLLM's: the same for every prompt, and the next number for the next sample. A
-        server takes colo's parameters only, whose seed is another for every prompt and sample.
+        vLLM's `seed`, also by name, is the same for every prompt and counts up with the samples. A server takes colo's
+        parameters only, whose seed differs for every prompt and sample.
         """
         if self.before_generate is not None:
             self.before_generate()
@@ -180,11 +169,6 @@ class LinkedEngine:
         for move in [segment.begin(target) for segment, target in leaving]:
             move.wait()
 
-    def wake(self, tags: Iterable[str] | None = None) -> None:
-        """Bring back `weights`, `kv_cache`, or both (`None`); see `Engine.wake`. `ValueError` for another tag."""
-        self._status.require_open("wake")
-        wake_segments(self.segments, tags)
-
     def reset_prefix_cache(self) -> None:
         """Forget everything computed from earlier weights. Raises: `TransferError` when vLLM does not let go of it."""
         self._status.require_open("reset its prefix cache")
@@ -196,10 +180,7 @@ class LinkedEngine:
         return self._weights.record_plan(source)
 
     def packed_weights(self) -> Mapping[str, PackedWeight]:
-        """Weights that bitsandbytes has packed, by parameter name; none of an engine in another process.
-
-        Raises: `Unsupported` for what is packed in a way that no trainer can share.
-        """
+        """Weights that bitsandbytes has packed, by name, within one process. `Unsupported` for other packing."""
         if not self._link.same_process:
             return {}
         packed: Mapping[str, PackedWeight] = self._link.call("packed")[0]
@@ -213,10 +194,10 @@ class LinkedEngine:
         self._memory.share_weights()
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Run vLLM's layerwise reload, post-processing and quantization included. Poisons until the next `commit`.
+        """Run vLLM's layerwise reload on all tensors of the model. Poisons until the next `commit`.
 
-        Every tensor of the model has to be given. Raises: `PhaseError` while the weights are away; whatever a worker
-        raised, with its traceback, after which all of it has to be loaded again.
+        Raises: `PhaseError` while the weights are away; what a worker raised, after which all of it has to be loaded
+        again.
         """
         self._status.require_weights("load weights")
         self.poison("weights have been loaded into it and not committed: call commit(version) once all of them have")
@@ -224,14 +205,11 @@ class LinkedEngine:
         self._link.reset_prefix_cache()
 
     def receive(self, operation: str, **arguments: Any) -> list[Any]:
-        """One step of copying weights from this process, in every worker; see `ipc.sender.Peer`.
-
-        Poisons from `begin` until the next `commit`. Raises: `PhaseError` while the weights are away.
-        """
+        """Run a step of `Receiver` in every worker; see `receive_all`."""
         return self.receive_all([(operation, arguments)])
 
     def receive_all(self, operations: Sequence[tuple[str, dict[str, Any]]]) -> list[Any]:
-        """Several such steps in one call to the workers; see `receive`."""
+        """Run steps of `Receiver` in every worker. Poisons from `begin` until `commit`. `PhaseError` while asleep."""
         names = [name for name, _ in operations]
         if names != ["release"]:
             self._status.require_weights("take weights")
@@ -248,10 +226,6 @@ class LinkedEngine:
     def gather(self, value: Any) -> list[Any]:
         """`value` of every rank of a torchrun group, all of which have to ask; see `in_all_ranks`."""
         return self._link.gather(value)
-
-    def poison(self, cause: str) -> None:
-        """Refuse to generate, with `cause`, until the next `commit`."""
-        self._status.poison(cause)
 
     @property
     def adapters(self) -> Sequence[str]:
@@ -272,8 +246,8 @@ class LinkedEngine:
     def replace_adapter(self, old: str, new: str, adapter: AdapterWeights) -> None:
         """Put `adapter`, named `new`, in the place of `old`; see `Engine.replace_adapter`.
 
-        The workers know it by the same number as before and write it over what they hold, without vLLM's loader, where
-        its modules and shapes are those of `old`. `PhaseError` while the weights are away, whose memory that is in.
+        Workers write it over `old`, without vLLM's loader, if modules and shapes are the same. `PhaseError` without
+        weights.
         """
         self._status.require_weights("replace an adapter")
         if self._adapters.replace(old, new, adapter):

@@ -7,7 +7,7 @@ import operator
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -31,18 +31,9 @@ DEADLINE_S = 300.0
 _ABORT_S = 10.0
 """How long an interrupt waits for a generation to end. What then still runs holds up the next call."""
 
-_HOW_TO_FREE = {
-    "pool": "start vLLM with enable_sleep_mode=True to let it go",
-    "weights": "on a GPU, start vLLM with enable_sleep_mode=True to let it go",
-    "slabs": "start it with share_memory=False to let it go",
-}
-
 
 class LLMLink(WorkerLink):
-    """What links to a `vllm.LLM` have in common.
-
-    Ownership: owns a `vllm.LLM` that `start_llm` has started, until `close`; one that it was given stays its owner's.
-    """
+    """What links to a `vllm.LLM` have in common. `close` shuts down only an LLM that `start_llm` has started."""
 
     def __init__(
         self, llm: Any, device: torch.device, status: EngineStatus, *, deadline_s: float, is_own: bool = False
@@ -63,7 +54,11 @@ class LLMLink(WorkerLink):
             self.close()
             raise
 
-    how_to_free = _HOW_TO_FREE
+    how_to_free: Mapping[str, str] = {
+        "pool": "start vLLM with enable_sleep_mode=True to let it go",
+        "weights": "on a GPU, start vLLM with enable_sleep_mode=True to let it go",
+        "slabs": "start it with share_memory=False to let it go",
+    }
     name_of_vllm = "vllm.LLM"
 
     @abstractmethod
@@ -111,10 +106,7 @@ class LLMLink(WorkerLink):
         return sampling.completions(outputs, version, name, has_text=has_text, tokenizer=tokenizer)
 
     def reset_prefix_cache(self) -> None:
-        """Forget what earlier requests have computed, first without disturbing those in flight.
-
-        Raises: `TransferError` when vLLM does not let go of it.
-        """
+        """Forget what earlier requests have computed, and disturb requests in flight only if necessary."""
         llm = self.llm
         if not (
             self.run("reset_prefix_cache", llm.reset_prefix_cache)
@@ -133,7 +125,7 @@ class LLMLink(WorkerLink):
         self.run("resume", lambda: llm.wake_up(tags=["scheduling"]))
 
     def tell_version(self, version: int) -> None:
-        """Have vLLM name the version of its weights to whoever asks it, where it can (from 0.30)."""
+        """Have vLLM name the version of its weights to its clients, where it can (from 0.30)."""
         tell = getattr(self.llm, "update_weight_version", None)
         if tell is not None:
             self.run("update_weight_version", lambda: tell(str(version)))
@@ -182,7 +174,7 @@ class InProcessLink(LLMLink):
             return values
         from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
-        for group in (get_tp_group(), get_pp_group()):  # of this replica, of which there may be others
+        for group in (get_tp_group(), get_pp_group()):  # those of this replica; there may be others
             if group.world_size > 1:
                 found: list[Any] = [None] * group.world_size
                 torch.distributed.all_gather_object(found, values, group=group.cpu_group)
@@ -245,10 +237,7 @@ class OwnProcessLink(LLMLink):
         return answers_of(told, self.status)
 
     def run(self, operation: str, function: Callable[[], T], *, deadline: bool = True) -> T:
-        """Call into vLLM; the end of its process, or its silence, becomes `EngineLost`.
-
-        It is silent when nothing has been sampled for as long as the deadline, nor this call been answered.
-        """
+        """Call into vLLM. `EngineLost` when its process ends, or neither answers nor samples until the deadline."""
         self.status.require_present()
         if self._calls is None:
             return function()
@@ -257,16 +246,16 @@ class OwnProcessLink(LLMLink):
         try:
             return self._calls.call(function, deadline_s=self.deadline_s if deadline else None)
         except (ProcessEnded, EngineDeadError) as error:
-            self._lose(f"its process ended during {operation}", error)
+            raise self.status.lose(f"its process ended during {operation}") from error
         except NoAnswer as error:
-            self._lose(f"it did not answer {operation} within {self.deadline_s:.0f} s", error)
+            raise self.status.lose(f"it did not answer {operation} within {self.deadline_s:.0f} s") from error
         except Exception as error:
             if self._calls.has_ended():  # a dying engine may still answer, with whatever it died of
-                self._lose(f"its process ended during {operation}", error)
+                raise self.status.lose(f"its process ended during {operation}") from error
             raise
 
     def abort_requests(self) -> None:
-        """End every request in vLLM, whoever waits for it; in a process that is silent once it speaks again."""
+        """End every request in vLLM, whoever waits for it; if the process is silent, once it answers again."""
         if self.status.lost is not None or self._calls is None:
             return
         core = self.llm.llm_engine
@@ -303,9 +292,6 @@ class OwnProcessLink(LLMLink):
             return object()  # unlike any before
         except AttributeError:  # the engine is closed, or keeps it elsewhere
             return None
-
-    def _lose(self, cause: str, error: BaseException) -> NoReturn:
-        raise self.status.lose(cause) from error
 
 
 def link_to(
@@ -346,10 +332,7 @@ def _abort(core: Any, states: Mapping[str, Any]) -> None:
 
 
 def _start_here(start: Callable[[], T], options: Mapping[str, Any], device: torch.device) -> T:
-    """Start vLLM in this process, whose random numbers stay its own.
-
-    Unless `seed` is among the options, or there are other ranks, which have to draw what this one does.
-    """
+    """Start vLLM in this process without changing its random state, unless a `seed` or other ranks ask for vLLM's."""
     if options.get("seed") is not None or options.get("distributed_executor_backend") == "external_launcher":
         return start()
     with compat.own_random_state(device):

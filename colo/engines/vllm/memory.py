@@ -1,4 +1,4 @@
-"""The memory of an engine in segments: what of it can leave the device, and why the rest stays."""
+"""The segments of a vLLM engine in the trainer's process: the workers move them, and their bytes are counted here."""
 
 from __future__ import annotations
 
@@ -9,19 +9,16 @@ import torch
 from colo.engine import SleepLevel
 from colo.engines.common import WEIGHTS_AT, is_deeper
 from colo.engines.vllm.link import WorkerLink
-from colo.engines.vllm.segment import WorkerSegment
 from colo.engines.vllm.weights import WorkerWeights
 from colo.engines.vllm.wire import WorkerError
 from colo.errors import PhaseError
 from colo.memory.probe import free_device_bytes
-from colo.phases.phase import ENGINE_KV_CACHE, ENGINE_WEIGHTS, Residency
+from colo.phases.phase import ENGINE_KV_CACHE, ENGINE_WEIGHTS, Residency, check_move
+from colo.phases.segment import Done, Move
 
 
 class WorkerMemory:
-    """`engine.weights` and `engine.kv_cache`, held and moved by the workers.
-
-    A scheduler holds on to segments, so those of an engine that is started again are the same objects.
-    """
+    """The segments `engine.weights` and `engine.kv_cache`, the same objects also after an engine's restart."""
 
     def __init__(self, before_leaving: Callable[[str, Residency], None]) -> None:
         """`before_leaving(name, target)` sees to it that nobody uses a segment any more."""
@@ -102,3 +99,72 @@ class WorkerMemory:
     def wait_for(self, name: str) -> int:
         """Return, when every worker has moved a segment, the device bytes that it holds."""
         return int(self._link.call("wait", segment=name)[0])
+
+
+class WorkerSegment:
+    """A segment of the engine's memory, moved by its workers."""
+
+    def __init__(self, holder: WorkerMemory, name: str) -> None:
+        self.name = name
+        self.size_bytes = self.device_bytes = self.host_bytes = 0
+        self.away: Residency | None = None
+        self.residency = Residency.RESIDENT
+        self._holder = holder
+
+    def reset(self, size_bytes: int, away: Residency | None) -> None:
+        """Be what an engine that has just started holds."""
+        self.size_bytes = self.device_bytes = size_bytes
+        self.away = away
+        self.residency = Residency.RESIDENT
+
+    def vanish(self) -> None:
+        """Be gone, with the process that held it."""
+        self.residency, self.device_bytes, self.host_bytes = Residency.DISCARDED, 0, 0
+
+    def begin(self, target: Residency) -> Move:
+        """Start moving to `target`, engine paused; see `Segment.begin`. `PhaseError` when it must not leave."""
+        source = self.residency
+        if target is source:
+            return Done()
+        if self.away is None:
+            raise PhaseError(
+                f"segment {self.name} cannot become {target}: it is {self._holder.why_it_stays(self.name)}. Level "
+                f"'{SleepLevel.KEEP_WEIGHTS}' drops the KV cache only"
+            )
+        check_move(self.name, source, target)
+        self._holder.before_move(self.name, target)
+        try:
+            self._holder.begin_move(self.name, source, target)
+        except Exception:
+            raise
+        except BaseException:  # an interrupt: whether the workers have moved it is unknown, and to move twice is not
+            self.residency = source if target is Residency.RESIDENT else target
+            raise
+        self.residency = target
+        if target is Residency.DISCARDED:
+            self.settle()
+            return Done()
+        return _WorkerMove(self, self.size_bytes if Residency.OFFLOADED in (source, target) else 0)
+
+    def settle(self) -> None:
+        """Wait until the workers have moved it."""
+        self.device_bytes = self._holder.wait_for(self.name)
+        self.host_bytes = max(self.host_bytes, self.size_bytes if self.residency is Residency.OFFLOADED else 0)
+
+
+class _WorkerMove:
+    def __init__(self, segment: WorkerSegment, moved_bytes: int) -> None:
+        self._segment = segment
+        self.moved_bytes = moved_bytes
+        self._target = segment.residency
+        self._done = False
+        if self._target is Residency.RESIDENT:
+            segment.device_bytes = segment.size_bytes
+
+    def wait(self) -> None:
+        if not self._done and self._segment.residency is self._target:
+            self._segment.settle()
+        self._done = True
+
+    def poll(self) -> bool:
+        return self._done

@@ -54,7 +54,7 @@ def _method_of(found: Any) -> str | None:
 
 
 def device_of(device: torch.device | str | None) -> torch.device:
-    """The device that is meant: the current GPU for `cuda`, and for `None` where there is one."""
+    """The device itself: the current GPU for `cuda`, and for `None` where there is one."""
     found = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     return torch.device("cuda", torch.cuda.current_device()) if str(found) == "cuda" else found
 

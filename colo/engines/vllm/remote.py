@@ -33,10 +33,9 @@ def connect(
     """A vLLM server of yours as an engine for `colo.share`, on the same machine and device as the trainer.
 
     `model_name` is the name it serves, by default the first one; `http` replaces the network. The server stays yours:
-    closing leaves it awake and running. The engine starts awake, or paused if the server is, and poisoned, until
-    `commit` names what it holds. Other clients of the server are not kept from generating while weights change.
-    Raises: `EngineLost` when nothing answers; `Unsupported`, with the flags to start it with, for a server that cannot
-    take weights from here; `PhaseError` for one that is asleep.
+    closing leaves it awake, and its other clients may generate while weights change. The engine starts poisoned, and
+    awake unless the server is paused. Raises: `EngineLost` when nothing answers; `Unsupported`, with the flags to start
+    it with, for a server that cannot take weights from here; `PhaseError` for one that is asleep.
     """
     found = device_of(device)
     link = partial(

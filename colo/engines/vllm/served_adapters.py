@@ -41,10 +41,7 @@ class ServedAdapters:
         self._count = 0
 
     def reserve(self, info: WorkerInfo, tensors: Sequence[tuple[str, torch.Tensor]]) -> int:
-        """A number for an adapter of these tensors, by PEFT's names.
-
-        Raises: `Unsupported` for a server that takes none, or not these.
-        """
+        """A number for an adapter of these tensors (PEFT's names). `Unsupported` where the server refuses it."""
         if not (info.max_adapters and info.takes_adapters_by_name):
             raise Unsupported(f"this vLLM server takes no adapters: {HOW_TO_START}")
         self._count += 1

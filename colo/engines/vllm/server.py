@@ -30,10 +30,7 @@ class Refused(Exception):  # noqa: N818 - an answer, which the engine turns into
 
 
 class Server:
-    """Asks a server, from an event loop in a thread of its own. Any thread may call.
-
-    Ownership: owns the thread and the connections until `close`.
-    """
+    """Asks a server from an event loop in a thread of its own, until `close`. Any thread may call."""
 
     def __init__(
         self,
@@ -67,7 +64,8 @@ class Server:
         patient: bool = False,
         as_text: bool = False,
     ) -> Any:
-        """The answer, from JSON or `as_text`; `None` for an empty one. `patient` waits while the server is healthy.
+        """Ask, and return the answer as JSON or `as_text`; `None` for an empty one. `patient` waits while the server is
+        healthy.
 
         Raises: `Silent` without an answer within the deadline; `Refused` for an error.
         """
@@ -75,10 +73,7 @@ class Server:
         return self._wait(self._while_healthy([question]))[0] if patient else self._wait(question)
 
     def ask_all(self, path: str, bodies: Sequence[Body]) -> list[Any]:
-        """The answers to many questions, some hundred at once, however long they take while the server is healthy.
-
-        An interrupt ends the requests in the server too. Raises: as `ask`, what the first failing one raised.
-        """
+        """Ask many questions at once, and wait while the server is healthy. Raises: as `ask`, the first failure."""
         free = asyncio.Semaphore(_MAX_CONNECTIONS)
 
         async def ask(body: Body) -> Any:

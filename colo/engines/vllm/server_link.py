@@ -14,7 +14,7 @@ import operator
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
-from typing import Any, NoReturn
+from typing import Any
 
 import httpx
 import psutil
@@ -50,10 +50,7 @@ _NO_JSON = "Out of range float values are not JSON compliant"
 
 
 class ServerLink(WorkerLink):
-    """A link to a vLLM server, which stays its owner's.
-
-    Other clients of the server are not kept from generating while weights change.
-    """
+    """A link to a vLLM server, which stays its owner's. Its other clients may generate while weights change."""
 
     why_not_shared = "the engine is a server of its own"
     how_to_free: Mapping[str, str] = {
@@ -123,8 +120,8 @@ class ServerLink(WorkerLink):
     ) -> list[Completion]:
         """Sample from weights of `version`, all prompts at once; see `Engine.generate`.
 
-        Raises: `EngineLost` when the server ends or stops saying that it is healthy; `Unsupported` for sampling whose
-        log-probabilities the server does not return; whatever it complains about as `ValueError`.
+        Raises: `EngineLost` when the server is no longer healthy; `Unsupported` for sampling without log-probabilities;
+        `ValueError` for what the server refuses.
         """
         info = self.infos[0]
         params = self.sampling_params(params, {})
@@ -135,7 +132,7 @@ class ServerLink(WorkerLink):
         try:
             answers = self._server.ask_all("/v1/completions", self._requests(token_ids, params, adapter))
         except Silent as error:
-            self._lose(str(error), error)
+            raise self.status.lose(str(error)) from error
         except Refused as error:
             if _NO_JSON in str(error):
                 raise FloatingPointError(not_numbers(None)) from error
@@ -187,7 +184,7 @@ class ServerLink(WorkerLink):
         """Raise `EngineLost` when a worker has ended."""
         if self.status.lost is None and not all(map(lives, self._processes)):
             # Another server may have taken its place, with weights that nobody here knows.
-            self._lose("a process of its workers has ended", RuntimeError("its process id is gone, or is another's"))
+            raise self.status.lose("a process of its workers has ended")
 
     def close(self) -> None:
         """Let go of the server, which goes on. Idempotent."""
@@ -251,7 +248,7 @@ class ServerLink(WorkerLink):
         try:
             return self._server.ask(method, path, body, query, patient=patient, as_text=as_text)
         except Silent as error:
-            self._lose(str(error), error)
+            raise self.status.lose(str(error)) from error
         except Refused as error:
             raise TransferError(f"the server refuses {path}: {error}") from error
 
@@ -274,9 +271,6 @@ class ServerLink(WorkerLink):
             | ({} if params.seed is None else {"seed": row_seed(params.seed, start, 0)})
             for start in range(0, len(prompts), size)
         ]
-
-    def _lose(self, cause: str, error: BaseException) -> NoReturn:
-        raise self.status.lose(cause) from error
 
 
 def _completion(

@@ -69,10 +69,7 @@ class _Worker:
 
 
 class WeightStore:
-    """Owns the memory of an engine's weights, one sequence of slabs for every worker.
-
-    Ownership: owns the slabs until `close`; tensors over them keep them longer. Thread-safe.
-    """
+    """Owns the memory of an engine's weights, a list of slabs for every worker, until `close`. Thread-safe."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -240,10 +237,7 @@ class StoreClient:
         self._ask(op="drop", indices=[n for n, storage in unused.items() if self._is_local or storage.expired()])
 
     def done(self, layout: Layout) -> None:
-        """Say that all of it holds weights as they were loaded, and where each of them lies.
-
-        Raises: `TransferError` for a layout that is not that of the worker which has filled the memory.
-        """
+        """Say where every weight lies, once loaded. `TransferError` unless the first worker's lie there too."""
         self._ask(op="done", layout=dict(layout))
 
     def close(self) -> None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from dataclasses import replace
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -28,10 +29,7 @@ from colo.weights.transports.ipc.staging import Staging
 
 
 class WorkerWeights:
-    """The weights that the workers of one link hold.
-
-    Ownership: owns what it has mapped of the workers' memory, until `close`; `store` and `staging` are the engine's.
-    """
+    """The weights that the workers of one link hold. Owns what it has mapped of their memory, until `close`."""
 
     def __init__(self, link: WorkerLink, *, store: WeightStore | None, staging: Staging) -> None:
         self._link = link
@@ -66,12 +64,11 @@ class WorkerWeights:
         """Record what vLLM's loader does with `source`, one plan for all workers; see `Engine.record_plan`."""
         link = self._link
         if link.why_not_shared is not None:  # each worker records its own when it is to copy
-            return _plan(source, fallbacks=dict.fromkeys(source, link.why_not_shared))
+            return LoadPlan.of(source, fallbacks=dict.fromkeys(source, link.why_not_shared))
         parameters = [spec_of(name, tensor).to_wire() for name, tensor in source.items()]
         answers = link.call("record", parameters=parameters, model_type=link.model_type, to_pid=os.getpid())
         if link.same_process:
-            plan: LoadPlan = answers[0]  # one worker a process
-            return plan
+            return cast("LoadPlan", answers[0])  # one worker a process
         copies: list[Copy] = []
         fallbacks: dict[str, str] = {}
         for rank, answer in enumerate(answers):
@@ -92,12 +89,13 @@ class WorkerWeights:
                 )
                 for spec in specs
             )
-        return _plan(source, copies=copies, fallbacks=fallbacks, unused=frozenset(answers[0]["unused"]))
+        plan = LoadPlan.of(source, copies=copies, fallbacks=fallbacks)
+        return replace(plan, unused=frozenset(answers[0]["unused"]))
 
     def reload(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Run vLLM's layerwise reload on all of its weights. When it fails, the model cannot compute.
 
-        Raises: whatever a worker raised, with its traceback; `TransferError` for weights that none has a place for.
+        Raises: what a worker raised, with its traceback; `TransferError` for weights that no worker has a place for.
         """
         specs: dict[str, torch.Tensor] = {}
         _, left_out = in_all_ranks(
@@ -133,10 +131,7 @@ class WorkerWeights:
         self._mapped.clear()
 
     def _memory(self, rank: int, answer: Mapping[str, Any]) -> Sequence[torch.Tensor]:
-        """The memory that one worker's weights lie in.
-
-        Raises: `TransferError` when it cannot be mapped, `Unsupported` when it should not be.
-        """
+        """The memory of one worker's weights. `TransferError` or `Unsupported` where it is not to be mapped."""
         if self._store is not None:
             return self._store.slabs(rank)
         link = self._link
@@ -162,19 +157,3 @@ def _checked(weights: Iterable[tuple[str, torch.Tensor]], *, tied: bool) -> Iter
         if tied and name == OUTPUT_LAYER and isinstance(tensor, nn.Parameter):
             raise own_output_layer(tensor.numel())
         yield name, tensor
-
-
-def _plan(
-    source: Mapping[str, torch.Tensor],
-    *,
-    copies: Sequence[Copy] = (),
-    fallbacks: Mapping[str, str],
-    unused: frozenset[str] = frozenset(),
-) -> LoadPlan:
-    return LoadPlan(
-        copies=tuple(copies),
-        sources={name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in source.items()},
-        strides={name: tuple(tensor.stride()) for name, tensor in source.items()},
-        fallbacks=fallbacks,
-        unused=unused,
-    )

@@ -4,20 +4,41 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, Self, get_args, get_origin, get_type_hints
 
 from colo import errors
-from colo.weights.wire import arriving
+from colo.weights.manifest import arriving
 
 _TRACEBACK_CHARACTERS = 20_000
 """The last so many travel."""
 
 
+class Message:
+    """A dataclass that travels as JSON, and whose fields are checked by their types."""
+
+    __slots__ = ()
+
+    def __post_init__(self) -> None:
+        for name, hint in get_type_hints(type(self)).items():
+            if not _fits(getattr(self, name), hint):
+                raise TypeError(f"{name} is {getattr(self, name)!r}")
+
+    def to_wire(self) -> dict[str, Any]:
+        """Every field by its name."""
+        return {name: getattr(self, name) for name in get_type_hints(type(self))}
+
+    @classmethod
+    def from_wire(cls, wire: Mapping[str, Any]) -> Self:
+        """Raises: `TransferError` with what is wrong."""
+        with arriving(cls):
+            return cls(**wire)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
-class WorkerInfo:
+class WorkerInfo(Message):
     """Who a worker is, what it runs, where its weights lie and what it can give back."""
 
     pid: int
@@ -66,26 +87,6 @@ class WorkerInfo:
     outside: Mapping[str, str] = field(default_factory=dict)
     """Weights that lie in no slab, with the reason."""
 
-    def __post_init__(self) -> None:
-        _check(self)
-
-    def to_wire(self) -> dict[str, Any]:
-        """Every field by its name."""
-        return {one.name: getattr(self, one.name) for one in fields(self)}
-
-    @classmethod
-    def from_wire(cls, wire: Mapping[str, Any]) -> WorkerInfo:
-        """Raises: `TransferError` with what is wrong."""
-        with arriving(cls):
-            return cls(**wire)
-
-
-def _check(told: WorkerInfo | WorkerError) -> None:
-    """Raise `TypeError` for a field of another type than its class says."""
-    for name, hint in get_type_hints(type(told)).items():
-        if not _fits(getattr(told, name), hint):
-            raise TypeError(f"{name} is {getattr(told, name)!r}")
-
 
 def _fits(value: Any, hint: Any) -> bool:
     """Whether a value that has come as JSON is of a type such as `int`, `str | None` or `Mapping[str, int]`."""
@@ -100,12 +101,7 @@ def _fits(value: Any, hint: Any) -> bool:
     return isinstance(value, kinds) and (hint is bool or not isinstance(value, bool))
 
 
-def _budget_error(error: WorkerError) -> Exception:
-    needed_bytes, free_bytes = error.needed_bytes or 0, error.free_bytes or 0
-    return errors.BudgetError(error.message, needed_bytes=needed_bytes, free_bytes=free_bytes)
-
-
-_KINDS: Mapping[str, type[Exception]] = {
+_KINDS: Mapping[str, Callable[..., Exception]] = {
     kind.__name__: kind
     for kind in (
         errors.PhaseError,
@@ -121,7 +117,7 @@ _KINDS: Mapping[str, type[Exception]] = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class WorkerError:
+class WorkerError(Message):
     """An error of a worker's, on its way to the caller."""
 
     kind: str
@@ -135,7 +131,7 @@ class WorkerError:
     free_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        _check(self)
+        Message.__post_init__(self)
         if self.kind not in _KINDS:
             raise ValueError(f"kind is {self.kind!r}, none of {', '.join(_KINDS)}")
 
@@ -157,21 +153,11 @@ class WorkerError:
 
     def error(self) -> Exception:
         """The error to raise, with the worker's traceback as a note."""
-        make: Callable[[str], Exception] = _KINDS[self.kind]
-        raised = _budget_error(self) if self.kind == "BudgetError" else make(self.message)
+        figures = {"needed_bytes": self.needed_bytes or 0, "free_bytes": self.free_bytes or 0}
+        raised = _KINDS[self.kind](self.message, **(figures if self.kind == "BudgetError" else {}))
         if self.traceback is not None:
             raised.add_note("in the worker:\n" + self.traceback)
         return raised
-
-    def to_wire(self) -> dict[str, Any]:
-        """The fields that have a value, by name."""
-        return {name: value for name, value in asdict(self).items() if value is not None}
-
-    @classmethod
-    def from_wire(cls, wire: Mapping[str, Any]) -> WorkerError:
-        """Raises: `TransferError` with what is wrong."""
-        with arriving(cls):
-            return cls(**wire)
 
 
 def error_in_words(error: Exception) -> str:

@@ -7,39 +7,28 @@ back (`revert_weight_conversion`) copies them; these are views, so that a load p
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
 import torch
 
 _EXPERTS = ".experts."
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Names:
-    """How the checkpoints of a model type name what transformers has in `mlp`."""
-
-    block: str = "mlp"
-    gate: str = "gate_proj"
-    up: str = "up_proj"
-    down: str = "down_proj"
-
-
+_USUAL = ("mlp", "gate_proj", "up_proj", "down_proj")
 _NAMES = {
-    "glm4_moe": _Names(),
-    "mixtral": _Names(block="block_sparse_moe", gate="w1", up="w3", down="w2"),
-    "olmoe": _Names(),
-    "qwen2_moe": _Names(),
-    "qwen3_moe": _Names(),
+    "glm4_moe": _USUAL,
+    "mixtral": ("block_sparse_moe", "w1", "w3", "w2"),
+    "olmoe": _USUAL,
+    "qwen2_moe": _USUAL,
+    "qwen3_moe": _USUAL,
 }
-"""By `model_type` of the configuration."""
+"""By `model_type`, what checkpoints call transformers' `mlp` and its gate, up and down projections."""
 
 
 def checkpoint_views(tensors: Mapping[str, torch.Tensor], model_type: str | None) -> list[tuple[str, torch.Tensor]]:
     """Views that together are `tensors`, by their names in a checkpoint; in order, experts in a parameter's place.
 
-    For the model types above `experts.gate_up_proj` [E, 2I, H] becomes E pairs of a gate and an up projection [I, H],
-    and `experts.down_proj` [E, H, I] becomes E matrices [H, I]. Everything else is passed through as it is, stacked
-    experts of another or no model type too. Meta tensors will do.
+    For the model types above `experts.gate_up_proj` [E, 2I, H] becomes E pairs of projections [I, H], and
+    `experts.down_proj` [E, H, I] becomes E matrices [H, I]. Everything else is passed through. Meta tensors will do.
     """
     names = _NAMES.get(model_type or "")
     if names is None:
@@ -47,13 +36,14 @@ def checkpoint_views(tensors: Mapping[str, torch.Tensor], model_type: str | None
     return [view for name, tensor in tensors.items() for view in _views(name, tensor, names)]
 
 
-def _views(name: str, tensor: torch.Tensor, names: _Names) -> Iterator[tuple[str, torch.Tensor]]:
-    name = name.replace(".mlp.", f".{names.block}.")
+def _views(name: str, tensor: torch.Tensor, names: tuple[str, str, str, str]) -> Iterator[tuple[str, torch.Tensor]]:
+    block, gate, up, down = names
+    name = name.replace(".mlp.", f".{block}.")
     prefix, _, projection = name.rpartition(_EXPERTS)
     if not prefix or tensor.dim() != 3 or projection not in ("gate_up_proj", "down_proj"):
         yield name, tensor
         return
-    parts = (names.gate, names.up) if projection == "gate_up_proj" else (names.down,)
+    parts = (gate, up) if projection == "gate_up_proj" else (down,)
     for index, expert in enumerate(tensor.unbind()):
         for part, matrix in zip(parts, expert.chunk(len(parts)), strict=True):
             yield f"{prefix}{_EXPERTS}{index}.{part}.weight", matrix

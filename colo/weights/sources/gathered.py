@@ -18,13 +18,11 @@ from colo.weights.ranks import RankGroup
 
 
 class Gathered(Mapping[str, torch.Tensor]):
-    """Weights by name, whole: each that is sharded is gathered as it is asked for, and kept until the next one is.
+    """Weights by name, whole: a sharded one is gathered when it is asked for, and kept until the next one is.
 
-    A context in which every rank asks for the same names in `order`, each as often in a row as it likes. Tensors that
-    are not sharded are there as they are, in any order.
-    Raises: at the end of the block, `TransferError` with rank and cause when it has failed on another rank. An
-    interrupt of one rank alone, or a gathering that fails on it, leaves the others waiting until its process ends, or
-    for the group's deadline.
+    A context in which every rank asks for the same names in `order`, each as often in a row as it likes. Raises: at its
+    end, `TransferError` with rank and cause when it has failed on another rank. After an interrupt or a failed
+    gathering on one rank the others wait until its process ends, or for the group's deadline.
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], order: Iterable[str] | None = None) -> None:

@@ -19,10 +19,9 @@ def is_peft_model(model: nn.Module) -> bool:
 
 
 def causal_lm(model: nn.Module) -> nn.Module:
-    """The causal language model, PEFT's wrapper included, within a module that adds a head to it; else `model` itself.
+    """The causal language model, with PEFT's wrapper, within a module that adds a head to it; else `model` itself.
 
-    Wrappers of torch's (`DistributedDataParallel`, `torch.compile`) are left as they are.
-    Raises: `Unsupported` when there are several: which one the engine samples from is the caller's to say.
+    Raises: `Unsupported` when there are several: the caller has to say from which one the engine samples.
     """
     if _generates(model) or type(model).__module__.startswith("torch."):
         return model
@@ -38,8 +37,8 @@ def causal_lm(model: nn.Module) -> nn.Module:
 def added_heads(model: nn.Module) -> frozenset[str]:
     """Names of modules that were added to a causal language model, such as `v_head`, and that no logits depend on.
 
-    Those are children that transformers does not give a model of its config, and of which its `forward` cannot know. A
-    model whose `forward` is another one's has none: its loader is told of all there is.
+    They are children that transformers does not give a model of its config. A model with a `forward` of its own has
+    none.
     """
     plain = _plain(model)
     if not isinstance(plain, PreTrainedModel):
@@ -60,7 +59,7 @@ def added_heads(model: nn.Module) -> frozenset[str]:
 
 
 def refuse_heads(model: nn.Module) -> None:
-    """Raise `Unsupported` for a model with heads of its own, of which another with its weights is to be made."""
+    """Raise `Unsupported` for a model with heads of its own: `launch` makes another model of its config."""
     if heads := sorted(added_heads(model)):
         raise Unsupported(
             f"launch builds a model of its own, without {', '.join(heads)}: share this one (colo.share), or let the "

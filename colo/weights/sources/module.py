@@ -39,9 +39,9 @@ _UNKNOWN = ("KeyError", "no module or parameter named", "has no parameter")
 class ModuleSource:
     """The base weights of a model: what an engine loads, without adapters.
 
-    Iterating gives `(name, tensor)` with the names of the plain Hugging Face model, each tied tensor once. Tensors are
-    the live ones, looked up anew each time, so that one that somebody replaced is noticed; those of a model that is
-    sharded over ranks are `DTensor`s, which `colo.weights.sources.gathered` makes whole.
+    Iterating gives `(name, tensor)` with the plain Hugging Face names, each tied tensor once. Tensors are looked up
+    anew each time, so that a replaced one is noticed; sharded ones are `DTensor`s (see
+    `colo.weights.sources.gathered`).
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -80,9 +80,9 @@ class ModuleSource:
         return [module for module in self._fsdp if id(module) not in inner]
 
     def given_to(self, take: Callable[[dict[str, torch.Tensor]], T]) -> T:
-        """What `take` returns for every weight, without buffers of yours that the engine's loader has never heard of.
+        """Return what `take` returns for every weight, without buffers that the engine's loader does not know.
 
-        They are not among the weights from then on. Raises: what `take` raises for others.
+        Such buffers are no weights from then on. Raises: what `take` raises for others.
         """
         while True:
             tensors = self.tensors()
@@ -101,11 +101,7 @@ class ModuleSource:
         self._names = frozenset(name for name, _ in self)
 
     def check_names(self, names: Iterable[str] | None = None) -> None:
-        """Raise `StaleWeights` when the model has other weights, by name, than when the engine was given them.
-
-        A head that was untied or a bias that was added is computed with by the model, and unknown to the engine.
-        `names` are those of the model, where they have been listed already.
-        """
+        """Raise `StaleWeights` when the model has other weights, by name, than when the engine was given them."""
         if self._names is None:
             return
         now = {name for name, _ in self} if names is None else set(names)
@@ -176,10 +172,10 @@ def recording_specs(
 
 
 def check_taken(tensors: Mapping[str, torch.Tensor], left_out: Sequence[Mapping[str, int]]) -> None:
-    """Raise `TransferError` for weights that no worker of an engine has a place for, or only for a part of them.
+    """Raise `TransferError` for weights that no worker of an engine takes, or only in part.
 
-    `left_out` has, of each worker, the elements that it takes of what it does not take whole. Whole buffers may be left
-    out: some an engine computes itself.
+    `left_out` counts, for each worker, the elements taken of weights that it does not take whole. Whole buffers may be
+    left out, since an engine computes some itself.
     """
     for name in left_out[0]:
         if not all(name in counts for counts in left_out):

@@ -54,7 +54,7 @@ _EXACT = frozenset(
         "qalora_group_size",
     }
 )
-"""Settings of `LoraConfig` that change how an adapter begins, where it sits or how it scales, all of which reaches the
+"""Settings of `LoraConfig` that change how an adapter begins, where it sits or how it scales. All of it reaches the
 engine. Whatever else is set, now or in a later PEFT, computes something an engine's `W x + s B (A x)` does not."""
 
 _REASONS = {
@@ -101,10 +101,7 @@ def active_adapter(model: PeftModel) -> str:
 
 
 def adapter_settings(model: PeftModel) -> Hashable:
-    """What changes when another adapter is activated, a scaling is set, or a layer's adapter is switched on or off.
-
-    Switching off all layers at once changes nothing: the adapter is not applied then, and stays what it is.
-    """
+    """What changes when an adapter is activated, a scaling is set, or one layer's adapter is switched on or off."""
     adapter = active_adapter(model)
     layers = [layer for _, layer in _lora_layers(model) if _has_adapter(layer, adapter)]
     off = [_is_off(layer, adapter) for layer in layers]
@@ -115,10 +112,9 @@ def adapter_settings(model: PeftModel) -> Hashable:
 def adapter_weights(model: PeftModel) -> AdapterWeights:
     """The active adapter's live tensors by engine module name, with PEFT's own scaling of each module.
 
-    The tensors are the trainer's parameters, neither copied nor changed. Layers whose adapter is switched off, by
-    themselves and not within `disable_adapter()`, are left out.
-    Raises: `StaleWeights` when the adapter is merged into the base, which the engine shares: it would count twice; or
-    when the model has none any more; `Unsupported` for layers that are not plain LoRA on a linear module, or sharded.
+    Layers whose adapter is switched off, but not by `disable_adapter()`, are left out. Raises: `StaleWeights` when the
+    adapter is merged into the base, which the engine shares, or is gone; `Unsupported` for layers that are sharded, or
+    not plain LoRA on a linear module.
     """
     adapter = active_adapter(model)
     check_lora_config(model.peft_config[adapter])

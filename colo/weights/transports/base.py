@@ -36,18 +36,14 @@ class Transport(Protocol):
     def transfer(self, version: int = 0) -> int:
         """Make the trainer's weights, which are `version`, the engine's, and return the bytes that were copied.
 
-        The engine is paused, and its weights are resident. Raises: `StaleWeights`, `TransferError`; the engine's
-        weights may then be neither the old nor the new ones.
+        The engine is paused, its weights are resident. `StaleWeights` and `TransferError` may leave them half written.
         """
 
     def verify(self) -> None:
         """Raise `StaleWeights` or `TransferError`, naming a tensor, unless the engine holds the trainer's weights."""
 
     def check(self) -> None:
-        """Raise `StaleWeights` when the model no longer has the weights, by name or memory, that the engine was given.
-
-        Looks at no contents.
-        """
+        """Raise `StaleWeights` when names or memory of the model's weights have changed. Looks at no contents."""
 
     def is_current(self) -> bool:
         """Whether the engine's weights are the trainer's at this moment, as far as can be told. Sends nothing."""
@@ -63,7 +59,7 @@ class Transport(Protocol):
 
 
 class CopyingTransport:
-    """What transports have in common where trainer and engine have a copy each."""
+    """What transports have in common where trainer and engine have a copy each. It holds nothing for the engine."""
 
     shares = False
     source: ModuleSource
@@ -74,3 +70,9 @@ class CopyingTransport:
 
     def move_out(self, device: torch.device) -> None:
         """Do nothing: parameters have memory of their own."""
+
+    def reconnect(self) -> None:
+        """Do nothing: nothing is remembered of the engine."""
+
+    def close(self) -> None:
+        """Do nothing: nothing is held for the engine."""

@@ -46,10 +46,10 @@ def _choose(source: ModuleSource, engine: Engine, config: RuntimeConfig) -> Tran
     tensors, plan = record_plan(engine, source)
     why_not = why_not_shared(plan, tensors, config)
     if why_not is None:
-        _move_in(tensors, plan.aliases)
+        move_in(tensors, plan.aliases)
         engine.share_weights()
         return SharedTransport(source, plan.aliases)
-    is_elsewhere = isinstance(engine, Peer) and os.getpid() not in engine.pids
+    is_elsewhere = hasattr(engine, "receive_all") and os.getpid() not in engine.pids
     if is_elsewhere and (plan.fallbacks or config.weights is not Weights.AUTO):
         staged = config.weights is Weights.STAGED
         try:
@@ -108,7 +108,7 @@ def why_not_shared(plan: LoadPlan, tensors: Mapping[str, torch.Tensor], config: 
     return None
 
 
-def _move_in(tensors: Mapping[str, torch.Tensor], aliases: Mapping[str, torch.Tensor]) -> None:
+def move_in(tensors: Mapping[str, torch.Tensor], aliases: Mapping[str, torch.Tensor]) -> None:
     """Make every parameter the engine's memory, with the values it has now. Parameters stay the same objects."""
     with torch.no_grad():
         for name, parameter in tensors.items():

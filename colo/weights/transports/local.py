@@ -28,7 +28,7 @@ GATHERED_BYTES = 256 * MIB
 class LocalTransport(CopyingTransport):
     """Copies every weight by the engine's load plan or, where the plan has fallbacks, through the engine's loader.
 
-    Weights that are sharded over ranks are gathered on the way, some at a time.
+    Sharded weights are gathered on the way, some at a time.
     """
 
     name = "local"
@@ -85,12 +85,6 @@ class LocalTransport(CopyingTransport):
         else:
             differs = self._verify and (self._sums is None or self._sums != checksums_of(tensors.values()))
         return not self.source.ranks.any(differs)
-
-    def reconnect(self) -> None:
-        """Do nothing: recorded copies go to memory that has outlived the engine, or through its loader."""
-
-    def close(self) -> None:
-        """Do nothing."""
 
     def _load(self, tensors: Mapping[str, torch.Tensor]) -> None:
         with self.source.gathered(tensors) as whole:

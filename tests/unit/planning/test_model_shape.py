@@ -1,5 +1,6 @@
 import json
 import math
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -104,6 +105,19 @@ def build(config, device="meta"):
         return AutoModelForCausalLM.from_config(AutoConfig.for_model(config["model_type"], **settings_))
 
 
+def parameters(shape, tp=1):
+    """Parameters by module on one of `tp` ranks."""
+    counts = Counter()
+    for group in shape.groups:
+        counts[group.module] += group.num_parameters(tp)
+    return counts
+
+
+def windows(shape):
+    """The window of every layer that has one."""
+    return [cache.window for cache in shape.caches if cache.window is not None]
+
+
 def module_of(name):
     """The module that a transformers parameter belongs to, by its name."""
     if "norm" in name:
@@ -119,7 +133,7 @@ def test_parameter_counts_equal_those_of_transformers_module_by_module(name):
     for key, parameter in build(CONFIGS[name]).named_parameters():
         expected[module_of(key)] = expected.get(module_of(key), 0) + parameter.numel()
     shape = ModelShape.from_config(CONFIGS[name])
-    assert shape.parameters() == expected
+    assert parameters(shape) == expected
     assert shape.num_parameters == sum(expected.values())
 
 
@@ -197,7 +211,7 @@ def test_nf4_packs_linear_layers_and_leaves_the_rest():
 
 def test_packed_experts_stay_unpacked():
     shape = ModelShape.from_config(QWEN3_30B_A3B)
-    assert shape.weight_bytes(nf4=True) > 2 * shape.parameters()["experts"]
+    assert shape.weight_bytes(nf4=True) > 2 * parameters(shape)["experts"]
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -209,19 +223,19 @@ def test_sliding_layers_are_those_of_transformers(name):
         kinds = ["full_attention"] * built.num_hidden_layers
     else:  # a family without layer types slides in every layer
         kinds = getattr(built, "layer_types", None) or ["sliding_attention"] * built.num_hidden_layers
-    assert shape.sliding_layers == kinds.count("sliding_attention")
-    assert shape.sliding_window == (None if config["model_type"] == "llama" else built.sliding_window)
+    window = None if config["model_type"] == "llama" else built.sliding_window
+    assert windows(shape) == ([] if window is None else kinds.count("sliding_attention") * [window])
 
 
 def test_a_window_that_the_config_switches_off_does_not_count():
-    assert ModelShape.from_config({**CONFIGS["qwen3"], "sliding_window": 8}).sliding_layers == 0
-    assert ModelShape.from_config({**CONFIGS["mistral"], "sliding_window": None}).sliding_layers == 0
+    assert windows(ModelShape.from_config({**CONFIGS["qwen3"], "sliding_window": 8})) == []
+    assert windows(ModelShape.from_config({**CONFIGS["mistral"], "sliding_window": None})) == []
 
 
 def test_layer_types_say_which_layers_slide():
     kinds = ["sliding_attention", "full_attention", "full_attention"]
     shape = ModelShape.from_config({**CONFIGS["gemma3_text"], "layer_types": kinds, "sliding_window": 8})
-    assert shape.sliding_layers == 1
+    assert windows(shape) == [8]
     assert shape.kv_bytes(100) == 2 * 2 * 32 * 2 * (8 + 100 + 100)
 
 
@@ -240,7 +254,7 @@ def test_a_nested_text_config_is_read_and_the_rest_is_named():
         {"model_type": "gemma3", "text_config": text, "vision_config": {"hidden_size": 1152}}
     )
     alone = ModelShape.from_config(GEMMA_3_4B_TEXT)
-    assert nested.parameters() == alone.parameters()
+    assert parameters(nested) == parameters(alone)
     assert nested.kv_bytes(4096) == alone.kv_bytes(4096)
     assert nested.uncounted == ("vision_config",)
     assert alone.uncounted == ()
@@ -249,11 +263,11 @@ def test_a_nested_text_config_is_read_and_the_rest_is_named():
 @pytest.mark.parametrize("name", ["llama, biases, tied", "qwen3", "qwen3_moe, dense layers"])
 def test_tensor_parallel_ranks_hold_shares_of_matrices_and_whole_norms(name):
     shape = ModelShape.from_config(CONFIGS[name])
-    for group in shape.tensors():
+    for group in shape.groups:
         whole = math.prod(group.shape)
         assert math.prod(group.local_shape(2)) == (whole if group.split_axis is None else whole // 2)
-    assert shape.parameters(2)["norms"] == shape.parameters()["norms"]
-    assert shape.parameters(2).get("router") == shape.parameters().get("router")
+    assert parameters(shape, 2)["norms"] == parameters(shape)["norms"]
+    assert parameters(shape, 2).get("router") == parameters(shape).get("router")
 
 
 def test_a_bias_is_cut_with_its_matrix_unless_it_follows_a_reduction():
@@ -261,13 +275,13 @@ def test_a_bias_is_cut_with_its_matrix_unless_it_follows_a_reduction():
     q, kv, hidden, width, layers = 4 * 32, 2 * 32, 64, 160, 3
     attention = layers * ((2 * q * hidden + 2 * kv * hidden + q + 2 * kv) // 2 + hidden)
     mlp = layers * ((3 * hidden * width + 2 * width) // 2 + hidden)
-    assert shape.parameters(2)["attention"] == attention
-    assert shape.parameters(2)["mlp"] == mlp
+    assert parameters(shape, 2)["attention"] == attention
+    assert parameters(shape, 2)["mlp"] == mlp
 
 
 def test_key_value_heads_are_replicated_rather_than_cut():
     shape = ModelShape.from_config(CONFIGS["qwen3"])  # 4 heads share 2 key/value heads
-    kv = next(group for group in shape.tensors() if group.granule > 1)
+    kv = next(group for group in shape.groups if group.granule > 1)
     assert [kv.local_shape(tp)[0] for tp in (1, 2, 4)] == [64, 32, 32]
     assert [shape.local_kv_heads(tp) for tp in (1, 2, 4)] == [2, 1, 1]
     assert shape.kv_bytes(10, tp=4) == shape.kv_bytes(10, tp=2) == shape.kv_bytes(10) // 2
@@ -296,7 +310,7 @@ def test_a_tp_that_does_not_divide_widths_is_refused():
 def test_ranks_together_hold_at_least_the_model(tp, name, context):
     shape = SHAPES[name]
     shape.check_tp(tp)
-    assert tp * sum(shape.parameters(tp).values()) >= shape.num_parameters
+    assert tp * sum(parameters(shape, tp).values()) >= shape.num_parameters
     assert tp * shape.kv_bytes(context, tp=tp) >= shape.kv_bytes(context)
     assert shape.kv_bytes(context + 1) >= shape.kv_bytes(context)
 

@@ -101,12 +101,6 @@ def test_a_context_beyond_the_models_own_is_pointed_out():
     assert "made for" not in render(plan(context=40_960))
 
 
-def test_contexts_may_be_chosen():
-    text = render(plan(), contexts=[100, 200])
-    assert row(text, "100") and row(text, "200")
-    assert "4096  " not in text
-
-
 def test_parts_that_are_not_counted_are_named():
     nested = ModelShape.from_config({"model_type": "gemma3", "text_config": GEMMA, "vision_config": {}})
     assert "the text model only: vision_config is not counted" in render(plan(shape=nested))

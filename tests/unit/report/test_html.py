@@ -8,8 +8,10 @@ from hypothesis import strategies as st
 from traces import PARTIAL, run, sample
 
 from colo.phases.phase import Phase
-from colo.phases.trace import Trace
-from colo.report.html import write_html
+from colo.phases.trace import Span, Trace
+from colo.report.axes import Axis
+from colo.report.html import visible, write_html
+from colo.report.svg import Frame
 from colo.report.table import EMPTY
 from colo.units import GIB
 
@@ -55,10 +57,10 @@ def html(trace, tmp_path, **options):
 
 
 def test_page_shows_every_picture_and_table(tmp_path):
-    text = html(run(), tmp_path, title="Eight", subtitle="a run", facts={"model": "Qwen3-8B"})
+    text = html(run(), tmp_path, title="Eight", facts={"model": "Qwen3-8B"})
     page = Page(text)
     for words in (
-        *("Eight", "a run", "model", "Qwen3-8B", "Device memory", "Step time", "Reward", "Training step 2 in detail"),
+        *("Eight", "model", "Qwen3-8B", "Device memory", "Step time", "Reward", "Training step 2 in detail"),
         *("Phases of 4 training steps", "Where the seconds", "Memory of 40.00 GiB", "capacity 40.00 GiB"),
         *("engine.kv_cache", "peak 16.00 GiB", "offload trainer.optimizer", "device to host"),
     ):
@@ -170,3 +172,32 @@ def test_capacity_far_above_is_told_and_not_drawn(tmp_path):
     page = Page(html(trace, tmp_path))
     assert "The capacity, 3.91 TiB, lies far above this picture." in page.text
     assert not any(attrs.get("class") == "limit" for _, attrs in page.elements)
+
+
+PIXEL_A_UNIT = Frame(x=Axis(high=100), y=Axis(high=1), width=172, height=50)
+
+
+def spans_of(stretches):
+    return [Span(name="", category="", phase=Phase.IDLE, start_s=s, duration_s=length) for s, length in stretches]
+
+
+@settings(max_examples=60)
+@given(st.lists(st.tuples(st.floats(-50, 150), st.floats(0, 60)), max_size=300))
+def test_short_bars_are_thinned_and_long_ones_all_drawn(stretches):
+    spans = spans_of(stretches)
+    bars = list(visible(spans, PIXEL_A_UNIT, least=2))
+    assert all(width >= 2 and PIXEL_A_UNIT.left <= left <= PIXEL_A_UNIT.end for _, left, width in bars)
+    shown = {id(span) for span, _, _ in bars}
+    for span in spans:
+        inside = min(span.end_s, 100) - max(span.start_s, 0)
+        if span.start_s < 100 and span.end_s > 0 and inside > 2.001:
+            assert id(span) in shown
+        if span.end_s <= 0 or span.start_s >= 100:
+            assert id(span) not in shown
+
+
+def test_any_number_of_short_bars_is_drawn_as_few():
+    spans = spans_of([(i / 100, 0.001) for i in range(10_000)])
+    bars = list(visible(spans, PIXEL_A_UNIT, least=2))
+    assert len(bars) == 50
+    assert bars[0] == (spans[0], 64, 2)

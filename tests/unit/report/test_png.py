@@ -27,6 +27,6 @@ def test_png_leaves_pyplot_alone(tmp_path, monkeypatch):
 
 def test_png_without_matplotlib_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(Unsupported, match=r"pip install 'colo\[plot\]'"):
+    with pytest.raises(Unsupported, match=r"pip install 'colo-rl\[plot\]'"):
         write_png(run(), tmp_path / "run.png")
     assert list(tmp_path.iterdir()) == []

@@ -15,7 +15,6 @@ from colo.report.table import (
     moves_once,
     peak_samples,
     phase_figures,
-    render_text,
     report_tables,
     segment_peaks,
     sheets,
@@ -24,6 +23,13 @@ from colo.report.table import (
     summary,
 )
 from colo.units import GIB
+
+
+def printed(trace, width=100):
+    console = Console(width=width, color_system=None)
+    with console.capture() as capture:
+        console.print(*report_tables(trace))
+    return capture.get()
 
 
 def add(trace, name, start_s, end_s, category="phase", phase=None, resource="host", num_bytes=0):
@@ -224,7 +230,7 @@ def test_driver_view_is_a_row_where_there_is_one():
 
 @pytest.mark.parametrize("width", [80, 100, 120])
 def test_text_fits_the_width(width):
-    text = render_text(run(12), width)
+    text = printed(run(12), width)
     assert max(map(len, text.splitlines())) <= width
     for word in ("rollout", "switch", "out trainer.optimizer", "engine.weights", "reward", "10.00 s at the median"):
         assert word in text
@@ -236,7 +242,7 @@ def test_every_row_has_a_cell_for_every_column():
 
 
 def test_nothing_recorded_is_said():
-    assert render_text(Trace()).startswith("Nothing was recorded")
+    assert printed(Trace()).startswith("Nothing was recorded")
     assert len(report_tables(Trace())) == 1
 
 

@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from colo.config import Offload, RuntimeConfig
+from colo.errors import BudgetError
 from colo.memory.dtensor import local_bytes
 from colo.phases.phase import Phase, Residency
 from colo.phases.scheduler import Budget, Scheduler
-from colo.runtime.construction import prepare_arena
+from colo.runtime.construction import check_phases, prepare_arena
 from colo.testing import FakeDevice, FakeSegment
 from colo.units import MIB
 from tests.runtimes import launch, launch_lora, segment
@@ -70,7 +71,7 @@ def prepared(*, state_bytes=500, residency=Residency.DISCARDED, limit_bytes=1000
         FakeSegment("trainer.master_weights", 0, memory, residency=Residency.DISCARDED),
     ]
     scheduler = Scheduler(segments, Budget(capacity_bytes=capacity_bytes, host_capacity_bytes=limit_bytes))
-    prepare_arena(scheduler, SimpleNamespace(device=device, arena=arena))
+    prepare_arena(check_phases(scheduler), SimpleNamespace(device=device, arena=arena))
     return arena.prepared
 
 
@@ -84,8 +85,12 @@ def test_host_memory_is_pinned_for_state_that_will_have_to_leave():
 
 def test_none_is_pinned_where_nothing_leaves_or_none_is_allowed_or_without_a_gpu():
     assert prepared(state_bytes=400) == [], "everything fits"
-    assert prepared(limit_bytes=499) == [], "the rollout that follows would not fit"
     assert prepared(device=torch.device("cpu")) == []
+
+
+def test_a_rollout_that_will_not_fit_once_there_is_state_is_refused():
+    with pytest.raises(BudgetError, match="host arena in phase rollout needs"):
+        prepared(limit_bytes=499)
 
 
 def test_state_that_never_leaves_takes_the_place_of_other_state():
@@ -95,6 +100,7 @@ def test_state_that_never_leaves_takes_the_place_of_other_state():
         FakeSegment("trainer.optimizer", 200, memory, away=None, residency=Residency.DISCARDED),
         FakeSegment("trainer.master_weights", 300, memory),
     ]
-    scheduler = Scheduler(segments, Budget(capacity_bytes=700, host_capacity_bytes=1000))
-    prepare_arena(scheduler, SimpleNamespace(device=CUDA, arena=arena))
+    scheduler = Scheduler(segments, Budget(capacity_bytes=800, host_capacity_bytes=1000))
+    scheduler.working_bytes[Phase.ROLLOUT] = 100
+    prepare_arena(check_phases(scheduler), SimpleNamespace(device=CUDA, arena=arena))
     assert arena.prepared == [300]

@@ -16,8 +16,8 @@ from colo.units import GIB, MIB
 def facts(*, trace=None, residual=None, kept=(), **config):
     trace = Trace(capacity_bytes=GIB) if trace is None else trace
     return facts_of(
-        SimpleNamespace(name="vllm", placement="in another process", residual_bytes=residual or {}),
-        SimpleNamespace(name="ipc", reason="weights are copied"),
+        SimpleNamespace(name="vllm", placement="in another process", residual_bytes=residual or {}, segments=()),
+        SimpleNamespace(name="ipc", reason="weights are copied", shares=False),
         SimpleNamespace(version=3, published=[None, None], bytes_synced=5 * MIB),
         trace,
         RuntimeConfig(**config),

@@ -11,7 +11,7 @@ from colo.config import Offload, RuntimeConfig
 from colo.phases.phase import Phase
 from colo.units import MIB
 from tests.models import tiny_qwen3
-from tests.runtimes import ALWAYS, PROMPTS, adamw, launch, make_engine, qwen3, segment, train_step
+from tests.runtimes import ALWAYS, PROMPTS, launch, make_engine, qwen3, segment, train_step
 
 
 def test_a_small_device_peaks_at_the_larger_phase_and_not_at_the_sum():
@@ -72,12 +72,38 @@ def test_a_hundred_cycles_grow_nothing():
     rt.close()
 
 
-def test_a_rollout_that_does_not_fit_changes_nothing():
+def unknown_state(params):
+    """An optimizer of which colo knows only after a step how much state it has."""
+    return torch.optim.RMSprop(params, lr=1e-4, momentum=0.9)
+
+
+def tight(**changes):
+    """Weights and KV cache fit, but not beside two moments."""
     model_bytes = sum(p.numel() * 4 for p in AutoModelForCausalLM.from_config(qwen3()).parameters())
-    config = RuntimeConfig(
-        kv_cache_bytes=3 * model_bytes, device_limit_bytes=int(4.5 * model_bytes), offload=Offload.NEVER
+    return RuntimeConfig(
+        **(
+            {"kv_cache_bytes": 3 * model_bytes, "device_limit_bytes": int(4.5 * model_bytes), "offload": Offload.NEVER}
+            | changes
+        )
     )
-    rt = launch(config=config)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({}, "phase rollout needs"),
+        ({"train_working_bytes": 64 * MIB, "offload": Offload.AUTO}, "phase train needs"),
+        ({"host_limit_bytes": 1000, "offload": Offload.ALWAYS}, "host arena in phase rollout needs"),
+    ],
+)
+def test_a_phase_that_will_not_fit_once_there_is_state_is_refused_before_the_first_rollout(changes, message):
+    with pytest.raises(colo.BudgetError, match=message) as caught:
+        launch(config=tight(**changes))
+    assert caught.value.missing_bytes > 0
+
+
+def test_a_rollout_that_does_not_fit_changes_nothing():
+    rt = launch(config=tight(), optimizer=unknown_state)
     with rt.train():
         train_step(rt)
     before = {name: s.residency for name, s in rt.scheduler.segments.items()}
@@ -99,7 +125,7 @@ def test_weights_and_cache_that_cannot_fit_are_refused_before_the_engine_is_buil
 def test_the_host_limit_holds_for_a_users_own_engine_too():
     model = AutoModelForCausalLM.from_config(qwen3())
     config = RuntimeConfig(host_limit_bytes=1000, offload=Offload.ALWAYS)
-    rt = colo.share(make_engine(), model, adamw(model.parameters()), config=config)
+    rt = colo.share(make_engine(), model, unknown_state(model.parameters()), config=config)
     with rt.train():
         train_step(rt)
     with pytest.raises(colo.BudgetError, match="host arena in phase rollout needs"), rt.rollout():

@@ -10,6 +10,7 @@ from colo.config import RuntimeConfig
 from colo.engine import EngineState
 from colo.errors import BudgetError, StaleWeights
 from colo.phases.phase import TRAINER_GRADIENTS, TRAINER_OPTIMIZER, Phase, Residency
+from colo.runtime.turns import Turns
 from colo.trainer.gradients import GradientSegment
 from colo.units import MIB
 from tests import runtimes
@@ -39,6 +40,16 @@ def residency(rt, name):
 
 def transitions(rt):
     return [span.name for span in rt.trace.spans if span.category == "transition"]
+
+
+def worse(monkeypatch, engine):
+    """Have an engine compute other log-probabilities than the trainer."""
+    original = type(engine).generate
+
+    def another(engine, *arguments, **options):
+        return [replace(c, logprobs=tuple(p - 1 for p in c.logprobs)) for c in original(engine, *arguments, **options)]
+
+    monkeypatch.setattr(type(engine), "generate", another)
 
 
 def test_outside_a_rollout_the_engine_is_paused():
@@ -97,6 +108,24 @@ def test_a_step_outside_train_that_fails_is_nobodys_turn_afterwards():
         rt.optimizer.step()
         assert rt.weights_version == 1
         assert rt.phase is Phase.IDLE
+
+
+def test_a_step_outside_train_compares_what_was_sampled_as_a_training_phase_does(monkeypatch):
+    with launch(max_mismatch=1e-3) as rt:
+        rt.generate(PROMPTS, max_tokens=2)
+        rt.model(input_ids=IDS, labels=IDS).loss.backward()
+        rt.optimizer.step()
+        (mismatch,) = rt.trace.metrics["mismatch_sampled"]
+        assert mismatch < 1e-5
+        assert "switch to train" in [span.name for span in rt.trace.spans]
+        worse(monkeypatch, rt.engine)
+        rt.generate(PROMPTS, max_tokens=2)
+        before = [p.detach().clone() for p in rt.model.parameters()]
+        rt.model(input_ids=IDS, labels=IDS).loss.backward()
+        with pytest.raises(StaleWeights, match="max_mismatch allows 0.001"):
+            rt.optimizer.step()
+        assert rt.weights_version == 1 and rt.phase is Phase.IDLE
+        assert all(torch.equal(p, b) for p, b in zip(rt.model.parameters(), before, strict=True))
 
 
 def test_training_inside_rollout_says_what_to_do(rt):
@@ -158,6 +187,19 @@ def test_an_exception_inside_a_phase_leaves_it_and_the_next_one_works(rt):
     with rt.train():
         train_step(rt)
     assert rt.generate([[1]])[0].weights_version == 1
+
+
+@pytest.mark.parametrize("next_phase", ["rollout", "train"])
+def test_a_block_that_an_interrupt_kept_from_leaving_is_left_by_the_next_one(rt, monkeypatch, next_phase):
+    def interrupt(*arguments):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), monkeypatch.context() as patch, rt.rollout():
+        patch.setattr(Turns, "end", interrupt)
+    assert rt.phase is Phase.ROLLOUT
+    with getattr(rt, next_phase)():
+        assert rt.phase == next_phase
+    assert rt.phase is Phase.IDLE and rt.engine.state is EngineState.PAUSED
 
 
 @pytest.fixture
@@ -237,12 +279,7 @@ def test_phases_are_recorded_with_what_they_worked_on_and_the_changes_between_th
 
 def test_a_phase_that_is_refused_for_what_an_engine_computes_is_left(monkeypatch):
     rt = launch(max_mismatch=1e-3)
-    original = type(rt.engine).generate
-
-    def another(engine, *arguments, **options):
-        return [replace(c, logprobs=tuple(p - 1 for p in c.logprobs)) for c in original(engine, *arguments, **options)]
-
-    monkeypatch.setattr(type(rt.engine), "generate", another)
+    worse(monkeypatch, rt.engine)
     rt.generate(PROMPTS, max_tokens=2)
     with pytest.raises(StaleWeights, match="max_mismatch allows 0.001"), rt.train():
         pytest.fail("entered")
@@ -281,3 +318,55 @@ def test_parked_gradients_that_have_no_room_are_asked_for_again(full, monkeypatc
         assert full.phase is Phase.IDLE
     with full.train():
         assert all(torch.equal(p.grad, g) for p, g in zip(full.model.parameters(), gradients, strict=True))
+
+
+def test_state_leaves_only_after_the_last_of_several_steps_on_one_rollout(full):
+    def cycle(steps):
+        with full.rollout():
+            full.generate(PROMPTS, max_tokens=2)
+        away = []
+        for _ in range(steps):
+            with full.train():
+                train_step(full)
+            full.scheduler.settle()
+            away.append(residency(full, TRAINER_OPTIMIZER) is Residency.OFFLOADED)
+        return away
+
+    assert cycle(3) == [True, False, False], "one was expected"
+    assert cycle(3) == [False, False, True], "as many as the last time"
+    assert cycle(1) == [False]
+    assert cycle(1) == [True]
+
+
+def test_a_hook_that_enters_the_phase_which_is_being_entered_changes_nothing():
+    with launch(mismatch_sequences=1) as rt:
+        entered = []
+
+        def to_train(*_):
+            entered.append(rt.phase)
+            rt.enter(Phase.TRAIN)
+
+        rt.model.model.register_forward_pre_hook(to_train)  # of a module within, which the mismatch check calls too
+        rt.enter(Phase.ROLLOUT)
+        rt.generate(PROMPTS, max_tokens=2)
+        rt.enter(Phase.TRAIN)
+        assert entered and rt.phase is Phase.TRAIN
+        rt.enter(None)
+
+
+def test_hooks_of_the_model_do_not_see_the_mismatch_check():
+    with launch(mismatch_sequences=1) as rt:
+        calls = []
+        rt.model.register_forward_hook(lambda *_: calls.append(1))
+        rt.generate(PROMPTS, max_tokens=2)
+        with rt.train():
+            assert rt.trace.metrics["mismatch_sampled"] and not calls
+
+
+def test_accumulation_steps_may_change():
+    with launch() as rt:
+        assert rt.accumulation_steps == 1
+        rt.accumulation_steps = 4
+        assert rt.accumulation_steps == 4
+        with pytest.raises(ValueError, match="accumulation_steps must be at least 1"):
+            rt.accumulation_steps = 0

@@ -49,9 +49,9 @@ def test_what_is_counted_of_them_wherever_they_are(segment, parameters):
     fill(parameters)
     assert counted(segment) == (R, BYTES, BYTES, 0, 0)
     assert (segment.begin(O).moved_bytes, segment.host_bytes) == (512 + 256 + 256, 4096)  # a page
-    assert counted(segment) == (O, BYTES, 0, 4096, 0) and segment.is_parked
+    assert counted(segment) == (O, BYTES, 0, 4096, 0)
     assert segment.begin(R).moved_bytes == BYTES
-    assert counted(segment) == (R, BYTES, BYTES, 0, 0) and not segment.is_parked
+    assert counted(segment) == (R, BYTES, BYTES, 0, 0)
     assert [p.grad.unique().tolist() for p in parameters] == [[1.0], [2.0], [3.0]]
 
 
@@ -109,7 +109,7 @@ def test_gradients_that_were_replaced_while_away_leave_nothing_in_the_arena(segm
     assert mover.arena.used_bytes == segment.host_bytes
     parameters[1].grad = None
     assert segment.begin(R).moved_bytes == BYTES - 28
-    assert parameters[1].grad is None and not segment.is_parked
+    assert parameters[1].grad is None and segment.host_bytes == 0
 
 
 def test_what_zeroing_calls_returns_what_it_is_called_on_and_brings_nothing_back(segment, parameters):

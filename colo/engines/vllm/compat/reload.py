@@ -50,12 +50,12 @@ def forget_reloads(model: nn.Module) -> None:
 
 
 def unloaded_layers(model: nn.Module) -> list[str]:
-    """Names of layers that a layerwise reload, about to be finished, has not brought all to.
+    """Names of layers that a layerwise reload, about to be finished, has not loaded in full.
 
-    To some it has brought nothing: vLLM warns of them and puts back what they held before. Left out are those that
-    another layer's weights serve, such as an output layer that is the embedding, and norms, of which some models (Gemma
-    3n in 0.26) have more than they use. Others lack a part, of a fused matrix for one, which vLLM takes for padding: it
-    would process what new memory happens to hold, and is told that nothing was brought. Its own notes tell.
+    Some layers got nothing: vLLM warns of them and puts back what they held before. Not named are layers that use
+    another layer's weights, such as a tied output layer, and norms that a model does not use (Gemma 3n in 0.26).
+    Other layers lack a part, such as one of a fused matrix. vLLM takes it for padding and would process whatever the
+    new memory holds, so it is told that nothing was loaded.
 
     vLLM: 0.26 to 0.30; RFC #54477 is near. Delete when a reload refuses to finish while layers lack weights.
     """

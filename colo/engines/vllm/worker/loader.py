@@ -11,10 +11,10 @@ import itertools
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -38,30 +38,8 @@ _FIRST_SLAB_BYTES, _SLAB_BYTES = 2 * MIB, 64 * MIB
 """Small parameters share slabs, each twice the last up to this size; a large one gets a slab of its own size."""
 
 
-class Source(Protocol):
-    """Where slabs come from."""
-
-    fill: bool
-    """Whether a checkpoint has to be read into them."""
-
-    layout: Layout
-    """Where the weights lay in the end when that was done; empty before."""
-
-    def take(self, size_bytes: int) -> torch.Tensor:
-        """More memory, uint8, shape [size_bytes]."""
-
-    def drop(self, unused: Mapping[int, StorageWeakRef]) -> None:
-        """No parameter lies in these, by their order: they may go once nothing else does."""
-
-    def done(self, layout: Layout) -> None:
-        """All of it holds weights as they were loaded."""
-
-    def close(self) -> None:
-        """No more will be asked for."""
-
-
 class OwnMemory:
-    """Slabs of this process, kept so that they can be exported."""
+    """Slabs of this process, kept so that they can be exported, with the verbs of `StoreClient`."""
 
     fill = True
     layout: Layout = MappingProxyType({})
@@ -76,7 +54,7 @@ class OwnMemory:
         return self._slabs[-1].bytes
 
     def drop(self, unused: Mapping[int, StorageWeakRef]) -> None:
-        """Let go of slabs, which whoever still uses one keeps."""
+        """Let go of slabs; tensors over them keep the memory."""
         for index in unused:
             self._slabs[index].close()
 
@@ -95,7 +73,9 @@ class OwnMemory:
 class Placement:
     """Where the parameters of one model lie."""
 
-    source: Source
+    source: OwnMemory | StoreClient
+    """Where slabs come from."""
+
     device: torch.device
     slabs: list[torch.Tensor] = field(default_factory=list)
     outside: dict[str, str] = field(default_factory=dict)
@@ -151,10 +131,7 @@ class Placement:
         return {name: place for name, place in described if place is not None}
 
     def put_back(self, model: nn.Module) -> None:
-        """Make parameters the memory in which they lay in the end when it was filled.
-
-        What reads a checkpoint may have made an output layer the embedding, or one part of a model another.
-        """
+        """Put parameters where they lay when the memory was filled: reading the checkpoint may tie some."""
         for name, parameter in model.named_parameters(remove_duplicate=False):
             known = self.source.layout.get(name)
             mine = self._describe(parameter)
@@ -174,7 +151,7 @@ class Placement:
         return tuple(checksum(slab) for slab in self.slabs)
 
     def drop_unused(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Give slabs back in which none of `tensors` lies: that of an output layer which has become tied, for one."""
+        """Give back slabs without any of `tensors`, such as the slab of an output layer that has become tied."""
         used = {place[0] for tensor in tensors if (place := self.locate(tensor)) is not None}
         unused = {
             index: StorageWeakRef(slab.untyped_storage()) for index, slab in enumerate(self.slabs) if index not in used
@@ -244,14 +221,18 @@ class ColoModelLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM ships no t
         if device.type == "cuda":
             device = torch.device("cuda", torch.cuda.current_device())
         rank = vllm_config.parallel_config.rank
-        source: Source = OwnMemory(device)
+        source: OwnMemory | StoreClient = OwnMemory(device)
         if self._address is not None and self._address not in _met:  # a drafter, which is loaded after it, is its own
             _met.add(self._address)
             source = store = StoreClient(self._address, rank=rank, pid=os.getpid(), device=device)
             end_with(store.owner_pid)
         placement = self._placement = Placement(source, device)
         compat.prefer_sleep_backend(model_config)
-        with _plain_pool(placement, device), self._building:
+        kept_apart: AbstractContextManager[object] = nullcontext()
+        if device.type == "cuda":  # what lies beside the parameters must not be in the sleep pool, which is unmapped
+            placement.pool = torch.cuda.MemPool()
+            kept_apart = torch.cuda.use_mem_pool(placement.pool)
+        with kept_apart, self._building:
             built_on = torch.device(vllm_config.load_config.device or vllm_config.device_config.device)
             self._building.enter_context(parameters_in(placement, device, built_on=built_on, fill=source.fill))
             model: nn.Module = super().load_model(vllm_config, model_config, *args, **kwargs)
@@ -280,17 +261,6 @@ class ColoModelLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM ships no t
         source.close()
         _placements[model] = placement
         return model
-
-
-@contextmanager
-def _plain_pool(placement: Placement, device: torch.device) -> Iterator[None]:
-    """Keep what loading allocates beside the parameters out of vLLM's sleep pool, which sleeping would unmap."""
-    if device.type != "cuda":
-        yield
-        return
-    placement.pool = torch.cuda.MemPool()
-    with torch.cuda.use_mem_pool(placement.pool):
-        yield
 
 
 def _plain_tensors(model: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:

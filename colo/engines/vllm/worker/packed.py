@@ -21,10 +21,7 @@ from colo.weights.sources.checkpoint import checkpoint_views
 
 
 def packed_weights(model: nn.Module) -> dict[str, PackedWeight]:
-    """Every packed linear weight by the name that a transformers model has for it.
-
-    Raises: `Unsupported` for what is packed in another way: to 8 bits, or experts in one piece.
-    """
+    """Every packed linear weight by its transformers name. `Unsupported` for 8 bits, and for experts in one piece."""
     parts = get_packed_modules_mapping(model)
     found = {}
     for name, parameter in _packed_parameters(model).items():
@@ -35,7 +32,7 @@ def packed_weights(model: nn.Module) -> dict[str, PackedWeight]:
         owner, _, leaf = module.rpartition(".")
         leaves = parts.get(leaf, [leaf]) if len(states) > 1 else [leaf]
         if len(leaves) != len(states):
-            raise Unsupported(f"{name} holds {len(states)} packed layers, of which only {len(leaves)} have names")
+            raise Unsupported(f"{name} holds {len(states)} packed layers, and only {len(leaves)} have names")
         for index, part in enumerate(leaves):
             data = parameter.detach()[int(starts[index]) : int(starts[index + 1])]
             found[f"{owner}.{part}.weight"] = PackedWeight(data=data, quant_state=states[index])
@@ -43,10 +40,7 @@ def packed_weights(model: nn.Module) -> dict[str, PackedWeight]:
 
 
 def record_packed(model: nn.Module, source: dict[str, torch.Tensor], model_type: str | None) -> LoadPlan:
-    """The plan of `source` with its packed weights as they are, and the others as vLLM's loader copies them.
-
-    Raises: as `LoadPlan.record`.
-    """
+    """The plan of `source`: packed weights as they are, the others as vLLM's loader copies them."""
     packed = packed_weights(model)
     plain = {name: tensor for name, tensor in source.items() if name not in packed}
     inside = _packed_parameters(model)
@@ -68,12 +62,7 @@ def record_packed(model: nn.Module, source: dict[str, torch.Tensor], model_type:
             )
         else:
             fallbacks[name] = "the engine has packed it (bitsandbytes)"
-    return LoadPlan(
-        copies=tuple(copies),
-        sources={name: (t.dtype, tuple(t.shape)) for name, t in source.items()},
-        strides={name: tuple(t.stride()) for name, t in source.items()},
-        fallbacks=fallbacks,
-    )
+    return LoadPlan.of(source, copies=copies, fallbacks=fallbacks)
 
 
 def _packed_parameters(model: nn.Module) -> dict[str, Any]:

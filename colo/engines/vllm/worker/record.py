@@ -21,7 +21,7 @@ from colo.weights.sources.checkpoint import checkpoint_views
 def record(
     model: nn.Module, model_config: Any, device: torch.device, source: dict[str, torch.Tensor], model_type: str | None
 ) -> LoadPlan:
-    """The plan of `source`, in the names of a transformers model of `model_type`; no byte is moved.
+    """Record the plan of `source`, in the names of a transformers model of `model_type`; no byte is moved.
 
     Raises: `TransferError` when parameters do not cover the model exactly once; whatever vLLM's loader raises.
     """
@@ -32,12 +32,7 @@ def record(
         except Unsupported as error:
             why = str(error)
     if why:
-        return LoadPlan(
-            copies=(),
-            sources={name: (t.dtype, tuple(t.shape)) for name, t in source.items()},
-            strides={name: tuple(t.stride()) for name, t in source.items()},
-            fallbacks=dict.fromkeys(source, why),
-        )
+        return LoadPlan.of(source, fallbacks=dict.fromkeys(source, why))
     rename = compat.renamer(model)
 
     def as_checkpoint(tensors: Any) -> Iterable[tuple[str, torch.Tensor]]:

@@ -40,8 +40,7 @@ class Reload:
     def load(self, tensors: Mapping[str, torch.Tensor], model_type: str | None, *, keep: bool = False) -> None:
         """Load whole tensors, by the names of a transformers model of `model_type`.
 
-        vLLM keeps what it is given until a layer is complete. With `keep` that is the tensors themselves; without, it
-        is copies, and the tensors are the caller's again when this returns.
+        vLLM keeps what it is given until a layer is complete: with `keep` the tensors themselves, otherwise copies.
         """
         given = dict(tensors) if keep else {name: tensor.clone() for name, tensor in tensors.items()}
         if not keep:
@@ -55,10 +54,10 @@ class Reload:
 
     @torch.no_grad()
     def finish(self) -> dict[str, Any]:
-        """Attest: post-processing has run on every tensor that was given, and no layer lacks its weights.
+        """Check that post-processing has run on every tensor, and that no layer lacks weights.
 
-        `left_out` has what the model has not taken whole, with the number of elements that it has; as a load plan's.
-        Raises: `TransferError` otherwise. Layers that it names, or that got nothing, hold what they held before.
+        `left_out` counts the elements taken of tensors that the model has not taken whole. Raises: `TransferError`
+        naming layers that lack weights, which hold what they held before.
         """
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
@@ -77,7 +76,7 @@ class Reload:
         return {"num_tensors": len(self._given), "left_out": left_out}
 
     def abandon(self) -> None:
-        """End a reload that has failed: layers that are not through hold what they held before, and can compute."""
+        """End a reload that has failed: layers that are not complete hold what they held before, and can compute."""
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
         compat.forget_loaded(self._model)
@@ -91,10 +90,9 @@ class Reload:
 
 
 def _is_tied(model: nn.Module) -> bool:
-    """Whether the output layer is the embedding, whose memory a loader would write a model's own output layer to.
+    """Whether the output layer is the embedding, which the loader would then overwrite with a model's own output layer.
 
-    The configuration does not say it: vLLM 0.30 calls them untied where a checkpoint holds both, and makes them one
-    afterwards if they are equal.
+    The configuration does not tell: vLLM 0.30 ties layers that are equal in the checkpoint, and calls them untied.
     """
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):

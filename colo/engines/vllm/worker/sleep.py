@@ -77,10 +77,7 @@ class StorageRegion(Region):
 
 
 class WorkerSegments:
-    """What a vLLM worker can give back: its KV cache, and its weights where they lie in the sleep pool.
-
-    Ownership: owns the host arena, not the device memory.
-    """
+    """What a vLLM worker can give back: its KV cache, and weights in the sleep pool. Owns the host arena only."""
 
     def __init__(self, worker: Any) -> None:
         self._worker = worker
@@ -168,7 +165,7 @@ def _places(model: nn.Module, regions: Sequence[Region]) -> Iterator[tuple[torch
 
 
 def _held(tensor: torch.Tensor, segment: RegionSegment, region: Region, start_bytes: int) -> torch.Tensor:
-    """What a tensor holds, in host memory: a copy, since what is there goes."""
+    """A copy of a tensor in host memory, since its own memory is about to go."""
     if segment.residency is not Residency.OFFLOADED:
         return tensor.detach().to("cpu", copy=True)
     elements = segment.host_copy(region)[start_bytes:]
@@ -217,11 +214,10 @@ def _other_tensors(model: nn.Module) -> Iterator[torch.Tensor]:
 
 
 class ColoSleepBackend(SleepModeBackend):  # type: ignore[misc]  # vLLM ships no types that mypy reads
-    """vLLM's `sleep` and `wake_up`, each allocation checked, through a pinned arena that is kept.
+    """vLLM's `sleep` and `wake_up` over colo's mover, for engines driven through vLLM's own API.
 
-    For engines that are driven through vLLM's own API; `VLLMEngine` moves the same segments without it. Of models that
-    colo's loader has built the KV cache alone leaves: their weights are in slabs, and what else there is stays. Of
-    others level 2 leaves what vLLM itself keeps, which is buffers.
+    If colo's loader has built the model, only the KV cache leaves: the weights are in slabs. Otherwise level 2 drops
+    the weights, and keeps buffers as vLLM does.
     """
 
     def __init__(self) -> None:
@@ -243,7 +239,7 @@ class ColoSleepBackend(SleepModeBackend):  # type: ignore[misc]  # vLLM ships no
         self._state = "SUSPENDED"
 
     def resume(self, tags: list[str] | None = None) -> None:
-        """Bring back what the tags name; what is there stays. `BudgetError` when memory is missing."""
+        """Bring back the segments of `tags`, unless they are there. `BudgetError` when memory is missing."""
         self._state = "RESUMING"
         for name in (TAGS[tag] for tag in (tags or TAGS) if tag in TAGS):
             if self._segments and self._segments[name].regions:

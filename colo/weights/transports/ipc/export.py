@@ -29,10 +29,7 @@ class Allocations:
         self._indices: dict[bytes, int] = {}
 
     def place(self, tensor: torch.Tensor) -> tuple[int, int]:
-        """Index of the memory of a tensor, which has elements, and its offset there in bytes.
-
-        Raises: `Unsupported` for memory that CUDA IPC does not export.
-        """
+        """Index of the memory of a non-empty tensor, and its offset in bytes. `Unsupported` without IPC."""
         handle, size_bytes, offset_bytes = cuda_driver.export_range(tensor)
         if handle not in self._indices:
             self._indices[handle] = len(self.memory)
@@ -41,10 +38,7 @@ class Allocations:
 
 
 class Exported:
-    """Tensors by name, in memory that a peer can map.
-
-    Ownership: keeps the memory alive until `close`, also where a parameter has been given other memory meanwhile.
-    """
+    """Tensors by name, in memory that a peer can map. Keeps the memory until `close`, also if a parameter leaves it."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Export. Raises: `Unsupported` for memory that cannot be, and nothing has changed then."""
@@ -93,10 +87,7 @@ class Exported:
 
 
 def open_places(places: Sequence[Place], memory: list[Description], device: torch.device) -> dict[str, torch.Tensor]:
-    """The exported tensors by name, in a peer. Lifetime: mapped until the last tensor over a memory dies.
-
-    Raises: `TransferError` when memory cannot be mapped.
-    """
+    """The exported tensors by name, in a peer, which keep the memory mapped. `TransferError` when that fails."""
     mapped = [open_shared_memory(description, device) for description in memory]
     return {
         place.tensor.name: empty(place.tensor, device) if place.memory == NOWHERE else view(place, mapped[place.memory])

@@ -31,10 +31,7 @@ DEADLINE_S = 60.0
 
 
 class SenderHandoff:
-    """The sender's end.
-
-    Ownership: owns the memory, until `close`.
-    """
+    """The sender's end, which owns the memory until `close`."""
 
     def __init__(self, readers: int) -> None:
         self._slab = SharedMemory((_FIRST_READER + readers) * _WORD_BYTES, _CPU)
@@ -114,7 +111,7 @@ class ReaderHandoff:
 
 
 def _until(holds: Callable[[], bool], gives_up: Callable[[], bool]) -> bool:
-    """Look until it holds, or whoever waits gives up; whether it holds."""
+    """Poll until `holds` is true, or `gives_up`; returns the last value of `holds`."""
     spin_until_s = time.monotonic() + _SPIN_S
     while not holds():
         if time.monotonic() < spin_until_s:

@@ -64,14 +64,14 @@ class Receiver:
     ) -> dict[str, Any]:
         """Learn what will be sent: each parameter as `TensorSpec.to_wire` gives it, with strides.
 
-        Returns `fallbacks`, why some cannot be copied, by name, and `left_out`; see `LoadPlan`.
-        With `places` (see `Place.to_wire`) and `memory` (see `Exported`) the sender's tensors are mapped.
-        Raises: `TransferError` when memory cannot be mapped, or parameters do not cover the model exactly once.
+        With `places` (`Place.to_wire`) and `memory` (see `Exported`) the sender's tensors are mapped. Returns
+        `fallbacks` and `left_out` of the `LoadPlan`. Raises: `TransferError` when memory cannot be mapped, or
+        parameters do not cover the model exactly once.
         """
         self.release()
         specs = tuple(map(TensorSpec.from_wire, parameters))
         self._plan = self._record({spec.name: empty(spec) for spec in specs}, model_type)
-        self._manifest = Manifest(specs=specs, version=0)
+        self._manifest = Manifest(specs=specs)
         if not self._plan.fallbacks and places:
             self._sources = open_places(list(map(Place.from_wire, places)), memory, self._device)
         return {"fallbacks": dict(self._plan.fallbacks), "left_out": self._plan.left_out}
@@ -85,12 +85,13 @@ class Receiver:
         readers: int = 1,
         copied: bool = False,
     ) -> None:
-        """Learn where buckets arrive: two slabs in turn, with the events [filled, read] of each (CUDA), and of every
-        bucket the pieces [name, start, size, offset], in bytes. `turns` is for `take_all`: the counts of the sender,
-        and of `readers` workers. Slabs in host memory are `copied` to the device before they are read.
+        """Learn where buckets arrive: two slabs in turn, with [filled, read] events on CUDA, and the pieces of every
+        bucket.
 
-        Raises: `Unsupported` for a tensor that cannot be put together from pieces; `TransferError` for slabs or pieces
-        that are not whole words of four bytes, and for tensors that were described with gaps: pieces have none.
+        A piece is [name, start, size, offset], in bytes. `turns` is for `take_all`: the sender's counts, shared by
+        `readers` workers. Slabs in host memory are `copied` to the device before they are read. Raises: `Unsupported`
+        for a tensor that cannot be put together from pieces; `TransferError` for slabs or pieces that are not whole
+        words of four bytes, and for tensors that were described with gaps.
         """
         plan = self._bound()
         windows = [MappedBuffer(slab, self._device, copied=copied) for slab in slabs]
@@ -136,10 +137,7 @@ class Receiver:
 
     @torch.no_grad()
     def take(self, index: int, *, verify: bool) -> None:
-        """Copy bucket number `index` from its slab. Queued: on CUDA the event `read` says when the slab is free.
-
-        Without events, as with slabs that are copied, it is free when this returns.
-        """
+        """Copy bucket number `index` from its slab, which is free on the event `read`, or without one on return."""
         update, bucket = self._updating(), self._buckets[index]
         turn = index % len(self._windows)
         window = self._windows[turn]
@@ -160,10 +158,7 @@ class Receiver:
         update.taken.append(index)
 
     def take_all(self, *, verify: bool) -> None:
-        """Take every bucket once, each as soon as the sender has filled it.
-
-        Raises: `TransferError` when the sender stops, ends, or says nothing for a minute.
-        """
+        """Take every bucket once the sender has filled it. `TransferError` when the sender stops, ends or is silent."""
         if self._turns is None:
             raise TransferError("nothing was said about turns: stage again")
         try:
@@ -177,19 +172,17 @@ class Receiver:
             raise
 
     def finish(self, checksums: list[int] | None) -> dict[str, Any]:
-        """Attest: version, number of tensors and bytes; with the sender's `checksums` of every piece compared.
+        """Check that every tensor came once, and that the engine holds what was sent; returns version and counts.
 
-        One for each piece of every bucket, in their order: `colo.memory.checksum.checksum` of its bytes in the slab, up
-        to whole words of four bytes.
-
-        Raises: `TransferError` naming what is missing, came twice, or is not what was sent.
+        `checksums` has one number for each piece of every bucket: `colo.memory.checksum.checksum` of its bytes in the
+        slab, up to whole words of four bytes. Raises: `TransferError` naming what is missing, came twice, or differs.
         """
         update, manifest = self._updating(), self._manifest
         assert manifest is not None
         self._update = None
         arrived = [*update.mapped, *self._arrived(update.taken)]
         if arrived != list(manifest.names):
-            Manifest(specs=manifest.specs, version=update.version).check_received(arrived)
+            manifest.check_received(arrived, update.version)
         wait_for_queued(self._device)
         own = values([sums for _, sums in sorted(update.sums.items())])
         if len(own) != len(checksums or ()):
@@ -249,7 +242,7 @@ class Receiver:
         return self._compared
 
     def _arrived(self, taken: Sequence[int]) -> list[str]:
-        """Tensors of which every bucket has been taken, as often as the one that was taken most."""
+        """Tensors whose buckets have all been taken, each as often as its most frequent bucket."""
         counts: dict[str, list[int]] = {}
         for index, bucket in enumerate(self._buckets if taken else ()):
             for name, *_ in bucket.pieces:
@@ -272,6 +265,19 @@ class Receiver:
         if self._update is None:
             raise TransferError("no update has begun")
         return self._update
+
+
+STEPS: dict[str, Callable[..., Any]] = {
+    name: member for name, member in vars(Receiver).items() if not name.startswith("_")
+}
+"""Steps that a sender may ask for: the public methods of `Receiver`, by name."""
+
+
+def run_step(receiver: Receiver, step: str, arguments: Mapping[str, Any]) -> Any:
+    """Run a step and return its result. Raises: `TransferError` for an unknown step, and what the step raises."""
+    if step not in STEPS:
+        raise TransferError(f"{step!r} is no step of a transfer, which has {', '.join(STEPS)}")
+    return STEPS[step](receiver, **arguments)
 
 
 class _Update:
@@ -333,10 +339,10 @@ class _Bucket:
 
 
 class _Held:
-    """Checksums of what the engine holds of a bucket: of each piece, as if it lay in one place as it did in the slab.
+    """Checksums of what the engine holds of a bucket, for each piece as it lay in the slab.
 
-    What this worker takes no part of is summed in the slab. So is what goes to a second place, or is not whole words in
-    a row, and that is compared with the slab.
+    Pieces that this worker takes no part of are summed in the slab. So are those that go to a second place, or are not
+    whole words in a row, which are compared with the slab too.
     """
 
     def __init__(self, bucket: _Bucket, slab: torch.Tensor) -> None:

@@ -12,10 +12,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import torch
 
+from colo.engine import Engine
 from colo.errors import EngineLost, TransferError, Unsupported
 from colo.memory import cuda_driver
 from colo.memory.checksum import Checksums, values
@@ -34,25 +35,8 @@ from colo.weights.transports.ipc.handoff import SenderHandoff
 BUCKET_BYTES = 256 * MIB
 
 
-@runtime_checkable
-class Peer(Protocol):
-    """The workers of an engine in another process, as this transport asks them."""
-
-    @property
-    def device(self) -> torch.device:
-        """Where they are."""
-
-    @property
-    def model_type(self) -> str | None:
-        """The `model_type` of the engine's configuration."""
-
-    @property
-    def pids(self) -> Sequence[int]:
-        """Process of every worker; none of them this one, whose own memory CUDA IPC does not map."""
-
-    @property
-    def ipc_refusal(self) -> str | None:
-        """Why a worker cannot map memory of this process on its GPU; `None` where all can."""
+class Peer(Engine, Protocol):
+    """An engine whose workers, none of them in this process, this transport can ask."""
 
     def receive(self, operation: str, **arguments: Any) -> list[Any]:
         """Run an operation of `Receiver` in every worker; see `colo.weights.transports.ipc.receiver`."""
@@ -79,7 +63,7 @@ class IpcTransport(CopyingTransport):
         bucket_bytes: int = BUCKET_BYTES,
         verify: bool = True,
     ) -> None:
-        """Describe the weights to the workers. `staged` is for parameters that must not be mapped.
+        """Describe the weights to the workers; `staged` is for parameters that must not be mapped.
 
         Raises: `Unsupported` with the reason when the engine cannot take them by recorded copies.
         """
@@ -352,7 +336,7 @@ class _Staging:
 
 
 def _manifest(tensors: Mapping[str, torch.Tensor]) -> Manifest:
-    return Manifest(specs=tuple(TensorSpec(n, dtype_name(t), tuple(t.shape)) for n, t in tensors.items()), version=0)
+    return Manifest(specs=tuple(TensorSpec(n, dtype_name(t), tuple(t.shape)) for n, t in tensors.items()))
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:

@@ -40,10 +40,7 @@ def end_bytes(described: Sequence[Sequence[Any]]) -> int:
 
 
 class Staging:
-    """Memory that workers can map, taken when it is first needed. Where tensors lie is kept for the next like them.
-
-    Ownership: owns the memory until `close`; what is in it lasts until the next `put`.
-    """
+    """Memory that workers can map, taken when first needed and owned until `close`. A `put` replaces the last."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -65,10 +62,7 @@ class Staging:
         return self._described, self._slab.describe(to_pid=to_pid)
 
     def put_groups(self, tensors: Iterable[Named], *, to_pid: int) -> Iterator[Staged]:
-        """Copy any number of `tensors`, as many at once as fit into `GROUP_BYTES`.
-
-        Ordering: the workers have read one group before the next is asked for, which takes its place.
-        """
+        """Copy `tensors`, `GROUP_BYTES` at a time; the workers read one group before the next is asked for."""
         group: list[Named] = []
         specs: list[tuple[tuple[int, ...], torch.dtype]] = []
         for name, tensor in tensors:

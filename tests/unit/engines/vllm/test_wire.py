@@ -6,26 +6,9 @@ import pytest
 
 from colo.engines.vllm.wire import WorkerError, WorkerInfo, error_in_words
 from colo.errors import BudgetError, TransferError, Unsupported
+from tests.workers import worker_info
 
-INFO = WorkerInfo(
-    pid=7,
-    pid_namespace=1,
-    rank=0,
-    device="cpu",
-    model_type=None,
-    vocab_size=100,
-    max_length=50,
-    logprobs_mode="processed_logprobs",
-    has_tokenizer=False,
-    weights_bytes=1000,
-    weights_in="slabs",
-    weights_can_leave=False,
-    kv_cache_bytes=600,
-    kv_cache_can_leave=True,
-    is_asleep=False,
-    max_adapters=2,
-    residual_bytes={"CUDA graphs": 7},
-)
+INFO = worker_info(model_type=None, has_tokenizer=False, max_adapters=2)
 
 
 def through_json(wire):

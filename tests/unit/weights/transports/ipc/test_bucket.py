@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from colo.units import align_up
 from colo.weights.manifest import DTYPE_BYTES, TensorSpec
-from colo.weights.transports.ipc.bucket import Bucket, plan_buckets
+from colo.weights.transports.ipc.bucket import ALIGNMENT_BYTES, Bucket, plan_buckets
 
 SHAPES = st.one_of(
     st.just(()),
@@ -18,12 +18,10 @@ SHAPES = st.one_of(
 
 @st.composite
 def problems(draw):
-    """Tensors of any dtype and shape, with a legal bucket size and alignment."""
+    """Tensors of any dtype and shape, with a legal bucket size."""
     kinds = draw(st.lists(st.tuples(st.sampled_from(sorted(DTYPE_BYTES)), SHAPES), max_size=12))
     specs = [TensorSpec(f"w{i}", dtype, shape) for i, (dtype, shape) in enumerate(kinds)]
-    alignment = draw(st.sampled_from([16, 64, 256]))
-    bucket_bytes = draw(st.integers(alignment, 8000))
-    return specs, {"bucket_bytes": bucket_bytes, "alignment": alignment}
+    return specs, {"bucket_bytes": draw(st.integers(ALIGNMENT_BYTES, 8000))}
 
 
 def mebi(name, num, dtype="uint8"):
@@ -53,7 +51,7 @@ def test_pieces_are_aligned_disjoint_and_inside_the_bucket(problem):
     for bucket in plan_buckets(specs, **options):
         end = 0
         for piece in bucket.pieces:
-            assert piece.offset_bytes % options["alignment"] == 0
+            assert piece.offset_bytes % ALIGNMENT_BYTES == 0
             assert piece.offset_bytes >= end
             end = piece.end_bytes
             assert end == piece.offset_bytes + piece.size_bytes
@@ -67,10 +65,9 @@ def test_only_what_exceeds_a_bucket_is_cut_and_never_inside_an_element(problem):
     buckets = plan_buckets(specs, **options)
     for spec in specs:
         pieces = [piece for bucket in buckets for piece in bucket.pieces if piece.name == spec.name]
-        alignment = options["alignment"]
         assert (len(pieces) == 1) or spec.size_bytes > options["bucket_bytes"]
         for piece in pieces:
-            assert piece.start_bytes % alignment == 0
+            assert piece.start_bytes % ALIGNMENT_BYTES == 0
             assert piece.start_bytes % DTYPE_BYTES[spec.dtype] == piece.size_bytes % DTYPE_BYTES[spec.dtype] == 0
 
 
@@ -82,9 +79,9 @@ def test_a_bucket_closes_only_when_the_next_tensor_needs_it(problem):
     buckets = plan_buckets(specs, **options)
     for before, after in pairwise(buckets):
         first = after.pieces[0]
-        free = options["bucket_bytes"] - align_up(before.size_bytes, options["alignment"])
+        free = options["bucket_bytes"] - align_up(before.size_bytes, ALIGNMENT_BYTES)
         whole = first.size_bytes == sizes[first.name]
-        block = first.size_bytes if whole else options["alignment"]
+        block = first.size_bytes if whole else ALIGNMENT_BYTES
         assert block > free
 
 
@@ -150,20 +147,7 @@ def test_empty_tensors_take_no_room_and_are_kept():
     assert bucket.size_bytes == 256
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"bucket_bytes": 255}, "bucket of 255 bytes .* at least 256"),
-        ({"bucket_bytes": 0}, "at least 256"),
-        ({"bucket_bytes": 1024, "alignment": 8}, "at least 16 bytes.* but is 8"),
-        ({"bucket_bytes": 1024, "alignment": 48}, "power of two .* but is 48"),
-    ],
-)
-def test_impossible_plans_are_refused(options, words):
-    with pytest.raises(ValueError, match=words):
-        plan_buckets([TensorSpec("w", "int8", (8,))], **options)
-
-
-def test_a_name_that_comes_twice_is_refused():
-    with pytest.raises(ValueError, match="w is listed more than once"):
-        plan_buckets([TensorSpec("w", "int8", (8,))] * 2, bucket_bytes=256)
+@pytest.mark.parametrize("bucket_bytes", [255, 0])
+def test_a_bucket_that_is_too_small_is_refused(bucket_bytes):
+    with pytest.raises(ValueError, match=f"bucket of {bucket_bytes} bytes .* at least 256"):
+        plan_buckets([TensorSpec("w", "int8", (8,))], bucket_bytes=bucket_bytes)

@@ -1,0 +1,121 @@
+"""`check`: does an engine compute what the trainer does, and sample as it is told?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+
+from colo.engine import Completion
+from colo.errors import StaleWeights, Unsupported
+from colo.runtime import Runtime
+from colo.weights.mismatch import logprob_difference
+from colo.weights.sources.peft import adapter_weights, is_peft_model
+
+_TOKENS = 8
+"""Tokens of a completion, which is enough to see another model."""
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """What `check` has found."""
+
+    mismatch: float
+    """Mean |log p(engine) - log p(trainer)| of a token, at temperature 1."""
+
+    num_tokens: int
+    """Tokens that were compared."""
+
+    options: tuple[str, ...]
+    """Sampling options that were seen to be honoured."""
+
+    adapter_tensors: int
+    """Tensors of the adapter that the engine serves; 0 without one."""
+
+    def __str__(self) -> str:
+        adapter = f", {self.adapter_tensors} tensors of the adapter are served" if self.adapter_tensors else ""
+        return (
+            f"engine and trainer differ by {self.mismatch:.2g} on average over {self.num_tokens} tokens; honoured: "
+            f"{', '.join(self.options)}{adapter}"
+        )
+
+
+def check(
+    rt: Runtime,
+    prompts: Sequence[Sequence[int]] | None = None,
+    *,
+    max_mismatch: float | None = None,
+    sampling: Mapping[str, Any] | None = None,
+) -> Check:
+    """Compare an engine with its trainer: log-probabilities, adapter and sampling options. Takes a second.
+
+    `prompts` are token ids, by default a few of the vocabulary's. `max_mismatch` is the largest mean difference, by
+    default that of the runtime's config. `sampling` are options that the engine has to take. Draws from a seed; the
+    weights are as they were.
+    Raises: `StaleWeights` when the two compute different models; `Unsupported`, by name, for an option that the engine
+    does not honour, or part of an adapter that it does not serve; `PhaseError` within a phase.
+    """
+    prompts = prompts or _prompts(rt)
+    if sampling:
+        rt.engine.sampling_params(None, **{**sampling, "max_tokens": 1})
+    with rt.rollout():
+        sampled = rt.generate(prompts, max_tokens=_TOKENS, temperature=1.0, seed=7, ignore_eos=True)
+        options = _check_options(rt, prompts[0])
+    difference = logprob_difference(rt.model, sampled, temperature=1.0, device=rt.device)
+    most = rt.config.max_mismatch if max_mismatch is None else max_mismatch
+    found = difference if difference is not None else float("nan")
+    if most is not None and not found <= most:
+        raise StaleWeights(
+            f"log-probabilities of the engine differ from the trainer's by {found:.3g} on average, and {most:g} is "
+            "allowed: the two compute different models. Compare dtypes, quantization and rope settings"
+        )
+    return Check(
+        mismatch=found,
+        num_tokens=sum(len(completion.token_ids) for completion in sampled),
+        options=tuple(options),
+        adapter_tensors=_served(rt, sampled),
+    )
+
+
+def _prompts(rt: Runtime) -> list[list[int]]:
+    """Four prompts of tokens from the whole vocabulary."""
+    size = rt.model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
+    generator = torch.Generator().manual_seed(0)
+    return cast("list[list[int]]", torch.randint(0, int(size), (4, 6), generator=generator).tolist())
+
+
+def _check_options(rt: Runtime, prompt: Sequence[int]) -> list[str]:
+    """Names of the options that were seen at work. Raises: `Unsupported` for one that was not."""
+
+    def tokens(**sampling: Any) -> tuple[int, ...]:
+        defaults = {"max_tokens": _TOKENS, "ignore_eos": True}
+        return rt.generate([prompt], **(defaults | sampling))[0].token_ids
+
+    greedy = tokens(temperature=0.0)
+    seeded = tokens(temperature=1.0, seed=11)
+    honoured = {
+        "max_tokens": len(greedy) == _TOKENS,
+        "temperature": tokens(temperature=0.0) == greedy,
+        "top_k": tokens(top_k=1, seed=1) == greedy,
+        "top_p": tokens(top_p=1e-6, seed=2) == greedy,
+        "min_p": tokens(min_p=1.0, seed=3) == greedy,
+        "seed": tokens(temperature=1.0, seed=11) == seeded,
+        "stop_token_ids": tokens(temperature=0.0, stop_token_ids=[greedy[2]]) == greedy[: greedy.index(greedy[2]) + 1],
+        "n": len(rt.generate([prompt], n=3, max_tokens=1)) == 3,
+    }
+    ignored = [name for name, holds in honoured.items() if not holds]
+    if ignored:
+        raise Unsupported(f"the engine does not honour {', '.join(ignored)}: what it samples is not what it is told")
+    return list(honoured)
+
+
+def _served(rt: Runtime, sampled: Sequence[Completion]) -> int:
+    """Tensors of the trained adapter, every one of which the engine has loaded under its name."""
+    if not is_peft_model(rt.model):
+        return 0
+    unserved = [completion for completion in sampled if completion.adapter is None]
+    if unserved:
+        raise Unsupported("the engine sampled without the adapter that is trained")
+    return sum(1 for _ in adapter_weights(cast("Any", rt.model)).named_tensors())

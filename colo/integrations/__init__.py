@@ -1,0 +1,1 @@
+"""colo inside trainers that people have."""

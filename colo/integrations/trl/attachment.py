@@ -1,0 +1,221 @@
+"""`attach`: colo beneath a TRL trainer that exists. Nothing of TRL is replaced: attributes of the trainer are set."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import warnings
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from colo.assembly.check import check
+from colo.assembly.share import share
+from colo.config import RuntimeConfig
+from colo.engine import Engine
+from colo.engines.embedded.positions import positions_of
+from colo.errors import Unsupported
+from colo.integrations.trl.contract import check_contract, check_trainer
+from colo.integrations.trl.generation import ColoGeneration
+from colo.integrations.trl.phases import PhaseCallback, watch_forwards
+from colo.runtime import Runtime
+from colo.trainer.master_weights import MasterWeights
+from colo.trainer.optimizer_state import unwrapped
+
+logger = logging.getLogger(__name__)
+
+
+def attach(
+    trainer: Any,
+    *,
+    engine: str | Engine | Any = "vllm",
+    engine_options: Mapping[str, Any] | None = None,
+    config: RuntimeConfig | None = None,
+    seeded: bool = False,
+) -> Runtime:
+    """Have a TRL trainer generate on an engine that has the trainer's own weights, and take turns with it.
+
+    `trainer` is a `GRPOTrainer`, a `RLOOTrainer` or a subclass, made without `use_vllm`; train with it as ever. The
+    runtime that is returned is `trainer.colo` too; `trainer.colo.close()`, or `detach(trainer)`, gives its memory back
+    and leaves the trainer as it was made. `engine` is "vllm", "torch" (the embedded one), or an engine that runs
+    already, as `colo.share` takes it; vLLM runs in this process unless `engine_options` has `own_process=True`, and a
+    process that ends is started again in the middle of a step. An optimizer that the trainer has not made yet is made
+    now, with fp32 masters (`MasterWeights`) where weights that train are in 16 bits. With `seeded` every rollout draws
+    from a seed of its own, by run and step, so that a resumed run draws what the first would have; vLLM then draws for
+    each sequence apart, which is slower.
+
+    The engine's sampling is the trainer's: `temperature`, `top_p`, `top_k`, `min_p`, `repetition_penalty`,
+    `max_completion_length`, `generation_kwargs` and `vllm_structured_outputs_regex`.
+    Raises: `Unsupported` for what colo does not do, by name (images, tensor parallelism, DeepSpeed, FSDP's plugin, a
+    TRL that is another inside); as `colo.share`. The trainer is as it was then.
+    """
+    check_contract(trainer)
+    check_trainer(trainer)
+    options = dict(engine_options or {})
+    if engine == "vllm":
+        _add_vllm_options(trainer, options)
+    config = config or RuntimeConfig()
+    config = replace(config, accumulation_steps=trainer.args.gradient_accumulation_steps)
+    had_optimizer = trainer.optimizer
+    _make_optimizer(trainer)
+    try:
+        _wrap_for_ranks(trainer)
+        rt = share(
+            engine,
+            trainer.model,
+            trainer.optimizer,
+            engine_options=options if isinstance(engine, str) and (options or engine == "vllm") else None,
+            tokenizer=trainer.processing_class,
+            config=config,
+        )
+    except BaseException:
+        trainer.optimizer = had_optimizer
+        raise
+    try:
+        sampling = sampling_of(trainer, rt)
+        rt.engine.sampling_params(None, **sampling)  # which refuses by name what the engine lacks
+        check(rt, sampling=sampling)
+        _set(trainer, rt, ColoGeneration(trainer, rt, sampling, context=_context_of(trainer, rt), seeded=seeded))
+    except BaseException:
+        rt.close()
+        raise
+    _warn_of_filters(trainer)
+    logger.info("attached: %s; weights %s", rt.engine.placement, rt.transport.reason)
+    return rt
+
+
+def detach(trainer: Any) -> None:
+    """Close the trainer's runtime, and leave the trainer as it was made. Does nothing without one."""
+    runtime = getattr(trainer, "colo", None)
+    if runtime is not None:
+        runtime.close()
+
+
+def sampling_of(trainer: Any, rt: Runtime) -> dict[str, Any]:
+    """The engine's sampling options, by name, that a trainer asks for."""
+    args = trainer.args
+    sampling: dict[str, Any] = {
+        "max_tokens": trainer.max_completion_length,
+        "temperature": trainer.temperature,
+        "top_p": trainer.top_p,
+        "top_k": trainer.top_k or 0,
+        "min_p": trainer.min_p or 0.0,
+    }
+    if trainer.repetition_penalty != 1.0:
+        sampling["repetition_penalty"] = trainer.repetition_penalty
+    ends = getattr(trainer, "eos_token_ids", None) or [trainer.processing_class.eos_token_id]
+    sampling["stop_token_ids"] = [token for token in ends if token is not None]
+    if args.vllm_structured_outputs_regex is not None:
+        sampling["structured_outputs"] = _structured_outputs(rt, args.vllm_structured_outputs_regex)
+    return sampling | dict(args.generation_kwargs or {})
+
+
+def _set(trainer: Any, rt: Runtime, generation: ColoGeneration) -> None:
+    """Set what makes a trainer generate with colo, and have the runtime's end take it back."""
+    handles = watch_forwards(trainer.model, rt)
+    callback = PhaseCallback(trainer, rt, generation)
+    trainer.add_callback(callback)
+    new = {
+        "colo": rt,
+        "vllm_generation": generation,
+        "use_vllm": True,
+        "vllm_mode": "colocate",
+        "_last_loaded_step": -1,
+    }
+    before = {name: getattr(trainer, name) for name in new if hasattr(trainer, name)}
+    for name, value in new.items():
+        setattr(trainer, name, value)
+
+    def take_back() -> None:
+        for handle in handles:
+            handle.remove()
+        trainer.remove_callback(callback)
+        for name in new:
+            if name in before:
+                setattr(trainer, name, before[name])
+            else:
+                delattr(trainer, name)
+
+    rt.at_close(take_back)
+
+
+def _make_optimizer(trainer: Any) -> None:
+    """Make the optimizer that `trainer.train()` would make, and prepare it in place.
+
+    accelerate's own preparation copies all state to the host and back. fp32 masters are put under weights in 16 bits.
+    """
+    model, made = trainer.model, trainer.optimizer
+    in_16_bits = any(p.requires_grad and p.is_floating_point() and p.element_size() < 4 for p in model.parameters())
+    if made is None and in_16_bits:
+        known = trainer.optimizer_cls_and_kwargs
+        kind, options = known or trainer.get_optimizer_cls_and_kwargs(trainer.args, model)
+
+        def with_masters(groups: Any, **given: Any) -> torch.optim.Optimizer:
+            return MasterWeights(lambda params: kind(params, **given))(groups)
+
+        trainer.optimizer_cls_and_kwargs = with_masters, options
+        try:
+            trainer.create_optimizer()
+        finally:
+            trainer.optimizer_cls_and_kwargs = known
+    elif made is None:
+        trainer.create_optimizer()
+    elif in_16_bits and not hasattr(unwrapped(made), "inner"):
+        warnings.warn(
+            "weights in 16 bits swallow updates smaller than 1/256 of them: give the trainer an optimizer made by "
+            "colo.optim.MasterWeights, or none",
+            stacklevel=3,
+        )
+    if not getattr(trainer.optimizer, "_is_accelerate_prepared", False):
+        trainer.optimizer = trainer.accelerator.prepare_optimizer(trainer.optimizer, device_placement=False)
+        trainer.optimizer._is_accelerate_prepared = True
+
+
+def _wrap_for_ranks(trainer: Any) -> None:
+    """On CPUs, wrap a model for several ranks before its memory is shared; accelerate would copy it to `cpu:0`."""
+    if trainer.accelerator.num_processes > 1 and trainer.accelerator.device.type == "cpu":
+        trainer.model_wrapped = trainer.accelerator.prepare_model(trainer.model, device_placement=False)
+
+
+def _add_vllm_options(trainer: Any, options: dict[str, Any]) -> None:
+    """Options of vLLM that follow from the trainer's."""
+    args = trainer.args
+    options.setdefault("own_process", False)
+    if args.vllm_max_model_length is not None:
+        options.setdefault("max_model_len", args.vllm_max_model_length)
+    if args.vllm_structured_outputs_regex is not None:
+        options.setdefault("tokenizer", trainer.processing_class.name_or_path)
+        options.setdefault("skip_tokenizer_init", False)
+
+
+def _context_of(trainer: Any, rt: Runtime) -> int:
+    """The most tokens of a prompt and its completion."""
+    llm = getattr(rt.engine, "llm", None)
+    found = llm.llm_engine.model_config.max_model_len if llm is not None else positions_of(trainer.model.config).count
+    return min(limit for limit in (found, trainer.args.vllm_max_model_length, sys.maxsize) if limit)
+
+
+def _structured_outputs(rt: Runtime, regex: str) -> Any:
+    """vLLM's option for completions that match `regex`. Raises: `Unsupported` for another engine."""
+    if rt.engine.name != "vllm":
+        raise Unsupported("vllm_structured_outputs_regex needs vLLM: attach with engine='vllm', or leave it out")
+    from vllm.sampling_params import StructuredOutputsParams
+
+    return StructuredOutputsParams(regex=regex)
+
+
+def _warn_of_filters(trainer: Any) -> None:
+    filters = [
+        name
+        for name, neutral in (("top_p", (1.0,)), ("top_k", (0, -1, None)), ("min_p", (0.0, None)))
+        if getattr(trainer, name) not in neutral
+    ]
+    if filters and getattr(trainer, "vllm_importance_sampling_correction", False):
+        warnings.warn(
+            f"{', '.join(filters)} cut tokens off, and TRL's importance correction compares probabilities of what is "
+            "left with those of all tokens: its ratio is biased (huggingface/trl#6789). Sample without filters, or set "
+            "vllm_importance_sampling_correction=False",
+            stacklevel=3,
+        )

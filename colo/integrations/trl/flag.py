@@ -1,0 +1,149 @@
+"""The flag: `fast_inference=True` in a config that is TRL's in everything else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from transformers import set_seed
+from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+
+from colo.assembly.launch import start
+from colo.config import Offload, RuntimeConfig
+from colo.errors import Unsupported
+from colo.integrations.trl.attachment import attach
+from colo.units import MIB
+
+if TYPE_CHECKING:
+    from colo.runtime import Runtime
+
+_OPTIONS_OF_A_START = ("dtype", "revision")
+"""What of `model_init_kwargs` colo takes into account; `trust_remote_code` may say that nothing is trusted."""
+
+
+@dataclass
+class ColoOptions:
+    """The fields that colo adds to a config of TRL's."""
+
+    fast_inference: bool = field(
+        default=False, metadata={"help": "Generate with an engine that has the trainer's own weights."}
+    )
+    colo_engine: str = field(
+        default="vllm", metadata={"help": "`vllm`, or `torch` for the embedded engine, which needs nothing else."}
+    )
+    colo_engine_options: dict | str | None = field(  # type: ignore[type-arg]
+        default=None, metadata={"help": "Options of `vllm.LLM` by name, and `own_process`; as JSON on a command line."}
+    )
+    colo_kv_cache_mib: int | None = field(
+        default=None, metadata={"help": "Size of the KV cache in MiB; by default what fits beside the weights."}
+    )
+    colo_offload: str = field(
+        default="auto", metadata={"help": "When trainer state leaves for a rollout: `auto`, `always` or `never`."}
+    )
+    colo_seeded: bool = field(
+        default=False,
+        metadata={"help": "Seed every rollout by its step: a resumed run draws what the first would have."},
+    )
+
+    def __post_init__(self) -> None:
+        if self.fast_inference and getattr(self, "use_vllm", False):
+            raise ValueError("fast_inference takes the place of use_vllm: leave use_vllm out")
+        self.colo_offload = Offload(self.colo_offload).value
+        if self.colo_engine not in ("torch", "vllm"):
+            raise ValueError(f"colo_engine must be 'vllm' or 'torch', not {self.colo_engine!r}")
+        super().__post_init__()  # type: ignore[misc]
+
+    def colo_config(self) -> RuntimeConfig:
+        """The runtime's settings."""
+        return RuntimeConfig(
+            offload=Offload(self.colo_offload),
+            kv_cache_bytes=None if self.colo_kv_cache_mib is None else self.colo_kv_cache_mib * MIB,
+        )
+
+
+@dataclass
+class ColoGRPOConfig(ColoOptions, GRPOConfig):  # type: ignore[misc]
+    """`GRPOConfig` with `fast_inference` and colo's options."""
+
+    _VALID_DICT_FIELDS = [*GRPOConfig._VALID_DICT_FIELDS, "colo_engine_options"]  # noqa: RUF012
+
+
+@dataclass
+class ColoRLOOConfig(ColoOptions, RLOOConfig):  # type: ignore[misc]
+    """`RLOOConfig` with `fast_inference` and colo's options."""
+
+    _VALID_DICT_FIELDS = [*RLOOConfig._VALID_DICT_FIELDS, "colo_engine_options"]  # noqa: RUF012
+
+
+class _WithEngine:
+    """Starts the engine first for a model that is named, and attaches to one that is given."""
+
+    colo: Runtime
+
+    def __init__(
+        self, model: Any, reward_funcs: Any = None, args: Any = None, *positional: Any, **options: Any
+    ) -> None:
+        if not getattr(args, "fast_inference", False):
+            super().__init__(model, reward_funcs, args, *positional, **options)  # type: ignore[call-arg]
+            return
+        if not isinstance(model, str):
+            super().__init__(model, reward_funcs, args, *positional, **options)  # type: ignore[call-arg]
+            self._attach(args, args.colo_engine, args.colo_engine_options)
+            return
+        set_seed(args.seed)  # as TRL does before it makes a model, whose adapter is random
+        given, args.model_init_kwargs = args.model_init_kwargs, None
+        engine, made = start(
+            model,
+            engine=args.colo_engine,
+            engine_options=_engine_options(args, given, options.pop("quantization_config", None)),
+            lora=options.pop("peft_config", None),
+            device=args.device,
+            dtype=(given or {}).get("dtype"),
+            config=args.colo_config(),
+        )
+        try:
+            super().__init__(made, reward_funcs, args, *positional, **options)  # type: ignore[call-arg]
+            self._attach(args, engine, None)
+        except BaseException:
+            engine.close()
+            raise
+        finally:
+            args.model_init_kwargs = given
+
+    def _attach(self, args: Any, engine: Any, engine_options: Any) -> None:
+        attach(self, engine=engine, engine_options=engine_options, config=args.colo_config(), seeded=args.colo_seeded)
+
+
+class ColoGRPOTrainer(_WithEngine, GRPOTrainer):  # type: ignore[misc]
+    """`GRPOTrainer` that generates on an engine with its own weights, where its config says `fast_inference`.
+
+    Arguments are those of `GRPOTrainer`. A model that is named by a folder or a hub id is loaded once, into the memory
+    of the engine: in bf16 on CUDA unless `model_init_kwargs` has a `dtype`, with fp32 masters for the optimizer.
+    """
+
+
+class ColoRLOOTrainer(_WithEngine, RLOOTrainer):  # type: ignore[misc]
+    """`RLOOTrainer` in the same way; see `ColoGRPOTrainer`."""
+
+
+def _engine_options(args: Any, model_init_kwargs: Any, quantization_config: Any) -> dict[str, Any] | None:
+    """Options for `start`. Raises: `Unsupported` for what would be dropped, by name."""
+    others = [name for name in model_init_kwargs or {} if name not in _OPTIONS_OF_A_START]
+    if others:
+        raise Unsupported(
+            f"model_init_kwargs has {', '.join(others)}, which fast_inference does not pass on: load the model "
+            "yourself and give that to the trainer"
+        )
+    options = dict(args.colo_engine_options or {})
+    if quantization_config is not None:
+        if args.colo_engine != "vllm" or not getattr(quantization_config, "load_in_4bit", False):
+            raise Unsupported("fast_inference shares a quantized model with vLLM in 4 bits: load_in_4bit=True")
+        options.setdefault("quantization", "bitsandbytes")
+    if (model_init_kwargs or {}).get("revision"):
+        options.setdefault("revision", model_init_kwargs["revision"])
+    if args.colo_engine != "vllm":
+        return options or None
+    options.setdefault("own_process", False)
+    if args.vllm_max_model_length is not None:
+        options.setdefault("max_model_len", args.vllm_max_model_length)
+    return options

@@ -1,0 +1,135 @@
+"""Engines that are started for a model which exists, and pairs of both that wait for an optimizer."""
+
+import pytest
+import torch
+from accelerate import Accelerator
+from peft import LoraConfig, get_peft_model
+from torch.optim import AdamW
+from transformers import AutoModelForCausalLM
+
+import colo
+from colo.assembly.share import _held_bytes
+from colo.config import RuntimeConfig
+from colo.trainer.master_weights import MasterWeights
+from colo.units import MIB, format_bytes
+from tests.runtimes import adamw, launch, make_engine, qwen3, train_step
+
+CONFIG = RuntimeConfig(kv_cache_bytes=MIB)
+
+
+def made(dtype=torch.float32):
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(qwen3(), dtype=dtype)
+
+
+def test_an_engine_is_started_for_a_model_and_shares_its_weights():
+    model = made()
+    values = [p.detach().clone() for p in model.parameters()]
+    with colo.share("torch", model, adamw(model.parameters()), config=CONFIG) as rt:
+        assert rt.transport.name == "shared" and rt.bytes_synced == 0
+        assert all(torch.equal(a, p) for a, p in zip(values, model.parameters(), strict=True))
+        before = rt.generate([[1, 2, 3]], max_tokens=4, temperature=0)
+        with rt.train():
+            train_step(rt)
+        after = rt.generate([[1, 2, 3]], max_tokens=4, temperature=0)
+        assert before[0].weights_version == 0 and after[0].weights_version == 1
+    assert model(torch.tensor([[1, 2]])).logits.isfinite().all(), "the model goes on without colo"
+
+
+def test_an_engine_is_started_for_a_model_with_an_adapter():
+    model = get_peft_model(made(), LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False))
+    with colo.share("torch", model, adamw([p for p in model.parameters() if p.requires_grad]), config=CONFIG) as rt:
+        assert rt.transport.name == "shared"
+        assert rt.generate([[1]])[0].adapter == "policy@0"
+
+
+def test_an_engine_of_another_dtype_has_a_copy_that_is_cast():
+    model = made()
+    with colo.share("torch", model, adamw(model.parameters()), dtype="bfloat16", config=CONFIG) as rt:
+        assert rt.engine.module.dtype == torch.bfloat16
+        reason = rt.report().facts["weights"]
+        assert "it is torch.float32 here and torch.bfloat16 in the engine" in reason
+        size = format_bytes(rt.scheduler.segments["engine.weights"].size_bytes)
+        assert f"the engine's copy takes {size}, and each version is copied into it" in reason
+        with rt.train():
+            train_step(rt)
+        assert rt.generate([[1]], max_tokens=2)[0].weights_version == 1
+        assert rt.bytes_synced > 0
+        expected = [p.to(torch.bfloat16) for p in model.parameters()]
+        found = dict(rt.engine.module.named_parameters())
+        assert any(
+            torch.equal(found[name], value) for (name, _), value in zip(model.named_parameters(), expected, strict=True)
+        )
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"engine": "sglang"}, TypeError, "or 'torch' or 'vllm', not 'sglang'"),
+        ({"engine": "torch", "engine_options": {"max_model_len": 8}}, ValueError, "are those of vLLM"),
+        ({"engine": "torch", "dtype": "int8"}, ValueError, "dtype must be a torch.dtype or its name"),
+        (
+            {"engine": "torch", "config": RuntimeConfig(kv_cache_bytes=MIB, device_limit_bytes=MIB)},
+            colo.BudgetError,
+            "do not fit",
+        ),
+    ],
+)
+def test_what_cannot_be_started_leaves_the_model_alone(options, error, message):
+    model = made()
+    memory = [p.data_ptr() for p in model.parameters()]
+    with pytest.raises(error, match=message):
+        colo.share(model=model, optimizer=adamw(model.parameters()), **({"config": CONFIG} | options))
+    assert memory == [p.data_ptr() for p in model.parameters()]
+    with colo.share("torch", model, adamw(model.parameters()), config=CONFIG):
+        pass
+
+
+def test_options_of_an_engine_are_refused_where_it_runs_already():
+    model = made()
+    with pytest.raises(TypeError, match="this one runs already"):
+        colo.share(make_engine(), model, adamw(model.parameters()), dtype="bfloat16")
+
+
+@pytest.mark.parametrize("lora", [None, LoraConfig(r=2, target_modules="all-linear")], ids=["full", "lora"])
+def test_an_engine_and_a_model_start_without_an_optimizer(lora):
+    engine, model = colo.start(made(), lora=lora, device="cpu", config=CONFIG)
+    groups = [{"params": [p for n, p in model.named_parameters() if p.requires_grad], "weight_decay": 0.0}]
+    with colo.share(engine, model, AdamW(groups, lr=1e-2), config=CONFIG) as rt:
+        assert rt.transport.name == "shared"
+        assert rt.model is model
+        with rt.train():
+            train_step(rt)
+        assert rt.generate([[1]], max_tokens=2)[0].weights_version == 1
+
+
+def test_accelerates_optimizer_is_taken_as_it_is():
+    model = made()
+    accelerator = Accelerator(cpu=True)
+    optimizer = accelerator.prepare_optimizer(adamw(model.parameters()), device_placement=False)
+    with colo.share("torch", model, optimizer, config=CONFIG) as rt:
+        assert rt.optimizer is optimizer
+        assert colo.Runtime.of(optimizer) is rt and colo.Runtime.of(optimizer.optimizer) is rt
+        with rt.train():
+            train_step(rt)
+        assert rt.weights_version == 1
+        with pytest.raises(colo.PhaseError, match="this optimizer has a runtime already"):
+            colo.share("torch", made(), optimizer.optimizer, config=CONFIG)
+    with pytest.raises(ValueError, match="no open runtime"):
+        colo.Runtime.of(optimizer)
+
+
+def test_room_is_counted_with_everything_that_lies_on_the_device_once():
+    model = made(torch.bfloat16)
+    weights_bytes = sum(p.nbytes for p in model.parameters())
+    optimizer = MasterWeights(lambda params: AdamW(params, lr=1e-2))(model.parameters())
+    assert _held_bytes([], model, optimizer) == 3 * weights_bytes, "bf16 weights and fp32 masters"
+    ids = torch.tensor([[1, 2, 3]])
+    model(input_ids=ids, labels=ids).loss.backward()
+    assert _held_bytes([], model, optimizer) == 4 * weights_bytes, "and gradients"
+    optimizer.step()
+    steps_bytes = sum(4 for _ in model.parameters())
+    assert _held_bytes([], model, optimizer) == 8 * weights_bytes + steps_bytes, "and two moments"
+    with launch() as rt:
+        engine_bytes = sum(segment.device_bytes for segment in rt.engine.segments)
+        assert _held_bytes(rt.engine.segments, rt.model, rt.optimizer, rt.transport) == engine_bytes, "one copy"

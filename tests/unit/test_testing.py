@@ -1,0 +1,95 @@
+"""The checkpoint that `colo.testing` makes; its fakes are tested where they are used."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import colo
+from colo.config import RuntimeConfig
+from colo.demo import ALPHABET, END, CharTokenizer
+from colo.testing import tiny_checkpoint, tiny_tokenizer
+from colo.units import MIB
+
+TEXT = "Grüße, 世界!\n  two  spaces\ta tab 🙂"
+MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "3+4="}]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return tiny_checkpoint(tmp_path_factory.mktemp("tiny"))
+
+
+def test_transformers_loads_model_and_tokenizer(checkpoint):
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    assert model.config.model_type == "qwen3" and model.dtype == torch.float32
+    assert (model.config.hidden_size, model.config.num_hidden_layers) == (64, 2)
+    assert model.config.vocab_size == len(tokenizer) == 259
+    assert tokenizer.is_fast and tokenizer.padding_side == "left"
+    assert model.generation_config.eos_token_id == model.config.eos_token_id == tokenizer.eos_token_id
+    assert tokenizer.pad_token_id != tokenizer.eos_token_id
+
+
+def test_every_text_comes_back_as_it_was(checkpoint):
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    token_ids = tokenizer(TEXT)["input_ids"]
+    assert len(token_ids) == len(TEXT.encode())
+    assert tokenizer.decode(token_ids) == TEXT
+    marked = [*token_ids, tokenizer.eos_token_id, tokenizer.pad_token_id]
+    assert tokenizer.decode(marked) == TEXT + "<|im_end|><|endoftext|>"
+    assert tokenizer.decode(marked, skip_special_tokens=True) == TEXT
+
+
+def test_messages_are_rendered_between_marks_that_are_a_token_each(checkpoint):
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    text = tokenizer.apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=True)
+    assert text == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n3+4=<|im_end|>\n<|im_start|>assistant\n"
+    )
+    token_ids = tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=True)["input_ids"]
+    assert token_ids == tokenizer(text)["input_ids"]
+    assert token_ids.count(tokenizer.eos_token_id) == 2
+    assert token_ids.count(tokenizer.convert_tokens_to_ids("<|im_start|>")) == 3
+
+
+def test_the_seed_makes_the_weights_and_nobody_elses_numbers(tmp_path):
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    made = [tiny_checkpoint(tmp_path / str(i), seed=seed, dtype=torch.bfloat16) for i, seed in enumerate((1, 1, 2))]
+    assert torch.equal(torch.rand(3), expected)
+    first, same, other = ((path / "model.safetensors").read_bytes() for path in made)
+    assert first == same != other
+    assert AutoModelForCausalLM.from_pretrained(made[0]).dtype == torch.bfloat16
+
+
+def test_a_runtime_generates_text_with_it(checkpoint):
+    with colo.launch(checkpoint, device="cpu", config=RuntimeConfig(kv_cache_bytes=MIB)) as rt:
+        samples = rt.generate([TEXT, "3+4="], n=2, max_tokens=5, seed=0)
+        ids = torch.tensor([[1, 2, 3]])
+        with rt.train():
+            rt.model(input_ids=ids, labels=ids).loss.backward()
+            rt.optimizer.step()
+    assert len(samples) == 4 and all(isinstance(sample.text, str) for sample in samples)
+    assert samples[0].prompt_token_ids == tuple(tiny_tokenizer()(TEXT)["input_ids"])
+    assert samples[0].text == tiny_tokenizer().decode(samples[0].token_ids, skip_special_tokens=True)
+
+
+def test_an_alphabet_has_a_token_for_each_of_its_characters(tmp_path):
+    path = tiny_checkpoint(tmp_path, alphabet=ALPHABET)
+    tokenizer, model = AutoTokenizer.from_pretrained(path), AutoModelForCausalLM.from_pretrained(path)
+    assert model.config.vocab_size == len(tokenizer) == len(ALPHABET)
+    assert tokenizer.eos_token_id == tokenizer.pad_token_id == model.generation_config.eos_token_id == END
+    for text in ("3+5=8;", "12+9=", ";;"):
+        assert tokenizer(text)["input_ids"] == CharTokenizer()(text)["input_ids"]
+        assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+    assert tokenizer("3 - 5\n=")["input_ids"] == tokenizer("35=")["input_ids"]
+    assert tokenizer.decode([1, 2, END], skip_special_tokens=True) == "12"
+    assert tokenizer.apply_chat_template(MESSAGES[1:], tokenize=False) == "3+4="
+
+
+@pytest.mark.parametrize("alphabet", ["^a-z];", "[]\\^-", " \n\t."])
+def test_an_alphabet_may_be_of_any_characters(alphabet):
+    tokenizer = tiny_tokenizer(alphabet)
+    assert tokenizer(alphabet + "Q")["input_ids"] == list(range(len(alphabet)))
+    assert tokenizer.decode(list(range(len(alphabet)))) == alphabet
