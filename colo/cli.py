@@ -1,8 +1,9 @@
-"""The command line: `colo demo`, `colo plan`, `colo doctor`, `colo bench`.
+"""The command line: `colo demo`, `colo grpo`, `colo plan`, `colo doctor`, `colo bench`.
 
-Every command has `--json PATH`. Ctrl-C releases what was taken and ends with exit code 130; an error that colo raises
-on purpose is printed without a traceback and ends with 1, as does a plan that does not fit; wrong usage, and what is
-not installed, with 2. Modules that import torch are imported by the commands that need them.
+Every command has `--json PATH`, but `grpo`, whose `--json` prints a line a step. Ctrl-C releases what was taken and
+ends with exit code 130; an error that colo raises on purpose is printed without a traceback and ends with 1, as does a
+plan that does not fit; wrong usage, and what is not installed, with 2. Modules that import torch are imported by the
+commands that need them.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import click
 from rich.console import Console
 from rich.markup import escape
 
+from colo.cli_grpo import grpo
 from colo.cli_options import device_option, file_option, json_option, require_vllm, size_option
 from colo.errors import ColoError
 
@@ -168,6 +170,9 @@ def doctor(json_path: Path | None) -> int:
     out.print(examiner.findings_table(findings))
     _write_json(json_path, examiner.to_json(findings))
     return int(any(finding.status == "problem" for finding in findings))
+
+
+app.add_command(grpo)
 
 
 @app.group()

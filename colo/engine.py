@@ -17,10 +17,10 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from numbers import Integral, Real
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar, overload, runtime_checkable
 
 from colo.errors import TransferError
 
@@ -75,7 +75,7 @@ class SamplingParams:
     """Keep the smallest set of tokens whose probabilities add up to at least this."""
 
     top_k: int = 0
-    """Keep this many of the most likely tokens; 0 keeps all."""
+    """Keep this many of the most likely tokens; 0 keeps all, as does -1, which becomes 0."""
 
     min_p: float = 0.0
     """Keep tokens at least this probable relative to the most likely one."""
@@ -98,6 +98,8 @@ class SamplingParams:
         for name in ("temperature", "top_p", "min_p"):
             _check_number(name, getattr(self, name), Real, "a number")
         object.__setattr__(self, "stop_token_ids", _token_ids(self.stop_token_ids))
+        if self.top_k == -1:
+            object.__setattr__(self, "top_k", 0)
         checks = {
             "n must be at least 1": self.n >= 1,
             "max_tokens must be at least 1": self.max_tokens >= 1,
@@ -126,7 +128,28 @@ def _token_ids(given: Any) -> tuple[int, ...]:
         raise TypeError(f"stop_token_ids must be a list of token ids, such as [2], not {given!r}") from None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+class _Text:
+    """A text, or what decodes it: called when it is first read, and never again."""
+
+    @overload
+    def __get__(self, completion: None, owner: type) -> None: ...
+    @overload
+    def __get__(self, completion: Completion, owner: type) -> str | None: ...
+
+    def __get__(self, completion: Completion | None, owner: type) -> str | None:
+        if completion is None:
+            return None  # the default
+        text: str | Callable[[], str] | None = completion._text
+        if callable(text):
+            text = text()
+            self.__set__(completion, text)
+        return text
+
+    def __set__(self, completion: Completion, text: str | Callable[[], str] | None) -> None:
+        object.__setattr__(completion, "_text", text)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Completion:
     """One sampled continuation of a prompt."""
 
@@ -155,12 +178,23 @@ class Completion:
     adapter: str | None = None
     """Name of the LoRA adapter that was applied, if any."""
 
-    text: str | None = None
+    text: _Text = _Text()
     """The engine's own text, which ends before a stop string, or else the tokens decoded by the runtime's tokenizer
-    without special ones; `None` where neither has a tokenizer."""
+    without special ones; `None` where neither has a tokenizer. What decodes it may be given in its place, and is called
+    when the text is first read."""
 
     output: Any = None
-    """The engine's own object for this sample, where it has one (`vllm.CompletionOutput`)."""
+    """The engine's own object for this sample, where it has one (`vllm.CompletionOutput`, whose own text is empty where
+    colo decodes)."""
+
+    _text: ClassVar[Any] = None  # what `text` keeps of each: a text, or what decodes it
+
+    def with_text(self, decode: Callable[[], str]) -> Completion:
+        """This completion with the text that `decode` makes when it is read, unless the engine has given one."""
+        return self if self._text is not None else replace(self, text=decode)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_text": self.text}  # what decodes it need not be in another process
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

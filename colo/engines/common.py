@@ -20,8 +20,8 @@ WEIGHTS_AT: Mapping[SleepLevel, Residency] = {
 }
 """Where each sleep level leaves the weights. All of them discard the KV cache."""
 
-COMPLETION_BYTES = 256
-"""Host memory of a `Completion` of one token, without its text; what engines keep of a sequence comes on top."""
+COMPLETION_BYTES = 512
+"""Host memory of a `Completion` of one token, with what decodes its text; what engines keep of it comes on top."""
 
 _DEPTH = (Residency.RESIDENT, Residency.OFFLOADED, Residency.DISCARDED)
 _TAGS = {"weights": ENGINE_WEIGHTS, "kv_cache": ENGINE_KV_CACHE}
@@ -85,15 +85,23 @@ def wake_segments(segments: Sequence[Segment], tags: Iterable[str] | None) -> No
         raise
 
 
-def check_prompts(prompts: Sequence[tuple[int, ...]], vocab_size: int, num_positions: int | None) -> None:
-    """Raise `ValueError` for an empty prompt, one that leaves no position, or an id outside the vocabulary."""
+def check_prompts(
+    prompts: Sequence[Sequence[int]], vocab_size: int, num_positions: int | None, *, or_else: str = ""
+) -> None:
+    """Raise `ValueError` for an empty prompt, one that leaves no position, or an id outside the vocabulary.
+
+    `or_else` says what gives the model more positions, after a comma.
+    """
     for index, prompt in enumerate(prompts):
         if not prompt:
-            raise ValueError(f"prompt {index} is empty: there is nothing to continue")
+            raise ValueError(
+                f"prompt {index} is empty: there is nothing to continue; give it at least one token, such as the "
+                "tokenizer's bos_token"
+            )
         if num_positions is not None and len(prompt) >= num_positions:
             raise ValueError(
                 f"prompt {index} has {len(prompt)} tokens, the model knows {num_positions} positions: shorten it, so "
-                "that at least one is left for what is sampled"
+                f"that at least one is left for what is sampled{or_else}"
             )
         if min(prompt) < 0 or max(prompt) >= vocab_size:
             token = next(t for t in prompt if not 0 <= t < vocab_size)

@@ -8,7 +8,9 @@ from __future__ import annotations
 import hashlib
 import math
 import secrets
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import fields
+from typing import Any
 
 import torch
 
@@ -19,6 +21,64 @@ _BLOCK_STEPS = 64
 
 _CHUNK_ELEMENTS = 1 << 23
 """Logits processed at a time: about 200 MB of workspace, whatever the number of rows and the vocabulary."""
+
+TAKEN = tuple(option.name for option in fields(SamplingParams))
+"""Sampling options that every engine has."""
+
+_NEUTRAL: Mapping[str, Sequence[Any]] = {
+    "allowed_token_ids": ([],),
+    "bad_words": ([], ()),
+    "best_of": (1,),
+    "detokenize": (True,),
+    "extra_args": ({},),
+    "flat_logprobs": (False,),
+    "frequency_penalty": (0,),
+    "guided": (),
+    "guided_decoding": (),
+    "include_stop_str_in_output": (False,),
+    "length_penalty": (1,),
+    "logit_bias": ({},),
+    "logits_processors": ([], ()),
+    "logprobs": (0,),
+    "min_tokens": (0,),
+    "presence_penalty": (0,),
+    "prompt_logprobs": (),
+    "repetition_detection": (),
+    "repetition_penalty": (1,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "stop": ("", [], ()),
+    "structured_outputs": (),
+    "thinking_token_budget": (),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
+}
+"""Options of vLLM's and of trainers', and the values, beside `None`, with which they change nothing here."""
+
+
+def without_neutral(options: Mapping[str, Any], taken: Collection[str]) -> dict[str, Any]:
+    """The options without those that change nothing: not `taken` by an engine, or `None` in place of a neutral value.
+
+    What is neither taken nor neutral is left in.
+    """
+    return {name: value for name, value in options.items() if not _is_left_out(name, value, taken)}
+
+
+def _is_left_out(name: str, value: Any, taken: Collection[str]) -> bool:
+    if name in TAKEN or name not in _NEUTRAL:
+        return False
+    return value is None or (name not in taken and value in _NEUTRAL[name])
+
+
+def check_taken(options: Mapping[str, Any], engine: str, advice: str) -> dict[str, Any]:
+    """The options for `SamplingParams`, neutral ones left out.
+
+    Raises: `ValueError` for others that `engine`, which has no more than those, does not take.
+    """
+    left = without_neutral(options, TAKEN)
+    if unknown := sorted(left.keys() - set(TAKEN)):
+        raise ValueError(f"{engine} does not take {', '.join(unknown)}, but {', '.join(TAKEN)}: {advice}")
+    return left
 
 
 def processed_logprobs(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:

@@ -1,55 +1,104 @@
-"""Texts on the way into an engine and out of it; engines themselves know token ids only."""
+"""Prompts on the way into an engine and texts on the way out of it; engines themselves know token ids only."""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from colo.engine import Completion
+from colo.errors import Unsupported
 
-_TAKEN = "prompts is a list of prompts, each a text or a list of token ids"
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Message: TypeAlias = Mapping[str, Any]
+"""One turn of a conversation: {"role": ..., "content": ...}."""
+
+Prompts: TypeAlias = (
+    "Iterable[str | Iterable[int] | Iterable[Message] | Mapping[str, Any]] | Iterable[Message] | Mapping[str, Any] "
+    "| Tensor"
+)
+"""What `encode_prompts` takes."""
+
+_TAKEN = "prompts is a list of prompts, each a text or a list of token ids, or a list of messages"
+_NOT_TEXT = ("pixel_values", "image", "audio", "video", "input_features")
+"""How the names of what processors return beside token ids begin."""
 
 
-def encode_prompts(prompts: Iterable[str | Iterable[int]], tokenizer: Any) -> list[list[int]]:
-    """Token ids of every prompt; `tokenizer` may be `None` where no prompt is a text.
+def encode_prompts(prompts: Prompts, tokenizer: Any) -> list[list[int]]:
+    """Token ids of every prompt; `tokenizer` may be `None` where no prompt has to be encoded.
 
-    Raises: `TypeError` for a single prompt, chat messages, or anything but texts and token ids; `ValueError` for a text
-    without a tokenizer.
+    A prompt is a text, token ids (a list, or a tensor of one dimension) or a conversation: a list of messages, each
+    with "role" and "content", which the tokenizer's chat template renders and ends where the assistant's turn begins.
+    As for `vllm.LLM.chat`, one conversation may stand for a list of one. What a tokenizer returns, a mapping with
+    "input_ids", is one prompt or a batch of them, from which padding goes where "attention_mask" is 0; other tensors
+    are taken as they are.
+
+    Raises: `TypeError` for a single text, or token ids of one, in place of a list, and for what is no prompt;
+    `ValueError` without a tokenizer or a chat template, or for a mask that is not padding; `Unsupported` for images.
     """
     if isinstance(prompts, Mapping):
-        raise TypeError(
-            f"prompts is a list of prompts, each a text or a list of token ids, not a {type(prompts).__name__}: pass "
-            "the texts, or the 'input_ids' of a tokenizer that has not padded them"
-        )
+        return _unpadded(prompts)
     if isinstance(prompts, (str, bytes)) or not isinstance(prompts, Iterable):
         raise TypeError(f"{_TAKEN}, not {prompts!r}: pass [prompt] for one")
-    given = list(prompts)
+    given: list[Any] = list(prompts)
+    if given and all(_is_message(prompt) for prompt in given):
+        return [_rendered(0, given, tokenizer)]
     if any(_is_token_id(prompt) for prompt in given):
         raise TypeError(f"{_TAKEN}: pass [prompt] for one")
     return [_encode(index, prompt, tokenizer) for index, prompt in enumerate(given)]
 
 
 def with_text(completion: Completion, tokenizer: Any) -> Completion:
-    """The completion with its decoded text, where there is a tokenizer and the engine has produced none."""
-    if tokenizer is None or completion.text is not None:
+    """The completion with the text that the tokenizer decodes when it is read, where the engine has given none."""
+    if tokenizer is None:
         return completion
-    return replace(completion, text=tokenizer.decode(completion.token_ids, skip_special_tokens=True))
+    return completion.with_text(partial(_decoded, tokenizer, completion.token_ids))
+
+
+def _decoded(tokenizer: Any, token_ids: tuple[int, ...]) -> str:
+    return str(tokenizer.decode(token_ids, skip_special_tokens=True))
+
+
+def continuation(tokenizer: Any, prompt: Sequence[int], token_ids: Sequence[int]) -> str:
+    """The text of tokens that continue a prompt, without special ones, as vLLM decodes them one after another.
+
+    A space between prompt and continuation is kept, which a tokenizer drops from the tokens alone, and what is not the
+    whole of a character at the end is left out. Tokenizers that are not Hugging Face's fast ones decode the tokens
+    alone.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return str(tokenizer.decode(list(token_ids), skip_special_tokens=True))
+    from tokenizers.decoders import DecodeStream
+
+    stream, pieces = DecodeStream(ids=list(prompt), skip_special_tokens=True), []
+    for token in token_ids:
+        try:
+            piece = stream.step(backend, token)
+        except Exception as error:
+            if not str(error).startswith("Invalid prefix"):
+                raise
+            # Bytes that are no text have broken the stream, and vLLM begins another (vllm#17448).
+            stream = DecodeStream(skip_special_tokens=True)
+            piece = stream.step(backend, token)
+        pieces.append(piece or "")
+    return "".join(pieces)
 
 
 def _encode(index: int, prompt: Any, tokenizer: Any) -> list[int]:
-    if isinstance(prompt, Mapping) or (isinstance(prompt, Sequence) and any(isinstance(p, Mapping) for p in prompt)):
-        raise TypeError(
-            "prompts are texts or token ids, not messages: apply the tokenizer's chat template first "
-            f"(prompt {index} is a {type(prompt).__name__})"
-        )
+    if isinstance(prompt, Mapping):
+        rows = _unpadded(prompt, at=index)
+        if len(rows) > 1:
+            raise ValueError(f"prompt {index} is a batch of {len(rows)} prompts: pass each of them by itself")
+        return rows[0] if rows else []
+    if isinstance(prompt, Sequence) and any(isinstance(part, Mapping) for part in prompt):
+        return _rendered(index, prompt, tokenizer)
     if not isinstance(prompt, str):
-        with suppress(TypeError):
-            if not isinstance(prompt, bytes):
-                return list(map(operator.index, prompt))
-        raise TypeError(f"prompt {index} is neither a text nor a list of token ids, but {prompt!r:.200}")
+        return _token_ids(index, prompt)
     if tokenizer is None:
         raise ValueError(
             "prompts are texts, but the runtime has no tokenizer: pass token ids, or tokenizer=... to colo.launch or "
@@ -58,8 +107,104 @@ def _encode(index: int, prompt: Any, tokenizer: Any) -> list[int]:
     return list(tokenizer(prompt)["input_ids"])
 
 
+def _token_ids(index: int, prompt: Any) -> list[int]:
+    """A list of token ids, or a tensor of one dimension, as integers."""
+    given = prompt.tolist() if hasattr(prompt, "tolist") else prompt
+    with suppress(TypeError):
+        if not isinstance(given, (str, bytes)):
+            return list(map(operator.index, given))
+    raise TypeError(f"prompt {index} is neither a text nor a list of token ids, but {prompt!r:.200}")
+
+
+# ---- conversations --------------------------------------------------------------------------------------------------
+
+
+def _is_message(prompt: Any) -> bool:
+    return isinstance(prompt, Mapping) and "role" in prompt
+
+
+def _rendered(index: int, messages: Sequence[Any], tokenizer: Any) -> list[int]:
+    """Token ids of a conversation, up to where the assistant is to begin."""
+    plain = [_plain(index, number, message) for number, message in enumerate(messages)]
+    if tokenizer is None:
+        raise ValueError(
+            "prompts are conversations, but the runtime has no tokenizer: pass token ids, or tokenizer=... to "
+            "colo.launch or colo.share"
+        )
+    apply = getattr(tokenizer, "apply_chat_template", None)
+    if apply is None or getattr(tokenizer, "chat_template", "") is None:
+        raise ValueError(
+            f"prompt {index} is a conversation, and the tokenizer has no chat template: set tokenizer.chat_template, "
+            "take an instruction-tuned checkpoint's tokenizer, or pass texts"
+        )
+    found = apply(plain, add_generation_prompt=True, tokenize=True)
+    return _unpadded(found, at=index)[0] if isinstance(found, Mapping) else _token_ids(index, found)
+
+
+def _plain(index: int, number: int, message: Any) -> dict[str, Any]:
+    """A message whose content is a text. Raises: `TypeError` for what is no message, `Unsupported` for images."""
+    where = f"message {number} of prompt {index}"
+    if not _is_message(message):
+        raise TypeError(f"{where} is not a mapping with 'role' and 'content', but {message!r:.200}")
+    content = message.get("content")
+    if content is None or isinstance(content, str):
+        return dict(message)
+    if not isinstance(content, Iterable):
+        raise TypeError(f"the content of {where} is neither a text nor a list of its parts, but {content!r:.200}")
+    texts = []
+    for part in content:
+        kind = part.get("type", "text") if isinstance(part, Mapping) else "text"
+        text = part.get("text") if isinstance(part, Mapping) else part
+        if kind != "text" or not isinstance(text, str):
+            raise Unsupported(f"{where} has a part of type {kind!r}: colo samples from text alone, leave it out")
+        texts.append(text)
+    return dict(message) | {"content": "\n".join(texts)}
+
+
+# ---- what a tokenizer returns ----------------------------------------------------------------------------------------
+
+
+def _unpadded(encoding: Mapping[str, Any], *, at: int | None = None) -> list[list[int]]:
+    """The prompts of "input_ids" without padding, for prompt `at` of several or for all of them."""
+    what = "prompts" if at is None else f"prompt {at}"
+    if _is_message(encoding):
+        raise TypeError(f"{what} is a single message: pass a list of messages for a conversation")
+    if "input_ids" not in encoding:
+        raise TypeError(f"{what} is a {type(encoding).__name__} without 'input_ids', but with {sorted(encoding)}")
+    if others := sorted(key for key in encoding if str(key).startswith(_NOT_TEXT)):
+        raise Unsupported(f"{what} comes with {', '.join(others)}: colo samples from text alone, leave images out")
+    ids, masks = _rows(encoding["input_ids"]), encoding.get("attention_mask")
+    prompts = [_token_ids(index if at is None else at, row) for index, row in enumerate(ids)]
+    if masks is None:
+        return prompts
+    kept = [[bool(bit) for bit in _token_ids(index, row)] for index, row in enumerate(_rows(masks))]
+    if list(map(len, kept)) != list(map(len, prompts)):
+        raise ValueError(f"{what}: input_ids and attention_mask are not of the same lengths")
+    return [_within(index if at is None else at, *pair) for index, pair in enumerate(zip(prompts, kept, strict=True))]
+
+
+def _rows(given: Any) -> list[Any]:
+    """A batch as a list, also where it is a single row."""
+    rows = list(given.tolist() if hasattr(given, "tolist") else given)
+    return [rows] if any(_is_token_id(row) for row in rows) else rows
+
+
+def _within(index: int, prompt: list[int], kept: list[bool]) -> list[int]:
+    """The part of a prompt that its mask keeps. Raises: `ValueError` where the mask leaves out more than padding."""
+    if True not in kept:
+        return []
+    first, last = kept.index(True), len(kept) - kept[::-1].index(True)
+    if not all(kept[first:last]):
+        raise ValueError(
+            f"the attention_mask of prompt {index} is 0 between tokens that count: leave those tokens out of input_ids"
+        )
+    return prompt[first:last]
+
+
 def _is_token_id(prompt: Any) -> bool:
     """Whether this is an integer: one token id of a prompt, where a prompt is wanted."""
+    if getattr(prompt, "ndim", 0):
+        return False  # a tensor, which is an index too if it has a single element
     try:
         operator.index(prompt)
     except (TypeError, ValueError):

@@ -3,37 +3,37 @@
     for problems in batches:
         rollout:  sample a group of completions for each problem
         reward:   score each completion; advantages are relative to its group
-        train:    one optimizer step on the policy-gradient loss
+        train:    one optimizer step on the policy-gradient loss, held back by a KL term if wanted
 
 It shows how the pieces go together; a trainer of your own, or TRL's, takes its place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from colo.engine import Completion, SamplingParams
+from colo.engines.common import check_prompts
+from colo.engines.embedded.positions import positions_of
+from colo.engines.text import encode_prompts
+from colo.memory.uninterrupted import uninterrupted
 from colo.rl.logprob import model_logprobs
 from colo.rl.loss import Aggregation, GRPOLossConfig, group_advantages, grpo_loss
+from colo.rl.problems import Problem as Problem
+from colo.rl.problems import Reward, Scorer
+from colo.rl.reference import Reference
+from colo.rl.rewards import RewardFunction
 
 if TYPE_CHECKING:
     from colo.runtime import Runtime
 
-Reward = Callable[[Completion, Any], float]
-"""Scores a completion against the answer of its problem."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Problem:
-    """A prompt, and the answer that the reward compares with."""
-
-    prompt: str | tuple[int, ...]
-    answer: Any
+Log: TypeAlias = Callable[[dict[str, float]], None]
+"""Takes the metrics of a step."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,7 +55,8 @@ class GRPOConfig:
     def __post_init__(self) -> None:
         for name, least in (("group_size", 2), ("max_tokens", 1), ("micro_batch_size", 1)):
             if getattr(self, name) < least:
-                raise ValueError(f"{name} must be at least {least}, but is {getattr(self, name)}")
+                why = ": advantages compare the completions of one problem" if name == "group_size" else ""
+                raise ValueError(f"{name} must be at least {least}, but is {getattr(self, name)}{why}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,46 +94,121 @@ class Batch:
 
 
 def grpo(
-    rt: Runtime, batches: Iterable[Sequence[Problem]], reward: Reward, config: GRPOConfig
+    rt: Runtime,
+    batches: Iterable[Sequence[Problem]],
+    rewards: Reward | Mapping[str, RewardFunction] | Sequence[RewardFunction],
+    config: GRPOConfig,
+    *,
+    reward_weights: Mapping[str, float] | None = None,
+    log: Log | None = None,
 ) -> Iterator[dict[str, float]]:
     """Train on `batches`, one optimizer step each, and yield the metrics of every step as it ends.
 
-    The metrics also go to `rt.log`: `reward` (mean), `loss`, `mismatch` (mean absolute difference between the engine's
-    and the trainer's log-probabilities of the same tokens) and `completion_tokens` (mean).
+    `rewards` is one function of a completion and its problem's answer, or several functions by name, or with names of
+    their own, of all prompts and completions at once (`RewardFunction`); their values are added, times
+    `reward_weights`, which are 1 otherwise.
+
+    The metrics also go to `rt.log`, and to `log`: `reward` (mean), `rewards/NAME` (mean of each of several), `loss`,
+    `mismatch` (mean absolute difference between the engine's and the trainer's log-probabilities of the same tokens),
+    `completion_tokens` (mean) and, with a KL term (`config.loss.kl_coefficient`), `kl`. What that compares with is the
+    model without its adapter, or as it is now; see `Reference` for the memory that takes.
+
+    Raises: at once, and for batches that are not a list when each of them comes, before its rollout: `ValueError` for
+    an empty batch or prompt, one longer than the model's context, or a reward that needs a column which there is not.
+    Of the returned iterator: `ValueError` for a reward that raises or returns anything but a finite number for each
+    completion; nothing is trained on those.
     """
+    score = Scorer(rewards, reward_weights)
+    if isinstance(batches, Sequence):
+        for number, problems in enumerate(batches):
+            _check_batch(rt, problems, number, score)
+    reference = Reference(rt.model) if config.loss.kl_coefficient else None
+    return _steps(rt, batches, score, config, reference, log)
+
+
+def _steps(
+    rt: Runtime,
+    batches: Iterable[Sequence[Problem]],
+    score: Scorer,
+    config: GRPOConfig,
+    reference: Reference | None,
+    log: Log | None,
+) -> Iterator[dict[str, float]]:
     for step, problems in enumerate(batches):
+        prompts = _check_batch(rt, problems, step, score)
         with rt.rollout():
-            completions = rt.generate([p.prompt for p in problems], _sampling(config, step))
-        rewards = [reward(c, problems[c.prompt_index].answer) for c in completions]
+            completions = rt.generate(prompts, _sampling(config, step))
+        rewards, metrics = score(problems, completions, step=step + 1)
         with rt.train():
-            metrics = train_step(rt, completions, rewards, config)
-        metrics["reward"] = sum(rewards) / len(rewards)
+            metrics |= train_step(rt, completions, rewards, config, reference)
         metrics["completion_tokens"] = sum(len(c.token_ids) for c in completions) / len(completions)
         rt.log(**metrics)
+        if log is not None:
+            log(metrics)
         yield metrics
 
 
+def _check_batch(rt: Runtime, problems: Sequence[Problem], number: int, score: Scorer) -> list[list[int]]:
+    """Token ids of the prompts. Raises: `TypeError`, `ValueError` for what cannot be sampled for or rewarded."""
+    config: Any = rt.model.config
+    try:
+        for problem in problems:
+            if not isinstance(problem, Problem):
+                raise TypeError(f"it holds a {type(problem).__name__}: give Problem(prompt=..., answer=...)")
+        if not problems:
+            raise ValueError("it is empty: give each batch a problem at least")
+        prompts = encode_prompts([problem.prompt for problem in problems], rt.tokenizer)
+        check_prompts(prompts, config.get_text_config().vocab_size, positions_of(config).count)
+        score.check(problems)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"batch {number}: {error}") from error
+    return prompts
+
+
 def train_step(
-    rt: Runtime, completions: Sequence[Completion], rewards: Sequence[float], config: GRPOConfig
+    rt: Runtime,
+    completions: Sequence[Completion],
+    rewards: Sequence[float],
+    config: GRPOConfig,
+    reference: Reference | None = None,
 ) -> dict[str, float]:
     """One optimizer step on `completions`, which come in groups of `config.group_size`, and on nothing else.
 
-    Gradients that are there already, of a step that failed for one, are zeroed.
+    Gradients that are there already, of a step that failed for one, are zeroed. A KL term needs the `reference`.
     """
+    if config.loss.kl_coefficient and reference is None:
+        raise ValueError(
+            f"kl_coefficient {config.loss.kl_coefficient} needs a reference: make Reference(rt.model) before the first "
+            "step and pass it, or set the coefficient to 0"
+        )
     advantages_B = group_advantages(torch.tensor(rewards, dtype=torch.float32, device=rt.device), config.group_size)
     rt.optimizer.zero_grad()
+    starts = range(0, len(completions), config.micro_batch_size)
+    parts = [completions[start : start + config.micro_batch_size] for start in starts]
+    references_BT = _reference_logprobs(rt, parts, config, reference)
     num_tokens, weight = _num_tokens(completions), _weight(completions, config.loss.aggregation)
-    loss = mismatch = 0.0
-    for start in range(0, len(completions), config.micro_batch_size):
-        part = completions[start : start + config.micro_batch_size]
+    totals: dict[str, float] = {"loss": 0.0, "mismatch": 0.0} | ({} if reference is None else {"kl": 0.0})
+    for start, part, reference_BT in zip(starts, parts, references_BT, strict=True):
         share = _weight(part, config.loss.aggregation) / max(1, weight)
-        output = _loss(rt, Batch.of(part, rt.device), advantages_B[start : start + len(part)], config)
+        output = _loss(rt, Batch.of(part, rt.device), advantages_B[start : start + len(part)], config, reference_BT)
         (output.loss * share).backward()
-        loss += float(output.loss.detach()) * share
-        mismatch += float(output.metrics["mismatch_mean"]) * _num_tokens(part) / max(1, num_tokens)
-    rt.optimizer.step()
+        totals["loss"] += float(output.loss.detach()) * share
+        for name, metric in (("mismatch", "mismatch_mean"), ("kl", "kl")):
+            if name in totals:
+                totals[name] += float(output.metrics[metric]) * _num_tokens(part) / max(1, num_tokens)
+    with uninterrupted():  # so that what is saved after Ctrl-C is not half a step
+        rt.optimizer.step()
     rt.optimizer.zero_grad()  # no rollout has to keep what is dropped
-    return {"loss": loss, "mismatch": mismatch}
+    return totals
+
+
+def _reference_logprobs(
+    rt: Runtime, parts: Sequence[Sequence[Completion]], config: GRPOConfig, reference: Reference | None
+) -> Sequence[Tensor | None]:
+    """Log-probabilities of the reference (B, T - 1) for each part, all of them before the first backward pass."""
+    if reference is None:
+        return [None] * len(parts)
+    return reference.run(lambda model: [_logprobs(model, Batch.of(part, rt.device), config) for part in parts])
 
 
 def _num_tokens(completions: Sequence[Completion]) -> int:
@@ -146,21 +222,25 @@ def _weight(completions: Sequence[Completion], aggregation: Aggregation) -> int:
     return sum(1 for c in completions if c.token_ids or aggregation is Aggregation.CONSTANT)
 
 
-def _loss(rt: Runtime, batch: Batch, advantages_B: Tensor, config: GRPOConfig) -> Any:
-    logprobs_BT = model_logprobs(
-        rt.model,
-        batch.input_ids_BT,
-        batch.attention_mask_BT,
-        completion_mask_BT=batch.completion_mask_BT,
-        temperature=config.temperature,
-    )
+def _loss(rt: Runtime, batch: Batch, advantages_B: Tensor, config: GRPOConfig, reference_BT: Tensor | None) -> Any:
     return grpo_loss(
-        logprobs_BT,
+        _logprobs(rt.model, batch, config),
         None,
         advantages_B,
         batch.completion_mask_BT[:, 1:],
         config=config.loss,
         engine_logprobs_BT=batch.engine_logprobs_BT,
+        reference_logprobs_BT=reference_BT,
+    )
+
+
+def _logprobs(model: Any, batch: Batch, config: GRPOConfig) -> Tensor:
+    return model_logprobs(
+        model,
+        batch.input_ids_BT,
+        batch.attention_mask_BT,
+        completion_mask_BT=batch.completion_mask_BT,
+        temperature=config.temperature,
     )
 
 

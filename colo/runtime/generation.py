@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
 
 from colo.engine import Completion, Engine
-from colo.engines.text import encode_prompts, with_text
+from colo.engines.text import Prompts, encode_prompts, with_text
 from colo.phases.phase import Phase
 from colo.phases.scheduler import Scheduler
 from colo.runtime.turns import Turns
@@ -41,9 +41,7 @@ class Generation:
         self._mismatch = mismatch
         self._is_running = False
 
-    def run(
-        self, prompts: Sequence[str | Sequence[int]], params: Any, sampling: Mapping[str, Any], tokenizer: Any
-    ) -> list[Completion]:
+    def run(self, prompts: Prompts, params: Any, sampling: Mapping[str, Any], tokenizer: Any) -> list[Completion]:
         """Sample; see `Runtime.generate`. Ordering: within a rollout."""
         params = self._engine.sampling_params(params, **sampling)
         token_ids = encode_prompts(prompts, tokenizer)

@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 
 from colo.config import RuntimeConfig
 from colo.engine import Completion, Engine
+from colo.engines.text import Prompts
 from colo.memory.offload import Mover
 from colo.memory.uninterrupted import uninterrupted
 from colo.phases.phase import Phase
@@ -146,11 +147,13 @@ class Runtime:
             raise ValueError(f"enter() takes Phase.ROLLOUT, Phase.TRAIN or None, not {phase!r}")
         self._turns.enter(None if phase is None else Phase(phase))  # a name is equal to a phase
 
-    def generate(self, prompts: Sequence[str | Sequence[int]], params: Any = None, **sampling: Any) -> list[Completion]:
+    def generate(self, prompts: Prompts, params: Any = None, **sampling: Any) -> list[Completion]:
         """Sample completions from the current weights, in prompt order, then sample order.
 
-        `prompts` are texts (the runtime needs a tokenizer then) or lists of token ids. Sampling options are the
-        engine's, given as its `SamplingParams` or by name: `rt.generate(prompts, n=8, max_tokens=512)`.
+        `prompts` are texts, conversations (the runtime needs a tokenizer for both), token ids, or what a tokenizer
+        returns; see `colo.engines.text.encode_prompts`. Sampling options are the engine's, given as its
+        `SamplingParams` or by name: `rt.generate(prompts, n=8, max_tokens=512)`; those that change nothing are taken
+        whether the engine has them or not. A completion's text is decoded when it is read.
         Outside any phase the call is a rollout of its own. Within one, weights that were written to since the last
         call, in whichever way, are published first; sharded ones are `StaleWeights` where torch has not counted it.
         Calls of several threads wait for each other.

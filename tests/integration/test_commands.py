@@ -8,6 +8,11 @@ import sys
 import time
 
 import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from tests.checkpoints import save_checkpoint
 
 DEMO_KEYS = {
     "command",
@@ -57,6 +62,37 @@ def test_demo_writes_what_it_promises(colo, tmp_path):
     assert html.read_text().lower().startswith("<!doctype html>")
     assert "0 B copied" in out
     assert f"reward: {sum(found['rewards']) / 2:.2f}" in out
+
+
+def test_ctrl_c_of_a_training_run_saves_it_and_leaves_json_alone_on_standard_output(tmp_path):
+    save_checkpoint(tmp_path / "checkpoint")
+    (tmp_path / "sums.jsonl").write_text('{"prompt": "1+2="}\n')
+    (tmp_path / "scores.py").write_text(
+        "import os\n"
+        "def varied(prompts, completions, completion_ids, **columns):\n"
+        "    print('a reward prints'); os.write(1, b'and a library does\\n')\n"
+        "    return [float(ids[0]) for ids in completion_ids]\n"
+    )
+    code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); from colo import cli; cli.main()"
+    names = {"model_name_or_path": "checkpoint", "dataset_name": "sums.jsonl", "output_dir": "out"}
+    given = [word for name, value in names.items() for word in (f"--{name}", str(tmp_path / value))]
+    given += ["--reward_funcs", f"{tmp_path}/scores.py:varied", "--max_steps", "100000", "--max_completion_length", "4"]
+    process = python(
+        code, "grpo", *given, "--kv_cache_mib", "1", "--learning_rate", "1e-3", "--device", "cpu", "--json"
+    )
+    try:
+        lines = [process.stdout.readline() for _ in range(3)]
+        os.kill(process.pid, signal.SIGINT)
+        rest, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130, err
+    steps = [json.loads(line)["step"] for line in [*lines, *rest.splitlines()]]
+    assert steps == list(range(1, len(steps) + 1))
+    assert "a reward prints" in err and "and a library does" in err and "interrupted: everything is released" in err
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("checkpoint", "out"))
+    assert any(not torch.equal(before[name], after[name]) for name in before)
+    AutoModelForCausalLM.from_pretrained(tmp_path / "out")
 
 
 def test_ctrl_c_ends_with_130_and_leaves_no_process_behind(tmp_path):

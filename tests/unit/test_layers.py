@@ -20,7 +20,8 @@ LAYERS = [
     ["rl", "testing", "integrations"],
     ["trl"],
     ["cli_options", "doctor"],
-    ["demo", "bench"],
+    ["demo", "grpo", "bench"],
+    ["cli_grpo"],
     ["cli"],
     ["__main__"],
 ]

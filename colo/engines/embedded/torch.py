@@ -11,7 +11,7 @@ import operator
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,7 +24,7 @@ from colo.engines.embedded.model_cache import Footprint, ModelCaches, Reservatio
 from colo.engines.embedded.positions import positions_of
 from colo.engines.embedded.segment import EngineSegment
 from colo.engines.embedded.waves import Wave
-from colo.engines.sampling import sample_rows
+from colo.engines.sampling import check_taken, sample_rows
 from colo.engines.status import EngineStatus
 from colo.errors import PhaseError
 from colo.memory.load_plan import LoadPlan
@@ -162,14 +162,10 @@ class TorchEngine(StatusEngine):
     def sampling_params(self, params: SamplingParams | None = None, **sampling: Any) -> SamplingParams:
         """`SamplingParams`, with the options given by name in place of those of `params`.
 
-        Raises: `ValueError` for an option that this engine does not have, `TypeError` for parameters of another kind.
+        Raises: `ValueError` for an option that this engine does not have, unless it changes nothing (`min_tokens=0`);
+        `TypeError` for parameters of another kind.
         """
-        taken = [option.name for option in fields(SamplingParams)]
-        if unknown := sorted(sampling.keys() - set(taken)):
-            raise ValueError(
-                f"the embedded engine does not take {', '.join(unknown)}, but {', '.join(taken)}: leave it out, or use "
-                "vLLM (engine='vllm')"
-            )
+        sampling = check_taken(sampling, "the embedded engine", "leave it out, or use vLLM (engine='vllm')")
         if params is not None and not isinstance(params, SamplingParams):
             raise TypeError(
                 f"the embedded engine takes one colo.SamplingParams for all prompts, or options by name, not a "

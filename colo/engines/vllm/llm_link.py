@@ -90,7 +90,8 @@ class LLMLink(WorkerLink):
         if asked.stop and config.skip_tokenizer_init:
             raise Unsupported("this vLLM has no tokenizer and cannot see stop strings: give stop_token_ids")
         token_ids = [tuple(map(operator.index, prompt)) for prompt in prompts]
-        check_prompts(token_ids, int(config.get_vocab_size()), int(config.max_model_len))
+        more = ", or give vLLM a larger max_model_len"
+        check_prompts(token_ids, int(config.get_vocab_size()), int(config.max_model_len), or_else=more)
         inputs = [{"prompt_token_ids": list(ids)} for ids in token_ids]
         each = asked if asked.seed is None else [sampling.for_prompt(params, index) for index in range(len(inputs))]
         request = _lora_request(*adapter) if adapter is not None else None
@@ -100,7 +101,9 @@ class LLMLink(WorkerLink):
             self.abort_requests()  # else they would be taken for a user's, or hold up what comes next
             raise
         has_text = asked.detokenize and not config.skip_tokenizer_init
-        return sampling.completions(outputs, version, adapter[0] if adapter else None, has_text=has_text)
+        tokenizer = None if asked.detokenize or config.skip_tokenizer_init else llm.get_tokenizer()
+        name = adapter[0] if adapter is not None else None
+        return sampling.completions(outputs, version, name, has_text=has_text, tokenizer=tokenizer)
 
     def reset_prefix_cache(self) -> None:
         """Forget what earlier requests have computed, and disturb requests in flight only if necessary."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from colo.engine import Completion, SamplingParams
-from colo.engines.sampling import row_seed
+from colo.engines.sampling import row_seed, without_neutral
+from colo.engines.text import continuation
 from colo.errors import StaleWeights, Unsupported
 from colo.weights.finite import not_numbers
 
@@ -15,6 +17,8 @@ from colo.weights.finite import not_numbers
 def sampling_params(params: Any, sampling: Mapping[str, Any]) -> Any:
     """vLLM's `SamplingParams` from options by name; colo's and vLLM's own stay what they are.
 
+    Options that change nothing may be any that other engines have. Texts are decoded by colo, when they are read, where
+    no option asks for more than the tokens' own.
     Raises: `TypeError` for both parameters and options, `Unsupported` for parameters of another kind, such as a list.
     """
     from vllm import SamplingParams as VLLMSamplingParams
@@ -22,7 +26,11 @@ def sampling_params(params: Any, sampling: Mapping[str, Any]) -> Any:
     if params is not None and sampling:
         raise TypeError(f"give {sorted(sampling)} within the sampling parameters, or all options by name")
     if params is None:
-        return _with_logprobs(VLLMSamplingParams(**sampling))
+        options = without_neutral(sampling, VLLMSamplingParams.__struct_fields__)
+        given = VLLMSamplingParams(**options)
+        if not options.keys() & _OF_TEXT and not given.stop:
+            given.detokenize = False
+        return _with_logprobs(given)
     if isinstance(params, VLLMSamplingParams):
         return _with_logprobs(params.clone())
     if isinstance(params, SamplingParams):
@@ -45,7 +53,8 @@ def for_prompt(params: Any, prompt_index: int) -> Any:
     given = {field: getattr(params, field) for field in params.__dataclass_fields__}
     seed = None if params.seed is None else row_seed(params.seed, prompt_index, 0)
     stop_token_ids = list(params.stop_token_ids)
-    return _with_logprobs(VLLMSamplingParams(**given | {"stop_token_ids": stop_token_ids, "seed": seed}))
+    asked = given | {"stop_token_ids": stop_token_ids, "seed": seed, "detokenize": False}
+    return _with_logprobs(VLLMSamplingParams(**asked))
 
 
 def _with_logprobs(params: Any) -> Any:
@@ -55,6 +64,16 @@ def _with_logprobs(params: Any) -> Any:
             params.flat_logprobs = True  # a dictionary for every token costs as much as a small model's kernels
     return params
 
+
+_OF_TEXT = {
+    "bad_words",
+    "detokenize",
+    "include_stop_str_in_output",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "stop",
+}
+"""Options with which vLLM decodes by itself."""
 
 _WITHOUT_FILTERS: Mapping[str, Sequence[Any]] = {"top_p": (1.0,), "top_k": (0, -1), "min_p": (0.0,)}
 _WITHOUT_OTHERS: Mapping[str, Sequence[Any]] = {
@@ -99,22 +118,42 @@ def check_numbers(logprobs: Sequence[float]) -> None:
         raise FloatingPointError(not_numbers(None))
 
 
-def completions(outputs: Sequence[Any], version: int, adapter: str | None, *, has_text: bool) -> list[Completion]:
+def completions(
+    outputs: Sequence[Any], version: int, adapter: str | None, *, has_text: bool, tokenizer: Any = None
+) -> list[Completion]:
     """Every sample of vLLM's `RequestOutput`s, in prompt order, then sample order.
 
-    Without `has_text` vLLM has decoded nothing, and its texts, all empty, are none.
+    Without `has_text` vLLM has decoded nothing, and its texts, all empty, are none: with its `tokenizer` they are
+    decoded when they are read.
     Raises: `StaleWeights` where vLLM itself (from 0.33) names another version for some of the tokens;
     `FloatingPointError` for log-probabilities that are not numbers.
     """
     return [
-        _completion(prompt_index, output, sample, version, adapter, has_text=has_text)
+        _completion(
+            prompt_index, output, sample, version, adapter, text=_text(output, sample, tokenizer, has_text=has_text)
+        )
         for prompt_index, output in enumerate(outputs)
         for sample in sorted(output.outputs, key=lambda sample: sample.index)
     ]
 
 
+def _text(output: Any, sample: Any, tokenizer: Any, *, has_text: bool) -> str | Callable[[], str] | None:
+    if has_text or tokenizer is None:
+        return str(sample.text) if has_text else None
+    prompt, token_ids = tuple(output.prompt_token_ids), tuple(sample.token_ids)
+    if sample.finish_reason == "stop":
+        token_ids = token_ids[:-1]  # the stop token, of which vLLM shows nothing
+    return partial(continuation, tokenizer, prompt, token_ids)
+
+
 def _completion(
-    prompt_index: int, output: Any, sample: Any, version: int, adapter: str | None, *, has_text: bool
+    prompt_index: int,
+    output: Any,
+    sample: Any,
+    version: int,
+    adapter: str | None,
+    *,
+    text: str | Callable[[], str] | None,
 ) -> Completion:
     for span in getattr(sample, "weight_versions", None) or ():
         if span.version != str(version):
@@ -138,6 +177,6 @@ def _completion(
         finish_reason=sample.finish_reason or "abort",
         weights_version=version,
         adapter=adapter,
-        text=sample.text if has_text else None,
+        text=text,
         output=sample,
     )

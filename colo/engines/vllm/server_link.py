@@ -22,7 +22,7 @@ import torch
 
 from colo.engine import Completion, SamplingParams
 from colo.engines.common import check_count, check_prompts
-from colo.engines.sampling import row_seed
+from colo.engines.sampling import check_taken, row_seed
 from colo.engines.status import EngineStatus
 from colo.engines.vllm.calls import lives, pid_namespace
 from colo.engines.vllm.link import NamedAdapter, PauseMode, WorkerLink, answers_of, new_client
@@ -103,10 +103,14 @@ class ServerLink(WorkerLink):
         return answers_of(self._ask("POST", "/collective_rpc", body)["results"], self.status)
 
     def sampling_params(self, params: Any, options: Mapping[str, Any]) -> SamplingParams:
-        """`SamplingParams` from options by name, or as they are. Raises: `TypeError` for vLLM's own."""
+        """`SamplingParams` from options by name, or as they are.
+
+        Raises: `TypeError` for vLLM's own, `ValueError` for options that a server does not take.
+        """
         if params is not None and options:
             raise TypeError(f"give {sorted(options)} within the sampling parameters, or all options by name")
-        params = SamplingParams(**options) if params is None else params
+        if params is None:
+            params = SamplingParams(**check_taken(options, "a server", "leave it out, or start vLLM from here"))
         if not isinstance(params, SamplingParams):
             raise TypeError(f"a server takes colo.SamplingParams or options by name, not {type(params).__name__}")
         return params
@@ -124,7 +128,7 @@ class ServerLink(WorkerLink):
         check_logprobs(params, info.logprobs_mode, "start it with --logprobs-mode processed_logprobs")
         check_count(len(prompts), params.n)
         token_ids = [tuple(map(operator.index, prompt)) for prompt in prompts]
-        check_prompts(token_ids, info.vocab_size, info.max_length)
+        check_prompts(token_ids, info.vocab_size, info.max_length, or_else=", or start it with more --max-model-len")
         try:
             answers = self._server.ask_all("/v1/completions", self._requests(token_ids, params, adapter))
         except Silent as error:

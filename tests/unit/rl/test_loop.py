@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from peft import LoraConfig
 from transformers import AutoModelForCausalLM
 
 import colo
@@ -12,8 +13,12 @@ from colo.config import RuntimeConfig
 from colo.engine import Completion
 from colo.rl.loop import Batch, GRPOConfig, Problem, grpo, train_step
 from colo.rl.loss import Aggregation, GRPOLossConfig
+from colo.rl.reference import Reference
 from colo.units import MIB
+from colo.weights.sources.module import plain_name
+from tests.checkpoints import char_tokenizer, save_checkpoint
 from tests.models import tiny_qwen3
+from tests.runtimes import make_engine
 
 PROMPTS = [(5, 6, 7), (8, 9)]
 REWARDS = [1.0, 0.0, 0.25, 0.0]
@@ -247,3 +252,245 @@ def test_settings_have_least_values(name, least):
     with pytest.raises(ValueError, match=f"{name} must be at least {least}, but is {least - 1}"):
         GRPOConfig(**{name: least - 1})
     assert getattr(GRPOConfig(**{name: least}), name) == least
+
+
+def test_a_group_of_one_is_refused_with_the_reason():
+    with pytest.raises(ValueError, match="group_size must be at least 2, but is 1: advantages compare the completions"):
+        GRPOConfig(group_size=1)
+
+
+# ---- several rewards -------------------------------------------------------------------------------------------------
+
+CONFIG = GRPOConfig(group_size=2, max_tokens=3, seed=0)
+
+
+def shortness(prompts, completions, **columns):
+    return [1.0 / (1 + len(ids)) for ids in columns["completion_ids"]]
+
+
+def wanted(completions, token):
+    """Takes what it names only."""
+    return [ids.count(wanted) for ids, wanted in zip(completions, token, strict=True)]
+
+
+def with_tokens(num_steps=2):
+    return [
+        [Problem(prompt=prompt, columns={"token": token}) for prompt, token in zip(PROMPTS, (4, 7), strict=True)]
+        for _ in range(num_steps)
+    ]
+
+
+def test_rewards_are_added_with_their_weights_and_logged_by_name(rt, tmp_path):
+    seen, logged = [], []
+
+    def length(prompts, completions, completion_ids, token):
+        seen.append((prompts, token))
+        assert completions == completion_ids  # there is no tokenizer
+        return torch.tensor([float(len(ids)) for ids in completion_ids])
+
+    rewards = {"length": length, "wanted": wanted}
+    weights = {"length": 0.5, "wanted": -2}
+    steps = list(grpo(rt, with_tokens(), rewards, CONFIG, reward_weights=weights, log=logged.append))
+    assert seen == [([PROMPTS[0]] * 2 + [PROMPTS[1]] * 2, [4, 4, 7, 7])] * 2
+    assert logged == steps
+    for metrics in steps:
+        assert metrics["rewards/length"] == 3
+        assert metrics["reward"] == pytest.approx(1.5 - 2 * metrics["rewards/wanted"])
+    assert rt.trace.metrics["rewards/wanted"] == [metrics["rewards/wanted"] for metrics in steps]
+    assert "rewards/length" in rt.plot(tmp_path / "run.html").read_text()
+
+
+def test_rewards_have_names_of_their_own_and_weights_of_one(rt):
+    (metrics,) = grpo(rt, with_tokens(1), [shortness, wanted], CONFIG)
+    assert metrics["reward"] == pytest.approx(metrics["rewards/shortness"] + metrics["rewards/wanted"])
+
+
+def test_a_conversation_is_answered_by_a_message(tmp_path):
+    talk = [{"role": "user", "content": "1+2="}]
+    problems = [Problem(prompt=talk, columns={"sum": 3}), Problem(prompt="1+1=", columns={"sum": 2})]
+    seen = []
+
+    def reward(prompts, completions, completion_ids, **columns):
+        seen.extend(zip(prompts, completions, completion_ids, strict=True))
+        return [0.0] * len(prompts)
+
+    with colo.launch(save_checkpoint(tmp_path), device="cpu", config=RuntimeConfig(kv_cache_bytes=MIB)) as rt:
+        list(grpo(rt, [problems], {"none": reward}, CONFIG))
+    texts = [char_tokenizer().decode(ids, skip_special_tokens=True) for _, _, ids in seen]
+    replies = [[{"role": "assistant", "content": text}] for text in texts[:2]] + texts[2:]
+    assert [(prompt, reply) for prompt, reply, _ in seen] == list(zip([talk] * 2 + ["1+1="] * 2, replies, strict=True))
+
+
+# ---- a reference -----------------------------------------------------------------------------------------------------
+
+KL = GRPOLossConfig(kl_coefficient=0.5)
+
+
+def logprobs_of(model, completion):
+    ids = torch.tensor([completion.prompt_token_ids + completion.token_ids])
+    logprobs = model(input_ids=ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
+    return logprobs[len(completion.prompt_token_ids) - 1 :]
+
+
+def kl_by_hand(model, reference, completions):
+    """Mean over tokens of p_ref / p - log(p_ref / p) - 1."""
+    terms = []
+    for completion in completions:
+        ratio = logprobs_of(reference, completion).detach() - logprobs_of(model, completion)
+        terms.append(ratio.exp() - ratio - 1)
+    return torch.cat(terms).mean()
+
+
+@pytest.mark.parametrize("micro_batch_size", [1, 64])
+def test_the_kl_term_is_that_of_the_weights_as_they_were(rt, micro_batch_size):
+    config = GRPOConfig(group_size=2, micro_batch_size=micro_batch_size, loss=KL)
+    reference, frozen = Reference(rt.model), twin(rt)
+    assert reference.size_bytes == sum(p.nbytes for p in frozen.parameters())
+    with torch.no_grad():
+        for parameter in rt.model.parameters():
+            parameter += 0.02 * torch.randn_like(parameter)
+    expected, before = twin(rt), parameters(rt.model)
+    kl = kl_by_hand(expected, frozen, COMPLETIONS)
+    (KL.kl_coefficient * kl).backward()
+    with rt.train():
+        metrics = train_step(rt, COMPLETIONS, [1.0] * 4, config, reference)  # equal rewards: nothing but the KL term
+    assert metrics["kl"] == pytest.approx(float(kl.detach()), rel=1e-4)
+    assert metrics["loss"] == pytest.approx(KL.kl_coefficient * float(kl.detach()), rel=1e-4)
+    gradients = {name: p.grad for name, p in expected.named_parameters()}
+    for name, after in parameters(rt.model).items():
+        assert torch.allclose(before[name] - after, gradients[name], atol=1e-6), name
+    assert max(gradient.abs().max() for gradient in gradients.values()) > 1e-3
+
+
+@pytest.mark.parametrize("is_peft", [True, False], ids=["peft", "transformers"])
+def test_the_reference_of_an_adapter_is_the_model_without_it(is_peft):
+    lora = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    options = {"optimizer": sgd, "device": "cpu", "config": RuntimeConfig(kv_cache_bytes=MIB)}
+    torch.manual_seed(0)
+    if is_peft:
+        rt = colo.launch(tiny_qwen3(num_hidden_layers=2), lora=lora, **options)
+    else:
+        model = AutoModelForCausalLM.from_config(tiny_qwen3(num_hidden_layers=2))
+        model.add_adapter(lora)
+        engine = make_engine(config=tiny_qwen3(num_hidden_layers=2))
+        rt = colo.share(engine, model, sgd([p for p in model.parameters() if p.requires_grad]))
+    base = AutoModelForCausalLM.from_config(tiny_qwen3(num_hidden_layers=2))
+    weights = {plain_name(name): p for name, p in rt.model.state_dict().items() if "lora_" not in name}
+    base.load_state_dict(weights)
+    with torch.no_grad():
+        base_logprobs = logprobs_of(base, COMPLETIONS[0])
+    reference = Reference(rt.model)
+    assert reference.size_bytes == 0
+    trained = {name for name, p in rt.model.named_parameters() if p.requires_grad}
+    found = reference.run(lambda model: logprobs_of(model, COMPLETIONS[0]))
+    assert torch.allclose(found, base_logprobs, atol=1e-6)
+    assert not torch.allclose(found, logprobs_of(rt.model, COMPLETIONS[0]), atol=1e-3)
+    steps = list(grpo(rt, with_tokens(2), [shortness], GRPOConfig(group_size=2, max_tokens=3, seed=0, loss=KL)))
+    assert all(metrics["kl"] > 0 for metrics in steps)
+    assert {name for name, p in rt.model.named_parameters() if p.requires_grad} == trained
+    assert rt.weights_version == 2
+    rt.close()
+
+
+def test_a_kl_term_begins_at_zero_and_grows(rt):
+    config = GRPOConfig(group_size=4, max_tokens=5, seed=0, loss=KL)
+    steps = list(grpo(rt, batches(3), lambda completion, answer: float(completion.token_ids[0]), config))
+    assert steps[0]["kl"] == pytest.approx(0, abs=1e-6)
+    assert steps[2]["kl"] > 1e-5
+
+
+def test_dropout_is_off_in_the_reference_and_modes_are_kept(rt):
+    rt.model.train()
+    rt.model.model.layers[0].eval()
+    reference = Reference(rt.model)
+    assert reference.run(lambda model: any(module.training for module in model.modules())) is False
+    assert rt.model.training and not rt.model.model.layers[0].training
+
+
+def test_a_kl_term_without_a_reference_says_what_to_do(rt):
+    with rt.train(), pytest.raises(ValueError, match=r"needs a reference: make Reference\(rt.model\) before"):
+        train_step(rt, COMPLETIONS, REWARDS, GRPOConfig(group_size=2, loss=KL))
+
+
+def test_a_reference_that_the_host_cannot_hold_is_refused(rt, monkeypatch):
+    monkeypatch.setattr("colo.rl.reference.available_host_bytes", lambda: 1000)
+    with pytest.raises(colo.BudgetError, match=r"is a copy of the weights, .* of host memory, and .* train an adapter"):
+        grpo(rt, batches(1), wants_token_4, GRPOConfig(loss=KL))
+
+
+# ---- bad input -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("second", "words"),
+    [
+        ([], "batch 1: it is empty"),
+        ([Problem(prompt=())], "batch 1: prompt 0 is empty: .* give it at least one token"),
+        (
+            [Problem(prompt=(1,)), Problem(prompt=(1,) * 64)],
+            "batch 1: prompt 1 has 64 tokens, .* 64 positions: shorten",
+        ),
+        ([Problem(prompt=(64,))], "batch 1: prompt 0 has token id 64, outside the vocabulary of 64"),
+        ([Problem(prompt="1+2=")], "batch 1: prompts are texts, but the runtime has no tokenizer"),
+    ],
+    ids=["batch", "empty", "long", "token", "text"],
+)
+def test_bad_prompts_are_refused_before_anything_is_sampled(rt, second, words):
+    scored = []
+    with pytest.raises(ValueError, match=words):
+        grpo(rt, [batches(1)[0], second], lambda completion, answer: scored.append(1) or 0.0, CONFIG)
+    with pytest.raises(ValueError, match=words):
+        list(grpo(rt, iter([batches(1)[0], second]), lambda completion, answer: scored.append(1) or 0.0, CONFIG))
+    assert len(scored) == 4  # of the first batch, where the second was not there yet
+    assert rt.weights_version == 1
+
+
+def test_what_is_no_problem_is_refused(rt):
+    with pytest.raises(TypeError, match=r"batch 0: it holds a dict: give Problem\(prompt=..., answer=...\)"):
+        grpo(rt, [[{"prompt": (1,)}]], wants_token_4, CONFIG)
+
+
+def test_a_reward_that_needs_a_column_which_is_not_there_is_refused_at_once(rt):
+    problems = [[Problem(prompt=(1,), columns={"token": 3})], [Problem(prompt=(1,), columns={"tokens": 3})]]
+    with pytest.raises(ValueError, match="batch 1: reward 'wanted' takes token, and of columns the dataset has tokens"):
+        grpo(rt, problems, [wanted], CONFIG)
+
+    def right(completions, answer):
+        return [0.0] * len(completions)
+
+    with pytest.raises(ValueError, match="batch 0: reward 'right' takes answer, and of columns the dataset has none"):
+        grpo(rt, [[Problem(prompt=(1,))]], [right], CONFIG)
+    assert len(list(grpo(rt, [[Problem(prompt=(1,), answer=2)]], [right], CONFIG))) == 1
+
+
+@pytest.mark.parametrize("value", [None, "1", math.nan, math.inf])
+@pytest.mark.parametrize("several", [True, False])
+def test_a_bad_reward_is_named_with_its_step_and_trains_nothing(rt, value, several):
+    steps = []
+
+    def odd(completion, answer):
+        return value if len(steps) else 0.5
+
+    def strange(prompts, completions, **columns):
+        return [1.0, 0.0, 0.5, 1.0] if not steps else [1.0, 0.0, value, 1.0]
+
+    run = grpo(rt, batches(2), {"odd": strange} if several else odd, CONFIG, log=steps.append)
+    next(run)
+    before = parameters(rt.model)
+    with pytest.raises(ValueError, match=f"reward 'odd' returned {value!r} for completion . of 4 at step 2: return a"):
+        next(run)
+    assert all(torch.equal(before[name], after) for name, after in parameters(rt.model).items())
+    assert rt.weights_version == 1
+    assert len(list(grpo(rt, batches(1), wants_token_4, CONFIG))) == 1  # the runtime goes on
+
+
+def test_an_error_of_a_reward_names_it_its_step_and_its_line(rt):
+    def broken(prompts, completions, **columns):
+        return [{}["solution"]]
+
+    with pytest.raises(
+        ValueError, match=r"reward 'broken' raised KeyError at step 1: 'solution' \(test_loop.py, line "
+    ) as caught:
+        list(grpo(rt, batches(1), [broken], CONFIG))
+    assert isinstance(caught.value.__cause__, KeyError)
+    assert rt.weights_version == 0

@@ -27,6 +27,7 @@ from colo.engines.embedded.layout import Adapters
 from colo.engines.embedded.torch import TorchEngine
 from colo.memory.offload import Mover
 from colo.units import MIB
+from tests.checkpoints import char_tokenizer, save_checkpoint
 from tests.models import tiny_qwen3
 from tests.runtimes import PROMPTS
 
@@ -84,6 +85,52 @@ def test_one_prompt_is_not_taken_for_many(rt):
             rt.generate(prompt)
     with pytest.raises(TypeError):
         rt.generate([[1.5]])
+
+
+def test_conversations_encodings_and_tensors_are_the_prompts_that_they_encode(tmp_path):
+    talks = [[{"role": "user", "content": text}] for text in ("1+2=", "7")]
+    with colo.launch(save_checkpoint(tmp_path), device="cpu", config=colo.RuntimeConfig(kv_cache_bytes=MIB)) as rt:
+        template = rt.tokenizer.apply_chat_template
+        ids = [template(talk, add_generation_prompt=True, return_dict=False) for talk in talks]
+        options = {"max_tokens": 4, "temperature": 0}
+        expected = rt.generate(ids, **options)
+        encoding = template(talks, add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True)
+        for prompts in (talks, encoding, map(torch.tensor, ids)):
+            assert rt.generate(prompts, **options) == expected
+        assert rt.generate(talks[0], **options) == expected[:1]
+        neutral = {"repetition_penalty": 1.0, "top_k": -1, "min_p": 0.0, "logit_bias": None, "guided": None}
+        assert rt.generate(talks, **neutral, **options) == expected
+        with pytest.raises(ValueError, match="does not take repetition_penalty"):
+            rt.generate(talks, repetition_penalty=1.2)
+        with pytest.raises(ValueError, match="prompt 1 is empty: there is nothing to continue; give it at least one"):
+            rt.generate(["1", ""])
+        with pytest.raises(ValueError, match="prompt 0 has 68 tokens, the model knows 64 positions: shorten it"):
+            rt.generate([{"role": "user", "content": "1" * 65}])
+        with pytest.raises(colo.Unsupported, match="message 0 of prompt 0 has a part of type 'image'"):
+            rt.generate([{"role": "user", "content": [{"type": "image"}]}])
+
+
+def test_texts_are_decoded_when_they_are_read(tmp_path):
+    config = colo.RuntimeConfig(kv_cache_bytes=MIB)
+    with colo.launch(save_checkpoint(tmp_path), device="cpu", config=config, tokenizer=Counting()) as rt:
+        completions = rt.generate(["1+2=", "7"], n=2, max_tokens=4)
+        assert rt.tokenizer.num_decoded == 0
+        assert completions[3].text == char_tokenizer().decode(completions[3].token_ids, skip_special_tokens=True)
+        assert rt.tokenizer.num_decoded == 1
+
+
+class Counting:
+    """Counts the texts that it decodes."""
+
+    def __init__(self) -> None:
+        self.num_decoded = 0
+
+    def __call__(self, text: str) -> Any:
+        return char_tokenizer()(text)
+
+    def decode(self, token_ids: Any, **options: Any) -> str:
+        self.num_decoded += 1
+        return str(char_tokenizer().decode(token_ids, **options))
 
 
 def test_a_callers_autocast_does_not_change_what_is_sampled(rt):

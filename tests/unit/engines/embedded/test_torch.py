@@ -217,6 +217,29 @@ def test_sampling_that_it_does_not_have_is_refused_by_name(make_engine):
     assert engine.sampling_params(SamplingParams(n=2), seed=None) == SamplingParams(n=2)
 
 
+def test_sampling_options_that_change_nothing_are_taken(make_engine):
+    engine = make_engine()
+    neutral = {"repetition_penalty": 1.0, "presence_penalty": 0, "min_tokens": 0, "stop": [], "logit_bias": None}
+    neutral |= {
+        "guided": None,
+        "structured_outputs": None,
+        "skip_special_tokens": True,
+        "logprobs": 0,
+        "detokenize": None,
+    }
+    assert engine.sampling_params(**neutral, min_p=0.0, top_k=-1, n=2) == SamplingParams(n=2)
+    assert engine.sampling_params(SamplingParams(top_k=3), top_k=-1).top_k == 0
+    for name, value in (("repetition_penalty", 1.1), ("stop", ["x"]), ("logit_bias", {1: 2.0}), ("guided", "json")):
+        with pytest.raises(ValueError, match=f"the embedded engine does not take {name}, but n, .*use vLLM"):
+            engine.sampling_params(**neutral | {name: value})
+    with pytest.raises(
+        ValueError, match="the embedded engine does not take temprature, but n, max_tokens, temperature"
+    ):
+        engine.sampling_params(temprature=1.0)
+    with pytest.raises(ValueError, match="top_k must be 0 .all. or positive, but is -2"):
+        engine.sampling_params(top_k=-2)
+
+
 def test_what_a_trainer_writes_is_what_the_next_call_computes_with(make_engine):
     engine, trainer = make_engine(), make_reference(QWEN3, seed=5)
     engine.share_weights()

@@ -123,11 +123,24 @@ class Link(InProcessLink):
             max_model_len=10,
         )
         llm_engine = SimpleNamespace(has_unfinished_requests=lambda: False)
-        self.llm = SimpleNamespace(llm_engine=llm_engine, generate=lambda *_, **__: [output(sample(0))])
+        self.asked = []
+        self.llm = SimpleNamespace(llm_engine=llm_engine, generate=self._answer, get_tokenizer=Letters)
+
+    def _answer(self, inputs, params, **options):
+        self.asked.append(params)
+        return [output(sample(0))]
+
+
+class Letters:
+    """A tokenizer to which every token is a letter."""
+
+    def decode(self, token_ids, skip_special_tokens):
+        return "".join(chr(97 + token) for token in token_ids)
 
 
 @pytest.mark.parametrize(
-    ("detokenize", "skip_tokenizer_init", "text"), [(True, False, ""), (False, False, None), (True, True, None)]
+    ("detokenize", "skip_tokenizer_init", "text"),
+    [(True, False, ""), (False, False, "fh"), (True, True, None), (False, True, None)],
 )
 def test_an_empty_text_is_told_from_none(vllm, detokenize, skip_tokenizer_init, text):
     params = vllm.SamplingParams(detokenize=detokenize)
@@ -146,3 +159,45 @@ def test_parameters_for_each_prompt_are_refused(vllm):
     own = vllm.SamplingParams(n=3)
     assert sampling_params(own, {}).n == 3
     assert own.logprobs is None
+
+
+# ---- what is asked of vLLM ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "detokenize"),
+    [
+        ({"max_tokens": 3}, False),
+        ({"stop": []}, True),
+        ({"stop": ["x"]}, True),
+        ({"skip_special_tokens": False}, True),
+        ({"detokenize": True}, True),
+        ({"detokenize": None, "stop": None}, False),
+    ],
+    ids=str,
+)
+def test_vllm_decodes_only_where_an_option_asks_for_it(vllm, options, detokenize):
+    assert sampling_params(None, options).detokenize is detokenize
+    assert sampling_params(vllm.SamplingParams(), {}).detokenize
+
+
+def test_colos_parameters_are_decoded_by_colo(vllm):
+    link = Link()
+    (found,) = link.generate([[1, 2]], SamplingParams(max_tokens=2), version=3, adapter=None)
+    assert [params.detokenize for params in link.asked] == [False]
+    assert found.text == "fh"
+
+
+def test_a_stop_token_is_not_part_of_the_text():
+    stopped = output(sample(0, finish_reason="stop"))
+    (found,) = completions([stopped], 3, None, has_text=False, tokenizer=Letters())
+    assert (found.text, found.token_ids) == ("f", (5, 7))
+
+
+def test_options_that_change_nothing_may_be_others_than_vllms(vllm):
+    neutral = {"guided": None, "guided_decoding": None, "best_of": 1, "use_beam_search": False, "length_penalty": 1.0}
+    neutral |= {"logit_bias": None, "repetition_penalty": None}
+    assert sampling_params(None, neutral) == sampling_params(None, {})
+    with pytest.raises(TypeError, match="length_penalty"):
+        sampling_params(None, {"length_penalty": 0.5})
+    assert sampling_params(None, {"repetition_penalty": 1.5}).repetition_penalty == 1.5

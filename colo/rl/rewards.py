@@ -1,0 +1,149 @@
+"""What rewards a step, checked before anything is trained on it: functions of all prompts and completions at once.
+
+    def brevity(prompts, completions, **columns) -> list[float]: ...
+
+They are called with keywords, as TRL calls its own. Knows nothing of runtimes, models or datasets.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from numbers import Real
+from pathlib import Path
+from traceback import extract_tb
+from typing import Any, TypeAlias
+
+RewardFunction: TypeAlias = Callable[..., Any]
+"""Called as `f(prompts=[...], completions=[...], **columns)`; returns one number for each completion.
+
+Of the columns a function without `**` gets those that it names. Completions are texts, or, to a conversation, a list of
+one message each; `completion_ids` are their tokens.
+"""
+
+_ALWAYS = ("prompts", "completions")
+
+
+def named_rewards(
+    functions: RewardFunction | Iterable[RewardFunction] | Mapping[str, RewardFunction],
+) -> dict[str, Any]:
+    """Reward functions by name, by default their own. Raises: `TypeError`, `ValueError` for none or two of a name."""
+    if callable(functions):
+        functions = [functions]
+    if not isinstance(functions, Mapping):
+        pairs = [(getattr(function, "__name__", type(function).__name__), function) for function in functions]
+        names = [name for name, _ in pairs]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(
+                f"several rewards are called {', '.join(twice)}: name them, as in {{'short': f, 'right': g}}"
+            )
+        functions = dict(pairs)
+    if not functions:
+        raise ValueError("there is no reward: give at least one function")
+    for name, function in functions.items():
+        if not callable(function):
+            raise TypeError(f"reward {name!r} is not a function, but {function!r:.200}")
+    return dict(functions)
+
+
+def check_weights(names: Iterable[str], weights: Mapping[str, Any] | None) -> dict[str, float]:
+    """The weight of each reward, 1 where none is given. Raises: `ValueError` for another name, or no finite number."""
+    found = dict.fromkeys(names, 1.0)
+    for name, weight in (weights or {}).items():
+        if name not in found:
+            raise ValueError(f"there is a weight for reward {name!r}, but rewards are {', '.join(found)}")
+        if not isinstance(weight, Real) or not math.isfinite(weight):
+            raise ValueError(f"the weight of reward {name!r} must be a finite number, not {weight!r}")
+        found[name] = float(weight)
+    return found
+
+
+def check_columns(name: str, function: RewardFunction, columns: Iterable[str]) -> None:
+    """Raise `ValueError` where a reward needs something that is neither a prompt, a completion nor a column."""
+    there = [*columns]
+    needed = [p.name for p in _parameters(function) if p.default is p.empty and p.kind in _BY_NAME]
+    if missing := [wanted for wanted in needed if wanted not in (*_ALWAYS, "completion_ids", *there)]:
+        has = f"has {', '.join(there)}" if there else "has none"
+        raise ValueError(
+            f"reward {name!r} takes {', '.join(missing)}, and of columns the dataset {has}: rename the column or the "
+            "parameter, or give it a default; rewards are called as f(prompts=..., completions=..., **columns)"
+        )
+
+
+def call_reward(
+    name: str,
+    function: RewardFunction,
+    *,
+    prompts: Sequence[Any],
+    completions: Sequence[Any],
+    columns: Mapping[str, Sequence[Any]],
+    step: int | None = None,
+) -> list[float]:
+    """One number for each completion. Raises: `ValueError` as `check_rewards`, and where the function raises."""
+    given = {"prompts": prompts, "completions": completions, **columns}
+    parameters = _parameters(function)
+    if parameters and not any(p.kind is p.VAR_KEYWORD for p in parameters):
+        given = {p.name: given[p.name] for p in parameters if p.name in given}
+    return checked_call(name, lambda: function(**given), len(completions), step=step)
+
+
+def checked_call(name: str, call: Callable[[], Any], expected: int, *, step: int | None = None) -> list[float]:
+    """The rewards that `call` returns. Raises: `ValueError` as `check_rewards`, and where it raises: at which line."""
+    try:
+        values = call()
+    except Exception as error:
+        last = extract_tb(error.__traceback__)[-1]
+        raise ValueError(
+            f"reward {name!r} raised {type(error).__name__}{_at(step)}: {error} ({Path(last.filename).name}, line "
+            f"{last.lineno}). Mend it, or have it return a number for what it cannot score"
+        ) from error
+    return check_rewards(name, values, expected, step=step)
+
+
+def check_rewards(
+    name: str, values: Any, expected: int, *, step: int | None = None, allow_none: bool = False
+) -> list[float]:
+    """The values of a reward function as numbers; `step` is named in errors.
+
+    With `allow_none` a `None`, by which TRL means that a reward does not apply, becomes NaN.
+    Raises: `ValueError` for anything but a list, tensor or array of `expected` finite numbers.
+    """
+    wanted = f"return a list of {expected} numbers, one for each completion"
+    if hasattr(values, "tolist"):
+        values = values.tolist()
+    if isinstance(values, (str, bytes, Mapping)) or not isinstance(values, Iterable):
+        raise ValueError(f"reward {name!r} returned {values!r:.100}{_at(step)}: {wanted}")
+    found = list(values)
+    if len(found) != expected:
+        raise ValueError(
+            f"reward {name!r} returned {len(found)} values for {expected} completions{_at(step)}: {wanted}"
+        )
+    for index, value in enumerate(found):
+        if hasattr(value, "item") and not getattr(value, "ndim", 0):
+            value = value.item()
+        if value is None and allow_none:
+            found[index] = math.nan
+        elif not isinstance(value, Real) or not math.isfinite(value):
+            raise ValueError(
+                f"reward {name!r} returned {value!r:.100} for completion {index} of {expected}{_at(step)}: return a "
+                "finite number, such as 0.0 for what cannot be scored"
+            )
+        else:
+            found[index] = float(value)
+    return found
+
+
+_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_ONLY)
+
+
+def _parameters(function: RewardFunction) -> list[inspect.Parameter]:
+    """What a function takes; nothing where that cannot be found out."""
+    try:
+        return list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):
+        return []
+
+
+def _at(step: int | None) -> str:
+    return "" if step is None else f" at step {step}"
