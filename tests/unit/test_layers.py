@@ -7,7 +7,7 @@ import colo
 
 ROOT = Path(colo.__file__).parent
 LAYERS = [
-    ["errors", "units"],
+    ["errors", "log", "misfits", "units"],
     ["config"],
     ["phases"],
     ["memory"],

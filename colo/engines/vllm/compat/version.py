@@ -9,7 +9,9 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
+from colo.engines.vllm.compat.log import logs_to_file
 from colo.errors import Unsupported
+from colo.misfits import named_misfits
 
 TESTED = ("0.26.0", "0.30.0", "0.31.0", "0.32.0")
 
@@ -39,7 +41,7 @@ def import_apart() -> None:
     """
     if "vllm.entrypoints.llm" in sys.modules:
         return
-    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="colo-import") as pool:
+    with logs_to_file(), named_misfits(), ThreadPoolExecutor(max_workers=1, thread_name_prefix="colo-import") as pool:
         pool.submit(import_module, "vllm.entrypoints.llm").result()
 
 
@@ -61,6 +63,7 @@ def require_packing() -> None:
 
     vLLM: 0.28 and later, where PR #43529 has moved bitsandbytes to a plug-in; 0.26 has it built in. Delete with 0.26.
     """
+    import_apart()
     from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS
     from vllm.plugins import load_general_plugins
 
