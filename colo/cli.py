@@ -22,6 +22,7 @@ from rich.markup import escape
 from colo.cli_grpo import grpo
 from colo.cli_options import device_option, file_option, json_option, require_vllm, size_option
 from colo.errors import ColoError
+from colo.log import waiting
 
 out = Console()
 err = Console(stderr=True)
@@ -38,7 +39,8 @@ def main() -> None:
         error.show()
         sys.exit(error.exit_code)
     except (ColoError, ValueError, OSError) as error:
-        err.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
+        words = "\n".join([str(error), *getattr(error, "__notes__", ())])
+        err.print(f"[bold red]error:[/] {escape(words)}", highlight=False, soft_wrap=True)
         sys.exit(1)
     sys.exit(code if isinstance(code, int) else 0)
 
@@ -76,19 +78,12 @@ def demo(
     """
     if engine == "vllm":
         require_vllm("--engine vllm")
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
     from colo.bench.common import machine, versions
     from colo.demo import run
+    from colo.report.live import LiveTable
     from colo.report.timeline import memory_timeline
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with _one_thread(), Progress(*columns, console=out, transient=True) as progress:
-        task = progress.add_task("warming up", total=steps)
-
-        def on_step(metrics: dict[str, float]) -> None:
-            progress.update(task, advance=1, description=f"reward {metrics['reward']:.2f}")
-
+    with _one_thread(), LiveTable(steps, console=out) as table:
         result = run(
             steps=steps,
             engine=engine,
@@ -97,7 +92,7 @@ def demo(
             mode=mode,
             seed=seed,
             tell=out.print,
-            on_step=on_step,
+            on_step=table.update,
         )
     rt = result.runtime
     try:
@@ -301,8 +296,8 @@ def bench_logprob(device: str, json_path: Path | None) -> None:
 def _run_bench(run: Callable[[Callable[[str], None]], Any], json_path: Path | None) -> None:
     from colo.bench.common import rows_tables
 
-    with err.status("measuring") as status:
-        measured = run(lambda part: status.update(f"measuring {part}"))
+    with waiting("measuring", err) as update:
+        measured = run(lambda part: update(f"measuring {part}"))
     for table in rows_tables(measured, width=out.width):
         out.print(table)
     _write_json(json_path, measured.to_json())

@@ -139,11 +139,18 @@ def run(
     try:
         for metrics in grpo(rt, _batches(steps, seed), reward, config):
             rewards.append(metrics["reward"])
-            on_step(metrics)
+            on_step(metrics | _pace(rt, metrics))
         return _result(rt, mode, rewards, time.perf_counter() - start_s, base)
     except BaseException:
         rt.close()
         raise
+
+
+def _pace(rt: Runtime, metrics: dict[str, float]) -> dict[str, float]:
+    """Tokens a second of the last rollout, and the most bytes that were on the device so far."""
+    rollout = next(s for s in reversed(rt.trace.spans) if s.category == "phase" and s.phase is Phase.ROLLOUT)
+    num_tokens = metrics["completion_tokens"] * PROBLEMS_PER_STEP * GROUP_SIZE
+    return {"tokens_per_s": num_tokens / rollout.duration_s, "device_bytes": float(rt.trace.peak_bytes())}
 
 
 def reward(completion: Completion, answer: str) -> float:

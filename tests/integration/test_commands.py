@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -61,6 +62,7 @@ def test_demo_writes_what_it_promises(colo, tmp_path):
     assert min(found["seconds"].values()) > 0
     assert html.read_text().lower().startswith("<!doctype html>")
     assert "0 B copied" in out
+    assert re.search(r"^step 2/2  reward \d\.\d\d  length .* mismatch .* tokens/s .* GiB 0.00  left 0:00$", out, re.M)
     assert f"reward: {sum(found['rewards']) / 2:.2f}" in out
 
 

@@ -39,4 +39,6 @@ def test_two_steps_keep_every_promise_but_learning(run_demo, mode):
     assert (result.engine, result.device, result.mode) == ("torch", "cpu", mode)
     assert [metrics["reward"] for metrics in steps] == result.rewards
     assert all(metrics["mismatch"] < 1e-5 for metrics in steps)
+    assert all(metrics["tokens_per_s"] > 0 for metrics in steps)
+    assert steps[-1]["device_bytes"] == result.peak_bytes
     assert 0 < result.rewards[0] < 0.5
