@@ -26,7 +26,7 @@ def served() -> Iterator[list[str]]:
     """Architectures that the embedded engine serves; how many is printed at the end (`pytest -rA`)."""
     names: list[str] = []
     yield names
-    tried = len(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - len(LEFT_OUT)
+    tried = len(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() - LEFT_OUT.keys())
     sys.stdout.write(
         f"the embedded engine serves {len(names)} of {tried} architectures, and refuses {len(REFUSED)} by name"
     )

@@ -22,6 +22,9 @@ CONFIG = "VLLM_LOGGING_CONFIG_PATH"
 FORMAT = "%(levelname)s %(asctime)s [%(processName)s %(process)d] [%(fileinfo)s:%(lineno)d] %(message)s"
 ERROR = re.compile(r"(?:ERROR|CRITICAL) \S+ \S+ \[.*?\] \[.*?\] ?(.*\S)")
 
+EXCEPTION = re.compile(r"[\w.]+(?:Error|Exception|Exit|Interrupt|Unsupported): ")
+"""How the last line of a traceback begins; what follows it, such as that other processes end, says less."""
+
 
 @contextmanager
 def logs_to_file() -> Iterator[None]:
@@ -70,15 +73,15 @@ def log_file() -> Path:
 
 
 def last_error(path: Path, begins_at: int = 0) -> str | None:
-    """The last line of an error in the log, from a byte on.
+    """The last exception in the log, from a byte on, or else the last line of an error.
 
     vLLM: Every version. Stays.
     """
     with path.open("rb") as file:
         file.seek(begins_at)
         lines = file.read().decode(errors="replace").splitlines()
-    found = (match[1] for line in reversed(lines) if (match := ERROR.match(line)))
-    return next(found, None)
+    errors = [match[1] for line in reversed(lines) if (match := ERROR.match(line))]
+    return next(filter(EXCEPTION.match, errors), errors[0] if errors else None)
 
 
 def _is_ours() -> bool:

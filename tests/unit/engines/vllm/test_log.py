@@ -95,10 +95,12 @@ def test_an_error_names_the_file_and_its_last_error_of_this_start(messages, tmp_
         with vllm_log.told_start(own_process=True):
             with path.open("a") as file:
                 file.write(LINE.format("ERROR", "Traceback:") + LINE.format("ERROR", "ValueError: no such dtype"))
-                file.write(LINE.format("INFO", "bye"))
+                file.write(LINE.format("ERROR", "Worker died unexpectedly") + LINE.format("INFO", "bye"))
             raise RuntimeError("Engine core initialization failed")
     assert caught.value.__notes__ == [f"vLLM's log is {path}; its last error: ValueError: no such dtype"]
     assert len(messages()) == 1
+    path.write_text(LINE.format("ERROR", "the first") + LINE.format("CRITICAL", "Worker died unexpectedly"))
+    assert vllm_log.last_error(path) == "Worker died unexpectedly"
     with pytest.raises(RuntimeError) as caught, vllm_log.told_start(own_process=True):
         raise RuntimeError("no line of the log")
     assert caught.value.__notes__ == [f"vLLM's log is {path}"]
