@@ -62,21 +62,20 @@ _MODULES = ("optim", "rl", "trl")
 def __getattr__(name: str) -> Any:
     import importlib
 
-    if name in _LAZY:
-        from colo.misfits import named_misfits
-
-        with named_misfits():
-            return getattr(importlib.import_module(_LAZY[name]), name)
     if name == "__version__":
         return _version()
-    if name in _MODULES:
-        try:
+    try:
+        if name in _LAZY:
+            from colo.misfits import named_misfits
+
+            with named_misfits():
+                return getattr(importlib.import_module(_LAZY[name]), name)
+        if name in _MODULES:
             return importlib.import_module(f"colo.{name}")
-        except ModuleNotFoundError as error:
-            if error.name == "trl":
-                raise Unsupported("colo.trl needs TRL, which is not installed: pip install 'colo-rl[trl]'") from error
-            if error.name != f"colo.{name}":
-                raise
+    except ModuleNotFoundError as error:
+        if error.name == "trl":
+            raise Unsupported(f"colo.{name} needs TRL, which is not installed: pip install 'colo-rl[trl]'") from error
+        raise
     raise AttributeError(f"module 'colo' has no attribute {name!r}")
 
 

@@ -28,10 +28,10 @@ SHAPES = {
 """Qwen3's, with random weights."""
 
 SIDES = {
-    "TRL colocate, fp32 as it loads": {"stock": True, "dtype": None},
+    "colo's flag, bf16 with fp32 masters": {"stock": False, "dtype": "bfloat16"},
     "TRL colocate, bf16": {"stock": True, "dtype": "bfloat16"},
     "TRL colocate, bf16, sleep mode": {"stock": True, "dtype": "bfloat16", "vllm_enable_sleep_mode": True},
-    "colo's flag, bf16 with fp32 masters": {"stock": False, "dtype": "bfloat16"},
+    "TRL colocate, fp32 as it loads": {"stock": True, "dtype": None},
 }
 
 
