@@ -167,6 +167,7 @@ def main() -> None:
     parser.add_argument("--kv-cache-mib", type=int, default=8192)
     parser.add_argument("--engine", default="vllm")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--sides", default="", help="only those whose name contains this")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--side", help=argparse.SUPPRESS)
@@ -175,7 +176,7 @@ def main() -> None:
     if options.side:
         print("RESULT " + json.dumps(run_side(options.side, options.folder, options)), flush=True)
         return
-    sides = [name for name in SIDES if options.device == "cuda" or not SIDES[name]["stock"]]
+    sides = [n for n in SIDES if options.sides in n and (options.device == "cuda" or not SIDES[n]["stock"])]
     rows = []
     with tempfile.TemporaryDirectory() as place:
         folder = checkpoint(options.shape, Path(place) / "model")
