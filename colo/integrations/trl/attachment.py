@@ -9,8 +9,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from colo.assembly.check import check
 from colo.assembly.share import share
 from colo.config import RuntimeConfig
@@ -20,8 +18,9 @@ from colo.errors import Unsupported
 from colo.integrations.trl.contract import check_contract, check_trainer
 from colo.integrations.trl.generation import ColoGeneration
 from colo.integrations.trl.phases import PhaseCallback, watch_forwards
+from colo.integrations.trl.rewards import checked
 from colo.runtime import Runtime
-from colo.trainer.master_weights import MasterWeights
+from colo.trainer.master_weights import MasterWeightsOptimizer
 from colo.trainer.optimizer_state import unwrapped
 
 logger = logging.getLogger(__name__)
@@ -41,7 +40,7 @@ def attach(
     runtime that is returned is `trainer.colo` too; `trainer.colo.close()`, or `detach(trainer)`, gives its memory back
     and leaves the trainer as it was made. `engine` is "vllm", "torch" (the embedded one), or an engine that runs
     already, as `colo.share` takes it; vLLM runs in this process unless `engine_options` has `own_process=True`, and a
-    process that ends is started again in the middle of a step. An optimizer that the trainer has not made yet is made
+    process that ends is started again in the middle of a step. Rewards that are not finite numbers are refused. An optimizer that the trainer has not made yet is made
     now, with fp32 masters (`MasterWeights`) where weights that train are in 16 bits. With `seeded` every rollout draws
     from a seed of its own, by run and step, so that a resumed run draws what the first would have; vLLM then draws for
     each sequence apart, which is slower.
@@ -123,6 +122,10 @@ def _set(trainer: Any, rt: Runtime, generation: ColoGeneration) -> None:
         "use_vllm": True,
         "vllm_mode": "colocate",
         "_last_loaded_step": -1,
+        "reward_funcs": [
+            checked(reward, name, trainer)
+            for reward, name in zip(trainer.reward_funcs, trainer.reward_func_names, strict=True)
+        ],
     }
     before = {name: getattr(trainer, name) for name in new if hasattr(trainer, name)}
     for name, value in new.items():
@@ -151,11 +154,17 @@ def _make_optimizer(trainer: Any) -> None:
     if made is None and in_16_bits:
         known = trainer.optimizer_cls_and_kwargs
         kind, options = known or trainer.get_optimizer_cls_and_kwargs(trainer.args, model)
+        if not isinstance(kind, type):
+            raise Unsupported(
+                f"optim={trainer.args.optim!r} makes several optimizers, and colo keeps fp32 masters for one: load the "
+                "model in float32, or take another optim"
+            )
 
-        def with_masters(groups: Any, **given: Any) -> torch.optim.Optimizer:
-            return MasterWeights(lambda params: kind(params, **given))(groups)
+        class WithMasters(MasterWeightsOptimizer):  # a class, since transformers takes a function for a factory
+            def __init__(self, groups: Any, **given: Any) -> None:
+                super().__init__(groups, lambda params: kind(params, **given))
 
-        trainer.optimizer_cls_and_kwargs = with_masters, options
+        trainer.optimizer_cls_and_kwargs = WithMasters, options
         try:
             trainer.create_optimizer()
         finally:

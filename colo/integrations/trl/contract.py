@@ -20,6 +20,8 @@ READ_OF_TRAINER = (
     "num_generations",
     "processing_class",
     "repetition_penalty",
+    "reward_func_names",
+    "reward_funcs",
     "state",
     "temperature",
     "top_k",

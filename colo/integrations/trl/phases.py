@@ -42,14 +42,15 @@ class PhaseCallback(TrainerCallback):  # type: ignore[misc]
     def on_train_begin(self, args: Any, *_: Any, **__: Any) -> None:
         """Take over how many backward passes a step has: it may be another than when the trainer was attached."""
         self._runtime.accumulation_steps = args.gradient_accumulation_steps
+        self._since_s, self._sent_bytes = self._runtime.trace.now_s(), self._runtime.bytes_synced
 
     def on_step_end(self, args: Any, *_: Any, **__: Any) -> None:
         """Leave only where a rollout follows: what left for it would come back unused for another step."""
-        self._add_metrics()
         every = getattr(args, "steps_per_generation", None) or args.gradient_accumulation_steps
         every *= getattr(self._trainer, "num_iterations", 1)
         if getattr(self._trainer, "_step", 0) % every == 0:
             self._runtime.enter(None)
+        self._add_metrics()
 
     def on_evaluate(self, *_: Any, **__: Any) -> None:
         """Leave the phase that evaluation was in."""
