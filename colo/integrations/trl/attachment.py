@@ -40,10 +40,10 @@ def attach(
     runtime that is returned is `trainer.colo` too; `trainer.colo.close()`, or `detach(trainer)`, gives its memory back
     and leaves the trainer as it was made. `engine` is "vllm", "torch" (the embedded one), or an engine that runs
     already, as `colo.share` takes it; vLLM runs in this process unless `engine_options` has `own_process=True`, and a
-    process that ends is started again in the middle of a step. Rewards that are not finite numbers are refused. An optimizer that the trainer has not made yet is made
-    now, with fp32 masters (`MasterWeights`) where weights that train are in 16 bits. With `seeded` every rollout draws
-    from a seed of its own, by run and step, so that a resumed run draws what the first would have; vLLM then draws for
-    each sequence apart, which is slower.
+    process that ends is started again in the middle of a step. Rewards that are not finite numbers are refused. An
+    optimizer that the trainer has not made yet is made now, with fp32 masters (`MasterWeights`) where weights that
+    train are in 16 bits. With `seeded` every rollout draws from a seed of its own, by run and step, so that a resumed
+    run draws what the first would have; vLLM then draws for each sequence apart, which is slower.
 
     The engine's sampling is the trainer's: `temperature`, `top_p`, `top_k`, `min_p`, `repetition_penalty`,
     `max_completion_length`, `generation_kwargs` and `vllm_structured_outputs_regex`.

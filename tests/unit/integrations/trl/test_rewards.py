@@ -1,0 +1,68 @@
+import functools
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from colo.integrations.trl.rewards import checked
+
+TRAINER = SimpleNamespace(state=SimpleNamespace(global_step=3))
+GOOD = [[1.0, 0.0], [1, True], [None, 0.5], [None, None], (0.1, 0.2), torch.ones(2), [torch.tensor(1.0), 0]]
+
+
+def run(returned, **options):
+    def mine(prompts, completions, **_):
+        return returned
+
+    return checked(mine, "mine", TRAINER)(prompts=["a", "b"], completions=["c", "d"], **options)
+
+
+@pytest.mark.parametrize("returned", GOOD, ids=str)
+def test_what_trl_takes_is_handed_on_as_it_is(returned):
+    assert run(returned, answer=["e", "f"]) is returned
+
+
+@pytest.mark.parametrize(
+    ("returned", "error", "words"),
+    [
+        ([1.0], ValueError, "returned 1 values for 2 completions"),
+        (["1", 1.0], TypeError, "returned '1' for completion 0"),
+        ([1.0, float("nan")], ValueError, "returned nan for completion 1"),
+        ([-float("inf"), 1.0], ValueError, "returned -inf for completion 0"),
+        ("ab", TypeError, "returned 'ab'"),
+        (None, TypeError, "returned None"),
+        (1.0, TypeError, r"returned 1\.0"),
+        ({0: 1.0, 1: 1.0}, TypeError, "returned a dict"),
+        ([[1.0], [1.0]], TypeError, "returned a list for completion 0"),
+        ([1j, 1.0], TypeError, "returned a complex for completion 0"),
+    ],
+    ids=str,
+)
+def test_anything_else_is_refused_with_the_reward_and_the_step(returned, error, words):
+    with pytest.raises(error, match=f"reward 'mine' at step 3 {words}"):
+        run(returned)
+
+
+def test_names_stay_and_what_is_awaited_or_a_model_passes_through():
+    def mine(completions, **_):
+        """Says something."""
+        return [1.0]
+
+    async def slow(completions, **_):
+        return [1.0]
+
+    class Slow:
+        async def __call__(self, completions, **_):
+            return [1.0]
+
+    class Callable:
+        def __call__(self, completions, **_):
+            return ["no"]
+
+    assert (checked(mine, "mine", TRAINER).__name__, checked(mine, "mine", TRAINER).__doc__) == ("mine", mine.__doc__)
+    for reward in (slow, Slow(), torch.nn.Linear(1, 1)):
+        # an instance compares by identity
+        assert checked(reward, "other", TRAINER) is reward
+    for reward in (Callable(), functools.partial(Callable())):
+        with pytest.raises(TypeError, match="returned 'no' for completion 0"):
+            checked(reward, "other", TRAINER)(completions=["a"])
