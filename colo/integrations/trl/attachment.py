@@ -57,9 +57,10 @@ def attach(
         _add_vllm_options(trainer, options)
     config = config or RuntimeConfig()
     config = replace(config, accumulation_steps=trainer.args.gradient_accumulation_steps)
-    had_optimizer = trainer.optimizer
-    _make_optimizer(trainer)
+    before = {name: getattr(trainer, name) for name in ("optimizer", "model_wrapped")}
+    rt = None
     try:
+        _make_optimizer(trainer)
         _wrap_for_ranks(trainer)
         rt = share(
             engine,
@@ -69,16 +70,15 @@ def attach(
             tokenizer=trainer.processing_class,
             config=config,
         )
-    except BaseException:
-        trainer.optimizer = had_optimizer
-        raise
-    try:
         sampling = sampling_of(trainer, rt)
         rt.engine.sampling_params(None, **sampling)  # which refuses by name what the engine lacks
         check(rt, sampling=sampling)
         _set(trainer, rt, ColoGeneration(trainer, rt, sampling, context=_context_of(trainer, rt), seeded=seeded))
     except BaseException:
-        rt.close()
+        if rt is not None:
+            rt.close()
+        for name, value in before.items():
+            setattr(trainer, name, value)
         raise
     _warn_of_filters(trainer)
     logger.info("attached: %s; weights %s", rt.engine.placement, rt.transport.reason)
@@ -104,11 +104,13 @@ def sampling_of(trainer: Any, rt: Runtime) -> dict[str, Any]:
     }
     if trainer.repetition_penalty != 1.0:
         sampling["repetition_penalty"] = trainer.repetition_penalty
-    ends = getattr(trainer, "eos_token_ids", None) or [trainer.processing_class.eos_token_id]
-    sampling["stop_token_ids"] = [token for token in ends if token is not None]
+    given = dict(args.generation_kwargs or {})
+    if not given.get("ignore_eos"):
+        ends = getattr(trainer, "eos_token_ids", None) or [trainer.processing_class.eos_token_id]
+        sampling["stop_token_ids"] = [token for token in ends if token is not None]
     if args.vllm_structured_outputs_regex is not None:
         sampling["structured_outputs"] = _structured_outputs(rt, args.vllm_structured_outputs_regex)
-    return sampling | dict(args.generation_kwargs or {})
+    return sampling | given
 
 
 def _set(trainer: Any, rt: Runtime, generation: ColoGeneration) -> None:

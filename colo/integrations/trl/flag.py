@@ -48,10 +48,17 @@ class ColoOptions:
     def __post_init__(self) -> None:
         if self.fast_inference and getattr(self, "use_vllm", False):
             raise ValueError("fast_inference takes the place of use_vllm: leave use_vllm out")
+        if self.colo_offload not in tuple(Offload):
+            raise ValueError(f"colo_offload must be one of {', '.join(Offload)}, not {self.colo_offload!r}")
         self.colo_offload = Offload(self.colo_offload).value
         if self.colo_engine not in ("torch", "vllm"):
             raise ValueError(f"colo_engine must be 'vllm' or 'torch', not {self.colo_engine!r}")
+        size = self.colo_kv_cache_mib
+        if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
+            raise ValueError(f"colo_kv_cache_mib must be a positive whole number, not {size!r}")
         super().__post_init__()  # type: ignore[misc]
+        if not isinstance(self.colo_engine_options, dict | None):
+            raise ValueError(f"colo_engine_options must be a mapping, or JSON of one, not {self.colo_engine_options!r}")
 
     def colo_config(self) -> RuntimeConfig:
         """The runtime's settings."""

@@ -102,7 +102,8 @@ class ColoGeneration:
 
 def _grouped(prompts: list[list[int]], num_generations: int) -> tuple[list[list[int]], int]:
     """Each prompt once, and how many completions of it are wanted: 1 where they do not come in equal groups."""
-    groups = [prompts[start : start + num_generations] for start in range(0, len(prompts), max(1, num_generations))]
-    if all(len(group) == num_generations and group.count(group[0]) == num_generations for group in groups):
-        return [group[0] for group in groups], num_generations
+    size = max(1, num_generations)
+    groups = [prompts[start : start + size] for start in range(0, len(prompts), size)]
+    if all(len(group) == group.count(group[0]) == size for group in groups):
+        return [group[0] for group in groups], size
     return prompts, 1

@@ -1,0 +1,170 @@
+import warnings
+
+import pytest
+import torch
+from trl import GRPOTrainer
+
+import colo
+from colo.engine import Engine
+from colo.errors import Unsupported
+from colo.optim import MasterWeights
+from colo.trainer.master_weights import MasterWeightsOptimizer
+from tests.trainers import SMALL_CACHE, trained
+
+
+def assert_untouched(trainer):
+    """Nothing of colo is left at a trainer whose attaching has failed."""
+    assert not hasattr(trainer, "colo")
+    assert not hasattr(trainer, "vllm_generation")
+    assert trainer.use_vllm is False
+    assert trainer.optimizer is None
+    with pytest.raises(ValueError):
+        colo.Runtime.of(trainer.model)
+    trainer.train()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"vllm_structured_outputs_regex": "[0-9]+"}, "vllm_structured_outputs_regex needs vLLM"),
+        ({"repetition_penalty": 1.1}, "repetition_penalty"),
+        ({"generation_kwargs": {"num_beams": 4}}, "num_beams"),
+        ({"generation_kwargs": {"frequency_penalty": 1.0}}, "frequency_penalty"),
+    ],
+    ids=["structured outputs", "repetition_penalty", "generation_kwargs", "of vLLM alone"],
+)
+def test_what_the_embedded_engine_lacks_is_refused_by_name_and_the_trainer_trains_on_alone(
+    make, attach, changes, words
+):
+    trainer = make(**changes)
+    with pytest.raises((Unsupported, TypeError, ValueError), match=words):
+        attach(trainer)
+    if "frequency_penalty" in str(changes):  # which transformers' own generation does not know either
+        trainer.args.generation_kwargs = trainer.generation_kwargs = None
+        trainer.generation_config.frequency_penalty = None
+    assert_untouched(trainer)
+
+
+def test_tensor_parallelism_is_refused_by_name(make, attach):
+    trainer = make(vllm_tensor_parallel_size=2)
+    with pytest.raises(Unsupported, match="vllm_tensor_parallel_size=2"):
+        attach(trainer)
+    assert_untouched(trainer)
+
+
+@pytest.mark.parametrize("engine", ["sglang", 3])
+def test_another_engine_is_refused(make, attach, engine):
+    trainer = make()
+    with pytest.raises((TypeError, ValueError)):
+        attach(trainer, engine=engine)
+    assert_untouched(trainer)
+
+
+def test_sampling_is_the_trainers(make, attach):
+    seen = {}
+    trainer = make(temperature=0.7, top_p=0.9, top_k=5, min_p=0.01, vllm_importance_sampling_correction=False)
+    rt = attach(trainer)
+    generate = rt.engine.generate
+
+    def noted(prompts, params, **options):
+        seen["params"] = params
+        return generate(prompts, params, **options)
+
+    rt.engine.generate = noted
+    _, ids, *_ = trainer.vllm_generation.generate([[1, 10, 2, 11]] * 4, None, 4)
+    params = seen["params"]
+    assert (params.temperature, params.top_p, params.top_k, params.min_p) == (0.7, 0.9, 5, 0.01)
+    assert (params.max_tokens, params.n, tuple(params.stop_token_ids)) == (4, 4, (12,))
+    assert len(ids) == 4 and max(map(len, ids)) <= 4
+
+
+def test_generation_kwargs_that_the_engine_has_are_honoured(make, attach):
+    trainer = make(generation_kwargs={"ignore_eos": True, "max_tokens": 3})
+    attach(trainer)
+    _, ids, *_ = trainer.vllm_generation.generate([[1, 10, 2, 11]] * 8, None, 8)
+    assert [len(row) for row in ids] == [3] * 8
+
+
+def test_filters_with_trls_correction_are_warned_about(make, attach):
+    with pytest.warns(UserWarning, match="top_p, min_p cut tokens off, .*trl#6789"):
+        attach(make(top_p=0.9, min_p=0.1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        attach(make())
+
+
+def test_the_optimizer_is_the_one_that_trl_makes_and_prepared_in_place(make, attach):
+    trainer, stock = make(weight_decay=0.1), make(weight_decay=0.1)
+    stock.create_optimizer()
+    attach(trainer)
+    made = trainer.optimizer.optimizer
+    assert type(made) is type(stock.optimizer)
+    assert [len(g["params"]) for g in made.param_groups] == [len(g["params"]) for g in stock.optimizer.param_groups]
+    assert [g["weight_decay"] for g in made.param_groups] == [0.1, 0.0]
+    assert trainer.optimizer._is_accelerate_prepared
+
+
+def test_weights_in_16_bits_have_masters(make, attach):
+    trainer = make(model_init_kwargs={"dtype": "bfloat16"}, weight_decay=0.1)
+    attach(trainer)
+    made = trainer.optimizer.optimizer
+    assert isinstance(made, MasterWeightsOptimizer) and isinstance(made.inner, torch.optim.AdamW)
+    assert [g["weight_decay"] for g in made.param_groups] == [0.1, 0.0]
+    assert {p.dtype for g in made.inner.param_groups for p in g["params"]} == {torch.float32}
+    assert trainer.optimizer_cls_and_kwargs is None
+
+
+def test_an_optimizer_of_the_users_is_kept_and_one_without_masters_is_warned_about(make, attach):
+    trainer = make(model_init_kwargs={"dtype": "bfloat16"})
+    trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=1.0)
+    with pytest.warns(UserWarning, match="swallow updates"):
+        attach(trainer)
+    assert isinstance(trainer.optimizer.optimizer, torch.optim.SGD)
+    trainer = make(model_init_kwargs={"dtype": "bfloat16"})
+    given = MasterWeights(lambda params: torch.optim.SGD(params, lr=1.0))(trainer.model.parameters())
+    trainer.optimizer = given
+    attach(trainer)
+    assert trainer.optimizer.optimizer is given
+
+
+def test_several_optimizers_for_weights_in_16_bits_are_refused_by_name(make, attach):
+    trainer = make(model_init_kwargs={"dtype": "bfloat16"})
+    trainer.optimizer_cls_and_kwargs = (lambda: None), {}
+    with pytest.raises(Unsupported, match="makes several optimizers"):
+        attach(trainer)
+    assert not hasattr(trainer, "colo")
+
+
+def test_an_engine_that_runs_already_is_taken(make, attach, checkpoint):
+    engine, model = colo.start(checkpoint, engine="torch", device="cpu", config=SMALL_CACHE)
+    assert isinstance(engine, Engine)
+    trainer = make(model)
+    rt = attach(trainer, engine=engine)
+    assert rt.engine is engine and rt.transport.shares
+    trainer.train()
+
+
+def test_attaching_and_detaching_changes_no_weight(make, attach):
+    trainer = make()
+    before = trained(trainer.model)
+    rewards = list(trainer.reward_funcs)
+    attach(trainer)
+    assert trainer.reward_funcs != rewards
+    colo.trl.detach(trainer)
+    assert trainer.reward_funcs == rewards
+    assert all(torch.equal(before[name], p) for name, p in trained(trainer.model).items())
+
+
+def test_the_trainers_accumulation_is_the_runtimes(make, attach):
+    trainer = make(gradient_accumulation_steps=2)
+    assert attach(trainer).accumulation_steps == 2
+    trainer.args.gradient_accumulation_steps = 1
+    trainer.args.steps_per_generation = 1
+    trainer.train()
+    assert trainer.colo.accumulation_steps == 1
+
+
+def test_a_trainer_that_is_none_is_refused():
+    with pytest.raises(Unsupported, match="object of TRL .* has no accelerator"):
+        colo.trl.attach(object())
+    assert GRPOTrainer is not None

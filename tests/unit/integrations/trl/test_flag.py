@@ -1,0 +1,126 @@
+import sys
+
+import pytest
+import yaml
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, HfArgumentParser
+from trl import TrlParser
+
+from colo.config import Offload
+from colo.errors import Unsupported
+from colo.trl import ColoGRPOConfig, ColoGRPOTrainer, ColoRLOOConfig, ColoRLOOTrainer
+from colo.units import MIB
+from tests.trainers import options
+
+CONFIGS = [ColoGRPOConfig, ColoRLOOConfig]
+FLAG = {"fast_inference": True, "colo_engine": "torch", "colo_kv_cache_mib": 1}
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_a_command_line_is_parsed(kind, tmp_path):
+    words = [
+        "--output_dir",
+        str(tmp_path),
+        "--use_cpu",
+        "--bf16",
+        "False",
+        "--fast_inference",
+        "--colo_engine",
+        "torch",
+    ]
+    words += ["--colo_kv_cache_mib", "8", "--colo_offload", "always", "--colo_seeded"]
+    words += ["--colo_engine_options", '{"max_num_seqs": 4}']
+    (args,) = HfArgumentParser(kind).parse_args_into_dataclasses(words)
+    assert (args.fast_inference, args.colo_engine, args.colo_seeded) == (True, "torch", True)
+    assert args.colo_engine_options == {"max_num_seqs": 4}
+    assert (args.colo_config().kv_cache_bytes, args.colo_config().offload) == (8 * MIB, Offload.ALWAYS)
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_yaml_is_parsed(kind, tmp_path, monkeypatch):
+    path = tmp_path / "flag.yaml"
+    given = {"fast_inference": True, "colo_engine_options": {"own_process": True}, "colo_kv_cache_mib": 8}
+    path.write_text(yaml.safe_dump({"output_dir": str(tmp_path), "use_cpu": True, "bf16": False, **given}))
+    monkeypatch.setattr(sys, "argv", ["script", "--config", str(path), "--colo_offload", "never"])
+    (args,) = TrlParser(kind).parse_args_and_config()
+    assert {name: getattr(args, name) for name in given} == given
+    assert args.colo_offload == "never"
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_by_default_it_is_trls_config(kind, tmp_path):
+    args = kind(**options(tmp_path))
+    assert (args.fast_inference, args.colo_engine, args.colo_offload) == (False, "vllm", "auto")
+    assert args.colo_config().kv_cache_bytes is None
+    kind(**options(tmp_path, use_vllm=True))  # without the flag this is TRL's own
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"fast_inference": True, "use_vllm": True}, "fast_inference takes the place of use_vllm"),
+        ({"colo_engine": "sglang"}, "colo_engine must be 'vllm' or 'torch', not 'sglang'"),
+        ({"colo_offload": "sometimes"}, "colo_offload must be one of auto, always, never, not 'sometimes'"),
+        ({"colo_kv_cache_mib": 0}, "colo_kv_cache_mib must be a positive whole number, not 0"),
+        ({"colo_engine_options": [1]}, r"colo_engine_options must be a mapping, or JSON of one, not \[1\]"),
+    ],
+    ids=["use_vllm", "engine", "offload", "cache", "options"],
+)
+def test_wrong_values_are_refused_before_anything_is_loaded(kind, changes, words, tmp_path):
+    with pytest.raises(ValueError, match=words):
+        kind(**options(tmp_path, **changes))
+
+
+def make_flagged(make, **changes):
+    return make(kind=ColoGRPOTrainer, config=ColoGRPOConfig, **(FLAG | changes))
+
+
+@pytest.mark.parametrize(
+    "given", [{"attn_implementation": "eager"}, {"device_map": "auto", "dtype": "float32"}], ids=["attention", "map"]
+)
+def test_model_init_kwargs_that_would_be_dropped_are_refused_by_name(make, given):
+    with pytest.raises(Unsupported, match=f"model_init_kwargs has {next(iter(given))}, which fast_inference"):
+        make_flagged(make, model_init_kwargs=given)
+
+
+def test_a_dtype_among_model_init_kwargs_is_taken(make):
+    trainer = make_flagged(make, model_init_kwargs={"dtype": "bfloat16"})
+    assert str(trainer.model.dtype) == "torch.bfloat16"
+    assert trainer.args.model_init_kwargs == {"dtype": "bfloat16"}
+    trainer.train()
+
+
+def test_quantization_is_refused_where_it_cannot_be_shared(make):
+    config = BitsAndBytesConfig(load_in_8bit=True)
+    with pytest.raises(Unsupported, match="in 4 bits: load_in_4bit=True"):
+        make_flagged(make, made_with={"quantization_config": config})
+
+
+def test_the_engine_is_closed_where_the_trainer_cannot_be_made(make, monkeypatch):
+    from colo.integrations.trl import flag
+
+    closed, start = [], flag.start
+
+    def started(*arguments, **given):
+        engine, model = start(*arguments, **given)
+        close = engine.close
+        monkeypatch.setattr(engine, "close", lambda: (closed.append(1), close())[1])
+        return engine, model
+
+    monkeypatch.setattr(flag, "start", started)
+    with pytest.raises(Exception):  # noqa: B017 - whatever TRL says of it
+        make_flagged(make, reward=3)
+    assert closed == [1]
+
+
+@pytest.mark.parametrize("by_name", [True, False], ids=["named", "given"])
+def test_what_the_engine_lacks_is_refused_and_nothing_is_left(make, checkpoint, by_name):
+    model = None if by_name else AutoModelForCausalLM.from_pretrained(checkpoint)
+    with pytest.raises(ValueError, match="embedded engine does not take repetition_penalty"):
+        make_flagged(make, model=model, repetition_penalty=1.5)
+    make_flagged(make, model=model).train()
+
+
+def test_rloo_has_the_flag(make):
+    trainer = make(kind=ColoRLOOTrainer, config=ColoRLOOConfig, **FLAG)
+    assert trainer.colo.transport.shares

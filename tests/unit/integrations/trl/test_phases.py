@@ -1,0 +1,76 @@
+import pytest
+import torch
+
+from colo.phases.phase import Phase
+from tests.trainers import logged
+
+IDS = torch.tensor([[1, 10, 2, 11]])
+METRICS = ["rollout_s", "train_s", "switch_s", "rollout_gib", "train_gib", "tokens_per_s", "mismatch", "sent_bytes"]
+
+
+@pytest.fixture
+def trainer(make, attach):
+    trainer = make(max_steps=3)
+    attach(trainer)
+    return trainer
+
+
+def test_a_forward_pass_leaves_a_rollout(trainer):
+    trainer.colo.enter(Phase.ROLLOUT)
+    with torch.no_grad():
+        trainer.model(IDS)
+    assert trainer.colo.phase is Phase.TRAIN
+
+
+def test_the_embeddings_alone_leave_it_too(trainer):
+    trainer.colo.enter(Phase.ROLLOUT)
+    trainer.model.get_input_embeddings()(IDS)
+    assert trainer.colo.phase is Phase.TRAIN
+
+
+def test_a_forward_pass_enters_training_only_where_it_trains(trainer):
+    trainer.model.eval()
+    trainer.model(IDS)
+    trainer.model.train()
+    with torch.no_grad():
+        trainer.model(IDS)
+    assert trainer.colo.phase is Phase.IDLE
+    trainer.model(IDS)
+    assert trainer.colo.phase is Phase.TRAIN
+
+
+@pytest.mark.parametrize("name", METRICS)
+def test_metrics_of_every_step_are_in_trls_history(trainer, name):
+    trainer.train()
+    values = logged(trainer, f"colo/{name}")
+    assert len(values) == 3
+    assert all(value > 0 for value in values) or name in ("mismatch", "sent_bytes")
+    assert all(0 <= value < 1e-5 for value in values) or name not in ("mismatch", "sent_bytes")
+
+
+def test_seconds_of_phases_are_those_of_the_step(make, attach):
+    """Phases that have been attach's own check, or another step's, are not counted again."""
+    trainer = make(max_steps=3)
+    rt = attach(trainer)
+    before = sum(s.duration_s for s in rt.trace.spans if (s.category, s.name) == ("phase", "rollout"))
+    trainer.train()
+    whole = sum(s.duration_s for s in rt.trace.spans if (s.category, s.name) == ("phase", "rollout"))
+    assert before > 0
+    assert sum(logged(trainer, "colo/rollout_s")) == pytest.approx(whole - before)
+
+
+def test_the_fraction_of_changed_weights_is_logged_for_masters(make, attach):
+    trainer = make(model_init_kwargs={"dtype": "bfloat16"})
+    attach(trainer)
+    trainer.train()
+    assert all(0 < value <= 1 for value in logged(trainer, "colo/changed_fraction"))
+
+
+def test_sent_bytes_are_logged(make, attach):
+    import colo
+
+    trainer = make()
+    rt = attach(trainer, config=colo.RuntimeConfig(kv_cache_bytes=1 << 20, weights="staged"))
+    trainer.train()
+    assert sum(logged(trainer, "colo/sent_bytes")) > 0
+    assert not rt.transport.shares
