@@ -105,7 +105,7 @@ def test_a_function_gets_what_it_names_and_one_with_two_stars_everything():
         np.array([1, 0.5, 1]),
         [torch.tensor(1.0), np.float32(0.5), np.int64(1)],
     ],
-    ids=str,
+    ids=["list", "tuple", "iterator", "tensor", "bf16", "array", "mixed"],
 )
 def test_numbers_of_any_kind_become_floats(values):
     found = check_rewards("r", values, 3)
