@@ -26,6 +26,7 @@ from colo.engines.vllm import compat, plugin
 from colo.engines.vllm.link import WorkerLink
 from colo.engines.vllm.linked_engine import LinkedEngine
 from colo.engines.vllm.llm_link import DEADLINE_S, link_to, start_llm
+from colo.engines.vllm.main_guard import check_main_guard
 from colo.engines.vllm.options import device_of, llm_options, quantization_of, save_config
 from colo.engines.vllm.store import WeightStore
 from colo.errors import EngineLost, PhaseError, TransferError
@@ -63,6 +64,8 @@ class VLLMEngine(LinkedEngine):
 
         Raises: `Unsupported` without vLLM, or when it runs on another device; whatever vLLM raises.
         """
+        if own_process:
+            check_main_guard()
         compat.warn_if_untested()
         compat.import_apart()
         plugin.register()

@@ -1,11 +1,14 @@
 """An adapter is trained over the shared base, and the engine applies it."""
 
+import copy
+
 import pytest
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
 
 import colo
-from tests.runtimes import ALWAYS, launch, launch_lora, train_step
+from tests.runtimes import ALWAYS, launch, launch_lora, qwen3, train_step
 
 
 def test_lora_trains_an_adapter_over_the_shared_base_and_the_engine_applies_it():
@@ -76,3 +79,27 @@ def test_the_active_adapter_is_the_one_that_is_applied():
     with rt.model.disable_adapter():
         assert sample().adapter is None
     rt.close()
+
+
+def test_the_base_is_bit_identical_after_100_steps_where_merging_and_unmerging_drifts():
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(qwen3(), dtype=torch.bfloat16)
+    lora = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+    merged = get_peft_model(copy.deepcopy(model), lora)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    with launch(model, lora=lora, dtype=torch.bfloat16) as rt:
+        for _ in range(100):
+            rt.generate([[1, 2, 3]], max_tokens=1)
+            with rt.train():
+                train_step(rt)
+        base = rt.model.get_base_model().named_parameters()
+        held = {name.replace(".base_layer", ""): p for name, p in base if "lora_" not in name}
+        assert held.keys() == before.keys()
+        assert all(torch.equal(held[name], value) for name, value in before.items())
+    for _ in range(100):  # as trainers do that send an adapter by merging it
+        merged.merge_adapter()
+        merged.unmerge_adapter()
+    drifted = {
+        n.replace(".base_layer", ""): p for n, p in merged.get_base_model().named_parameters() if "lora_" not in n
+    }
+    assert any(not torch.equal(drifted[name], value) for name, value in before.items())
