@@ -236,6 +236,12 @@ def _adapted_modules(config: PretrainedConfig, lora: LoraConfig) -> list[str]:
     settings.init_lora_weights = False
     inject_adapter_in_model(settings, model, low_cpu_mem_usage=True)
     check_lora_config(settings)  # to which PEFT may have added, parameters of experts for one
+    embeddings = [name for name, module in model.named_modules() if getattr(module, "lora_embedding_A", None)]
+    if embeddings:
+        raise Unsupported(
+            f"LoraConfig(target_modules=...) adapts {embeddings[0]}, an embedding, and engines apply adapters to "
+            "linear modules only: leave it out of target_modules"
+        )
     return sorted({name.rpartition(".")[2] for name, module in model.named_modules() if "lora_A" in module._modules})
 
 

@@ -9,6 +9,7 @@ from peft import LoraConfig
 from transformers import AutoModelForCausalLM
 
 import colo
+from colo.assembly.starting import _adapted_modules
 from colo.config import RuntimeConfig, Weights
 from colo.units import MIB
 from tests.models import tiny_qwen3
@@ -48,3 +49,10 @@ def test_a_model_that_is_given_is_left_alone(weights, lora, monkeypatch):
         assert (id(parameter), parameter.requires_grad) == (identity, requires_grad)
         assert torch.equal(parameter, value)
         assert parameter.grad is None
+
+
+def test_an_adapter_of_an_embedding_is_refused_before_vllm_starts():
+    lora = LoraConfig(r=2, target_modules=["q_proj", "embed_tokens"])
+    with pytest.raises(colo.Unsupported, match="adapts model.embed_tokens, an embedding"):
+        _adapted_modules(CONFIG, lora)
+    assert _adapted_modules(CONFIG, LoraConfig(r=2, target_modules=["q_proj", "down_proj"])) == ["down_proj", "q_proj"]
