@@ -51,6 +51,7 @@ def test_a_model_that_is_given_is_left_alone(weights, lora, monkeypatch):
         assert parameter.grad is None
 
 
+@pytest.mark.filterwarnings("ignore:Model has .tie_word_embeddings")  # PEFT's
 def test_an_adapter_of_an_embedding_is_refused_before_vllm_starts():
     lora = LoraConfig(r=2, target_modules=["q_proj", "embed_tokens"])
     with pytest.raises(colo.Unsupported, match="adapts model.embed_tokens, an embedding"):
