@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[4]
+ROOT = Path(__file__).parents[2]
 CALL = "from colo.engines.vllm.main_guard import check_main_guard\n"
 
 
