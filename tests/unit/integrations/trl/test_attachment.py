@@ -88,9 +88,10 @@ def test_generation_kwargs_that_the_engine_has_are_honoured(make, attach):
 def test_filters_with_trls_correction_are_warned_about(make, attach):
     with pytest.warns(UserWarning, match="top_p, min_p cut tokens off, .*trl#6789"):
         attach(make(top_p=0.9, min_p=0.1))
+    trainer = make()
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        attach(make())
+        warnings.simplefilter("error", UserWarning)
+        attach(trainer)
 
 
 def test_the_optimizer_is_the_one_that_trl_makes_and_prepared_in_place(make, attach):
