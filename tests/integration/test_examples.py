@@ -76,4 +76,5 @@ def test_every_example_is_short_explains_itself_and_has_the_same_flags(path):
     text = path.read_text()
     assert len(text.splitlines()) < 150
     assert f"python examples/{path.name} " in ast.get_docstring(ast.parse(text))
-    assert re.findall(r'add_argument\("(--\w+)"', text) == ["--model", "--steps", "--device"]
+    if path.name != "trl_grpo.py":  # whose options are those of TRL
+        assert re.findall(r'add_argument\("(--\w+)"', text) == ["--model", "--steps", "--device"]
