@@ -1,5 +1,6 @@
 """Explanations of mutants name what exists, and tests run with every line marked."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -31,5 +32,8 @@ print(any("test_region.py" in name for name in timing.seconds), lines)
 def test_tests_are_timed_where_a_module_calls_its_own_functions_as_it_is_imported():
     """`colo.memory.region` makes an object of a class of its own, before the first test runs."""
     root = Path(__file__).parents[2]
-    done = subprocess.run([sys.executable, "-c", TIME], cwd=root, capture_output=True, text=True, timeout=120)
+    env = {
+        name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"
+    }  # in one process, not in several
+    done = subprocess.run([sys.executable, "-c", TIME], cwd=root, env=env, capture_output=True, text=True, timeout=120)
     assert done.stdout == "True {'memory/region'}\n", done.stderr[-2000:]
