@@ -16,9 +16,10 @@ from colo.engine import Engine
 from colo.engines.embedded.positions import positions_of
 from colo.errors import Unsupported
 from colo.integrations.trl.contract import check_contract, check_trainer
+from colo.integrations.trl.folders import check_output
 from colo.integrations.trl.generation import ColoGeneration
 from colo.integrations.trl.phases import PhaseCallback, watch_forwards
-from colo.integrations.trl.rewards import checked
+from colo.integrations.trl.rewards import check_columns, checked
 from colo.runtime import Runtime
 from colo.trainer.master_weights import MasterWeightsOptimizer
 from colo.trainer.optimizer_state import unwrapped
@@ -48,10 +49,13 @@ def attach(
     The engine's sampling is the trainer's: `temperature`, `top_p`, `top_k`, `min_p`, `repetition_penalty`,
     `max_completion_length`, `generation_kwargs` and `vllm_structured_outputs_regex`.
     Raises: `Unsupported` for what colo does not do, by name (images, tensor parallelism, DeepSpeed, FSDP's plugin, a
-    TRL that is another inside); as `colo.share`. The trainer is as it was then.
+    TRL that is another inside); `OSError` for an `output_dir` that cannot be written to; `ValueError` for a column that
+    a reward takes and the dataset lacks; as `colo.share`. The trainer is as it was then.
     """
     check_contract(trainer)
     check_trainer(trainer)
+    check_output(trainer.args.output_dir)
+    check_columns(trainer.reward_funcs, trainer.train_dataset)
     options = dict(engine_options or {})
     if engine == "vllm":
         _add_vllm_options(trainer, options)

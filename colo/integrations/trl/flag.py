@@ -12,6 +12,8 @@ from colo.assembly.launch import start
 from colo.config import Offload, RuntimeConfig
 from colo.errors import Unsupported
 from colo.integrations.trl.attachment import attach
+from colo.integrations.trl.folders import check_checkpoint, check_output
+from colo.integrations.trl.rewards import check_columns
 from colo.units import MIB
 
 if TYPE_CHECKING:
@@ -93,6 +95,11 @@ class _WithEngine:
         if not getattr(args, "fast_inference", False):
             super().__init__(model, reward_funcs, args, *positional, **options)  # type: ignore[call-arg]
             return
+        check_output(args.output_dir)
+        check_columns(
+            reward_funcs if isinstance(reward_funcs, list) else [reward_funcs],
+            options.get("train_dataset", positional[0] if positional else None),
+        )
         if not isinstance(model, str):
             super().__init__(model, reward_funcs, args, *positional, **options)  # type: ignore[call-arg]
             self._attach(args, args.colo_engine, args.colo_engine_options)
@@ -116,6 +123,11 @@ class _WithEngine:
             raise
         finally:
             args.model_init_kwargs = given
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        if getattr(self, "colo", None) is not None:
+            check_checkpoint(resume_from_checkpoint, self.model if model is None else model)  # type: ignore[attr-defined]
+        super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
 
     def _attach(self, args: Any, engine: Any, engine_options: Any) -> None:
         attach(self, engine=engine, engine_options=engine_options, config=args.colo_config(), seeded=args.colo_seeded)

@@ -6,30 +6,70 @@ import functools
 import inspect
 import math
 import numbers
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-Reward = Callable[..., Any]
+_GIVEN_BY_TRL = frozenset(
+    ("prompts", "completions", "completion_ids", "environments", "trainer_state", "log_extra", "log_metric")
+)
+"""What a reward function is given beside the columns of the dataset."""
 
 
 def checked(reward: Any, name: str, trainer: Any) -> Any:
     """`reward`, whose values are checked: one finite number or `None` for each completion.
 
-    TRL takes NaN for `None` and trains on nothing, or fails in torch. A reward model, and a function that is awaited,
-    are returned as they are.
+    TRL takes NaN for `None` and trains on nothing, or fails in torch. A reward model is returned as it is.
     """
-    if isinstance(reward, torch.nn.Module) or _is_awaited(reward):
+    if isinstance(reward, torch.nn.Module):
         return reward
 
-    @functools.wraps(reward)
-    def call(*arguments: Any, **columns: Any) -> Any:
-        rewards = reward(*arguments, **columns)
+    def check(rewards: Any, columns: Mapping[str, Any]) -> Any:
         _check(rewards, len(columns["completions"]), f"reward {name!r} at step {trainer.state.global_step}")
         return rewards
 
+    if _is_awaited(reward):
+
+        @functools.wraps(reward)
+        async def call_and_await(*arguments: Any, **columns: Any) -> Any:
+            return check(await reward(*arguments, **columns), columns)
+
+        return call_and_await
+
+    @functools.wraps(reward)
+    def call(*arguments: Any, **columns: Any) -> Any:
+        return check(reward(*arguments, **columns), columns)
+
     return call
+
+
+def check_columns(rewards: Sequence[Any], dataset: Any) -> None:
+    """Raise `ValueError` for columns that TRL or a reward function asks for and a dataset does not have.
+
+    A dataset that does not know its columns, such as a stream, is not checked.
+    """
+    columns = getattr(dataset, "column_names", None)
+    if not isinstance(columns, (list, tuple)):
+        return
+    has = f"the dataset has {', '.join(columns) or 'no columns'}"
+    if "prompt" not in columns:
+        raise ValueError(f"{has}, and no 'prompt': rename the column with dataset.rename_column(..., 'prompt')")
+    for reward in rewards:
+        if isinstance(reward, torch.nn.Module) or not callable(reward):
+            continue
+        try:
+            parameters = inspect.signature(reward).parameters.values()
+        except (TypeError, ValueError):  # of a builtin, which has none
+            continue
+        needed = [
+            p.name for p in parameters if p.default is p.empty and p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)
+        ]
+        if lacking := [name for name in needed if name not in columns and name not in _GIVEN_BY_TRL]:
+            name = getattr(reward, "__name__", type(reward).__name__)
+            raise ValueError(
+                f"reward {name!r} takes {', '.join(lacking)}, and {has}: add the column, or give it a default"
+            )
 
 
 def _is_awaited(reward: Any) -> bool:

@@ -1,10 +1,14 @@
+import asyncio
 import functools
+import inspect
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from colo.integrations.trl.rewards import checked
+from colo.integrations.trl.rewards import check_columns, checked
+from colo.trl import ColoGRPOConfig, ColoGRPOTrainer
+from tests.trainers import options, sums
 
 TRAINER = SimpleNamespace(state=SimpleNamespace(global_step=3))
 GOOD = [[1.0, 0.0], [1, True], [None, 0.5], [None, None], (0.1, 0.2), torch.ones(2), [torch.tensor(1.0), 0]]
@@ -66,3 +70,53 @@ def test_names_stay_and_what_is_awaited_or_a_model_passes_through():
     for reward in (Callable(), functools.partial(Callable())):
         with pytest.raises(TypeError, match="returned 'no' for completion 0"):
             checked(reward, "other", TRAINER)(completions=["a"])
+
+
+def test_what_an_asynchronous_reward_returns_is_checked_too():
+    async def mine(completions, **_):
+        return returned[0]
+
+    class Judge:
+        async def __call__(self, completions, **_):
+            return returned[0]
+
+    for reward in (mine, Judge()):
+        call = checked(reward, "mine", TRAINER)
+        assert inspect.iscoroutinefunction(call)
+        returned = [[1.0, None]]
+        assert asyncio.run(call(completions=["c", "d"])) is returned[0]
+        returned = [[1.0, float("nan")]]
+        with pytest.raises(ValueError, match="reward 'mine' at step 3 returned nan for completion 1"):
+            asyncio.run(call(completions=["c", "d"]))
+
+
+def answered(completions, answer, trainer_state, **_):
+    return [0.0] * len(completions)
+
+
+def test_columns_that_are_there_are_enough():
+    check_columns([answered, len, torch.nn.Linear(1, 1), "a/model"], sums())
+    check_columns([answered], sums().to_iterable_dataset().map(lambda row: row))  # whose columns are not known
+    check_columns([answered], None)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "words"),
+    [
+        (
+            sums().remove_columns("answer"),
+            r"reward 'answered' takes answer, and the dataset has prompt: add the column",
+        ),
+        (sums().rename_column("prompt", "question"), r"the dataset has question, answer, and no 'prompt': rename"),
+    ],
+    ids=["a reward's", "the prompt"],
+)
+def test_a_column_that_is_missing_is_named(dataset, words):
+    with pytest.raises(ValueError, match=words):
+        check_columns([answered], dataset)
+
+
+def test_a_missing_column_is_named_before_a_model_is_loaded(tmp_path):
+    args = ColoGRPOConfig(**options(tmp_path), fast_inference=True, colo_engine="torch")
+    with pytest.raises(ValueError, match="takes answer, and the dataset has prompt"):
+        ColoGRPOTrainer("no/such-model", answered, args, train_dataset=sums().remove_columns("answer"))
