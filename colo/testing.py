@@ -35,10 +35,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast, Qwen3Config
 
 CHAT_TEMPLATE = (
-    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    "{% for tool in tools or [] %}{{ '<|im_start|>system\n' + tool | tojson + '<|im_end|>\n' }}{% endfor %}"
+    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content }}"
+    "{% for call in message.tool_calls or [] %}"
+    "{{ '<tool_call>' + call.function | tojson + '</tool_call>' }}{% endfor %}"
+    "{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-"""Messages between Qwen's marks."""
+"""Messages, the tools there are and calls of them, between Qwen's marks."""
 
 
 def tiny_checkpoint(

@@ -5,8 +5,9 @@ import re
 
 import pytest
 import torch
+from datasets import Dataset
 from peft import LoraConfig, PeftModel
-from transformers import AutoModelForCausalLM, TrainerCallback
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOTrainer, RLOOConfig, RLOOTrainer
 
 import colo
@@ -349,6 +350,92 @@ def test_a_rollout_function_of_two_turns_stays_in_one_phase(make):
 
 def _phases(trainer, phase):
     return [s for s in trainer.colo.trace.spans if s.category == "phase" and s.name == str(phase)]
+
+
+# ---- conversations, tools, environments -----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def chat(tmp_path_factory):
+    """A model that takes every text, with marks for messages."""
+    return str(tiny_checkpoint(tmp_path_factory.mktemp("chat")))
+
+
+def conversations(**columns):
+    prompts = [[{"role": "user", "content": f"{i}?"}] for i in range(8)]
+    return Dataset.from_dict({"prompt": prompts} | {name: [value] * 8 for name, value in columns.items()})
+
+
+def length(completions, **_):
+    """More for longer contents; completions are lists of messages."""
+    return [len(completion[-1]["content"]) / 100 for completion in completions]
+
+
+def test_prompts_that_are_conversations(make, chat):
+    trainer = make(model=chat, dataset=conversations(), reward=length)
+    trainer.train()
+    assert_trained_on_what_was_sampled(trainer)
+
+
+def calling(tokenizer, name, **arguments):
+    """`tokenizer`, by which every other answer of a first turn calls a function."""
+
+    def parse(ids, **_):
+        content = tokenizer.decode(ids, skip_special_tokens=True)
+        calls = [{"type": "function", "function": {"name": name, "arguments": arguments}}] if ids[0] % 2 else []
+        return {"role": "assistant", "content": content} | ({"tool_calls": calls} if calls else {})
+
+    tokenizer.response_template, tokenizer.parse_response = {}, parse
+    return tokenizer
+
+
+TOOL_RUN = {
+    "max_completion_length": 160,
+    "generation_kwargs": {"max_tokens": 6},
+    "max_tool_calling_iterations": 1,
+    "learning_rate": 1e-3,
+}
+
+
+@pytest.mark.filterwarnings("ignore:You are using 'environment_factory':UserWarning")
+@pytest.mark.parametrize("way", ["tools", "environment"])
+def test_tools_are_called_and_the_turns_after_them_come_from_the_same_weights(make, chat, way):
+    called, entered = [], []
+
+    def double(number: int) -> int:
+        """
+        Twice a number.
+
+        Args:
+            number: The number.
+        """
+        called.append(number)
+        entered.append(len(_phases(trainer, Phase.ROLLOUT)))
+        return 2 * number
+
+    class Doubling:
+        def reset(self, **_):
+            return None
+
+        def double(self, number: int) -> int:
+            """
+            Twice a number.
+
+            Args:
+                number: The number.
+            """
+            return double(number)
+
+    given = {"tools": [double]} if way == "tools" else {"environment_factory": Doubling}
+    given["processing_class"] = calling(AutoTokenizer.from_pretrained(chat), "double", number=21)
+    trainer = make(model=chat, dataset=conversations(), reward=length, made_with=given, **TOOL_RUN)
+    trainer.train()
+    assert_trained_on_what_was_sampled(trainer)
+    assert set(called) == {21}
+    assert max(logged(trainer, "tools/call_frequency")) > 0
+    assert logged(trainer, "tools/failure_frequency") == [0, 0]
+    phases = len(_phases(trainer, Phase.ROLLOUT))
+    assert phases - min(entered) == 2  # a phase for each step, whose turns no other separates
 
 
 # ---- what goes wrong, and what can be done then ---------------------------------------------------------------------
