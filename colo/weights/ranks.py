@@ -1,32 +1,52 @@
-"""The ranks that a model's weights are sharded over: what they decide together, and failing together."""
+"""The ranks that a model's weights are spread over: what they decide together, and failing together."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from colo.errors import TransferError
 from colo.memory.dtensor import is_dtensor
 
+T = TypeVar("T")
+
 
 class RankGroup:
-    """The ranks that some tensors (`DTensor`) are sharded over; this process alone where none is.
+    """The ranks that some tensors (`DTensor`) are sharded over, or those of a group; this process alone without any.
 
-    Every method but `is_alone` is a collective: all ranks call it, in the same order.
+    Every method but `is_alone`, `rank` and `wire` is a collective: all ranks call it, in the same order.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor] = ()) -> None:
         sharded: list[Any] = [tensor for tensor in tensors if is_dtensor(tensor)]
         self._meshes = list(dict.fromkeys(tensor.device_mesh for tensor in sharded))
+        self._group: Any = None
         self._device = sharded[0].device if sharded else torch.device("cpu")
+
+    @classmethod
+    def of(cls, group: Any, device: torch.device) -> RankGroup:
+        """The ranks of a process group, of more than one; `device` is one that the group can reduce on."""
+        ranks = cls()
+        ranks._group, ranks._device = group, device
+        return ranks
 
     @property
     def is_alone(self) -> bool:
         """Whether there are no other ranks to agree with."""
-        return not self._meshes
+        return not self._meshes and self._group is None
+
+    @property
+    def rank(self) -> int:
+        """Global rank of this process."""
+        return own_rank()
+
+    @property
+    def wire(self) -> Any:
+        """The process group that ranks send to each other in; `None` is torch's own, of all processes."""
+        return self._group
 
     def min(self, count: int) -> int:
         """The smallest `count` of all ranks."""
@@ -42,6 +62,19 @@ class RankGroup:
     def any(self, flag: bool) -> bool:
         """Whether `flag` is true on at least one rank."""
         return self.min(int(not flag)) == 0
+
+    def gather(self, value: T) -> dict[int, T]:
+        """The value of every rank, by global rank in order. Values are pickled."""
+        known = {self.rank: value}
+        if self.is_alone:
+            return known
+        from torch import distributed
+
+        for group in self._groups():
+            told: list[dict[int, T]] = [{} for _ in range(distributed.get_world_size(group))]
+            distributed.all_gather_object(told, known, group=group)
+            known = {rank: theirs for part in told for rank, theirs in part.items()}
+        return dict(sorted(known.items()))
 
     @contextmanager
     def fail_together(self, operation: str) -> Iterator[None]:
@@ -60,23 +93,21 @@ class RankGroup:
         """Tell the other ranks how `operation` has ended here. `TransferError` when it has failed elsewhere only."""
         if self.is_alone or not self.any(error is not None):
             return
-        causes = self._gather(f"{type(error).__name__}: {error}" if error is not None else None)
+        causes = self.gather(f"{type(error).__name__}: {error}" if error is not None else None)
         if error is None:
-            rank, cause = min(causes.items())
+            rank, cause = next((rank, cause) for rank, cause in causes.items() if cause is not None)
             raise TransferError(f"{operation} failed on rank {rank}: {cause}")
-
-    def _gather(self, cause: str | None) -> dict[int, str]:
-        """The causes of all ranks that have one, by rank."""
-        from torch import distributed
-
-        causes = {} if cause is None else {distributed.get_rank(): cause}
-        for group in self._groups():
-            told: list[dict[int, str]] = [{} for _ in range(distributed.get_world_size(group))]
-            distributed.all_gather_object(told, causes, group=group)
-            causes = {rank: words for part in told for rank, words in part.items()}
-        return causes
 
     def _groups(self) -> Iterator[Any]:
         """A process group for every dimension of every mesh: what all of them have seen, every rank has."""
+        if self._group is not None:
+            yield self._group
         for mesh in self._meshes:
             yield from (mesh.get_group(dim) for dim in range(mesh.ndim))
+
+
+def own_rank() -> int:
+    """Global rank of this process; 0 without a process group."""
+    from torch import distributed
+
+    return int(distributed.get_rank()) if distributed.is_available() and distributed.is_initialized() else 0
