@@ -40,6 +40,9 @@ class Delivery:
     dtype: str
     """What travels: the engine's dtype, or the trainer's where that is narrower."""
 
+    lands_as: str
+    """The engine's dtype."""
+
     @property
     def num_bytes(self) -> int:
         """Bytes that travel."""
@@ -99,12 +102,13 @@ def make_plan(
     for name, places in wanted.items():
         for rank, index in places:
             for source, box in _covering(rank, taken[rank][index], holders[name], sent):
-                dtype = _narrower(held[source[0]][source[1]].dtype, taken[rank][index].dtype)
+                engines = taken[rank][index].dtype
+                dtype = _narrower(held[source[0]][source[1]].dtype, engines)
                 if source[0] == rank:
-                    local.append(Delivery(rank, rank, source[1], index, box, dtype))
+                    local.append(Delivery(rank, rank, source[1], index, box, dtype, engines))
                     continue
                 for travelling in box.cut(max(1, bucket_bytes // DTYPE_BYTES[dtype])):
-                    buckets.add(Delivery(source[0], rank, source[1], index, travelling, dtype))
+                    buckets.add(Delivery(source[0], rank, source[1], index, travelling, dtype, engines))
                 sent[source[0]] += box.num_elements * DTYPE_BYTES[dtype]
     return ExchangePlan(buckets=tuple(map(tuple, buckets.deliveries)), local=tuple(local))
 

@@ -27,6 +27,11 @@ def parts_of(name: str, tensor: torch.Tensor) -> list[PlacedPart]:
     return list(_parts(name, tensor))
 
 
+def dtype_name(tensor: torch.Tensor) -> str:
+    """torch's short name of a tensor's dtype, such as `bfloat16`."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
 def shard_of(runs: Sequence[Run], *, count: int, number: int, split_factor: int = 1) -> list[Run]:
     """The indices that shard `number` of `count` has of the given ones, as `Shard` and `_StridedShard` deal them out.
 

@@ -12,8 +12,8 @@ from colo.memory.checksum import checksums_of
 from colo.memory.fence import wait_for_queued
 from colo.memory.load_plan import LoadPlan
 from colo.units import MIB
+from colo.weights.sources.base import WeightSource
 from colo.weights.sources.gathered import Gathered
-from colo.weights.sources.module import ModuleSource
 from colo.weights.transports.base import CopyingTransport
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class LocalTransport(CopyingTransport):
     name = "local"
 
     def __init__(
-        self, source: ModuleSource, engine: Engine, plan: LoadPlan, *, why_not_shared: str, verify: bool = True
+        self, source: WeightSource, engine: Engine, plan: LoadPlan, *, why_not_shared: str, verify: bool = True
     ) -> None:
         self.source = source
         self._verify = verify

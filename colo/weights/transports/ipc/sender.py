@@ -26,7 +26,8 @@ from colo.memory.shared_memory import SharedMemory
 from colo.memory.tiles import WORD_BYTES, in_words
 from colo.units import MIB, align_up
 from colo.weights.manifest import Manifest, TensorSpec
-from colo.weights.sources.module import ModuleSource, check_taken
+from colo.weights.sources.base import WeightSource
+from colo.weights.sources.module import check_taken
 from colo.weights.transports.base import CopyingTransport
 from colo.weights.transports.ipc.bucket import Bucket, plan_buckets
 from colo.weights.transports.ipc.export import Exported, dtype_name, spec_of
@@ -55,7 +56,7 @@ class IpcTransport(CopyingTransport):
 
     def __init__(
         self,
-        source: ModuleSource,
+        source: WeightSource,
         peer: Peer,
         *,
         why_not_shared: str,
