@@ -113,7 +113,7 @@ class WeightVersions:
             if takes_memory:
                 self._scheduler.enter(Phase.SYNC)
         try:
-            return self._transport.is_current() and self.publisher.has_adapter()
+            return self._transport.is_current() and not self._ranks.any(not self.publisher.has_adapter())
         finally:
             if takes_memory:
                 self._scheduler.enter(Phase.IDLE)
