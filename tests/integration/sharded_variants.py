@@ -9,16 +9,18 @@ import sys
 from pathlib import Path
 
 import torch
+from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from accelerate.utils import DistributedType
 from peft import LoraConfig, get_peft_model
-from sharded import CPU, GREEDY, backward, gap, is_same
+from sharded import CPU, GREEDY, IDS, backward, failure, gap, is_same
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.optim import AdamW
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 import colo
-from colo.config import Offload
+from colo.config import Offload, RuntimeConfig
 from colo.engines.embedded.torch import TorchEngine
 from colo.memory.offload import Mover
 from colo.units import MIB
@@ -118,10 +120,85 @@ def adapters():
     return found
 
 
+def unreduced():
+    """Whole gradients between two passes are counted, parked and brought back: bit for bit as without a rollout."""
+    found = {}
+    policies = {"plain": {}, "mixed": {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}}
+    for name, policy in policies.items():
+        ends, whole, away, host = [], 0, 0, 0
+        for parks in (False, True):
+            model, _ = make()
+            shard(model, mp_policy=MixedPrecisionPolicy(**policy))
+            rt = share(model, AdamW(model.parameters(), lr=1e-2))
+            for _ in range(2):
+                with rt.train():
+                    model.set_requires_gradient_sync(False)
+                    backward(model)
+                    backward(model)
+                    whole = rt.scheduler.segments["trainer.gradients"].device_bytes
+                if parks:
+                    with rt.rollout():
+                        rt.generate([[1, 2, 3]], **GREEDY)
+                        segment = rt.scheduler.segments["trainer.gradients"]
+                        away, host = segment.device_bytes, segment.host_bytes
+                with rt.train():
+                    model.set_requires_gradient_sync(True)
+                    backward(model)
+                    rt.optimizer.step()
+                    rt.optimizer.zero_grad()
+            ends.append([p.to_local().clone() for p in model.parameters()])
+            rt.close()
+        same = all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
+        expected = sum(p.nbytes for p in model.parameters())
+        found[name] = {"same": same, "whole": whole, "expected": expected, "away": away, "host": host}
+    return found
+
+
+def accelerated():
+    """Model and optimizer as accelerate's FSDP2 plugin prepares them; on a CPU its state has to be told to use that."""
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["Qwen3DecoderLayer"],
+        reshard_after_forward=True,
+        cpu_ram_efficient_loading=False,
+    )
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    accelerator.state.distributed_type, accelerator.state.fsdp_plugin = DistributedType.FSDP, plugin
+    model, twin = make()
+    model, prepared = accelerator.prepare(model, AdamW(model.parameters(), lr=1e-2))
+    rt, optimizer = share(model, prepared), AdamW(twin.parameters(), lr=1e-2)
+    found = {"kinds": [type(model).__name__, type(rt.optimizer).__name__, rt.transport.name], "gaps": [], "same": []}
+    for _ in range(3):
+        with rt.rollout():
+            found["gaps"].append(gap(twin, rt.generate([[1, 2, 3]], **GREEDY)))
+            found["away"] = rt.scheduler.segments["trainer.optimizer"].device_bytes
+        with rt.train():
+            accelerator.backward(rt.model(input_ids=IDS, labels=IDS).loss)
+            backward(twin)
+            rt.optimizer.step()
+            rt.optimizer.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
+        found["same"].append(is_same(model.parameters(), twin.parameters()))
+    rt.close()
+    return found
+
+
+def admission():
+    """What both ranks say when a runtime does not fit on one."""
+    model, _ = make()
+    shard(model)
+    engine = TorchEngine(CONFIG, device="cpu", dtype=torch.float32, kv_cache_bytes=MIB, mover=Mover(CPU))
+    limit = MIB + 100_000 if distributed.get_rank() else 64 * MIB
+    config = RuntimeConfig(device_limit_bytes=limit)
+    return failure(lambda: colo.share(engine, model, AdamW(model.parameters()), config=config))
+
+
 def main(results):
     torch.set_num_threads(1)
     distributed.init_process_group("gloo")
-    found = {case.__name__: case() for case in (masters, adapters)}
+    found = {case.__name__: case() for case in (masters, adapters, unreduced, accelerated, admission)}
     Path(results, f"{distributed.get_rank()}.json").write_text(json.dumps(found))
     distributed.destroy_process_group()
 

@@ -1,4 +1,4 @@
-"""FSDP2 as people write it: 16-bit weights with masters, adapters, gradients that are not reduced yet; two ranks."""
+"""FSDP2 as people write it, with masters, adapters, gradients not reduced yet, accelerate's plugin; two ranks."""
 
 from pathlib import Path
 
@@ -30,3 +30,28 @@ def test_a_sharded_adapter_is_trained_as_an_unsharded_one_and_reaches_every_engi
         assert max(found["adapters"]["gaps"]) < CLOSE
         adapter_bytes, first, *others = found["adapters"]["adapter"]
         assert first > adapter_bytes and others == [adapter_bytes] * 2
+
+
+@pytest.mark.parametrize("policy", ["plain", "mixed"])
+def test_whole_gradients_that_are_not_reduced_yet_are_counted_parked_and_come_back(ranks, policy):
+    for found in ranks:
+        of_policy = found["unreduced"][policy]
+        assert of_policy["same"]
+        assert of_policy["whole"] == of_policy["expected"]  # in fp32, whole, on every rank
+        assert of_policy["away"] == 0
+        assert of_policy["host"] >= of_policy["expected"]
+
+
+def test_what_accelerates_fsdp2_plugin_prepares_is_taken_as_it_is(ranks):
+    for found in ranks:
+        of_accelerate = found["accelerated"]
+        assert of_accelerate["kinds"] == ["FSDPQwen3ForCausalLM", "AcceleratedOptimizer", "slices"]
+        assert of_accelerate["same"] == [True] * 3
+        assert max(of_accelerate["gaps"]) < CLOSE
+        assert of_accelerate["away"] == 0
+
+
+def test_what_does_not_fit_on_one_rank_is_refused_on_all(ranks):
+    here, there = (found["admission"] for found in ranks)
+    assert there.startswith("BudgetError: ")
+    assert here == f"TransferError: planning the phases failed on rank 1: {there}"
