@@ -25,11 +25,11 @@ def ranks(tmp_path):
     """Runs a function of the rank in several processes at once; what each returned or, as a string, raised."""
     calls = itertools.count()
 
-    def run(function, count=2):
+    def run(function, count=2, limit_s=30):
         rendezvous = f"file://{tmp_path}/{next(calls)}"
 
         def of_rank(rank):
-            limit = timedelta(seconds=30)
+            limit = timedelta(seconds=limit_s)
             distributed.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=count, timeout=limit)
             try:
                 return function(rank)

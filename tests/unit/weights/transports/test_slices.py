@@ -1,5 +1,9 @@
 """Slices of weights from ranks that hold parts to ranks whose engines take others; each rank is a process."""
 
+import os
+import signal
+import time
+
 import pytest
 import torch
 from torch import distributed, nn
@@ -306,6 +310,36 @@ def test_a_bucket_that_is_not_what_it_should_be_is_found_by_its_contents(both, m
     here, there = both(body)
     assert there == "done"
     assert "tensors differ after the transfer" in here
+
+
+def test_a_rank_that_is_killed_within_a_bucket_ends_the_transfer_of_the_others_with_its_bucket_named(both, monkeypatch):
+    def body(rank):
+        *_, transport = world(rank, 2, flat)
+        if rank:
+            monkeypatch.setattr(exchange, "_pack", lambda *arguments: os.kill(os.getpid(), signal.SIGKILL))
+        return outcome(transport.transfer)
+
+    here, there = both(body)
+    assert there is None
+    assert here.startswith("TransferError: the ranks' exchange of weights broke off at bucket 1 of ")
+
+
+def test_a_rank_that_is_too_late_is_not_waited_for(ranks, monkeypatch):
+    def body(rank):
+        *_, transport = world(rank, 2, flat)
+        pack = exchange._pack
+
+        def be_late(*arguments):
+            time.sleep(5)
+            pack(*arguments)
+
+        if rank:
+            monkeypatch.setattr(exchange, "_pack", be_late)
+        return outcome(transport.transfer)
+
+    for said in ranks(body, limit_s=2):
+        assert "TransferError: the ranks' exchange of weights broke off at bucket" in said
+        assert "is too late" in said
 
 
 def reshaped(model, rank):
