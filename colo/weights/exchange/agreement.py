@@ -30,14 +30,24 @@ def agree(
     Raises: `TransferError`, on every rank the same, where ranks have other weights than the first, hold what is no part
     of them, or lack what an engine takes.
     """
-    told = ranks.gather(Told(tuple(specs), tuple(held), tuple(taken)))
-    check_told(told)
+    told = _tell(ranks, Told(tuple(specs), tuple(held), tuple(taken)))
     return make_plan(
         {rank: words.held for rank, words in told.items()},
         {rank: words.taken for rank, words in told.items()},
         order=[spec.name for spec in specs],
         bucket_bytes=bucket_bytes,
     )
+
+
+def agree_on_parts(ranks: RankGroup, specs: Sequence[TensorSpec], held: Sequence[Slice]) -> dict[int, Told]:
+    """What every rank holds. A collective. Raises: as `agree`."""
+    return _tell(ranks, Told(tuple(specs), tuple(held), ()))
+
+
+def _tell(ranks: RankGroup, words: Told) -> dict[int, Told]:
+    told = ranks.gather(words)
+    check_told(told)
+    return told
 
 
 def check_told(told: Mapping[int, Told]) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from colo.errors import Unsupported
 from colo.memory.dtensor import is_dtensor, local_shard
+from colo.weights.boxes import Box
+from colo.weights.exchange.plan import Slice
 from colo.weights.ranks import own_rank
 from colo.weights.sources.parts import PlacedPart
 
@@ -25,6 +27,11 @@ def parts_of(name: str, tensor: torch.Tensor) -> list[PlacedPart]:
     if not is_dtensor(tensor):
         return [PlacedPart(name, (0,) * tensor.dim(), tuple(tensor.shape), own_rank(), tensor.detach())]
     return list(_parts(name, tensor))
+
+
+def slices_of(parts: Iterable[PlacedPart]) -> list[Slice]:
+    """What a rank tells others of its parts."""
+    return [Slice(p.name, Box(p.offset, p.shape), dtype_name(p.tensor)) for p in parts if p.tensor is not None]
 
 
 def dtype_name(tensor: torch.Tensor) -> str:

@@ -14,7 +14,7 @@ from colo.errors import TransferError, Unsupported
 from colo.memory.fence import wait_for_queued
 from colo.memory.load_plan import LoadPlan
 from colo.units import MIB
-from colo.weights.boxes import Box, landings
+from colo.weights.boxes import landings
 from colo.weights.exchange.agreement import agree
 from colo.weights.exchange.exchange import Exchange
 from colo.weights.exchange.parcels import Target
@@ -22,7 +22,7 @@ from colo.weights.exchange.plan import ExchangePlan, Slice
 from colo.weights.manifest import TensorSpec
 from colo.weights.sources.base import WeightSource
 from colo.weights.sources.parts import PlacedPart
-from colo.weights.sources.placed import dtype_name
+from colo.weights.sources.placed import dtype_name, slices_of
 from colo.weights.transports.base import CopyingTransport
 
 BUCKET_BYTES = 128 * MIB
@@ -110,7 +110,7 @@ class SlicesTransport(CopyingTransport):
             specs, parts = self.source.specs(), self.source.parts()
             for spec in specs:
                 _check_spec(spec, self._plan)
-        if ranks.any(_slices(parts) != self._held):
+        if ranks.any(slices_of(parts) != self._held):
             self._exchange, self._planned, self._held = self._connect(specs, parts)
         return parts
 
@@ -122,7 +122,7 @@ class SlicesTransport(CopyingTransport):
             targets = _targets(self._plan)
             taken = [Slice(name, target.landing.box, dtype_name(target.memory)) for name, target in targets]
         self._names = [name for name, _ in targets]
-        held = _slices(parts)
+        held = slices_of(parts)
         plan = agree(ranks, specs, held, taken, bucket_bytes=self._bucket_bytes)
         exchange = Exchange(plan, ranks, [target for _, target in targets], device=self._device)
         return exchange, plan, held
@@ -138,10 +138,6 @@ def why_not_sliced(plan: LoadPlan) -> str | None:
     except Unsupported as error:
         return str(error)
     return None
-
-
-def _slices(parts: Sequence[PlacedPart]) -> list[Slice]:
-    return [Slice(p.name, Box(p.offset, p.shape), dtype_name(p.tensor)) for p in parts if p.tensor is not None]
 
 
 def _targets(plan: LoadPlan) -> list[tuple[str, Target]]:
