@@ -93,7 +93,7 @@ class MismatchCheck:
         temperature, completions = self._noted or (1.0, ())
         self._noted = None
         comparable = [c for c in completions if c.weights_version == version and c.token_ids]
-        count = source.ranks.min(len(comparable))
+        count = source.ranks.min(len(comparable), "comparing log-probabilities")
         if not count:
             return None
         difference = logprob_difference(model, comparable[:count], temperature=temperature, device=device)

@@ -225,7 +225,7 @@ class Publisher:
             or self._engine.weights_version != self.published[-1].version
             or self._sent != self._fingerprint()
         )
-        return not self._transport.source.ranks.any(lacks) and self._transport.is_current()
+        return not self._transport.source.ranks.any(lacks, "publishing") and self._transport.is_current()
 
     def _load_adapter(self, adapter: AdapterWeights) -> int:
         """Give the engine the adapter, and return the bytes of it that were copied."""

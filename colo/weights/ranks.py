@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -12,6 +14,8 @@ from colo.errors import TransferError
 from colo.memory.dtensor import is_dtensor
 
 T = TypeVar("T")
+
+_NUMBERS = re.compile(r"\d+")
 
 
 class RankGroup:
@@ -48,20 +52,31 @@ class RankGroup:
         """The process group that ranks send to each other in; `None` is torch's own, of all processes."""
         return self._group
 
-    def min(self, count: int) -> int:
-        """The smallest `count` of all ranks."""
+    def min(self, count: int, at: str = "") -> int:
+        """The smallest `count` of all ranks. `at` says for what it is asked, numbers aside.
+
+        Raises: `TransferError` on every rank when they ask at different points, as when one has left a phase alone.
+        """
         if self.is_alone:
             return count
         from torch import distributed
 
-        smallest = torch.tensor(count, device=self._device)
+        point = zlib.crc32(_NUMBERS.sub("", at).encode())
+        smallest = torch.tensor([count, point, -point], device=self._device)
         for group in self._groups():
             distributed.all_reduce(smallest, distributed.ReduceOp.MIN, group=group)
-        return int(smallest)
+        found, first, last = smallest.tolist()
+        if first != -last:
+            raise TransferError(
+                f"the trainer's ranks are out of step: this one, rank {self.rank}, is at {at or 'a comparison'!r}, and "
+                "others are elsewhere. Every rank has to make the same calls: one has caught an exception alone, or "
+                "has skipped or repeated a phase"
+            )
+        return int(found)
 
-    def any(self, flag: bool) -> bool:
-        """Whether `flag` is true on at least one rank."""
-        return self.min(int(not flag)) == 0
+    def any(self, flag: bool, at: str = "") -> bool:
+        """Whether `flag` is true on at least one rank; `at` as in `min`."""
+        return self.min(int(not flag), at) == 0
 
     def gather(self, value: T) -> dict[int, T]:
         """The value of every rank, by global rank in order. Values are pickled."""
@@ -91,7 +106,7 @@ class RankGroup:
 
     def report_failure(self, operation: str, error: Exception | None) -> None:
         """Tell the other ranks how `operation` has ended here. `TransferError` when it has failed elsewhere only."""
-        if self.is_alone or not self.any(error is not None):
+        if self.is_alone or not self.any(error is not None, operation):
             return
         causes = self.gather(f"{type(error).__name__}: {error}" if error is not None else None)
         if error is None:

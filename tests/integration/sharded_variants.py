@@ -195,10 +195,32 @@ def admission():
     return failure(lambda: colo.share(engine, model, AdamW(model.parameters()), config=config))
 
 
+def out_of_step():
+    """What both ranks say when one alone catches an exception within a rollout and skips a phase, and a gap after."""
+    model, twin = make()
+    shard(model)
+    rt = share(model, AdamW(model.parameters()))
+    rank, said = distributed.get_rank(), []
+    with rt.rollout():
+        try:
+            rt.generate([[1, 2, 3] if rank == 0 else [10_000]], **GREEDY)  # no token of the vocabulary
+        except ValueError as error:
+            said.append(type(error).__name__)
+
+    def go_on():
+        with rt.rollout() if said else rt.train():
+            pass
+
+    said.append(failure(go_on))
+    found = gap(twin, rt.generate([[1, 2, 3]], **GREEDY))
+    rt.close()
+    return said, found
+
+
 def main(results):
     torch.set_num_threads(1)
     distributed.init_process_group("gloo")
-    found = {case.__name__: case() for case in (masters, adapters, unreduced, accelerated, admission)}
+    found = {case.__name__: case() for case in (masters, adapters, unreduced, accelerated, admission, out_of_step)}
     Path(results, f"{distributed.get_rank()}.json").write_text(json.dumps(found))
     distributed.destroy_process_group()
 

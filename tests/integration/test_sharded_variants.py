@@ -55,3 +55,11 @@ def test_what_does_not_fit_on_one_rank_is_refused_on_all(ranks):
     here, there = (found["admission"] for found in ranks)
     assert there.startswith("BudgetError: ")
     assert here == f"TransferError: planning the phases failed on rank 1: {there}"
+
+
+def test_ranks_of_which_one_caught_an_exception_alone_and_skipped_a_phase_are_told_at_once(ranks):
+    (here, gap), (there, other_gap) = (found["out_of_step"] for found in ranks)
+    assert "out of step: this one, rank 0, is at 'entering a training phase', and others are elsewhere" in here[0]
+    assert there[0] == "ValueError"
+    assert "out of step: this one, rank 1, is at 'entering a rollout', and others are elsewhere" in there[1]
+    assert max(gap, other_gap) < CLOSE

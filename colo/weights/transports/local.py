@@ -84,7 +84,7 @@ class LocalTransport(CopyingTransport):
             differs = bool(self._differences(tensors))
         else:
             differs = self._verify and (self._sums is None or self._sums != checksums_of(tensors.values()))
-        return not self.source.ranks.any(differs)
+        return not self.source.ranks.any(differs, "comparing weights")
 
     def _load(self, tensors: Mapping[str, torch.Tensor]) -> None:
         with self.source.gathered(tensors) as whole:

@@ -97,7 +97,7 @@ class SlicesTransport(CopyingTransport):
 
     def is_current(self) -> bool:
         """Whether the engines of all ranks hold what the trainer does, by checksums."""
-        return not self.source.ranks.any(bool(self._differences()))
+        return not self.source.ranks.any(bool(self._differences()), "comparing weights")
 
     def _differences(self) -> list[str]:
         found = self._exchange.differences(self._parts())
@@ -110,7 +110,7 @@ class SlicesTransport(CopyingTransport):
             specs, parts = self.source.specs(), self.source.parts()
             for spec in specs:
                 _check_spec(spec, self._plan)
-        if ranks.any(slices_of(parts) != self._held):
+        if ranks.any(slices_of(parts) != self._held, "looking for slices of the weights"):
             self._exchange, self._planned, self._held = self._connect(specs, parts)
         return parts
 

@@ -26,7 +26,7 @@ class Ranks:
         self.is_alone = is_alone
         self.elsewhere = False
 
-    def any(self, flag):
+    def any(self, flag, at=""):
         return flag or self.elsewhere
 
     @contextmanager

@@ -132,7 +132,7 @@ class IpcTransport(CopyingTransport):
         tensors = self.source.tensors()
         if self._staging is not None or self.source.is_sharded:  # where ranks ask together, whatever they have
             staging = self._staging
-            is_missing = self.source.ranks.any(staging is None)
+            is_missing = self.source.ranks.any(staging is None, "comparing weights")
             if staging is None or is_missing:
                 return False
             # Without checksums there is nothing to compare with; after a transfer that failed there are none yet.
@@ -142,7 +142,7 @@ class IpcTransport(CopyingTransport):
             known = self._sums is not None and self._described is manifest
             with self.source.gathered(tensors) as whole:
                 differs = not known or self._sums != staging.checksums(whole)
-            return not self.source.ranks.any(differs)
+            return not self.source.ranks.any(differs, "comparing weights")
         if self._exported is None or not self._exported.is_current(tensors):
             return False
         wait_for_queued(self._peer.device)
