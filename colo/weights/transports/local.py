@@ -68,7 +68,7 @@ class LocalTransport(CopyingTransport):
         self.source.given_to(self._load)
         tensors = self.source.tensors()
         if self._verify:
-            self._sums = checksums_of(tensors.values())
+            self._sums = self._checksums()
         return sum(tensor.nbytes for tensor in tensors.values())
 
     def verify(self) -> None:
@@ -83,12 +83,16 @@ class LocalTransport(CopyingTransport):
         if not self._plan.fallbacks:
             differs = bool(self._differences(tensors))
         else:
-            differs = self._verify and (self._sums is None or self._sums != checksums_of(tensors.values()))
+            differs = self._verify and (self._sums is None or self._sums != self._checksums())
         return not self.source.ranks.any(differs, "comparing weights")
 
     def _load(self, tensors: Mapping[str, torch.Tensor]) -> None:
         with self.source.gathered(tensors) as whole:
             self._engine.load_weights((name, whole[name]) for name in tensors)
+
+    def _checksums(self) -> list[int]:
+        """What lies on this rank."""
+        return checksums_of(part.tensor for part in self.source.parts() if part.tensor is not None)
 
     def _differences(self, tensors: Mapping[str, torch.Tensor]) -> list[str]:
         return [name for found in self._each(tensors, LoadPlan.differences) for name in found]

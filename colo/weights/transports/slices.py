@@ -6,8 +6,6 @@ and only if another rank holds it. No tensor is ever whole.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from colo.errors import TransferError, Unsupported
@@ -56,7 +54,7 @@ class SlicesTransport(CopyingTransport):
         self._device = device
         self._bucket_bytes = BUCKET_BYTES if bucket_bytes is None else bucket_bytes
         self._why_not_shared = why_not_shared
-        self._exchange, self._planned, self._held = self._connect(source.specs(), source.parts())
+        self._exchange, self._planned, self._held = self._connect()
 
     @property
     def reason(self) -> str:
@@ -107,22 +105,20 @@ class SlicesTransport(CopyingTransport):
         """What this rank holds now; planned for anew, on every rank, when it is not what was planned for on one."""
         ranks = self.source.ranks
         with ranks.fail_together("looking for slices of the weights"):
-            specs, parts = self.source.specs(), self.source.parts()
-            for spec in specs:
+            parts = self.source.parts()
+            for spec in self.source.specs():
                 _check_spec(spec, self._plan)
         if ranks.any(slices_of(parts) != self._held, "looking for slices of the weights"):
-            self._exchange, self._planned, self._held = self._connect(specs, parts)
+            self._exchange, self._planned, self._held = self._connect()
         return parts
 
-    def _connect(
-        self, specs: Sequence[TensorSpec], parts: Sequence[PlacedPart]
-    ) -> tuple[Exchange, ExchangePlan, list[Slice]]:
+    def _connect(self) -> tuple[Exchange, ExchangePlan, list[Slice]]:
         ranks = self.source.ranks
         with ranks.fail_together("planning slices of the weights"):
+            specs, held = self.source.specs(), slices_of(self.source.parts())
             targets = _targets(self._plan)
             taken = [Slice(name, target.landing.box, dtype_name(target.memory)) for name, target in targets]
         self._names = [name for name, _ in targets]
-        held = slices_of(parts)
         plan = agree(ranks, specs, held, taken, bucket_bytes=self._bucket_bytes)
         exchange = Exchange(plan, ranks, [target for _, target in targets], device=self._device)
         return exchange, plan, held

@@ -91,7 +91,7 @@ class IpcTransport(CopyingTransport):
     @property
     def working_bytes(self) -> int:
         """Memory for gathering one tensor at a time, twice that of the largest at most."""
-        sizes = [tensor.nbytes for _, tensor in self.source if is_dtensor(tensor)]
+        sizes = [spec.size_bytes for spec in self.source.specs()] if self.source.is_sharded else []
         return 2 * max(sizes, default=0)
 
     def transfer(self, version: int = 0) -> int:

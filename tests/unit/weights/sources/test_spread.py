@@ -13,6 +13,7 @@ from colo.weights.exchange.assembled import Assembled
 from colo.weights.manifest import TensorSpec
 from colo.weights.sources.parts import PlacedPart
 from colo.weights.sources.spread import SpreadSource
+from colo.weights.transports.local import LocalTransport
 from colo.weights.transports.slices import SlicesTransport
 
 CPU = torch.device("cpu")
@@ -113,6 +114,26 @@ def test_loaders_that_compute_are_given_whole_weights_in_turn(both):
     for rank, (same, count, names) in enumerate(both(body)):
         assert same and count == len(SHAPES)
         assert names == list(SHAPES)[: 2 if rank else None]
+
+
+def test_an_engine_whose_loader_computes_gets_them_and_knows_when_they_have_changed(both):
+    class Engine:
+        def load_weights(self, weights):
+            self.memory = {name: 2 * tensor for name, tensor in weights}
+
+    def body(rank):
+        source, engine = SpreadSource(Placed(rank), device=CPU), Engine()
+        plan = LoadPlan.of(source.tensors(), fallbacks=dict.fromkeys(SHAPES, "the loader computes with it"))
+        transport = LocalTransport(source, engine, plan, why_not_shared="tested")
+        transport.transfer()
+        same = all(torch.equal(engine.memory[name], 2 * tensor) for name, tensor in whole().items())
+        current = [transport.is_current()]
+        if rank:
+            with torch.no_grad():
+                source.modules[0][-1].add_(1)
+        return same, [*current, transport.is_current()]
+
+    assert both(body) == [(True, [True, False])] * 2
 
 
 def test_a_failure_in_one_rank_is_told_in_the_others(both):

@@ -395,6 +395,21 @@ def test_a_weight_that_has_changed_its_shape_on_one_rank_is_named_on_all(both):
     assert here == f"TransferError: looking for slices of the weights failed on rank 1: {said}"
 
 
+def test_a_part_that_cannot_travel_on_one_rank_is_named_on_all(both):
+    def body(rank):
+        model = nn.Linear(2, 4, bias=False)
+        flat(model, 2)
+        if rank:
+            model.weight._local_tensor = torch.ones(3, 2)
+        source, memory = ModuleSource(model), torch.zeros(4, 2)
+        plan = LoadPlan.record(lambda weights: [memory.copy_(t) for _, t in weights], source.tensors(), {"m": memory})
+        return outcome(lambda: SlicesTransport(source, plan, device=CPU, why_not_shared="tested"))
+
+    here, there = both(body)
+    assert there.startswith("Unsupported: weight has a part of shape (3, 2) here")
+    assert here == f"TransferError: planning slices of the weights failed on rank 1: {there}"
+
+
 def test_what_the_loader_computes_is_the_reason_why_weights_travel_whole():
     plan = LoadPlan.of({"w": torch.ones(2)}, fallbacks={"w": "the loader computes with it"})
     assert why_not_sliced(plan) == "w: the loader computes with it"
