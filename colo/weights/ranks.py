@@ -91,6 +91,16 @@ class RankGroup:
             known = {rank: theirs for part in told for rank, theirs in part.items()}
         return dict(sorted(known.items()))
 
+    def connect(self, num_ranks: int) -> None:
+        """Set up the group that ranks send in, where it has only these ranks: on NCCL all of a group do that together.
+
+        Otherwise a rank that first sends would wait for one that has nothing to send or receive.
+        """
+        from torch import distributed
+
+        if not self.is_alone and distributed.get_world_size(self._group) == num_ranks:
+            distributed.all_reduce(torch.zeros(1, device=self._device), group=self._group)
+
     @contextmanager
     def fail_together(self, operation: str) -> Iterator[None]:
         """A block that fails on every rank if it fails on one: elsewhere with `TransferError`, naming rank and cause.

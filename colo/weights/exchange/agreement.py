@@ -47,6 +47,7 @@ def agree_on_parts(ranks: RankGroup, specs: Sequence[TensorSpec], held: Sequence
 def _tell(ranks: RankGroup, words: Told) -> dict[int, Told]:
     told = ranks.gather(words)
     check_told(told)
+    ranks.connect(len(told))
     return told
 
 

@@ -33,7 +33,7 @@ _Flying = tuple[Round, torch.Tensor, list[Any], str]
 
 
 class Exchange:
-    """One rank's end of a plan. `send` and `differences` are collectives.
+    """One rank's end of a plan. `send` and `differences` are collectives. Run on gloo so far, not on NCCL.
 
     After an interrupt, or when a send fails rather than what is done here, a rank takes part in nothing that follows:
     the others wait until its process ends, or for the group's deadline.
