@@ -26,9 +26,10 @@ from colo.runtime import Runtime
 from colo.runtime.registry import check_free
 from colo.trainer.gradients import parameters_of
 from colo.trainer.optimizer_state import unwrapped
+from colo.weights.ranks import RankGroup
 from colo.weights.sources.heads import causal_lm
 from colo.weights.sources.module import ModuleSource
-from colo.weights.sources.peft import adapter_weights, is_peft_model
+from colo.weights.sources.peft import adapter_weights, is_peft_model, whole_adapter
 from colo.weights.transports.base import Transport
 from colo.weights.transports.choice import choose_transport
 
@@ -170,7 +171,9 @@ def _share(
             stacklevel=4,
         )
     if is_peft_model(model):  # before any weights have moved
-        engine.load_adapter(_TRIAL, adapter_weights(cast("PeftModel", model)))
+        with RankGroup(model.parameters()).fail_together("reading the adapter"):
+            adapter = adapter_weights(cast("PeftModel", model))
+        engine.load_adapter(_TRIAL, whole_adapter(adapter))
         engine.remove_adapter(_TRIAL)
     engine.mover.chunk_bytes = config.chunk_bytes
     if config.host_limit_bytes is not None:

@@ -100,7 +100,8 @@ class Runtime:
             publisher = make_publisher(engine, model, transport, config, self.trace)
             self.versions = WeightVersions(engine, transport, publisher, self.scheduler, config)
             self._turns.connect(self.scheduler, self._session, self.versions)
-            prepare_arena(check_phases(self.scheduler), mover)
+            with transport.source.ranks.fail_together("planning the phases"):
+                prepare_arena(check_phases(self.scheduler), mover)
             self.versions.publish()
             self._generation = Generation(engine, model, self._turns, self.scheduler, self.versions, mismatch)
             engine.before_generate = self._generation.before_generate

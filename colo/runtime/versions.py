@@ -57,7 +57,7 @@ class WeightVersions:
     def notice_and_compare(self) -> None:
         """Raise the version for whatever has changed on any rank, also what only a comparison with the engine shows."""
         seen = self._writes.has_changed() or self.publisher.has_other_contents()
-        changed = self._ranks.any(seen or self.publisher.has_changed_shard())
+        changed = self._ranks.any(seen or self.publisher.has_changed_shard(), "entering a rollout")
         if not changed and (self._verify or not self._ranks.is_alone):  # torch counts few of the writes to parts
             changed = self.is_engine_current() and not self._is_equal()
         if changed:
@@ -65,7 +65,7 @@ class WeightVersions:
 
     def is_engine_current(self) -> bool:
         """Whether the engines of all ranks hold the present version."""
-        return not self._ranks.any(not self.publisher.is_current)
+        return not self._ranks.any(not self.publisher.is_current, "comparing versions")
 
     def publish(self) -> None:
         """Make the present version the engine's, in a phase of its own. Raises: as `Publisher.publish`."""
@@ -81,7 +81,7 @@ class WeightVersions:
     def recover(self) -> None:
         """Start a lost engine again and publish to it; every rank of a sharded model calls. See `Runtime.recover`."""
         is_lost = self._engine.state is EngineState.LOST
-        is_lost_elsewhere = self._ranks.any(is_lost) and not is_lost
+        is_lost_elsewhere = self._ranks.any(is_lost, "recovering the engine") and not is_lost
         with self._ranks.fail_together("recovering the engine"):
             self._scheduler.plan(Phase.ROLLOUT)  # refuse while nothing has changed
             self._scheduler.anticipate(Phase.ROLLOUT)
@@ -113,7 +113,9 @@ class WeightVersions:
             if takes_memory:
                 self._scheduler.enter(Phase.SYNC)
         try:
-            return self._transport.is_current() and self.publisher.has_adapter()
+            return self._transport.is_current() and not self._ranks.any(
+                not self.publisher.has_adapter(), "comparing weights"
+            )
         finally:
             if takes_memory:
                 self._scheduler.enter(Phase.IDLE)

@@ -21,6 +21,7 @@ from colo.memory.uninterrupted import uninterrupted
 from colo.phases.phase import TRAINER_GRADIENTS, Residency, check_move
 from colo.phases.segment import Done, Move
 from colo.trainer.stand_ins import Call, Keeper, ParkedTensor
+from colo.trainer.unreduced import HoldsGradient
 from colo.units import align_up
 
 Assembly = Callable[[torch.Tensor], torch.Tensor]
@@ -44,7 +45,7 @@ class StepsInParts(Protocol):
 class _Parked:
     """One parameter's gradient in the arena."""
 
-    parameter: torch.Tensor
+    parameter: HoldsGradient
     host: torch.Tensor  # the bytes in the arena; of a sharded gradient, those of this process
     assembly: Assembly  # makes a gradient from such bytes
     stand_in: ParkedTensor  # is the parameter's gradient meanwhile
@@ -68,8 +69,16 @@ class GradientSegment(Keeper):
     name = TRAINER_GRADIENTS
     away = Residency.OFFLOADED
 
-    def __init__(self, optimizer: torch.optim.Optimizer, *, mover: Mover) -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        *,
+        mover: Mover,
+        others: Callable[[], Sequence[HoldsGradient]] = lambda: (),
+    ) -> None:
+        """`others` gives what else holds gradients at the moment, such as whole ones that FSDP2 has not reduced."""
         self._optimizer = optimizer
+        self._others = others
         self._mover = mover
         self._extent: Extent | None = None
         self._parked: list[_Parked] = []
@@ -105,7 +114,7 @@ class GradientSegment(Keeper):
 
     def refresh(self) -> None:
         """Count the gradients that cannot leave, before the scheduler plans."""
-        parameters = [p for p in parameters_of(self._optimizer) if p.grad is not None]
+        parameters = [p for p in self._holders() if p.grad is not None]
         # No list of gradients here: its references would count as other code's.
         self._staying_bytes = sum(
             local_bytes(_gradient(p)) for p in parameters if not isinstance(p.grad, ParkedTensor) and not _may_leave(p)
@@ -144,8 +153,11 @@ class GradientSegment(Keeper):
         self.on_touch()
         return function(*map(self._returned, args), **kwargs)
 
+    def _holders(self) -> list[HoldsGradient]:
+        return [*parameters_of(self._optimizer), *self._others()]
+
     def _present_bytes(self) -> int:
-        gradients = (p.grad for p in parameters_of(self._optimizer))
+        gradients = (p.grad for p in self._holders())
         return sum(local_bytes(g) for g in gradients if g is not None and not isinstance(g, ParkedTensor))
 
     def _zero(self, tensors: torch.Tensor | list[torch.Tensor]) -> Any:
@@ -162,7 +174,7 @@ class GradientSegment(Keeper):
         """The gradient itself in place of its stand-in. Raises: `PhaseError` for one that has been replaced since."""
         if not isinstance(value, ParkedTensor) or value.keeper is not self:
             return value
-        parameter: torch.Tensor = value.parameter
+        parameter: HoldsGradient = value.parameter
         gradient = parameter.grad
         if gradient is None or isinstance(gradient, ParkedTensor):
             raise PhaseError("this stood in for a gradient that was in host memory and is gone: read `parameter.grad`")
@@ -170,7 +182,7 @@ class GradientSegment(Keeper):
 
     def _park(self) -> Move:
         consumed = set(self._optimizer.consumed()) if isinstance(self._optimizer, StepsInParts) else set()
-        leaving = [parameter for parameter in parameters_of(self._optimizer) if _may_leave(parameter)]
+        leaving = [parameter for parameter in self._holders() if _may_leave(parameter)]
         if not leaving:
             return Done()
         parts = [local_shard(_gradient(parameter)).contiguous() for parameter in leaving]
@@ -196,7 +208,7 @@ class GradientSegment(Keeper):
                 parameter.grad = parked.stand_in
         return Done(offsets[-1])
 
-    def _stand_in(self, parameter: torch.Tensor) -> ParkedTensor:
+    def _stand_in(self, parameter: HoldsGradient) -> ParkedTensor:
         made = ParkedTensor(_gradient(parameter), self)
         made.parameter = parameter  # type: ignore[attr-defined]  # tensors take attributes
         return made
@@ -211,7 +223,8 @@ class GradientSegment(Keeper):
             for parked, part in pairs:
                 parked.parameter.grad = parked.assembly(part.zero_() if parked.is_zeroed else part)
             if isinstance(self._optimizer, StepsInParts):
-                self._optimizer.mark_consumed([parked.parameter for parked in wanted if parked.was_consumed])
+                consumed = [p.parameter for p in wanted if p.was_consumed and isinstance(p.parameter, torch.Tensor)]
+                self._optimizer.mark_consumed(consumed)
             self._forget_parked()
         return Done(sum(part.nbytes for part in back))
 
@@ -226,12 +239,12 @@ _UNCHANGED = frozenset({"requires_grad_", "detach_", "__set__"})
 """Calls of `zero_grad` that change nothing of a gradient without history."""
 
 
-def _gradient(parameter: torch.Tensor) -> torch.Tensor:
+def _gradient(parameter: HoldsGradient) -> torch.Tensor:
     assert parameter.grad is not None, "only parameters with gradients are parked"
     return parameter.grad
 
 
-def _may_leave(parameter: torch.Tensor) -> bool:
+def _may_leave(parameter: HoldsGradient) -> bool:
     """Whether a parameter has a gradient that no other code refers to, and that is no view of a bucket (DDP's are)."""
     gradient = parameter.grad
     if gradient is None or isinstance(gradient, ParkedTensor) or gradient.layout is not torch.strided:
@@ -240,12 +253,13 @@ def _may_leave(parameter: torch.Tensor) -> bool:
     return is_dtensor(_gradient(parameter)) or num_holders(parameter) == 0
 
 
-def num_holders(parameter: torch.Tensor) -> int:
+def num_holders(parameter: HoldsGradient) -> int:
     """Number of variables, attributes and views that refer to the gradient of `parameter`, without the parameter."""
-    return max(0, _count_references(parameter) - _references_of_nobody())
+    own = getattr(parameter, "own_references", 0)
+    return max(0, _count_references(parameter) - _references_of_nobody() - own)
 
 
-def _count_references(parameter: torch.Tensor) -> int:
+def _count_references(parameter: HoldsGradient) -> int:
     gradient = _gradient(parameter)
     return sys.getrefcount(gradient) + num_references(gradient)
 

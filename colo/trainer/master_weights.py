@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch.utils.weak import TensorWeakRef
 
-from colo.errors import Unsupported
-from colo.memory.dtensor import is_dtensor
+from colo.memory.dtensor import local_shard
 from colo.memory.uninterrupted import uninterrupted
 from colo.trainer.gradients import parameters_of
 from colo.trainer.inventory import MASTER_WEIGHT
@@ -89,7 +88,9 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
 
     @property
     def changed_fraction(self) -> float | None:
-        """Fraction of the 16-bit elements that the last step changed; `None` before the first. Waits for the device."""
+        """Fraction of the 16-bit elements that the last step changed, of those on this rank; `None` before the first.
+
+        Waits for the device."""
         return None if self._changed is None else float(self._changed) / max(1, self._num_elements)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -171,9 +172,9 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
         if master is None:
             return
         rounded = master.to(parameter.dtype)
-        changed = (rounded != parameter).sum(dtype=torch.float64)
+        changed = (local_shard(rounded) != local_shard(parameter)).sum(dtype=torch.float64)
         self._changed = changed if self._changed is None else self._changed + changed.to(self._changed.device)
-        self._num_elements += parameter.numel()
+        self._num_elements += local_shard(parameter).numel()
         parameter.copy_(rounded)
         self._unrounded.pop(parameter, None)
 
@@ -207,12 +208,6 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
     def _master_of(self, parameter: torch.Tensor) -> torch.Tensor:
         if not parameter.is_floating_point() or parameter.element_size() >= 4:
             return parameter
-        if is_dtensor(parameter):
-            raise Unsupported(
-                f"a parameter of {parameter.dtype} is sharded over ranks: load the model in float32 and let FSDP2 "
-                "compute in 16 bits, fully_shard(..., mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)); its "
-                "own parameters are the masters then, for an optimizer without MasterWeights"
-            )
         master = parameter.detach().to(torch.float32, copy=True)
         master.requires_grad_(parameter.requires_grad)
         self._masters[parameter] = master

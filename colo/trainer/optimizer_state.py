@@ -29,6 +29,7 @@ from colo.trainer.gradients import GradientSegment
 from colo.trainer.inventory import Inventory, Kept, StateTensor
 from colo.trainer.snapshot import detach_state, snapshot
 from colo.trainer.state_segment import StateSegment
+from colo.trainer.unreduced import HoldsGradient
 from colo.units import GIB, align_up
 
 
@@ -97,6 +98,7 @@ class StateOffloader:
         before_step: Callable[[], None] | None = None,
         after_step: Callable[[], None] | None = None,
         on_touch: Callable[[str], None] | None = None,
+        other_gradients: Callable[[], Sequence[HoldsGradient]] = lambda: (),
     ) -> None:
         _check_hooks(optimizer)
         self.optimizer = optimizer
@@ -107,7 +109,7 @@ class StateOffloader:
         touch = on_touch or self._bring
         self.state = StateSegment(TRAINER_OPTIMIZER, mover=mover, on_touch=touch, is_master=False)
         self.masters = StateSegment(TRAINER_MASTER_WEIGHTS, mover=mover, on_touch=touch, is_master=True)
-        self.gradients = GradientSegment(optimizer, mover=mover)
+        self.gradients = GradientSegment(optimizer, mover=mover, others=other_gradients)
         self.kept = KeptSegment((self.state, self.masters), self.gradients)
         self._replaced: set[str] = set()
         """Segments that have left the device for a state dict that is being loaded."""

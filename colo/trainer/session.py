@@ -16,6 +16,7 @@ from colo.trainer.backward import BackwardWatch
 from colo.trainer.gradients import parameters_of
 from colo.trainer.inventory import Kept
 from colo.trainer.optimizer_state import StateOffloader
+from colo.trainer.unreduced import unreduced
 
 LATE = (TRAINER_OPTIMIZER, TRAINER_MASTER_WEIGHTS)
 """Segments that a training phase needs only when the optimizer steps."""
@@ -62,6 +63,7 @@ class TrainerSession:
 
         Raises: as `StateOffloader`.
         """
+        modules = tuple(sharded_modules)
         self.optimizer = optimizer
         self.has_stepped = False
         """Whether there was a step since `begin_training`."""
@@ -76,12 +78,13 @@ class TrainerSession:
             before_step=events.before_step,
             after_step=events.after_step,
             on_touch=events.on_touch,
+            other_gradients=lambda: unreduced(modules),
         )
         self._offloader.gradients.on_touch = lambda: events.on_touch(TRAINER_GRADIENTS)
         try:
             self._backward = BackwardWatch(
                 parameters_of(optimizer),
-                modules=sharded_modules,
+                modules=modules,
                 admit=events.on_gradient,
                 on_pass=self._on_backward,
                 on_progress=self._on_progress,

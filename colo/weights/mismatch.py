@@ -15,7 +15,7 @@ from torch import nn
 
 from colo.engine import Completion
 from colo.memory.dtensor import is_dtensor
-from colo.weights.sources.module import ModuleSource
+from colo.weights.sources.base import WeightSource
 
 MAX_TOKENS = 64
 """Tokens of a completion that are compared; bounds the logits."""
@@ -85,7 +85,7 @@ class MismatchCheck:
         """Keep the first of `completions`, which were sampled from `softmax(logits / temperature)`."""
         self._noted = (temperature, completions[: self._num_sequences])
 
-    def measure(self, source: ModuleSource, model: nn.Module, *, version: int, device: torch.device) -> Mismatch | None:
+    def measure(self, source: WeightSource, model: nn.Module, *, version: int, device: torch.device) -> Mismatch | None:
         """The difference for completions of this `version`, which are then forgotten; `None` without any.
 
         Ranks of a sharded model compute each pass together, as many passes as the rank with the fewest completions has.
@@ -93,7 +93,7 @@ class MismatchCheck:
         temperature, completions = self._noted or (1.0, ())
         self._noted = None
         comparable = [c for c in completions if c.weights_version == version and c.token_ids]
-        count = source.ranks.min(len(comparable))
+        count = source.ranks.min(len(comparable), "comparing log-probabilities")
         if not count:
             return None
         difference = logprob_difference(model, comparable[:count], temperature=temperature, device=device)

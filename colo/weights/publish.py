@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING
 
 from colo.engine import AdapterWeights, Engine, EngineState, in_all_ranks
 from colo.errors import StaleWeights
+from colo.memory.dtensor import local_shard
 from colo.phases.phase import Phase
 from colo.phases.trace import Trace
 from colo.weights.meter import CopyMeter
+from colo.weights.sources.peft import whole_adapter
 from colo.weights.sums import ContentSums
 
 if TYPE_CHECKING:
@@ -114,10 +116,13 @@ class Publisher:
         return not noted.is_equal(self._base_sums[1]) or not self.has_adapter()
 
     def has_changed_shard(self) -> bool:
-        """Whether this rank's part of sharded weights was written to since its publication; false if unknown."""
+        """Whether this rank's part of sharded weights, or of an adapter, was written to since its publication.
+
+        False if unknown.
+        """
         if self._shard_sums is None or not self.published or self.published[-1].version != self.version:
             return False
-        return self._shard_sums != self._transport.source.shard_sums()
+        return self._shard_sums != self._transport.source.shard_sums() or not self.has_adapter()
 
     def check(self) -> None:
         """Raise `StaleWeights`, and poison the engine, unless trainer and engine still hold the same weights."""
@@ -193,9 +198,11 @@ class Publisher:
             if self._verify:
                 self._transport.verify()
                 self._shard_sums = self._transport.source.shard_sums()
-            if self._adapter is not None:
-                adapter = self._adapter()
-                adapter_bytes = self._load_adapter(adapter)
+            adapter = self._adapter() if self._adapter is not None else None
+        whole = whole_adapter(adapter) if adapter is not None else None
+        with ranks.fail_together(publishing):
+            if adapter is not None and whole is not None:
+                adapter_bytes = self._load_adapter(whole)
                 if self._verify:
                     self._adapter_sums = _sums_of(adapter, self._adapter_sums)
                 self._sent = self._fingerprint()
@@ -218,7 +225,7 @@ class Publisher:
             or self._engine.weights_version != self.published[-1].version
             or self._sent != self._fingerprint()
         )
-        return not self._transport.source.ranks.any(lacks) and self._transport.is_current()
+        return not self._transport.source.ranks.any(lacks, "publishing") and self._transport.is_current()
 
     def _load_adapter(self, adapter: AdapterWeights) -> int:
         """Give the engine the adapter, and return the bytes of it that were copied."""
@@ -240,5 +247,6 @@ class Publisher:
 
 
 def _sums_of(adapter: AdapterWeights, earlier: ContentSums | None) -> ContentSums:
-    """What an adapter holds now, scalings included."""
-    return ContentSums.of([*adapter.a.values(), *adapter.b.values()], list(adapter.scalings.items()), earlier)
+    """What this rank holds of an adapter now, scalings included."""
+    tensors = [local_shard(tensor) for tensor in (*adapter.a.values(), *adapter.b.values())]
+    return ContentSums.of(tensors, list(adapter.scalings.items()), earlier)

@@ -1,47 +1,105 @@
-"""The ranks that a model's weights are sharded over: what they decide together, and failing together."""
+"""The ranks that a model's weights are spread over: what they decide together, and failing together."""
 
 from __future__ import annotations
 
+import re
+import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from colo.errors import TransferError
 from colo.memory.dtensor import is_dtensor
 
+T = TypeVar("T")
+
+_NUMBERS = re.compile(r"\d+")
+
 
 class RankGroup:
-    """The ranks that some tensors (`DTensor`) are sharded over; this process alone where none is.
+    """The ranks that some tensors (`DTensor`) are sharded over, or those of a group; this process alone without any.
 
-    Every method but `is_alone` is a collective: all ranks call it, in the same order.
+    Every method but `is_alone`, `rank` and `wire` is a collective: all ranks call it, in the same order.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor] = ()) -> None:
         sharded: list[Any] = [tensor for tensor in tensors if is_dtensor(tensor)]
         self._meshes = list(dict.fromkeys(tensor.device_mesh for tensor in sharded))
+        self._group: Any = None
         self._device = sharded[0].device if sharded else torch.device("cpu")
+
+    @classmethod
+    def of(cls, group: Any, device: torch.device) -> RankGroup:
+        """The ranks of a process group, of more than one; `device` is one that the group can reduce on."""
+        ranks = cls()
+        ranks._group, ranks._device = group, device
+        return ranks
 
     @property
     def is_alone(self) -> bool:
         """Whether there are no other ranks to agree with."""
-        return not self._meshes
+        return not self._meshes and self._group is None
 
-    def min(self, count: int) -> int:
-        """The smallest `count` of all ranks."""
+    @property
+    def rank(self) -> int:
+        """Global rank of this process."""
+        return own_rank()
+
+    @property
+    def wire(self) -> Any:
+        """The process group that ranks send to each other in; `None` is torch's own, of all processes."""
+        return self._group
+
+    def min(self, count: int, at: str = "") -> int:
+        """The smallest `count` of all ranks. `at` says for what it is asked, numbers aside.
+
+        Raises: `TransferError` on every rank when they ask at different points, as when one has left a phase alone.
+        """
         if self.is_alone:
             return count
         from torch import distributed
 
-        smallest = torch.tensor(count, device=self._device)
+        point = zlib.crc32(_NUMBERS.sub("", at).encode())
+        smallest = torch.tensor([count, point, -point], device=self._device)
         for group in self._groups():
             distributed.all_reduce(smallest, distributed.ReduceOp.MIN, group=group)
-        return int(smallest)
+        found, first, last = smallest.tolist()
+        if first != -last:
+            raise TransferError(
+                f"the trainer's ranks are out of step: this one, rank {self.rank}, is at {at or 'a comparison'!r}, and "
+                "others are elsewhere. Every rank has to make the same calls: one has caught an exception alone, or "
+                "has skipped or repeated a phase"
+            )
+        return int(found)
 
-    def any(self, flag: bool) -> bool:
-        """Whether `flag` is true on at least one rank."""
-        return self.min(int(not flag)) == 0
+    def any(self, flag: bool, at: str = "") -> bool:
+        """Whether `flag` is true on at least one rank; `at` as in `min`."""
+        return self.min(int(not flag), at) == 0
+
+    def gather(self, value: T) -> dict[int, T]:
+        """The value of every rank, by global rank in order. Values are pickled."""
+        known = {self.rank: value}
+        if self.is_alone:
+            return known
+        from torch import distributed
+
+        for group in self._groups():
+            told: list[dict[int, T]] = [{} for _ in range(distributed.get_world_size(group))]
+            distributed.all_gather_object(told, known, group=group)
+            known = {rank: theirs for part in told for rank, theirs in part.items()}
+        return dict(sorted(known.items()))
+
+    def connect(self, num_ranks: int) -> None:
+        """Set up the group that ranks send in, where it has only these ranks: on NCCL all of a group do that together.
+
+        Otherwise a rank that first sends would wait for one that has nothing to send or receive.
+        """
+        from torch import distributed
+
+        if not self.is_alone and distributed.get_world_size(self._group) == num_ranks:
+            distributed.all_reduce(torch.zeros(1, device=self._device), group=self._group)
 
     @contextmanager
     def fail_together(self, operation: str) -> Iterator[None]:
@@ -58,25 +116,23 @@ class RankGroup:
 
     def report_failure(self, operation: str, error: Exception | None) -> None:
         """Tell the other ranks how `operation` has ended here. `TransferError` when it has failed elsewhere only."""
-        if self.is_alone or not self.any(error is not None):
+        if self.is_alone or not self.any(error is not None, operation):
             return
-        causes = self._gather(f"{type(error).__name__}: {error}" if error is not None else None)
+        causes = self.gather(f"{type(error).__name__}: {error}" if error is not None else None)
         if error is None:
-            rank, cause = min(causes.items())
+            rank, cause = next((rank, cause) for rank, cause in causes.items() if cause is not None)
             raise TransferError(f"{operation} failed on rank {rank}: {cause}")
-
-    def _gather(self, cause: str | None) -> dict[int, str]:
-        """The causes of all ranks that have one, by rank."""
-        from torch import distributed
-
-        causes = {} if cause is None else {distributed.get_rank(): cause}
-        for group in self._groups():
-            told: list[dict[int, str]] = [{} for _ in range(distributed.get_world_size(group))]
-            distributed.all_gather_object(told, causes, group=group)
-            causes = {rank: words for part in told for rank, words in part.items()}
-        return causes
 
     def _groups(self) -> Iterator[Any]:
         """A process group for every dimension of every mesh: what all of them have seen, every rank has."""
+        if self._group is not None:
+            yield self._group
         for mesh in self._meshes:
             yield from (mesh.get_group(dim) for dim in range(mesh.ndim))
+
+
+def own_rank() -> int:
+    """Global rank of this process; 0 without a process group."""
+    from torch import distributed
+
+    return int(distributed.get_rank()) if distributed.is_available() and distributed.is_initialized() else 0

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Hashable
 from typing import TYPE_CHECKING, cast
 
 import torch
 
-from colo.weights.sources.module import ModuleSource, all_modules
+from colo.weights.sources.base import WeightSource
+from colo.weights.sources.module import all_modules
 from colo.weights.sources.peft import adapter_settings, is_peft_model
 
 if TYPE_CHECKING:
@@ -21,7 +23,7 @@ class WriteWatch:
     Writes through `.data` are not noticed. Keeps the tensors, so that a new tensor cannot be taken for an old one.
     """
 
-    def __init__(self, source: ModuleSource) -> None:
+    def __init__(self, source: WeightSource) -> None:
         """Buffers called like those of `source` that are foreign to its engine are not watched."""
         self._source = source
         self._foreign = {name.rpartition(".")[2] for name in source.foreign}
@@ -38,12 +40,12 @@ class WriteWatch:
         return not is_same or (counts, adapter) != self._seen[1:]
 
     def _state(self) -> tuple[list[torch.Tensor], list[int], Hashable]:
-        model = self._source.model
-        adapter = adapter_settings(cast("PeftModel", model)) if is_peft_model(model) else None
+        models = self._source.modules
+        adapters = [adapter_settings(cast("PeftModel", model)) if is_peft_model(model) else None for model in models]
         self._source.reshard()
         tensors: list[torch.Tensor] = []
-        for module in all_modules(model):
+        for module in itertools.chain.from_iterable(map(all_modules, models)):
             others = module._non_persistent_buffers_set | self._foreign
             tensors += [p for p in module._parameters.values() if p is not None]
             tensors += [b for n, b in module._buffers.items() if b is not None and n not in others]
-        return tensors, [tensor._version for tensor in tensors], adapter
+        return tensors, [tensor._version for tensor in tensors], tuple(adapters)

@@ -70,6 +70,8 @@ def one_rank(checkpoint, results, way):
                 found["same"].append(all(torch.equal(of_first[name], value) for name, value in stepped.items()))
         train_step(rt, step)
     found["bytes_synced"] = rt.bytes_synced
+    if way != "staged":
+        found["received"] = [rt.transport.received_bytes, rt.transport.bytes_to_receive]
     found["state_bytes"] = rt.scheduler.segments["trainer.optimizer"].size_bytes
     found["parts_bytes"] = sum(local_shard(p).nbytes for p in optimizer.param_groups[0]["params"])
     if way == "staged":
@@ -108,9 +110,9 @@ def run(folder, way, ranks):
     return found
 
 
-def test_one_rank_gathers_for_an_engine_whose_memory_it_maps(tmp_path):
+def test_one_rank_fills_an_engine_whose_memory_it_maps(tmp_path):
     (rank,) = run(tmp_path, "apart", 1)
-    assert rank["transport"] == "local"
+    assert (rank["transport"], rank["received"]) == ("slices", [0, 0])
     assert rank["bytes_synced"] == STEPS * rank["weights_bytes"]
 
 
@@ -120,9 +122,12 @@ def test_one_rank_gathers_into_buckets_and_its_engine_comes_back(tmp_path):
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_what_two_ranks_gather_goes_into_the_slices_of_both(tmp_path):
+def test_slices_of_two_ranks_go_into_those_of_both(tmp_path):
     found = run(tmp_path, "slices", 2)
-    assert [rank["transport"] for rank in found] == ["local"] * 2
+    assert [rank["transport"] for rank in found] == ["slices"] * 2
+    for received, planned in (rank["received"] for rank in found):
+        assert received == STEPS * planned
+        assert 0 < planned < 0.3 * found[0]["weights_bytes"]
     assert found[0]["tokens"] == found[1]["tokens"]
 
 

@@ -1,4 +1,4 @@
-"""One rank of `test_sharded.py`: a trainer whose weights FSDP2 has sharded, and an engine that takes them whole.
+"""One rank of `test_sharded.py`: a trainer whose weights FSDP2 has sharded, and an engine that has all of them.
 
 torchrun --nproc-per-node 2 sharded.py RESULTS
 """
@@ -20,15 +20,16 @@ import colo
 from colo.config import Offload
 from colo.engines.embedded.torch import TorchEngine
 from colo.memory.dtensor import local_shard
-from colo.memory.load_plan import LoadPlan
 from colo.memory.offload import Mover
 from colo.phases.phase import Phase
 from colo.units import MIB
-from colo.weights.transports import local
+from colo.weights.exchange import exchange
+from colo.weights.transports import slices
 
 IDS = torch.arange(24).view(2, 12)
 GREEDY = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}
 CPU = torch.device("cpu")
+BUCKET_BYTES = 16 << 10
 
 
 def make(mesh):
@@ -51,7 +52,7 @@ def make(mesh):
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    local.GATHERED_BYTES = 16 << 10  # so that there are several parts
+    slices.BUCKET_BYTES = BUCKET_BYTES  # so that there are several
     engine = TorchEngine(config, device="cpu", dtype=torch.float32, kv_cache_bytes=MIB, mover=Mover(CPU))
     optimizer = AdamW(model.parameters(), lr=1e-2)
     with torch.no_grad():
@@ -141,15 +142,16 @@ def snapshot(rt, optimizer):
 def failures(rt, twin, rank):
     """What both ranks say of what has failed in the second one, and that the next rollout mends it."""
     found = []
-    replay, differences, plan, require = LoadPlan.replay, LoadPlan.differences, rt.scheduler.plan, rt.scheduler.enter
+    pack, differences = exchange._pack, slices.SlicesTransport._differences
+    plan, require = rt.scheduler.plan, rt.scheduler.enter
     left = 2
 
-    def stumble(plan, source):
+    def stumble(*arguments):
         nonlocal left
         left -= 1
         if left == 0:
             raise ValueError("rank 1 stumbles")
-        return replay(plan, source)
+        pack(*arguments)
 
     def refuse(phase):
         raise colo.PhaseError("rank 1 refuses")
@@ -160,9 +162,9 @@ def failures(rt, twin, rank):
 
     rt.optimizer.step()  # without gradients: a new version of the same weights
     if rank:
-        LoadPlan.replay = stumble
+        exchange._pack = stumble
     found.append(failure(lambda: rt.generate([[1, 2]], **GREEDY)))
-    LoadPlan.replay = replay
+    exchange._pack = pack
     found.append(gap(twin, rt.generate([[1, 2]], **GREEDY)))
     if rank:
         rt.scheduler.plan = refuse
@@ -171,9 +173,9 @@ def failures(rt, twin, rank):
     found.append(gap(twin, rt.generate([[1, 2]], **GREEDY)))
     rt.optimizer.step()
     if rank:
-        LoadPlan.differences = lambda plan, source: ["a weight"]
+        slices.SlicesTransport._differences = lambda transport: [*differences(transport), "a weight"]
     found.append(failure(lambda: rt.generate([[1, 2]], **GREEDY)))
-    LoadPlan.differences = differences
+    slices.SlicesTransport._differences = differences
     found.append(gap(twin, rt.generate([[1, 2]], **GREEDY)))
     if rank:
         rt.scheduler.enter = refuse
@@ -226,6 +228,7 @@ def main(results):
     found["whole"] = sum(p.nbytes for p in twin.parameters())
     found["working"] = rt.scheduler.working_bytes[Phase.SYNC]
     found["synced"] = [rt.bytes_synced, len(rt.publications)]
+    found["received"] = [rt.transport.received_bytes, rt.transport.bytes_to_receive]
     found["snapshot"] = snapshot(rt, optimizer)
     step(rt, twin, optimizer)
     found["same"].append(is_same(rt.model.parameters(), twin.parameters()))

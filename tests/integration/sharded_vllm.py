@@ -1,9 +1,9 @@
 """One rank of `test_vllm_sharded.py`: a trainer that FSDP2 has sharded, and vLLM.
 
-torchrun --nproc-per-node 2 sharded_vllm.py CHECKPOINT slices|staged RESULTS
+torchrun --nproc-per-node 2 sharded_vllm.py CHECKPOINT slices|mapped|staged RESULTS
 
-slices: vLLM is divided between the ranks, in their processes. staged: each rank has one of its own, in another process,
-which ends in between.
+slices: vLLM is divided between the ranks, in their processes. mapped, staged: each rank has one of its own, in another
+process, whose memory it maps, or to which it sends buckets, and which ends in between.
 """
 
 import copy
@@ -50,7 +50,7 @@ def failure(call):
 
 
 def main(checkpoint, way, results):
-    if way == "staged":
+    if way != "slices":
         distributed.init_process_group("gloo")
     engine = VLLMEngine(checkpoint, **OPTIONS, **(SLICES if way == "slices" else {"deadline_s": 60.0}))
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
@@ -71,7 +71,9 @@ def main(checkpoint, way, results):
         found["mismatches"].append(mismatch(twin, rt.generate(PROMPTS, **GREEDY)))
         train(rt, twin, optimizer)
     found["bytes_synced"] = rt.bytes_synced
-    if way == "staged":
+    if way != "staged":
+        found["received"] = [rt.transport.received_bytes, rt.transport.bytes_to_receive]
+    if way != "slices":
         if os.environ["RANK"] == "1":
             os.kill(engine.pids[0], signal.SIGKILL)
         found["failure"] = failure(lambda: rt.generate(PROMPTS, **GREEDY))

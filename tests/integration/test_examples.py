@@ -16,9 +16,9 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 def run(tmp_path):
     """Runs an example on the CPU to its end and returns what it printed."""
 
-    def start(name):
+    def start(name, *launcher):
         done = subprocess.run(
-            [sys.executable, str(EXAMPLES / name), "--device", "cpu"],
+            [sys.executable, *launcher, str(EXAMPLES / name), "--device", "cpu"],
             cwd=tmp_path,
             env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
             capture_output=True,
@@ -71,10 +71,21 @@ def test_what_is_your_own_is_shared_learns_and_resumes_bit_for_bit(run):
     assert "trainer.master_weights, trainer.optimizer left the device for rollouts" in text
 
 
+@pytest.mark.slow
+def test_a_model_that_two_ranks_have_sharded_learns_and_half_of_it_travels(run):
+    ranks = ["--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
+    text = run("fsdp_two_gpus.py", "-m", "torch.distributed.run", *ranks)
+    assert rewards(text)[-1] >= rewards(text)[0] + 0.15
+    own, others = map(int, re.search(r"(\d+) bytes are this rank's own and (\d+) come from other ranks", text).groups())
+    assert 0.9 < others / own < 1.1
+    assert figure(text, r"bytes that a publication brings from other ranks: (\d+)") == others
+
+
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
 def test_every_example_is_short_explains_itself_and_has_the_same_flags(path):
     text = path.read_text()
     assert len(text.splitlines()) < 150
-    assert f"python examples/{path.name} " in ast.get_docstring(ast.parse(text))
+    launcher = "torchrun --nproc-per-node 2" if path.name.endswith("_two_gpus.py") else "python"
+    assert f"{launcher} examples/{path.name} " in ast.get_docstring(ast.parse(text))
     if path.name != "trl_grpo.py":  # whose options are those of TRL
         assert re.findall(r'add_argument\("(--\w+)"', text) == ["--model", "--steps", "--device"]

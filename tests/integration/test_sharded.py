@@ -1,4 +1,4 @@
-"""A trainer of two ranks, which torchrun has started, whose weights FSDP2 has sharded: engines have them whole."""
+"""A trainer of two ranks, which torchrun has started, whose weights FSDP2 has sharded, and an engine for each."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ import pytest
 
 SCRIPT = Path(__file__).parent / "sharded.py"
 CLOSE = 1e-5
-REPLAYED = "cannot be shared: it is sharded over the trainer's ranks, and an engine takes it whole; 24 recorded copies"
+SLICED = "cannot be shared: it is sharded over the trainer's ranks, and engines take other parts; of 24 recorded copies"
 
 
 @pytest.fixture(scope="module")
@@ -17,8 +17,8 @@ def ranks(two_ranks):
 
 def test_every_rank_samples_from_the_weights_of_all(ranks):
     for found in ranks:
-        assert found["transport"] == "local"
-        assert REPLAYED in found["reason"]
+        assert found["transport"] == "slices"
+        assert SLICED in found["reason"]
         assert max(found["gaps"]) < CLOSE
         num_bytes, publications = found["synced"]
         assert num_bytes == publications * found["whole"]
@@ -43,9 +43,16 @@ def test_every_rank_parks_its_parts_of_state_and_gradients(ranks):
         assert found["gradients_away"]
 
 
-def test_room_for_what_is_whole_at_a_time_is_kept_free(ranks):
+def test_room_for_two_buckets_is_kept_free(ranks):
     for found in ranks:
-        assert found["working"] == 2 * 101 * 62 * 4  # the embedding, whole and as it is put together
+        assert 16 << 10 < found["working"] <= 2 * (16 << 10) + 4 * 16  # aligned, a message for each direction
+
+
+def test_every_rank_receives_what_lies_in_the_other_and_no_more(ranks):
+    for found in ranks:
+        received, planned = found["received"]
+        assert planned == found["whole"] - found["parts"]
+        assert received == found["synced"][1] * planned
 
 
 def test_a_backward_pass_within_a_rollout_is_refused_in_every_rank(ranks):
@@ -65,7 +72,7 @@ def test_what_fails_in_one_rank_fails_in_both_and_is_mended_by_the_next_rollout(
     assert [stumbles, in_rollout, in_train] == ["ValueError: rank 1 stumbles", refuses, refuses]
     assert "tensors differ after the transfer, a weight for one" in differs
     operations = [
-        "gathering the weights",
+        "sending slices of the weights",
         "making room to compare weights",
         "publishing version 6",
         "entering a training phase",

@@ -1,12 +1,14 @@
-"""Weights that are sharded over ranks: of this process alone, and of two processes forked from it."""
+"""Weights that are sharded over ranks: of this process alone, and of several processes forked from it."""
 
-import os
-import pickle
+import itertools
 from datetime import timedelta
+from functools import partial
 
 import pytest
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
+
+from tests import forked
 
 
 @pytest.fixture
@@ -19,36 +21,27 @@ def mesh(tmp_path):
 
 
 @pytest.fixture
-def both(tmp_path):
-    """Runs a function of the rank in two processes; what each returned or, as a string, raised."""
+def ranks(tmp_path):
+    """Runs a function of the rank in several processes at once; what each returned or, as a string, raised."""
+    calls = itertools.count()
 
-    def run(function):
-        children = [_forked(function, rank, tmp_path) for rank in range(2)]
-        found = []
-        for child, reader in children:
-            with os.fdopen(reader, "rb") as pipe:
-                found.append(pickle.load(pipe))
-            os.waitpid(child, 0)
-        return found
+    def run(function, count=2, limit_s=30):
+        rendezvous = f"file://{tmp_path}/{next(calls)}"
+
+        def of_rank(rank):
+            limit = timedelta(seconds=limit_s)
+            distributed.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=count, timeout=limit)
+            try:
+                return function(rank)
+            finally:
+                distributed.destroy_process_group()
+
+        return [result() for result in [forked.start(partial(of_rank, rank)) for rank in range(count)]]
 
     return run
 
 
-def _forked(function, rank, folder):
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child:
-        os.close(writer)
-        return child, reader
-    try:
-        rendezvous, limit = f"file://{folder}/two", timedelta(seconds=30)
-        distributed.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=2, timeout=limit)
-        try:
-            found = function(rank)
-        except Exception as error:  # noqa: BLE001 - which the test compares
-            found = f"{type(error).__name__}: {error}"
-        with os.fdopen(writer, "wb") as pipe:
-            pickle.dump(found, pipe)
-        distributed.destroy_process_group()
-    finally:
-        os._exit(0)
+@pytest.fixture
+def both(ranks):
+    """Runs a function of the rank in two processes; what each returned or, as a string, raised."""
+    return ranks

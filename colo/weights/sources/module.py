@@ -17,9 +17,13 @@ from torch import nn
 from colo.errors import StaleWeights, TransferError
 from colo.memory.checksum import checksums_of
 from colo.memory.dtensor import local_shard
+from colo.weights.manifest import TensorSpec
 from colo.weights.ranks import RankGroup
+from colo.weights.sources.base import in_layers
 from colo.weights.sources.gathered import Gathered
 from colo.weights.sources.heads import added_heads
+from colo.weights.sources.parts import PlacedPart
+from colo.weights.sources.placed import dtype_name, parts_of
 
 T = TypeVar("T")
 
@@ -68,6 +72,23 @@ class ModuleSource:
                 continue
             if not self.heads or plain.partition(".")[0] not in self.heads:
                 yield plain, tensor
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The model alone."""
+        return [self.model]
+
+    def specs(self) -> list[TensorSpec]:
+        """Every base weight, whole and without data, in order."""
+        return [TensorSpec(name, dtype_name(t), tuple(t.shape), tuple(t.stride())) for name, t in self]
+
+    def parts(self) -> list[PlacedPart]:
+        """What lies on this rank of every base weight: all of it, or the boxes of a `DTensor`."""
+        return [part for name, tensor in self for part in parts_of(name, tensor)]
+
+    def groups(self) -> list[list[str]]:
+        """Names in order, those of a layer together."""
+        return in_layers(name for name, _ in self)
 
     def reshard(self) -> None:
         """Have the model hold parts again where FSDP2 has left whole weights, after a pass without a backward one."""

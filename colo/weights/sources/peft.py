@@ -12,6 +12,7 @@ from torch import nn
 from colo.engine import AdapterWeights
 from colo.errors import StaleWeights, Unsupported
 from colo.memory.dtensor import is_dtensor
+from colo.weights.sources.gathered import Gathered
 from colo.weights.sources.heads import is_peft_model as is_peft_model
 from colo.weights.sources.module import plain_name
 
@@ -113,8 +114,8 @@ def adapter_weights(model: PeftModel) -> AdapterWeights:
     """The active adapter's live tensors by engine module name, with PEFT's own scaling of each module.
 
     Layers whose adapter is switched off, but not by `disable_adapter()`, are left out. Raises: `StaleWeights` when the
-    adapter is merged into the base, which the engine shares, or is gone; `Unsupported` for layers that are sharded, or
-    not plain LoRA on a linear module.
+    adapter is merged into the base, which the engine shares, or is gone; `Unsupported` for layers that are not plain
+    LoRA on a linear module. Sharded tensors are `DTensor`s; see `whole_adapter`.
     """
     adapter = active_adapter(model)
     check_lora_config(model.peft_config[adapter])
@@ -135,17 +136,30 @@ def adapter_weights(model: PeftModel) -> AdapterWeights:
         a[plain] = module._modules["lora_A"]._modules[adapter].weight
         b[plain] = module._modules["lora_B"]._modules[adapter].weight
         scalings[plain] = float(module.scaling[adapter])
-        if is_dtensor(a[plain]) or is_dtensor(b[plain]):
-            raise Unsupported(
-                f"the adapter of {plain} is sharded over ranks, and an engine takes it whole: leave the model "
-                "unsharded, whose frozen part is the engine's memory and takes none of its own"
-            )
     if not a:
         raise StaleWeights(
             f"no layer of the model has adapter {adapter} any more, as after merge_and_unload(): close its runtime "
             "and build a new one with the model that merge_and_unload() returned"
         )
     return AdapterWeights(a=a, b=b, scalings=scalings, shared=True)
+
+
+def whole_adapter(adapter: AdapterWeights) -> AdapterWeights:
+    """An adapter for an engine, gathered where it is sharded over ranks, which is a collective then.
+
+    Raises: `TransferError` on every rank when gathering has failed on another.
+    """
+    tensors = dict(adapter.named_tensors())
+    if not any(map(is_dtensor, tensors.values())):
+        return adapter
+    with Gathered(tensors) as gathered:
+        whole = {name: gathered[name].detach() for name in tensors}
+    names = [(module, f"{module}.lora_A", f"{module}.lora_B") for module in adapter.a]
+    return AdapterWeights(
+        a={module: whole[a] for module, a, _ in names},
+        b={module: whole[b] for module, _, b in names},
+        scalings=adapter.scalings,
+    )
 
 
 def _lora_layers(model: nn.Module) -> list[tuple[str, Any]]:

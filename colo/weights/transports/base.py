@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     import torch
 
-    from colo.weights.sources.module import ModuleSource
+    from colo.weights.sources.base import WeightSource
 
 
 class Transport(Protocol):
@@ -22,7 +22,7 @@ class Transport(Protocol):
         """Why this transport was chosen, in a sentence for the user."""
 
     @property
-    def source(self) -> ModuleSource:
+    def source(self) -> WeightSource:
         """The trainer's weights."""
 
     @property
@@ -62,7 +62,7 @@ class CopyingTransport:
     """What transports have in common where trainer and engine have a copy each. It holds nothing for the engine."""
 
     shares = False
-    source: ModuleSource
+    source: WeightSource
 
     def check(self) -> None:
         """Raise `StaleWeights` when the model has other weights, by name, than the engine was given."""

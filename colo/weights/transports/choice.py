@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -16,39 +17,59 @@ from colo.memory.dtensor import is_dtensor
 from colo.memory.load_plan import LoadPlan
 from colo.memory.storage import with_own_storage
 from colo.weights.packed import PackedWeight, is_packed
+from colo.weights.sources.base import WeightSource
 from colo.weights.sources.module import ModuleSource, check_taken
 from colo.weights.transports.base import Transport
 from colo.weights.transports.ipc.sender import IpcTransport, Peer
 from colo.weights.transports.local import LocalTransport
 from colo.weights.transports.shared import SharedTransport, is_same_memory
+from colo.weights.transports.slices import SlicesTransport, why_not_sliced
 
-_KINDS = (SharedTransport.name, LocalTransport.name, IpcTransport.name)
+_KINDS = (SharedTransport.name, SlicesTransport.name, LocalTransport.name, IpcTransport.name)
 
 
 def choose_transport(engine: Engine, model: nn.Module, config: RuntimeConfig) -> Transport:
     """Share memory where every parameter can be the engine's own, and copy, with the reason, where not."""
-    source = ModuleSource(model)
+    return transport_for(ModuleSource(model), engine, config)
+
+
+def transport_for(source: WeightSource, engine: Engine, config: RuntimeConfig) -> Transport:
+    """Choose for any source what `choose_transport` does for a model."""
     with source.ranks.fail_together("choosing how weights reach the engine"):
-        transport = _choose(source, engine, config)
+        chosen = _choose(source, engine, config)
         source.settle_names()
-    kind = _KINDS.index(transport.name)
-    if source.ranks.min(kind) != -source.ranks.min(-kind):  # each kind gathers in an order of its own
-        transport.close()
+    kind = _KINDS.index(chosen.name)
+    if source.ranks.min(kind) != -source.ranks.min(-kind):  # each kind exchanges or gathers in an order of its own
+        if not isinstance(chosen, _Sliced):
+            chosen.close()
         raise Unsupported(
             f"ranks of the model would bring its weights to their engines in different ways, this one as "
-            f"{transport.name!r} ({transport.reason}): start every rank's engine with the same options"
+            f"{chosen.name!r} ({chosen.reason}): start every rank's engine with the same options"
         )
-    return transport
+    if isinstance(chosen, _Sliced):
+        return SlicesTransport(source, chosen.plan, device=engine.device, why_not_shared=chosen.reason)
+    return chosen
 
 
-def _choose(source: ModuleSource, engine: Engine, config: RuntimeConfig) -> Transport:
+@dataclass(frozen=True, slots=True)
+class _Sliced:
+    """The choice of slices, which ranks plan together once all have chosen them."""
+
+    plan: LoadPlan
+    reason: str
+    name = SlicesTransport.name
+
+
+def _choose(source: WeightSource, engine: Engine, config: RuntimeConfig) -> Transport | _Sliced:
+    """Asks no other rank of the trainer."""
     _check_packed(source.tensors(), engine)
     tensors, plan = record_plan(engine, source)
     why_not = why_not_shared(plan, tensors, config)
-    if why_not is None:
+    if why_not is None and isinstance(source, ModuleSource):
         move_in(tensors, plan.aliases)
         engine.share_weights()
         return SharedTransport(source, plan.aliases)
+    why_not = why_not or "the weights are spread over the trainer's ranks"
     is_elsewhere = hasattr(engine, "receive_all") and os.getpid() not in engine.pids
     if is_elsewhere and (plan.fallbacks or config.weights is not Weights.AUTO):
         staged = config.weights is Weights.STAGED
@@ -58,10 +79,16 @@ def _choose(source: ModuleSource, engine: Engine, config: RuntimeConfig) -> Tran
             )
         except Unsupported as error:
             why_not = f"{why_not}; recorded copies will not do ({error})"
+    if source.is_sharded:
+        why_whole = why_not_sliced(plan)
+        if why_whole is None:
+            return _Sliced(plan, why_not)
+        if not plan.fallbacks:
+            why_not = f"{why_not}; they are gathered whole, because {why_whole}"
     return LocalTransport(source, engine, plan, why_not_shared=why_not, verify=config.verify)
 
 
-def record_plan(engine: Engine, source: ModuleSource) -> tuple[dict[str, torch.Tensor], LoadPlan]:
+def record_plan(engine: Engine, source: WeightSource) -> tuple[dict[str, torch.Tensor], LoadPlan]:
     """The weights, and the engine's plan of them. Raises: as `Engine.record_plan` and `check_taken`."""
     plan, left_out = in_all_ranks(
         engine,
@@ -93,7 +120,7 @@ def why_not_shared(plan: LoadPlan, tensors: Mapping[str, torch.Tensor], config: 
         return f"a copy each was asked for (weights={config.weights.value!r})"
     for name, tensor in tensors.items():
         if is_dtensor(tensor):
-            return f"{name} cannot be shared: it is sharded over the trainer's ranks, and an engine takes it whole"
+            return f"{name} cannot be shared: it is sharded over the trainer's ranks, and engines take other parts"
         if name not in plan.aliases:
             copies = [copy for copy in plan.copies if copy.name == name]
             if name in plan.fallbacks:

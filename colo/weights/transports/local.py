@@ -12,8 +12,8 @@ from colo.memory.checksum import checksums_of
 from colo.memory.fence import wait_for_queued
 from colo.memory.load_plan import LoadPlan
 from colo.units import MIB
+from colo.weights.sources.base import WeightSource
 from colo.weights.sources.gathered import Gathered
-from colo.weights.sources.module import ModuleSource
 from colo.weights.transports.base import CopyingTransport
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class LocalTransport(CopyingTransport):
     name = "local"
 
     def __init__(
-        self, source: ModuleSource, engine: Engine, plan: LoadPlan, *, why_not_shared: str, verify: bool = True
+        self, source: WeightSource, engine: Engine, plan: LoadPlan, *, why_not_shared: str, verify: bool = True
     ) -> None:
         self.source = source
         self._verify = verify
@@ -68,7 +68,7 @@ class LocalTransport(CopyingTransport):
         self.source.given_to(self._load)
         tensors = self.source.tensors()
         if self._verify:
-            self._sums = checksums_of(tensors.values())
+            self._sums = self._checksums()
         return sum(tensor.nbytes for tensor in tensors.values())
 
     def verify(self) -> None:
@@ -83,12 +83,16 @@ class LocalTransport(CopyingTransport):
         if not self._plan.fallbacks:
             differs = bool(self._differences(tensors))
         else:
-            differs = self._verify and (self._sums is None or self._sums != checksums_of(tensors.values()))
-        return not self.source.ranks.any(differs)
+            differs = self._verify and (self._sums is None or self._sums != self._checksums())
+        return not self.source.ranks.any(differs, "comparing weights")
 
     def _load(self, tensors: Mapping[str, torch.Tensor]) -> None:
         with self.source.gathered(tensors) as whole:
             self._engine.load_weights((name, whole[name]) for name in tensors)
+
+    def _checksums(self) -> list[int]:
+        """What lies on this rank."""
+        return checksums_of(part.tensor for part in self.source.parts() if part.tensor is not None)
 
     def _differences(self, tensors: Mapping[str, torch.Tensor]) -> list[str]:
         return [name for found in self._each(tensors, LoadPlan.differences) for name in found]

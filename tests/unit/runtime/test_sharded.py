@@ -1,5 +1,8 @@
 """A model that FSDP2 has sharded over one rank; two ranks are in tests/integration/test_sharded.py."""
 
+import copy
+from types import SimpleNamespace
+
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -7,6 +10,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolic
 from transformers import AutoModelForCausalLM
 
 import colo
+from colo.config import Offload
 from colo.trainer.master_weights import MasterWeights
 from tests.runtimes import PROMPTS, adamw, make_engine, qwen3, train_step
 
@@ -25,11 +29,29 @@ def test_sharded_fp32_weights_that_compute_in_bf16_reach_an_engine_in_bf16(mesh)
     rt.close()
 
 
-def test_sharded_16_bit_weights_are_trained_without_masters_of_ours(mesh):
+def test_sharded_16_bit_weights_have_sharded_masters_which_wait_in_host_memory(mesh):
     model = AutoModelForCausalLM.from_config(qwen3(), dtype=torch.bfloat16)
+    twin = copy.deepcopy(model)
     fully_shard(model, mesh=mesh)
-    with pytest.raises(colo.Unsupported, match=r"float32 and let FSDP2 compute in 16 bits.*MixedPrecisionPolicy"):
-        MasterWeights(adamw)(model.parameters())
+    rt = colo.share(make_engine(torch.bfloat16), model, MasterWeights(adamw)(model.parameters()))
+    rt.scheduler.offload = Offload.ALWAYS
+    optimizer = MasterWeights(adamw)(twin.parameters())
+    for number in range(3):
+        with rt.rollout():
+            rt.generate(PROMPTS, max_tokens=4)
+            masters = rt.scheduler.segments["trainer.master_weights"]
+            assert masters.device_bytes == 0
+            assert masters.host_bytes >= (4 * sum(p.numel() for p in twin.parameters()) if number else 0)
+        with rt.train():
+            train_step(rt)
+        train_step(SimpleNamespace(model=twin, optimizer=optimizer))
+        assert rt.optimizer.changed_fraction == optimizer.changed_fraction
+    for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(mine.full_tensor(), theirs)
+        assert torch.equal(
+            rt.optimizer.state[mine]["master_weight"].full_tensor(), optimizer.state[theirs]["master_weight"]
+        )
+    rt.close()
 
 
 def test_a_model_that_fsdp_has_flattened_is_refused(mesh):
@@ -39,8 +61,25 @@ def test_a_model_that_fsdp_has_flattened_is_refused(mesh):
         colo.share(make_engine(), model, adamw(model.parameters()))
 
 
-def test_a_sharded_adapter_is_refused_by_name(mesh):
+def test_a_sharded_adapter_reaches_the_engine_whole_and_the_base_once(mesh):
     model = get_peft_model(AutoModelForCausalLM.from_config(qwen3()), LoraConfig(r=4, target_modules=["q_proj"]))
     fully_shard(model, mesh=mesh)
-    with pytest.raises(colo.Unsupported, match=r"the adapter of model.layers.0.self_attn.q_proj is sharded over ranks"):
-        colo.share(make_engine(), model, adamw([p for p in model.parameters() if p.requires_grad]))
+    trained = [p for p in model.parameters() if p.requires_grad]
+    rt = colo.share(make_engine(), model, adamw(trained))
+    for _ in range(3):
+        rt.generate(PROMPTS, max_tokens=4)
+        with rt.train():
+            train_step(rt)
+    assert rt.trace.metrics["mismatch_sampled"][-1] < 1e-5
+    base_bytes = sum(p.nbytes for p in model.parameters() if not p.requires_grad)
+    adapter_bytes = sum(p.nbytes for p in trained)
+    assert [p.num_bytes for p in rt.publications] == [base_bytes + adapter_bytes, adapter_bytes, adapter_bytes]
+    with rt.rollout():
+        rt.generate(PROMPTS, max_tokens=4)
+        trained[0].to_local().data.add_(1)
+        with pytest.raises(colo.StaleWeights, match="what lies in this rank"):
+            rt.generate(PROMPTS, max_tokens=4)
+    version = rt.weights_version
+    rt.generate(PROMPTS, max_tokens=4)
+    assert rt.weights_version == version + 1 and len(rt.publications) == 5
+    rt.close()

@@ -26,7 +26,7 @@ class Ranks:
         self.is_alone = is_alone
         self.elsewhere = False
 
-    def any(self, flag):
+    def any(self, flag, at=""):
         return flag or self.elsewhere
 
     @contextmanager
@@ -89,7 +89,7 @@ class Parts:
             FakeSegment("trainer.optimizer", 500, self.memory),
         ]
         self.scheduler = Scheduler(segments, Budget(capacity_bytes=capacity_bytes, host_capacity_bytes=1000))
-        source = SimpleNamespace(model=self.model, foreign=frozenset(), reshard=lambda: None, ranks=self.ranks)
+        source = SimpleNamespace(modules=[self.model], foreign=frozenset(), reshard=lambda: None, ranks=self.ranks)
         self.is_equal = True
         self.transport = SimpleNamespace(
             source=source,

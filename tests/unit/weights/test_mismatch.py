@@ -95,7 +95,7 @@ class Source:
     """Weights of which another rank has `fewest` completions to compare."""
 
     def __init__(self, fewest=9):
-        self.ranks = SimpleNamespace(min=lambda count: min(count, fewest))
+        self.ranks = SimpleNamespace(min=lambda count, at="": min(count, fewest))
         self.resharded = 0
 
     def reshard(self):

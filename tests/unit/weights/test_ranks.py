@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -71,3 +72,37 @@ def test_an_interrupt_of_one_rank_is_not_told(mesh):
     torch.distributed.destroy_process_group()  # without which nothing can be told
     with pytest.raises(KeyboardInterrupt), group.fail_together("testing"):
         raise KeyboardInterrupt
+
+
+def test_ranks_that_are_at_different_points_are_told_at_once_and_can_go_on(both):
+    def body(rank):
+        group, said = group_of_two(), []
+        for operations in (["baking 1", "baking 2"], ["baking", "eating"], ["baking", ""], ["eating", "eating"]):
+            try:
+                with group.fail_together(operations[rank]):
+                    pass
+                said.append("done")
+            except TransferError as error:
+                said.append(str(error).partition(", and")[0])
+        return said
+
+    words = "the trainer's ranks are out of step: this one, rank {}, is at {!r}"
+    here, there = both(body)
+    assert here == ["done", words.format(0, "baking"), words.format(0, "baking"), "done"]
+    assert there == ["done", words.format(1, "eating"), words.format(1, "a comparison"), "done"]
+
+
+def test_a_group_of_processes_agrees_without_any_tensor(ranks):
+    def body(rank):
+        group = RankGroup.of(distributed.new_group([0, 2]), torch.device("cpu"))
+        if rank == 1:
+            return None
+        return group.min(5 + rank), group.gather(f"rank {rank}"), group.is_alone, group.rank == rank
+
+    first, _, last = ranks(body, 3)
+    assert first == last == (5, {0: "rank 0", 2: "rank 2"}, False, True)
+
+
+def test_what_ranks_gather_comes_by_rank_along_every_dimension(both):
+    assert both(lambda rank: group_of_two(square=True).gather(rank + 7)) == [{0: 7, 1: 8}] * 2
+    assert RankGroup().gather("mine") == {0: "mine"}

@@ -17,6 +17,7 @@ from colo.memory.region import carve, carved_bytes
 from colo.memory.shared_memory import Description, SharedMemory, open_shared_memory
 from colo.weights.manifest import TensorSpec
 from colo.weights.place import NOWHERE, Place
+from colo.weights.sources.placed import dtype_name as dtype_name
 
 
 class Allocations:
@@ -119,11 +120,6 @@ def spec_of(name: str, tensor: torch.Tensor, strides: tuple[int, ...] | None = N
     return TensorSpec(
         name, dtype_name(tensor), tuple(tensor.shape), tuple(tensor.stride()) if strides is None else strides
     )
-
-
-def dtype_name(tensor: torch.Tensor) -> str:
-    """torch's short name of a tensor's dtype, such as `bfloat16`."""
-    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _facts(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[Any, ...]]:

@@ -26,7 +26,8 @@ from colo.memory.shared_memory import SharedMemory
 from colo.memory.tiles import WORD_BYTES, in_words
 from colo.units import MIB, align_up
 from colo.weights.manifest import Manifest, TensorSpec
-from colo.weights.sources.module import ModuleSource, check_taken
+from colo.weights.sources.base import WeightSource
+from colo.weights.sources.module import check_taken
 from colo.weights.transports.base import CopyingTransport
 from colo.weights.transports.ipc.bucket import Bucket, plan_buckets
 from colo.weights.transports.ipc.export import Exported, dtype_name, spec_of
@@ -55,7 +56,7 @@ class IpcTransport(CopyingTransport):
 
     def __init__(
         self,
-        source: ModuleSource,
+        source: WeightSource,
         peer: Peer,
         *,
         why_not_shared: str,
@@ -90,7 +91,7 @@ class IpcTransport(CopyingTransport):
     @property
     def working_bytes(self) -> int:
         """Memory for gathering one tensor at a time, twice that of the largest at most."""
-        sizes = [tensor.nbytes for _, tensor in self.source if is_dtensor(tensor)]
+        sizes = [spec.size_bytes for spec in self.source.specs()] if self.source.is_sharded else []
         return 2 * max(sizes, default=0)
 
     def transfer(self, version: int = 0) -> int:
@@ -131,7 +132,7 @@ class IpcTransport(CopyingTransport):
         tensors = self.source.tensors()
         if self._staging is not None or self.source.is_sharded:  # where ranks ask together, whatever they have
             staging = self._staging
-            is_missing = self.source.ranks.any(staging is None)
+            is_missing = self.source.ranks.any(staging is None, "comparing weights")
             if staging is None or is_missing:
                 return False
             # Without checksums there is nothing to compare with; after a transfer that failed there are none yet.
@@ -141,7 +142,7 @@ class IpcTransport(CopyingTransport):
             known = self._sums is not None and self._described is manifest
             with self.source.gathered(tensors) as whole:
                 differs = not known or self._sums != staging.checksums(whole)
-            return not self.source.ranks.any(differs)
+            return not self.source.ranks.any(differs, "comparing weights")
         if self._exported is None or not self._exported.is_current(tensors):
             return False
         wait_for_queued(self._peer.device)

@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from colo.config import RuntimeConfig
 from colo.errors import StaleWeights, TransferError, Unsupported
@@ -171,9 +171,35 @@ def test_a_weight_that_the_engine_does_not_take_is_named():
 def test_sharded_weights_are_copied(mesh):
     model = Net()
     model.q = nn.Parameter(distribute_tensor(model.q.detach(), mesh, [Shard(0)]))
-    transport = choose(Engine(), model)
-    assert transport.name == "local"
+    engine = Engine()
+    transport = choose(engine, model)
+    assert transport.name == "slices"
     assert transport.reason.startswith("q cannot be shared: it is sharded over the trainer's ranks")
+    assert transport.reason.endswith(
+        "of 2 recorded copies 48 bytes are this rank's own and 0 come from other ranks, as slices"
+    )
+    assert transport.transfer() == 48
+    assert torch.equal(engine.memory["qk"], torch.cat([model.q.full_tensor(), model.k]))
+
+
+def test_sharded_weights_with_which_the_loader_computes_are_gathered(mesh):
+    model, engine = Net(), Engine(factor=2)
+    model.q = nn.Parameter(distribute_tensor(model.q.detach(), mesh, [Shard(0)]))
+    transport = choose(engine, model)
+    assert transport.name == "local"
+    assert "the engine's own loader is used, because of q: the loader computes with it" in transport.reason
+    transport.transfer()
+    assert torch.equal(engine.memory["qk"], 2 * torch.cat([model.q.full_tensor(), model.k]))
+
+
+def test_sharded_weights_with_gaps_are_gathered(mesh):
+    model = Net()
+    q = distribute_tensor(torch.randn(3, 2), mesh, [Shard(0)])
+    model.q = nn.Parameter(DTensor.from_local(q.to_local(), mesh, [Shard(0)], shape=(3, 2), stride=(4, 2)))
+    engine = Engine()
+    transport = choose(engine, model)
+    assert transport.name == "local"
+    assert "gathered whole, because a tensor of shape (3, 2) has strides (4, 2), with gaps" in transport.reason
 
 
 def test_ranks_whose_weights_would_take_different_ways_are_refused(both):
@@ -184,7 +210,7 @@ def test_ranks_whose_weights_would_take_different_ways_are_refused(both):
         choose(engine, model, weights="copy")
 
     one, other = both(body)
-    assert "different ways, this one as 'local' (a copy each was asked for" in one
+    assert "different ways, this one as 'slices' (a copy each was asked for" in one
     assert "different ways, this one as 'ipc' (a copy each was asked for" in other
 
 

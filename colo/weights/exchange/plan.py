@@ -1,0 +1,161 @@
+"""Who sends which elements of which weight to whom: from what every rank holds and what every rank's engine takes.
+
+The plan is a function of its arguments alone, so that every rank makes the same one. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from colo.errors import TransferError
+from colo.weights.boxes import Box
+from colo.weights.manifest import DTYPE_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """A box of one weight that a rank holds, or that its engine takes."""
+
+    name: str
+    box: Box
+    dtype: str
+    """A key of `DTYPE_BYTES`: of the memory that it lies in, or goes to."""
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """Elements of one weight that go from one rank's part to one rank's engine, which may be the same rank's."""
+
+    sender: int
+    receiver: int
+    held: int
+    """Index of the sender's part."""
+
+    taken: int
+    """Index of the receiver's."""
+
+    box: Box
+    dtype: str
+    """What travels: the engine's dtype, or the trainer's where that is narrower."""
+
+    lands_as: str
+    """The engine's dtype."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that travel."""
+        return self.box.num_elements * DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangePlan:
+    """Every delivery there is."""
+
+    buckets: tuple[tuple[Delivery, ...], ...]
+    """Deliveries between ranks, in groups that travel together."""
+
+    local: tuple[Delivery, ...]
+    """Deliveries within a rank."""
+
+    def received_bytes(self, rank: int) -> int:
+        """Bytes that `rank` receives of others."""
+        return sum(delivery.num_bytes for bucket in self.buckets for delivery in bucket if delivery.receiver == rank)
+
+    def sent_bytes(self, rank: int) -> int:
+        """Bytes that `rank` sends to others."""
+        return sum(delivery.num_bytes for bucket in self.buckets for delivery in bucket if delivery.sender == rank)
+
+    def staged_bytes(self, rank: int) -> int:
+        """The most bytes that `rank` sends and receives in one bucket."""
+        loads = (sum(m.num_bytes for m in bucket if rank in (m.sender, m.receiver)) for bucket in self.buckets)
+        return max(loads, default=0)
+
+
+def make_plan(
+    held: Mapping[int, Sequence[Slice]],
+    taken: Mapping[int, Sequence[Slice]],
+    *,
+    order: Sequence[str],
+    bucket_bytes: int,
+) -> ExchangePlan:
+    """Find a sender for everything that is taken: the rank itself where it holds it, else whoever has sent least.
+
+    `held` and `taken` are by rank, with the same ranks. Weights travel in the given order. No rank sends and receives
+    more than `bucket_bytes` in a bucket.
+    Raises: `TransferError` for elements that no rank holds, and for a name that is not in `order`.
+    """
+    holders: dict[str, dict[Box, list[tuple[int, int]]]] = defaultdict(lambda: defaultdict(list))
+    for rank, slices in sorted(held.items()):
+        for index, part in enumerate(slices):
+            holders[part.name][part.box].append((rank, index))
+    wanted: dict[str, list[tuple[int, int]]] = {name: [] for name in order}
+    for rank, slices in sorted(taken.items()):
+        for index, part in enumerate(slices):
+            if part.name not in wanted:
+                raise TransferError(f"the engine of rank {rank} takes {part.name}, which is no weight of the trainer")
+            wanted[part.name].append((rank, index))
+    local: list[Delivery] = []
+    buckets = _Buckets(bucket_bytes)
+    sent: dict[int, int] = defaultdict(int)
+    for name, places in wanted.items():
+        for rank, index in places:
+            for source, box in _covering(rank, taken[rank][index], holders[name], sent):
+                engines = taken[rank][index].dtype
+                dtype = _narrower(held[source[0]][source[1]].dtype, engines)
+                if source[0] == rank:
+                    local.append(Delivery(rank, rank, source[1], index, box, dtype, engines))
+                    continue
+                for travelling in box.cut(max(1, bucket_bytes // DTYPE_BYTES[dtype])):
+                    buckets.add(Delivery(source[0], rank, source[1], index, travelling, dtype, engines))
+                sent[source[0]] += box.num_elements * DTYPE_BYTES[dtype]
+    return ExchangePlan(buckets=tuple(map(tuple, buckets.deliveries)), local=tuple(local))
+
+
+def _covering(
+    rank: int, part: Slice, holders: Mapping[Box, Sequence[tuple[int, int]]], sent: Mapping[int, int]
+) -> Iterator[tuple[tuple[int, int], Box]]:
+    """Rank and index of slices, with boxes of them that together are the one that `rank` takes."""
+    sources = [min(who, key=lambda one: (one[0] != rank, sent.get(one[0], 0), one)) for who in holders.values()]
+    boxes = sorted(zip(sources, holders, strict=True), key=lambda found: (found[0][0] != rank, found[0]))
+    left = [part.box] if part.box.num_elements else []
+    for source, box in boxes:
+        rest: list[Box] = []
+        for wanted in left:
+            met = wanted.meet(box)
+            if met is None:
+                rest.append(wanted)
+            else:
+                yield source, met
+                rest += wanted.without(met)
+        left = rest
+    if left:
+        missing = sum(box.num_elements for box in left)
+        raise TransferError(
+            f"no rank of the trainer holds {missing} of the {part.box.num_elements} elements of {part.name} that the "
+            f"engine of rank {rank} takes, from {left[0].offset} on"
+        )
+
+
+def _narrower(trainers: str, engines: str) -> str:
+    return engines if DTYPE_BYTES[engines] <= DTYPE_BYTES[trainers] else trainers
+
+
+@dataclass
+class _Buckets:
+    """Deliveries in groups, each of which begins when a rank has no room left in the one before."""
+
+    limit_bytes: int
+    deliveries: list[list[Delivery]] = field(default_factory=list)
+    _loads: dict[int, int] = field(default_factory=dict)
+
+    def add(self, delivery: Delivery) -> None:
+        ranks = (delivery.sender, delivery.receiver)
+        fullest = max(self._loads.get(rank, 0) for rank in ranks)
+        if not self.deliveries or fullest + delivery.num_bytes > self.limit_bytes:
+            self.deliveries.append([])
+            self._loads = {}
+        self.deliveries[-1].append(delivery)
+        for rank in ranks:
+            self._loads[rank] = self._loads.get(rank, 0) + delivery.num_bytes

@@ -1,0 +1,111 @@
+"""Weights whose parts no tensor describes, such as Megatron's: a `WeightSource` of whoever knows their places."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import nn
+
+from colo.memory.checksum import checksums_of
+from colo.weights.exchange.assembled import Assembled
+from colo.weights.manifest import TensorSpec
+from colo.weights.ranks import RankGroup
+from colo.weights.sources.parts import PlacedPart
+
+T = TypeVar("T")
+
+
+class PlacedWeights(Protocol):
+    """Parts of weights on each of several ranks."""
+
+    specs: Sequence[TensorSpec]
+    """Every weight, whole and without data: the same on every rank, in the same order."""
+
+    groups: Any
+    """Their names in order, those of a layer together."""
+
+    stages: Sequence[nn.Module]
+    """The modules of this rank."""
+
+    group: Any
+    """The process group of the ranks."""
+
+    def parts(self) -> Sequence[PlacedPart]:
+        """What this rank holds, the live tensors. Every rank asks."""
+
+    def fingerprint(self) -> Hashable:
+        """Changes when a weight of this rank is written to or replaced, except through `.data`."""
+
+
+class SpreadSource:
+    """A `WeightSource` over `PlacedWeights`; see there for what its members do."""
+
+    is_sharded = True
+
+    def __init__(self, placed: PlacedWeights, *, device: torch.device) -> None:
+        """`device` is that of the parts, on which the group can reduce."""
+        self._placed = placed
+        self._device = device
+        self.ranks = RankGroup.of(placed.group, device)
+        self.foreign: set[str] = set()
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return iter(self.tensors().items())
+
+    @property
+    def modules(self) -> Sequence[nn.Module]:
+        """The stages of this rank."""
+        return self._placed.stages
+
+    def specs(self) -> list[TensorSpec]:
+        """Every weight, whole and without data."""
+        return list(self._placed.specs)
+
+    def parts(self) -> list[PlacedPart]:
+        """What lies on this rank."""
+        return list(self._placed.parts())
+
+    def groups(self) -> list[list[str]]:
+        """Names in order, those of a layer together."""
+        return [list(names) for names in self._placed.groups]
+
+    def fingerprint(self) -> Hashable:
+        """Changes when a weight of this rank is written to or replaced, except through `.data`."""
+        return self._placed.fingerprint()
+
+    def shard_sums(self) -> list[int]:
+        """Checksums of what lies on this rank."""
+        return checksums_of(part.tensor for part in self.parts() if part.tensor is not None)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Every weight by name, without memory."""
+        return {spec.name: _empty(spec) for spec in self._placed.specs}
+
+    def given_to(self, take: Callable[[dict[str, torch.Tensor]], T]) -> T:
+        """Return what `take` returns for every weight."""
+        return take(self.tensors())
+
+    def gathered(self, tensors: Mapping[str, torch.Tensor]) -> AbstractContextManager[Mapping[str, torch.Tensor]]:
+        """Put each weight together when it is its turn; every rank takes them in order."""
+        return Assembled(self.specs(), self.parts(), self.ranks, device=self._device)
+
+    def settle_names(self) -> None:
+        """Do nothing: names were settled when the places of parts were."""
+
+    def check_names(self, names: Iterable[str] | None = None) -> None:
+        """Do nothing: who knows the parts refuses others."""
+
+    def reshard(self) -> None:
+        """Do nothing: nothing is left whole."""
+
+    def outermost_sharded(self) -> list[nn.Module]:
+        """Name none: backward passes begin as those of any module."""
+        return []
+
+
+def _empty(spec: TensorSpec) -> torch.Tensor:
+    empty = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="meta")
+    return nn.Parameter(empty, requires_grad=False) if empty.is_floating_point() else empty

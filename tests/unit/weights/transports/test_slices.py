@@ -1,0 +1,416 @@
+"""Slices of weights from ranks that hold parts to ranks whose engines take others; each rank is a process."""
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+from torch import distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from colo.errors import TransferError, Unsupported
+from colo.memory.load_plan import LoadPlan
+from colo.weights.exchange import exchange
+from colo.weights.sources.module import ModuleSource
+from colo.weights.transports.slices import SlicesTransport, why_not_sliced
+
+CPU = torch.device("cpu")
+ROWS, COLUMNS = 9, 6
+"""Neither divides evenly among four ranks."""
+
+
+class Net(nn.Module):
+    """A matrix that engines fuse with another, one that they cut by columns, a stack of them, and one that is tied."""
+
+    def __init__(self, dtype=torch.float32):
+        super().__init__()
+        self.q = nn.Linear(COLUMNS, ROWS, dtype=dtype)
+        self.k = nn.Linear(COLUMNS, ROWS, dtype=dtype)
+        self.down = nn.Linear(ROWS, COLUMNS, bias=False, dtype=dtype)
+        self.head = nn.Linear(COLUMNS, ROWS, bias=False, dtype=dtype)
+        self.head.weight = self.q.weight
+        self.experts = nn.Parameter(torch.randn(3, 8, 4, dtype=dtype))
+        self.register_buffer("bias", torch.randn(5).to(dtype))
+
+
+def loaded(weights, rank, size, memory):
+    """What a tensor-parallel engine's loader does on one of `size` ranks: rows and columns are cut, experts fused."""
+    rows, columns = (torch.arange(n).chunk(size)[rank] for n in (ROWS, ROWS))
+    for name, tensor in weights:
+        module, _, _ = name.partition(".")
+        if module in ("q", "k"):
+            target = memory["qk" if name.endswith("weight") else "qk_bias"]
+            target = target[len(rows) * (module == "k") :][: len(rows)]
+            target.copy_(tensor.narrow(0, int(rows[0]), len(rows)))
+        elif module == "down":
+            memory["down"].copy_(tensor.narrow(1, int(columns[0]), len(columns)))
+        elif module == "experts":
+            for index, expert in enumerate(tensor.unbind()):
+                for part, half in enumerate(expert.chunk(2)):
+                    memory["experts"][index, :, 4 * part : 4 * part + 4].copy_(half.t())
+        else:
+            memory[name].copy_(tensor)
+
+
+def engine_memory(rank, size, dtype):
+    rows = len(torch.arange(ROWS).chunk(size)[rank])
+    shapes = {"qk": (2 * rows, COLUMNS), "qk_bias": (2 * rows,), "down": (COLUMNS, rows), "experts": (3, 4, 8)}
+    return {name: torch.zeros(shape, dtype=dtype) for name, shape in {**shapes, "bias": (5,)}.items()}
+
+
+def world(rank, size, shard, *, tp=1, dtype=torch.float32, engines=torch.float32, bucket_bytes=200):
+    """The same model whole and sharded, a rank's engine memory, and the transport between."""
+    torch.manual_seed(0)
+    whole = Net(dtype)
+    torch.manual_seed(0)
+    model = Net(dtype)
+    shard(model, size)
+    source, memory = ModuleSource(model), engine_memory(rank % tp, tp, engines)
+
+    def load(weights):
+        loaded(weights, rank % tp, tp, memory)
+
+    plan = LoadPlan.record(load, source.tensors(), memory)
+    assert why_not_sliced(plan) is None
+    transport = SlicesTransport(source, plan, device=CPU, why_not_shared="tested", bucket_bytes=bucket_bytes)
+    expected = {name: tensor.clone() for name, tensor in memory.items()}
+    loaded(ModuleSource(whole), rank % tp, tp, expected)
+    return model, memory, expected, transport
+
+
+def is_same(memory, expected):
+    return all(torch.equal(memory[name], tensor) for name, tensor in expected.items())
+
+
+def flat(model, size):
+    fully_shard(model, mesh=init_device_mesh("cpu", (size,)))
+
+
+def hybrid(model, size):
+    fully_shard(model, mesh=init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicas", "shards")))
+
+
+def partly(model, size):
+    mesh = init_device_mesh("cpu", (size,))
+    for module in (model.k, model.down):
+        fully_shard(module, mesh=mesh)
+
+
+def with_tensor_parallelism(model, size):
+    mesh = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("dp", "tp"))
+    parallelize_module(model, mesh["tp"], {"k": ColwiseParallel(), "down": RowwiseParallel()})
+    fully_shard(model, mesh=mesh["dp"])
+
+
+LAYOUTS = {
+    "1-D": (2, flat),
+    "replicas": (2, hybrid),
+    "partly": (2, partly),
+    "tensor parallelism": (2, with_tensor_parallelism),
+    "1-D over 4": (4, flat),
+    "replicas over 4": (4, hybrid),
+    "tensor parallelism over 4": (4, with_tensor_parallelism),
+}
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_byte_of_every_engine_is_the_whole_models(ranks, layout, tp):
+    size, shard = LAYOUTS[layout]
+
+    def body(rank):
+        _, memory, expected, transport = world(rank, size, shard, tp=tp)
+        before = transport.is_current()
+        num_bytes = transport.transfer()
+        transport.verify()
+        received, planned = transport.received_bytes, transport.bytes_to_receive
+        return before, is_same(memory, expected), num_bytes, transport.is_current(), received == planned
+
+    for rank, found in enumerate(ranks(body, size)):
+        whole_bytes = sum(t.nbytes for t in engine_memory(rank % tp, tp, torch.float32).values())
+        assert found == (False, True, whole_bytes, True, True)
+
+
+def test_a_rank_receives_what_it_lacks_and_no_more(both):
+    def body(rank):
+        model, _, _, transport = world(rank, 2, flat)
+        whole = sum(p.numel() * 4 for p in model.parameters())
+        return transport.bytes_to_receive, whole - sum(p.to_local().nbytes for p in model.parameters())
+
+    for planned, lacking in both(body):
+        assert planned == lacking > 0
+
+
+def test_an_engine_that_is_cut_like_the_trainer_receives_next_to_nothing(both):
+    def body(rank):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 8, bias=False)
+        flat(model, 2)
+        memory, source = torch.zeros(4, 4), ModuleSource(model)
+
+        def load(weights):
+            for _, tensor in weights:
+                memory.copy_(tensor.chunk(2)[rank])
+
+        plan = LoadPlan.record(load, source.tensors(), {"weight": memory})
+        transport = SlicesTransport(source, plan, device=CPU, why_not_shared="tested")
+        transport.transfer()
+        return transport.received_bytes, torch.equal(memory, model.weight.to_local()), transport.reason
+
+    for received, same, reason in both(body):
+        assert (received, same) == (0, True)
+        assert (
+            reason == "tested; of 1 recorded copies 64 bytes are this rank's own and 0 come from other ranks, as slices"
+        )
+
+
+@pytest.mark.parametrize(
+    ("trainers", "engines", "width"),
+    [(torch.float32, torch.bfloat16, 2), (torch.bfloat16, torch.float32, 2), (torch.bfloat16, torch.float16, 2)],
+)
+def test_what_travels_is_as_narrow_as_trainer_and_engine_allow(both, trainers, engines, width):
+    def body(rank):
+        model, memory, expected, transport = world(rank, 2, flat, dtype=trainers, engines=engines)
+        transport.transfer()
+        transport.verify()
+        lacking = sum(p.numel() - p.to_local().numel() for p in model.parameters())
+        return is_same(memory, expected), transport.received_bytes, lacking * width
+
+    for same, received, expected in both(body):
+        assert same and received == expected
+
+
+def test_no_more_than_two_buckets_are_taken_beyond_what_is_there(both, monkeypatch):
+    taken, empty = [], torch.empty
+
+    def counted(*size, **options):
+        if options.get("dtype") == torch.uint8:
+            taken.append(size[0])
+        return empty(*size, **options)
+
+    def body(rank):
+        *_, transport = world(rank, 2, flat, bucket_bytes=160)
+        monkeypatch.setattr(exchange.torch, "empty", counted)
+        transport.transfer()
+        return taken, transport.working_bytes
+
+    for sizes, working_bytes in both(body):
+        assert len(sizes) == 2 and sum(sizes) == working_bytes
+        assert 0 < working_bytes <= 2 * (160 + 2 * 16)  # what aligning two messages takes
+
+
+def test_a_changed_byte_of_any_engine_is_seen_on_every_rank_and_named_where_it_is(both):
+    def body(rank):
+        _, memory, _, transport = world(rank, 2, flat)
+        transport.transfer()
+        said = []
+        for name in ("qk", "bias", "experts"):
+            if rank:
+                memory[name].view(-1)[-1] += 1
+            current = transport.is_current()
+            try:
+                transport.verify()
+            except TransferError as error:
+                said.append((current, str(error)))
+            else:
+                said.append((current, ""))
+            transport.transfer()
+        return said
+
+    here, there = both(body)
+    assert [words for _, words in here] == [""] * 3
+    names = ["k.weight", "bias", "experts"]
+    assert [words for _, words in there] == [f"1 tensors differ after the transfer, {n} for one" for n in names]
+    assert [current for current, _ in (*here, *there)] == [False] * 6
+
+
+def test_an_elements_low_bits_are_compared_too_where_the_engine_is_wider_than_the_trainer(both):
+    def body(rank):
+        _, memory, _, transport = world(rank, 2, flat, dtype=torch.bfloat16)
+        transport.transfer()
+        memory["qk"].view(torch.int32).view(-1)[0 if rank else -1] ^= 1  # of what has come from the other rank
+        return transport.is_current()
+
+    assert both(body) == [False, False]
+
+
+def test_replaced_parameters_are_sent_and_other_parts_planned_for_anew(both):
+    def body(rank):
+        model, memory, _, transport = world(rank, 2, flat)
+        transport.transfer()
+        mesh = init_device_mesh("cpu", (2,))
+        value = torch.arange(float(COLUMNS * ROWS)).view(COLUMNS, ROWS)
+        columns = distributed.tensor.distribute_tensor(value, mesh, [distributed.tensor.Shard(1)])
+        model.down.weight = nn.Parameter(columns)
+        transport.transfer()
+        transport.verify()
+        return torch.equal(memory["down"], value)
+
+    assert both(body) == [True, True]
+
+
+# ---- what goes wrong -------------------------------------------------------------------------------------------------
+
+
+def outcome(call):
+    try:
+        call()
+    except (ValueError, RuntimeError, TransferError, Unsupported) as error:
+        return f"{type(error).__name__}: {error}"
+    return "done"
+
+
+def test_a_rank_that_raises_within_a_bucket_is_named_on_all_and_the_next_transfer_succeeds(both, monkeypatch):
+    def body(rank):
+        _, memory, expected, transport = world(rank, 2, flat)
+        pack, count = exchange._pack, 0
+
+        def stumble(*arguments):
+            nonlocal count
+            count += 1
+            if count == 2:
+                raise ValueError("tested")
+            pack(*arguments)
+
+        if rank:
+            monkeypatch.setattr(exchange, "_pack", stumble)
+        said = outcome(transport.transfer)
+        monkeypatch.setattr(exchange, "_pack", pack)
+        transport.transfer()
+        transport.verify()
+        return said, is_same(memory, expected)
+
+    here, there = both(body)
+    assert here == ("TransferError: sending slices of the weights failed on rank 1: ValueError: tested", True)
+    assert there == ("ValueError: tested", True)
+
+
+@pytest.mark.parametrize("fault", ["truncated", "reordered"])
+def test_a_bucket_that_is_not_what_it_should_be_is_found_by_its_contents(both, monkeypatch, fault):
+    def body(rank):
+        *_, transport = world(rank, 2, flat, bucket_bytes=1 << 20)
+        pack = exchange._pack
+
+        def fail(parcel, buffer, held):
+            pack(parcel, buffer, held)
+            sent = parcel.within(buffer)
+            if fault == "truncated":
+                sent[-8:] = 0
+            else:
+                sent.copy_(sent.roll(4))
+
+        if rank:
+            monkeypatch.setattr(exchange, "_pack", fail)
+        transport.transfer()
+        return outcome(transport.verify)
+
+    here, there = both(body)
+    assert there == "done"
+    assert "tensors differ after the transfer" in here
+
+
+def test_a_rank_that_is_killed_within_a_bucket_ends_the_transfer_of_the_others_with_its_bucket_named(both, monkeypatch):
+    def body(rank):
+        *_, transport = world(rank, 2, flat)
+        if rank:
+            monkeypatch.setattr(exchange, "_pack", lambda *arguments: os.kill(os.getpid(), signal.SIGKILL))
+        return outcome(transport.transfer)
+
+    here, there = both(body)
+    assert there is None
+    assert here.startswith("TransferError: the ranks' exchange of weights broke off at bucket 1 of ")
+
+
+def test_a_rank_that_is_too_late_is_not_waited_for(ranks, monkeypatch):
+    def body(rank):
+        *_, transport = world(rank, 2, flat)
+        pack = exchange._pack
+
+        def be_late(*arguments):
+            time.sleep(5)
+            pack(*arguments)
+
+        if rank:
+            monkeypatch.setattr(exchange, "_pack", be_late)
+        return outcome(transport.transfer)
+
+    for said in ranks(body, limit_s=2):
+        assert "TransferError: the ranks' exchange of weights broke off at bucket" in said
+        assert "is too late" in said
+
+
+def reshaped(model, rank):
+    model.down = nn.Linear(ROWS, COLUMNS + rank, bias=False)
+
+
+def retyped(model, rank):
+    model.down = nn.Linear(ROWS, COLUMNS, bias=False, dtype=torch.bfloat16 if rank else torch.float32)
+
+
+def missing(model, rank):
+    if rank:
+        del model.down
+
+
+def unknown(model, rank):
+    if rank:
+        model.more = nn.Linear(1, 1, bias=False)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (reshaped, "down.weight is (7, 9) in float32, not (6, 9) in float32"),
+        (retyped, "down.weight is (6, 9) in bfloat16, not (6, 9) in float32"),
+        (missing, "down.weight is missing"),
+        (unknown, "more.weight is one more"),
+    ],
+)
+def test_a_rank_with_other_weights_is_named_on_all(both, change, words):
+    def body(rank):
+        model = Net()
+        change(model, rank)
+        fully_shard(model.q, mesh=init_device_mesh("cpu", (2,)))
+        source = ModuleSource(model)
+        plan = LoadPlan.of(source.tensors(), fallbacks={})
+        return outcome(lambda: SlicesTransport(source, plan, device=CPU, why_not_shared="tested"))
+
+    assert both(body) == [f"TransferError: rank 1 has other weights than rank 0: {words}"] * 2
+
+
+def test_a_weight_that_has_changed_its_shape_on_one_rank_is_named_on_all(both):
+    def body(rank):
+        model, *_, transport = world(rank, 2, partly)
+        transport.transfer()
+        if rank:
+            model.experts = nn.Parameter(torch.ones(3, 8, 5))
+        return outcome(transport.transfer)
+
+    here, there = both(body)
+    said = "TransferError: experts has shape (3, 8, 5), but (3, 8, 4) was recorded"
+    assert there == said
+    assert here == f"TransferError: looking for slices of the weights failed on rank 1: {said}"
+
+
+def test_a_part_that_cannot_travel_on_one_rank_is_named_on_all(both):
+    def body(rank):
+        model = nn.Linear(2, 4, bias=False)
+        flat(model, 2)
+        if rank:
+            model.weight._local_tensor = torch.ones(3, 2)
+        source, memory = ModuleSource(model), torch.zeros(4, 2)
+        plan = LoadPlan.record(lambda weights: [memory.copy_(t) for _, t in weights], source.tensors(), {"m": memory})
+        return outcome(lambda: SlicesTransport(source, plan, device=CPU, why_not_shared="tested"))
+
+    here, there = both(body)
+    assert there.startswith("Unsupported: weight has a part of shape (3, 2) here")
+    assert here == f"TransferError: planning slices of the weights failed on rank 1: {there}"
+
+
+def test_what_the_loader_computes_is_the_reason_why_weights_travel_whole():
+    plan = LoadPlan.of({"w": torch.ones(2)}, fallbacks={"w": "the loader computes with it"})
+    assert why_not_sliced(plan) == "w: the loader computes with it"
+    assert why_not_sliced(LoadPlan.of({"w": torch.ones(2)}, fallbacks={})) is None
