@@ -15,6 +15,7 @@ from colo.phases.segment import Segment
 from colo.trainer.backward import BackwardWatch
 from colo.trainer.gradients import parameters_of
 from colo.trainer.inventory import Kept
+from colo.trainer.megatron import as_torch
 from colo.trainer.optimizer_state import StateOffloader
 
 LATE = (TRAINER_OPTIMIZER, TRAINER_MASTER_WEIGHTS)
@@ -62,7 +63,7 @@ class TrainerSession:
 
         Raises: as `StateOffloader`.
         """
-        self.optimizer = optimizer
+        self.optimizer = as_torch(optimizer)
         self.has_stepped = False
         """Whether there was a step since `begin_training`."""
 
@@ -70,7 +71,7 @@ class TrainerSession:
         self._events = events
         self._meter = PeakMeter(mover.device)
         self._offloader = StateOffloader(
-            optimizer,
+            self.optimizer,
             mover,
             region_bytes=region_bytes,
             before_step=events.before_step,
@@ -80,7 +81,7 @@ class TrainerSession:
         self._offloader.gradients.on_touch = lambda: events.on_touch(TRAINER_GRADIENTS)
         try:
             self._backward = BackwardWatch(
-                parameters_of(optimizer),
+                parameters_of(self.optimizer),
                 modules=sharded_modules,
                 admit=events.on_gradient,
                 on_pass=self._on_backward,

@@ -1,7 +1,7 @@
 """Tiny Megatron models on a CPU with gloo, in a process of their own: importing this answers calls to CUDA.
 
 Without Transformer Engine Megatron asks CUDA for a device where it builds routers with an expert bias, MLA's rotary
-embedding, tied embeddings in two stages, and optimizers. They take "cpu" for an answer. The all-to-all dispatcher,
+embedding and tied embeddings in two stages. They take "cpu" for an answer. The all-to-all dispatcher,
 which makes a stream, does not: these models use "allgather".
 """
 
