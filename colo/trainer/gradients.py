@@ -90,8 +90,7 @@ class GradientSegment(Keeper):
         parked_bytes = sum(parked.host.nbytes for parked in self._parked if parked.is_wanted)
         if parked_bytes:
             return parked_bytes
-        trained = [p for p in parameters_of(self._optimizer) if p.requires_grad]
-        trainable = (local_bytes(p) for p in trained if not hasattr(p, "main_grad"))  # Megatron's, in its own buffers
+        trainable = (local_bytes(p) for p in parameters_of(self._optimizer) if p.requires_grad)
         return self.device_bytes or max(0, sum(trainable) - self.staying_bytes)
 
     @property

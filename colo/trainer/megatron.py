@@ -2,13 +2,14 @@
 
 One of them has several of torch's within: for dense parameters and for experts, and it may be a chain of such. Those
 step over fp32 copies of what this rank updates ("main parameters"), which Megatron keeps in their parameter groups and
-nowhere in their state. Gradients are where its data-parallel wrapper has put them, in buffers that are always there.
+nowhere in their state. Gradients are in buffers that its data-parallel wrapper keeps from step to step.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -45,8 +46,7 @@ class MegatronOptimizers:
 
         if not self.inner:
             raise Unsupported("Megatron's optimizer trains nothing on this rank: colo cannot tell when it steps")
-        configs = [chunk.ddp_config for part in self._parts for chunk in getattr(part, "model_chunks", ())]
-        if any(config.use_megatron_fsdp for config in configs):
+        if any(chunk.ddp_config.use_megatron_fsdp for chunk in self._chunks()):
             raise Unsupported(
                 "Megatron-FSDP is not supported: use Megatron's DistributedDataParallel with the distributed optimizer "
                 "(use_megatron_fsdp=False)"
@@ -67,23 +67,29 @@ class MegatronOptimizers:
             for index, main in enumerate(_main_parameters(optimizer))
         }
 
-    def kept(self) -> list[Kept]:
-        """Gradients, which stay on the device: Megatron's buffers of them, and those of main parameters."""
+    @property
+    def has_buffers(self) -> bool:
+        """Whether gradients are in buffers of Megatron's wrapper."""
+        return any(hasattr(parameter, "main_grad") for parameter in self.param_groups[0]["params"])
+
+    @property
+    def gradients(self) -> Any:
+        """The buffers of gradients, as if they were the state of an optimizer: each with what Megatron has of it."""
         parameters = self.param_groups[0]["params"]
+        state = {"gradients": {"of parameters": [p.main_grad for p in parameters if hasattr(p, "main_grad")]}}
+        for number, chunk in enumerate(self._chunks()):
+            if not chunk.ddp_config.nccl_ub:  # NCCL knows their addresses
+                state[f"gradients {number}"] = _views_of(chunk)
+        return SimpleNamespace(param_groups=self.param_groups, state=state)
+
+    def kept(self) -> list[Kept]:
+        """Gradients of main parameters, which the last step has left, unless they lie in buffers."""
         mains = [main for optimizer in self.inner for main in _main_parameters(optimizer)]
-        buffers = _bytes_by_storage([p.main_grad for p in parameters if hasattr(p, "main_grad")])
-        others = _bytes_by_storage([main.grad for main in mains if main.grad is not None])
-        present = [p.grad for p in parameters if p.grad is not None and not isinstance(p.grad, ParkedTensor)]
-        counted = sum(gradient.nbytes for gradient in present if storage_key(gradient) in buffers)
-        found = [
-            Kept("Megatron's gradient buffers", sum(buffers.values()) - counted, "Megatron keeps them between steps"),
-            Kept(
-                "gradients of main parameters",
-                sum(size for key, size in others.items() if key not in buffers),
-                "the last step has left them: optimizer.zero_grad() drops them",
-            ),
-        ]
-        return [item for item in found if item.size_bytes]
+        found = _bytes_by_storage(main.grad for main in mains)
+        for key in _bytes_by_storage(getattr(p, "main_grad", None) for p in self.param_groups[0]["params"]):
+            found.pop(key, None)
+        reason = "the last step has left them: optimizer.zero_grad() drops them"
+        return [Kept("gradients of main parameters", sum(found.values()), reason)] if found else []
 
     # ---- torch's hooks -----------------------------------------------------------------------------------------------
 
@@ -106,6 +112,10 @@ class MegatronOptimizers:
     def register_load_state_dict_post_hook(self, hook: Callable[..., Any]) -> _Handles:
         """Call `hook` after a state dict has been loaded into any of them."""
         return _Handles([optimizer.register_load_state_dict_post_hook(hook) for optimizer in self.inner])
+
+    def _chunks(self) -> list[Any]:
+        """Stages in their data-parallel wrappers, as far as optimizers know them: the distributed one does."""
+        return list({id(chunk): chunk for part in self._parts for chunk in getattr(part, "model_chunks", ())}.values())
 
     def _state_of(self, optimizer: torch.optim.Optimizer, main: torch.Tensor, own: set[int]) -> dict[str, Any]:
         state = optimizer.state.get(main, {})
@@ -150,5 +160,17 @@ def _main_parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _bytes_by_storage(tensors: list[torch.Tensor]) -> dict[int, int]:
-    return {storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
+def _views_of(chunk: Any) -> dict[str, list[Any]]:
+    """Every tensor over the gradient buffers of one stage that its data-parallel wrapper has, but for parameters'."""
+    buffers = [*chunk.buffers, *chunk.expert_parallel_buffers]
+    groups = [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]
+    return {
+        "buffers": [buffer.grad_data for buffer in buffers],
+        "buckets": [bucket.grad_data for buffer in buffers for bucket in buffer.buckets],
+        "shards": [group.cached_grad_buffer_shard_list for group in groups],
+    }
+
+
+def _bytes_by_storage(tensors: Iterable[torch.Tensor | None]) -> dict[int, int]:
+    present = (tensor for tensor in tensors if tensor is not None and not isinstance(tensor, ParkedTensor))
+    return {storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in present}

@@ -25,6 +25,7 @@ from colo.memory.region import ALIGNMENT_BYTES
 from colo.memory.storage import storage_key
 from colo.phases.phase import TRAINER_KEPT, TRAINER_MASTER_WEIGHTS, TRAINER_OPTIMIZER, Residency, check_move
 from colo.phases.segment import Done, Move
+from colo.trainer.gradient_buffers import GradientBuffers
 from colo.trainer.gradients import GradientSegment
 from colo.trainer.inventory import Inventory, Kept, StateTensor
 from colo.trainer.megatron import MegatronOptimizers, as_torch
@@ -41,7 +42,7 @@ class KeptSegment:
     away = None
     host_bytes = 0
 
-    def __init__(self, segments: Sequence[StateSegment], gradients: GradientSegment) -> None:
+    def __init__(self, segments: Sequence[StateSegment], gradients: GradientSegment | GradientBuffers) -> None:
         self._segments = segments
         self._gradients = gradients
         self.loose: list[Kept] = []
@@ -54,7 +55,7 @@ class KeptSegment:
     def items(self) -> list[Kept]:
         """The name, the size and the reason of everything that stays."""
         kept = [*self.loose, *(kept for segment in self._segments for kept in segment.kept)]
-        kept += self.beside()
+        kept += [*self.beside(), *(self._gradients.kept if isinstance(self._gradients, GradientBuffers) else [])]
         if num_bytes := self._gradients.staying_bytes:
             kept.append(Kept("gradients", num_bytes, "something else refers to them, or they are sparse"))
         return kept
@@ -112,7 +113,7 @@ class StateOffloader:
         touch = on_touch or self._bring
         self.state = StateSegment(TRAINER_OPTIMIZER, mover=mover, on_touch=touch, is_master=False)
         self.masters = StateSegment(TRAINER_MASTER_WEIGHTS, mover=mover, on_touch=touch, is_master=True)
-        self.gradients = GradientSegment(stepped, mover=mover)
+        self.gradients = self._gradients_of(stepped, touch)
         self.kept = KeptSegment((self.state, self.masters), self.gradients)
         if isinstance(stepped, MegatronOptimizers):
             self.kept.beside = stepped.kept
@@ -127,14 +128,22 @@ class StateOffloader:
             stepped.register_load_state_dict_post_hook(_untraced(lambda _: self.gather())),
         ]
         try:
+            self.gradients.refresh()
             self.gather()
         except BaseException:
             with suppress(Exception):  # state that cannot be moved back stays where it is; the optimizer works on
                 self.close()
             raise
 
+    def _gradients_of(self, stepped: Any, touch: Callable[[str], None]) -> GradientSegment | GradientBuffers:
+        if isinstance(stepped, MegatronOptimizers) and stepped.has_buffers:
+            return GradientBuffers(stepped, mover=self._mover, on_touch=touch)
+        made = GradientSegment(stepped, mover=self._mover)
+        made.on_touch = lambda: touch(made.name)
+        return made
+
     @property
-    def segments(self) -> tuple[StateSegment, StateSegment, GradientSegment]:
+    def segments(self) -> tuple[StateSegment, StateSegment, GradientSegment | GradientBuffers]:
         """`trainer.optimizer`, `trainer.master_weights`, `trainer.gradients`."""
         return self.state, self.masters, self.gradients
 
@@ -191,6 +200,8 @@ class StateOffloader:
             for segment in (self.state, self.masters):
                 with suppress(BudgetError):  # without room in the arena, an ordinary copy does, slower
                     segment.begin(Residency.OFFLOADED).wait()
+        if isinstance(self.gradients, GradientBuffers):
+            self.gradients.hand_over(self._mover.device)
         for segment in (self.state, self.masters):
             segment.hand_over(target)
         while self._hooks:
@@ -225,7 +236,7 @@ class StateOffloader:
         return detach_state(given, self.optimizer)
 
     def _bring(self, name: str) -> None:
-        (self.state if name == self.state.name else self.masters).begin(Residency.RESIDENT).wait()
+        next(segment for segment in self.segments if segment.name == name).begin(Residency.RESIDENT).wait()
 
     def _outside(self, inventory: Inventory, groups: list[list[StateTensor]] | None = None) -> list[list[StateTensor]]:
         """The `groups`, by default all of the device, that lie in no region."""

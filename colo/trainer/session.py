@@ -10,7 +10,7 @@ from torch import nn
 
 from colo.memory.offload import Mover
 from colo.memory.probe import PeakMeter
-from colo.phases.phase import TRAINER_GRADIENTS, TRAINER_MASTER_WEIGHTS, TRAINER_OPTIMIZER, Residency
+from colo.phases.phase import TRAINER_MASTER_WEIGHTS, TRAINER_OPTIMIZER, Residency
 from colo.phases.segment import Segment
 from colo.trainer.backward import BackwardWatch
 from colo.trainer.gradients import parameters_of
@@ -78,7 +78,6 @@ class TrainerSession:
             after_step=events.after_step,
             on_touch=events.on_touch,
         )
-        self._offloader.gradients.on_touch = lambda: events.on_touch(TRAINER_GRADIENTS)
         try:
             self._backward = BackwardWatch(
                 parameters_of(self.optimizer),

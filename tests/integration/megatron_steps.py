@@ -6,6 +6,7 @@ torchrun --nproc-per-node 2 megatron_steps.py RESULTS
 import copy
 import json
 import sys
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -82,7 +83,7 @@ class Listener:
 
     def on_touch(self, name):
         self.touched.append(name)
-        self.session.bring_back()
+        next(one for one in self.session.segments if one.name == name).begin(Residency.RESIDENT).wait()
 
 
 def make(layout, name, kind, dtype):
@@ -108,23 +109,23 @@ def make(layout, name, kind, dtype):
     return stages, get_megatron_optimizer(options, stages, use_gloo_process_groups=False)
 
 
-def backward(stages, optimizer, number):
-    """Gradients of a loss where one process has a whole model, else made up."""
+def backward(stages, optimizer, number, *, is_first=True, is_last=True):
+    """Gradients of a loss where one process has a whole model, else made up, added to those of passes before."""
     ids = (IDS + 3 * number + distributed.get_rank()) % tiny.VOCAB
-    if isinstance(optimizer, AdamW):
+    is_wrapped = not isinstance(optimizer, AdamW)
+    if is_first:
         optimizer.zero_grad()
-    else:
-        for stage in stages:
+        for stage in stages if is_wrapped else ():
             stage.zero_grad_buffer()
-        optimizer.zero_grad()
     if len(stages) == 1:
-        stages[0](ids, POSITIONS, MASK, labels=ids.roll(-1, 1)).float().mean().backward()
+        with nullcontext() if is_last or not is_wrapped else stages[0].no_sync():
+            stages[0](ids, POSITIONS, MASK, labels=ids.roll(-1, 1)).float().mean().backward()
     else:
         generator = torch.Generator().manual_seed(number)
         for stage in stages:
             for parameter in stage.parameters():
-                parameter.main_grad.copy_(torch.randn(parameter.shape, generator=generator))
-    if not isinstance(optimizer, AdamW):
+                parameter.main_grad.add_(torch.randn(parameter.shape, generator=generator))
+    if is_wrapped and is_last:
         finalize_model_grads(stages)
 
 
@@ -138,14 +139,19 @@ def torchs(optimizer):
 def tensors_of(stages, optimizer):
     """Every parameter, main parameter and state tensor."""
     inner = torchs(optimizer)
-    state = [one.state[p] for one in inner for group in one.param_groups for p in group["params"]]
     mains = [p for one in inner for group in one.param_groups for p in group["params"]]
+    state = [one.state[p] for one in inner for group in one.param_groups for p in group["params"]]
     model = [p for stage in stages for p in stage.parameters()]
     return [t for t in pytree.tree_leaves([model, mains, state]) if isinstance(t, torch.Tensor)]
 
 
-def is_same(ours, twins):
-    ours, twins = tensors_of(*ours), tensors_of(*twins)
+def gradients_of(stages, optimizer):
+    """The gradients of all parameters, in Megatron's buffers where it has any."""
+    return [getattr(p, "main_grad", p.grad) for stage in stages for p in stage.parameters()]
+
+
+def is_same(ours, twins, *, of_gradients=False):
+    ours, twins = ((gradients_of if of_gradients else tensors_of)(*one) for one in (ours, twins))
     return len(ours) == len(twins) and all(map(torch.equal, ours, twins))
 
 
@@ -156,6 +162,14 @@ def park(session):
         if segment.residency is Residency.RESIDENT:
             segment.begin(Residency.OFFLOADED).wait()
     return {segment.name: [segment.size_bytes, segment.device_bytes] for segment in session.segments[:3]}
+
+
+def kept_of(session):
+    """Bytes that stay on the device, by name."""
+    found = {}
+    for item in session.kept:
+        found[item.name] = found.get(item.name, 0) + item.size_bytes
+    return found
 
 
 def same_leaves(one, other):
@@ -172,8 +186,8 @@ def checked(ours, twins):
 def run(layout, name, kind, dtype):
     layout = tiny.use_layout(layout)
     ours, twins = make(layout, name, kind, dtype), make(layout, name, kind, dtype)
-    found = {"checked": checked(ours, twins), "same": [], "parked": [], "touched": [], "passes": [], "kept": []}
-    found |= {"changed": [], "replicas": [], "at the end": []}
+    found = {"checked": checked(ours, twins), "same": [], "parked": [], "touched": [], "passes": []}
+    found |= {"kept": [], "late": [], "changed": [], "replicas": [], "at the end": []}
     sources = [source_of(name, stages) for stages, _ in (ours, twins)]
     listener = Listener()
     session = TrainerSession(ours[1], Mover(torch.device("cpu")), region_bytes=1 << 16, events=listener)
@@ -181,13 +195,14 @@ def run(layout, name, kind, dtype):
     found["expected"] = {segment.name: segment.size_bytes for segment in session.segments[:3]}
     for number in range(3):
         found["parked"].append(park(session))
-        found["kept"].append({item.name: item.size_bytes for item in session.kept})
+        found["kept"].append(kept_of(session))
         listener.touched.clear(), listener.passes.clear()
         before = joined(sources[0])[0]
         for stages, optimizer in (ours, twins):
             backward(stages, optimizer, number)
         found["passes"].append(len(listener.passes))
-        found["touched"].append(list(listener.touched))
+        found["touched"].append(sorted(set(listener.touched)))
+        found["late"].append([segment.device_bytes for segment in session.segments[:2]])
         for _, optimizer in (ours, twins):
             assert kind == "torch" or optimizer.step()[0]
             if kind == "torch":
@@ -197,6 +212,18 @@ def run(layout, name, kind, dtype):
         found["replicas"].append(wrong)
         found["changed"].append(sum(not torch.equal(before[name], after[name]) for name in before) / len(after))
     found["steps"] = listener.steps
+    for _, optimizer in (ours, twins):
+        optimizer.zero_grad()
+    found["zeroed"] = [park(session), kept_of(session)]
+    for number in range(2):  # gradients of two passes, parked between them
+        for stages, optimizer in (ours, twins):
+            backward(stages, optimizer, number, is_first=number == 0, is_last=number == 1)
+        if number == 0:
+            found["between"] = park(session)["trainer.gradients"]
+    found["at the end"].append(is_same(ours, twins, of_gradients=True))
+    for _, optimizer in (ours, twins):
+        optimizer.step()
+    found["at the end"].append(is_same(ours, twins))
     park(session)
     found["at the end"].append(same_leaves(ours[1].state_dict(), twins[1].state_dict()))
     if kind in ("plain", "torch"):  # the distributed optimizer reads its state from files
@@ -214,6 +241,7 @@ def run(layout, name, kind, dtype):
     found["mains"] = sum(p.numel() for p in mains)
     found["moments"] = sum(2 * p.nbytes for p in mains)
     found["copies"] = sum(p.nbytes for p in mains if p.untyped_storage().data_ptr() not in model)
+    found["gradients"] = sum(p.nbytes for stage in ours[0] for p in stage.parameters())
     found["model"] = sum(p.numel() for stage in ours[0] for p in stage.parameters())
     found["optimizers"] = len(torchs(ours[1]))
     return found

@@ -35,7 +35,7 @@ def test_all_state_is_away_between_steps(ranks, case):
     for found in (rank[case] for rank in ranks):
         assert (found["copies"] > 3.8 * found["mains"]) == (case in MIXED)  # all but norms, which are fp32
         for parked in found["parked"]:
-            assert [device for _, device in parked.values()] == [0, 0, 0]
+            assert [device for _, device in parked.values()] == [0, 0, 0]  # gradients may have stayed, see below
             for name, num_bytes in (("trainer.master_weights", "copies"), ("trainer.optimizer", "moments")):
                 assert 0 <= parked[name][0] - found[num_bytes] < 512 * 100  # each is aligned
         assert found["expected"]["trainer.optimizer"] == found["parked"][-1]["trainer.optimizer"][0]  # before a step
@@ -44,7 +44,8 @@ def test_all_state_is_away_between_steps(ranks, case):
 @pytest.mark.parametrize("case", CASES)
 def test_state_stays_away_until_the_step(ranks, case):
     for found in (rank[case] for rank in ranks):
-        assert found["touched"] == [[]] * 3  # by zero_grad, a backward pass, and what follows it
+        assert found["late"] == [[0, 0]] * 3  # after zero_grad, a backward pass, and what follows it
+        assert all(set(touched) <= {"trainer.gradients"} for touched in found["touched"])
         assert found["passes"] == [0 if case == "virtual stages" else 1] * 3
 
 
@@ -61,19 +62,32 @@ def test_ranks_that_hold_the_same_parts_have_them_after_a_step(ranks, case):
         assert rank[case]["replicas"] == [[]] * 3
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_gradients_that_stay_are_told_once(ranks, case):
+@pytest.mark.parametrize("case", [*MIXED[:-1], "distributed, fp32"])
+def test_buffers_of_gradients_leave_once_nothing_else_lies_in_them(ranks, case):
     for found in (rank[case] for rank in ranks):
-        before, after, _ = found["kept"]
-        if case == "torch's":
-            assert before == after == {}  # gradients of bare stages are moved
-            continue
-        width = 4 if "fp32" in case else 2
-        assert list(before) == ["Megatron's gradient buffers"]
-        assert width * found["model"] <= sum(before.values()) < 1.1 * width * found["model"]
-        mains = after.pop("gradients of main parameters", 0)
-        assert mains == found["copies"]
-        assert sum(after.values()) == sum(before.values())
+        num_bytes = found["model"] * (4 if "fp32" in case else 2)
+        assert found["kept"][0] == {}
+        stays = found["kept"][1]  # of main parameters, without zero_grad after the step
+        assert stays.pop("gradients of main parameters", 0) == found["copies"]
+        assert set(stays) == {"a buffer of gradients"}
+        parked, kept = found["zeroed"]
+        assert kept == {}
+        for size, on_device in (parked["trainer.gradients"], found["between"]):
+            assert num_bytes <= size < 1.1 * num_bytes and on_device == 0
+
+
+@pytest.mark.parametrize("case", ["main parameters", "fp32"])
+def test_buffers_that_an_optimizer_does_not_know_stay_and_are_told(ranks, case):
+    for found in (rank[case] for rank in ranks):
+        for kept in (found["kept"][0], found["zeroed"][1]):
+            assert set(kept) == {"a buffer of gradients"}
+            assert kept["a buffer of gradients"] >= found["model"] * (4 if case == "fp32" else 2)
+
+
+def test_gradients_of_bare_stages_leave_as_of_any_model(ranks):
+    for found in (rank["torch's"] for rank in ranks):
+        assert found["zeroed"][1] == found["kept"][0] == found["kept"][1] == {}
+        assert found["between"] == [found["gradients"], 0]
 
 
 @pytest.mark.parametrize("case", CASES)
