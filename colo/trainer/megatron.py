@@ -41,6 +41,7 @@ class MegatronOptimizers:
     def __init__(self, optimizer: Any) -> None:
         """Raises: `Unsupported` where nothing is trained on this rank, or Megatron-FSDP holds the main parameters."""
         self._parts = list(_parts_of(optimizer))
+        self._may_be_behind = True
         self.inner: list[torch.optim.Optimizer] = [part.optimizer for part in self._parts]
         """Torch's optimizers, in the order in which they step."""
 
@@ -66,6 +67,17 @@ class MegatronOptimizers:
             for number, optimizer in enumerate(self.inner)
             for index, main in enumerate(_main_parameters(optimizer))
         }
+
+    def finish_step(self) -> None:
+        """Gather what the last step has changed where Megatron does so in the next forward pass (a collective).
+
+        That is with `overlap_param_gather`: until then ranks of one data-parallel group have different weights.
+        """
+        if self._may_be_behind:
+            for chunk in self._chunks():
+                if chunk.ddp_config.overlap_param_gather:
+                    chunk.start_param_sync(force_sync=True)
+        self._may_be_behind = False
 
     @property
     def has_buffers(self) -> bool:
@@ -99,7 +111,12 @@ class MegatronOptimizers:
 
     def register_step_post_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
         """Call `hook` after the last optimizer has stepped."""
-        return self.inner[-1].register_step_post_hook(hook)
+
+        def stepped(*told: Any) -> Any:
+            self._may_be_behind = True
+            return hook(*told)
+
+        return self.inner[-1].register_step_post_hook(stepped)
 
     def register_state_dict_post_hook(self, hook: Callable[..., Any]) -> _Handles:
         """Call `hook` with the state dict of each optimizer."""

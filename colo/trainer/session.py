@@ -15,7 +15,7 @@ from colo.phases.segment import Segment
 from colo.trainer.backward import BackwardWatch
 from colo.trainer.gradients import parameters_of
 from colo.trainer.inventory import Kept
-from colo.trainer.megatron import as_torch
+from colo.trainer.megatron import MegatronOptimizers, as_torch
 from colo.trainer.optimizer_state import StateOffloader
 
 LATE = (TRAINER_OPTIMIZER, TRAINER_MASTER_WEIGHTS)
@@ -86,6 +86,7 @@ class TrainerSession:
                 on_pass=self._on_backward,
                 on_progress=self._on_progress,
             )
+            self._finish_step()
         except BaseException:
             self._offloader.close()
             raise
@@ -116,10 +117,18 @@ class TrainerSession:
         return self._offloader.gradients.host_bytes > 0
 
     def look_again(self, *, parameters: bool = True) -> None:
-        """Take in new state before it is asked to leave, and watch parameters that have begun to train."""
+        """Take in new state before it is asked to leave, and watch parameters that have begun to train.
+
+        A collective after a step of an optimizer that has left a part of it for later: see `finish_step` of Megatron's.
+        """
+        self._finish_step()
         if parameters:
             self._backward.watch(parameters_of(self.optimizer))
         self._offloader.refresh()
+
+    def _finish_step(self) -> None:
+        if isinstance(self.optimizer, MegatronOptimizers):
+            self.optimizer.finish_step()
 
     def begin_training(self) -> None:
         """Begin to measure a training phase."""

@@ -187,3 +187,23 @@ def test_what_trains_nothing_and_megatron_fsdp_are_refused():
     chunk = SimpleNamespace(ddp_config=SimpleNamespace(use_megatron_fsdp=True))
     with pytest.raises(Unsupported, match="Megatron-FSDP is not supported"):
         MegatronOptimizers(SimpleNamespace(optimizer=object(), model_chunks=[chunk]))
+
+
+def test_what_megatron_gathers_late_is_gathered_once_after_each_step(net, park):
+    calls = []
+    chunk = nn.Module()
+    chunk.net = net
+    chunk.ddp_config = SimpleNamespace(use_megatron_fsdp=False, overlap_param_gather=True, nccl_ub=False)
+    chunk.start_param_sync = lambda **options: calls.append(options)
+    part = SimpleNamespace(optimizer=AdamW(net.parameters(), lr=1e-2), model_chunks=[chunk])
+    optimizer = MegatronOptimizers(part)
+    park(optimizer)
+    for num_calls in range(1, 3):
+        optimizer.finish_step()  # at first for a step that nobody has seen
+        optimizer.finish_step()
+        assert calls == [{"force_sync": True}] * num_calls
+        net(torch.ones(2, 8, dtype=torch.bfloat16)).float().sum().backward()
+        part.optimizer.step()
+    chunk.ddp_config.overlap_param_gather = False
+    optimizer.finish_step()
+    assert len(calls) == 2

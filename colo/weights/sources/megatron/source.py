@@ -15,7 +15,7 @@ from colo.errors import TransferError, Unsupported
 from colo.weights.manifest import TensorSpec
 from colo.weights.sources.megatron.names import QKV, VOCABULARY, Named, Names, Table
 from colo.weights.sources.megatron.rows import Run, num_rows, qkv_rows, same_rows, within
-from colo.weights.sources.megatron.stages import HeldTensor, bare, finish_gathering, held_by
+from colo.weights.sources.megatron.stages import HeldTensor, bare, held_by
 from colo.weights.sources.module import saved_buffers
 from colo.weights.sources.parts import PlacedPart
 
@@ -84,9 +84,9 @@ class MegatronSource:
     def parts(self) -> tuple[PlacedPart, ...]:
         """What this rank holds. The tensors are views of the weights, with whatever a step has written since.
 
-        All ranks ask for them together: Megatron may have put off a part of its step (`finish_gathering`).
+        Asks no other rank. With `overlap_param_gather` a step's weights are there once `MegatronOptimizers.finish_step`
+        has had them gathered, which a session of colo's trainer calls, or the next forward pass.
         """
-        finish_gathering(self.stages)
         if (now := self._where()) != self._addresses:
             found = tuple(self._placed(list(held_by(self._bare))))
             if [(p.name, p.offset, p.shape) for p in found] != [(p.name, p.offset, p.shape) for p in self._parts]:

@@ -80,17 +80,6 @@ _REFUSED = {
 }
 
 
-def finish_gathering(stages: Sequence[Any]) -> None:
-    """Have what the last step has changed on this rank's data-parallel neighbours, too.
-
-    With `overlap_param_gather` Megatron's wrapper would have it in the next forward pass only: a collective, then.
-    """
-    for stage in stages:
-        config = getattr(stage, "ddp_config", None)
-        if config is not None and config.overlap_param_gather:
-            stage.start_param_sync(force_sync=True)
-
-
 def held_by(stages: Sequence[Any]) -> Iterator[HeldTensor]:
     """Every part of a weight in this process. Nothing is copied, and no other rank is asked.
 
