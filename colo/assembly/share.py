@@ -25,6 +25,7 @@ from colo.phases.segment import Segment
 from colo.runtime import Runtime
 from colo.runtime.registry import check_free
 from colo.trainer.gradients import parameters_of
+from colo.trainer.megatron import MegatronOptimizers, as_torch
 from colo.trainer.optimizer_state import unwrapped
 from colo.weights.ranks import RankGroup
 from colo.weights.sources.heads import causal_lm
@@ -218,8 +219,9 @@ def _held_bytes(
     """Device bytes of what the runtime will count: segments of the engine, weights beside it, gradients and state."""
     device = model_device(model)
     shared = {id(tensor) for _, tensor in transport.source} if transport is not None and transport.shares else set()
-    parameters = {id(p): p for p in [*model.parameters(), *parameters_of(unwrapped(optimizer))]}
-    state = [leaf for leaf in pytree.tree_leaves(dict(optimizer.state)) if isinstance(leaf, torch.Tensor)]
+    stepped = as_torch(unwrapped(optimizer))
+    parameters = {id(p): p for p in [*model.parameters(), *parameters_of(stepped)]}
+    state = [leaf for leaf in pytree.tree_leaves(dict(stepped.state)) if isinstance(leaf, torch.Tensor)]
     found = [p for key, p in parameters.items() if key not in shared]
     found += [p.grad for p in parameters.values() if p.grad is not None]
     storages = {storage_key(local_shard(t)): local_bytes(t) for t in [*found, *state] if t.device == device}
@@ -231,13 +233,13 @@ def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
 
     It may train other parameters along, such as those of a value head, which no logits depend on.
     """
-    optimizer = unwrapped(optimizer)
-    if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+    stepped = as_torch(unwrapped(optimizer))
+    if not hasattr(stepped, "_optimizer_step_pre_hooks") and not isinstance(stepped, MegatronOptimizers):
         raise Unsupported(
-            f"{type(optimizer).__name__} wraps an optimizer without torch's own hooks: pass the wrapped one "
+            f"{type(stepped).__name__} wraps an optimizer without torch's own hooks: pass the wrapped one "
             "(optimizer.optimizer)"
         )
-    trained = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+    trained = {id(p): p for p in parameters_of(stepped)}
     own = {id(p): p for p in model.parameters()}
     others = [p for key, p in trained.items() if key not in own]
     # One that the model had before, and that was replaced, would be trained in vain.

@@ -25,8 +25,10 @@ from colo.memory.region import ALIGNMENT_BYTES
 from colo.memory.storage import storage_key
 from colo.phases.phase import TRAINER_KEPT, TRAINER_MASTER_WEIGHTS, TRAINER_OPTIMIZER, Residency, check_move
 from colo.phases.segment import Done, Move
+from colo.trainer.gradient_buffers import GradientBuffers
 from colo.trainer.gradients import GradientSegment
 from colo.trainer.inventory import Inventory, Kept, StateTensor
+from colo.trainer.megatron import MegatronOptimizers, as_torch
 from colo.trainer.snapshot import detach_state, snapshot
 from colo.trainer.state_segment import StateSegment
 from colo.trainer.unreduced import HoldsGradient
@@ -41,16 +43,20 @@ class KeptSegment:
     away = None
     host_bytes = 0
 
-    def __init__(self, segments: Sequence[StateSegment], gradients: GradientSegment) -> None:
+    def __init__(self, segments: Sequence[StateSegment], gradients: GradientSegment | GradientBuffers) -> None:
         self._segments = segments
         self._gradients = gradients
         self.loose: list[Kept] = []
         """State that lies in no region."""
 
+        self.beside: Callable[[], Sequence[Kept]] = list
+        """Names what an optimizer keeps beside its state."""
+
     @property
     def items(self) -> list[Kept]:
         """The name, the size and the reason of everything that stays."""
         kept = [*self.loose, *(kept for segment in self._segments for kept in segment.kept)]
+        kept += [*self.beside(), *(self._gradients.kept if isinstance(self._gradients, GradientBuffers) else [])]
         if num_bytes := self._gradients.staying_bytes:
             kept.append(Kept("gradients", num_bytes, "something else refers to them, or they are sparse"))
         return kept
@@ -100,8 +106,8 @@ class StateOffloader:
         on_touch: Callable[[str], None] | None = None,
         other_gradients: Callable[[], Sequence[HoldsGradient]] = lambda: (),
     ) -> None:
-        _check_hooks(optimizer)
-        self.optimizer = optimizer
+        self.optimizer = stepped = as_torch(optimizer)
+        _check_hooks(stepped)
         self._mover = mover
         self._region_bytes = region_bytes
         self._before_step = before_step or self.bring_back
@@ -109,27 +115,39 @@ class StateOffloader:
         touch = on_touch or self._bring
         self.state = StateSegment(TRAINER_OPTIMIZER, mover=mover, on_touch=touch, is_master=False)
         self.masters = StateSegment(TRAINER_MASTER_WEIGHTS, mover=mover, on_touch=touch, is_master=True)
-        self.gradients = GradientSegment(optimizer, mover=mover, others=other_gradients)
+        self.gradients = self._gradients_of(stepped, touch, other_gradients)
         self.kept = KeptSegment((self.state, self.masters), self.gradients)
+        if isinstance(stepped, MegatronOptimizers):
+            self.kept.beside = stepped.kept
         self._replaced: set[str] = set()
         """Segments that have left the device for a state dict that is being loaded."""
 
         self._hooks = [
-            optimizer.register_step_pre_hook(_untraced(lambda *_: self._before_step())),
-            optimizer.register_step_post_hook(_untraced(lambda *_: self._stepped())),
-            optimizer.register_state_dict_post_hook(_untraced(lambda _, state_dict: self._snapshot(state_dict))),
-            optimizer.register_load_state_dict_pre_hook(_untraced(lambda _, given: self._before_load(given))),
-            optimizer.register_load_state_dict_post_hook(_untraced(lambda _: self.gather())),
+            stepped.register_step_pre_hook(_untraced(lambda *_: self._before_step())),
+            stepped.register_step_post_hook(_untraced(lambda *_: self._stepped())),
+            stepped.register_state_dict_post_hook(_untraced(lambda _, state_dict: self._snapshot(state_dict))),
+            stepped.register_load_state_dict_pre_hook(_untraced(lambda _, given: self._before_load(given))),
+            stepped.register_load_state_dict_post_hook(_untraced(lambda _: self.gather())),
         ]
         try:
+            self.gradients.refresh()
             self.gather()
         except BaseException:
             with suppress(Exception):  # state that cannot be moved back stays where it is; the optimizer works on
                 self.close()
             raise
 
+    def _gradients_of(
+        self, stepped: Any, touch: Callable[[str], None], others: Callable[[], Sequence[HoldsGradient]]
+    ) -> GradientSegment | GradientBuffers:
+        if isinstance(stepped, MegatronOptimizers) and stepped.has_buffers:
+            return GradientBuffers(stepped, mover=self._mover, on_touch=touch)
+        made = GradientSegment(stepped, mover=self._mover, others=others)
+        made.on_touch = lambda: touch(made.name)
+        return made
+
     @property
-    def segments(self) -> tuple[StateSegment, StateSegment, GradientSegment]:
+    def segments(self) -> tuple[StateSegment, StateSegment, GradientSegment | GradientBuffers]:
         """`trainer.optimizer`, `trainer.master_weights`, `trainer.gradients`."""
         return self.state, self.masters, self.gradients
 
@@ -186,6 +204,8 @@ class StateOffloader:
             for segment in (self.state, self.masters):
                 with suppress(BudgetError):  # without room in the arena, an ordinary copy does, slower
                     segment.begin(Residency.OFFLOADED).wait()
+        if isinstance(self.gradients, GradientBuffers):
+            self.gradients.hand_over(self._mover.device)
         for segment in (self.state, self.masters):
             segment.hand_over(target)
         while self._hooks:
@@ -220,7 +240,7 @@ class StateOffloader:
         return detach_state(given, self.optimizer)
 
     def _bring(self, name: str) -> None:
-        (self.state if name == self.state.name else self.masters).begin(Residency.RESIDENT).wait()
+        next(segment for segment in self.segments if segment.name == name).begin(Residency.RESIDENT).wait()
 
     def _outside(self, inventory: Inventory, groups: list[list[StateTensor]] | None = None) -> list[list[StateTensor]]:
         """The `groups`, by default all of the device, that lie in no region."""
@@ -246,9 +266,9 @@ def unwrapped(optimizer: Any) -> Any:
     return optimizer
 
 
-def _check_hooks(optimizer: torch.optim.Optimizer) -> None:
+def _check_hooks(optimizer: Any) -> None:
     """Raise `Unsupported` for an optimizer that torch has not initialized, such as some that wrap another one."""
-    if not hasattr(optimizer, "_optimizer_state_dict_post_hooks"):
+    if not hasattr(optimizer, "_optimizer_state_dict_post_hooks") and not isinstance(optimizer, MegatronOptimizers):
         kind = type(optimizer).__name__
         raise Unsupported(
             f"{kind} does not call torch.optim.Optimizer.__init__, so it has no hooks and colo cannot tell when it "
@@ -267,20 +287,23 @@ def _kept(group: Sequence[StateTensor], inventory: Inventory, reason: str) -> Ke
     return Kept(name, inventory.bytes_of(group), reason)
 
 
-def expected_state_bytes(optimizer: torch.optim.Optimizer) -> int:
+def expected_state_bytes(optimizer: Any) -> int:
     """Bytes of state that the first step of an optimizer will make, for those of torch whose state is known; else 0.
 
     Adam, AdamW: two moments (three with amsgrad); SGD with momentum: one buffer; each as large as its parameter.
     """
+    steps_mains = isinstance(optimizer, MegatronOptimizers)  # which require no gradients themselves
+    # `inner` of `colo.trainer.master_weights.MasterWeights` is one.
+    stepped = optimizer.inner if steps_mains else [getattr(optimizer, "inner", optimizer)]
     total_bytes = 0
-    optimizer = getattr(optimizer, "inner", optimizer)  # of `colo.trainer.master_weights.MasterWeights`
-    for group in optimizer.param_groups:
-        if isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)):
-            copies = 3 if group.get("amsgrad") else 2
-        else:
-            copies = int(isinstance(optimizer, torch.optim.SGD) and group.get("momentum", 0) != 0)
-        sizes = (local_bytes(p) for p in group["params"] if p.requires_grad)
-        total_bytes += copies * sum(align_up(size, ALIGNMENT_BYTES) for size in sizes)
+    for inner in stepped:
+        for group in inner.param_groups:
+            if isinstance(inner, (torch.optim.Adam, torch.optim.AdamW)):
+                copies = 3 if group.get("amsgrad") else 2
+            else:
+                copies = int(isinstance(inner, torch.optim.SGD) and group.get("momentum", 0) != 0)
+            sizes = (local_bytes(p) for p in group["params"] if p.requires_grad or steps_mains)
+            total_bytes += copies * sum(align_up(size, ALIGNMENT_BYTES) for size in sizes)
     return total_bytes
 
 

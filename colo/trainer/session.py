@@ -10,11 +10,12 @@ from torch import nn
 
 from colo.memory.offload import Mover
 from colo.memory.probe import PeakMeter
-from colo.phases.phase import TRAINER_GRADIENTS, TRAINER_MASTER_WEIGHTS, TRAINER_OPTIMIZER, Residency
+from colo.phases.phase import TRAINER_MASTER_WEIGHTS, TRAINER_OPTIMIZER, Residency
 from colo.phases.segment import Segment
 from colo.trainer.backward import BackwardWatch
 from colo.trainer.gradients import parameters_of
 from colo.trainer.inventory import Kept
+from colo.trainer.megatron import MegatronOptimizers, as_torch
 from colo.trainer.optimizer_state import StateOffloader
 from colo.trainer.unreduced import unreduced
 
@@ -64,7 +65,7 @@ class TrainerSession:
         Raises: as `StateOffloader`.
         """
         modules = tuple(sharded_modules)
-        self.optimizer = optimizer
+        self.optimizer = as_torch(optimizer)
         self.has_stepped = False
         """Whether there was a step since `begin_training`."""
 
@@ -72,7 +73,7 @@ class TrainerSession:
         self._events = events
         self._meter = PeakMeter(mover.device)
         self._offloader = StateOffloader(
-            optimizer,
+            self.optimizer,
             mover,
             region_bytes=region_bytes,
             before_step=events.before_step,
@@ -80,15 +81,15 @@ class TrainerSession:
             on_touch=events.on_touch,
             other_gradients=lambda: unreduced(modules),
         )
-        self._offloader.gradients.on_touch = lambda: events.on_touch(TRAINER_GRADIENTS)
         try:
             self._backward = BackwardWatch(
-                parameters_of(optimizer),
+                parameters_of(self.optimizer),
                 modules=modules,
                 admit=events.on_gradient,
                 on_pass=self._on_backward,
                 on_progress=self._on_progress,
             )
+            self._finish_step()
         except BaseException:
             self._offloader.close()
             raise
@@ -119,10 +120,18 @@ class TrainerSession:
         return self._offloader.gradients.host_bytes > 0
 
     def look_again(self, *, parameters: bool = True) -> None:
-        """Take in new state before it is asked to leave, and watch parameters that have begun to train."""
+        """Take in new state before it is asked to leave, and watch parameters that have begun to train.
+
+        A collective after a step of an optimizer that has left a part of it for later: see `finish_step` of Megatron's.
+        """
+        self._finish_step()
         if parameters:
             self._backward.watch(parameters_of(self.optimizer))
         self._offloader.refresh()
+
+    def _finish_step(self) -> None:
+        if isinstance(self.optimizer, MegatronOptimizers):
+            self.optimizer.finish_step()
 
     def begin_training(self) -> None:
         """Begin to measure a training phase."""

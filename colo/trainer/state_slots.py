@@ -62,6 +62,7 @@ class StateSlot(Keeper):
         if self.is_away:
             return
         self._hidden = ParkedTensor(self.tensor, self)
+        _hand_over_gradient(self.tensor, self._hidden)
         self._hidden.__dict__ = self.tensor.__dict__
         self.tensor.__dict__["keeper"] = self
         exchange(self.tensor, self._hidden)
@@ -70,6 +71,7 @@ class StateSlot(Keeper):
         """Put the tensor itself back, once its bytes are there. Idempotent."""
         if self.is_away:
             assert self._hidden is not None
+            _hand_over_gradient(self.tensor, self._hidden)
             exchange(self.tensor, self._hidden)
         self.forget()
 
@@ -97,8 +99,11 @@ class StateSlot(Keeper):
         return tensor_over(self._segment.host_copy(self.region), self.tensor).detach().clone()
 
     def on_operation(self, call: Call) -> Any:
-        """See `Keeper.on_operation`. An assignment to `data` replaces bytes that are away."""
+        """See `Keeper.on_operation`. Assigning `data` replaces bytes that are away; to drop `grad` needs none."""
         function, args, kwargs = call
+        if function == torch.Tensor.grad.__set__ and args[1] is None:  # type: ignore[union-attr]
+            with torch._C.DisableTorchFunctionSubclass():
+                return function(*args)
         if function == torch.Tensor.data.__set__ and args[0] is self.tensor and not isinstance(args[1], ParkedTensor):  # type: ignore[attr-defined]
             self.show()
             self.tensor.data = args[1]
@@ -130,6 +135,13 @@ def _as_of(kind: type[torch.Tensor], function: Callable[..., Any]) -> Callable[.
     name = getattr(function, "__name__", "")
     own: Callable[..., Any] = getattr(kind, name, function)
     return own if getattr(torch.Tensor, name, None) is function else function
+
+
+def _hand_over_gradient(one: torch.Tensor, other: torch.Tensor) -> None:
+    """Let the gradient of one tensor be that of another, of which either stands in for the other."""
+    with torch._C.DisableTorchFunctionSubclass():
+        if one.is_leaf and one.grad is not None:
+            other.grad, one.grad = one.grad, None
 
 
 def can_be_hidden(tensor: torch.Tensor) -> bool:

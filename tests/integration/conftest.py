@@ -121,14 +121,14 @@ def mismatch():
 
 @pytest.fixture(scope="session")
 def two_ranks(tmp_path_factory):
-    """Runs a script on two ranks of torchrun, and gives what each has written to `RESULTS/RANK.json`, in order.
+    """Runs a script on two ranks of torchrun, or `count`, and gives what each has written to `RESULTS/RANK.json`.
 
     The script is given a folder for results after the other arguments.
     """
 
-    def run(script, *arguments, timeout=240):
+    def run(script, *arguments, timeout=240, count=2):
         results = tmp_path_factory.mktemp("results")
-        launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d"]
+        launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(count), "--rdzv-backend", "c10d"]
         command = [sys.executable, *launcher, "--rdzv-endpoint", "127.0.0.1:0", script, *arguments, results]
         done = subprocess.run(
             list(map(str, command)),
@@ -138,6 +138,6 @@ def two_ranks(tmp_path_factory):
             timeout=timeout,
         )
         assert done.returncode == 0, done.stderr[-4000:]
-        return [json.loads((results / f"{rank}.json").read_text()) for rank in range(2)]
+        return [json.loads((results / f"{rank}.json").read_text()) for rank in range(count)]
 
     return run

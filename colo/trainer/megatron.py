@@ -1,0 +1,193 @@
+"""Megatron's optimizers, asked what colo asks of torch's.
+
+One of them has several of torch's within: for dense parameters and for experts, and it may be a chain of such. Those
+step over fp32 copies of what this rank updates ("main parameters"), which Megatron keeps in their parameter groups and
+nowhere in their state. Gradients are in buffers that its data-parallel wrapper keeps from step to step.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from colo.errors import Unsupported
+from colo.memory.storage import storage_key
+from colo.trainer.inventory import MASTER_WEIGHT, Kept
+from colo.trainer.stand_ins import ParkedTensor
+
+
+def as_torch(optimizer: Any) -> Any:
+    """One of Megatron's optimizers as `MegatronOptimizers`, which answers like torch's; any other object as it is."""
+    return MegatronOptimizers(optimizer) if is_megatron_optimizer(optimizer) else optimizer
+
+
+def is_megatron_optimizer(optimizer: object) -> bool:
+    """Whether this is one of Megatron's optimizers. Does not import Megatron."""
+    module = sys.modules.get("megatron.core.optimizer.optimizer")  # without which there are none
+    return module is not None and isinstance(optimizer, module.MegatronOptimizer)
+
+
+class MegatronOptimizers:
+    """All optimizers of torch's within one of Megatron's, as one: parameters are the model's, main ones are state.
+
+    Hooks of a step run once, before the first of them steps and after the last.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        """Raises: `Unsupported` where nothing is trained on this rank, or Megatron-FSDP holds the main parameters."""
+        self._parts = list(_parts_of(optimizer))
+        self._may_be_behind = True
+        self.inner: list[torch.optim.Optimizer] = [part.optimizer for part in self._parts]
+        """Torch's optimizers, in the order in which they step."""
+
+        if not self.inner:
+            raise Unsupported("Megatron's optimizer trains nothing on this rank: colo cannot tell when it steps")
+        if any(chunk.ddp_config.use_megatron_fsdp for chunk in self._chunks()):
+            raise Unsupported(
+                "Megatron-FSDP is not supported: use Megatron's DistributedDataParallel with the distributed optimizer "
+                "(use_megatron_fsdp=False)"
+            )
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """One group of the model's parameters, which backward passes reach."""
+        return [{"params": list({id(p): p for part in self._parts for p in _model_parameters(part)}.values())}]
+
+    @property
+    def state(self) -> dict[str, dict[str, Any]]:
+        """The state of each main parameter, itself among it as a master weight."""
+        own = {storage_key(parameter) for parameter in self.param_groups[0]["params"]}
+        return {
+            f"{number}.{index}": self._state_of(optimizer, main, own)
+            for number, optimizer in enumerate(self.inner)
+            for index, main in enumerate(_main_parameters(optimizer))
+        }
+
+    def finish_step(self) -> None:
+        """Gather what the last step has changed where Megatron does so in the next forward pass (a collective).
+
+        That is with `overlap_param_gather`: until then ranks of one data-parallel group have different weights.
+        """
+        if self._may_be_behind:
+            for chunk in self._chunks():
+                if chunk.ddp_config.overlap_param_gather:
+                    chunk.start_param_sync(force_sync=True)
+        self._may_be_behind = False
+
+    @property
+    def has_buffers(self) -> bool:
+        """Whether gradients are in buffers of Megatron's wrapper."""
+        return any(hasattr(parameter, "main_grad") for parameter in self.param_groups[0]["params"])
+
+    @property
+    def gradients(self) -> Any:
+        """The buffers of gradients, as if they were the state of an optimizer: each with what Megatron has of it."""
+        parameters = self.param_groups[0]["params"]
+        state = {"gradients": {"of parameters": [p.main_grad for p in parameters if hasattr(p, "main_grad")]}}
+        for number, chunk in enumerate(self._chunks()):
+            if not chunk.ddp_config.nccl_ub:  # NCCL knows their addresses
+                state[f"gradients {number}"] = _views_of(chunk)
+        return SimpleNamespace(param_groups=self.param_groups, state=state)
+
+    def kept(self) -> list[Kept]:
+        """Gradients of main parameters, which the last step has left, unless they lie in buffers."""
+        mains = [main for optimizer in self.inner for main in _main_parameters(optimizer)]
+        found = _bytes_by_storage(main.grad for main in mains)
+        for key in _bytes_by_storage(getattr(p, "main_grad", None) for p in self.param_groups[0]["params"]):
+            found.pop(key, None)
+        reason = "the last step has left them: optimizer.zero_grad() drops them"
+        return [Kept("gradients of main parameters", sum(found.values()), reason)] if found else []
+
+    # ---- torch's hooks -----------------------------------------------------------------------------------------------
+
+    def register_step_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
+        """Call `hook` before the first optimizer steps."""
+        return self.inner[0].register_step_pre_hook(hook)
+
+    def register_step_post_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
+        """Call `hook` after the last optimizer has stepped."""
+
+        def stepped(*told: Any) -> Any:
+            self._may_be_behind = True
+            return hook(*told)
+
+        return self.inner[-1].register_step_post_hook(stepped)
+
+    def register_state_dict_post_hook(self, hook: Callable[..., Any]) -> _Handles:
+        """Call `hook` with the state dict of each optimizer."""
+        return _Handles([optimizer.register_state_dict_post_hook(hook) for optimizer in self.inner])
+
+    def register_load_state_dict_pre_hook(self, hook: Callable[..., Any]) -> _Handles:
+        """Call `hook` before a state dict is loaded into any of them."""
+        return _Handles([optimizer.register_load_state_dict_pre_hook(hook) for optimizer in self.inner])
+
+    def register_load_state_dict_post_hook(self, hook: Callable[..., Any]) -> _Handles:
+        """Call `hook` after a state dict has been loaded into any of them."""
+        return _Handles([optimizer.register_load_state_dict_post_hook(hook) for optimizer in self.inner])
+
+    def _chunks(self) -> list[Any]:
+        """Stages in their data-parallel wrappers, as far as optimizers know them: the distributed one does."""
+        return list({id(chunk): chunk for part in self._parts for chunk in getattr(part, "model_chunks", ())}.values())
+
+    def _state_of(self, optimizer: torch.optim.Optimizer, main: torch.Tensor, own: set[int]) -> dict[str, Any]:
+        state = optimizer.state.get(main, {})
+        is_copy = isinstance(main, ParkedTensor) or storage_key(main) not in own  # else a view of the model's
+        return {**state, MASTER_WEIGHT: main} if is_copy else {**state}
+
+
+class _Handles:
+    """Several hooks that are removed together."""
+
+    def __init__(self, handles: list[RemovableHandle]) -> None:
+        self._handles = handles
+
+    def remove(self) -> None:
+        """Take the hooks back. Idempotent."""
+        for handle in self._handles:
+            handle.remove()
+
+
+def _parts_of(optimizer: Any) -> Iterator[Any]:
+    """Megatron's optimizers that have one of torch's, out of chains."""
+    chained = getattr(optimizer, "chained_optimizers", None)
+    if chained is not None:
+        for part in chained:
+            yield from _parts_of(part)
+    elif not getattr(optimizer, "is_stub_optimizer", False):
+        yield optimizer
+
+
+def _model_parameters(part: Any) -> Iterator[torch.Tensor]:
+    """The parameters of the model that one of Megatron's optimizers trains; the distributed one holds whole stages."""
+    if chunks := getattr(part, "model_chunks", None):
+        yield from (parameter for chunk in chunks for parameter in chunk.parameters() if parameter.requires_grad)
+    elif hasattr(part, "float16_groups"):
+        for group in (*part.float16_groups, *part.fp32_from_fp32_groups):
+            yield from group
+    else:
+        yield from _main_parameters(part.optimizer)
+
+
+def _main_parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _views_of(chunk: Any) -> dict[str, list[Any]]:
+    """Every tensor over the gradient buffers of one stage that its data-parallel wrapper has, but for parameters'."""
+    buffers = [*chunk.buffers, *chunk.expert_parallel_buffers]
+    groups = [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]
+    return {
+        "buffers": [buffer.grad_data for buffer in buffers],
+        "buckets": [bucket.grad_data for buffer in buffers for bucket in buffer.buckets],
+        "shards": [group.cached_grad_buffer_shard_list for group in groups],
+    }
+
+
+def _bytes_by_storage(tensors: Iterable[torch.Tensor | None]) -> dict[int, int]:
+    present = (tensor for tensor in tensors if tensor is not None and not isinstance(tensor, ParkedTensor))
+    return {storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in present}

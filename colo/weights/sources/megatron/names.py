@@ -1,0 +1,169 @@
+"""Names of weights in Megatron and in Hugging Face checkpoints, as tables.
+
+A table maps Megatron's name of a weight to the one in a checkpoint, or to three for queries, keys and values, which
+Megatron keeps in one tensor. Weights of a layer are named as within it, experts with `{expert}`. Where Transformer
+Engine fuses a norm into the layer behind it, the norm has two names. A family is a union of tables: one of your own is
+`FAMILIES["llama"] | {"mlp.extra.weight": "mlp.extra.weight"}`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from colo.errors import Unsupported
+
+Table = Mapping[str, str | tuple[str, ...]]
+
+EMBEDDING, OUTPUT_LAYER = "embedding.word_embeddings.weight", "output_layer.weight"
+
+VOCABULARY = frozenset({EMBEDDING, OUTPUT_LAYER})
+"""Weights with a row for each token, which Megatron pads."""
+
+QKV = frozenset({"self_attention.linear_qkv.weight", "self_attention.linear_qkv.bias"})
+"""Weights that have queries, keys and values in turns."""
+
+ENDS: Table = {
+    EMBEDDING: "model.embed_tokens.weight",
+    "decoder.final_layernorm.weight": "model.norm.weight",
+    OUTPUT_LAYER: "lm_head.weight",
+}
+NORMS: Table = {
+    "input_layernorm.weight": "input_layernorm.weight",
+    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+    "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
+    "mlp.linear_fc1.layer_norm_weight": "post_attention_layernorm.weight",
+}
+ATTENTION: Table = {
+    "self_attention.linear_qkv.weight": (
+        "self_attn.q_proj.weight",
+        "self_attn.k_proj.weight",
+        "self_attn.v_proj.weight",
+    ),
+    "self_attention.linear_qkv.bias": ("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"),
+    "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
+    "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
+    "self_attention.linear_proj.weight": "self_attn.o_proj.weight",
+}
+LATENT_ATTENTION: Table = {
+    "self_attention.linear_q_proj.weight": "self_attn.q_proj.weight",
+    "self_attention.linear_q_down_proj.weight": "self_attn.q_a_proj.weight",
+    "self_attention.q_layernorm.weight": "self_attn.q_a_layernorm.weight",
+    "self_attention.linear_q_up_proj.layer_norm_weight": "self_attn.q_a_layernorm.weight",
+    "self_attention.linear_q_up_proj.weight": "self_attn.q_b_proj.weight",
+    "self_attention.linear_kv_down_proj.weight": "self_attn.kv_a_proj_with_mqa.weight",
+    "self_attention.kv_layernorm.weight": "self_attn.kv_a_layernorm.weight",
+    "self_attention.linear_kv_up_proj.layer_norm_weight": "self_attn.kv_a_layernorm.weight",
+    "self_attention.linear_kv_up_proj.weight": "self_attn.kv_b_proj.weight",
+    "self_attention.linear_proj.weight": "self_attn.o_proj.weight",
+}
+DENSE: Table = {
+    "mlp.linear_fc1.weight_w": "mlp.gate_proj.weight",
+    "mlp.linear_fc1.weight_v": "mlp.up_proj.weight",
+    "mlp.linear_fc2.weight": "mlp.down_proj.weight",
+}
+EXPERTS: Table = {
+    "mlp.router.weight": "mlp.gate.weight",
+    "mlp.experts.{expert}.linear_fc1.weight_w": "mlp.experts.{expert}.gate_proj.weight",
+    "mlp.experts.{expert}.linear_fc1.weight_v": "mlp.experts.{expert}.up_proj.weight",
+    "mlp.experts.{expert}.linear_fc2.weight": "mlp.experts.{expert}.down_proj.weight",
+}
+SHARED_EXPERT: Table = {
+    "mlp.router.expert_bias": "mlp.gate.e_score_correction_bias",
+    "mlp.shared_experts.linear_fc1.weight_w": "mlp.shared_experts.gate_proj.weight",
+    "mlp.shared_experts.linear_fc1.weight_v": "mlp.shared_experts.up_proj.weight",
+    "mlp.shared_experts.linear_fc2.weight": "mlp.shared_experts.down_proj.weight",
+}
+MIXTRAL_EXPERTS: Table = {
+    "mlp.router.weight": "block_sparse_moe.gate.weight",
+    "mlp.experts.{expert}.linear_fc1.weight_w": "block_sparse_moe.experts.{expert}.w1.weight",
+    "mlp.experts.{expert}.linear_fc1.weight_v": "block_sparse_moe.experts.{expert}.w3.weight",
+    "mlp.experts.{expert}.linear_fc2.weight": "block_sparse_moe.experts.{expert}.w2.weight",
+}
+NEXT_TOKENS: Table = {  # of layers that predict more tokens than the next one (MTP)
+    "enorm.weight": "enorm.weight",
+    "hnorm.weight": "hnorm.weight",
+    "eh_proj.weight": "eh_proj.weight",
+    "final_layernorm.weight": "shared_head.norm.weight",
+}
+
+LLAMA: Table = {**ENDS, **NORMS, **ATTENTION, **DENSE}
+
+FAMILIES: Mapping[str, Table] = MappingProxyType(
+    {
+        "llama": LLAMA,
+        "qwen2": LLAMA,
+        "qwen3": LLAMA,
+        "qwen3_moe": {**LLAMA, **EXPERTS},
+        "glm4_moe": {**LLAMA, **EXPERTS, **SHARED_EXPERT, **NEXT_TOKENS},
+        "mixtral": {**ENDS, **NORMS, **ATTENTION, **MIXTRAL_EXPERTS},
+        "deepseek_v3": {
+            **ENDS,
+            **NORMS,
+            **LATENT_ATTENTION,
+            **DENSE,
+            **EXPERTS,
+            **SHARED_EXPERT,
+            **NEXT_TOKENS,
+        },
+    }
+)
+"""Tables by `model_type` of a transformers config."""
+
+_LAYER = re.compile(r"(decoder|mtp)\.layers\.(\d+)\.(?:transformer_layer\.|mtp_model_layer\.)?(.+)")
+_EXPERT = re.compile(r"mlp\.experts\.experts\.(\d+)\.")
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """A tensor of Megatron's in terms of a table."""
+
+    entry: str
+    """Its name in the table."""
+
+    names: tuple[str, ...]
+    """The weights of a checkpoint that it consists of."""
+
+    group: int
+    """Layers are numbered from 1 on; what comes before them is in group 0, what comes after in the last one."""
+
+    order: tuple[int, int]
+    """Its place within the group."""
+
+
+class Names:
+    """One family's names, for a model of `num_layers` layers; those for further tokens are numbered after them."""
+
+    def __init__(self, family: str | Table, *, num_layers: int) -> None:
+        """Raises: `Unsupported` for a family without a table."""
+        if isinstance(family, str) and family not in FAMILIES:
+            raise Unsupported(
+                f"colo has no table of Megatron's names for {family}, only for {', '.join(FAMILIES)}: pass one as "
+                "`family` (colo/weights/sources/megatron/names.py says how they look)"
+            )
+        self.family = family if isinstance(family, str) else "the given table"
+        self._table = FAMILIES[family] if isinstance(family, str) else family
+        self._order = {entry: number for number, entry in enumerate(self._table)}
+        self._num_layers = num_layers
+
+    def of(self, key: str) -> Named:
+        """The checkpoint's names of one of Megatron's tensors. Raises: `Unsupported` for a key in no table."""
+        layer = _LAYER.fullmatch(key)
+        if layer is None:
+            group, number, within, prefix = 0 if key == EMBEDDING else 1 << 30, 0, key, ""
+        else:
+            number = int(layer[2]) + (self._num_layers if layer[1] == "mtp" else 0)
+            group, within, prefix = number + 1, layer[3], f"model.layers.{number}."
+        expert = _EXPERT.match(within)
+        entry = _EXPERT.sub("mlp.experts.{expert}.", within)
+        if entry not in self._table:
+            raise Unsupported(
+                f"Megatron's {key} has no name in a Hugging Face checkpoint of {self.family} that colo knows: add "
+                f"{entry!r} to its table (colo/weights/sources/megatron/names.py), or pass one as `family`"
+            )
+        found = self._table[entry]
+        number = int(expert[1]) if expert else -1
+        names = tuple(prefix + name.format(expert=number) for name in ((found,) if isinstance(found, str) else found))
+        return Named(entry, names, group, (number, self._order[entry]))

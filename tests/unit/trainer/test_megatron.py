@@ -1,0 +1,209 @@
+"""Optimizers built as Megatron's are, around torch's; tests/integration/test_megatron_steps.py has Megatron's own."""
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import AdamW
+
+from colo.errors import Unsupported
+from colo.memory.offload import Mover
+from colo.phases.phase import Residency
+from colo.trainer.megatron import MegatronOptimizers, as_torch
+from colo.trainer.optimizer_state import StateOffloader
+from colo.trainer.stand_ins import ParkedTensor
+
+CPU = torch.device("cpu")
+
+
+class Mixed:
+    """Steps over fp32 copies of some parameters, as Megatron's optimizer of 16-bit ones does."""
+
+    def __init__(self, parameters):
+        self.float16_groups = [list(parameters)]
+        self.fp32_from_fp32_groups = [[]]
+        self.mains = [p.detach().clone().float() for p in self.float16_groups[0]]
+        self.optimizer = AdamW(self.mains, lr=1e-2)
+
+    def step(self):
+        for parameter, main in zip(self.float16_groups[0], self.mains, strict=True):
+            main.grad = parameter.grad.float()
+        self.optimizer.step()
+        for parameter, main in zip(self.float16_groups[0], self.mains, strict=True):
+            parameter.data.copy_(main)
+
+    def zero_grad(self):
+        for tensor in (*self.float16_groups[0], *self.mains):
+            if tensor.grad is not None:
+                tensor.grad = None
+
+
+def chain_of(net):
+    """A chain over the first layer, nothing, and the second."""
+    parts = [Mixed(net[0].parameters()), SimpleNamespace(is_stub_optimizer=True, optimizer=None)]
+    parts.append(SimpleNamespace(chained_optimizers=[Mixed(net[1].parameters())]))
+    return SimpleNamespace(chained_optimizers=parts)
+
+
+def parts_of(chain):
+    first, _, second = chain.chained_optimizers
+    return [first, *second.chained_optimizers]
+
+
+@pytest.fixture
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2)).to(torch.bfloat16)
+
+
+@pytest.fixture
+def park():
+    made = []
+
+    def parked(optimizer, **options):
+        offloader = StateOffloader(optimizer, Mover(CPU), **options)
+        made.append(offloader)
+        for segment in (offloader.masters, offloader.state):
+            segment.begin(Residency.OFFLOADED).wait()
+        return offloader
+
+    yield parked
+    for offloader in made:
+        offloader.close()
+
+
+def step(net, chain):
+    net(torch.ones(2, 8, dtype=torch.bfloat16)).float().square().sum().backward()
+    for part in parts_of(chain):
+        part.step()
+
+
+def test_another_optimizer_is_what_it_was(net):
+    optimizer = AdamW(net.parameters())
+    assert as_torch(optimizer) is optimizer
+
+
+def test_main_parameters_are_parked_and_steps_are_bit_equal(net, park):
+    twin = copy.deepcopy(net)
+    chain, reference = chain_of(net), chain_of(twin)
+    offloader = park(MegatronOptimizers(chain), region_bytes=256)
+    mains = [main for part in parts_of(chain) for main in part.mains]
+    num_bytes = sum(main.numel() * 4 for main in mains)
+    for _ in range(3):
+        assert all(isinstance(main, ParkedTensor) for main in mains)
+        assert offloader.masters.device_bytes == 0 and offloader.masters.host_bytes >= num_bytes
+        step(net, chain), step(twin, reference)
+        for ours, others in zip(parts_of(chain), parts_of(reference), strict=True):
+            assert all(map(torch.equal, ours.mains, others.mains))
+            ours.zero_grad(), others.zero_grad()
+        assert all(map(torch.equal, net.parameters(), twin.parameters()))
+        for segment in (offloader.masters, offloader.state):
+            segment.begin(Residency.OFFLOADED).wait()
+
+
+def test_a_gradient_leaves_and_comes_with_its_main_parameter_and_is_dropped_while_it_is_away(net, park):
+    chain = chain_of(net)
+    offloader = park(MegatronOptimizers(chain))
+    step(net, chain)
+    first, second = parts_of(chain)[0].mains
+    gradients = [first.grad.clone(), second.grad.clone()]
+    offloader.masters.begin(Residency.OFFLOADED).wait()
+    assert torch.equal(first.grad, gradients[0])
+    first.grad = None
+    assert isinstance(first, ParkedTensor) and first.grad is None
+    assert "gradients of main parameters" in [item.name for item in offloader.kept.items]
+    offloader.bring_back()
+    assert first.grad is None and torch.equal(second.grad, gradients[1])
+    first.grad = gradients[0]
+    for part in parts_of(chain):
+        part.zero_grad()
+    assert offloader.kept.items == []
+
+
+def test_a_gradient_that_is_assigned_brings_a_main_parameter_back(net, park):
+    chain = chain_of(net)
+    offloader = park(MegatronOptimizers(chain))
+    main = parts_of(chain)[0].mains[0]
+    main.grad = torch.ones(8, 8)
+    assert offloader.masters.residency is Residency.RESIDENT
+    assert type(main) is torch.Tensor and torch.equal(main.grad, torch.ones(8, 8))
+
+
+def test_hooks_of_a_step_run_once_around_all_optimizers(net, park):
+    chain, told = chain_of(net), []
+    park(MegatronOptimizers(chain), before_step=lambda: told.append("before"), after_step=lambda: told.append("after"))
+    for part in parts_of(chain):
+        part.optimizer.register_step_pre_hook(lambda *_: told.append("step"))
+        part.mains[0].sum()  # brings state back, which the listener does not
+    step(net, chain)
+    assert told == ["before", "step", "step", "after"]
+
+
+def test_a_parameter_that_is_stepped_itself_is_no_state(net, park):
+    part = SimpleNamespace(optimizer=AdamW(net.parameters(), lr=1e-2))
+    offloader = park(MegatronOptimizers(part))
+    assert offloader.masters.size_bytes == 0
+    assert list(map(id, offloader.optimizer.param_groups[0]["params"])) == list(map(id, net.parameters()))
+
+
+def test_moments_of_main_parameters_are_expected_before_the_first_step(net, park):
+    chain = chain_of(net)
+    offloader = park(MegatronOptimizers(chain))
+    expected = offloader.state.size_bytes
+    step(net, chain)
+    assert expected == offloader.state.size_bytes > 8 * sum(p.numel() for p in net.parameters())
+
+
+def test_a_buffer_of_gradients_of_which_a_part_is_not_known_stays_and_no_others_are_expected(net, park):
+    buffer = torch.zeros(200)
+    for parameter in net.parameters():
+        parameter.main_grad = buffer[: parameter.numel()].view(parameter.shape)
+    offloader = park(MegatronOptimizers(chain_of(net)))
+    assert [(item.name, item.size_bytes) for item in offloader.kept.items] == [("a buffer of gradients", 800)]
+    assert offloader.gradients.size_bytes == 0
+
+
+def test_state_dicts_of_all_are_copies_on_the_host_and_can_be_loaded(net, park):
+    chain = chain_of(net)
+    offloader = park(MegatronOptimizers(chain))
+    step(net, chain)
+    offloader.state.begin(Residency.OFFLOADED).wait()
+    taken = [part.optimizer.state_dict() for part in parts_of(chain)]
+    assert offloader.state.residency is Residency.OFFLOADED
+    expected = copy.deepcopy(taken)
+    step(net, chain)
+    for part, state in zip(parts_of(chain), taken, strict=True):
+        part.optimizer.load_state_dict(state)
+    for part, state in zip(parts_of(chain), expected, strict=True):
+        now = part.optimizer.state_dict()["state"]
+        assert all(torch.equal(now[i][kind], state["state"][i][kind]) for i in now for kind in ("exp_avg", "step"))
+
+
+def test_what_trains_nothing_and_megatron_fsdp_are_refused():
+    with pytest.raises(Unsupported, match="trains nothing on this rank"):
+        MegatronOptimizers(SimpleNamespace(chained_optimizers=[]))
+    chunk = SimpleNamespace(ddp_config=SimpleNamespace(use_megatron_fsdp=True))
+    with pytest.raises(Unsupported, match="Megatron-FSDP is not supported"):
+        MegatronOptimizers(SimpleNamespace(optimizer=object(), model_chunks=[chunk]))
+
+
+def test_what_megatron_gathers_late_is_gathered_once_after_each_step(net, park):
+    calls = []
+    chunk = nn.Module()
+    chunk.net = net
+    chunk.ddp_config = SimpleNamespace(use_megatron_fsdp=False, overlap_param_gather=True, nccl_ub=False)
+    chunk.start_param_sync = lambda **options: calls.append(options)
+    part = SimpleNamespace(optimizer=AdamW(net.parameters(), lr=1e-2), model_chunks=[chunk])
+    optimizer = MegatronOptimizers(part)
+    park(optimizer)
+    for num_calls in range(1, 3):
+        optimizer.finish_step()  # at first for a step that nobody has seen
+        optimizer.finish_step()
+        assert calls == [{"force_sync": True}] * num_calls
+        net(torch.ones(2, 8, dtype=torch.bfloat16)).float().sum().backward()
+        part.optimizer.step()
+    chunk.ddp_config.overlap_param_gather = False
+    optimizer.finish_step()
+    assert len(calls) == 2
