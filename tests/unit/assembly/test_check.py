@@ -1,0 +1,94 @@
+"""`colo.check`: an engine that computes another model, or does not sample as it is told, is named."""
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+
+import colo
+from colo.config import RuntimeConfig
+from colo.engines.torch import TorchEngine
+from colo.errors import PhaseError, StaleWeights, Unsupported
+from colo.units import MIB
+from tests.runtimes import adamw, qwen3
+
+CONFIG = RuntimeConfig(kv_cache_bytes=MIB)
+
+
+def made(**changes):
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(qwen3(**changes), dtype=torch.float32)
+
+
+def shared(engine="torch", model=None):
+    model = made() if model is None else model
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return colo.share(engine, model, adamw(trained), config=CONFIG)
+
+
+class Deaf(TorchEngine):
+    """An engine that ignores some sampling options, and refuses others by name."""
+
+    ignored: tuple[str, ...] = ()
+    refused: tuple[str, ...] = ()
+
+    def sampling_params(self, params, **options):
+        for name in self.refused:
+            if name in options:
+                raise Unsupported(f"no {name}")
+        return super().sampling_params(params, **{k: v for k, v in options.items() if k not in self.ignored})
+
+
+def deaf(**changes):
+    engine = Deaf(qwen3(), device="cpu", dtype=torch.float32, kv_cache_bytes=MIB)
+    for name, value in changes.items():
+        setattr(engine, name, value)
+    return shared(engine)
+
+
+def test_an_engine_that_does_what_the_trainer_does_passes_and_no_weight_changes():
+    with shared() as rt:
+        before = [p.detach().clone() for p in rt.model.parameters()]
+        found = colo.check(rt)
+        assert found.mismatch < 1e-5 and found.num_tokens == 32 and found.adapter_tensors == 0
+        assert {"top_k", "top_p", "min_p", "seed", "stop_token_ids", "n", "temperature"} <= set(found.options)
+        assert "differ by" in str(found) and "top_k" in str(found)
+        assert all(torch.equal(a, p) for a, p in zip(before, rt.model.parameters(), strict=True))
+        assert colo.check(rt) == found, "it draws from a seed"
+
+
+def test_every_tensor_of_an_adapter_is_served():
+    model = get_peft_model(made(), LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False))
+    with shared(model=model) as rt:
+        found = colo.check(rt)
+    assert found.adapter_tensors == sum("lora_" in name for name, _ in model.named_parameters())
+    assert f"{found.adapter_tensors} tensors of the adapter are served" in str(found)
+
+
+def test_a_trainer_that_computes_something_else_is_found():
+    with shared() as rt:
+        handle = rt.model.get_output_embeddings().register_forward_hook(lambda *a: 2 * a[-1])
+        with pytest.raises(StaleWeights, match="compute different models"):
+            colo.check(rt, max_mismatch=0.01)
+        assert colo.check(rt, max_mismatch=100).mismatch > 0.01
+        handle.remove()
+        assert colo.check(rt, max_mismatch=0.01).mismatch < 1e-5
+
+
+@pytest.mark.parametrize("option", ["top_k", "top_p", "min_p", "seed", "stop_token_ids"])
+def test_an_option_that_the_engine_ignores_is_named(option):
+    with deaf(ignored=(option,)) as rt, pytest.raises(Unsupported, match=f"does not honour {option}:"):
+        colo.check(rt)
+
+
+def test_a_filter_that_the_engine_refuses_is_not_among_those_it_honours():
+    with deaf(refused=("top_p", "min_p")) as rt:
+        found = colo.check(rt)
+        assert "top_k" in found.options and not {"top_p", "min_p"} & set(found.options)
+        with pytest.raises(Unsupported, match="no top_p"):
+            colo.check(rt, sampling={"top_p": 0.9})
+
+
+def test_a_check_within_a_phase_is_refused():
+    with shared() as rt, rt.train(), pytest.raises(PhaseError):
+        colo.check(rt)
