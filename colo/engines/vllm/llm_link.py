@@ -254,6 +254,11 @@ class OwnProcessLink(LLMLink):
                 raise self.status.lose(f"its process ended during {operation}") from error
             raise
 
+    def check_alive(self) -> None:
+        """Raise `EngineLost` when a worker has ended: vLLM answers some calls without it, in a process between."""
+        if self.status.lost is None and self._calls is not None and self._calls.has_ended():
+            raise self.status.lose("a process of its workers has ended")
+
     def abort_requests(self) -> None:
         """End every request in vLLM, whoever waits for it; if the process is silent, once it answers again."""
         if self.status.lost is not None or self._calls is None:
