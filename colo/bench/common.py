@@ -87,6 +87,10 @@ class Result:
         return asdict(self)
 
 
+def silent(part: str) -> None:
+    """Tell nobody which part of a benchmark begins."""
+
+
 def result(benchmark: str, command: str, *, limit: Mapping[str, float], rows: Sequence[Mapping[str, Any]]) -> Result:
     """Put a result together with the machine and the versions it ran on."""
     return Result(benchmark=benchmark, command=command, machine=machine(), versions=versions(), limit=limit, rows=rows)

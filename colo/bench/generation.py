@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 
-from colo.bench.common import Result, Row, Tell, clear, clocked
+from colo.bench.common import Result, Row, Tell, clear, clocked, silent
 from colo.bench.workload import Setup, prepared, shut_down, wait_for_pinning
 from colo.engines.vllm.options import LOGPROBS_MODE
 
@@ -20,7 +20,7 @@ ROUNDS = {"0.6b": 17, "8b": 7}
 """The first is not measured. Rounds of a large model differ less: its sampling waits for the GPU, not the host."""
 
 
-def run(*, shape_name: str, device: str, tell: Tell = lambda text: None) -> Result:
+def run(*, shape_name: str, device: str, tell: Tell = silent) -> Result:
     """Measure one shape; see `prepared`."""
     with prepared("generation", shape_name, device, tell) as setup:
         return setup.result(_measure(setup))

@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import PretrainedConfig
 
-from colo.bench.common import Result, Row, Tell, clear, median_s
+from colo.bench.common import Result, Row, Tell, clear, median_s, silent
 from colo.bench.workload import Setup, prepared, worker_of
 from colo.engine import AdapterWeights
 from colo.engines.vllm.engine import VLLMEngine
@@ -31,7 +31,7 @@ RAM_DISK = Path("/dev/shm")
 _numbers = itertools.count(1)
 
 
-def run(*, shape_name: str, device: str, tell: Tell = lambda text: None) -> Result:
+def run(*, shape_name: str, device: str, tell: Tell = silent) -> Result:
     """Measure adapters of one shape; see `prepared`."""
     rows: list[Row] = []
     with prepared("lora", shape_name, device, tell) as setup:

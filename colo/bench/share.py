@@ -16,7 +16,7 @@ import psutil
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from colo.bench.common import Result, Row, Tell, clear, clocked, median_s
+from colo.bench.common import Result, Row, Tell, clear, clocked, median_s, silent
 from colo.bench.workload import (
     Setup,
     Size,
@@ -34,7 +34,7 @@ from colo.weights.mismatch import logprob_difference
 from colo.weights.sources.checkpoint import checkpoint_views
 
 
-def run(*, shape_name: str, device: str, tell: Tell = lambda text: None) -> Result:
+def run(*, shape_name: str, device: str, tell: Tell = silent) -> Result:
     """Measure one shape; see `prepared`."""
     measure = _experts if shape_name == "30b-a3b" else _one_copy
     with prepared("share", shape_name, device, tell) as setup:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from colo.bench.common import Result, Row, Tell, clear, clocked, gigabytes_per_s, result, timed
+from colo.bench.common import Result, Row, Tell, clear, clocked, gigabytes_per_s, result, silent, timed
 from colo.bench.offload import copy_limit
 from colo.bench.workload import Setup, prepared, shut_down, wait_for_pinning, worker_of
 from colo.engine import SleepLevel
@@ -27,7 +27,7 @@ REST_S = 0.5
 """Pause between sleep and wake, as training would make: the driver clears the pages it was given back."""
 
 
-def run(*, device: str, tell: Tell = lambda text: None) -> Result:
+def run(*, device: str, tell: Tell = silent) -> Result:
     """Measure sleep and wake. On a CPU only the KV cache leaves, and vLLM itself does not sleep."""
     limit: dict[str, float] = {}
     rows: list[Row] = []

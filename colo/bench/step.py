@@ -1,33 +1,24 @@
 """`colo bench step`: whole steps of GRPO's shape, and what the two tenants take of the device.
 
-0.6B: ours (one copy, trainer state parked for every rollout) against what people do today with two copies: both
-tenants resident, vLLM's level 1, and vLLM's level 2, each pushing the weights tensor by tensor after every step.
-8B: the memory of full fine-tuning with fp32 masters.
+0.6B: ours (one copy; trainer state parked where it has to be, or for every rollout) against what people do today with
+two copies: both tenants resident, vLLM's level 1 and level 2, each pushing the weights after every step. All with vLLM
+in the trainer's process and in its own, a step of each in turn. 8B: the memory of full fine-tuning with fp32 masters.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-from functools import partial
-from typing import Any
+import statistics
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 
 import torch
-from transformers import AutoModelForCausalLM
 
-from colo.assembly.launch import default_optimizer
-from colo.bench.common import Result, Row, Tell, clear, clocked, synchronize
+from colo.bench.common import Result, Row, Tell, clear, silent
 from colo.bench.offload import copy_limit
-from colo.bench.workload import (
-    Setup,
-    Size,
-    grpo_steps,
-    peak_device_bytes,
-    prepared,
-    shut_down,
-    train_step,
-    worker_model,
-)
+from colo.bench.sides import Side
+from colo.bench.tenants import PARTS, Stopwatch, Tenants
+from colo.bench.two_copies import LEVELS, TwoCopies
+from colo.bench.workload import Setup, grpo_steps, peak_device_bytes, prepared
 from colo.config import Offload
 from colo.memory.probe import used_device_bytes
 from colo.phases.phase import ENGINE_WEIGHTS, TRAINER_GRADIENTS, TRAINER_MASTER_WEIGHTS, TRAINER_OPTIMIZER, Phase
@@ -38,10 +29,8 @@ LARGE_KV_CACHE_BYTES = 80 * GIB
 SLACK_BYTES = 2 * GIB
 """Allowance for fragments of torch's memory beside the plan."""
 
-WARM_UP_STEPS = 1
 
-
-def run(*, shape_name: str, device: str, tell: Tell = lambda text: None) -> Result:
+def run(*, shape_name: str, device: str, tell: Tell = silent) -> Result:
     """Measure steps of one shape; see `prepared`."""
     with prepared("step", shape_name, device, tell) as setup:
         limit = copy_limit(setup.device)
@@ -52,122 +41,95 @@ def run(*, shape_name: str, device: str, tell: Tell = lambda text: None) -> Resu
 # ---- time ------------------------------------------------------------------------------------------------------------
 
 
-def _steps(setup: Setup) -> list[Row]:
-    setup.tell("ours")
-    rt = setup.launched()
-    rows = _ours(rt, setup.size)
-    rt.close()
-    del rt
-    clear(setup.device)
-    setup.tell("two copies of the weights")
-    peers = TwoCopies(setup)
-    for level in (0, 1, 2) if setup.device.type == "cuda" else (0,):
-        setup.tell(f"two copies, {_LEVELS[level]}")
-        rows.append(peers.measure(level))
-    peers.close()
-    return rows
+class OneCopy(Tenants):
+    """colo: vLLM in this process or in one of its own, and a trainer, on one copy of the weights."""
 
+    def __init__(self, setup: Setup, own_process: bool) -> None:
+        super().__init__(setup)
+        self._rt = setup.launched(own_process=own_process)
 
-def _ours(rt: Runtime, size: Size) -> list[Row]:
-    """Steps with the trainer's state parked for every rollout. Time outside of rollout and train is switching."""
-    rt.scheduler.offload = Offload.ALWAYS
-    grpo_steps(WARM_UP_STEPS + 1, rt, size)  # the second is the first with state to park
-    first_span = len(rt.trace.spans)
-    with peak_device_bytes(rt.device) as peak:
-        _, total_s = clocked(partial(grpo_steps, size.steps, rt, size))
-    spent = {Phase.ROLLOUT: 0.0, Phase.TRAIN: 0.0}
-    switching: dict[str, float] = {}
-    for span in rt.trace.spans[first_span:]:
-        if span.category == "phase" and span.phase in spent:
-            spent[span.phase] += span.duration_s
-        if span.category in ("switch", "transition", "step"):  # one within the other
-            switching[span.name] = switching.get(span.name, 0.0) + span.duration_s / size.steps
-    row = _row("colo, own process", size, total_s, spent[Phase.ROLLOUT], spent[Phase.TRAIN], peak[0] or None)
-    mismatch = rt.trace.metrics["mismatch_sampled"]
-    row |= {"synced_bytes": rt.bytes_synced, "mismatch_first": mismatch[0], "mismatch_last": mismatch[-1]}
-    return [row, *({"way": f"of ours: {name}", "each_step_s": seconds} for name, seconds in switching.items())]
+    def step(self, way: str) -> Stopwatch:
+        """One step, with `offload` as `way` says."""
+        rt = self._rt
+        rt.scheduler.offload = Offload(way)
+        first_span, sent_bytes = len(rt.trace.spans), rt.bytes_synced
+        watch = Stopwatch(rt.device)
+        grpo_steps(1, rt, self.setup.size)
+        for span in rt.trace.spans[first_span:]:
+            if span.category == "phase" and span.phase in (Phase.ROLLOUT, Phase.TRAIN):
+                watch.parts_s[str(span.phase)] += span.duration_s
+            elif span.name.startswith("publish"):
+                watch.parts_s["publish"] += span.duration_s
+        watch.stop()
+        watch.sent_bytes = rt.bytes_synced - sent_bytes
+        return watch
 
-
-_LEVELS = {0: "both resident", 1: "vLLM's level 1", 2: "vLLM's level 2"}
-
-
-class TwoCopies:
-    """vLLM in this process and a trainer, each on weights of its own."""
-
-    def __init__(self, setup: Setup) -> None:
-        self._device, self._size = setup.device, setup.size
-        self._llm = setup.stock(own_process=False)
-        with torch.device(setup.device):
-            self._model = AutoModelForCausalLM.from_config(setup.config, dtype=setup.config.dtype)
-        self._optimizer = default_optimizer(self._model.parameters())
-
-    def measure(self, level: int) -> Row:
-        """Steps with vLLM asleep at `level` while training; 0 is never asleep."""
-        for _ in range(WARM_UP_STEPS):
-            self._step(level, {"rollout": 0.0, "train": 0.0})
-        spent = {"rollout": 0.0, "train": 0.0}
-        with peak_device_bytes(self._device) as peak:
-            start_s = time.perf_counter()
-            for _ in range(self._size.steps):
-                self._step(level, spent)
-            total_s = time.perf_counter() - start_s
-        name = f"two copies, {_LEVELS[level]}"
-        return _row(name, self._size, total_s, spent["rollout"], spent["train"], peak[0] or None)
+    def rest(self) -> None:
+        """Enter a training phase with everything away that it does not need, and leave it."""
+        self._rt.scheduler.offload = Offload.ALWAYS
+        with self._rt.train():
+            clear(self.setup.device)
 
     def close(self) -> None:
-        """End vLLM."""
-        shut_down(self._llm)
-        del self._llm, self._model, self._optimizer
-        clear(self._device)
-
-    def _step(self, level: int, spent: dict[str, float]) -> None:
-        from vllm import SamplingParams
-
-        params = SamplingParams(
-            max_tokens=self._size.new_tokens, temperature=1.0, ignore_eos=True, detokenize=False, logprobs=0
-        )
-        prompts: Any = [{"prompt_token_ids": ids} for ids in self._size.token_ids]
-        self._llm.reset_prefix_cache()
-        outputs = self._timed("rollout", spent, lambda: self._llm.generate(prompts, params, use_tqdm=False))
-        if level:
-            self._llm.sleep(level=level)
-        sequences = [[*o.prompt_token_ids, *o.outputs[0].token_ids] for o in outputs]
-        train = (self._model, self._optimizer, sequences, self._size, self._device)
-        self._timed("train", spent, lambda: train_step(*train))
-        if level:
-            torch.cuda.empty_cache()  # else vLLM does not find the memory that it gave back
-            self._llm.wake_up(tags=["weights"])
-        self._push()
-        if level:
-            self._llm.wake_up(tags=["kv_cache"])
-        synchronize(self._device)
-
-    def _timed(self, name: str, spent: dict[str, float], function: Callable[[], Any]) -> Any:
-        start_s = time.perf_counter()
-        value = function()
-        synchronize(self._device)
-        spent[name] += time.perf_counter() - start_s
-        return value
-
-    @torch.no_grad()
-    def _push(self) -> None:
-        """Push the weights one tensor at a time through vLLM's loader, as TRL does."""
-        (model,) = self._llm.collective_rpc(worker_model)
-        for name, parameter in self._model.named_parameters():
-            model.load_weights([(name, parameter.detach())])
+        """End the engine."""
+        self._rt.close()
 
 
-def _row(way: str, size: Size, total_s: float, rollout_s: float, train_s: float, peak_bytes: int | None) -> Row:
-    lost_s = total_s - rollout_s - train_s
-    return {
-        "way": way,
-        "step_s": total_s / size.steps,
-        "rollout_s": rollout_s / size.steps,
-        "train_s": train_s / size.steps,
-        "switching_s": lost_s / size.steps,
-        "of_step": lost_s / total_s,
-        "peak_bytes": peak_bytes,
-    }
+@dataclass(frozen=True)
+class Way:
+    """One way to take steps, and what its steps took."""
+
+    name: str
+    side: Side
+    argument: str
+    peak_bytes: int | None
+    steps: list[Stopwatch] = field(default_factory=list)
+
+    def row(self) -> Row:
+        """Medians of the steps, the extremes of their times, and of what is neither rollout nor training, its share."""
+        times = [step.total_s for step in self.steps]
+        parts = {f"{part}_s": statistics.median(step.parts_s[part] for step in self.steps) for part in PARTS}
+        step_s = statistics.median(times)
+        return {
+            "way": self.name,
+            "step_s": step_s,
+            "least_s": min(times),
+            "most_s": max(times),
+            **parts,
+            "of_step": (parts["publish_s"] + parts["switch_s"]) / step_s,
+            "sent_bytes": self.steps[-1].sent_bytes,
+            "peak_bytes": self.peak_bytes,
+        }
+
+
+def _steps(setup: Setup) -> list[Row]:
+    """Every way a step in turn. Each kind of tenants has a process, and rests while others are measured."""
+    is_cuda = setup.device.type == "cuda"
+    offloads, levels = ("auto", "always"), tuple(LEVELS) if is_cuda else ("both resident",)
+    kinds = [
+        (f"{name}, {'own process' if own_process else 'in process'}", make, own_process, ways)
+        for name, make, ways in (("colo", OneCopy, offloads), ("two copies", TwoCopies, levels))
+        for own_process in (False, True)
+        if make is OneCopy or is_cuda or not own_process  # vLLM's IPC is for GPUs
+    ]
+    found: list[Way] = []
+    with ExitStack() as running:
+        for name, make, own_process, arguments in kinds:
+            setup.tell(f"{name}, once")
+            others_bytes = used_device_bytes(setup.device)
+            side = running.enter_context(Side(make, replace(setup, tell=silent), own_process))
+            side.call("step", arguments[0])  # makes the optimizer's state
+            for way in arguments:
+                peak_bytes = side.call("peak_bytes", way) - others_bytes if others_bytes is not None else None
+                found.append(Way(f"{name}, {way}", side, way, peak_bytes))
+            side.call("rest")
+        for turn in range(setup.size.steps):
+            for each in found:
+                setup.tell(f"{each.name}, turn {turn + 1} of {setup.size.steps}")
+                each.side.call("step", each.argument)  # comes from rest
+                each.steps.append(each.side.call("step", each.argument))
+                each.side.call("rest")
+    return [each.row() for each in found]
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------

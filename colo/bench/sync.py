@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -19,7 +18,8 @@ from torch import nn
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 from transformers import AutoModelForCausalLM
 
-from colo.bench.common import Result, Row, Tell, clear, median_s
+from colo.bench.common import Result, Row, Tell, clear, median_s, silent
+from colo.bench.vllm_ipc import VLLMIpc
 from colo.bench.workload import (
     Setup,
     device_copy_bytes_per_s,
@@ -32,7 +32,7 @@ from colo.bench.workload import (
 )
 from colo.engines.vllm import compat
 from colo.engines.vllm.engine import VLLMEngine
-from colo.units import GIB, MIB
+from colo.units import MIB
 from colo.weights.sources.checkpoint import checkpoint_views
 from colo.weights.sources.module import ModuleSource
 from colo.weights.transports.ipc.sender import IpcTransport
@@ -41,7 +41,7 @@ FLAT_BYTES = 512 * MIB
 PUBLICATIONS = 200
 
 
-def run(*, shape_name: str, device: str, tell: Tell = lambda text: None) -> Result:
+def run(*, shape_name: str, device: str, tell: Tell = silent) -> Result:
     """Measure one shape; see `prepared`."""
     rows: list[Row] = []
     with prepared("sync", shape_name, device, tell) as prepared_setup:
@@ -113,9 +113,10 @@ def _others(setup: Setup, model: nn.Module) -> Iterator[Row]:
     views = checkpoint_views(weights, model_type)
     with compat.variable("VLLM_ALLOW_INSECURE_SERIALIZATION", "1"):  # for pickled handles
         llm = setup.stock(weight_transfer_config=WeightTransferConfig(backend="ipc"))
+        ipc = VLLMIpc(llm)
         for packed in (False, True):
             way = f"vLLM's own IPC transfer, {'packed' if packed else 'tensor by tensor'}"
-            yield _row(way, model, partial(_vllm_ipc, llm, views, packed), device, repeats=3)
+            yield _row(way, model, partial(ipc.send, views, packed=packed), device, repeats=3)
         llm.collective_rpc(_map, args=(_pickled(views),))
         load = partial(llm.collective_rpc, _load_mapped)
         yield _row("load_weights, a tensor at a time, mapped before", model, load, device, repeats=2)
@@ -130,19 +131,6 @@ def _others(setup: Setup, model: nn.Module) -> Iterator[Row]:
 def _pickled(views: Iterable[tuple[str, torch.Tensor]]) -> bytes:
     """Names and CUDA IPC handles."""
     return pickle.dumps([(name, reduce_tensor(tensor)[1]) for name, tensor in views])
-
-
-def _vllm_ipc(llm: Any, views: list[tuple[str, torch.Tensor]], packed: bool) -> None:
-    """Send all weights over vLLM's own CUDA IPC transfer (four calls, and its trainer side, as in 0.26)."""
-    from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
-
-    llm.init_weight_transfer_engine({"init_info": {}})
-    llm.start_weight_update()
-    how: dict[str, Any] = {"send_mode": lambda update: llm.update_weights({"update_info": asdict(update)})}
-    if packed:  # a tensor that is larger than vLLM's buffer is refused
-        how |= {"packed": True, "packed_buffer_size_bytes": max(GIB, *(tensor.nbytes for _, tensor in views))}
-    IPCWeightTransferEngine.trainer_send_weights(iter(views), how)
-    llm.finish_weight_update()
 
 
 def _one_by_one(llm: Any, views: list[tuple[str, torch.Tensor]]) -> None:

@@ -245,8 +245,17 @@ def test_the_benchmark_of_generation_sets_mapped_weights_beside_stock_vllm(tmp_p
 
 def test_the_benchmark_of_a_step_sets_ours_beside_two_copies(tmp_path):
     rows = bench(tmp_path, "step", "--shape", "0.6b")
-    assert rows["colo, own process"]["synced_bytes"] == 0
-    assert rows["two copies, both resident"]["step_s"] > 0
+    ours = [
+        rows[f"colo, {place}, {offload}"] for place in ("in process", "own process") for offload in ("auto", "always")
+    ]
+    theirs = rows["two copies, in process, both resident"]
+    assert {row["sent_bytes"] for row in ours} == {0}
+    assert theirs["sent_bytes"] > 0
+    for row in (*ours, theirs):
+        parts_s = [row[f"{part}_s"] for part in ("rollout", "publish", "train", "switch")]
+        assert min(parts_s) >= 0
+        assert 0 < row["least_s"] <= row["step_s"] <= row["most_s"]
+        assert max(parts_s) < row["most_s"]
 
 
 def test_the_benchmark_of_copies_sets_every_way_beside_the_limit(tmp_path):
