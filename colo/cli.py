@@ -260,9 +260,14 @@ def bench_sleep(device: str, json_path: Path | None) -> None:
 
 @bench.command("step")
 @click.option("--shape", "shape_name", type=click.Choice(["0.6b", "8b"]), default="0.6b", help="Qwen3's shapes.")
+@click.option(
+    "--placement",
+    type=click.Choice(["in-process", "own-process"]),
+    help="Where vLLM runs, if not in both places in turn.",
+)
 @device_option
 @json_option
-def bench_step(shape_name: str, device: str, json_path: Path | None) -> None:
+def bench_step(shape_name: str, placement: str | None, device: str, json_path: Path | None) -> None:
     """Whole steps of rollout and training, against two copies.
 
     Time for 0.6B, memory for 8B.
@@ -270,7 +275,8 @@ def bench_step(shape_name: str, device: str, json_path: Path | None) -> None:
     require_vllm("colo bench step")
     from colo.bench import step
 
-    _run_bench(lambda tell: step.run(shape_name=shape_name, device=device, tell=tell), json_path)
+    chosen = (placement.replace("-", " "),) if placement is not None else step.PLACEMENTS
+    _run_bench(lambda tell: step.run(shape_name=shape_name, device=device, placements=chosen, tell=tell), json_path)
 
 
 @bench.command("logprob")

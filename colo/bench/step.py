@@ -8,6 +8,7 @@ in the trainer's process and in its own, a step of each in turn. 8B: the memory 
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
@@ -30,12 +31,17 @@ SLACK_BYTES = 2 * GIB
 """Allowance for fragments of torch's memory beside the plan."""
 
 
-def run(*, shape_name: str, device: str, tell: Tell = silent) -> Result:
-    """Measure steps of one shape; see `prepared`."""
+PLACEMENTS = ("in process", "own process")
+"""Where vLLM runs."""
+
+
+def run(*, shape_name: str, device: str, placements: Sequence[str] = PLACEMENTS, tell: Tell = silent) -> Result:
+    """Measure steps of one shape; see `prepared`. `placements`, of `PLACEMENTS`, matter to 0.6B only."""
     with prepared("step", shape_name, device, tell) as setup:
         limit = copy_limit(setup.device)
-        rows = [_memory(setup)] if shape_name == "8b" else _steps(setup)
-        return setup.result(rows, limit=limit)
+        rows = [_memory(setup)] if shape_name == "8b" else _steps(setup, placements)
+        chosen = f" --placement {placements[0].replace(' ', '-')}" if len(placements) == 1 else ""
+        return setup.result(rows, limit=limit, options=chosen)
 
 
 # ---- time ------------------------------------------------------------------------------------------------------------
@@ -80,7 +86,6 @@ class Way:
     """One way to take steps, and what its steps took."""
 
     name: str
-    side: Side
     argument: str
     peak_bytes: int | None
     steps: list[Stopwatch] = field(default_factory=list)
@@ -102,34 +107,34 @@ class Way:
         }
 
 
-def _steps(setup: Setup) -> list[Row]:
+def _steps(setup: Setup, placements: Sequence[str]) -> list[Row]:
     """Every way a step in turn. Each kind of tenants has a process, and rests while others are measured."""
     is_cuda = setup.device.type == "cuda"
-    offloads, levels = ("auto", "always"), tuple(LEVELS) if is_cuda else ("both resident",)
-    kinds = [
-        (f"{name}, {'own process' if own_process else 'in process'}", make, own_process, ways)
-        for name, make, ways in (("colo", OneCopy, offloads), ("two copies", TwoCopies, levels))
-        for own_process in (False, True)
-        if make is OneCopy or is_cuda or not own_process  # vLLM's IPC is for GPUs
-    ]
-    found: list[Way] = []
+    levels = tuple(LEVELS) if is_cuda else ("both resident",)
+    sides: list[tuple[Side, list[Way]]] = []
     with ExitStack() as running:
-        for name, make, own_process, arguments in kinds:
-            setup.tell(f"{name}, once")
-            others_bytes = used_device_bytes(setup.device)
-            side = running.enter_context(Side(make, replace(setup, tell=silent), own_process))
-            side.call("step", arguments[0])  # makes the optimizer's state
-            for way in arguments:
-                peak_bytes = side.call("peak_bytes", way) - others_bytes if others_bytes is not None else None
-                found.append(Way(f"{name}, {way}", side, way, peak_bytes))
-            side.call("rest")
+        for placement in placements:
+            for name, make, ways in (("colo", OneCopy, ("auto", "always")), ("two copies", TwoCopies, levels)):
+                if make is TwoCopies and placement == "own process" and not is_cuda:
+                    continue  # vLLM's IPC is for GPUs
+                setup.tell(f"{name}, {placement}, once")
+                others_bytes = used_device_bytes(setup.device)
+                side = running.enter_context(Side(make, replace(setup, tell=silent), placement == "own process"))
+                side.call("step", ways[0])  # makes the optimizer's state
+                peaks = [side.call("peak_bytes", argument) for argument in ways]
+                side.call("rest")
+                sides.append((side, []))
+                for argument, peak_bytes in zip(ways, peaks, strict=True):
+                    alone_bytes = peak_bytes - others_bytes if others_bytes is not None else None
+                    sides[-1][1].append(Way(f"{name}, {placement}, {argument}", argument, alone_bytes))
         for turn in range(setup.size.steps):
-            for each in found:
-                setup.tell(f"{each.name}, turn {turn + 1} of {setup.size.steps}")
-                each.side.call("step", each.argument)  # comes from rest
-                each.steps.append(each.side.call("step", each.argument))
-                each.side.call("rest")
-    return [each.row() for each in found]
+            for side, found in sides:
+                for way in found:
+                    setup.tell(f"{way.name}, turn {turn + 1} of {setup.size.steps}")
+                    side.call("step", way.argument)  # comes from rest, or from another way
+                    way.steps.append(side.call("step", way.argument))
+                side.call("rest")
+    return [way.row() for _, found in sides for way in found]
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------

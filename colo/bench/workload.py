@@ -147,12 +147,12 @@ class Setup:
                 **options,
             )
 
-    def result(self, rows: Sequence[Row], *, limit: Mapping[str, float] | None = None) -> Result:
+    def result(self, rows: Sequence[Row], *, limit: Mapping[str, float] | None = None, options: str = "") -> Result:
         """The figures with the command that prints them again. The limit is by default a copy within the device."""
         if limit is None:
             limit = {"device_copy_gb_per_s": device_copy_bytes_per_s(self.device) / 1e9}
         measured = self.shape_name if self.device.type == "cuda" else f"of a tiny stand-in for {self.shape_name}"
-        command = f"colo bench {self.name} --shape {self.shape_name} --device {self.device.type}"
+        command = f"colo bench {self.name} --shape {self.shape_name} --device {self.device.type}{options}"
         return result(f"{self.name} {measured}", command, limit=limit, rows=rows)
 
 
