@@ -13,7 +13,6 @@ from colo.memory.fence import wait_for_queued
 from colo.memory.load_plan import LoadPlan
 from colo.units import MIB
 from colo.weights.sources.base import WeightSource
-from colo.weights.sources.gathered import Gathered
 from colo.weights.transports.base import CopyingTransport
 
 if TYPE_CHECKING:
@@ -103,7 +102,7 @@ class LocalTransport(CopyingTransport):
         """What `do` returns for the plan or, where weights have to be gathered, for each part of it in turn."""
         if not self.source.is_sharded:
             return [do(self._plan, tensors)]
-        with Gathered(tensors, self._plan.sources) as whole:
+        with self.source.gathered({name: tensors[name] for name in self._plan.sources}) as whole:
             self._plan.check_source(tensors)
             return [do(part, {name: whole[name] for name in part.sources}) for part in self._parts]
 

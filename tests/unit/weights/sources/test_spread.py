@@ -136,6 +136,24 @@ def test_an_engine_whose_loader_computes_gets_them_and_knows_when_they_have_chan
     assert both(body) == [(True, [True, False])] * 2
 
 
+def test_recorded_copies_of_whole_weights_are_replayed_and_compared(both):
+    def body(rank):
+        source = SpreadSource(Placed(rank), device=CPU)
+        memory = {name: torch.zeros(shape) for name, shape in SHAPES.items() if name != "layers.0.o"}
+        plan = LoadPlan.record(
+            lambda ws: [memory[n].copy_(t) for n, t in ws], {n: t for n, t in source if n in memory}, memory
+        )
+        transport = LocalTransport(source, None, plan, why_not_shared="tested")
+        found = [transport.is_current(), transport.transfer() == sum(t.nbytes for t in memory.values())]
+        transport.verify()
+        found += [torch.equal(tensor, whole()[name]) for name, tensor in memory.items()]
+        if rank:
+            memory["norm"].add_(1)
+        return [*found, transport.is_current()]
+
+    assert both(body) == [[False, True, *[True] * 4, False]] * 2
+
+
 def test_a_failure_in_one_rank_is_told_in_the_others(both):
     def body(rank):
         source = SpreadSource(Placed(rank), device=CPU)
