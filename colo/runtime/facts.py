@@ -25,6 +25,7 @@ def facts_of(
     *,
     device: torch.device,
     kept: Sequence[Kept],
+    why_optimizer: str,
 ) -> dict[str, str]:
     """Name to sentence, in the order in which a report shows them."""
     rollout, train, ever = (format_bytes(trace.peak_bytes(phase)) for phase in (Phase.ROLLOUT, Phase.TRAIN, None))
@@ -35,6 +36,7 @@ def facts_of(
         f"{format_bytes(publisher.bytes_synced)} copied",
         "peak": f"rollout {rollout}, train {train}, ever {ever}",
         "offload": f"{config.offload}: {_why_offload(trace)}",
+        "optimizer": why_optimizer,
     }
     residual = engine.residual_bytes
     if residual:

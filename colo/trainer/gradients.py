@@ -75,8 +75,10 @@ class GradientSegment(Keeper):
         *,
         mover: Mover,
         others: Callable[[], Sequence[HoldsGradient]] = lambda: (),
+        steps_in_parts: Callable[[], StepsInParts | None] = lambda: None,
     ) -> None:
         """`others` gives what else holds gradients at the moment, such as whole ones that FSDP2 has not reduced."""
+        self._steps_in_parts = steps_in_parts
         self._optimizer = optimizer
         self._others = others
         self._mover = mover
@@ -181,7 +183,8 @@ class GradientSegment(Keeper):
         return gradient
 
     def _park(self) -> Move:
-        consumed = set(self._optimizer.consumed()) if isinstance(self._optimizer, StepsInParts) else set()
+        steps = self._steps_in_parts()
+        consumed = set(steps.consumed()) if steps is not None else set()
         leaving = [parameter for parameter in self._holders() if _may_leave(parameter)]
         if not leaving:
             return Done()
@@ -222,9 +225,9 @@ class GradientSegment(Keeper):
         with uninterrupted():
             for parked, part in pairs:
                 parked.parameter.grad = parked.assembly(part.zero_() if parked.is_zeroed else part)
-            if isinstance(self._optimizer, StepsInParts):
+            if (steps := self._steps_in_parts()) is not None:
                 consumed = [p.parameter for p in wanted if p.was_consumed and isinstance(p.parameter, torch.Tensor)]
-                self._optimizer.mark_consumed(consumed)
+                steps.mark_consumed(consumed)
             self._forget_parked()
         return Done(sum(part.nbytes for part in back))
 

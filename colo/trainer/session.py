@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -12,11 +12,13 @@ from colo.memory.offload import Mover
 from colo.memory.probe import PeakMeter
 from colo.phases.phase import TRAINER_MASTER_WEIGHTS, TRAINER_OPTIMIZER, Residency
 from colo.phases.segment import Segment
+from colo.trainer.attached_state import AttachedState
 from colo.trainer.backward import BackwardWatch
 from colo.trainer.gradients import parameters_of
 from colo.trainer.inventory import Kept
 from colo.trainer.megatron import MegatronOptimizers, as_torch
 from colo.trainer.optimizer_state import StateOffloader
+from colo.trainer.streamed_offloader import StreamedOffloader
 from colo.trainer.unreduced import unreduced
 
 LATE = (TRAINER_OPTIMIZER, TRAINER_MASTER_WEIGHTS)
@@ -59,10 +61,12 @@ class TrainerSession:
         region_bytes: int,
         events: TrainerEvents,
         sharded_modules: Iterable[nn.Module] = (),
+        streamed: bool = False,
     ) -> None:
         """`sharded_modules` are FSDP2's, whose backward passes begin before any hook of a parameter runs.
 
-        Raises: as `StateOffloader`.
+        `streamed` state passes through the device in buckets of `region_bytes`.
+        Raises: as `AttachedState`.
         """
         modules = tuple(sharded_modules)
         self.optimizer = as_torch(optimizer)
@@ -72,15 +76,19 @@ class TrainerSession:
         self._gradients_before = 0
         self._events = events
         self._meter = PeakMeter(mover.device)
-        self._offloader = StateOffloader(
-            self.optimizer,
-            mover,
-            region_bytes=region_bytes,
-            before_step=events.before_step,
-            after_step=events.after_step,
-            on_touch=events.on_touch,
-            other_gradients=lambda: unreduced(modules),
-        )
+        told: dict[str, Any] = {
+            "before_step": events.before_step,
+            "after_step": events.after_step,
+            "on_touch": events.on_touch,
+            "other_gradients": lambda: unreduced(modules),
+        }
+        self._offloader: AttachedState
+        if streamed:
+            self._offloader = StreamedOffloader(
+                self.optimizer, mover, bucket_bytes=region_bytes, on_bucket=events.on_progress, **told
+            )
+        else:
+            self._offloader = StateOffloader(self.optimizer, mover, region_bytes=region_bytes, **told)
         try:
             self._backward = BackwardWatch(
                 parameters_of(self.optimizer),
@@ -169,6 +177,6 @@ class TrainerSession:
         self._backward.remove()
 
     def close(self, device: torch.device | None = None) -> None:
-        """Return the state to ordinary memory of `device`, and the hooks with it; see `StateOffloader.close`."""
+        """Return the state to ordinary memory of `device`, and the hooks with it; see `AttachedState.close`."""
         self.stop_watching()
         self._offloader.close(device)

@@ -23,6 +23,7 @@ def facts(*, trace=None, residual=None, kept=(), **config):
         RuntimeConfig(**config),
         device=torch.device("cpu"),
         kept=kept,
+        why_optimizer="resident: it fits",
     )
 
 
@@ -42,6 +43,7 @@ def test_what_every_report_says():
         "version": "3, 2 publications, 5.00 MiB copied",
         "peak": "rollout 3.00 MiB, train 2.00 MiB, ever 4.00 MiB",
         "offload": "auto: no state of the trainer had to leave the device",
+        "optimizer": "resident: it fits",
     }
 
 
