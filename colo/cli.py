@@ -119,6 +119,13 @@ def demo(
 @size_option("--gpu-memory", default="80GiB", help="Of one GPU: 24GiB, or 24G, which is the same; 24GB is decimal.")
 @click.option("--mode", type=click.Choice(["full", "lora", "qlora"]), default="full", help="What is trained.")
 @click.option("--optimizer", type=click.Choice(["adamw", "sgd-momentum", "adafactor"]), default="adamw")
+@click.option(
+    "--state",
+    type=click.Choice(["auto", "resident", "streamed"]),
+    default="auto",
+    help="Where the optimizer's state is while it steps: on the GPU as a whole, or streamed through it.",
+)
+@click.option("--release-gradients", is_flag=True, help="Step and drop each gradient within the backward pass.")
 @click.option("--context", type=click.IntRange(min=1), default=4096, help="Tokens of prompt and completion together.")
 @click.option("--generations", type=click.IntRange(min=1), default=8, help="Sequences generated at the same time.")
 @json_option
@@ -127,6 +134,8 @@ def plan(
     gpu_memory: int,
     mode: str,
     optimizer: str,
+    state: str,
+    release_gradients: bool,
     context: int,
     generations: int,
     json_path: Path | None,
@@ -143,6 +152,8 @@ def plan(
         gpu_memory=gpu_memory,
         mode=mode,
         optimizer=optimizer,
+        state=state,
+        release_gradients=release_gradients,
         context=context,
         generations=generations,
     )

@@ -51,6 +51,7 @@ _CHOICES: dict[str, type[Offload] | type[Weights] | type[OptimizerState]] = {
     "weights": Weights,
     "optimizer": OptimizerState,
 }
+_SWITCHES = ("verify", "release_gradients")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,6 +67,11 @@ class RuntimeConfig:
     optimizer: OptimizerState = OptimizerState.AUTO
     """`resident` has the optimizer's state on the device while it steps, `streamed` a bucket of `region_bytes` at a
     time, for optimizers that update each parameter by itself; `auto` streams where the whole would not fit."""
+
+    release_gradients: bool = False
+    """Step each bucket of a streamed optimizer within the backward pass, as soon as its gradients are there, and drop
+    them. `optimizer.step()` does the rest: call it after every backward pass. Nothing that looks at all gradients, such
+    as `clip_grad_norm_` or a `GradScaler`, has an effect then."""
 
     device_limit_bytes: int | None = None
     """Play a device of this size: segments and `train_working_bytes` together may take so much. `None` takes what the
@@ -112,11 +118,19 @@ class RuntimeConfig:
             object.__setattr__(self, name, kind(value))
         if self.offload is Offload.NEVER and self.optimizer is OptimizerState.STREAMED:
             raise ValueError('optimizer="streamed" keeps state in host memory, which offload="never" rules out')
-        if not isinstance(self.verify, bool):
-            raise TypeError(f"verify must be True or False, not {self.verify!r}")
+        for name in _SWITCHES:
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be True or False, not {getattr(self, name)!r}")
+        if self.release_gradients and self.optimizer is OptimizerState.RESIDENT:
+            raise ValueError('release_gradients=True steps a streamed optimizer: leave out optimizer="resident"')
+        if self.release_gradients and self.accumulation_steps != 1:
+            raise ValueError(
+                f"release_gradients=True steps in every backward pass: accumulation_steps must be 1, not "
+                f"{self.accumulation_steps}"
+            )
         for entry in fields(self):
             value = getattr(self, entry.name)
-            if entry.name in (*_CHOICES, "verify", "max_mismatch"):
+            if entry.name in (*_CHOICES, *_SWITCHES, "max_mismatch"):
                 continue
             if value is None and entry.default is None:
                 continue

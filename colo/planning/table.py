@@ -13,8 +13,19 @@ from rich.table import Table
 from rich.text import Text
 
 from colo.phases.phase import ENGINE_KV_CACHE, TRAINER_GRADIENTS, TRAINER_PARAMETERS, Phase
-from colo.planning.estimate import ACTIVATIONS, LOGITS, MOVABLE, RESIDUAL, Estimate, FitRow, Mode, Workload, what_fits
-from colo.units import format_bytes
+from colo.planning.estimate import (
+    ACTIVATIONS,
+    BUS_BYTES_PER_S,
+    LOGITS,
+    MOVABLE,
+    RESIDUAL,
+    Estimate,
+    FitRow,
+    Mode,
+    Workload,
+    what_fits,
+)
+from colo.units import format_bytes, format_seconds
 
 CONTEXTS = (2048, 4096, 8192, 16_384, 32_768, 65_536, 131_072)
 
@@ -96,7 +107,13 @@ def _verdict(estimate: Estimate) -> Text:
     else:
         text.append(f"does not fit, {format_bytes(peak - limit)} missing", style="bold red")
     text.append(f"\nWithout taking turns, a copy of the weights each: {format_bytes(estimate.naive_peak_bytes)}\n")
-    if estimate.host_bytes:
+    if estimate.streamed:
+        text.append(
+            f"The optimizer's state, {format_bytes(estimate.state_bytes)}, is streamed: in host memory, and on the "
+            f"device a bucket at a time.\nA step waits {format_seconds(estimate.step_wait_s)} for it at "
+            f"{BUS_BYTES_PER_S / 1e9:.1f} GB/s\n"
+        )
+    elif estimate.host_bytes:
         moved = ", ".join(name for name in MOVABLE if name in estimate.offloaded[Phase.ROLLOUT])
         text.append(f"Parked during rollouts, {format_bytes(estimate.host_bytes)} of host memory: {moved}\n")
     else:

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
+from transformers import PreTrainedModel
 
-from colo.config import OptimizerState, RuntimeConfig
+from colo.config import Offload, OptimizerState, RuntimeConfig
 from colo.engine import Engine
 from colo.errors import BudgetError, Unsupported
 from colo.memory.dtensor import local_bytes
@@ -22,6 +23,7 @@ from colo.phases.transition import Action, Transition
 from colo.trainer.separable import why_not_separable
 from colo.trainer.session import LATE, TrainerSession
 from colo.units import format_bytes
+from colo.weights.mismatch import MismatchCheck
 from colo.weights.publish import Publisher
 from colo.weights.ranks import RankGroup
 from colo.weights.sources.peft import adapter_weights, is_peft_model
@@ -45,7 +47,7 @@ def make_trainer_side(
     optimizer: Any,
     make_session: Callable[[bool], TrainerSession],
     scheduler_of: Callable[[TrainerSession], Scheduler],
-    placement: OptimizerState,
+    config: RuntimeConfig,
     ranks: RankGroup,
 ) -> TrainerSide:
     """Choose where the optimizer's state is while it steps. `make_session` is told whether it is streamed.
@@ -53,7 +55,9 @@ def make_trainer_side(
     Raises: `Unsupported` for an optimizer that cannot be streamed and shall be; `BudgetError` when a phase could not be
     entered in any way that is allowed.
     """
-    reason = why_not_separable(optimizer)
+    placement, reason = config.optimizer, why_not_separable(optimizer)
+    if config.release_gradients:
+        placement = OptimizerState.STREAMED
     if placement is OptimizerState.STREAMED and reason is not None:
         raise Unsupported(f"RuntimeConfig has optimizer='streamed': {reason}")
     if placement is not OptimizerState.STREAMED:
@@ -62,7 +66,8 @@ def make_trainer_side(
             fits = "it fits beside weights and gradients" if placement is OptimizerState.AUTO else "asked for"
             return _planned(session, scheduler_of, ranks, f"resident: {fits}")
         except BaseException as error:
-            if not isinstance(error, BudgetError) or placement is OptimizerState.RESIDENT:
+            may_stream = placement is OptimizerState.AUTO and config.offload is not Offload.NEVER
+            if not isinstance(error, BudgetError) or not may_stream:
                 raise
             if reason is not None:
                 error.add_note(f"The optimizer's state cannot be streamed either: {reason}")
@@ -139,6 +144,12 @@ def make_publisher(
         fingerprint=transport.source.fingerprint,
         verify=config.verify,
     )
+
+
+def make_mismatch_check(model: nn.Module, config: RuntimeConfig) -> MismatchCheck:
+    """A comparison of log-probabilities, of no sequences for a model that computes none that are known."""
+    has_logits = isinstance(model, PreTrainedModel) or is_peft_model(model)
+    return MismatchCheck(num_sequences=config.mismatch_sequences if has_logits else 0, max_mismatch=config.max_mismatch)
 
 
 def check_phases(scheduler: Scheduler) -> Transition:

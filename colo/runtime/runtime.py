@@ -14,12 +14,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from colo.config import RuntimeConfig
 from colo.engine import Completion, Engine
@@ -29,7 +29,13 @@ from colo.memory.uninterrupted import uninterrupted
 from colo.phases.phase import Phase
 from colo.phases.trace import Trace
 from colo.runtime.closing import Closing
-from colo.runtime.construction import make_publisher, make_scheduler, make_trainer_side, prepare_arena
+from colo.runtime.construction import (
+    make_mismatch_check,
+    make_publisher,
+    make_scheduler,
+    make_trainer_side,
+    prepare_arena,
+)
 from colo.runtime.facts import facts_of
 from colo.runtime.generation import Generation
 from colo.runtime.registry import check_free, forget, register, runtime_of
@@ -40,7 +46,6 @@ from colo.trainer.inventory import Kept
 from colo.trainer.megatron import as_torch
 from colo.trainer.optimizer_state import unwrapped
 from colo.trainer.session import TrainerSession
-from colo.weights.mismatch import MismatchCheck
 from colo.weights.publish import Publication
 from colo.weights.sources.peft import adapter_weights, is_peft_model
 
@@ -83,27 +88,25 @@ class Runtime:
         self.transport = transport
         self.trace = mover.trace = Trace(capacity_bytes=capacity_bytes)
         self._device = mover.device
-        has_logits = isinstance(model, PreTrainedModel) or is_peft_model(model)
-        mismatch = MismatchCheck(
-            num_sequences=config.mismatch_sequences if has_logits else 0, max_mismatch=config.max_mismatch
-        )
+        mismatch = make_mismatch_check(model, config)
         self._turns = Turns(engine=engine, model=model, config=config, mismatch=mismatch)
         with ExitStack() as undo:
-            modules = transport.source.outermost_sharded()
+            make_session = partial(
+                TrainerSession,
+                stepped,
+                mover,
+                region_bytes=config.region_bytes,
+                events=self._turns,
+                sharded_modules=transport.source.outermost_sharded(),
+                release_gradients=config.release_gradients,
+            )
             side = make_trainer_side(
                 as_torch(stepped),
-                lambda streamed: TrainerSession(
-                    stepped,
-                    mover,
-                    region_bytes=config.region_bytes,
-                    events=self._turns,
-                    sharded_modules=modules,
-                    streamed=streamed,
-                ),
+                lambda streamed: make_session(streamed=streamed),
                 lambda session: make_scheduler(
                     engine, model, transport, session, mover, config, self.trace, capacity_bytes=capacity_bytes
                 ),
-                config.optimizer,
+                config,
                 transport.source.ranks,
             )
             self._session, self.scheduler, self._why_optimizer = side.session, side.scheduler, side.why

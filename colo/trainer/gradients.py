@@ -79,6 +79,9 @@ class GradientSegment(Keeper):
     ) -> None:
         """`others` gives what else holds gradients at the moment, such as whole ones that FSDP2 has not reduced."""
         self._steps_in_parts = steps_in_parts
+        self.expected_bytes: Callable[[], int] = self._bytes_of_all
+        """Bytes that a backward pass will have at once."""
+
         self._optimizer = optimizer
         self._others = others
         self._mover = mover
@@ -101,8 +104,10 @@ class GradientSegment(Keeper):
         parked_bytes = sum(parked.host.nbytes for parked in self._parked if parked.is_wanted)
         if parked_bytes:
             return parked_bytes
-        trainable = (local_bytes(p) for p in parameters_of(self._optimizer) if p.requires_grad)
-        return self.device_bytes or max(0, sum(trainable) - self.staying_bytes)
+        return self.device_bytes or max(0, self.expected_bytes() - self.staying_bytes)
+
+    def _bytes_of_all(self) -> int:
+        return sum(local_bytes(p) for p in parameters_of(self._optimizer) if p.requires_grad)
 
     @property
     def device_bytes(self) -> int:

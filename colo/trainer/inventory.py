@@ -10,11 +10,13 @@ import torch
 from torch.utils import _pytree as pytree
 
 from colo.memory.dtensor import local_shard
+from colo.memory.region import ALIGNMENT_BYTES
 from colo.memory.storage import dense_parts, num_others, storage_key
 from colo.trainer.gradients import parameters_of
 from colo.trainer.stand_ins import ParkedTensor
 from colo.trainer.state_slots import StateSlot
 from colo.trainer.subclasses import inner_tensors, is_wrapper
+from colo.units import align_up
 
 MASTER_WEIGHT = "master_weight"
 """Key under which an optimizer's state keeps a parameter's fp32 master (`colo.optim.MasterWeights`)."""
@@ -159,6 +161,11 @@ def kept_of(group: Sequence[StateTensor], inventory: Inventory, reason: str) -> 
     """What a storage that stays is called."""
     name = group[0].name if len(group) == 1 else f"{group[0].name} and {len(group) - 1} more"
     return Kept(name, inventory.bytes_of(group), reason)
+
+
+def storage_bytes_of(group: Sequence[StateTensor]) -> int:
+    """Bytes that the storage of some tensors takes in a region."""
+    return align_up(group[0].tensor.untyped_storage().nbytes(), ALIGNMENT_BYTES)
 
 
 def original_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from colo.memory.dtensor import is_dtensor, local_shard
+from colo.memory.dtensor import assembly_of, is_dtensor, local_shard
 from colo.trainer.inventory import MASTER_DIGESTS, MASTER_REMAINDER, MASTER_WEIGHT
 from colo.trainer.remainders import join, row_digests, split
 
@@ -67,11 +67,11 @@ class WholeMaster(Master):
         # Where a step has failed, the parameter is not yet its master rounded: then torch's count of writes must do.
         if self._unrounded != self.parameter._version:
             master, weight = self.tensor, self.parameter
-            torch.where(master.to(weight.dtype) == weight, master, weight.to(torch.float32), out=master)
+            torch.where(self._rounded() == weight, master, weight.to(torch.float32), out=master)
 
     def round(self) -> tuple[torch.Tensor, int]:
-        """See `Master.round`. Ties go to the even neighbour."""
-        rounded = self.tensor.to(self.parameter.dtype)
+        """See `Master.round`."""
+        rounded = self._rounded()
         shard = local_shard(self.parameter)
         changed = (local_shard(rounded) != shard).sum(dtype=torch.float64)
         self.parameter.copy_(rounded)
@@ -80,6 +80,12 @@ class WholeMaster(Master):
 
     def abandon(self) -> None:
         """See `Master.abandon`: there is no other copy."""
+
+    def _rounded(self) -> torch.Tensor:
+        """The master in the parameter's dtype; bf16 as `SplitMaster` rounds it, so that both train alike."""
+        if self.parameter.dtype is not torch.bfloat16:
+            return self.tensor.to(self.parameter.dtype)
+        return assembly_of(self.tensor)(split(local_shard(self.tensor))[0])
 
     @property
     def state(self) -> dict[str, torch.Tensor]:
@@ -126,7 +132,7 @@ class SplitMaster(Master):
             torch.where(written, self.parameter.detach().to(torch.float32), self.tensor, out=self.tensor.data)
 
     def round(self) -> tuple[torch.Tensor, int]:
-        """See `Master.round`. Ties go away from zero."""
+        """See `Master.round`."""
         if not self._is_open:
             return torch.zeros((), dtype=torch.float64, device=self.parameter.device), 0
         weight, remainder = split(self.tensor)

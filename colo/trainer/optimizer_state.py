@@ -19,15 +19,14 @@ import torch
 
 from colo.errors import BudgetError
 from colo.memory.offload import Mover
-from colo.memory.region import ALIGNMENT_BYTES
 from colo.memory.storage import storage_key
 from colo.phases.phase import TRAINER_MASTER_WEIGHTS, TRAINER_OPTIMIZER, Residency
 from colo.trainer.attached_state import AttachedState, StateHome
 from colo.trainer.expected import StateSizes
-from colo.trainer.inventory import Inventory, StateTensor, kept_of
+from colo.trainer.inventory import Inventory, StateTensor, kept_of, storage_bytes_of
 from colo.trainer.snapshot import detach_state
 from colo.trainer.state_segment import StateSegment
-from colo.units import GIB, align_up, batches
+from colo.units import GIB, batches
 
 
 class StateOffloader(AttachedState):
@@ -112,7 +111,7 @@ class StateOffloader(AttachedState):
         """Move whole storages, so that tensors that share one still do, a region at a time."""
         if groups:
             segment.begin(Residency.RESIDENT).wait()
-        for batch in batches(groups, _storage_bytes, self._region_bytes):
+        for batch in batches(groups, storage_bytes_of, self._region_bytes):
             segment.adopt(batch, self._mover.device)
 
 
@@ -122,7 +121,3 @@ def unwrapped(optimizer: Any) -> Any:
     while module is not None and isinstance(optimizer, module.AcceleratedOptimizer):
         optimizer = optimizer.optimizer
     return optimizer
-
-
-def _storage_bytes(group: Sequence[StateTensor]) -> int:
-    return align_up(group[0].tensor.untyped_storage().nbytes(), ALIGNMENT_BYTES)

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from colo.errors import Unsupported
 from colo.memory.offload import Mover
 from colo.memory.probe import PeakMeter
 from colo.phases.phase import TRAINER_MASTER_WEIGHTS, TRAINER_OPTIMIZER, Residency
@@ -43,6 +44,9 @@ class TrainerEvents(Protocol):
     def after_step(self) -> None:
         """The optimizer has stepped."""
 
+    def may_release(self) -> bool:
+        """Whether a backward pass may step now, and drop gradients."""
+
     def on_touch(self, name: str) -> None:
         """A tensor of segment `name` is read or written while its bytes are in host memory."""
 
@@ -62,13 +66,19 @@ class TrainerSession:
         events: TrainerEvents,
         sharded_modules: Iterable[nn.Module] = (),
         streamed: bool = False,
+        release_gradients: bool = False,
     ) -> None:
         """`sharded_modules` are FSDP2's, whose backward passes begin before any hook of a parameter runs.
 
-        `streamed` state passes through the device in buckets of `region_bytes`.
+        `streamed` state passes through the device in buckets of `region_bytes`, and with `release_gradients` does so
+        within the backward pass, as gradients are complete.
         Raises: as `AttachedState`.
         """
         modules = tuple(sharded_modules)
+        if release_gradients and modules:
+            raise Unsupported(
+                "release_gradients=True steps as each gradient is complete, of which FSDP2 does not tell: leave it out"
+            )
         self.optimizer = as_torch(optimizer)
         self.has_stepped = False
         """Whether there was a step since `begin_training`."""
@@ -85,7 +95,12 @@ class TrainerSession:
         self._offloader: AttachedState
         if streamed:
             self._offloader = StreamedOffloader(
-                self.optimizer, mover, bucket_bytes=region_bytes, on_bucket=events.on_progress, **told
+                self.optimizer,
+                mover,
+                bucket_bytes=region_bytes,
+                on_bucket=events.on_progress,
+                may_release=events.may_release if release_gradients else None,
+                **told,
             )
         else:
             self._offloader = StateOffloader(self.optimizer, mover, region_bytes=region_bytes, **told)

@@ -28,6 +28,7 @@ class StateBucket(StateSegment):
         *,
         mover: Mover,
         expected_bytes: int,
+        largest_bytes: int,
         transient_bytes: int,
         on_touch: Callable[[StateBucket], None],
     ) -> None:
@@ -35,6 +36,9 @@ class StateBucket(StateSegment):
         super().__init__(TRAINER_OPTIMIZER, mover=mover, on_touch=lambda _: on_touch(self), is_master=False)
         self.parameters = parameters
         self.expected_bytes = expected_bytes
+        self.largest_bytes = largest_bytes
+        """The most that the first step is expected to make for one parameter."""
+
         self.transient_bytes = transient_bytes
         """What the step of these parameters takes beside their state."""
 

@@ -8,12 +8,13 @@ from contextlib import suppress
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from colo.errors import BudgetError
 from colo.memory.offload import Mover
 from colo.phases.phase import TRAINER_MASTER_WEIGHTS, Residency
 from colo.trainer.attached_state import AttachedState, StateHome, StepArguments, untraced
-from colo.trainer.gradients import StepsInParts
+from colo.trainer.gradients import GradientSegment, StepsInParts, parameters_of
 from colo.trainer.snapshot import detach_state
 from colo.trainer.state_segment import StateSegment
 from colo.trainer.streamed_state import StreamedState
@@ -34,21 +35,26 @@ class StreamedOffloader(AttachedState):
         *,
         bucket_bytes: int = GIB,
         on_bucket: Callable[[], None] = lambda: None,
+        may_release: Callable[[], bool] | None = None,
         **events: Any,
     ) -> None:
         """`on_bucket` is called before a step handles a bucket; `events` are those of `AttachedState`.
 
-        Raises: as that.
+        With `may_release`, a backward pass in which that is true steps buckets and drops their gradients.
+        Raises: as `AttachedState`.
         """
         self._bucket_bytes = bucket_bytes
         self._on_bucket = on_bucket
         self._loaded: list[dict[Any, Any]] | None = None
         self._is_loading_part = False
+        self._may_release = may_release
+        self._watched: WeakIdKeyDictionary = WeakIdKeyDictionary()
         super().__init__(optimizer, mover, **events)
 
     def _make_homes(self, touch: Callable[[str], None]) -> Sequence[StateHome]:
         self.state = StreamedState(self.optimizer, self._mover, bucket_bytes=self._bucket_bytes, on_touch=touch)
         self._step = StreamedStep(self.optimizer, self.state, on_bucket=self._on_bucket)
+        self.state.comes_from_the_end = self._may_release is not None
         masters = StateSegment(TRAINER_MASTER_WEIGHTS, mover=self._mover, on_touch=touch, is_master=True)
         return self.state, masters
 
@@ -63,6 +69,22 @@ class StreamedOffloader(AttachedState):
     def gather(self) -> None:
         """See `AttachedState.gather`; what is new goes to the host."""
         self.state.gather_all()
+        if self._may_release is not None:
+            self._watch_gradients()
+
+    def _watch_gradients(self) -> None:
+        assert isinstance(self.gradients, GradientSegment), "Megatron's optimizers are not streamed"
+        self.gradients.expected_bytes = lambda: self.state.released_bytes
+        for parameter in parameters_of(self.optimizer):
+            if parameter.requires_grad and parameter not in self._watched:
+                self._watched[parameter] = None
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(self._on_gradient))
+
+    def _on_gradient(self, parameter: torch.Tensor) -> None:
+        if self._may_release is not None and self._may_release():
+            with torch.no_grad():
+                self._before_step()
+                self._step.take_in(parameter)
 
     def refresh(self) -> None:
         """See `AttachedState.refresh`. Makes our hook the last before a step, so that others see all gradients."""

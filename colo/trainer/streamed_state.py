@@ -11,17 +11,21 @@ from collections.abc import Callable, Sequence
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from colo.memory.dtensor import local_bytes
 from colo.memory.offload import Mover
 from colo.memory.uninterrupted import uninterrupted
 from colo.phases.phase import TRAINER_OPTIMIZER, Residency, check_move
 from colo.phases.segment import Done, Move
 from colo.trainer.expected import StateSizes
 from colo.trainer.gradients import parameters_of
-from colo.trainer.inventory import Inventory, Kept, StateTensor, kept_of
+from colo.trainer.inventory import Inventory, Kept, StateTensor, kept_of, storage_bytes_of
 from colo.trainer.state_bucket import StateBucket
 from colo.units import batches
 
 _SHARED = "several parameters share it"
+
+_PARTS = 4
+"""New state of a bucket is moved into its regions in about so many parts, each of which is there twice for a moment."""
 
 
 class StreamedState:
@@ -42,9 +46,13 @@ class StreamedState:
         self.loose: list[Kept] = []
         """State that lies in no bucket, and stays on the device."""
 
+        self.comes_from_the_end = False
+        """Whether steps begin with the last bucket, as backward passes do, rather than with the first."""
+
         self._optimizer = optimizer
         self._mover = mover
         self._bucket_bytes = bucket_bytes
+        self._part_bytes = max(1, bucket_bytes // _PARTS)
         self._on_touch = on_touch
         self._is_open = False
         self._stepping: StateBucket | None = None
@@ -61,12 +69,11 @@ class StreamedState:
     def size_bytes(self) -> int:
         """Bytes of the window: the most that a bucket, its neighbours and what its step takes have together.
 
-        State that a step makes is there twice for a moment, as it was made and in its region; the next bucket comes
-        later then.
+        A part of state that a step makes is there twice for a moment, as it was made and in its region.
         """
         sizes = [0, *(bucket.size_bytes for bucket in self.buckets), 0]
         windows = (
-            before + own + max(bucket.bytes_to_come, after) + bucket.transient_bytes
+            before + own + max(after + bucket.transient_bytes, self._part_of(bucket))
             for bucket, before, own, after in zip(self.buckets, sizes, sizes[1:], sizes[2:], strict=False)
         )
         return max(windows, default=0)
@@ -85,6 +92,12 @@ class StreamedState:
     def total_bytes(self) -> int:
         """Bytes of all state, or of what the first step is expected to make."""
         return sum(bucket.size_bytes for bucket in self.buckets)
+
+    @property
+    def released_bytes(self) -> int:
+        """Bytes of gradients at once when each bucket's are dropped as it is stepped: the most that two have."""
+        sizes = [sum(local_bytes(p) for p in b.parameters if p.requires_grad) for b in self.buckets]
+        return max((one + other for one, other in zip(sizes, [*sizes[1:], 0], strict=True)), default=0)
 
     @property
     def home_bytes(self) -> int:
@@ -112,12 +125,13 @@ class StreamedState:
 
     def _open(self) -> None:
         self._is_open = True
+        first = self.buckets[:-3:-1] if self.comes_from_the_end else self.buckets[:2]
         try:
-            for bucket in self.buckets[:2]:  # which the step will begin with
+            for bucket in first:
                 self.lift(bucket)
         except BaseException:
             self._is_open = False
-            for bucket in self.buckets[:2]:
+            for bucket in first:
                 if bucket.residency is Residency.RESIDENT:
                     bucket.begin(Residency.OFFLOADED)
             raise
@@ -135,7 +149,8 @@ class StreamedState:
         self.lift(bucket)
         self._stepping = bucket
         bucket.settle()
-        self._make_room(2 * bucket.bytes_to_come, keep=bucket)
+        if not bucket.is_made:
+            self._make_room(bucket.bytes_to_come + self._part_of(bucket), keep=bucket)
 
     def lower(self, bucket: StateBucket) -> None:
         """Take in what a step has made, and start moving the bucket to the host.
@@ -166,6 +181,10 @@ class StreamedState:
     def reserve(self) -> None:
         """Make sure of the host memory that all state will take. Raises: `BudgetError`; nothing has changed then."""
         self._mover.arena.reserve(max(0, self.total_bytes - self.host_bytes))
+
+    def _part_of(self, bucket: StateBucket) -> int:
+        """The most of a bucket's new state that is moved into a region at once."""
+        return max(self._part_bytes, bucket.largest_bytes) if bucket.bytes_to_come else 0
 
     def _make_room(self, needed_bytes: int, *, keep: StateBucket) -> None:
         """Have others leave the window, those first that are on their way, until `needed_bytes` fit into it."""
@@ -223,7 +242,8 @@ class StreamedState:
         if movable:
             self.lift(bucket)
             bucket.settle()
-            bucket.adopt(movable, self._mover.device)
+            for part in batches(movable, storage_bytes_of, self._part_bytes):
+                bucket.adopt(part, self._mover.device)
             bucket.is_made |= not all(found.is_master for group in movable for found in group)
         return kept
 
@@ -238,6 +258,7 @@ class StreamedState:
                     parameters,
                     mover=self._mover,
                     expected_bytes=sum(map(sizes.expected, parameters)),
+                    largest_bytes=max(map(sizes.expected, parameters)),
                     transient_bytes=sum(map(sizes.transient, parameters)),
                     on_touch=self._bring,
                 )

@@ -40,6 +40,7 @@ class StreamedStep:
         self._state = state
         self._on_bucket = on_bucket
         self._taken: dict[torch.Tensor, tuple[TensorWeakRef, int]] = {}  # gradients, of a step that has not ended
+        self._is_under_way = False  # a step that has not ended
         self._hidden: Hidden = []
         self._changes: list[tuple[torch.Tensor, int]] = []
 
@@ -51,31 +52,37 @@ class StreamedStep:
         """
         self.show_gradients()
         args, options = _with_closure_called(args, kwargs)
-        self._taken = {parameter: self._taken[parameter] for parameter in self._own()}
-        if not self._taken:
-            self._changes = []
-        self._state.extend()
-        self._state.reserve()
-        self._state.begin(Residency.RESIDENT)
+        self._begin()
         waiting = [bucket for bucket in self._state.buckets if self._turn_of(bucket)]
-        for bucket, following in zip(waiting, [*waiting[1:], None], strict=True):
-            self._state.lift(bucket)
-            if following is not None and bucket.is_made:
-                self._state.lift(following)
-            self._state.hold(bucket)
-            self._on_bucket()
-            with uninterrupted():  # the state, and the note of whose gradients were taken in, change together
-                self._step_bucket(bucket, args, options)
-            self._state.lower(bucket)
+        for bucket, following in zip(waiting, [*waiting[1:], None], strict=False):
+            self._handle(bucket, following, args, options)
         with uninterrupted():
             self._hidden = _hide(parameters_of(self._optimizer))
         return args, options
+
+    def take_in(self, parameter: torch.Tensor) -> None:
+        """Within a backward pass, step the bucket of a parameter and drop its gradients, once it has them all.
+
+        Raises: as `run`; buckets that have been stepped stay so.
+        """
+        buckets = self._state.buckets
+        number = next(n for n, bucket in enumerate(buckets) if any(p is parameter for p in bucket.parameters))
+        bucket = buckets[number]
+        if any(p.requires_grad and p.grad is None for p in bucket.parameters):
+            return
+        self._begin()
+        self._handle(bucket, buckets[number - 1] if number else None, (self._optimizer,), {})
+        with uninterrupted():
+            for member in bucket.parameters:
+                member.grad = None
+                self._taken.pop(member, None)
 
     def finish(self) -> None:
         """Put the gradients back and wait for the last bucket to leave, once the call itself is over."""
         with uninterrupted():
             self.show_gradients()
             self._taken.clear()
+            self._is_under_way = False
             if self._changes:
                 self._optimizer.note_changes(self._changes)  # type: ignore[attr-defined]
                 self._changes = []
@@ -98,6 +105,29 @@ class StreamedStep:
         self._mark([parameter for parameter in given if parameter in self._taken])
         if isinstance(self._optimizer, StepsInParts):  # of a bucket that it was stepping
             self._optimizer.mark_consumed([parameter for parameter in given if parameter not in self._taken])
+
+    def _begin(self) -> None:
+        """Begin a step, or go on with one that has not ended."""
+        self._taken = {parameter: self._taken[parameter] for parameter in self._own()}
+        if not self._is_under_way:
+            self._changes = []
+        self._is_under_way = True
+        self._state.extend()
+        self._state.reserve()
+        self._state.begin(Residency.RESIDENT)
+
+    def _handle(
+        self, bucket: StateBucket, following: StateBucket | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
+        """Step a bucket while the one that follows comes."""
+        self._state.lift(bucket)
+        if following is not None and bucket.is_made:
+            self._state.lift(following)
+        self._state.hold(bucket)
+        self._on_bucket()
+        with uninterrupted():  # the state, and the note of whose gradients were taken in, change together
+            self._step_bucket(bucket, args, kwargs)
+        self._state.lower(bucket)
 
     def _own(self) -> list[torch.Tensor]:
         return [

@@ -7,9 +7,9 @@ import torch
 
 import colo
 from colo.config import RuntimeConfig
-from colo.errors import BudgetError, Unsupported
+from colo.errors import BudgetError, PhaseError, Unsupported
 from colo.optim import MasterWeights
-from colo.phases.phase import ENGINE_WEIGHTS, TRAINER_OPTIMIZER, Phase, Residency
+from colo.phases.phase import ENGINE_WEIGHTS, TRAINER_GRADIENTS, TRAINER_OPTIMIZER, Phase, Residency
 from colo.units import MIB
 from tests import runtimes
 from tests.models import small_qwen3
@@ -26,7 +26,7 @@ def masters(params):
 def launch(**settings):
     torch.manual_seed(0)
     config = RuntimeConfig(**{"kv_cache_bytes": KV_BYTES, "region_bytes": BUCKET_BYTES} | settings)
-    return runtimes.launch(small_qwen3(num_hidden_layers=8), optimizer=masters, dtype=torch.bfloat16, config=config)
+    return runtimes.launch(small_qwen3(num_hidden_layers=4), optimizer=masters, dtype=torch.bfloat16, config=config)
 
 
 def smallest_limit():
@@ -34,7 +34,7 @@ def smallest_limit():
     with launch(optimizer="streamed") as rt:
         weights_bytes = rt.scheduler.segments[ENGINE_WEIGHTS].size_bytes
         window_bytes = rt.scheduler.segments[TRAINER_OPTIMIZER].size_bytes
-        assert window_bytes < rt.scheduler.segments[TRAINER_OPTIMIZER].total_bytes / 4
+        assert window_bytes < rt.scheduler.segments[TRAINER_OPTIMIZER].total_bytes / 2
         return max(2 * weights_bytes + window_bytes, weights_bytes + KV_BYTES)
 
 
@@ -115,7 +115,7 @@ def test_what_cannot_be_streamed_says_so():
 
 def test_where_only_streaming_would_fit_an_optimizer_that_cannot_is_told_so():
     limit_bytes = smallest_limit()
-    model = small_qwen3(num_hidden_layers=8)
+    model = small_qwen3(num_hidden_layers=4)
     with pytest.raises(BudgetError) as refused:
         colo.launch(
             model,
@@ -140,3 +140,55 @@ def test_a_trainer_of_your_own_goes_on_alone_after_close():
     model(input_ids=ids, labels=ids).loss.backward()
     optimizer.step()
     assert optimizer.changed_fraction > 0
+
+
+def released(rt, steps):
+    """Weights after `steps` steps, and the most bytes of gradients that were there at once."""
+    gradients = rt.scheduler.segments[TRAINER_GRADIENTS]
+    held = []
+    for p in rt.model.parameters():
+        p.register_post_accumulate_grad_hook(lambda _: held.append(gradients.device_bytes))
+    return train(rt, steps), max(held)
+
+
+def test_gradients_that_are_released_are_those_of_two_buckets_and_train_the_same_weights():
+    with launch(optimizer="streamed") as rt:
+        expected, all_bytes = released(rt, 6)
+    with launch(release_gradients=True) as rt:
+        planned_bytes = rt.scheduler.segments[TRAINER_GRADIENTS].size_bytes
+        found, most_bytes = released(rt, 6)
+        assert all(torch.equal(p, expected[name]) for name, p in found.items())
+        assert most_bytes <= planned_bytes < all_bytes / 2
+        assert rt.weights_version == 6 and rt.trace.metrics["changed_fraction"][-1] > 0
+        assert rt.report().facts["optimizer"] == "streamed: asked for"
+
+
+def test_gradients_are_released_once_between_steps_and_only_in_training():
+    with launch(release_gradients=True) as rt:
+        ids = torch.tensor([[1, 2, 3]])
+
+        def backward():
+            rt.model(input_ids=ids, labels=ids).loss.backward()
+
+        backward()
+        assert all(p.grad is not None for p in rt.model.parameters()), "nothing steps outside of train()"
+        rt.optimizer.step()
+        rt.optimizer.zero_grad()
+        with rt.train():
+            backward()
+            assert all(p.grad is None for p in rt.model.parameters())
+            with pytest.raises(PhaseError, match="the second one since optimizer.step"):
+                backward()
+            rt.optimizer.step()
+            rt.optimizer.zero_grad()
+            backward()
+            rt.optimizer.step()
+
+
+def test_settings_that_contradict_released_gradients_are_refused():
+    with pytest.raises(ValueError, match='leave out optimizer="resident"'):
+        RuntimeConfig(release_gradients=True, optimizer="resident")
+    with pytest.raises(ValueError, match="accumulation_steps must be 1, not 2"):
+        RuntimeConfig(release_gradients=True, accumulation_steps=2)
+    with pytest.raises(TypeError, match="release_gradients must be True or False, not 1"):
+        RuntimeConfig(release_gradients=1)
