@@ -193,6 +193,29 @@ def what_fits(shape: ModelShape, contexts: Iterable[int], **workload: Any) -> li
     ]
 
 
+CARDS = {"24 GB": 24_564 * MIB, "48 GB": 49_140 * MIB, "80 GB": 81_559 * MIB, "141 GB": 143_771 * MIB}
+"""Usual GPUs by their memory, as nvidia-smi shows that of an RTX 4090, an L40S, an H100 and an H200."""
+
+WAYS: Mapping[str, tuple[Mode, OptimizerState, bool]] = {
+    "QLoRA": (Mode.QLORA, OptimizerState.RESIDENT, False),
+    "LoRA": (Mode.LORA, OptimizerState.RESIDENT, False),
+    "full, resident": (Mode.FULL, OptimizerState.RESIDENT, False),
+    "full, streamed": (Mode.FULL, OptimizerState.STREAMED, False),
+    "full, streamed, gradients released": (Mode.FULL, OptimizerState.STREAMED, True),
+}
+"""Ways to train a model: what is trained, where the optimizer's state is, whether gradients are released."""
+
+
+def smallest_cards(shape: ModelShape, workload: Workload) -> dict[str, tuple[int, str | None]]:
+    """Bytes of a GPU that each of `WAYS` needs for the work, and the smallest of `CARDS` that has them."""
+    found: dict[str, tuple[int, str | None]] = {}
+    for way, (mode, state, release) in WAYS.items():
+        changed = replace(workload, mode=mode, state=state, release_gradients=release)
+        needed_bytes = _evaluate(shape, changed).needed_bytes
+        found[way] = needed_bytes, next((card for card, size in CARDS.items() if size >= needed_bytes), None)
+    return found
+
+
 def _largest(holds: Callable[[int], bool]) -> int:
     """The largest n for which `holds`, 0 if there is none. It must hold below n, and must fail somewhere above."""
     below, above = 0, 1

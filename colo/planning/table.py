@@ -23,6 +23,7 @@ from colo.planning.estimate import (
     FitRow,
     Mode,
     Workload,
+    smallest_cards,
     what_fits,
 )
 from colo.units import format_bytes, format_seconds
@@ -44,13 +45,15 @@ _SEGMENTS = {
 
 def plan_tables(estimate: Estimate, *, model: str | None = None) -> list[RenderableType]:
     """Renderables for an estimate, from top to bottom: what was asked, bytes by segment and phase, the verdict with
-    what would change it, and how many generations fit at contexts up to the longest the model was made for.
+    what would change it, how many generations fit at contexts up to the longest the model was made for, and the
+    smallest GPU for each way to train it.
     """
     return [
         _asked(estimate, model or estimate.shape.model_type),
         _segment_table(estimate),
         Padding(_verdict(estimate), (1, 0)),
         _fit_table(estimate, _rows(estimate)),
+        _card_table(estimate),
     ]
 
 
@@ -148,4 +151,14 @@ def _fit_table(estimate: Estimate, rows: Sequence[FitRow]) -> Table:
         too_much = " (too much)" if row.train_bytes > estimate.workload.gpu_memory_bytes else ""
         resident = str(row.resident_generations) if row.resident_generations else "none"
         table.add_row(context, resident, most, train + too_much, style="bold" if asked else None)
+    return table
+
+
+def _card_table(estimate: Estimate) -> Table:
+    table = Table(title="The smallest card for this work, by what is trained", title_justify="left", box=SIMPLE_HEAD)
+    table.add_column("trained")
+    for heading in ("needs", "card"):
+        table.add_column(heading, justify="right")
+    for way, (needed_bytes, card) in smallest_cards(estimate.shape, estimate.workload).items():
+        table.add_row(way, format_bytes(needed_bytes), card or "none")
     return table

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -68,10 +69,8 @@ class Inventory:
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, of: Iterable[object] | None = None) -> None:
         """`of` are the keys of `optimizer.state` to look at, such as some parameters; by default all."""
-        parameters = parameters_of(optimizer)
-        self._numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
-        self._parameters = {storage_key(local_shard(parameter)) for parameter in parameters}
-        self._gradients = {k for parameter in parameters if (k := _key_of_gradient(parameter)) is not None}
+        self._all_parameters = parameters_of(optimizer)
+        self._numbers = {id(parameter): number for number, parameter in enumerate(self._all_parameters)}
         self.tensors: dict[int, StateTensor] = {}
         """Plain tensors, or their stand-ins, by `id`; also those within subclasses."""
 
@@ -82,6 +81,14 @@ class Inventory:
         state: Mapping[Any, Any] = optimizer.state
         for key in list(state) if of is None else [key for key in of if key in state]:
             self._look_through(self._numbers.get(id(key), key), state[key])
+
+    @cached_property
+    def _parameters(self) -> set[int]:
+        return {storage_key(local_shard(parameter)) for parameter in self._all_parameters}
+
+    @cached_property
+    def _gradients(self) -> set[int]:
+        return {key for parameter in self._all_parameters if (key := _key_of_gradient(parameter)) is not None}
 
     def loose(self, device: torch.device, *, but_for: Container[int] = ()) -> list[list[StateTensor]]:
         """Tensors with bytes on `device`, grouped by storage. Leaves out parameters' storages and scalars.
@@ -97,8 +104,8 @@ class Inventory:
         return [
             group
             for key, group in groups.items()
-            if key not in self._parameters
-            and key not in but_for
+            if key not in but_for
+            and key not in self._parameters
             and any(f.tensor.dim() and f.tensor.numel() for f in group)
         ]
 

@@ -279,8 +279,10 @@ class StreamedState:
     def _let_out_shared(self, bucket: StateBucket, inventory: Inventory) -> None:
         """Give tensors that are in another bucket too, such as a table, memory of their own, which stays."""
         found = [entry.tensor for entry in inventory.tensors.values()]
+        own = set(map(id, bucket.tensors_among(found)))
+        found = [tensor for tensor in found if id(tensor) not in own]
         for other in self.buckets:
-            shared = other.tensors_among(found) if other is not bucket else ()
+            shared = other.tensors_among(found) if found and other is not bucket else ()
             for tensor in shared:
                 self.lift(other)
                 other.settle()

@@ -82,6 +82,14 @@ def test_streamed_state_says_where_it_is_and_what_a_step_waits_for():
     assert "A step waits 1.50 s for it at 54.6 GB/s" in text
 
 
+def test_the_smallest_card_is_named_for_each_way_to_train():
+    text = render(plan(context=4096, generations=8))
+    assert row(text, "LoRA") == ["23.18 GiB", "24 GB"]
+    assert row(text, "full, resident") == ["112.84 GiB", "141 GB"]
+    assert row(text, "full, streamed") == ["44.85 GiB", "48 GB"]
+    assert row(render(plan(context=4096, generations=800)), "full, resident")[1] == "none"
+
+
 def test_what_does_not_fit_says_what_would():
     found = plan(gpu_memory_bytes=24 * GIB, mode="lora", context=4096, generations=16)
     text = render(found)
