@@ -8,7 +8,7 @@ import torch
 
 from colo.config import RuntimeConfig
 from colo.engine import Engine
-from colo.phases.phase import ENGINE_WEIGHTS, Phase
+from colo.phases.phase import ENGINE_WEIGHTS, TRAINER_BUCKET, Phase
 from colo.phases.trace import Trace
 from colo.trainer.inventory import Kept
 from colo.units import format_bytes
@@ -75,7 +75,7 @@ def _what_is_kept(kept: Sequence[Kept]) -> str:
 
 
 def _why_offload(trace: Trace) -> str:
-    moved = sorted({s.name.removeprefix("out ") for s in trace.spans if s.name.startswith("out ")})
+    moved = sorted({s.name.removeprefix("out ") for s in trace.spans if s.name.startswith("out ")} - {TRAINER_BUCKET})
     if moved:
         return f"{', '.join(moved)} left the device for rollouts"
     return "no state of the trainer had to leave the device"

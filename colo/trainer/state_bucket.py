@@ -8,7 +8,7 @@ import torch
 
 from colo.memory.offload import Mover
 from colo.memory.region import Region, ResizedRegion
-from colo.phases.phase import TRAINER_OPTIMIZER, Residency
+from colo.phases.phase import TRAINER_BUCKET, Residency
 from colo.trainer.inventory import StateTensor
 from colo.trainer.stand_ins import swap_content
 from colo.trainer.state_segment import StateSegment
@@ -33,7 +33,7 @@ class StateBucket(StateSegment):
         on_touch: Callable[[StateBucket], None],
     ) -> None:
         """`on_touch` brings the bucket back, or raises."""
-        super().__init__(TRAINER_OPTIMIZER, mover=mover, on_touch=lambda _: on_touch(self), is_master=False)
+        super().__init__(TRAINER_BUCKET, mover=mover, on_touch=lambda _: on_touch(self), is_master=False)
         self.parameters = parameters
         self.expected_bytes = expected_bytes
         self.largest_bytes = largest_bytes

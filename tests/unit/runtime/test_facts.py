@@ -49,7 +49,13 @@ def test_what_every_report_says():
 
 def test_what_has_left_for_rollouts_is_named_once_in_order():
     trace = Trace(capacity_bytes=GIB)
-    for name in ("out trainer.optimizer", "in trainer.optimizer", "out trainer.gradients", "out trainer.optimizer"):
+    for name in (
+        "out trainer.optimizer",
+        "out trainer.optimizer.bucket",
+        "in trainer.optimizer",
+        "out trainer.gradients",
+        "out trainer.optimizer",
+    ):
         trace.add(name, 0.0, category="step", phase=Phase.ROLLOUT)
     expected = "always: trainer.gradients, trainer.optimizer left the device for rollouts"
     assert facts(trace=trace, offload="always")["offload"] == expected
