@@ -65,7 +65,7 @@ SIZES = {
         enforce_eager=False,
     ),
     "cpu": Size(
-        kv_cache_bytes=8 * MIB,
+        kv_cache_bytes=32 * MIB,
         prompts=4,
         prompt_tokens=8,
         new_tokens=4,

@@ -237,10 +237,15 @@ def test_the_benchmark_of_sharing_measures_publication_growth_and_a_restart(tmp_
 
 
 def test_the_benchmark_of_generation_sets_mapped_weights_beside_stock_vllm(tmp_path):
-    rows = bench(tmp_path, "generation", "--shape", "0.6b")
+    rows = bench(tmp_path, "generation", "--shape", "0.6b", "--prompts", "3", "--tokens", "2")
     ours = rows["colo, mapped weights"]
     assert ours["least"] <= ours["of_stock"] <= ours["most"]
-    assert min(row["tokens_per_s"] for row in rows.values()) > 0
+    assert min(row["tokens_per_s"] for row in rows.values() if "tokens_per_s" in row) > 0
+    for where in ("own process", "in process"):
+        ours = rows[f"rt.generate, {where}"]
+        assert 0 < ours["ours_s"] < ours["call_s"]
+        assert rows[f"bare, {where}"]["of_bare"] == 1
+        assert rows[f"bare, flat, {where}"]["call_s"] > 0
 
 
 def test_the_benchmark_of_a_step_sets_ours_beside_two_copies(tmp_path):
