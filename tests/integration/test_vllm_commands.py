@@ -257,10 +257,17 @@ def test_the_benchmark_of_a_step_sets_ours_beside_two_copies(tmp_path):
     assert {row["sent_bytes"] for row in ours} == {0}
     assert theirs["sent_bytes"] > 0
     for row in (*ours, theirs):
-        parts_s = [row[f"{part}_s"] for part in ("rollout", "publish", "train", "switch")]
-        assert min(parts_s) >= 0
         assert 0 < row["least_s"] <= row["step_s"] <= row["most_s"]
+        waits = rows[f"{row['way']}: waits"]
+        parts_s = [waits[f"{part}_s"] for part in ("rollout", "publish", "train", "switch")]
+        assert min(parts_s) >= 0
         assert max(parts_s) < row["most_s"]
+        assert (waits["copies_exposed_s"] is None) == (row is theirs)
+    assert rows["colo, in process, always: waits"]["copies_exposed_s"] > 0, "a CPU copies within its own steps"
+    skipped = {way: row["skipped"] for way, row in rows.items() if "skipped" in row}
+    assert skipped.pop("TRL's GRPOTrainer, in process, sleep mode") == "vLLM has no sleep mode on a CPU"
+    assert skipped.pop("two copies, own process, both resident") == "vLLM's IPC transfer is for GPUs"
+    assert all(way.endswith(", streamed") for way in skipped)
 
 
 def test_the_benchmark_of_copies_sets_every_way_beside_the_limit(tmp_path):
@@ -274,7 +281,8 @@ def test_the_benchmark_of_adapters_sets_vllms_own_ways_beside_ours(tmp_path):
     rows = bench(tmp_path, "lora", "--shape", "0.6b")
     ways = ("colo", "a fresh load from tensors", "disk")
     wanted = {f"{way}, {where}" for way in ways for where in ("own process", "in process")}
-    assert wanted | {"LoRAModel.from_lora_tensors, in process"} <= rows.keys()
+    wanted |= {"LoRAModel.from_lora_tensors, in process", "colo, through a slab, own process"}
+    assert wanted <= rows.keys()
     assert all(rows.pop(f"an empty call, {where}")["median_s"] > 0 for where in ("own process", "in process"))
     assert all(row["median_s"] > 0 and row["bytes"] == rows["disk, in process"]["bytes"] for row in rows.values())
 
