@@ -41,7 +41,7 @@ class Stopwatch:
     device: torch.device
     parts_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
     exposed_s: float | None = None
-    """Of the copies between device and host, what neither sampling nor gradients have hidden; `None` if unknown."""
+    """Seconds of copies between device and host beside neither sampling nor gradients; `None` if unknown."""
 
     sent_bytes: int = 0
     """Bytes of weights that have left the trainer's memory."""

@@ -35,7 +35,7 @@ def uncounted() -> Iterator[None]:
 
 
 def _meters() -> tuple[CopyMeter, ...]:
-    """Those of this thread that count, the innermost last."""
+    """Meters of this thread that count, the innermost last."""
     return getattr(_running, "meters", ())
 
 

@@ -214,9 +214,9 @@ def test_an_engine_in_this_process_leaves_no_memory_when_it_is_closed_and_random
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-def bench(tmp_path, *arguments):
+def bench(tmp_path, *arguments, options=()):
     figures = tmp_path / "figures.json"
-    command = ["bench", *arguments, "--device", "cpu"]
+    command = ["bench", *arguments, "--device", "cpu", *options]
     colo(*command, "--json", figures, cwd=tmp_path)
     found = json.loads(figures.read_text())
     assert found["command"] == " ".join(["colo", *command])
@@ -237,7 +237,7 @@ def test_the_benchmark_of_sharing_measures_publication_growth_and_a_restart(tmp_
 
 
 def test_the_benchmark_of_generation_sets_mapped_weights_beside_stock_vllm(tmp_path):
-    rows = bench(tmp_path, "generation", "--shape", "0.6b", "--prompts", "3", "--tokens", "2")
+    rows = bench(tmp_path, "generation", "--shape", "0.6b", options=("--prompts", "3", "--tokens", "2"))
     ours = rows["colo, mapped weights"]
     assert ours["least"] <= ours["of_stock"] <= ours["most"]
     assert min(row["tokens_per_s"] for row in rows.values() if "tokens_per_s" in row) > 0

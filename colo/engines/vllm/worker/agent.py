@@ -85,7 +85,7 @@ class WorkerAgent:
         self._adapter_bytes = 0
         self._adapter_kept: _Adapter | None = None
         self._adapters_mapped: dict[int, _Adapter] = {}
-        """Those whose tensors are memory of the client, by number."""
+        """Adapters whose tensors are memory of the client, by number."""
 
     def _run(self, operation: str, arguments: Mapping[str, Any], client: str) -> Any:
         """Run an operation and return its result. Raises: `EngineLost` when another client has connected since."""
