@@ -40,11 +40,12 @@ def test_what_is_read_to_be_written_elsewhere_counts(mine, name):
 
 
 def test_nothing_is_counted_before_and_after(mine):
-    meter = CopyMeter(lambda: [mine])
+    meter, modes = CopyMeter(lambda: [mine]), torch._C._len_torch_dispatch_stack()
     mine.clone()
     with meter:
         mine.clone()
     mine.clone()
+    assert torch._C._len_torch_dispatch_stack() == modes, "it has left torch alone"
     assert meter.num_bytes == 48
 
 

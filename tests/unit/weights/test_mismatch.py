@@ -79,14 +79,15 @@ def test_without_any_token_there_is_nothing_to_compare():
     assert logprob_difference(model, [none, some], temperature=1.0, device=CPU) == pytest.approx(0.5, abs=1e-5)
 
 
-@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("together", [None, False, True])
 def test_equally_long_ones_in_a_row_are_computed_in_one_pass(together):
     model = Table()
     errors = [[0.1, -0.2], [0.6, 0.3], [0.7, -0.4], [0.5], [0.9, 0.2]]
     found = [completion(model, [1, 2], range(len(row)), row, temperature=1.0) for row in errors[:4]]
     found.append(completion(model, [1, 2, 3], [3, 4], errors[4], temperature=1.0))
     found.insert(2, completion(model, [1, 2], [4], [], temperature=1.0))  # of which there is nothing to compare
-    difference = logprob_difference(model, found, temperature=1.0, device=CPU, together=together)
+    asked = {} if together is None else {"together": together}
+    difference = logprob_difference(model, found, temperature=1.0, device=CPU, **asked)
     assert difference == pytest.approx(sum(abs(error) for row in errors for error in row) / 9, abs=1e-5)
     assert model.shapes == ([(3, 4), (1, 3), (1, 5)] if together else [(1, 4)] * 3 + [(1, 3), (1, 5)])
 
