@@ -225,6 +225,17 @@ def test_weights_come_back_from_the_host_unless_all_of_them_are_written_anew(rep
     assert moves[-1] == (from_host, Residency.RESIDENT) and len(moves) == 1 + replaces_everything
 
 
+def test_weights_stay_in_the_host_where_publishing_has_no_room():
+    parts = Parts()
+    parts.publisher.replaces_everything = True
+    weights = parts.scheduler.segments["engine.weights"]
+    weights.begin(Residency.OFFLOADED).wait()
+    parts.scheduler.working_bytes[Phase.SYNC] = 10_000
+    with pytest.raises(BudgetError, match="phase sync needs"):
+        parts.versions.publish()
+    assert (weights.residency, weights.host_bytes) == (Residency.OFFLOADED, 100)
+
+
 def test_a_lost_engine_starts_once_there_is_room_and_is_given_everything_anew():
     parts = Parts()
     parts.engine.state = EngineState.LOST
