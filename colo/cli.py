@@ -220,14 +220,19 @@ def bench_share(shape_name: str, device: str, json_path: Path | None) -> None:
 
 @bench.command("generation")
 @click.option("--shape", "shape_name", type=click.Choice(["0.6b", "8b"]), default="0.6b", help="Qwen3's shapes.")
+@click.option("--prompts", type=click.IntRange(min=1), help="How many prompts; 256 on a GPU.")
+@click.option("--tokens", "new_tokens", type=click.IntRange(min=1), help="Tokens for each; 256 on a GPU.")
 @device_option
 @json_option
-def bench_generation(shape_name: str, device: str, json_path: Path | None) -> None:
-    """Tokens a second on the trainer's weights, beside stock vLLM."""
+def bench_generation(device: str, json_path: Path | None, **what: Any) -> None:
+    """Tokens a second on the trainer's weights, beside stock vLLM.
+
+    And what rt.generate adds to vLLM's own call.
+    """
     require_vllm("colo bench generation")
     from colo.bench import generation
 
-    _run_bench(lambda tell: generation.run(shape_name=shape_name, device=device, tell=tell), json_path)
+    _run_bench(lambda tell: generation.run(device=device, tell=tell, **what), json_path)
 
 
 @bench.command("sync")

@@ -34,6 +34,7 @@ class SlicesTransport(CopyingTransport):
     """
 
     name = "slices"
+    replaces_all = True
 
     def __init__(
         self,
