@@ -54,7 +54,7 @@ def make_scheduler(
 
 
 def _weights_segments(model: nn.Module, transport: Transport) -> list[Segment]:
-    weights = [tensor for _, tensor in transport.source]
+    weights = transport.source.memory()
     residency = Residency.SHARED if transport.shares else Residency.RESIDENT
     segments: list[Segment] = [FixedSegment(TRAINER_PARAMETERS, sum(map(local_bytes, weights)), residency)]
     base = {id(tensor) for tensor in weights}

@@ -82,9 +82,9 @@ class Runtime:
         self.transport = transport
         self.trace = mover.trace = Trace(capacity_bytes=capacity_bytes)
         self._device = mover.device
-        has_logits = isinstance(model, PreTrainedModel) or is_peft_model(model)
+        self._has_logits = isinstance(model, PreTrainedModel) or is_peft_model(model)
         mismatch = MismatchCheck(
-            num_sequences=config.mismatch_sequences if has_logits else 0, max_mismatch=config.max_mismatch
+            num_sequences=config.mismatch_sequences if self._has_logits else 0, max_mismatch=config.max_mismatch
         )
         self._turns = Turns(engine=engine, model=model, config=config, mismatch=mismatch)
         with ExitStack() as undo:
@@ -189,7 +189,8 @@ class Runtime:
         from colo.report.report import Report
 
         parts = (self.engine, self.transport, self.versions.publisher, self.trace, self.config)
-        return Report(facts=facts_of(*parts, device=self._device, kept=self.kept_state), trace=self.trace)
+        facts = facts_of(*parts, device=self._device, kept=self.kept_state, is_compared=self._has_logits)
+        return Report(facts=facts, trace=self.trace)
 
     def plot(self, path: str | Path, *, title: str = "colo run") -> Path:
         """Write the memory timeline, step times and rewards: one static HTML file, or a picture for `.png`.
