@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from colo.assembly.arguments import check_engine, check_share
 from colo.assembly.existing import model_device, start_for
-from colo.assembly.stages import as_module, is_spread, placed_or_none, source_of
+from colo.assembly.stages import as_module, placed_or_none, refuse_stages, source_of
 from colo.config import RuntimeConfig
 from colo.engine import Engine, EngineState
 from colo.errors import Unsupported
@@ -78,10 +78,9 @@ def share(
     What trains along with the model and is not the engine's stays yours, such as a value head in a module around it
     (`rt.model` is the causal language model within), or beside it in the same optimizer; its state is moved too. A
     model sharded by `fully_shard` reaches each rank's engine in slices: every rank makes the same calls. So does a
-    model of Megatron's, given as its list of stages (`rt.model` is an `nn.ModuleList` of them) with an optimizer of
-    Megatron's or of torch's over them, to an engine that runs: names are those of the engine's family, unless the
-    stages come as a `MegatronSource` with a table of yours. colo does not run Megatron's pipeline, and so does not
-    compare log-probabilities: `rt.log(mismatch=...)` puts what your loop finds into the report.
+    model of Megatron's, its list of stages (`rt.model` is an `nn.ModuleList` of them), with Megatron's optimizer or one
+    of torch's, and an engine that runs, whose family names the weights unless a `MegatronSource` has another table.
+    Log-probabilities of its pipeline are not compared: `rt.log(mismatch=...)` adds yours to reports.
 
     Outside `rt.rollout()` the engine is paused, and `generate` of a `vllm.LLM` of yours would wait for ever: call it
     within such a block, or `rt.generate`, which opens one. Without `tokenizer`, that of the `vllm.LLM` encodes texts.
@@ -91,8 +90,7 @@ def share(
     version, a name of Megatron's is in no table, the optimizer is not one of the model's, or the engine cannot apply
     the adapter; `TransferError` when the model lacks weights that the engine needs, or has others. Nothing has changed
     then, but where weights go through the engine's own loader: what is missing is known only when the others have been
-    loaded. `BudgetError`, and whatever fails as the first version is published: the engine may hold the model's weights
-    then.
+    loaded. `BudgetError`, and whatever fails as the first version is published: the engine may hold the weights then.
     """
     placed, module = placed_or_none(model), as_module(model)
     check_share(module, optimizer, tokenizer=tokenizer, config=config)
@@ -100,11 +98,7 @@ def share(
     check_free({"model": model, "optimizer": unwrapped(optimizer), "engine": engine})
     if engine in ("torch", "vllm"):
         check_engine(engine, engine_options)
-        if is_spread(model, placed):
-            raise Unsupported(
-                f"{engine!r} is started for a transformers model, and the config of stages is Megatron's: start the "
-                f"engine on the checkpoint, engine, _ = colo.start(folder, engine={engine!r}), or give a vllm.LLM"
-            )
+        refuse_stages(model, placed, engine)
         return _share_started(engine, model, optimizer, engine_options, dtype, tokenizer=tokenizer, config=config)
     if engine_options is not None or dtype is not None:
         raise TypeError("engine_options and dtype are for an engine that share() starts by name: this one runs already")

@@ -33,9 +33,13 @@ def placed_or_none(model: Any) -> PlacedWeights | None:
     return model if not isinstance(model, nn.Module) and isinstance(model, PlacedWeights) else None
 
 
-def is_spread(model: nn.Module, placed: PlacedWeights | None) -> bool:
-    """Whether ranks hold parts of the weights that no tensor of torch's describes."""
-    return placed is not None or is_megatron(_stages(model))
+def refuse_stages(model: nn.Module, placed: PlacedWeights | None, kind: str) -> None:
+    """Raise `Unsupported` for weights whose places no tensor of torch's describes: no engine starts for them."""
+    if placed is not None or is_megatron(_stages(model)):
+        raise Unsupported(
+            f"{kind!r} is started for a transformers model, and stages have Megatron's config: start the engine on the "
+            f"checkpoint, engine, _ = colo.start(folder, engine={kind!r}), or give a vllm.LLM"
+        )
 
 
 def source_of(model: nn.Module, placed: PlacedWeights | None, engine: Engine) -> WeightSource:
@@ -44,7 +48,7 @@ def source_of(model: nn.Module, placed: PlacedWeights | None, engine: Engine) ->
     Names are those of the engine's family, and rows that pad the vocabulary are cut to the engine's.
     Raises: as `MegatronSource`.
     """
-    if placed is None and not is_spread(model, None):
+    if placed is None and not is_megatron(_stages(model)):
         return ModuleSource(model)
     if placed is None:
         if engine.model_type is None:

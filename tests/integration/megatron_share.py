@@ -62,9 +62,9 @@ def train(stages, optimizer, number):
 
 
 @torch.no_grad()
-def gap(name, stages, completions):
+def gap(name, stages, completions, **changes):
     """The largest |log p(engine) - log p(transformers' model with the stages' weights)|."""
-    twin, found = filled(name, joined(source_of(name, stages))[0]), 0.0
+    twin, found = filled(name, joined(source_of(name, stages))[0], **changes), 0.0
     for c in completions:
         ids = torch.tensor([c.prompt_token_ids + c.token_ids])
         start = len(c.prompt_token_ids)

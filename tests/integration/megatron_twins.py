@@ -1,5 +1,9 @@
-"""The models of transformers that compute what those of `megatron_tiny` do."""
+"""The models of transformers that compute what those of `megatron_tiny` do.
 
+python megatron_twins.py FOLDER   # writes a checkpoint of one, in sizes that vLLM takes
+"""
+
+import sys
 import tempfile
 from pathlib import Path
 
@@ -40,8 +44,8 @@ CONFIGS = {
 }
 
 
-def config_of(name):
-    return AutoConfig.for_model(tiny.MODELS[name][0], **SIZES | CONFIGS[name.removesuffix("_mtp")])
+def config_of(name, **changes):
+    return AutoConfig.for_model(tiny.MODELS[name][0], **SIZES | CONFIGS[name.removesuffix("_mtp")] | changes)
 
 
 def of_transformers(name, weights):
@@ -53,9 +57,15 @@ def of_transformers(name, weights):
 
 
 @torch.no_grad()
-def filled(name, weights):
+def filled(name, weights, **changes):
     """The same without transformers' loader, which the stand-ins of `megatron_steps` would confuse."""
-    model = AutoModelForCausalLM.from_config(config_of(name), dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_config(config_of(name, **changes), dtype=torch.float32).eval()
     for weight, view in checkpoint_views(ModuleSource(model).tensors(), model.config.model_type):
         view.copy_(weights[weight])
     return model
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    config = config_of("qwen3", hidden_size=64, head_dim=32, intermediate_size=96)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(sys.argv[1])

@@ -74,7 +74,7 @@ class Layout:
     """Hugging Face name of a parameter that is another one too, to the name that has a slot."""
 
     model_type: str | None = None
-    """That of the model's configuration: checkpoints of some name each expert of a stack."""
+    """`model_type` of the model's configuration: checkpoints of some name each expert of a stack."""
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Layout:
