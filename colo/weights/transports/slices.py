@@ -89,9 +89,20 @@ class SlicesTransport(CopyingTransport):
         return sum(copy.num_bytes for copy in self._plan.copies)
 
     def verify(self) -> None:
-        """Compare every byte, by checksums where it came from another rank. `TransferError` with a name."""
-        if different := self._differences():
+        """Compare every byte, by checksums where it came from another rank, and parts that several ranks hold.
+
+        Raises: `TransferError` with a name.
+        """
+        different = self._differences()
+        apart = self._replicas.apart(self._parts(), self.source.ranks.device)
+        if different:
             raise TransferError(f"{len(different)} tensors differ after the transfer, {different[0]} for one")
+        if apart:
+            raise TransferError(
+                f"ranks that hold the same parts of weights have different values of {len(apart)}, {apart[0]} for one, "
+                "and their engines would too: reduce gradients of replicas alike, as Megatron's finalize_model_grads "
+                "does for norms and tied embeddings, and step on every rank"
+            )
 
     def is_current(self) -> bool:
         """Whether the engines of all ranks hold what the trainer does, by checksums."""
@@ -119,7 +130,7 @@ class SlicesTransport(CopyingTransport):
             targets = _targets(self._plan)
             taken = [Slice(name, target.landing.box, dtype_name(target.memory)) for name, target in targets]
         self._names = [name for name, _ in targets]
-        plan = agree(ranks, specs, held, taken, bucket_bytes=self._bucket_bytes)
+        plan, self._replicas = agree(ranks, specs, held, taken, bucket_bytes=self._bucket_bytes)
         exchange = Exchange(plan, ranks, [target for _, target in targets], device=self._device)
         return exchange, plan, held
 

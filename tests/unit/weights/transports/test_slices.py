@@ -227,6 +227,21 @@ def test_a_changed_byte_of_any_engine_is_seen_on_every_rank_and_named_where_it_i
     assert [current for current, _ in (*here, *there)] == [False] * 6
 
 
+def test_replicas_that_have_come_apart_are_named_on_every_rank(both):
+    def body(rank):
+        model, *_, transport = world(rank, 2, partly)
+        transport.transfer()
+        transport.verify()
+        if rank:  # whole on both ranks, whose engines would now differ
+            with torch.no_grad():
+                model.q.bias.add_(1)
+        transport.transfer()
+        return outcome(transport.verify)
+
+    said = "TransferError: ranks that hold the same parts of weights have different values of 1, q.bias on ranks 0, 1 "
+    assert [found[: len(said)] for found in both(body)] == [said] * 2
+
+
 def test_an_elements_low_bits_are_compared_too_where_the_engine_is_wider_than_the_trainer(both):
     def body(rank):
         _, memory, _, transport = world(rank, 2, flat, dtype=torch.bfloat16)
