@@ -6,6 +6,8 @@ and only if another rank holds it. No tensor is ever whole.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from colo.errors import TransferError, Unsupported
@@ -74,6 +76,11 @@ class SlicesTransport(CopyingTransport):
     def received_bytes(self) -> int:
         """Bytes that have come to this rank since the exchange was planned."""
         return self._exchange.received_bytes
+
+    @property
+    def seconds(self) -> Mapping[str, float]:
+        """Seconds of this process in transfers by stage; see `Exchange`."""
+        return self._exchange.seconds
 
     @property
     def working_bytes(self) -> int:
