@@ -25,8 +25,8 @@ class Told:
 
 def agree(
     ranks: RankGroup, specs: Sequence[TensorSpec], held: Sequence[Slice], taken: Sequence[Slice], *, bucket_bytes: int
-) -> tuple[ExchangePlan, Replicas]:
-    """The plan of an exchange, and what more than one rank holds. A collective.
+) -> tuple[ExchangePlan, Replicas, tuple[int, ...]]:
+    """The plan of an exchange, what more than one rank holds, and all ranks. A collective.
 
     Raises: `TransferError`, on every rank the same, where ranks have other weights than the first, hold what is no part
     of them, or lack what an engine takes.
@@ -39,7 +39,7 @@ def agree(
         order=[spec.name for spec in specs],
         bucket_bytes=bucket_bytes,
     )
-    return plan, Replicas(parts, ranks)
+    return plan, Replicas(parts, ranks), tuple(told)
 
 
 def agree_on_parts(ranks: RankGroup, specs: Sequence[TensorSpec], held: Sequence[Slice]) -> dict[int, Told]:

@@ -13,7 +13,7 @@ import torch
 from colo.errors import TransferError, Unsupported
 from colo.memory.fence import wait_for_queued
 from colo.memory.load_plan import LoadPlan
-from colo.units import MIB
+from colo.units import MIB, format_bytes
 from colo.weights.boxes import landings
 from colo.weights.exchange.agreement import agree
 from colo.weights.exchange.exchange import Exchange
@@ -24,6 +24,9 @@ from colo.weights.sources.base import WeightSource
 from colo.weights.sources.parts import PlacedPart
 from colo.weights.sources.placed import dtype_name, slices_of
 from colo.weights.transports.base import CopyingTransport
+
+_NAMED_RANKS = 8
+"""Of more ranks the report names none."""
 
 BUCKET_BYTES = 128 * MIB
 """What a rank sends and receives at a time. Two are under way."""
@@ -64,8 +67,16 @@ class SlicesTransport(CopyingTransport):
         own = sum(d.num_bytes for d in self._planned.local if d.receiver == self.source.ranks.rank)
         return (
             f"{self._why_not_shared}; of {len(self._plan.copies)} recorded copies {own} bytes are this rank's own and "
-            f"{self.bytes_to_receive} come from other ranks, as slices"
+            f"{self.bytes_to_receive} come from other ranks, as slices ({self._by_rank()})"
         )
+
+    def _by_rank(self) -> str:
+        """What a transfer brings to each rank, and of many ranks the least and the most."""
+        received = {rank: self._planned.received_bytes(rank) for rank in self._all_ranks}
+        if len(received) > _NAMED_RANKS:
+            least, most = (format_bytes(of(received.values())) for of in (min, max))
+            return f"{len(received)} ranks receive {least} to {most} each"
+        return ", ".join(f"rank {rank} receives {format_bytes(size)}" for rank, size in received.items())
 
     @property
     def bytes_to_receive(self) -> int:
@@ -137,7 +148,7 @@ class SlicesTransport(CopyingTransport):
             targets = _targets(self._plan)
             taken = [Slice(name, target.landing.box, dtype_name(target.memory)) for name, target in targets]
         self._names = [name for name, _ in targets]
-        plan, self._replicas = agree(ranks, specs, held, taken, bucket_bytes=self._bucket_bytes)
+        plan, self._replicas, self._all_ranks = agree(ranks, specs, held, taken, bucket_bytes=self._bucket_bytes)
         exchange = Exchange(plan, ranks, [target for _, target in targets], device=self._device)
         return exchange, plan, held
 
