@@ -37,6 +37,7 @@ CONFIGS = {
     "qwen2": {},
     "qwen3": {},
     "qwen3_tied": {"tie_word_embeddings": True},
+    "qwen3_one_key_head": {"num_key_value_heads": 1},
     "qwen3_moe": MOE | {"num_experts": 4},
     "mixtral": {"num_experts_per_tok": 2, "num_local_experts": 4, "intermediate_size": 40},
     "glm4_moe": SHARED | {"use_qk_norm": True, "partial_rotary_factor": 1.0},
