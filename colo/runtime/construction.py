@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, cast
 
+import torch
 from torch import nn
 
 from colo.config import RuntimeConfig
 from colo.engine import Engine
-from colo.memory.dtensor import local_bytes
+from colo.memory.dtensor import local_bytes, local_shard
 from colo.memory.offload import Mover
 from colo.memory.probe import used_device_bytes
 from colo.phases.phase import ENGINE_KV_CACHE, TRAINER_ADAPTER, TRAINER_PARAMETERS, Phase, Residency
@@ -43,7 +44,7 @@ def make_scheduler(
         offload=config.offload,
     )
     scheduler = Scheduler(
-        [*engine.segments, *_weights_segments(model, transport), *session.segments],
+        [*engine.segments, *_weights_segments(model, transport, mover.device), *session.segments],
         budget,
         trace=trace,
         used_device_bytes=lambda: used_device_bytes(mover.device),
@@ -53,12 +54,15 @@ def make_scheduler(
     return scheduler
 
 
-def _weights_segments(model: nn.Module, transport: Transport) -> list[Segment]:
+def _weights_segments(model: nn.Module, transport: Transport, device: torch.device) -> list[Segment]:
+    """The weights, and an adapter beside them, as far as they are on the device: FSDP2 may keep them off it."""
     weights = transport.source.memory()
+    held_bytes = sum(local_bytes(tensor) for tensor in weights if local_shard(tensor).device == device)
     residency = Residency.SHARED if transport.shares else Residency.RESIDENT
-    segments: list[Segment] = [FixedSegment(TRAINER_PARAMETERS, sum(map(local_bytes, weights)), residency)]
+    segments: list[Segment] = [FixedSegment(TRAINER_PARAMETERS, held_bytes, residency)]
     base = {id(tensor) for tensor in weights}
-    adapter_bytes = sum(local_bytes(p) for p in model.parameters() if id(p) not in base)
+    others = [p for p in model.parameters() if id(p) not in base]
+    adapter_bytes = sum(local_bytes(p) for p in others if local_shard(p).device == device)
     if adapter_bytes:
         segments.append(FixedSegment(TRAINER_ADAPTER, adapter_bytes, Residency.RESIDENT))
     return segments

@@ -99,7 +99,7 @@ class GradientSegment(Keeper):
         parked_bytes = sum(parked.host.nbytes for parked in self._parked if parked.is_wanted)
         if parked_bytes:
             return parked_bytes
-        trainable = (local_bytes(p) for p in parameters_of(self._optimizer) if p.requires_grad)
+        trainable = (local_bytes(p) for p in self._parameters() if p.requires_grad)
         return self.device_bytes or max(0, sum(trainable) - self.staying_bytes)
 
     @property
@@ -154,7 +154,12 @@ class GradientSegment(Keeper):
         return function(*map(self._returned, args), **kwargs)
 
     def _holders(self) -> list[HoldsGradient]:
-        return [*parameters_of(self._optimizer), *self._others()]
+        return [*self._parameters(), *self._others()]
+
+    def _parameters(self) -> list[torch.Tensor]:
+        """Those on the device: with FSDP2's `CPUOffloadPolicy` parameters and gradients are in host memory always."""
+        device = self._mover.device
+        return [p for p in parameters_of(self._optimizer) if local_shard(p).device == device]
 
     def _present_bytes(self) -> int:
         gradients = (p.grad for p in self._holders())
