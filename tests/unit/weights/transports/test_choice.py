@@ -12,7 +12,8 @@ from colo.config import RuntimeConfig
 from colo.errors import StaleWeights, TransferError, Unsupported
 from colo.memory.load_plan import LoadPlan
 from colo.weights.packed import PackedWeight
-from colo.weights.transports.choice import choose_transport
+from colo.weights.sources.module import ModuleSource
+from colo.weights.transports.choice import transport_for
 from colo.weights.transports.ipc.receiver import Receiver
 
 CPU = torch.device("cpu")
@@ -75,7 +76,7 @@ ELSEWHERE = (os.getpid() + 1,)
 
 
 def choose(engine, model, **settings):
-    return choose_transport(engine, model, RuntimeConfig(**settings))
+    return transport_for(ModuleSource(model), engine, RuntimeConfig(**settings))
 
 
 def test_weights_that_can_be_the_engines_memory_are_with_the_values_that_they_have():
