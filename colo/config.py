@@ -76,6 +76,10 @@ class RuntimeConfig:
     Engines of the same weights differ by some hundredths; only one that samples from another model reaches the default.
     `None` accepts any."""
 
+    suspend_nccl: bool = False
+    """Give back the memory of NCCL's communicators of a trainer that is spread over ranks while the engine samples:
+    nothing may be sent through them within a rollout then. Needs torch 2.13 and NCCL 2.29.7. Not run so far."""
+
     verify: bool = True
     """Check at every rollout that trainer and engine still hold the same weights."""
 
@@ -90,7 +94,7 @@ class RuntimeConfig:
             raise TypeError(f"verify must be True or False, not {self.verify!r}")
         for entry in fields(self):
             value = getattr(self, entry.name)
-            if entry.name in ("offload", "weights", "verify", "max_mismatch"):
+            if entry.name in ("offload", "weights", "verify", "max_mismatch", "suspend_nccl"):
                 continue
             if value is None and entry.default is None:
                 continue

@@ -38,10 +38,10 @@ TRAINERS = ("fsdp2", "megatron")
 STAGES = ("own", "pack", "wire", "unpack")
 REPEATS = 5
 BUCKET_BYTES = 512 * MIB
-"""Of a bucket of gathered tensors, as slime has it by default."""
+"""Size of a bucket of gathered tensors, as slime has it by default."""
 
 CPU_BUCKET_BYTES = 2 * MIB
-"""Of buckets of either kind for a model that is as small as those on a CPU."""
+"""Size of buckets of either kind for a model that is as small as those on a CPU."""
 
 _DEADLINE_S = 300.0
 _ON_A_CPU = {"hidden_size": 256, "intermediate_size": 768, "vocab_size": 8192}

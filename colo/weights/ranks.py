@@ -21,7 +21,7 @@ _NUMBERS = re.compile(r"\d+")
 class RankGroup:
     """The ranks that some tensors (`DTensor`) are sharded over, or those of a group; this process alone without any.
 
-    Every method but `is_alone`, `rank`, `device` and `wire` is a collective: all ranks call it, in the same order.
+    Every method but `is_alone`, `rank`, `device`, `wire` and `groups` is a collective: all ranks call it, in order.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor] = ()) -> None:
@@ -68,7 +68,7 @@ class RankGroup:
 
         point = zlib.crc32(_NUMBERS.sub("", at).encode())
         smallest = torch.tensor([count, point, -point], device=self._device)
-        for group in self._groups():
+        for group in self.groups():
             with self._named(at or "a comparison"):
                 distributed.all_reduce(smallest, distributed.ReduceOp.MIN, group=group)
         found, first, last = smallest.tolist()
@@ -84,7 +84,7 @@ class RankGroup:
         """The smallest of all ranks for each of some numbers, which are on `device`. Written in place, and returned."""
         from torch import distributed
 
-        for group in self._groups():
+        for group in self.groups():
             with self._named("comparing numbers"):
                 distributed.all_reduce(numbers, distributed.ReduceOp.MIN, group=group)
         return numbers
@@ -100,7 +100,7 @@ class RankGroup:
             return known
         from torch import distributed
 
-        for group in self._groups():
+        for group in self.groups():
             told: list[dict[int, T]] = [{} for _ in range(distributed.get_world_size(group))]
             with self._named("telling each other"):
                 distributed.all_gather_object(told, known, group=group)
@@ -151,7 +151,7 @@ class RankGroup:
             rank, cause = next((rank, cause) for rank, cause in causes.items() if cause is not None)
             raise TransferError(f"{operation} failed on rank {rank}: {cause}")
 
-    def _groups(self) -> Iterator[Any]:
+    def groups(self) -> Iterator[Any]:
         """A process group for every dimension of every mesh: what all of them have seen, every rank has."""
         if self._group is not None:
             yield self._group

@@ -26,7 +26,7 @@ from colo.weights.sources.placed import dtype_name, slices_of
 from colo.weights.transports.base import CopyingTransport
 
 _NAMED_RANKS = 8
-"""Of more ranks the report names none."""
+"""Reports name so many ranks at most."""
 
 BUCKET_BYTES = 128 * MIB
 """What a rank sends and receives at a time. Two are under way."""
