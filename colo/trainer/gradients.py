@@ -157,7 +157,7 @@ class GradientSegment(Keeper):
         return [*self._parameters(), *self._others()]
 
     def _parameters(self) -> list[torch.Tensor]:
-        """The parameters on the device: with FSDP2's `CPUOffloadPolicy` parameters and gradients are in host memory always."""
+        """The parameters on the device: FSDP2's `CPUOffloadPolicy` keeps them and their gradients in host memory."""
         device = self._mover.device
         return [p for p in parameters_of(self._optimizer) if local_shard(p).device == device]
 
