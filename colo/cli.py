@@ -185,7 +185,7 @@ app.add_command(grpo)
 def bench() -> None:
     """Measure this machine: ours beside what people use today.
 
-    All but offload and logprob need vLLM. On a CPU the models are tiny, which shows that it works and no more.
+    All but offload, logprob and sharded need vLLM. On a CPU the models are tiny, which shows that it works and no more.
     """
 
 
@@ -247,6 +247,23 @@ def bench_sync(shape_name: str, device: str, json_path: Path | None) -> None:
     from colo.bench import sync
 
     _run_bench(lambda tell: sync.run(shape_name=shape_name, device=device, tell=tell), json_path)
+
+
+@bench.command("sharded")
+@click.option("--shape", "shape_name", type=click.Choice(["0.6b", "8b"]), default="0.6b", help="Qwen3's shapes.")
+@click.option("--ranks", type=click.IntRange(1, 8), default=2, help="Processes, each with a GPU of its own.")
+@click.option("--trainer", type=click.Choice(["fsdp2", "megatron"]), help="One of them alone.")
+@device_option
+@json_option
+def bench_sharded(shape_name: str, ranks: int, trainer: str | None, device: str, json_path: Path | None) -> None:
+    """Weights of FSDP2 and Megatron to engines with TP, as slices and whole.
+
+    Beside gathers tensor by tensor and in serial buckets, as others do it.
+    """
+    from colo.bench import sharded
+
+    options: dict[str, Any] = {"shape_name": shape_name, "device": device, "ranks": ranks, "trainer": trainer}
+    _run_bench(lambda tell: sharded.run(**options, tell=tell), json_path)
 
 
 @bench.command("lora")

@@ -51,7 +51,7 @@ _CHOICES: dict[str, type[Offload] | type[Weights] | type[OptimizerState]] = {
     "weights": Weights,
     "optimizer": OptimizerState,
 }
-_SWITCHES = ("verify", "release_gradients")
+_SWITCHES = ("verify", "release_gradients", "suspend_nccl")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,6 +106,10 @@ class RuntimeConfig:
     """The largest mean difference of those log-probabilities, at temperature 1, with which a rollout is trained on.
     Engines of the same weights differ by some hundredths; only one that samples from another model reaches the default.
     `None` accepts any."""
+
+    suspend_nccl: bool = False
+    """Give back the memory of NCCL's communicators of a trainer that is spread over ranks while the engine samples:
+    nothing may be sent through them within a rollout then. Needs torch 2.13 and NCCL 2.29.7. Not run so far."""
 
     verify: bool = True
     """Check at every rollout that trainer and engine still hold the same weights."""

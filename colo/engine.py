@@ -266,6 +266,10 @@ class Engine(Protocol):
         """`model_type` of the model's configuration."""
 
     @property
+    def vocab_size(self) -> int:
+        """Token ids are below it."""
+
+    @property
     def weights_version(self) -> int | None:
         """Version of the weights it holds; `None` while poisoned."""
 

@@ -57,6 +57,11 @@ def check(
     Raises: `StaleWeights` when the two compute different models; `Unsupported`, by name, for an option that the engine
     does not honour, or part of an adapter that it does not serve; `PhaseError` within a phase.
     """
+    if not hasattr(rt.model, "get_input_embeddings"):
+        raise Unsupported(
+            f"colo does not know how a {type(rt.model).__name__} computes log-probabilities: compare your own with "
+            "those of rt.generate(...), and rt.log(mismatch=...) for the report"
+        )
     prompts = prompts or _prompts(rt)
     if sampling:
         rt.engine.sampling_params(None, **{**sampling, "max_tokens": 1})

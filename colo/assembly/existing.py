@@ -17,14 +17,16 @@ from colo.errors import Unsupported
 from colo.memory.dtensor import is_dtensor, local_bytes
 from colo.memory.offload import Mover
 from colo.weights.packed import is_packed
+from colo.weights.ranks import RankGroup
 from colo.weights.sources.module import ModuleSource
 from colo.weights.sources.peft import is_peft_model
 from colo.weights.transports.choice import move_in, record_plan, why_not_shared
 
 
 def model_device(model: nn.Module) -> torch.device:
-    """The device of a model's first parameter."""
-    return next(model.parameters()).device
+    """The device of a model's first parameter; that of its mesh where FSDP2 keeps parts in host memory."""
+    first = next(model.parameters())
+    return RankGroup([first]).device if is_dtensor(first) else first.device
 
 
 def start_for(

@@ -14,10 +14,11 @@ from torch.utils import _pytree as pytree
 
 from colo.assembly.arguments import check_engine, check_share
 from colo.assembly.existing import model_device, start_for
+from colo.assembly.stages import as_module, placed_or_none, refuse_stages, source_of
 from colo.config import RuntimeConfig
 from colo.engine import Engine, EngineState
 from colo.errors import Unsupported
-from colo.memory.dtensor import local_bytes, local_shard
+from colo.memory.dtensor import is_dtensor, local_bytes, local_shard
 from colo.memory.probe import free_device_bytes
 from colo.memory.storage import storage_key
 from colo.phases.phase import ENGINE_KV_CACHE
@@ -28,17 +29,21 @@ from colo.trainer.gradients import parameters_of
 from colo.trainer.megatron import MegatronOptimizers, as_torch
 from colo.trainer.optimizer_state import unwrapped
 from colo.weights.ranks import RankGroup
+from colo.weights.sources.base import WeightSource
 from colo.weights.sources.heads import causal_lm
 from colo.weights.sources.module import ModuleSource
 from colo.weights.sources.peft import adapter_weights, is_peft_model, whole_adapter
+from colo.weights.sources.spread import PlacedWeights
 from colo.weights.transports.base import Transport
-from colo.weights.transports.choice import choose_transport
+from colo.weights.transports.choice import transport_for
 
 if TYPE_CHECKING:
     from peft import PeftModel
 
 _UNPLANNED_FRACTION = 0.03
 """Share of a GPU left to workspaces and fragmentation when no limit is given."""
+
+_HOST = torch.device("cpu")
 
 _TRIAL = "colo.trial"
 """Name of an adapter that is loaded to see whether it can be."""
@@ -47,7 +52,7 @@ _TRIAL = "colo.trial"
 @torch.inference_mode(False)
 def share(
     engine: Engine | Any | Literal["torch", "vllm"],
-    model: nn.Module,
+    model: nn.Module | Sequence[nn.Module] | PlacedWeights,
     optimizer: torch.optim.Optimizer,
     *,
     engine_options: Mapping[str, Any] | None = None,
@@ -72,30 +77,35 @@ def share(
 
     What trains along with the model and is not the engine's stays yours, such as a value head in a module around it
     (`rt.model` is the causal language model within), or beside it in the same optimizer; its state is moved too. A
-    model sharded by `fully_shard` is gathered for each rank's engine in parts: every rank makes the same calls.
+    model sharded by `fully_shard` reaches each rank's engine in slices: every rank makes the same calls. So does a
+    model of Megatron's, its list of stages (`rt.model` is an `nn.ModuleList` of them), with Megatron's optimizer or one
+    of torch's, and an engine that runs, whose family names the weights unless a `MegatronSource` has another table.
+    Log-probabilities of its pipeline are not compared: `rt.log(mismatch=...)` adds yours to reports.
 
     Outside `rt.rollout()` the engine is paused, and `generate` of a `vllm.LLM` of yours would wait for ever: call it
     within such a block, or `rt.generate`, which opens one. Without `tokenizer`, that of the `vllm.LLM` encodes texts.
 
     Raises: `TypeError` for what it does not take; `PhaseError` when one of the three has a runtime already;
     `Unsupported` when model and engine are on different devices, the model is wrapped or sharded by FSDP's first
-    version, the optimizer is not one of the model's, or the engine cannot apply the adapter; `TransferError` when the
-    model lacks weights that the engine needs, or has others. Nothing has changed then, but where weights go through the
-    engine's own loader: what is missing is known only when the others have been loaded. `BudgetError`, and whatever
-    fails as the first version is published: the engine may hold the model's weights then.
+    version, a name of Megatron's is in no table, the optimizer is not one of the model's, or the engine cannot apply
+    the adapter; `TransferError` when the model lacks weights that the engine needs, or has others. Nothing has changed
+    then, but where weights go through the engine's own loader: what is missing is known only when the others have been
+    loaded. `BudgetError`, and whatever fails as the first version is published: the engine may hold the weights then.
     """
-    check_share(model, optimizer, tokenizer=tokenizer, config=config)
-    model, config = causal_lm(model), config or RuntimeConfig()
+    placed, module = placed_or_none(model), as_module(model)
+    check_share(module, optimizer, tokenizer=tokenizer, config=config)
+    model, config = causal_lm(module), config or RuntimeConfig()
     check_free({"model": model, "optimizer": unwrapped(optimizer), "engine": engine})
     if engine in ("torch", "vllm"):
         check_engine(engine, engine_options)
+        refuse_stages(model, placed, engine)
         return _share_started(engine, model, optimizer, engine_options, dtype, tokenizer=tokenizer, config=config)
     if engine_options is not None or dtype is not None:
         raise TypeError("engine_options and dtype are for an engine that share() starts by name: this one runs already")
     if isinstance(engine, Engine):
-        return _share_running(engine, model, optimizer, tokenizer=tokenizer, config=config)
+        return _share_running(engine, model, optimizer, placed, tokenizer=tokenizer, config=config)
     if hasattr(engine, "llm_engine"):
-        return _share_llm(engine, model, optimizer, tokenizer=tokenizer, config=config)
+        return _share_llm(engine, model, optimizer, placed, tokenizer=tokenizer, config=config)
     raise TypeError(
         "share() takes a vllm.LLM, an engine of colo's or colo.connect(url) first, or 'torch' or 'vllm', not "
         + (repr(engine) if isinstance(engine, str) else type(engine).__name__)
@@ -112,12 +122,13 @@ def _share_started(
     tokenizer: Any,
     config: RuntimeConfig,
 ) -> Runtime:
-    check_optimizer(optimizer, model)
-    check_sharding(model)
+    with RankGroup(model.parameters()).fail_together("checking the model and its optimizer"):
+        check_optimizer(optimizer, model)
+        check_sharding(model)
     capacity_bytes = capacity(config, model_device(model), held_bytes=_held_bytes([], model, optimizer))
     engine = start_for(model, kind, dict(engine_options or {}), dtype, config, capacity_bytes)
     try:
-        return _share(engine, model, optimizer, tokenizer=tokenizer, config=config)
+        return _share(engine, model, optimizer, None, tokenizer=tokenizer, config=config)
     except BaseException:
         with suppress(Exception):  # of which the first is raised
             engine.close()
@@ -126,11 +137,17 @@ def _share_started(
 
 
 def _share_running(
-    engine: Engine, model: nn.Module, optimizer: torch.optim.Optimizer, *, tokenizer: Any, config: RuntimeConfig
+    engine: Engine,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    placed: PlacedWeights | None,
+    *,
+    tokenizer: Any,
+    config: RuntimeConfig,
 ) -> Runtime:
     was_awake = engine.state is EngineState.AWAKE
     try:
-        return _share(engine, model, optimizer, tokenizer=tokenizer, config=config)
+        return _share(engine, model, optimizer, placed, tokenizer=tokenizer, config=config)
     except BaseException:
         if was_awake and engine.state is EngineState.PAUSED:
             with suppress(Exception):  # of which the first is raised
@@ -139,7 +156,13 @@ def _share_running(
 
 
 def _share_llm(
-    llm: Any, model: nn.Module, optimizer: torch.optim.Optimizer, *, tokenizer: Any, config: RuntimeConfig
+    llm: Any,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    placed: PlacedWeights | None,
+    *,
+    tokenizer: Any,
+    config: RuntimeConfig,
 ) -> Runtime:
     from colo.engines.vllm.engine import VLLMEngine
 
@@ -147,7 +170,7 @@ def _share_llm(
     try:
         if tokenizer is None and not llm.llm_engine.vllm_config.model_config.skip_tokenizer_init:
             tokenizer = llm.get_tokenizer()
-        return _share(engine, model, optimizer, tokenizer=tokenizer, config=config)
+        return _share(engine, model, optimizer, placed, tokenizer=tokenizer, config=config)
     except BaseException:
         with suppress(Exception):
             engine.close()  # which leaves it awake
@@ -155,15 +178,19 @@ def _share_llm(
 
 
 def _share(
-    engine: Engine, model: nn.Module, optimizer: torch.optim.Optimizer, *, tokenizer: Any, config: RuntimeConfig
+    engine: Engine,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    placed: PlacedWeights | None,
+    *,
+    tokenizer: Any,
+    config: RuntimeConfig,
 ) -> Runtime:
-    check_sharding(model)
-    ModuleSource(model).reshard()
-    check_optimizer(optimizer, model)
-    devices = {p.device for p in model.parameters()}
-    if devices != {engine.device}:
-        names = ", ".join(sorted(map(str, devices)))
-        raise Unsupported(f"the engine is on {engine.device} and the model on {names}: they share one device")
+    source = source_of(model, placed, engine)
+    with source.ranks.fail_together("checking the model and its optimizer"):
+        check_sharding(model)
+        check_optimizer(optimizer, model)
+        _check_devices(model, engine.device)
     kv_cache = next((segment for segment in engine.segments if segment.name == ENGINE_KV_CACHE), None)
     if kv_cache is not None and kv_cache.away is None and engine.device.type == "cuda":
         warnings.warn(
@@ -172,14 +199,14 @@ def _share(
             stacklevel=4,
         )
     if is_peft_model(model):  # before any weights have moved
-        with RankGroup(model.parameters()).fail_together("reading the adapter"):
+        with source.ranks.fail_together("reading the adapter"):
             adapter = adapter_weights(cast("PeftModel", model))
         engine.load_adapter(_TRIAL, whole_adapter(adapter))
         engine.remove_adapter(_TRIAL)
     engine.mover.chunk_bytes = config.chunk_bytes
     if config.host_limit_bytes is not None:
         engine.mover.arena.limit_bytes = config.host_limit_bytes
-    return assemble(engine, model, optimizer, config, tokenizer=tokenizer, owns_model=False)
+    return assemble(engine, model, optimizer, config, tokenizer=tokenizer, owns_model=False, source=source)
 
 
 def assemble(
@@ -190,9 +217,10 @@ def assemble(
     *,
     tokenizer: Any,
     owns_model: bool,
+    source: WeightSource | None = None,
 ) -> Runtime:
     """Make a runtime of parts that have been checked. Raises: as `share`; the model has memory of its own then."""
-    transport = choose_transport(engine, model, config)
+    transport = transport_for(source or ModuleSource(model), engine, config)
     try:
         held_bytes = _held_bytes(engine.segments, model, optimizer, transport)
         return Runtime(
@@ -224,6 +252,8 @@ def _held_bytes(
     state = [leaf for leaf in pytree.tree_leaves(dict(stepped.state)) if isinstance(leaf, torch.Tensor)]
     found = [p for key, p in parameters.items() if key not in shared]
     found += [p.grad for p in parameters.values() if p.grad is not None]
+    if isinstance(stepped, MegatronOptimizers):
+        state += [leaf for leaf in pytree.tree_leaves(stepped.gradients.state) if isinstance(leaf, torch.Tensor)]
     storages = {storage_key(local_shard(t)): local_bytes(t) for t in [*found, *state] if t.device == device}
     return sum(segment.device_bytes for segment in segments) + sum(storages.values())
 
@@ -257,6 +287,15 @@ def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
             f"the optimizer trains {len(elsewhere)} parameters on {elsewhere[0].device} along with a model on "
             f"{device}: the runtime moves state of one device"
         )
+
+
+def _check_devices(model: nn.Module, device: torch.device) -> None:
+    """Raise `Unsupported` unless the model is where the engine is, or FSDP2 keeps its parts in host memory."""
+    devices = {p.device for p in model.parameters()}
+    if devices == {device} or (devices == {_HOST} and all(map(is_dtensor, model.parameters()))):
+        return
+    names = ", ".join(sorted(map(str, devices)))
+    raise Unsupported(f"the engine is on {device} and the model on {names}: they share one device")
 
 
 def check_sharding(model: nn.Module) -> None:

@@ -6,13 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from colo.config import Offload, OptimizerState, RuntimeConfig
 from colo.engine import Engine
 from colo.errors import BudgetError, Unsupported
-from colo.memory.dtensor import local_bytes
+from colo.memory.dtensor import local_bytes, local_shard
 from colo.memory.offload import Mover
 from colo.memory.probe import used_device_bytes
 from colo.phases.phase import ENGINE_KV_CACHE, TRAINER_ADAPTER, TRAINER_PARAMETERS, Phase, Residency
@@ -23,7 +24,6 @@ from colo.phases.transition import Action, Transition
 from colo.trainer.separable import why_not_separable
 from colo.trainer.session import LATE, TrainerSession
 from colo.units import format_bytes
-from colo.weights.mismatch import MismatchCheck
 from colo.weights.publish import Publisher
 from colo.weights.ranks import RankGroup
 from colo.weights.sources.peft import adapter_weights, is_peft_model
@@ -110,7 +110,7 @@ def make_scheduler(
         offload=config.offload,
     )
     scheduler = Scheduler(
-        [*engine.segments, *_weights_segments(model, transport), *session.segments],
+        [*engine.segments, *_weights_segments(model, transport, mover.device), *session.segments],
         budget,
         trace=trace,
         used_device_bytes=lambda: used_device_bytes(mover.device),
@@ -120,12 +120,15 @@ def make_scheduler(
     return scheduler
 
 
-def _weights_segments(model: nn.Module, transport: Transport) -> list[Segment]:
-    weights = [tensor for _, tensor in transport.source]
+def _weights_segments(model: nn.Module, transport: Transport, device: torch.device) -> list[Segment]:
+    """The weights, and an adapter beside them, as far as they are on the device: FSDP2 may keep them off it."""
+    weights = transport.source.memory()
+    held_bytes = sum(local_bytes(tensor) for tensor in weights if local_shard(tensor).device == device)
     residency = Residency.SHARED if transport.shares else Residency.RESIDENT
-    segments: list[Segment] = [FixedSegment(TRAINER_PARAMETERS, sum(map(local_bytes, weights)), residency)]
+    segments: list[Segment] = [FixedSegment(TRAINER_PARAMETERS, held_bytes, residency)]
     base = {id(tensor) for tensor in weights}
-    adapter_bytes = sum(local_bytes(p) for p in model.parameters() if id(p) not in base)
+    others = [p for p in model.parameters() if id(p) not in base]
+    adapter_bytes = sum(local_bytes(p) for p in others if local_shard(p).device == device)
     if adapter_bytes:
         segments.append(FixedSegment(TRAINER_ADAPTER, adapter_bytes, Residency.RESIDENT))
     return segments
@@ -146,10 +149,9 @@ def make_publisher(
     )
 
 
-def make_mismatch_check(model: nn.Module, config: RuntimeConfig) -> MismatchCheck:
-    """A comparison of log-probabilities, of no sequences for a model that computes none that are known."""
-    has_logits = isinstance(model, PreTrainedModel) or is_peft_model(model)
-    return MismatchCheck(num_sequences=config.mismatch_sequences if has_logits else 0, max_mismatch=config.max_mismatch)
+def has_logits(model: nn.Module) -> bool:
+    """Whether colo knows how to compute log-probabilities with a model."""
+    return isinstance(model, PreTrainedModel) or is_peft_model(model)
 
 
 def check_phases(scheduler: Scheduler) -> Transition:

@@ -26,8 +26,9 @@ def facts_of(
     device: torch.device,
     kept: Sequence[Kept],
     why_optimizer: str,
+    is_compared: bool = True,
 ) -> dict[str, str]:
-    """Name to sentence, in the order in which a report shows them."""
+    """Name to sentence, in the order in which a report shows them; `is_compared`: colo runs the model's own passes."""
     rollout, train, ever = (format_bytes(trace.peak_bytes(phase)) for phase in (Phase.ROLLOUT, Phase.TRAIN, None))
     facts = {
         "engine": f"{engine.name} on {device}: {engine.placement}",
@@ -50,6 +51,8 @@ def facts_of(
     mismatch = trace.metrics.get("mismatch") or trace.metrics.get("mismatch_sampled")
     if mismatch:
         facts["mismatch"] = f"{mismatch[-1]:.2g} mean |log p(engine) - log p(trainer)| in the last step"
+    elif not is_compared:
+        facts["mismatch"] = "not measured, since colo runs no passes of this model: rt.log(mismatch=...) adds yours"
     return facts
 
 

@@ -70,7 +70,8 @@ class Generation:
 
     def _name_not_finite(self, error: Exception) -> None:
         """Raise `FloatingPointError` if a weight of the trainer's is why what was sampled is not made of numbers."""
-        weights = list(self._versions.source)
+        parts = self._versions.source.parts()
+        weights = [(part.name, part.tensor) for part in parts if part.tensor is not None]
         if is_peft_model(self._model):
             weights += adapter_weights(cast("PeftModel", self._model)).named_tensors()
         culprit = first_not_finite(weights)

@@ -30,7 +30,7 @@ from colo.phases.phase import Phase
 from colo.phases.trace import Trace
 from colo.runtime.closing import Closing
 from colo.runtime.construction import (
-    make_mismatch_check,
+    has_logits,
     make_publisher,
     make_scheduler,
     make_trainer_side,
@@ -46,6 +46,7 @@ from colo.trainer.inventory import Kept
 from colo.trainer.megatron import as_torch
 from colo.trainer.optimizer_state import unwrapped
 from colo.trainer.session import TrainerSession
+from colo.weights.mismatch import MismatchCheck
 from colo.weights.publish import Publication
 from colo.weights.sources.peft import adapter_weights, is_peft_model
 
@@ -88,7 +89,9 @@ class Runtime:
         self.transport = transport
         self.trace = mover.trace = Trace(capacity_bytes=capacity_bytes)
         self._device = mover.device
-        mismatch = make_mismatch_check(model, config)
+        self._has_logits = has_logits(model)
+        num_sequences = config.mismatch_sequences if self._has_logits else 0
+        mismatch = MismatchCheck(num_sequences=num_sequences, max_mismatch=config.max_mismatch)
         self._turns = Turns(engine=engine, model=model, config=config, mismatch=mismatch)
         with ExitStack() as undo:
             make_session = partial(
@@ -203,7 +206,13 @@ class Runtime:
         from colo.report.report import Report
 
         parts = (self.engine, self.transport, self.versions.publisher, self.trace, self.config)
-        facts = facts_of(*parts, device=self._device, kept=self.kept_state, why_optimizer=self._why_optimizer)
+        facts = facts_of(
+            *parts,
+            device=self._device,
+            kept=self.kept_state,
+            why_optimizer=self._why_optimizer,
+            is_compared=self._has_logits,
+        )
         return Report(facts=facts, trace=self.trace)
 
     def plot(self, path: str | Path, *, title: str = "colo run") -> Path:

@@ -13,6 +13,7 @@ from torch import nn
 from colo.config import Offload, RuntimeConfig
 from colo.engine import Engine, EngineState
 from colo.errors import BudgetError, EngineLost, PhaseError, StaleWeights
+from colo.memory.communicators import Communicators, megatron_groups
 from colo.memory.fence import wait_for_queued
 from colo.memory.probe import free_device_bytes, total_device_bytes
 from colo.memory.uninterrupted import uninterrupted
@@ -62,6 +63,8 @@ class Turns:
         self._versions = versions
         self._source = versions.source
         self._device = self._engine.device
+        groups = [*self._source.ranks.groups(), *megatron_groups()] if self._config.suspend_nccl else []
+        self._communicators = Communicators(groups, self._device)
         self._trace = scheduler.trace
 
     # ---- what the runtime asks ---------------------------------------------------------------------------------------
@@ -175,6 +178,7 @@ class Turns:
                     self._scheduler.enter(Phase.ROLLOUT)
                     wait_for_queued(self._device)  # writes to weights that an engine in another process maps
                     self._engine.resume()
+                self._communicators.suspend()
             except BaseException:
                 with suppress(Exception):  # of which the first is raised
                     self._leave_rollout()
@@ -187,6 +191,7 @@ class Turns:
         Where they have no room they stay away, and `train()` and `step()` ask for them again.
         """
         try:
+            self._communicators.resume()
             with suppress(EngineLost):  # who has called it has heard of that
                 self._pause()
         finally:

@@ -107,7 +107,7 @@ class GradientSegment(Keeper):
         return self.device_bytes or max(0, self.expected_bytes() - self.staying_bytes)
 
     def _bytes_of_all(self) -> int:
-        return sum(local_bytes(p) for p in parameters_of(self._optimizer) if p.requires_grad)
+        return sum(local_bytes(p) for p in self._parameters() if p.requires_grad)
 
     @property
     def device_bytes(self) -> int:
@@ -161,7 +161,12 @@ class GradientSegment(Keeper):
         return function(*map(self._returned, args), **kwargs)
 
     def _holders(self) -> list[HoldsGradient]:
-        return [*parameters_of(self._optimizer), *self._others()]
+        return [*self._parameters(), *self._others()]
+
+    def _parameters(self) -> list[torch.Tensor]:
+        """The parameters on the device: FSDP2's `CPUOffloadPolicy` keeps them and their gradients in host memory."""
+        device = self._mover.device
+        return [p for p in parameters_of(self._optimizer) if local_shard(p).device == device]
 
     def _present_bytes(self) -> int:
         gradients = (p.grad for p in self._holders())

@@ -21,14 +21,14 @@ _NUMBERS = re.compile(r"\d+")
 class RankGroup:
     """The ranks that some tensors (`DTensor`) are sharded over, or those of a group; this process alone without any.
 
-    Every method but `is_alone`, `rank` and `wire` is a collective: all ranks call it, in the same order.
+    Every method but `is_alone`, `rank`, `device`, `wire` and `groups` is a collective: all ranks call it, in order.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor] = ()) -> None:
         sharded: list[Any] = [tensor for tensor in tensors if is_dtensor(tensor)]
         self._meshes = list(dict.fromkeys(tensor.device_mesh for tensor in sharded))
         self._group: Any = None
-        self._device = sharded[0].device if sharded else torch.device("cpu")
+        self._device = _device_of(self._meshes[0]) if sharded else torch.device("cpu")
 
     @classmethod
     def of(cls, group: Any, device: torch.device) -> RankGroup:
@@ -48,6 +48,11 @@ class RankGroup:
         return own_rank()
 
     @property
+    def device(self) -> torch.device:
+        """Where the numbers are that ranks compare."""
+        return self._device
+
+    @property
     def wire(self) -> Any:
         """The process group that ranks send to each other in; `None` is torch's own, of all processes."""
         return self._group
@@ -63,8 +68,9 @@ class RankGroup:
 
         point = zlib.crc32(_NUMBERS.sub("", at).encode())
         smallest = torch.tensor([count, point, -point], device=self._device)
-        for group in self._groups():
-            distributed.all_reduce(smallest, distributed.ReduceOp.MIN, group=group)
+        for group in self.groups():
+            with self._named(at or "a comparison"):
+                distributed.all_reduce(smallest, distributed.ReduceOp.MIN, group=group)
         found, first, last = smallest.tolist()
         if first != -last:
             raise TransferError(
@@ -73,6 +79,15 @@ class RankGroup:
                 "has skipped or repeated a phase"
             )
         return int(found)
+
+    def lowest(self, numbers: torch.Tensor) -> torch.Tensor:
+        """The smallest of all ranks for each of some numbers, which are on `device`. Written in place, and returned."""
+        from torch import distributed
+
+        for group in self.groups():
+            with self._named("comparing numbers"):
+                distributed.all_reduce(numbers, distributed.ReduceOp.MIN, group=group)
+        return numbers
 
     def any(self, flag: bool, at: str = "") -> bool:
         """Whether `flag` is true on at least one rank; `at` as in `min`."""
@@ -85,9 +100,10 @@ class RankGroup:
             return known
         from torch import distributed
 
-        for group in self._groups():
+        for group in self.groups():
             told: list[dict[int, T]] = [{} for _ in range(distributed.get_world_size(group))]
-            distributed.all_gather_object(told, known, group=group)
+            with self._named("telling each other"):
+                distributed.all_gather_object(told, known, group=group)
             known = {rank: theirs for part in told for rank, theirs in part.items()}
         return dict(sorted(known.items()))
 
@@ -99,7 +115,19 @@ class RankGroup:
         from torch import distributed
 
         if not self.is_alone and distributed.get_world_size(self._group) == num_ranks:
-            distributed.all_reduce(torch.zeros(1, device=self._device), group=self._group)
+            with self._named("meeting"):
+                distributed.all_reduce(torch.zeros(1, device=self._device), group=self._group)
+
+    @contextmanager
+    def _named(self, at: str) -> Iterator[None]:
+        """Raise `TransferError` where a collective of torch's fails: another rank has ended, or is too late."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise TransferError(
+                f"rank {self.rank} has lost the others at {at!r}: {error}. Another rank of the trainer has ended or is "
+                "too late; its own output says why"
+            ) from error
 
     @contextmanager
     def fail_together(self, operation: str) -> Iterator[None]:
@@ -123,12 +151,18 @@ class RankGroup:
             rank, cause = next((rank, cause) for rank, cause in causes.items() if cause is not None)
             raise TransferError(f"{operation} failed on rank {rank}: {cause}")
 
-    def _groups(self) -> Iterator[Any]:
+    def groups(self) -> Iterator[Any]:
         """A process group for every dimension of every mesh: what all of them have seen, every rank has."""
         if self._group is not None:
             yield self._group
         for mesh in self._meshes:
             yield from (mesh.get_group(dim) for dim in range(mesh.ndim))
+
+
+def _device_of(mesh: Any) -> torch.device:
+    """The device of this process that a mesh is of; parts may be in host memory all the same (`CPUOffloadPolicy`)."""
+    kind = torch.device(mesh.device_type)
+    return torch.device("cuda", torch.cuda.current_device()) if kind.type == "cuda" else kind
 
 
 def own_rank() -> int:

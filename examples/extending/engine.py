@@ -19,7 +19,7 @@ class BigramEngine:
 
     name, placement, model_type = "bigram", "a table in this process", "bigram"
     device, residual_bytes, pids, ipc_refusal = torch.device("cpu"), {}, (), None
-    before_generate = None
+    before_generate, vocab_size = None, TOKENS
 
     def __init__(self):
         self.mover = Mover(self.device)  # what moves a trainer's state in this process

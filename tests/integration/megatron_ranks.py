@@ -12,11 +12,18 @@ import megatron_tiny as tiny
 import torch
 from megatron.core.distributed import TorchFullyShardedDataParallel
 from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
+from megatron_twins import config_of
 from torch import distributed
 
+from colo.engines.embedded.layout import FusedWeights, Layout, empty_model
 from colo.errors import ColoError
+from colo.memory.load_plan import LoadPlan
 from colo.weights.sources.megatron.names import FAMILIES
 from colo.weights.sources.megatron.source import MegatronSource
+from colo.weights.sources.spread import SpreadSource
+from colo.weights.transports.slices import SlicesTransport
+
+CPU = torch.device("cpu")
 
 
 def source_of(name, stages, **options):
@@ -97,6 +104,23 @@ def with_option(stages, option, call):
         setattr(stages[0].config, option, False)
 
 
+def into_engine(name, placed, wholes):
+    """Whether slices fill the embedded engine's memory as its loader does with whole weights, and bytes that came."""
+    model = empty_model(config_of(name), dtype=torch.bfloat16, attn_implementation=None)
+    engine, source = FusedWeights(Layout.of(model), device=CPU), SpreadSource(placed, device=CPU)
+    memory = engine.unpadded()
+    engine.load((spec.name, wholes[spec.name]) for spec in source.specs())
+    expected = {parameter: tensor.clone() for parameter, tensor in memory.items()}
+    for tensor in memory.values():
+        tensor.fill_(float("nan"))
+    plan = LoadPlan.record(engine.load, source.tensors(), memory)
+    transport = SlicesTransport(source, plan, device=CPU, why_not_shared="tested")
+    transport.transfer()
+    transport.verify()
+    same = all(torch.equal(tensor, expected[parameter]) for parameter, tensor in memory.items())
+    return [same, transport.received_bytes, transport.bytes_to_receive]
+
+
 def look(name, layout):
     """What this rank has found of one model in one layout."""
     stages = tiny.build(name, layout)
@@ -110,6 +134,7 @@ def look(name, layout):
         "held": sum(part.tensor.nbytes for part in source.parts()),
         "whole": sum(spec.size_bytes for spec in source.specs),
         "are_live": are_live(source, stages),
+        "engine": into_engine(name, source, wholes),
     }
     if name == "qwen3":
         found |= {"moved": moved(source, stages), "refused": refused(name, stages)}

@@ -86,9 +86,9 @@ class Listener:
         next(one for one in self.session.segments if one.name == name).begin(Residency.RESIDENT).wait()
 
 
-def make(layout, name, kind, dtype):
+def make(layout, name, kind, dtype, **changes):
     """Stages and an optimizer over them."""
-    stages = tiny.build(name, layout, dtype=dtype)
+    stages = tiny.build(name, layout, dtype=dtype, **changes)
     if kind == "torch":
         return stages, AdamW([p for stage in stages for p in stage.parameters()], lr=1e-2)
     config = DistributedDataParallelConfig(

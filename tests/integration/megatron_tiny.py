@@ -132,9 +132,9 @@ def config_of(layout, dtype, *, moe=None, latent=False, tied=False, **changes):
     return (MLATransformerConfig if latent else TransformerConfig)(**options | changes)
 
 
-def build(name, layout, *, dtype=torch.bfloat16):
+def build(name, layout, *, dtype=torch.bfloat16, **changes):
     """The stages of this rank, every value set by its name and place in the whole model."""
-    options = MODELS[name][1]
+    options = MODELS[name][1] | changes
     config, tied = config_of(layout, dtype, **options), options.get("tied", False)
     stages = [_stage(config, layout, tied, number if layout.vp > 1 else None) for number in range(layout.vp)]
     fill(stages)

@@ -9,7 +9,6 @@ process, whose memory it maps, or to which it sends buckets, and which ends in b
 import copy
 import json
 import os
-import signal
 import sys
 import time
 from pathlib import Path
@@ -46,8 +45,9 @@ def train(rt, twin, optimizer):
 
 def kill(pid):
     """Kill a process, which dies only when it is scheduled: a publication that is quicker goes through."""
-    os.kill(pid, signal.SIGKILL)
-    while lives(psutil.Process(pid)):
+    process = psutil.Process(pid)  # before it dies: once its parent has waited for it, there is none of that number
+    process.kill()
+    while lives(process):
         time.sleep(0.01)
 
 

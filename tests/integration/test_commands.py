@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -128,6 +129,27 @@ def test_bench_offload_writes_figures_with_their_circumstances(colo, tmp_path):
     ours = next(row for row in found["rows"] if row["way"] == "colo")
     assert (ours["bytes"], ours["equal"], ours["freed_bytes"]) == (8 << 20, True, 8 << 20)
     assert "growth over 100" in out
+
+
+def test_bench_sharded_measures_slices_beside_what_others_do(colo, tmp_path):
+    figures = tmp_path / "sharded.json"
+    code, _, _ = colo("bench", "sharded", "--ranks", "2", "--device", "cpu", "--json", figures)
+    found = json.loads(figures.read_text())
+    assert code == 0
+    assert found["command"] == "colo bench sharded --shape 0.6b --ranks 2 --device cpu"
+    trainers = ["fsdp2", *(["megatron"] if find_spec("megatron") is not None else [])]
+    ways = ["slices", "whole", "as verl", "as slime"]
+    expected = [(trainer, tp, way) for trainer in trainers for tp in (1, 2) for way in ways]
+    rows = {(row["trainer"], row["tp"], row["way"]): row for row in found["rows"]}
+    assert list(rows) == expected
+    for (trainer, tp, way), row in rows.items():
+        slices = rows[trainer, tp, "slices"]
+        assert slices["received_bytes"] == slices["planned_bytes"] <= row["received_bytes"]
+        assert row["median_s"] > 0 and row["to_all_ranks_bytes"] <= 2 * row["received_bytes"]
+        if way == "slices":
+            shares = [row[f"{stage}_share"] for stage in ("own", "pack", "wire", "unpack")]
+            assert sum(shares) == pytest.approx(1) and min(shares) >= 0
+    assert rows[trainers[-1], 2, "slices"]["received_bytes"] < 0.1 * rows[trainers[-1], 2, "whole"]["received_bytes"]
 
 
 def test_bench_logprob_writes_figures(colo, tmp_path):

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -82,13 +83,17 @@ def test_what_is_your_own_is_shared_learns_and_resumes_bit_for_bit(run):
 
 
 @pytest.mark.slow
-def test_a_model_that_two_ranks_have_sharded_learns_and_half_of_it_travels(run):
+@pytest.mark.parametrize("name", ["fsdp_two_gpus.py", "megatron_two_gpus.py"])
+def test_a_model_that_is_spread_over_two_ranks_learns_and_half_of_it_travels(run, name):
+    if name == "megatron_two_gpus.py" and find_spec("megatron") is None:
+        pytest.skip("wants Megatron: pip install 'colo-rl[megatron]'")
     ranks = ["--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
-    text = run("fsdp_two_gpus.py", "-m", "torch.distributed.run", *ranks)
+    text = run(name, "-m", "torch.distributed.run", *ranks)
     assert rewards(text)[-1] >= rewards(text)[0] + 0.15
     own, others = map(int, re.search(r"(\d+) bytes are this rank's own and (\d+) come from other ranks", text).groups())
     assert 0.9 < others / own < 1.1
     assert figure(text, r"bytes that a publication brings from other ranks: (\d+)") == others
+    assert float(re.search(r"^mismatch +(\S+) mean", text, re.MULTILINE)[1]) < 1e-5
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)

@@ -71,12 +71,12 @@ def test_transformers_computes_the_same_from_the_weights(alone, name):
 
 
 @pytest.mark.parametrize(("layout", "name"), [(layout, name) for layout in LAYOUTS for name in LAYOUTS[layout]])
-def test_joined_parts_are_the_unsharded_weights_bit_for_bit(ranks, alone, layout, name):
+def test_joined_parts_and_engines_are_the_unsharded_weights_bit_for_bit(ranks, alone, layout, name):
     check_joined([found[layout][name] for found in ranks], alone["sums"][name])
 
 
 @pytest.mark.slow
-def test_joined_parts_of_four_ranks_are_the_unsharded_weights_bit_for_bit(two_ranks, alone):
+def test_joined_parts_and_engines_of_four_ranks_are_the_unsharded_weights_bit_for_bit(two_ranks, alone):
     ranks = two_ranks(FOLDER / "megatron_ranks.py", *jobs_of(LAYOUTS_OF_FOUR), count=4)
     for layout, names in LAYOUTS_OF_FOUR.items():
         for name in names:
@@ -89,6 +89,8 @@ def check_joined(ranks, alone):
         assert found["sums"] == alone["sums"]
         assert found["specs"] == alone["specs"] and found["groups"] == alone["groups"]
         assert found["are_live"]
+        same, received, planned = found["engine"]
+        assert same and received == planned <= alone["whole"]
     names = [spec[0] for spec in alone["specs"]]
     assert list(chain(*alone["groups"])) == names
     assert sum(found["held"] for found in ranks) >= alone["whole"]

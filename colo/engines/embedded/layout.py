@@ -23,6 +23,7 @@ from colo.engine import AdapterWeights
 from colo.errors import TransferError, Unsupported
 from colo.memory.region import Region, allocate_region, carve, carved_bytes
 from colo.units import GIB, align_up
+from colo.weights.sources.checkpoint import checkpoint_views
 from colo.weights.sources.module import saved_buffers
 
 if TYPE_CHECKING:
@@ -72,6 +73,9 @@ class Layout:
     tied: Mapping[str, str]
     """Hugging Face name of a parameter that is another one too, to the name that has a slot."""
 
+    model_type: str | None = None
+    """`model_type` of the model's configuration: checkpoints of some name each expert of a stack."""
+
     @classmethod
     def of(cls, model: PreTrainedModel) -> Layout:
         """The layout of a transformers causal language model, whose parameters may be on the meta device."""
@@ -88,7 +92,7 @@ class Layout:
             if id(first) in vocabularies:
                 num_rows = align_up(num_rows, VOCABULARY_ROWS)
             parameters[engine_name] = ((num_rows, *first.shape[1:]) if first.dim() else (), first.dtype)
-        return cls(parameters=parameters, slots=slots, tied=tied)
+        return cls(parameters=parameters, slots=slots, tied=tied, model_type=model.config.model_type)
 
 
 def _distinct(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
@@ -136,6 +140,7 @@ class FusedWeights:
         for region, group in zip(self.regions, groups, strict=True):
             self.parameters |= zip(group, carve(region.bytes, list(group.values())), strict=True)
         self._views = {name: slot.view(self.parameters[slot.parameter]) for name, slot in layout.slots.items()}
+        self._places = {**dict(checkpoint_views(self._views, layout.model_type)), **self._views}
         self.zero_padding()
 
     def hf_views(self) -> dict[str, torch.Tensor]:
@@ -156,8 +161,9 @@ class FusedWeights:
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Copy checkpoint tensors, any subset in any order, to their places; dtypes are converted as by `copy_`.
 
-        Tied names are skipped. Raises: `ValueError` for an unknown name, `TransferError` for a wrong shape; the tensors
-        before it have been copied.
+        Experts may come as transformers stacks them, or each by its name in a checkpoint. Tied names are skipped.
+        Raises: `ValueError` for an unknown name, `TransferError` for a wrong shape; the tensors before it have been
+        copied.
         """
         with torch.no_grad():
             for name, tensor in weights:
@@ -169,14 +175,15 @@ class FusedWeights:
         """Forget every tensor, so that the address range of closed regions can be used again."""
         self.parameters.clear()
         self._views.clear()
+        self._places.clear()
 
     def _destination(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        if name not in self._views:
+        if name not in self._places:
             raise ValueError(
                 f"the model has no parameter {name!r}; weights are loaded under Hugging Face names such as "
                 f"{next(iter(self._views), 'none: the engine is closed')!r}"
             )
-        destination = self._views[name]
+        destination = self._places[name]
         if destination.shape != tensor.shape:
             raise TransferError(
                 f"{name} has shape {tuple(tensor.shape)}, but the model's is {tuple(destination.shape)}: "

@@ -132,6 +132,11 @@ class TorchEngine(StatusEngine):
         return kind
 
     @property
+    def vocab_size(self) -> int:
+        """Token ids are below it."""
+        return int(self.module.config.get_text_config().vocab_size)
+
+    @property
     def pids(self) -> Sequence[int]:
         """This process."""
         return (os.getpid(),)
@@ -193,8 +198,7 @@ class TorchEngine(StatusEngine):
             self._adapters.require(adapter)
         token_ids = [tuple(map(operator.index, prompt)) for prompt in prompts]
         check_count(len(token_ids), params.n)
-        text = self.module.config.get_text_config()
-        check_prompts(token_ids, text.vocab_size, self._positions.count)
+        check_prompts(token_ids, self.vocab_size, self._positions.count)
         waves = self._caches.plan(token_ids, n=params.n, max_tokens=params.max_tokens)
         plain = torch.autocast(self.device.type, enabled=False)  # a caller's autocast is for training
         with torch.no_grad(), plain, self._adapters.applied(adapter):

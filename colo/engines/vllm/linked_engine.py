@@ -102,6 +102,11 @@ class LinkedEngine(StatusEngine):
         return self._link.model_type
 
     @property
+    def vocab_size(self) -> int:
+        """Token ids are below it."""
+        return self._link.infos[0].vocab_size
+
+    @property
     def placement(self) -> str:
         """Where the engine runs and its weights lie, in a phrase for reports."""
         return f"{self._link.placement}, weights in {self._weights.where}"

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from colo.errors import TransferError
 from colo.weights.exchange.plan import ExchangePlan, Slice, make_plan
+from colo.weights.exchange.replicas import Replicas
 from colo.weights.manifest import Manifest, TensorSpec
 from colo.weights.ranks import RankGroup
 
@@ -24,19 +25,21 @@ class Told:
 
 def agree(
     ranks: RankGroup, specs: Sequence[TensorSpec], held: Sequence[Slice], taken: Sequence[Slice], *, bucket_bytes: int
-) -> ExchangePlan:
-    """The plan of an exchange. A collective.
+) -> tuple[ExchangePlan, Replicas, tuple[int, ...]]:
+    """The plan of an exchange, what more than one rank holds, and all ranks. A collective.
 
     Raises: `TransferError`, on every rank the same, where ranks have other weights than the first, hold what is no part
     of them, or lack what an engine takes.
     """
     told = _tell(ranks, Told(tuple(specs), tuple(held), tuple(taken)))
-    return make_plan(
-        {rank: words.held for rank, words in told.items()},
+    parts = {rank: words.held for rank, words in told.items()}
+    plan = make_plan(
+        parts,
         {rank: words.taken for rank, words in told.items()},
         order=[spec.name for spec in specs],
         bucket_bytes=bucket_bytes,
     )
+    return plan, Replicas(parts, ranks), tuple(told)
 
 
 def agree_on_parts(ranks: RankGroup, specs: Sequence[TensorSpec], held: Sequence[Slice]) -> dict[int, Told]:

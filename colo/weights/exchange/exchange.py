@@ -8,8 +8,10 @@ that fails goes on sending and receiving to the end, since the others wait for i
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Sequence
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -52,6 +54,9 @@ class Exchange:
         self.received_bytes = 0
         """Bytes that have come from other ranks, in all calls of `send`."""
 
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        """Seconds of this process by stage, in all calls of `send`; on a GPU they are those of queueing."""
+
     @property
     def working_bytes(self) -> int:
         """Memory that `send` takes for its time: two buckets."""
@@ -68,7 +73,8 @@ class Exchange:
         Raises: `TransferError` on every rank when one has failed, with rank and cause there; what has failed, here.
         """
         held = partial(_held, parts)
-        self._attempt(self._copy_own, held)
+        with self._stage("own"):
+            self._attempt(self._copy_own, held)
         size_bytes = self._buffer_bytes
         buffers = [torch.empty(size_bytes, dtype=torch.uint8, device=self._device) for _ in range(_NUM_BUFFERS)]
         flying: deque[_Flying] = deque()
@@ -76,12 +82,14 @@ class Exchange:
             if len(flying) == _NUM_BUFFERS:
                 self._land(*flying.popleft())
             buffer = buffers[index % _NUM_BUFFERS]
-            for parcel in bucket.sends:
-                self._attempt(_pack, parcel, buffer, held)
+            with self._stage("pack"):
+                for parcel in bucket.sends:
+                    self._attempt(_pack, parcel, buffer, held)
             said = f"bucket {index + 1} of {len(self._buckets)}"
             sends = [(parcel.peer, parcel.within(buffer)) for parcel in bucket.sends]
             receives = [(parcel.peer, parcel.within(buffer)) for parcel in bucket.receives]
-            flying.append((bucket, buffer, self._start(sends, receives, said), said))
+            with self._stage("wire"):
+                flying.append((bucket, buffer, self._start(sends, receives, said), said))
         while flying:
             self._land(*flying.popleft())
         self._end("sending slices of the weights")
@@ -144,10 +152,20 @@ class Exchange:
 
     def _land(self, bucket: Round, buffer: torch.Tensor, works: list[Any], said: str) -> None:
         """Wait for a bucket and put what has come where it goes."""
-        _wait(works, said)
-        for parcel in bucket.receives:
-            self.received_bytes += parcel.num_bytes
-            self._attempt(self._unpack, parcel, buffer)
+        with self._stage("wire"):
+            _wait(works, said)
+        with self._stage("unpack"):
+            for parcel in bucket.receives:
+                self.received_bytes += parcel.num_bytes
+                self._attempt(self._unpack, parcel, buffer)
+
+    @contextmanager
+    def _stage(self, name: str) -> Iterator[None]:
+        start_s = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] += time.perf_counter() - start_s
 
     def _unpack(self, parcel: Parcel, buffer: torch.Tensor) -> None:
         copy_all([self._place(d) for d in parcel.deliveries], parcel.fields(buffer))

@@ -52,6 +52,9 @@ class WeightSource(Protocol):
     def parts(self) -> list[PlacedPart]:
         """What lies on this rank, the live tensors. The parts of all ranks are the weights."""
 
+    def memory(self) -> list[torch.Tensor]:
+        """The live parameters and buffers that hold what lies on this rank."""
+
     def groups(self) -> list[list[str]]:
         """Names in order, those of a layer together."""
 

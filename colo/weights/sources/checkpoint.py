@@ -15,6 +15,7 @@ _EXPERTS = ".experts."
 
 _USUAL = ("mlp", "gate_proj", "up_proj", "down_proj")
 _NAMES = {
+    "deepseek_v3": _USUAL,
     "glm4_moe": _USUAL,
     "mixtral": ("block_sparse_moe", "w1", "w3", "w2"),
     "olmoe": _USUAL,

@@ -86,6 +86,10 @@ class ModuleSource:
         """What lies on this rank of every base weight: all of it, or the boxes of a `DTensor`."""
         return [part for name, tensor in self for part in parts_of(name, tensor)]
 
+    def memory(self) -> list[torch.Tensor]:
+        """The base weights themselves."""
+        return [tensor for _, tensor in self]
+
     def groups(self) -> list[list[str]]:
         """Names in order, those of a layer together."""
         return in_layers(name for name, _ in self)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import nn
@@ -13,25 +13,35 @@ from colo.memory.checksum import checksums_of
 from colo.weights.exchange.assembled import Assembled
 from colo.weights.manifest import TensorSpec
 from colo.weights.ranks import RankGroup
+from colo.weights.sources.module import saved_buffers
 from colo.weights.sources.parts import PlacedPart
 
 T = TypeVar("T")
 
 
+@runtime_checkable
 class PlacedWeights(Protocol):
-    """Parts of weights on each of several ranks."""
+    """Parts of weights on each of several ranks. `colo.share` takes one in place of a model."""
 
-    specs: Sequence[TensorSpec]
-    """Every weight, whole and without data: the same on every rank, in the same order."""
+    @property
+    def specs(self) -> Sequence[TensorSpec]:
+        """Every weight, whole and without data: the same on every rank, in the same order."""
 
-    groups: Any
-    """Their names in order, those of a layer together."""
+    @property
+    def groups(self) -> Sequence[Sequence[str]]:
+        """Their names in order, those of a layer together."""
 
-    stages: Sequence[nn.Module]
-    """The modules of this rank."""
+    @property
+    def left_out(self) -> Collection[str]:
+        """Names among them of weights that train along and that no engine is given."""
 
-    group: Any
-    """The process group of the ranks."""
+    @property
+    def stages(self) -> Sequence[nn.Module]:
+        """The modules of this rank."""
+
+    @property
+    def group(self) -> Any:
+        """The process group of the ranks."""
 
     def parts(self) -> Sequence[PlacedPart]:
         """What this rank holds, the live tensors. Every rank asks."""
@@ -61,16 +71,22 @@ class SpreadSource:
         return self._placed.stages
 
     def specs(self) -> list[TensorSpec]:
-        """Every weight, whole and without data."""
-        return list(self._placed.specs)
+        """Every weight that engines are given, whole and without data."""
+        return [spec for spec in self._placed.specs if spec.name not in self._placed.left_out]
 
     def parts(self) -> list[PlacedPart]:
-        """What lies on this rank."""
-        return list(self._placed.parts())
+        """What lies of them on this rank."""
+        return [part for part in self._placed.parts() if part.name not in self._placed.left_out]
+
+    def memory(self) -> list[torch.Tensor]:
+        """Parameters and saved buffers of the stages, with whatever pads them."""
+        stages = self._placed.stages
+        return [t for stage in stages for t in (*stage.parameters(), *(buffer for _, buffer in saved_buffers(stage)))]
 
     def groups(self) -> list[list[str]]:
         """Names in order, those of a layer together."""
-        return [list(names) for names in self._placed.groups]
+        groups = ([n for n in names if n not in self._placed.left_out] for names in self._placed.groups)
+        return [names for names in groups if names]
 
     def fingerprint(self) -> Hashable:
         """Changes when a weight of this rank is written to or replaced, except through `.data`."""
@@ -82,7 +98,7 @@ class SpreadSource:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Every weight by name, without memory."""
-        return {spec.name: _empty(spec) for spec in self._placed.specs}
+        return {spec.name: _empty(spec) for spec in self.specs()}
 
     def given_to(self, take: Callable[[dict[str, torch.Tensor]], T]) -> T:
         """Return what `take` returns for every weight."""

@@ -28,13 +28,8 @@ from colo.weights.transports.slices import SlicesTransport, why_not_sliced
 _KINDS = (SharedTransport.name, SlicesTransport.name, LocalTransport.name, IpcTransport.name)
 
 
-def choose_transport(engine: Engine, model: nn.Module, config: RuntimeConfig) -> Transport:
-    """Share memory where every parameter can be the engine's own, and copy, with the reason, where not."""
-    return transport_for(ModuleSource(model), engine, config)
-
-
 def transport_for(source: WeightSource, engine: Engine, config: RuntimeConfig) -> Transport:
-    """Choose for any source what `choose_transport` does for a model."""
+    """Share memory where every parameter can be the engine's own, and copy, with the reason, where not."""
     with source.ranks.fail_together("choosing how weights reach the engine"):
         chosen = _choose(source, engine, config)
         source.settle_names()

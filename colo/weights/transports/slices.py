@@ -6,12 +6,14 @@ and only if another rank holds it. No tensor is ever whole.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from colo.errors import TransferError, Unsupported
 from colo.memory.fence import wait_for_queued
 from colo.memory.load_plan import LoadPlan
-from colo.units import MIB
+from colo.units import MIB, format_bytes
 from colo.weights.boxes import landings
 from colo.weights.exchange.agreement import agree
 from colo.weights.exchange.exchange import Exchange
@@ -22,6 +24,9 @@ from colo.weights.sources.base import WeightSource
 from colo.weights.sources.parts import PlacedPart
 from colo.weights.sources.placed import dtype_name, slices_of
 from colo.weights.transports.base import CopyingTransport
+
+_NAMED_RANKS = 8
+"""Reports name so many ranks at most."""
 
 BUCKET_BYTES = 128 * MIB
 """What a rank sends and receives at a time. Two are under way."""
@@ -63,8 +68,16 @@ class SlicesTransport(CopyingTransport):
         own = sum(d.num_bytes for d in self._planned.local if d.receiver == self.source.ranks.rank)
         return (
             f"{self._why_not_shared}; of {len(self._plan.copies)} recorded copies {own} bytes are this rank's own and "
-            f"{self.bytes_to_receive} come from other ranks, as slices"
+            f"{self.bytes_to_receive} come from other ranks, as slices ({self._by_rank()})"
         )
+
+    def _by_rank(self) -> str:
+        """What a transfer brings to each rank, and of many ranks the least and the most."""
+        received = {rank: self._planned.received_bytes(rank) for rank in self._all_ranks}
+        if len(received) > _NAMED_RANKS:
+            least, most = (format_bytes(of(received.values())) for of in (min, max))
+            return f"{len(received)} ranks receive {least} to {most} each"
+        return ", ".join(f"rank {rank} receives {format_bytes(size)}" for rank, size in received.items())
 
     @property
     def bytes_to_receive(self) -> int:
@@ -75,6 +88,11 @@ class SlicesTransport(CopyingTransport):
     def received_bytes(self) -> int:
         """Bytes that have come to this rank since the exchange was planned."""
         return self._exchange.received_bytes
+
+    @property
+    def seconds(self) -> Mapping[str, float]:
+        """Seconds of this process in transfers by stage; see `Exchange`."""
+        return self._exchange.seconds
 
     @property
     def working_bytes(self) -> int:
@@ -90,9 +108,20 @@ class SlicesTransport(CopyingTransport):
         return sum(copy.num_bytes for copy in self._plan.copies)
 
     def verify(self) -> None:
-        """Compare every byte, by checksums where it came from another rank. `TransferError` with a name."""
-        if different := self._differences():
+        """Compare every byte, by checksums where it came from another rank, and parts that several ranks hold.
+
+        Raises: `TransferError` with a name.
+        """
+        different = self._differences()
+        apart = self._replicas.apart(self._parts(), self.source.ranks.device)
+        if different:
             raise TransferError(f"{len(different)} tensors differ after the transfer, {different[0]} for one")
+        if apart:
+            raise TransferError(
+                f"ranks that hold the same parts of weights have different values of {len(apart)}, {apart[0]} for one, "
+                "and their engines would too: reduce gradients of replicas alike, as Megatron's finalize_model_grads "
+                "does for norms and tied embeddings, and step on every rank"
+            )
 
     def is_current(self) -> bool:
         """Whether the engines of all ranks hold what the trainer does, by checksums."""
@@ -120,7 +149,7 @@ class SlicesTransport(CopyingTransport):
             targets = _targets(self._plan)
             taken = [Slice(name, target.landing.box, dtype_name(target.memory)) for name, target in targets]
         self._names = [name for name, _ in targets]
-        plan = agree(ranks, specs, held, taken, bucket_bytes=self._bucket_bytes)
+        plan, self._replicas, self._all_ranks = agree(ranks, specs, held, taken, bucket_bytes=self._bucket_bytes)
         exchange = Exchange(plan, ranks, [target for _, target in targets], device=self._device)
         return exchange, plan, held
 

@@ -57,6 +57,13 @@ def test_an_engine_that_does_what_the_trainer_does_passes_and_no_weight_changes(
         assert colo.check(rt) == found, "it draws from a seed"
 
 
+def test_a_model_whose_passes_colo_does_not_know_is_refused():
+    with shared() as rt:
+        rt.model = torch.nn.ModuleList([rt.model])
+        with pytest.raises(Unsupported, match="does not know how a ModuleList computes log-probabilities"):
+            colo.check(rt)
+
+
 def test_every_tensor_of_an_adapter_is_served():
     model = get_peft_model(made(), LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False))
     with shared(model=model) as rt:

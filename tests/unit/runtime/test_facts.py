@@ -13,7 +13,7 @@ from colo.trainer.inventory import Kept
 from colo.units import GIB, MIB
 
 
-def facts(*, trace=None, residual=None, kept=(), **config):
+def facts(*, trace=None, residual=None, kept=(), is_compared=True, **config):
     trace = Trace(capacity_bytes=GIB) if trace is None else trace
     return facts_of(
         SimpleNamespace(name="vllm", placement="in another process", residual_bytes=residual or {}, segments=()),
@@ -24,6 +24,7 @@ def facts(*, trace=None, residual=None, kept=(), **config):
         device=torch.device("cpu"),
         kept=kept,
         why_optimizer="resident: it fits",
+        is_compared=is_compared,
     )
 
 
@@ -45,6 +46,13 @@ def test_what_every_report_says():
         "offload": "auto: no state of the trainer had to leave the device",
         "optimizer": "resident: it fits",
     }
+
+
+def test_a_model_whose_passes_colo_does_not_run_is_said_not_to_be_compared_unless_the_loop_does():
+    assert "rt.log(mismatch=...) adds yours" in facts(is_compared=False)["mismatch"]
+    trace = Trace(capacity_bytes=GIB)
+    trace.metric("mismatch", 0.25)
+    assert facts(trace=trace, is_compared=False)["mismatch"].startswith("0.25 mean")
 
 
 def test_what_has_left_for_rollouts_is_named_once_in_order():

@@ -37,6 +37,18 @@ def test_a_part_is_found_and_refused_until_it_is_forgotten():
     assert runtime_of(optimizer) is runtime
 
 
+def test_a_model_in_stages_is_found_and_refused_by_each_of_them():
+    runtime, stages = Driver(), [nn.Linear(1, 1), nn.Linear(1, 1)]
+    model = nn.ModuleList(stages)
+    register(runtime, [model])
+    assert [runtime_of(part) for part in (model, stages, stages[1])] == [runtime] * 3
+    with pytest.raises(PhaseError, match="this model has a runtime already"):
+        check_free({"model": nn.ModuleList(stages[1:])})
+    forget([model])
+    check_free({"model": model})
+    check_free({"model": stages[0]})
+
+
 def test_a_runtime_that_is_gone_holds_no_part():
     runtime, model = Driver(), Part()
     register(runtime, [model])

@@ -52,6 +52,22 @@ def test_sharded_16_bit_weights_have_sharded_masters_which_wait_in_host_memory(m
     rt.close()
 
 
+def test_nccls_memory_is_away_while_the_engine_samples_and_back_before_anything_is_sent(mesh):
+    model = AutoModelForCausalLM.from_config(qwen3())
+    fully_shard(model, mesh=mesh)
+    rt = colo.share(make_engine(), model, adamw(model.parameters()), config=colo.RuntimeConfig(suspend_nccl=True))
+    said = []
+    rt._turns._communicators = SimpleNamespace(  # over gloo there are none
+        suspend=lambda: said.append(f"suspended {rt.engine.state}"),
+        resume=lambda: said.append(f"resumed {rt.engine.state}"),
+    )
+    with rt.rollout():
+        rt.generate(PROMPTS, max_tokens=2)
+        assert said == ["suspended awake"]
+    assert said == ["suspended awake", "resumed awake"]
+    rt.close()
+
+
 def test_a_model_that_fsdp_has_flattened_is_refused(mesh):
     whole = AutoModelForCausalLM.from_config(qwen3())
     model = FullyShardedDataParallel(whole, device_id=torch.device("cpu"), sharding_strategy=ShardingStrategy.NO_SHARD)

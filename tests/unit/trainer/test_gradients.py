@@ -55,6 +55,19 @@ def test_what_is_counted_of_them_wherever_they_are(segment, parameters):
     assert [p.grad.unique().tolist() for p in parameters] == [[1.0], [2.0], [3.0]]
 
 
+def test_gradients_that_are_on_another_device_are_left_alone(mover):
+    elsewhere = torch.nn.Parameter(torch.zeros(5, device="meta"))  # as with FSDP2's CPU offload policy
+    own = torch.nn.Parameter(torch.zeros(3, device=mover.device))
+    segment = GradientSegment(torch.optim.SGD([elsewhere, own], lr=0.1), mover=mover)
+    assert segment.size_bytes == own.nbytes
+    elsewhere.grad, own.grad = torch.zeros_like(elsewhere), torch.ones_like(own)
+    assert segment.device_bytes == own.nbytes
+    segment.begin(O).wait()
+    assert not isinstance(elsewhere.grad, ParkedTensor) and isinstance(own.grad, ParkedTensor)
+    segment.begin(R).wait()
+    assert torch.equal(own.grad, torch.ones_like(own))
+
+
 def test_only_what_is_trained_is_expected(segment, parameters):
     parameters[0].requires_grad_(False)
     assert counted(segment) == (D, BYTES - 400, 0, 0, 0)

@@ -1,5 +1,7 @@
 """What ranks decide together: of this process alone, and of two processes forked from it."""
 
+import os
+
 import pytest
 import torch
 from torch import distributed
@@ -106,3 +108,25 @@ def test_a_group_of_processes_agrees_without_any_tensor(ranks):
 def test_what_ranks_gather_comes_by_rank_along_every_dimension(both):
     assert both(lambda rank: group_of_two(square=True).gather(rank + 7)) == [{0: 7, 1: 8}] * 2
     assert RankGroup().gather("mine") == {0: "mine"}
+
+
+def test_the_lowest_of_all_ranks_is_found_for_each_of_several_numbers(both):
+    def body(rank):
+        return group_of_two(square=True).lowest(torch.tensor([3 - rank, rank, -5])).tolist()
+
+    assert both(body) == [[2, 0, -5]] * 2
+
+
+def test_a_rank_that_has_ended_is_told_by_where_the_others_were(both):
+    def body(rank):
+        group = group_of_two()
+        if rank:
+            os._exit(1)
+        with pytest.raises(TransferError) as caught:
+            group.min(1, "entering a rollout")
+        return str(caught.value)
+
+    here, there = both(body)
+    assert there is None
+    assert here.startswith("rank 0 has lost the others at 'entering a rollout': ")
+    assert here.endswith("Another rank of the trainer has ended or is too late; its own output says why")

@@ -148,6 +148,11 @@ class Names:
         self._order = {entry: number for number, entry in enumerate(self._table)}
         self._num_layers = num_layers
 
+    def is_further(self, name: str) -> bool:
+        """Whether a checkpoint's weight belongs to a layer for further tokens (MTP)."""
+        layer = re.match(r"model\.layers\.(\d+)\.", name)
+        return layer is not None and int(layer[1]) >= self._num_layers
+
     def of(self, key: str) -> Named:
         """The checkpoint's names of one of Megatron's tensors. Raises: `Unsupported` for a key in no table."""
         layer = _LAYER.fullmatch(key)

@@ -58,9 +58,6 @@ class MegatronSource:
         self.stages: list[nn.Module] = [stages] if isinstance(stages, nn.Module) else list(stages)
         """The stages as given, with their wrappers."""
 
-        self.model = nn.ModuleList(self.stages)
-        """All of them as one module."""
-
         self.group: Any = distributed.group.WORLD if group is None else group
         """The process group of the ranks that hold the weights."""
 
@@ -77,6 +74,9 @@ class MegatronSource:
         self._names = Names(family, num_layers=self._config.num_layers)
         self.specs, self.groups = self._whole(told)
         """Name, dtype and shape of every weight, and the names by layers: the same on every rank, in the same order."""
+
+        self.left_out = frozenset(spec.name for spec in self.specs if self._names.is_further(spec.name))
+        """Layers that predict further tokens (MTP), without which engines sample from the same model."""
 
         self._addresses = self._where()
         self._parts = tuple(self._placed(held))

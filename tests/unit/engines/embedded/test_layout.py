@@ -14,6 +14,7 @@ from transformers import (
     PretrainedConfig,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 from colo.engine import AdapterWeights
@@ -21,6 +22,7 @@ from colo.engines.embedded import layout as layout_module
 from colo.engines.embedded.layout import Adapters, FusedWeights, Layout, bind, empty_model
 from colo.errors import TransferError, Unsupported
 from colo.memory.load_plan import LoadPlan
+from colo.weights.sources.checkpoint import checkpoint_views
 from tests.models import SMALL
 
 CPU = torch.device("cpu")
@@ -121,6 +123,20 @@ def test_loaded_weights_are_found_under_both_names(config):
     assert torch.equal(weights.parameters[f"{prefix}qkv_proj.weight"], fused)
     gate_up = torch.cat([state[f"model.layers.0.mlp.{p}_proj.weight"] for p in ("gate", "up")])
     assert torch.equal(weights.parameters["model.layers.0.mlp.gate_up_proj.weight"], gate_up)
+
+
+def test_experts_are_loaded_stacked_or_each_by_its_name_in_a_checkpoint():
+    config = Qwen3MoeConfig(**SIZES, num_experts=3, num_experts_per_tok=2, moe_intermediate_size=16)
+    state = make_reference(config).state_dict()
+    stacked, apart = make_weights(config), make_weights(config)
+    stacked.load(state.items())
+    each = checkpoint_views(state, config.model_type)
+    assert "model.layers.1.mlp.experts.2.down_proj.weight" in dict(each)
+    apart.load(each)
+    assert all(torch.equal(apart.parameters[name], tensor) for name, tensor in stacked.parameters.items())
+    apart.drop_views()
+    with pytest.raises(ValueError, match="the engine is closed"):
+        apart.load(each)
 
 
 def test_padding_rows_are_zero_and_survive_loading():

@@ -50,6 +50,8 @@ BOXES = {
 class Placed:
     """What a rank holds, whose weights are its own memory."""
 
+    left_out = ()
+
     def __init__(self, rank, boxes=BOXES):
         self.specs = [TensorSpec(name, "float32", shape) for name, shape in SHAPES.items()]
         self.groups = [["embed.weight"], ["layers.0.q", "layers.0.o"], ["layers.1.experts.0"], ["norm"]]
@@ -208,8 +210,27 @@ def test_a_part_that_reaches_beyond_its_weight_or_has_another_dtype_is_named(bot
         assert other == "rank 0 holds (5,) of norm at (0,) in bfloat16, which is (5,) in float32"
 
 
+def test_what_trains_along_is_left_out_and_its_memory_counted_all_the_same(both):
+    def body(rank):
+        placed = Placed(rank)
+        placed.left_out = {"norm", "layers.1.experts.0"}
+        source = SpreadSource(placed, device=CPU)
+        names = [spec.name for spec in source.specs()]
+        assert names == [name for name, _ in source] == [name for group in source.groups() for name in group]
+        memory = [tensor.data_ptr() for tensor in source.memory()]
+        return (
+            names,
+            {part.name for part in source.parts()} <= set(names),
+            memory == [p.data_ptr() for *_, p in placed.held],
+        )
+
+    assert both(body) == [(["embed.weight", "layers.0.q", "layers.0.o"], True, True)] * 2
+
+
 def test_members_that_have_nothing_to_do_do_nothing(mesh):
-    placed = SimpleNamespace(specs=[TensorSpec("w", "float32", (2,))], groups=[("w",)], group=mesh.get_group())
+    placed = SimpleNamespace(
+        specs=[TensorSpec("w", "float32", (2,))], groups=[("w",)], group=mesh.get_group(), left_out=()
+    )
     source = SpreadSource(placed, device=CPU)
     assert [(name, t.device.type, isinstance(t, nn.Parameter)) for name, t in source] == [("w", "meta", True)]
     assert source.groups() == [["w"]] and source.specs() == placed.specs

@@ -12,7 +12,8 @@ from colo.config import RuntimeConfig
 from colo.errors import StaleWeights, TransferError, Unsupported
 from colo.memory.load_plan import LoadPlan
 from colo.weights.packed import PackedWeight
-from colo.weights.transports.choice import choose_transport
+from colo.weights.sources.module import ModuleSource
+from colo.weights.transports.choice import transport_for
 from colo.weights.transports.ipc.receiver import Receiver
 
 CPU = torch.device("cpu")
@@ -75,7 +76,7 @@ ELSEWHERE = (os.getpid() + 1,)
 
 
 def choose(engine, model, **settings):
-    return choose_transport(engine, model, RuntimeConfig(**settings))
+    return transport_for(ModuleSource(model), engine, RuntimeConfig(**settings))
 
 
 def test_weights_that_can_be_the_engines_memory_are_with_the_values_that_they_have():
@@ -176,7 +177,7 @@ def test_sharded_weights_are_copied(mesh):
     assert transport.name == "slices"
     assert transport.reason.startswith("q cannot be shared: it is sharded over the trainer's ranks")
     assert transport.reason.endswith(
-        "of 2 recorded copies 48 bytes are this rank's own and 0 come from other ranks, as slices"
+        "of 2 recorded copies 48 bytes are this rank's own and 0 come from other ranks, as slices (rank 0 receives 0 B)"
     )
     assert transport.transfer() == 48
     assert torch.equal(engine.memory["qk"], torch.cat([model.q.full_tensor(), model.k]))

@@ -3,18 +3,22 @@
 import os
 import signal
 import time
+import weakref
 
 import pytest
 import torch
 from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from colo.errors import TransferError, Unsupported
 from colo.memory.load_plan import LoadPlan
 from colo.weights.exchange import exchange
 from colo.weights.sources.module import ModuleSource
+from colo.weights.transports import slices as transport_module
 from colo.weights.transports.slices import SlicesTransport, why_not_sliced
 
 CPU = torch.device("cpu")
@@ -105,8 +109,13 @@ def with_tensor_parallelism(model, size):
     fully_shard(model, mesh=mesh["dp"])
 
 
+def offloaded(model, size):
+    fully_shard(model, mesh=init_device_mesh("cpu", (size,)), offload_policy=CPUOffloadPolicy(pin_memory=False))
+
+
 LAYOUTS = {
     "1-D": (2, flat),
+    "offloaded": (2, offloaded),
     "replicas": (2, hybrid),
     "partly": (2, partly),
     "tensor parallelism": (2, with_tensor_parallelism),
@@ -162,9 +171,21 @@ def test_an_engine_that_is_cut_like_the_trainer_receives_next_to_nothing(both):
 
     for received, same, reason in both(body):
         assert (received, same) == (0, True)
-        assert (
-            reason == "tested; of 1 recorded copies 64 bytes are this rank's own and 0 come from other ranks, as slices"
+        assert reason == (
+            "tested; of 1 recorded copies 64 bytes are this rank's own and 0 come from other ranks, as slices (rank 0 "
+            "receives 0 B, rank 1 receives 0 B)"
         )
+
+
+def test_of_many_ranks_the_reason_says_what_comes_to_each_at_least_and_at_most(both, monkeypatch):
+    monkeypatch.setattr(transport_module, "_NAMED_RANKS", 1)
+
+    def body(rank):
+        *_, transport = world(rank, 2, flat)
+        bytes_of = sorted(transport._planned.received_bytes(one) for one in range(2))
+        return transport.reason.rpartition("(")[2] == f"2 ranks receive {bytes_of[0]} B to {bytes_of[1]} B each)"
+
+    assert both(body) == [True, True]
 
 
 @pytest.mark.parametrize(
@@ -202,6 +223,62 @@ def test_no_more_than_two_buckets_are_taken_beyond_what_is_there(both, monkeypat
         assert 0 < working_bytes <= 2 * (160 + 2 * 16)  # what aligning two messages takes
 
 
+class Allocated(TorchDispatchMode):
+    """Counts bytes of storages that are made within it, as long as they live, and the most at a time."""
+
+    def __init__(self):
+        super().__init__()
+        self.live = self.peak = 0
+        self.known = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        result = func(*args, **(kwargs or {}))
+        for tensor in (t for t in tree_leaves(result) if isinstance(t, torch.Tensor)):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in given | self.known and storage.nbytes():
+                self.known.add(storage._cdata)
+                self.live += storage.nbytes()
+                self.peak = max(self.peak, self.live)
+                weakref.finalize(storage, self.gone, storage._cdata, storage.nbytes())
+        return result
+
+    def gone(self, key, num_bytes):
+        self.known.discard(key)
+        self.live -= num_bytes
+
+
+BUCKET = 1 << 16
+
+
+@pytest.mark.parametrize("engines", [torch.float32, torch.bfloat16])
+def test_the_peak_beyond_the_shards_is_two_buckets_also_where_weights_are_cast_and_compared(both, engines):
+    def body(rank):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(160, 200, bias=False) for _ in range(8)))
+        flat(model, 2)
+        source, memory = ModuleSource(model), {str(n): torch.zeros(200, 160, dtype=engines) for n in range(8)}
+        names = [name for name, _ in source]
+
+        def load(weights):
+            for name, tensor in weights:
+                memory[str(names.index(name))].copy_(tensor)
+
+        plan = LoadPlan.record(load, source.tensors(), memory)
+        transport = SlicesTransport(source, plan, device=CPU, why_not_shared="tested", bucket_bytes=BUCKET)
+        transport.transfer()
+        transport.verify()  # tables of weights of positions are made once
+        with Allocated() as sending:
+            transport.transfer()
+        with Allocated() as comparing:
+            transport.verify()
+        return sending.peak, comparing.peak, transport.working_bytes
+
+    for sending, comparing, working_bytes in both(body):
+        assert BUCKET < working_bytes <= sending <= 2 * BUCKET + 1024
+        assert 0 < comparing <= 3 * BUCKET  # a bucket of words and, on a CPU, their products in 64 bits
+
+
 def test_a_changed_byte_of_any_engine_is_seen_on_every_rank_and_named_where_it_is(both):
     def body(rank):
         _, memory, _, transport = world(rank, 2, flat)
@@ -225,6 +302,21 @@ def test_a_changed_byte_of_any_engine_is_seen_on_every_rank_and_named_where_it_i
     names = ["k.weight", "bias", "experts"]
     assert [words for _, words in there] == [f"1 tensors differ after the transfer, {n} for one" for n in names]
     assert [current for current, _ in (*here, *there)] == [False] * 6
+
+
+def test_replicas_that_have_come_apart_are_named_on_every_rank(both):
+    def body(rank):
+        model, *_, transport = world(rank, 2, partly)
+        transport.transfer()
+        transport.verify()
+        if rank:  # whole on both ranks, whose engines would now differ
+            with torch.no_grad():
+                model.q.bias.add_(1)
+        transport.transfer()
+        return outcome(transport.verify)
+
+    said = "TransferError: ranks that hold the same parts of weights have different values of 1, q.bias on ranks 0, 1 "
+    assert [found[: len(said)] for found in both(body)] == [said] * 2
 
 
 def test_an_elements_low_bits_are_compared_too_where_the_engine_is_wider_than_the_trainer(both):

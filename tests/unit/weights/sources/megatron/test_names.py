@@ -137,6 +137,13 @@ def test_a_family_without_a_table_is_refused_and_a_table_can_be_given():
     assert names_of(table, ["decoder.layers.3.mlp.gate.weight"]) == ["model.layers.3.mlp.switch.weight"]
 
 
+def test_layers_for_further_tokens_are_told_from_the_models_own():
+    names = Names("glm4_moe", num_layers=2)
+    (further,) = names.of("mtp.layers.0.enorm.weight").names
+    (own,) = names.of("decoder.layers.1.mlp.linear_fc2.weight").names
+    assert names.is_further(further) and not names.is_further(own) and not names.is_further("model.norm.weight")
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_table_has_no_name_twice_but_for_norms_that_are_fused_or_not(family):
     found = {}

@@ -1,0 +1,312 @@
+"""`colo bench sharded`: weights that are spread over ranks to engines that are cut in another way, as slices and whole.
+
+Trainers: FSDP2, and Megatron with tensor parallelism over all ranks. Engines: memory laid out as vLLM's, of which each
+rank has a part (TP), filled by a loader that cuts as vLLM's does. Ours: slices, and whole weights where a loader would
+compute with them. Others, written here as they do it: one gather for each tensor and the loader after it (as verl
+does), and buckets of gathers, each loaded before the next begins (as slime does). Every way has to leave the same
+bytes. Bytes of slices are counted as they come, those of gathers by what is gathered. Without a GPU ranks are processes
+over gloo, and the model is small: that shows that it works and no more.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import statistics
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from datetime import timedelta
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from colo.bench.common import Result, Row, Tell, result, shape, silent, timed
+from colo.memory.load_plan import LoadPlan
+from colo.units import MIB
+from colo.weights.boxes import Box
+from colo.weights.sources.base import WeightSource
+from colo.weights.sources.module import ModuleSource
+from colo.weights.sources.placed import slices_of
+from colo.weights.sources.spread import SpreadSource
+from colo.weights.transports.local import LocalTransport
+from colo.weights.transports.slices import SlicesTransport
+
+TRAINERS = ("fsdp2", "megatron")
+STAGES = ("own", "pack", "wire", "unpack")
+REPEATS = 5
+BUCKET_BYTES = 512 * MIB
+"""Size of a bucket of gathered tensors, as slime has it by default."""
+
+CPU_BUCKET_BYTES = 2 * MIB
+"""Size of buckets of either kind for a model that is as small as those on a CPU."""
+
+_DEADLINE_S = 300.0
+_ON_A_CPU = {"hidden_size": 256, "intermediate_size": 768, "vocab_size": 8192}
+_ON_A_CPU |= {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32}
+_FUSED = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "gate_up", "up_proj": "gate_up"}
+_BY_COLUMNS = ("o_proj", "down_proj")
+_BY_ROWS = ("embed_tokens", "lm_head")
+
+Weights = Iterable[tuple[str, torch.Tensor]]
+
+
+def run(*, shape_name: str, device: str, ranks: int, trainer: str | None = None, tell: Tell = silent) -> Result:
+    """Measure every way on `ranks` processes of this machine, each with a GPU of its own unless `device` is the CPU.
+
+    `trainer` is one of `TRAINERS`, or `None` for both, the second where Megatron is installed.
+    """
+    chosen = [trainer] if trainer else [t for t in TRAINERS if t != "megatron" or find_spec("megatron") is not None]
+    rows: list[Row] = []
+    context = multiprocessing.get_context("spawn")
+    for name in chosen:
+        tell(f"{name} on {ranks} ranks")
+        with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(ranks, mp_context=context) as pool:
+            job = partial(_measure, count=ranks, trainer=name, shape_name=shape_name, kind=device, folder=folder)
+            jobs = [pool.submit(job, rank) for rank in range(ranks)]
+            rows += [_of_all(told) for told in zip(*(job.result() for job in jobs), strict=True)]
+    command = f"colo bench sharded --shape {shape_name} --ranks {ranks}{f' --trainer {trainer}' if trainer else ''}"
+    return result("sharded", f"{command} --device {device}", limit={}, rows=rows)
+
+
+def _of_all(told: Sequence[Row]) -> Row:
+    """One row of what every rank has found: the slowest rank's, with the bytes that have come to all."""
+    slowest = max(told, key=lambda row: float(row["median_s"]))
+    return slowest | {"to_all_ranks_bytes": sum(row["received_bytes"] for row in told)}
+
+
+def _measure(rank: int, *, count: int, trainer: str, shape_name: str, kind: str, folder: str) -> list[Row]:
+    """One rank's rows: every way that weights of one trainer can take to its part of an engine."""
+    from torch import distributed
+
+    device = torch.device("cpu") if kind == "cpu" else torch.device(kind, rank)
+    if kind == "cpu":
+        torch.set_num_threads(1)
+        torch.cuda.current_device = lambda: device  # type: ignore[assignment,return-value]  # Megatron asks anywhere
+    else:
+        torch.cuda.set_device(device)
+    distributed.init_process_group(
+        "gloo" if kind == "cpu" else "cpu:gloo,cuda:nccl",
+        init_method=f"file://{Path(folder, 'ranks')}",
+        rank=rank,
+        world_size=count,
+        timeout=timedelta(seconds=_DEADLINE_S),
+    )
+    try:
+        config: Any = shape(shape_name, device)
+        if kind == "cpu":
+            config.update(_ON_A_CPU)
+        source = _of_fsdp(config, device) if trainer == "fsdp2" else _of_megatron(config, device)
+        rows = []
+        for tp in (size for size in (1, 2, 4) if count % size == 0):
+            memory, load = _engine(config, rank % tp, tp, device)
+            plan = LoadPlan.record(load, source.tensors(), memory)
+            facts = {"trainer": trainer, "tp": tp, "ranks": count}
+            rows += [{"way": way, **facts, **row} for way, row in _ways(source, plan, load)]
+        return rows
+    finally:
+        distributed.destroy_process_group()
+
+
+# ---- ways ------------------------------------------------------------------------------------------------------------
+
+
+def _ways(source: WeightSource, plan: LoadPlan, load: Callable[[Weights], None]) -> Iterator[tuple[str, Row]]:
+    targets = [copy.target for copy in plan.copies]
+    device = targets[0].device
+    limit = {"bucket_bytes": CPU_BUCKET_BYTES} if device.type == "cpu" else {}
+    slices = SlicesTransport(source, plan, device=device, why_not_shared="measured", **limit)
+    seconds = _median_s(slices.transfer, device)
+    in_all_s = sum(slices.seconds.values())
+    row: Row = {"median_s": seconds, "received_bytes": slices.received_bytes // (REPEATS + 1)}
+    row |= {"planned_bytes": slices.bytes_to_receive, "buffers_bytes": slices.working_bytes}
+    slices.verify()
+    expected = [target.clone() for target in targets]
+    yield "slices", row | {f"{stage}_share": slices.seconds.get(stage, 0.0) / in_all_s for stage in STAGES}
+    gather = _Gather(source, device)
+    whole = LocalTransport(source, None, plan, why_not_shared="measured")  # type: ignore[arg-type]  # it has no loader
+    own_bytes = sum(part.tensor.nbytes for part in source.parts() if part.tensor is not None)
+    lacking_bytes = sum(spec.size_bytes for spec in source.specs()) - own_bytes
+    others: dict[str, Callable[[], Any]] = {
+        "whole": whole.transfer,
+        "as verl": partial(_one_by_one, gather, load),
+        "as slime": partial(_in_buckets, gather, load, limit.get("bucket_bytes", BUCKET_BYTES)),
+    }
+    for way, transfer in others.items():
+        for target in targets:
+            target.zero_()
+        seconds = _median_s(transfer, device)
+        if not all(map(torch.equal, targets, expected)):
+            raise AssertionError(f"{way} has left other weights than slices")
+        row = {"median_s": seconds, "received_bytes": lacking_bytes if way == "whole" else gather.received_bytes}
+        yield way, row | dict.fromkeys(("planned_bytes", "buffers_bytes", *(f"{stage}_share" for stage in STAGES)))
+
+
+def _median_s(transfer: Callable[[], Any], device: torch.device) -> float:
+    """Median seconds of transfers that all ranks begin together, after one that is not measured."""
+    from torch import distributed
+
+    found = []
+    for _ in range(REPEATS + 1):
+        distributed.barrier()
+        found.append(timed(transfer, device))
+    return statistics.median(found[1:])
+
+
+class _Gather:
+    """Whole weights by `all_gather`: every rank gives what it holds in a row, padded to the largest."""
+
+    def __init__(self, source: WeightSource, device: torch.device) -> None:
+        self.specs = source.specs()
+        self._ranks = source.ranks
+        self._device = device
+        self._parts: dict[str, list[torch.Tensor]] = {}
+        for part in source.parts():
+            if part.tensor is not None:
+                self._parts.setdefault(part.name, []).append(part.tensor)
+        told = self._ranks.gather([(one.name, one.box) for one in slices_of(source.parts())])
+        self._held: dict[str, dict[int, list[Box]]] = {spec.name: {rank: [] for rank in told} for spec in self.specs}
+        for rank, boxes in told.items():
+            for name, box in boxes:
+                self._held[name][rank].append(box)
+        self.received_bytes = sum(
+            (len(told) - 1) * self._size(spec.name) * getattr(torch, spec.dtype).itemsize
+            for spec in self.specs
+            if not self._is_everywhere(spec.name, spec.shape)
+        )
+        """Bytes that come to this rank when every weight is gathered once."""
+
+    @torch.no_grad()
+    def begin(self, index: int) -> tuple[torch.Tensor, Any]:
+        """Begin to gather a weight: what will be there, and what to wait for."""
+        from torch import distributed
+
+        spec = self.specs[index]
+        dtype, size = getattr(torch, spec.dtype), self._size(spec.name)
+        row = torch.zeros(size, dtype=dtype, device=self._device)
+        start = 0
+        for part in self._parts.get(spec.name, ()):
+            row[start : start + part.numel()].copy_(part.reshape(-1))
+            start += part.numel()
+        if self._is_everywhere(spec.name, spec.shape):
+            return row, None
+        rows = torch.empty(len(self._held[spec.name]) * size, dtype=dtype, device=self._device)
+        of_ranks = list(rows.chunk(len(self._held[spec.name])))
+        return rows, distributed.all_gather(of_ranks, row, group=self._ranks.wire, async_op=True)
+
+    @torch.no_grad()
+    def end(self, index: int, rows: torch.Tensor, work: Any) -> tuple[str, torch.Tensor]:
+        """Wait for a weight and put it together: its name, and the whole."""
+        spec = self.specs[index]
+        held = self._held[spec.name]
+        if work is None:
+            return spec.name, rows.view(spec.shape)
+        work.wait()
+        whole = torch.empty(spec.shape, dtype=rows.dtype, device=self._device)
+        for row, boxes in zip(rows.chunk(len(held)), held.values(), strict=True):
+            start = 0
+            for box in boxes:
+                region = tuple(slice(o, o + n) for o, n in zip(box.offset, box.shape, strict=True))
+                whole[region] = row[start : start + box.num_elements].view(box.shape)
+                start += box.num_elements
+        return spec.name, whole
+
+    def _size(self, name: str) -> int:
+        """Elements of a rank's row, which all ranks' rows have."""
+        return max(sum(box.num_elements for box in boxes) for boxes in self._held[name].values())
+
+    def _is_everywhere(self, name: str, dims: tuple[int, ...]) -> bool:
+        whole = Box((0,) * len(dims), tuple(dims))
+        return all(boxes == [whole] for boxes in self._held[name].values())
+
+
+def _one_by_one(gather: _Gather, load: Callable[[Weights], None]) -> None:
+    """Gather a tensor, give it to the loader, and go on with the next."""
+    for index in range(len(gather.specs)):
+        load([gather.end(index, *gather.begin(index))])
+
+
+def _in_buckets(gather: _Gather, load: Callable[[Weights], None], limit_bytes: int) -> None:
+    """Gather tensors of a bucket beside each other, put them together, load all of them, and begin the next bucket."""
+    bucket: list[int] = []
+    for index, spec in enumerate(gather.specs):
+        if bucket and sum(gather.specs[one].size_bytes for one in bucket) + spec.size_bytes > limit_bytes:
+            _load_bucket(gather, bucket, load)
+            bucket = []
+        bucket.append(index)
+    _load_bucket(gather, bucket, load)
+
+
+def _load_bucket(gather: _Gather, bucket: Sequence[int], load: Callable[[Weights], None]) -> None:
+    begun = [gather.begin(index) for index in bucket]
+    load([gather.end(index, *one) for index, one in zip(bucket, begun, strict=True)])
+
+
+# ---- trainers and engines --------------------------------------------------------------------------------------------
+
+
+def _of_fsdp(config: Any, device: torch.device) -> WeightSource:
+    """A model that FSDP2 has sharded over all ranks, layer by layer."""
+    from torch import distributed
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    with device:
+        model = AutoModelForCausalLM.from_config(config, dtype=config.dtype)
+    mesh = init_device_mesh(device.type, (distributed.get_world_size(),))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return ModuleSource(model)
+
+
+def _of_megatron(config: Any, device: torch.device) -> WeightSource:
+    """A model of Megatron's whose layers are cut over all ranks."""
+    from torch import distributed
+
+    from colo.bench.megatron import tensor_parallel_stage
+    from colo.weights.sources.megatron.source import MegatronSource
+
+    stage = tensor_parallel_stage(config, distributed.get_world_size(), device)
+    placed = MegatronSource([stage], family=config.model_type, vocab_size=config.vocab_size)
+    return SpreadSource(placed, device=device)
+
+
+def _engine(
+    config: Any, rank: int, tp: int, device: torch.device
+) -> tuple[Mapping[str, torch.Tensor], Callable[[Weights], None]]:
+    """Part `rank` of `tp` of an engine's memory, and the loader that fills it as vLLM's does."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=config.dtype)
+    memory: dict[str, torch.Tensor] = {}
+    places: dict[str, tuple[str, int, int]] = {}  # name to memory, its first row there, and the dimension that is cut
+    fused: dict[str, list[torch.Size]] = {}
+    for name, parameter in ModuleSource(model):
+        prefix, _, leaf = name.removesuffix(".weight").rpartition(".")
+        dim = 1 if leaf in _BY_COLUMNS else 0 if leaf in _FUSED or leaf in _BY_ROWS else -1
+        dims = list(parameter.shape)
+        if dim >= 0:
+            dims[dim] //= tp
+        target = f"{prefix}.{_FUSED[leaf]}" if leaf in _FUSED else name
+        shapes = fused.setdefault(target, [])
+        places[name] = target, sum(one[0] for one in shapes), dim
+        shapes.append(torch.Size(dims))
+    for target, shapes in fused.items():
+        rows = sum(one[0] for one in shapes)
+        memory[target] = torch.zeros(rows, *shapes[0][1:], dtype=config.dtype, device=device)
+
+    @torch.no_grad()
+    def load(weights: Weights) -> None:
+        for name, tensor in weights:
+            target, first, dim = places[name]
+            part = tensor.chunk(tp, dim)[rank] if dim >= 0 else tensor
+            memory[target][first : first + part.shape[0]].copy_(part)
+
+    return memory, load
