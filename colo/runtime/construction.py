@@ -33,6 +33,9 @@ if TYPE_CHECKING:
     from peft import PeftModel
 
 
+_FITS = "resident: it fits beside weights and gradients"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainerSide:
     """The trainer's part of a runtime, and the scheduler that both phases have been planned with."""
@@ -55,28 +58,48 @@ def make_trainer_side(
     Raises: `Unsupported` for an optimizer that cannot be streamed and shall be; `BudgetError` when a phase could not be
     entered in any way that is allowed.
     """
-    placement, reason = config.optimizer, why_not_separable(optimizer)
-    if config.release_gradients:
-        placement = OptimizerState.STREAMED
-    if placement is OptimizerState.STREAMED and reason is not None:
-        raise Unsupported(f"RuntimeConfig has optimizer='streamed': {reason}")
-    if placement is not OptimizerState.STREAMED:
-        session = make_session(False)
-        try:
-            fits = "it fits beside weights and gradients" if placement is OptimizerState.AUTO else "asked for"
-            return _planned(session, scheduler_of, ranks, f"resident: {fits}")
-        except BaseException as error:
-            may_stream = placement is OptimizerState.AUTO and config.offload is not Offload.NEVER
-            if not isinstance(error, BudgetError) or not may_stream:
-                raise
-            if reason is not None:
-                error.add_note(f"The optimizer's state cannot be streamed either: {reason}")
-                raise
-            missing = format_bytes(error.needed_bytes - error.free_bytes)
+    reason = why_not_separable(optimizer)
+    placement = OptimizerState.STREAMED if config.release_gradients else config.optimizer
+    if placement is OptimizerState.STREAMED:
+        if reason is not None:
+            raise Unsupported(f"RuntimeConfig has optimizer='streamed': {reason}")
+        return _planned(make_session(True), scheduler_of, ranks, "streamed: asked for")
+    if placement is OptimizerState.AUTO and config.offload is not Offload.NEVER and reason is None:
+        found = _attempt(make_session, scheduler_of)
+        if not ranks.any(isinstance(found, BudgetError), "choosing where the optimizer's state is"):
+            assert isinstance(found, TrainerSide), "this rank would have said so"
+            return found
+        why = "streamed: another rank has no room for the whole of it"
+        if isinstance(found, BudgetError):
+            missing = format_bytes(found.missing_bytes)
             why = f"streamed: with the whole of it on the device, {missing} would be missing"
-    else:
-        why = "streamed: asked for"
-    return _planned(make_session(True), scheduler_of, ranks, why)
+        else:
+            found.session.close()
+        return _planned(make_session(True), scheduler_of, ranks, why)
+    asked = placement is OptimizerState.RESIDENT
+    try:
+        return _planned(make_session(False), scheduler_of, ranks, "resident: asked for" if asked else _FITS)
+    except BudgetError as error:
+        if not asked and reason is not None:
+            error.add_note(f"The optimizer's state cannot be streamed either: {reason}")
+        raise
+
+
+def _attempt(
+    make_session: Callable[[bool], TrainerSession], scheduler_of: Callable[[TrainerSession], Scheduler]
+) -> TrainerSide | BudgetError:
+    """Plan with resident state on this rank alone; or why that does not fit."""
+    session = None
+    try:
+        session = make_session(False)
+        scheduler = scheduler_of(session)
+        return TrainerSide(session=session, scheduler=scheduler, rollout=check_phases(scheduler), why=_FITS)
+    except BaseException as error:
+        if session is not None:
+            session.close()
+        if isinstance(error, BudgetError):
+            return error
+        raise
 
 
 def _planned(
