@@ -119,6 +119,13 @@ def demo(
 @size_option("--gpu-memory", default="80GiB", help="Of one GPU: 24GiB, or 24G, which is the same; 24GB is decimal.")
 @click.option("--mode", type=click.Choice(["full", "lora", "qlora"]), default="full", help="What is trained.")
 @click.option("--optimizer", type=click.Choice(["adamw", "sgd-momentum", "adafactor"]), default="adamw")
+@click.option(
+    "--state",
+    type=click.Choice(["auto", "resident", "streamed"]),
+    default="auto",
+    help="Where the optimizer's state is while it steps: on the GPU as a whole, or streamed through it.",
+)
+@click.option("--release-gradients", is_flag=True, help="Step and drop each gradient within the backward pass.")
 @click.option("--context", type=click.IntRange(min=1), default=4096, help="Tokens of prompt and completion together.")
 @click.option("--generations", type=click.IntRange(min=1), default=8, help="Sequences generated at the same time.")
 @json_option
@@ -127,6 +134,8 @@ def plan(
     gpu_memory: int,
     mode: str,
     optimizer: str,
+    state: str,
+    release_gradients: bool,
     context: int,
     generations: int,
     json_path: Path | None,
@@ -143,6 +152,8 @@ def plan(
         gpu_memory=gpu_memory,
         mode=mode,
         optimizer=optimizer,
+        state=state,
+        release_gradients=release_gradients,
         context=context,
         generations=generations,
     )
@@ -209,14 +220,19 @@ def bench_share(shape_name: str, device: str, json_path: Path | None) -> None:
 
 @bench.command("generation")
 @click.option("--shape", "shape_name", type=click.Choice(["0.6b", "8b"]), default="0.6b", help="Qwen3's shapes.")
+@click.option("--prompts", type=click.IntRange(min=1), help="How many prompts; 256 on a GPU.")
+@click.option("--tokens", "new_tokens", type=click.IntRange(min=1), help="Tokens for each; 256 on a GPU.")
 @device_option
 @json_option
-def bench_generation(shape_name: str, device: str, json_path: Path | None) -> None:
-    """Tokens a second on the trainer's weights, beside stock vLLM."""
+def bench_generation(device: str, json_path: Path | None, **what: Any) -> None:
+    """Tokens a second on the trainer's weights, beside stock vLLM.
+
+    And what rt.generate adds to vLLM's own call.
+    """
     require_vllm("colo bench generation")
     from colo.bench import generation
 
-    _run_bench(lambda tell: generation.run(shape_name=shape_name, device=device, tell=tell), json_path)
+    _run_bench(lambda tell: generation.run(device=device, tell=tell, **what), json_path)
 
 
 @bench.command("sync")

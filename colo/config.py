@@ -33,6 +33,27 @@ class Weights(StrEnum):
     """A copy each, sent through two buckets to an engine in another process; nothing of the trainer's is mapped."""
 
 
+class OptimizerState(StrEnum):
+    """Where the optimizer's state is while it steps."""
+
+    AUTO = "auto"
+    """On the device as a whole where that fits beside weights and gradients; streamed otherwise."""
+
+    RESIDENT = "resident"
+    """On the device as a whole."""
+
+    STREAMED = "streamed"
+    """In host memory; it passes through the device a bucket at a time."""
+
+
+_CHOICES: dict[str, type[Offload] | type[Weights] | type[OptimizerState]] = {
+    "offload": Offload,
+    "weights": Weights,
+    "optimizer": OptimizerState,
+}
+_SWITCHES = ("verify", "release_gradients", "suspend_nccl")
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RuntimeConfig:
     """How a runtime uses its device and its host."""
@@ -42,6 +63,15 @@ class RuntimeConfig:
 
     weights: Weights = Weights.AUTO
     """`auto` shares them where that can be, `copy` and `staged` give trainer and engine a copy each."""
+
+    optimizer: OptimizerState = OptimizerState.AUTO
+    """`resident` has the optimizer's state on the device while it steps, `streamed` a bucket of `region_bytes` at a
+    time, for optimizers that update each parameter by itself; `auto` streams where the whole would not fit."""
+
+    release_gradients: bool = False
+    """Step each bucket of a streamed optimizer within the backward pass, as soon as its gradients are there, and drop
+    them. `optimizer.step()` does the rest: call it after every backward pass. Nothing that looks at all gradients, such
+    as `clip_grad_norm_` or a `GradScaler`, has an effect then."""
 
     device_limit_bytes: int | None = None
     """Play a device of this size: segments and `train_working_bytes` together may take so much. `None` takes what the
@@ -60,7 +90,8 @@ class RuntimeConfig:
     """Activations and other transient memory of `train()` to keep free; the least, where it is measured too."""
 
     region_bytes: int = 1 * GIB
-    """Trainer state is gathered into device regions of about this size; moving one is one unit of progress."""
+    """Trainer state is gathered into device regions of about this size; moving one is one unit of progress. A streamed
+    step has the state of about three on the device."""
 
     chunk_bytes: int = 64 * MIB
     """Copies between host and device are cut into pieces of this size, so that small copies get through."""
@@ -84,17 +115,26 @@ class RuntimeConfig:
     """Check at every rollout that trainer and engine still hold the same weights."""
 
     def __post_init__(self) -> None:
-        if self.offload not in tuple(Offload):
-            raise ValueError(f"offload must be one of {', '.join(Offload)}, not {self.offload!r}")
-        if self.weights not in tuple(Weights):
-            raise ValueError(f"weights must be one of {', '.join(Weights)}, not {self.weights!r}")
-        object.__setattr__(self, "offload", Offload(self.offload))
-        object.__setattr__(self, "weights", Weights(self.weights))
-        if not isinstance(self.verify, bool):
-            raise TypeError(f"verify must be True or False, not {self.verify!r}")
+        for name, kind in _CHOICES.items():
+            value = getattr(self, name)
+            if value not in tuple(kind):
+                raise ValueError(f"{name} must be one of {', '.join(kind)}, not {value!r}")
+            object.__setattr__(self, name, kind(value))
+        if self.offload is Offload.NEVER and self.optimizer is OptimizerState.STREAMED:
+            raise ValueError('optimizer="streamed" keeps state in host memory, which offload="never" rules out')
+        for name in _SWITCHES:
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be True or False, not {getattr(self, name)!r}")
+        if self.release_gradients and self.optimizer is OptimizerState.RESIDENT:
+            raise ValueError('release_gradients=True steps a streamed optimizer: leave out optimizer="resident"')
+        if self.release_gradients and self.accumulation_steps != 1:
+            raise ValueError(
+                f"release_gradients=True steps in every backward pass: accumulation_steps must be 1, not "
+                f"{self.accumulation_steps}"
+            )
         for entry in fields(self):
             value = getattr(self, entry.name)
-            if entry.name in ("offload", "weights", "verify", "max_mismatch", "suspend_nccl"):
+            if entry.name in (*_CHOICES, *_SWITCHES, "max_mismatch"):
                 continue
             if value is None and entry.default is None:
                 continue

@@ -1,5 +1,6 @@
-"""`MasterWeights`, by its public name."""
+"""`MasterWeights` and `register_separable`, by their public names."""
 
 from colo.trainer.master_weights import MakeOptimizer, MasterWeights
+from colo.trainer.separable import register_separable
 
-__all__ = ["MakeOptimizer", "MasterWeights"]
+__all__ = ["MakeOptimizer", "MasterWeights", "register_separable"]

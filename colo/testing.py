@@ -317,6 +317,7 @@ class ForgetfulRegion(ResizedRegion):
     """A region on a `FakeDevice` that holds `GARBAGE` in every byte each time it comes back."""
 
     GARBAGE = 0xA5
+    reuses_memory = False
 
     def __init__(self, name: str, size_bytes: int, device: FakeDevice) -> None:
         """Take the bytes, `GARBAGE` too. Raises: `MemoryError` past the device's capacity."""

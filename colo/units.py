@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
+
+T = TypeVar("T")
 
 KIB = 1 << 10
 MIB = 1 << 20
@@ -48,3 +52,18 @@ def format_seconds(seconds: float) -> str:
 def align_up(num_bytes: int, alignment: int) -> int:
     """The smallest multiple of `alignment` that is at least `num_bytes`."""
     return -(-num_bytes // alignment) * alignment
+
+
+def batches(items: Iterable[T], size_of: Callable[[T], int], limit_bytes: int | None) -> Iterator[list[T]]:
+    """Cut a sequence into lists of at most `limit_bytes` in all, in order; a larger item is a list of its own."""
+    batch: list[T] = []
+    taken_bytes = 0
+    for item in items:
+        size_bytes = size_of(item)
+        if batch and limit_bytes is not None and taken_bytes + size_bytes > limit_bytes:
+            yield batch
+            batch, taken_bytes = [], 0
+        batch.append(item)
+        taken_bytes += size_bytes
+    if batch:
+        yield batch

@@ -1,8 +1,9 @@
 """`colo bench lora`: the next version of a LoRA adapter to vLLM, ours beside others.
 
-The others are files on disk and in RAM, colo's own first load from tensors, and, in this process, vLLM's own
-`LoRAModel.from_lora_tensors`, added and activated. Random weights, rank 16 on every linear layer of the decoder but
-experts, by the public call that a publication makes. A call to the worker that does nothing is measured, too.
+A worker in another process reads it in place or, where that cannot be, in a slab. The others are files on disk and in
+RAM, colo's own first load from tensors, and, in this process, vLLM's own `LoRAModel.from_lora_tensors`, added and
+activated. Random weights, rank 16 on every linear layer of the decoder but experts, by the public call that a
+publication makes. A call to the worker that does nothing is measured, too.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import itertools
 import json
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -50,6 +52,10 @@ def _measure(setup: Setup, adapter: AdapterWeights, *, own_process: bool) -> Ite
     driven.pause()
     driven.load_adapter("policy@0", adapter)
     yield _row(f"colo, {where}", adapter, median_s(partial(_replace, driven, adapter), device, repeats=20, warmup=3))
+    if own_process:
+        staged = replace(adapter, shared=False)
+        way = partial(_replace, driven, staged)
+        yield _row(f"colo, through a slab, {where}", staged, median_s(way, device, repeats=20, warmup=3))
     yield _row(f"an empty call, {where}", None, median_s(partial(_ask_nothing, driven), device, repeats=20, warmup=3))
     yield _row(f"a fresh load from tensors, {where}", adapter, median_s(partial(_reload, driven, adapter), device))
     if not own_process:
@@ -150,6 +156,7 @@ def _adapter(config: PretrainedConfig, device: torch.device) -> AdapterWeights:
         a={name: torch.randn(RANK, size[0], **like) * 0.02 for name, size in names.items()},
         b={name: torch.randn(size[1], RANK, **like) * 0.02 for name, size in names.items()},
         scalings=dict.fromkeys(names, ALPHA / RANK),
+        shared=True,
     )
 
 

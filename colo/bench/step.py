@@ -1,26 +1,30 @@
 """`colo bench step`: whole steps of GRPO's shape, and what the two tenants take of the device.
 
-0.6B: ours (one copy; trainer state parked where it has to be, or for every rollout) against what people do today with
-two copies: both tenants resident, vLLM's level 1 and level 2, each pushing the weights after every step. All with vLLM
-in the trainer's process and in its own, a step of each in turn. 8B: the memory of full fine-tuning with fp32 masters.
+0.6B: ours (one copy; trainer state parked where it has to be, or for every rollout, or streamed through each step)
+against what people do today with two copies: both tenants resident, vLLM's level 1 and level 2, each pushing the
+weights after every step, and TRL's own trainer. All with vLLM in the trainer's process and in its own, a step of each
+in turn. 8B: the memory of full fine-tuning with fp32 masters.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 
+from colo.bench import one_copy, trl_colocate
 from colo.bench.common import Result, Row, Tell, clear, silent
 from colo.bench.offload import copy_limit
+from colo.bench.one_copy import OneCopy
 from colo.bench.sides import Side
 from colo.bench.tenants import PARTS, Stopwatch, Tenants
+from colo.bench.trl_colocate import TRLColocate
 from colo.bench.two_copies import LEVELS, TwoCopies
 from colo.bench.workload import Setup, grpo_steps, peak_device_bytes, prepared
-from colo.config import Offload
 from colo.memory.probe import used_device_bytes
 from colo.phases.phase import ENGINE_WEIGHTS, TRAINER_GRADIENTS, TRAINER_MASTER_WEIGHTS, TRAINER_OPTIMIZER, Phase
 from colo.runtime import Runtime
@@ -47,38 +51,15 @@ def run(*, shape_name: str, device: str, placements: Sequence[str] = PLACEMENTS,
 # ---- time ------------------------------------------------------------------------------------------------------------
 
 
-class OneCopy(Tenants):
-    """colo: vLLM in this process or in one of its own, and a trainer, on one copy of the weights."""
+@dataclass(frozen=True)
+class Kind:
+    """Tenants of one kind, in one placement, and the ways in which they take steps."""
 
-    def __init__(self, setup: Setup, own_process: bool) -> None:
-        super().__init__(setup)
-        self._rt = setup.launched(own_process=own_process)
-
-    def step(self, way: str) -> Stopwatch:
-        """One step, with `offload` as `way` says."""
-        rt = self._rt
-        rt.scheduler.offload = Offload(way)
-        first_span, sent_bytes = len(rt.trace.spans), rt.bytes_synced
-        watch = Stopwatch(rt.device)
-        grpo_steps(1, rt, self.setup.size)
-        for span in rt.trace.spans[first_span:]:
-            if span.category == "phase" and span.phase in (Phase.ROLLOUT, Phase.TRAIN):
-                watch.parts_s[str(span.phase)] += span.duration_s
-            elif span.name.startswith("publish"):
-                watch.parts_s["publish"] += span.duration_s
-        watch.stop()
-        watch.sent_bytes = rt.bytes_synced - sent_bytes
-        return watch
-
-    def rest(self) -> None:
-        """Enter a training phase with everything away that it does not need, and leave it."""
-        self._rt.scheduler.offload = Offload.ALWAYS
-        with self._rt.train():
-            clear(self.setup.device)
-
-    def close(self) -> None:
-        """End the engine."""
-        self._rt.close()
+    name: str
+    make: Callable[[Setup, bool], Tenants]
+    placement: str
+    ways: Sequence[str]
+    why_skipped: str | None = None
 
 
 @dataclass(frozen=True)
@@ -91,42 +72,55 @@ class Way:
     steps: list[Stopwatch] = field(default_factory=list)
 
     def row(self) -> Row:
-        """Medians of the steps, the extremes of their times, and of what is neither rollout nor training, its share."""
+        """Median and extremes of the steps' times, and the share of what is neither rollout nor training."""
         times = [step.total_s for step in self.steps]
-        parts = {f"{part}_s": statistics.median(step.parts_s[part] for step in self.steps) for part in PARTS}
         step_s = statistics.median(times)
+        between_s = sum(self._median_s(part) for part in ("publish", "switch"))
         return {
             "way": self.name,
             "step_s": step_s,
             "least_s": min(times),
             "most_s": max(times),
-            **parts,
-            "of_step": (parts["publish_s"] + parts["switch_s"]) / step_s,
+            "of_step": between_s / step_s,
             "sent_bytes": self.steps[-1].sent_bytes,
             "peak_bytes": self.peak_bytes,
         }
 
+    def waits(self) -> Row:
+        """What a step waits for: medians, and the largest less the least. Copies are also within the other parts."""
+        row: Row = {"way": f"{self.name}: waits"}
+        for part in PARTS:
+            found = [step.parts_s[part] for step in self.steps]
+            row |= {f"{part}_s": self._median_s(part), f"{part}_spread_s": max(found) - min(found)}
+        exposed = [step.exposed_s for step in self.steps if step.exposed_s is not None]
+        return row | {"copies_exposed_s": statistics.median(exposed) if exposed else None}
+
+    def _median_s(self, part: str) -> float:
+        return statistics.median(step.parts_s[part] for step in self.steps)
+
+
+def _kinds(device: torch.device, placement: str) -> list[Kind]:
+    """What is measured in one placement, and what cannot be."""
+    on_cuda, own_process = device.type == "cuda", placement == "own process"
+    no_streams = None if one_copy.can_stream() else "this colo has no RuntimeConfig.optimizer"
+    no_ipc = "vLLM's IPC transfer is for GPUs" if own_process and not on_cuda else None
+    streamed = partial(OneCopy, optimizer=one_copy.STREAMED)
+    kinds = [
+        Kind("colo", OneCopy, placement, one_copy.WAYS),
+        Kind("colo", streamed, placement, (one_copy.STREAMED,), no_streams),
+        Kind("two copies", TwoCopies, placement, tuple(LEVELS) if on_cuda else ("both resident",), no_ipc),
+    ]
+    if not own_process:  # where TRL has a server, on GPUs of its own
+        skipped = trl_colocate.why_skipped(device)
+        kinds.append(Kind("TRL's GRPOTrainer", TRLColocate, placement, (trl_colocate.WAY,), skipped))
+    return kinds
+
 
 def _steps(setup: Setup, placements: Sequence[str]) -> list[Row]:
     """Every way a step in turn. Each kind of tenants has a process, and rests while others are measured."""
-    is_cuda = setup.device.type == "cuda"
-    levels = tuple(LEVELS) if is_cuda else ("both resident",)
-    sides: list[tuple[Side, list[Way]]] = []
+    kinds = [kind for placement in placements for kind in _kinds(setup.device, placement)]
     with ExitStack() as running:
-        for placement in placements:
-            for name, make, ways in (("colo", OneCopy, ("auto", "always")), ("two copies", TwoCopies, levels)):
-                if make is TwoCopies and placement == "own process" and not is_cuda:
-                    continue  # vLLM's IPC is for GPUs
-                setup.tell(f"{name}, {placement}, once")
-                others_bytes = used_device_bytes(setup.device)
-                side = running.enter_context(Side(make, replace(setup, tell=silent), placement == "own process"))
-                side.call("step", ways[0])  # makes the optimizer's state
-                peaks = [side.call("peak_bytes", argument) for argument in ways]
-                side.call("rest")
-                sides.append((side, []))
-                for argument, peak_bytes in zip(ways, peaks, strict=True):
-                    alone_bytes = peak_bytes - others_bytes if others_bytes is not None else None
-                    sides[-1][1].append(Way(f"{name}, {placement}, {argument}", argument, alone_bytes))
+        sides = [_started(setup, kind, running) for kind in kinds if kind.why_skipped is None]
         for turn in range(setup.size.steps):
             for side, found in sides:
                 for way in found:
@@ -134,7 +128,27 @@ def _steps(setup: Setup, placements: Sequence[str]) -> list[Row]:
                     side.call("step", way.argument)  # comes from rest, or from another way
                     way.steps.append(side.call("step", way.argument))
                 side.call("rest")
-    return [way.row() for _, found in sides for way in found]
+    ways = [way for _, found in sides for way in found]
+    skipped = [
+        {"way": f"{kind.name}, {kind.placement}, {way}", "skipped": kind.why_skipped}
+        for kind in kinds
+        if kind.why_skipped is not None
+        for way in kind.ways
+    ]
+    return [*(way.row() for way in ways), *(way.waits() for way in ways), *skipped]
+
+
+def _started(setup: Setup, kind: Kind, running: ExitStack) -> tuple[Side, list[Way]]:
+    """Tenants in a process of their own, which have taken a step in each of their ways and rest."""
+    name = f"{kind.name}, {kind.placement}"
+    setup.tell(f"{name}, once")
+    others_bytes = used_device_bytes(setup.device)
+    side = running.enter_context(Side(kind.make, replace(setup, tell=silent), kind.placement == "own process"))
+    side.call("step", kind.ways[0])  # makes the optimizer's state
+    peaks = [side.call("peak_bytes", argument) for argument in kind.ways]
+    side.call("rest")
+    alone = [peak_bytes - others_bytes if others_bytes is not None else None for peak_bytes in peaks]
+    return side, [Way(f"{name}, {way}", way, alone_bytes) for way, alone_bytes in zip(kind.ways, alone, strict=True)]
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------

@@ -65,7 +65,7 @@ SIZES = {
         enforce_eager=False,
     ),
     "cpu": Size(
-        kv_cache_bytes=8 * MIB,
+        kv_cache_bytes=32 * MIB,
         prompts=4,
         prompt_tokens=8,
         new_tokens=4,
@@ -97,8 +97,8 @@ class Setup:
         """The same with a KV cache of 1 GiB at most, and without CUDA graphs and torch.compile."""
         return self.resized(enforce_eager=True, kv_cache_bytes=min(self.size.kv_cache_bytes, GIB))
 
-    def launched(self, *, own_process: bool = True) -> Runtime:
-        """vLLM and a model to train on one copy of the weights."""
+    def launched(self, *, own_process: bool = True, **settings: Any) -> Runtime:
+        """vLLM and a model to train on one copy of the weights, with settings of `RuntimeConfig`."""
         return launch(
             self.config,
             engine="vllm",
@@ -110,7 +110,7 @@ class Setup:
             },
             device=self.device,
             dtype=self.config.dtype,
-            config=RuntimeConfig(kv_cache_bytes=self.size.kv_cache_bytes),
+            config=RuntimeConfig(kv_cache_bytes=self.size.kv_cache_bytes, **settings),
         )
 
     def engine(self, **options: Any) -> VLLMEngine:
@@ -214,11 +214,16 @@ def grpo_steps(count: int, rt: Runtime, size: Size, *, prompts: int | None = Non
 
 
 def train_step(model: Any, optimizer: Any, sequences: list[Any], size: Size, device: torch.device) -> None:
-    """Gradients of a loss over `sequences` (equally long lists of token ids), and a step of the optimizer."""
-    for part in torch.tensor(sequences, device=device).split(size.train_sequences):
-        model(input_ids=part, use_cache=False, labels=part).loss.backward()
+    """Gradients of a loss over `sequences`, and a step of the optimizer."""
+    gradients(model, sequences, size, device)
     optimizer.step()
     optimizer.zero_grad()
+
+
+def gradients(model: Any, sequences: list[Any], size: Size, device: torch.device) -> None:
+    """Add gradients of a loss over `sequences` (equally long lists of token ids)."""
+    for part in torch.tensor(sequences, device=device).split(size.train_sequences):
+        model(input_ids=part, use_cache=False, labels=part).loss.backward()
 
 
 @contextmanager

@@ -90,6 +90,8 @@ def continuation(tokenizer: Any, prompt: Sequence[int], token_ids: Sequence[int]
 
 
 def _encode(index: int, prompt: Any, tokenizer: Any) -> list[int]:
+    if isinstance(prompt, (list, tuple)) and set(map(type, prompt)) == {int}:
+        return list(prompt)  # what most are, told in a tenth of the time
     if isinstance(prompt, Mapping):
         rows = _unpadded(prompt, at=index)
         if len(rows) > 1:

@@ -1,4 +1,7 @@
-"""Triton kernels that read memory in many places in one launch. Import through `colo.memory.triton_kernels`."""
+"""Triton kernels: memory read in many places in one launch, and masters in two bytes.
+
+Import through `colo.memory.triton_kernels`.
+"""
 
 import torch
 import triton
@@ -7,7 +10,7 @@ import triton.language as tl
 from colo.memory.tiles import WORDS
 
 _BLOCK = 4096
-"""Words that one program compares at a time."""
+"""Words, or masters, that one program handles at a time."""
 
 
 @triton.jit
@@ -56,6 +59,47 @@ def _compare(tiles, flags, BLOCK: tl.constexpr):
         tl.store(flags + tl.load(tile + 2), 1)
 
 
+@triton.jit
+def _join(weights, remainders, masters, count, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < count
+    upper = tl.load(weights + at, mask=inside, other=0).to(tl.int32)
+    tl.store(masters + at, (upper << 16) + tl.load(remainders + at, mask=inside, other=0).to(tl.int32), mask=inside)
+
+
+@triton.jit
+def _split(masters, weights, remainders, count, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < count
+    bits = tl.load(masters + at, mask=inside, other=0)
+    is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
+    upper = (bits + 0x8000) >> 16
+    remainder = tl.where(is_nan, 0, bits - (upper << 16))
+    upper = tl.where(is_nan, tl.where(bits < 0, -64, 0x7FC0), upper)
+    tl.store(weights + at, upper.to(tl.int16), mask=inside)
+    tl.store(remainders + at, remainder.to(tl.int16), mask=inside)
+
+
+def join_masters(weights: torch.Tensor, remainders: torch.Tensor) -> torch.Tensor:
+    """Bits of fp32 masters (int32); `weights` and `remainders` are int16: see `colo.trainer.remainders.join`."""
+    masters = torch.empty_like(weights, dtype=torch.int32)
+    _launch_over(masters, _join, weights, remainders, masters)
+    return masters
+
+
+def split_masters(masters: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Bits of bf16 weights, and remainders (both int16), of the bits of masters (int32); see `split` there."""
+    weights, remainders = (torch.empty_like(masters, dtype=torch.int16) for _ in range(2))
+    _launch_over(masters, _split, masters, weights, remainders)
+    return weights, remainders
+
+
+def _launch_over(elements, kernel, *arguments) -> None:
+    if count := elements.numel():
+        with torch.cuda.device_of(elements):
+            kernel[(triton.cdiv(count, _BLOCK),)](*arguments, count, BLOCK=_BLOCK)
+
+
 def weigh(tiles: torch.Tensor, weights: tuple[torch.Tensor, ...], sums: torch.Tensor) -> None:
     """Queue the kernel that computes the checksums of `colo.memory.checksum` and adds them to `sums`.
 
@@ -81,7 +125,7 @@ def _launch(kernel, tiles, *arguments, **constants) -> None:
 
 
 def try_out(device: torch.device) -> None:
-    """Compile both kernels for `device` and check their results. Raises: Triton's errors; `RuntimeError`."""
+    """Compile the kernels for `device` and check their results. Raises: Triton's errors; `RuntimeError`."""
     words = torch.arange(2 * WORDS, dtype=torch.int32, device=device)
     flags = torch.zeros(2, dtype=torch.int32, device=device)
     sums = torch.zeros(1, dtype=torch.int64, device=device)
@@ -90,5 +134,13 @@ def try_out(device: torch.device) -> None:
     compare(torch.tensor(rows, dtype=torch.int64, device=device), flags)
     weights = tuple(torch.ones(1 << n, dtype=torch.int64, device=device) for n in (10, 10, 14))
     weigh(torch.tensor([[address, 1022, 0, 4]], dtype=torch.int64, device=device), weights, sums)
+    split = split_masters(torch.tensor([0x3F808001, -0x00400001], dtype=torch.int32, device=device))
+    joined = join_masters(*split)
+    if [*(half.tolist() for half in split), joined.tolist()] != [
+        [0x3F81, -64],
+        [-0x7FFF, 0],
+        [0x3F808001, -0x00400000],
+    ]:
+        raise RuntimeError(f"Triton's kernels are wrong: {split}, {joined}")
     if (flags.tolist(), sums.tolist()) != ([0, 1], [6]):
         raise RuntimeError(f"Triton's kernels are wrong: {flags.tolist()}, {sums.tolist()}")

@@ -97,9 +97,9 @@ class Mover:
         """
         return self._copy("h2d", [(source, target)], after_queued=after_queued)
 
-    def copy_all_in(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Transfer:
-        """Queue copies of many (source, target) pairs as one `copy_in` without `after_queued`."""
-        return self._copy("h2d", pairs, after_queued=False)
+    def copy_all_in(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], *, after_queued: bool) -> Transfer:
+        """Queue copies of many (source, target) pairs as one `copy_in`."""
+        return self._copy("h2d", pairs, after_queued=after_queued)
 
     def _copy(self, lane: str, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], *, after_queued: bool) -> Transfer:
         if not self._streams:
@@ -206,6 +206,11 @@ class RegionSegment:
         """Wait for a move that is under way, if there is one."""
         if self._move is not None:
             self._move.wait()
+
+    def poll(self) -> None:
+        """Give back what a departure under way has freed so far, without waiting."""
+        if self._move is not None:
+            self._move.poll()
 
     def host_copy(self, region: Region) -> torch.Tensor:
         """The bytes of a region while the segment is offloaded, as a view of the arena (uint8).
@@ -355,7 +360,8 @@ class _Arrival:
         # Copies do not progress while the driver maps memory, so they start after all regions are mapped.
         if copies and regions:
             pairs = [(segment._host_view(region), region.bytes) for region in regions]
-            self._transfers.append(segment._mover.copy_all_in(pairs))
+            is_reused = any(region.reuses_memory for region in regions)
+            self._transfers.append(segment._mover.copy_all_in(pairs, after_queued=is_reused))
 
     def wait(self) -> None:
         if self._segment._move is not self:

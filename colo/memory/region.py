@@ -40,6 +40,9 @@ class Region(ABC):
     `bytes` may outlive a release, but must not be read or written before the next `restore`.
     """
 
+    reuses_memory = False
+    """Whether restored bytes may be memory that kernels in the current stream's queue still use for something else."""
+
     def __init__(self, name: str, data: torch.Tensor) -> None:
         self.name = name
         self.bytes = data
@@ -109,7 +112,12 @@ class Region(ABC):
 
 
 class ResizedRegion(Region):
-    """A region that resizes its storage, for devices whose allocator returns memory at once, such as the CPU."""
+    """A region that resizes its storage, for devices whose allocator returns memory at once, such as the CPU.
+
+    On CUDA its memory is that of torch's allocator, which keeps what is released and orders its use by streams.
+    """
+
+    reuses_memory = True
 
     def __init__(self, name: str, size_bytes: int, device: torch.device) -> None:
         super().__init__(name, torch.empty(size_bytes, dtype=torch.uint8, device=device))

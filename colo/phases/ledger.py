@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from colo.errors import BudgetError
 from colo.phases.phase import Residency, check_move
@@ -13,6 +13,16 @@ from colo.units import format_bytes
 
 if TYPE_CHECKING:
     from colo.phases.segment import Segment
+
+
+@runtime_checkable
+class LivesOnHost(Protocol):
+    """A segment with host bytes beside those that it takes while it is offloaded."""
+
+    @property
+    def home_bytes(self) -> int:
+        """Host bytes in any residency, such as those of state of which only a part is ever on the device."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,6 +33,7 @@ class Holding:
     size_bytes: int  # device bytes when resident; for a discarded segment, what becoming resident will take
     residency: Residency
     away: Residency | None = None  # where it goes when its bytes are needed; `None` for never
+    home_bytes: int = 0  # host bytes that it takes in any residency
 
     @property
     def device_bytes(self) -> int:
@@ -32,7 +43,7 @@ class Holding:
     @property
     def host_bytes(self) -> int:
         """Host bytes in this residency."""
-        return self.size_bytes if self.residency is Residency.OFFLOADED else 0
+        return self.home_bytes + (self.size_bytes if self.residency is Residency.OFFLOADED else 0)
 
     @property
     def eviction_cost_bytes(self) -> int:
@@ -42,7 +53,13 @@ class Holding:
     @classmethod
     def of(cls, segment: Segment) -> Holding:
         """The line of a live segment."""
-        return cls(name=segment.name, size_bytes=segment.size_bytes, residency=segment.residency, away=segment.away)
+        return cls(
+            name=segment.name,
+            size_bytes=segment.size_bytes,
+            residency=segment.residency,
+            away=segment.away,
+            home_bytes=segment.home_bytes if isinstance(segment, LivesOnHost) else 0,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -80,6 +80,7 @@ TRAINER_PARAMETERS = "trainer.parameters"
 TRAINER_ADAPTER = "trainer.adapter"
 TRAINER_GRADIENTS = "trainer.gradients"
 TRAINER_OPTIMIZER = "trainer.optimizer"
+TRAINER_BUCKET = "trainer.optimizer.bucket"  # one of streamed state, which moves within a step
 TRAINER_MASTER_WEIGHTS = "trainer.master_weights"
 TRAINER_KEPT = "trainer.kept"
 

@@ -147,6 +147,17 @@ class Scheduler:
         self.sample()
         return move
 
+    def forget(self, name: str) -> None:
+        """Give up what the host holds of a segment, once it has arrived there: whoever brings it back writes it anew.
+
+        Nothing happens to a segment that is elsewhere.
+        """
+        segment = self._segments[name]
+        if segment.residency is Residency.OFFLOADED:
+            self._departing.pop(name, None)
+            segment.begin(Residency.DISCARDED).wait()
+            self.sample()
+
     def fits(self, name: str) -> bool:
         """Whether there is room for a segment that is away, without moving another."""
         return self._segments[name].size_bytes <= self.ledger().free_bytes

@@ -10,70 +10,32 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from math import prod
 from typing import Any
 
+from colo.config import OptimizerState
 from colo.phases import phase as names
 from colo.planning.model_shape import ModelShape as ModelShape
 from colo.planning.model_shape import load_model_config
-from colo.units import GIB, MIB, format_bytes, parse_bytes
+from colo.planning.trainer_state import trainer_state, window_bytes
+from colo.planning.workload import Mode as Mode
+from colo.planning.workload import Optimizer as Optimizer
+from colo.planning.workload import Workload as Workload
+from colo.units import MIB, format_bytes, parse_bytes
 
 ACTIVATIONS, LOGITS, RESIDUAL = "activations", "logits", "residual"
+STEP = "step"
+"""The end of a training phase that streams its state: activations are gone, and the window is there."""
+
 MOVABLE = (names.TRAINER_GRADIENTS, names.TRAINER_OPTIMIZER, names.TRAINER_MASTER_WEIGHTS)
 
-# Left resident by vLLM 0.26 asleep (context, CUDA graphs, workspaces), measured: Qwen3-8B on an H200.
-ENGINE_RESIDUAL_BYTES = round(1.4 * GIB)
-TRAINER_RESIDUAL_BYTES = GIB // 2  # an allowance, not measured: cuBLAS workspaces, what the allocator rounds up
 LOGITS_WORKSPACE_BYTES = 512 * MIB  # log-probabilities are computed from chunks of logits that fit this
 ENGINE_BATCH_TOKENS = 8192  # tokens of one engine step: vLLM's default for max_num_batched_tokens
 # Logits, their fp32 copies, sorted values and indices. Measured: vLLM's peak grows by 1.38 GiB from 256 to 512
 # sequences of a 4-billion Qwen3, whose vocabulary is 151,936.
 SAMPLER_BYTES_PER_LOGIT = 38
+BUS_BYTES_PER_S = 54.6e9  # each way at once; measured: pinned memory to an H200 (examples/bench/results/offload.json)
 NORM_BYTES = 8  # an RMS norm keeps, of each element, its input and the normalised value in fp32
-
-
-class Mode(StrEnum):
-    """The trained weights: every weight, or fp32 adapters on a base in 16 bits (lora) or in NF4 (qlora)."""
-
-    FULL = "full"
-    LORA = "lora"
-    QLORA = "qlora"
-
-
-class Optimizer(StrEnum):
-    """Optimizer state in fp32: two moments, one, or (adafactor) a row and a column for each matrix."""
-
-    ADAMW = "adamw"
-    SGD_MOMENTUM = "sgd-momentum"
-    ADAFACTOR = "adafactor"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Workload:
-    """The work of each GPU."""
-
-    gpu_memory_bytes: int
-    context: int  # tokens of the longest sequence, prompt and completion together
-    generations: int  # sequences of `context` tokens that are alive at once in a rollout
-    mode: Mode = Mode.FULL
-    optimizer: Optimizer = Optimizer.ADAMW
-    tp: int = 1  # tensor-parallel ranks, of engine and trainer alike
-    lora_rank: int = 16
-    dtype_bytes: int = 2  # of weights, activations and KV cache; below 4, full fine-tuning adds fp32 master weights
-    micro_batch: int = 1  # sequences of `context` tokens in one forward and backward pass
-    residual_bytes: int = ENGINE_RESIDUAL_BYTES + TRAINER_RESIDUAL_BYTES  # on the device in every phase
-
-    def __post_init__(self) -> None:
-        for name, kind in (("mode", Mode), ("optimizer", Optimizer)):
-            value, known = getattr(self, name), [str(member) for member in kind]
-            if value not in known:
-                raise ValueError(f"{name} must be one of {', '.join(known)}, but is {value!r}")
-            object.__setattr__(self, name, kind(value))
-        sizes = ("gpu_memory_bytes", "context", "generations", "tp", "lora_rank", "dtype_bytes", "micro_batch")
-        for name, least in (*((size, 1) for size in sizes), ("residual_bytes", 0)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} must be at least {least}, but is {getattr(self, name)}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,6 +55,7 @@ class Estimate:
     segments: Mapping[str, int]  # bytes where a segment is largest; parameters that are the engine's own count 0
     phases: Mapping[str, Mapping[str, int]]  # device bytes; `activations` of a rollout are the engine's workspace
     offloaded: Mapping[str, tuple[str, ...]]  # on the host then; gradients that must go are dropped, not moved
+    streamed: bool = False  # the optimizer's state is on the device a bucket at a time, in a phase `step` of its own
     suggestions: tuple[Suggestion, ...] = ()
 
     @property
@@ -104,7 +67,19 @@ class Estimate:
     def needed_bytes(self) -> int:
         """The smallest GPU that runs this: the peak when everything that can leave for the rollout has left."""
         rollout = sum(size for name, size in self.phases[names.Phase.ROLLOUT].items() if name not in MOVABLE)
-        return max(rollout, sum(self.phases[names.Phase.TRAIN].values()))
+        return max(
+            rollout, *(sum(self.phases[phase].values()) for phase in (names.Phase.TRAIN, STEP) if phase in self.phases)
+        )
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the optimizer's state and masters."""
+        return self.segments[names.TRAINER_OPTIMIZER] + self.segments[names.TRAINER_MASTER_WEIGHTS]
+
+    @property
+    def step_wait_s(self) -> float:
+        """Seconds that a streamed step takes at least: for its state to come, and to leave at the same time."""
+        return self.state_bytes / BUS_BYTES_PER_S if self.streamed else 0.0
 
     @property
     def naive_peak_bytes(self) -> int:
@@ -133,7 +108,8 @@ class Estimate:
 
     def to_json(self) -> dict[str, object]:
         """The estimate as plain values: bytes as integers, phases and segments by name."""
-        numbers = ("peak_bytes", "naive_peak_bytes", "fits", "kv_bytes_per_token", "logits_bytes", "host_bytes")
+        sizes = ("peak_bytes", "naive_peak_bytes", "kv_bytes_per_token", "logits_bytes", "host_bytes")
+        numbers = (*sizes, "fits", "streamed", "step_wait_s")
         return {
             "segments": dict(self.segments),
             "phases": {phase: dict(held) for phase, held in self.phases.items()},
@@ -217,6 +193,29 @@ def what_fits(shape: ModelShape, contexts: Iterable[int], **workload: Any) -> li
     ]
 
 
+CARDS = {"24 GB": 24_564 * MIB, "48 GB": 49_140 * MIB, "80 GB": 81_559 * MIB, "141 GB": 143_771 * MIB}
+"""Usual GPUs by their memory, as nvidia-smi shows that of an RTX 4090, an L40S, an H100 and an H200."""
+
+WAYS: Mapping[str, tuple[Mode, OptimizerState, bool]] = {
+    "QLoRA": (Mode.QLORA, OptimizerState.RESIDENT, False),
+    "LoRA": (Mode.LORA, OptimizerState.RESIDENT, False),
+    "full, resident": (Mode.FULL, OptimizerState.RESIDENT, False),
+    "full, streamed": (Mode.FULL, OptimizerState.STREAMED, False),
+    "full, streamed, gradients released": (Mode.FULL, OptimizerState.STREAMED, True),
+}
+"""Ways to train a model: what is trained, where the optimizer's state is, whether gradients are released."""
+
+
+def smallest_cards(shape: ModelShape, workload: Workload) -> dict[str, tuple[int, str | None]]:
+    """Bytes of a GPU that each of `WAYS` needs for the work, and the smallest of `CARDS` that has them."""
+    found: dict[str, tuple[int, str | None]] = {}
+    for way, (mode, state, release) in WAYS.items():
+        changed = replace(workload, mode=mode, state=state, release_gradients=release)
+        needed_bytes = _evaluate(shape, changed).needed_bytes
+        found[way] = needed_bytes, next((card for card, size in CARDS.items() if size >= needed_bytes), None)
+    return found
+
+
 def _largest(holds: Callable[[int], bool]) -> int:
     """The largest n for which `holds`, 0 if there is none. It must hold below n, and must fail somewhere above."""
     below, above = 0, 1
@@ -259,9 +258,23 @@ def _fitting(found: Estimate, **changes: Any) -> Estimate | None:
 
 
 def _evaluate(shape: ModelShape, w: Workload) -> Estimate:
+    """Estimate with the optimizer's state where it is asked for: `auto` streams it where the whole does not fit."""
+    if w.state is OptimizerState.STREAMED:
+        return _estimated(shape, w, streamed=True)
+    resident = _estimated(shape, w, streamed=False)
+    if w.state is OptimizerState.RESIDENT or resident.fits:
+        return resident
+    streamed = _estimated(shape, w, streamed=True)
+    return streamed if streamed.needed_bytes < resident.needed_bytes else resident
+
+
+def _estimated(shape: ModelShape, w: Workload, *, streamed: bool) -> Estimate:
     shape.check_tp(w.tp)
     engine_workspace, activations = _engine_bytes(shape, w), _activation_bytes(shape, w)
-    state = _trainer_state(shape, w)
+    state = trainer_state(shape, w)
+    window = window_bytes(shape, w)
+    if w.release_gradients:
+        state[names.TRAINER_GRADIENTS] = min(state[names.TRAINER_GRADIENTS], window.gradients)
     logits = w.micro_batch * w.context * shape.vocab_size * (w.dtype_bytes + 4)  # and an fp32 copy
     engine_adapters = w.dtype_bytes * state[names.TRAINER_PARAMETERS] // 4  # the engine's own copy, which never sleeps
     segments = {
@@ -272,14 +285,20 @@ def _evaluate(shape: ModelShape, w: Workload) -> Estimate:
         LOGITS: min(LOGITS_WORKSPACE_BYTES, logits),
         RESIDUAL: w.residual_bytes + engine_adapters,
     }
-    train = {**segments, names.ENGINE_KV_CACHE: 0, ACTIVATIONS: activations}
+    at_home = (names.TRAINER_OPTIMIZER, names.TRAINER_MASTER_WEIGHTS) if streamed else ()
+    train = {**segments, names.ENGINE_KV_CACHE: 0, ACTIVATIONS: activations, **dict.fromkeys(at_home, 0)}
     sync = {**train, ACTIVATIONS: 0, LOGITS: 0}
-    rollout = {**segments, ACTIVATIONS: engine_workspace, LOGITS: 0}
+    rollout = {**segments, ACTIVATIONS: engine_workspace, LOGITS: 0, **dict.fromkeys(at_home, 0)}
     away = _leaving(rollout, w.gpu_memory_bytes)
     phases = {"rollout": {**rollout, **dict.fromkeys(away, 0)}, "sync": sync, "train": train}
-    moved = tuple(name for name in away if name != names.TRAINER_GRADIENTS)
-    offloaded: dict[str, tuple[str, ...]] = {"rollout": moved, "sync": (), "train": ()}
-    return Estimate(shape=shape, workload=w, segments=segments, phases=phases, offloaded=offloaded)
+    moved = tuple(name for name in (*at_home, *away) if name != names.TRAINER_GRADIENTS and segments[name])
+    offloaded: dict[str, tuple[str, ...]] = {"rollout": moved, "sync": at_home, "train": at_home}
+    if streamed and w.release_gradients:  # the step is made beside the backward pass
+        train[names.TRAINER_OPTIMIZER] = window.state
+    elif streamed:
+        phases[STEP] = {**sync, names.TRAINER_OPTIMIZER: window.state}
+        offloaded[STEP] = (names.TRAINER_MASTER_WEIGHTS,)
+    return Estimate(shape=shape, workload=w, segments=segments, phases=phases, offloaded=offloaded, streamed=streamed)
 
 
 def _leaving(rollout: Mapping[str, int], limit_bytes: int) -> tuple[str, ...]:
@@ -291,27 +310,6 @@ def _leaving(rollout: Mapping[str, int], limit_bytes: int) -> tuple[str, ...]:
         if sum(rollout.values()) - sum(rollout[name] for name in away) <= limit_bytes:
             break
     return away
-
-
-def _trainer_state(shape: ModelShape, w: Workload) -> dict[str, int]:
-    """Parameters of the trainer's own, gradients, optimizer state and master weights of what is trained."""
-    full = w.mode is Mode.FULL
-    groups = [(group.local_shape(w.tp), group.count) for group in shape.groups]
-    trained = groups if full else shape.adapter_shapes(w.lora_rank, tp=w.tp)
-    num_trained = sum(prod(size) * count for size, count in trained)
-    return {
-        names.TRAINER_PARAMETERS: 0 if full else 4 * num_trained,
-        names.TRAINER_GRADIENTS: (w.dtype_bytes if full else 4) * num_trained,
-        names.TRAINER_OPTIMIZER: sum(_optimizer_bytes(w.optimizer, size) * count for size, count in trained),
-        names.TRAINER_MASTER_WEIGHTS: 4 * num_trained if full and w.dtype_bytes < 4 else 0,
-    }
-
-
-def _optimizer_bytes(optimizer: Optimizer, shape: tuple[int, ...]) -> int:
-    """State of one tensor; adafactor factors the last two axes (Shazeer and Stern 2018, as `torch.optim.Adafactor`)."""
-    if optimizer is Optimizer.ADAFACTOR and len(shape) > 1:
-        return 4 * prod(shape[:-2]) * (shape[-2] + shape[-1])
-    return (8 if optimizer is Optimizer.ADAMW else 4) * prod(shape)
 
 
 def _engine_bytes(shape: ModelShape, w: Workload) -> int:

@@ -13,8 +13,20 @@ from rich.table import Table
 from rich.text import Text
 
 from colo.phases.phase import ENGINE_KV_CACHE, TRAINER_GRADIENTS, TRAINER_PARAMETERS, Phase
-from colo.planning.estimate import ACTIVATIONS, LOGITS, MOVABLE, RESIDUAL, Estimate, FitRow, Mode, Workload, what_fits
-from colo.units import format_bytes
+from colo.planning.estimate import (
+    ACTIVATIONS,
+    BUS_BYTES_PER_S,
+    LOGITS,
+    MOVABLE,
+    RESIDUAL,
+    Estimate,
+    FitRow,
+    Mode,
+    Workload,
+    smallest_cards,
+    what_fits,
+)
+from colo.units import format_bytes, format_seconds
 
 CONTEXTS = (2048, 4096, 8192, 16_384, 32_768, 65_536, 131_072)
 
@@ -33,13 +45,15 @@ _SEGMENTS = {
 
 def plan_tables(estimate: Estimate, *, model: str | None = None) -> list[RenderableType]:
     """Renderables for an estimate, from top to bottom: what was asked, bytes by segment and phase, the verdict with
-    what would change it, and how many generations fit at contexts up to the longest the model was made for.
+    what would change it, how many generations fit at contexts up to the longest the model was made for, and the
+    smallest GPU for each way to train it.
     """
     return [
         _asked(estimate, model or estimate.shape.model_type),
         _segment_table(estimate),
         Padding(_verdict(estimate), (1, 0)),
         _fit_table(estimate, _rows(estimate)),
+        _card_table(estimate),
     ]
 
 
@@ -96,7 +110,13 @@ def _verdict(estimate: Estimate) -> Text:
     else:
         text.append(f"does not fit, {format_bytes(peak - limit)} missing", style="bold red")
     text.append(f"\nWithout taking turns, a copy of the weights each: {format_bytes(estimate.naive_peak_bytes)}\n")
-    if estimate.host_bytes:
+    if estimate.streamed:
+        text.append(
+            f"The optimizer's state, {format_bytes(estimate.state_bytes)}, is streamed: in host memory, and on the "
+            f"device a bucket at a time.\nA step waits {format_seconds(estimate.step_wait_s)} for it at "
+            f"{BUS_BYTES_PER_S / 1e9:.1f} GB/s\n"
+        )
+    elif estimate.host_bytes:
         moved = ", ".join(name for name in MOVABLE if name in estimate.offloaded[Phase.ROLLOUT])
         text.append(f"Parked during rollouts, {format_bytes(estimate.host_bytes)} of host memory: {moved}\n")
     else:
@@ -131,4 +151,14 @@ def _fit_table(estimate: Estimate, rows: Sequence[FitRow]) -> Table:
         too_much = " (too much)" if row.train_bytes > estimate.workload.gpu_memory_bytes else ""
         resident = str(row.resident_generations) if row.resident_generations else "none"
         table.add_row(context, resident, most, train + too_much, style="bold" if asked else None)
+    return table
+
+
+def _card_table(estimate: Estimate) -> Table:
+    table = Table(title="The smallest card for this work, by what is trained", title_justify="left", box=SIMPLE_HEAD)
+    table.add_column("trained")
+    for heading in ("needs", "card"):
+        table.add_column(heading, justify="right")
+    for way, (needed_bytes, card) in smallest_cards(estimate.shape, estimate.workload).items():
+        table.add_row(way, format_bytes(needed_bytes), card or "none")
     return table

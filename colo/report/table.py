@@ -104,7 +104,7 @@ def _phase_row(trace: Trace, part: str, seconds: list[float], whole_s: float, mo
         share=sum(seconds) / whole_s,
         peak_bytes=max((s.total_bytes for s in trace.samples if s.phase == part), default=0),
         moved_bytes=moved_bytes,
-        gb_per_s=_rate(moved_bytes, sum(end - start for start, end in _union(moved))),
+        gb_per_s=_rate(moved_bytes, sum(end - start for start, end in stretches_of(moved))),
     )
 
 
@@ -181,7 +181,7 @@ def cycles(trace: Trace) -> list[Cycle]:
         if not groups or (groups[-1][-1].phase is Phase.TRAIN and span.phase is not Phase.TRAIN):
             groups.append([])
         groups[-1].append(span)
-    switches = _union(s for s in trace.spans if s.category in _SWITCHING)
+    switches = stretches_of(s for s in trace.spans if s.category in _SWITCHING)
     if not groups:
         return []
     first_s = min([groups[0][0].start_s, *(start for start, _ in switches[:1])])
@@ -192,16 +192,16 @@ def cycles(trace: Trace) -> list[Cycle]:
 def _cycle(spans: Sequence[Span], switches: Sequence[tuple[float, float]], start_s: float) -> Cycle:
     end_s = spans[-1].end_s
     parts_s = dict.fromkeys(PARTS, 0.0)
-    parts_s["switch"] = _covered(switches, start_s, end_s)
+    parts_s["switch"] = covered_s(switches, start_s, end_s)
     for span in spans:
         parts_s[span.phase] += span.duration_s
-        parts_s["switch"] -= _covered(switches, span.start_s, span.end_s)
+        parts_s["switch"] -= covered_s(switches, span.start_s, span.end_s)
     parts_s["switch"] = max(0.0, parts_s["switch"])
     parts_s["idle"] = max(0.0, end_s - start_s - sum(parts_s.values()))
     return Cycle(start_s=start_s, end_s=end_s, parts_s=parts_s)
 
 
-def _union(spans: Iterable[Span]) -> list[tuple[float, float]]:
+def stretches_of(spans: Iterable[Span]) -> list[tuple[float, float]]:
     """The stretches of time covered by at least one span, in order and apart."""
     merged: list[tuple[float, float]] = []
     for start, end in sorted((s.start_s, s.end_s) for s in spans):
@@ -212,7 +212,7 @@ def _union(spans: Iterable[Span]) -> list[tuple[float, float]]:
     return merged
 
 
-def _covered(stretches: Sequence[tuple[float, float]], start_s: float, end_s: float) -> float:
+def covered_s(stretches: Sequence[tuple[float, float]], start_s: float, end_s: float) -> float:
     """Seconds of `start_s` to `end_s` that lie within the stretches, which are in order and apart."""
     seconds = 0.0
     for start, end in islice(stretches, bisect_right(stretches, start_s, key=lambda s: s[1]), None):

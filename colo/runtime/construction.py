@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
-from colo.config import RuntimeConfig
+from colo.config import Offload, OptimizerState, RuntimeConfig
 from colo.engine import Engine
+from colo.errors import BudgetError, Unsupported
 from colo.memory.dtensor import local_bytes, local_shard
 from colo.memory.offload import Mover
 from colo.memory.probe import used_device_bytes
@@ -17,13 +21,75 @@ from colo.phases.scheduler import Budget, Scheduler
 from colo.phases.segment import FixedSegment, Segment
 from colo.phases.trace import Trace
 from colo.phases.transition import Action, Transition
+from colo.trainer.separable import why_not_separable
 from colo.trainer.session import LATE, TrainerSession
+from colo.units import format_bytes
 from colo.weights.publish import Publisher
+from colo.weights.ranks import RankGroup
 from colo.weights.sources.peft import adapter_weights, is_peft_model
 from colo.weights.transports.base import Transport
 
 if TYPE_CHECKING:
     from peft import PeftModel
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainerSide:
+    """The trainer's part of a runtime, and the scheduler that both phases have been planned with."""
+
+    session: TrainerSession
+    scheduler: Scheduler
+    rollout: Transition  # the one that will follow a step
+    why: str  # the optimizer's state is where it is
+
+
+def make_trainer_side(
+    optimizer: Any,
+    make_session: Callable[[bool], TrainerSession],
+    scheduler_of: Callable[[TrainerSession], Scheduler],
+    config: RuntimeConfig,
+    ranks: RankGroup,
+) -> TrainerSide:
+    """Choose where the optimizer's state is while it steps. `make_session` is told whether it is streamed.
+
+    Raises: `Unsupported` for an optimizer that cannot be streamed and shall be; `BudgetError` when a phase could not be
+    entered in any way that is allowed.
+    """
+    placement, reason = config.optimizer, why_not_separable(optimizer)
+    if config.release_gradients:
+        placement = OptimizerState.STREAMED
+    if placement is OptimizerState.STREAMED and reason is not None:
+        raise Unsupported(f"RuntimeConfig has optimizer='streamed': {reason}")
+    if placement is not OptimizerState.STREAMED:
+        session = make_session(False)
+        try:
+            fits = "it fits beside weights and gradients" if placement is OptimizerState.AUTO else "asked for"
+            return _planned(session, scheduler_of, ranks, f"resident: {fits}")
+        except BaseException as error:
+            may_stream = placement is OptimizerState.AUTO and config.offload is not Offload.NEVER
+            if not isinstance(error, BudgetError) or not may_stream:
+                raise
+            if reason is not None:
+                error.add_note(f"The optimizer's state cannot be streamed either: {reason}")
+                raise
+            missing = format_bytes(error.needed_bytes - error.free_bytes)
+            why = f"streamed: with the whole of it on the device, {missing} would be missing"
+    else:
+        why = "streamed: asked for"
+    return _planned(make_session(True), scheduler_of, ranks, why)
+
+
+def _planned(
+    session: TrainerSession, scheduler_of: Callable[[TrainerSession], Scheduler], ranks: RankGroup, why: str
+) -> TrainerSide:
+    """Plan both phases; closes the session where they do not fit."""
+    try:
+        scheduler = scheduler_of(session)
+        with ranks.fail_together("planning the phases"):
+            return TrainerSide(session=session, scheduler=scheduler, rollout=check_phases(scheduler), why=why)
+    except BaseException:
+        session.close()
+        raise
 
 
 def make_scheduler(
@@ -83,6 +149,11 @@ def make_publisher(
     )
 
 
+def has_logits(model: nn.Module) -> bool:
+    """Whether colo knows how to compute log-probabilities with a model."""
+    return isinstance(model, PreTrainedModel) or is_peft_model(model)
+
+
 def check_phases(scheduler: Scheduler) -> Transition:
     """Plan both phases with all the state that training will have made: the rollout that follows a step is returned.
 
@@ -101,5 +172,6 @@ def check_phases(scheduler: Scheduler) -> Transition:
 def prepare_arena(rollout: Transition, mover: Mover) -> None:
     """Pin host memory in the background for the state that will have to leave, so that no step waits for it."""
     expected_bytes = sum(step.moved_bytes for step in rollout.steps if step.action is Action.OFFLOAD)
+    expected_bytes += sum(holding.home_bytes for holding in rollout.after.holdings.values())
     if mover.device.type == "cuda" and 0 < expected_bytes <= mover.arena.limit_bytes:
         mover.arena.prepare(expected_bytes)

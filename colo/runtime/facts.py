@@ -8,7 +8,7 @@ import torch
 
 from colo.config import RuntimeConfig
 from colo.engine import Engine
-from colo.phases.phase import ENGINE_WEIGHTS, Phase
+from colo.phases.phase import ENGINE_WEIGHTS, TRAINER_BUCKET, Phase
 from colo.phases.trace import Trace
 from colo.trainer.inventory import Kept
 from colo.units import format_bytes
@@ -25,6 +25,7 @@ def facts_of(
     *,
     device: torch.device,
     kept: Sequence[Kept],
+    why_optimizer: str,
     is_compared: bool = True,
 ) -> dict[str, str]:
     """Name to sentence, in the order in which a report shows them; `is_compared`: colo runs the model's own passes."""
@@ -36,6 +37,7 @@ def facts_of(
         f"{format_bytes(publisher.bytes_synced)} copied",
         "peak": f"rollout {rollout}, train {train}, ever {ever}",
         "offload": f"{config.offload}: {_why_offload(trace)}",
+        "optimizer": why_optimizer,
     }
     residual = engine.residual_bytes
     if residual:
@@ -76,7 +78,7 @@ def _what_is_kept(kept: Sequence[Kept]) -> str:
 
 
 def _why_offload(trace: Trace) -> str:
-    moved = sorted({s.name.removeprefix("out ") for s in trace.spans if s.name.startswith("out ")})
+    moved = sorted({s.name.removeprefix("out ") for s in trace.spans if s.name.startswith("out ")} - {TRAINER_BUCKET})
     if moved:
         return f"{', '.join(moved)} left the device for rollouts"
     return "no state of the trainer had to leave the device"

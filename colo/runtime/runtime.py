@@ -14,12 +14,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from colo.config import RuntimeConfig
 from colo.engine import Completion, Engine
@@ -29,7 +29,13 @@ from colo.memory.uninterrupted import uninterrupted
 from colo.phases.phase import Phase
 from colo.phases.trace import Trace
 from colo.runtime.closing import Closing
-from colo.runtime.construction import check_phases, make_publisher, make_scheduler, prepare_arena
+from colo.runtime.construction import (
+    has_logits,
+    make_publisher,
+    make_scheduler,
+    make_trainer_side,
+    prepare_arena,
+)
 from colo.runtime.facts import facts_of
 from colo.runtime.generation import Generation
 from colo.runtime.registry import check_free, forget, register, runtime_of
@@ -37,6 +43,7 @@ from colo.runtime.states import Verb
 from colo.runtime.turns import PhaseBlock, Turns
 from colo.runtime.versions import WeightVersions
 from colo.trainer.inventory import Kept
+from colo.trainer.megatron import as_torch
 from colo.trainer.optimizer_state import unwrapped
 from colo.trainer.session import TrainerSession
 from colo.weights.mismatch import MismatchCheck
@@ -82,26 +89,36 @@ class Runtime:
         self.transport = transport
         self.trace = mover.trace = Trace(capacity_bytes=capacity_bytes)
         self._device = mover.device
-        self._has_logits = isinstance(model, PreTrainedModel) or is_peft_model(model)
-        mismatch = MismatchCheck(
-            num_sequences=config.mismatch_sequences if self._has_logits else 0, max_mismatch=config.max_mismatch
-        )
+        self._has_logits = has_logits(model)
+        num_sequences = config.mismatch_sequences if self._has_logits else 0
+        mismatch = MismatchCheck(num_sequences=num_sequences, max_mismatch=config.max_mismatch)
         self._turns = Turns(engine=engine, model=model, config=config, mismatch=mismatch)
         with ExitStack() as undo:
-            modules = transport.source.outermost_sharded()
-            self._session = TrainerSession(
-                stepped, mover, region_bytes=config.region_bytes, events=self._turns, sharded_modules=modules
+            make_session = partial(
+                TrainerSession,
+                stepped,
+                mover,
+                region_bytes=config.region_bytes,
+                events=self._turns,
+                sharded_modules=transport.source.outermost_sharded(),
+                release_gradients=config.release_gradients,
             )
+            side = make_trainer_side(
+                as_torch(stepped),
+                lambda streamed: make_session(streamed=streamed),
+                lambda session: make_scheduler(
+                    engine, model, transport, session, mover, config, self.trace, capacity_bytes=capacity_bytes
+                ),
+                config,
+                transport.source.ranks,
+            )
+            self._session, self.scheduler, self._why_optimizer = side.session, side.scheduler, side.why
             self._closing = Closing(engine, model, transport, self._session, mover, owns_model=owns_model)
             undo.callback(self._closing.return_state)
-            self.scheduler = make_scheduler(
-                engine, model, transport, self._session, mover, config, self.trace, capacity_bytes=capacity_bytes
-            )
             publisher = make_publisher(engine, model, transport, config, self.trace)
             self.versions = WeightVersions(engine, transport, publisher, self.scheduler, config)
             self._turns.connect(self.scheduler, self._session, self.versions)
-            with transport.source.ranks.fail_together("planning the phases"):
-                prepare_arena(check_phases(self.scheduler), mover)
+            prepare_arena(side.rollout, mover)
             self.versions.publish()
             self._generation = Generation(engine, model, self._turns, self.scheduler, self.versions, mismatch)
             engine.before_generate = self._generation.before_generate
@@ -189,7 +206,13 @@ class Runtime:
         from colo.report.report import Report
 
         parts = (self.engine, self.transport, self.versions.publisher, self.trace, self.config)
-        facts = facts_of(*parts, device=self._device, kept=self.kept_state, is_compared=self._has_logits)
+        facts = facts_of(
+            *parts,
+            device=self._device,
+            kept=self.kept_state,
+            why_optimizer=self._why_optimizer,
+            is_compared=self._has_logits,
+        )
         return Report(facts=facts, trace=self.trace)
 
     def plot(self, path: str | Path, *, title: str = "colo run") -> Path:

@@ -317,8 +317,20 @@ class Turns:
                 "same; for anything else leave the rollout and touch them within `with rt.train():`"
             ) from error
 
+    def may_release(self) -> bool:
+        """Whether a backward pass may step now: within `train()`."""
+        return self.turn is Turn.TRAIN
+
     def on_backward(self, number: int) -> None:
-        """Start bringing parked state back beside the last backward pass, where there is room for both."""
+        """Start bringing parked state back beside the last backward pass, where there is room for both.
+
+        Raises: `PhaseError` in a second pass where the first has stepped already.
+        """
+        if self._config.release_gradients and number > 1:
+            raise PhaseError(
+                "release_gradients=True steps within the backward pass, and this is the second one since "
+                "optimizer.step(): call it after every backward pass, or leave release_gradients out"
+            )
         is_last = number == self.accumulation_steps
         if not is_last or self.turn is not Turn.TRAIN or not self._scheduler.side_by_side:
             return

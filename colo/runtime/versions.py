@@ -71,6 +71,10 @@ class WeightVersions:
         """Make the present version the engine's, in a phase of its own. Raises: as `Publisher.publish`."""
         trace = self._scheduler.trace
         with self._ranks.fail_together("making room to publish"):
+            if self.publisher.replaces_everything:
+                self._scheduler.plan(Phase.SYNC)  # refuse while nothing has changed
+                # A wake maps memory and then copies, which nothing can hide: a copy of old weights is not worth it.
+                self._scheduler.forget(ENGINE_WEIGHTS)
             self._scheduler.enter(Phase.SYNC)
         try:
             with trace.span(Phase.SYNC, category="phase", phase=Phase.SYNC, resource="device"):

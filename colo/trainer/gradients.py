@@ -75,8 +75,13 @@ class GradientSegment(Keeper):
         *,
         mover: Mover,
         others: Callable[[], Sequence[HoldsGradient]] = lambda: (),
+        steps_in_parts: Callable[[], StepsInParts | None] = lambda: None,
     ) -> None:
         """`others` gives what else holds gradients at the moment, such as whole ones that FSDP2 has not reduced."""
+        self._steps_in_parts = steps_in_parts
+        self.expected_bytes: Callable[[], int] = self._bytes_of_all
+        """Bytes that a backward pass will have at once."""
+
         self._optimizer = optimizer
         self._others = others
         self._mover = mover
@@ -99,8 +104,10 @@ class GradientSegment(Keeper):
         parked_bytes = sum(parked.host.nbytes for parked in self._parked if parked.is_wanted)
         if parked_bytes:
             return parked_bytes
-        trainable = (local_bytes(p) for p in self._parameters() if p.requires_grad)
-        return self.device_bytes or max(0, sum(trainable) - self.staying_bytes)
+        return self.device_bytes or max(0, self.expected_bytes() - self.staying_bytes)
+
+    def _bytes_of_all(self) -> int:
+        return sum(local_bytes(p) for p in self._parameters() if p.requires_grad)
 
     @property
     def device_bytes(self) -> int:
@@ -186,7 +193,8 @@ class GradientSegment(Keeper):
         return gradient
 
     def _park(self) -> Move:
-        consumed = set(self._optimizer.consumed()) if isinstance(self._optimizer, StepsInParts) else set()
+        steps = self._steps_in_parts()
+        consumed = set(steps.consumed()) if steps is not None else set()
         leaving = [parameter for parameter in self._holders() if _may_leave(parameter)]
         if not leaving:
             return Done()
@@ -227,9 +235,9 @@ class GradientSegment(Keeper):
         with uninterrupted():
             for parked, part in pairs:
                 parked.parameter.grad = parked.assembly(part.zero_() if parked.is_zeroed else part)
-            if isinstance(self._optimizer, StepsInParts):
+            if (steps := self._steps_in_parts()) is not None:
                 consumed = [p.parameter for p in wanted if p.was_consumed and isinstance(p.parameter, torch.Tensor)]
-                self._optimizer.mark_consumed(consumed)
+                steps.mark_consumed(consumed)
             self._forget_parked()
         return Done(sum(part.nbytes for part in back))
 

@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
 from colo.memory.dtensor import local_shard
+from colo.memory.region import ALIGNMENT_BYTES
 from colo.memory.storage import dense_parts, num_others, storage_key
 from colo.trainer.gradients import parameters_of
 from colo.trainer.stand_ins import ParkedTensor
 from colo.trainer.state_slots import StateSlot
 from colo.trainer.subclasses import inner_tensors, is_wrapper
+from colo.units import align_up
 
 MASTER_WEIGHT = "master_weight"
 """Key under which an optimizer's state keeps a parameter's fp32 master (`colo.optim.MasterWeights`)."""
+
+MASTER_REMAINDER, MASTER_DIGESTS = "master_remainder", "master_digests"
+"""Keys of what a bf16 weight is short of its master (int16), and of digests of the weight's rows (int64)."""
+
+OF_MASTERS = (MASTER_WEIGHT, MASTER_REMAINDER, MASTER_DIGESTS)
+"""Keys of everything that is kept of a master."""
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -58,11 +67,10 @@ class Inventory:
     Lifetime: refers to the tensors while it lives.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        parameters = parameters_of(optimizer)
-        self._numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
-        self._parameters = {storage_key(local_shard(parameter)) for parameter in parameters}
-        self._gradients = {k for parameter in parameters if (k := _key_of_gradient(parameter)) is not None}
+    def __init__(self, optimizer: torch.optim.Optimizer, *, of: Iterable[object] | None = None) -> None:
+        """`of` are the keys of `optimizer.state` to look at, such as some parameters; by default all."""
+        self._all_parameters = parameters_of(optimizer)
+        self._numbers = {id(parameter): number for number, parameter in enumerate(self._all_parameters)}
         self.tensors: dict[int, StateTensor] = {}
         """Plain tensors, or their stand-ins, by `id`; also those within subclasses."""
 
@@ -70,12 +78,22 @@ class Inventory:
         """Tensors of subclasses that wrap others, or their stand-ins, by `id`."""
 
         self._others: list[tuple[StateTensor, str]] = []
-        for key, value in optimizer.state.items():
-            self._look_through(self._numbers.get(id(key), key), value)
+        state: Mapping[Any, Any] = optimizer.state
+        for key in list(state) if of is None else [key for key in of if key in state]:
+            self._look_through(self._numbers.get(id(key), key), state[key])
 
-    def loose(self, device: torch.device) -> list[list[StateTensor]]:
+    @cached_property
+    def _parameters(self) -> set[int]:
+        return {storage_key(local_shard(parameter)) for parameter in self._all_parameters}
+
+    @cached_property
+    def _gradients(self) -> set[int]:
+        return {key for parameter in self._all_parameters if (key := _key_of_gradient(parameter)) is not None}
+
+    def loose(self, device: torch.device, *, but_for: Container[int] = ()) -> list[list[StateTensor]]:
         """Tensors with bytes on `device`, grouped by storage. Leaves out parameters' storages and scalars.
 
+        Leaves out storages whose `storage_key` is in `but_for`, too.
         Optimizers read scalars, such as step counts, on the host.
         """
         groups: dict[int, list[StateTensor]] = {}
@@ -86,7 +104,9 @@ class Inventory:
         return [
             group
             for key, group in groups.items()
-            if key not in self._parameters and any(f.tensor.dim() and f.tensor.numel() for f in group)
+            if key not in but_for
+            and key not in self._parameters
+            and any(f.tensor.dim() and f.tensor.numel() for f in group)
         ]
 
     def why_it_stays(self, group: Sequence[StateTensor]) -> str | None:
@@ -116,10 +136,10 @@ class Inventory:
         return 0 if int(storage._cdata) in self._gradients else int(storage.nbytes())
 
     def _look_through(self, key: object, value: Any) -> None:
-        master = value.get(MASTER_WEIGHT) if isinstance(value, dict) else None
+        masters = [id(value.get(key)) for key in OF_MASTERS if key in value] if isinstance(value, dict) else ()
         for number, leaf in enumerate(pytree.tree_leaves(value)):
             if isinstance(leaf, torch.Tensor):
-                self._add(StateTensor(leaf, key, value, number, leaf is master))
+                self._add(StateTensor(leaf, key, value, number, id(leaf) in masters))
             elif not isinstance(leaf, (int, float, str, bytes, type(None))):
                 reason = f"colo does not look into objects of type {type(leaf).__name__}"
                 self._others += [(StateTensor(t, key, value, number, False), reason) for t in _tensors_within(leaf)]
@@ -142,6 +162,17 @@ class Inventory:
                 self._others.append((found, f"its layout is {original.layout}"))
         else:
             self._others.append((found, f"colo does not know tensors of type {type(original).__name__}"))
+
+
+def kept_of(group: Sequence[StateTensor], inventory: Inventory, reason: str) -> Kept:
+    """What a storage that stays is called."""
+    name = group[0].name if len(group) == 1 else f"{group[0].name} and {len(group) - 1} more"
+    return Kept(name, inventory.bytes_of(group), reason)
+
+
+def storage_bytes_of(group: Sequence[StateTensor]) -> int:
+    """Bytes that the storage of some tensors takes in a region."""
+    return align_up(group[0].tensor.untyped_storage().nbytes(), ALIGNMENT_BYTES)
 
 
 def original_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -9,17 +9,21 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable
+from math import prod
 from typing import Any
 
 import torch
 from torch.utils.weak import TensorWeakRef
 
 from colo.memory.dtensor import local_shard
+from colo.memory.region import ALIGNMENT_BYTES
 from colo.memory.uninterrupted import uninterrupted
 from colo.trainer.gradients import parameters_of
-from colo.trainer.inventory import MASTER_WEIGHT
+from colo.trainer.inventory import MASTER_REMAINDER, MASTER_WEIGHT, OF_MASTERS
+from colo.trainer.masters import Master, SplitMaster, WholeMaster, can_be_split
+from colo.trainer.separable import why_not_separable
 from colo.trainer.snapshot import detach_state
-from colo.units import MIB
+from colo.units import MIB, align_up, batches
 
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
 """Builds an optimizer from parameters or parameter groups, such as `lambda params: AdamW(params, lr=1e-6)`."""
@@ -31,28 +35,39 @@ class MasterWeights:
     optimizer = MasterWeights(lambda params: torch.optim.AdamW(params, lr=1e-6))(model.parameters())
     """
 
-    def __init__(self, make_optimizer: MakeOptimizer, *, bucket_bytes: int | None = 512 * MIB) -> None:
+    def __init__(
+        self,
+        make_optimizer: MakeOptimizer,
+        *,
+        bucket_bytes: int | None = 512 * MIB,
+        remainders: bool | None = None,
+    ) -> None:
+        """See `MasterWeightsOptimizer`."""
         if not callable(make_optimizer):
             raise TypeError(
                 "MasterWeights takes a function that makes an optimizer, such as lambda params: AdamW(params, "
                 f"lr=1e-6), not an instance of {type(make_optimizer).__name__}"
             )
         self._make_optimizer = make_optimizer
-        self._bucket_bytes = bucket_bytes
+        self._options: dict[str, Any] = {"bucket_bytes": bucket_bytes, "remainders": remainders}
 
     def __call__(self, params: Any) -> MasterWeightsOptimizer:
         """Build the optimizer over `params`: an iterable of parameters, or of parameter groups."""
-        return MasterWeightsOptimizer(params, self._make_optimizer, bucket_bytes=self._bucket_bytes)
+        return MasterWeightsOptimizer(params, self._make_optimizer, **self._options)
 
 
 class MasterWeightsOptimizer(torch.optim.Optimizer):
     """An optimizer that wraps another one, which works on fp32 copies ("masters") of 16-bit parameters.
 
-    Its parameters are the model's. Its state is the inner optimizer's, with the masters under `master_weight`. Each
-    step hands the hyperparameters of its groups, which schedulers change, to the inner optimizer, and takes over what
-    that one writes there, such as a count of steps.
+    Its parameters are the model's. Its state is the inner optimizer's, and what is kept of the masters: `master_weight`
+    in fp32 or, with `remainders`, for each bf16 parameter the 16 bits that its weight is short of the master
+    (`master_remainder`), which is made for each step anew, bit for bit. By default that is so where the inner optimizer
+    is known to update each parameter by itself (`colo.optim.register_separable`). Sharded ones have whole masters.
+
+    Each step hands the hyperparameters of its groups, which schedulers change, to the inner optimizer, and takes over
+    what that one writes there, such as a count of steps.
     Each step compares parameters with their masters. A value that anybody has written to a parameter since the last
-    step replaces its master.
+    step replaces its master; with remainders, the row in which it lies becomes its master as it is.
     The inner optimizer gets parameters that are fp32 or wider as they are.
 
     A step handles `bucket_bytes` of fp32 gradients at a time, by calling the inner optimizer's `step` once for each
@@ -63,18 +78,33 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
     gradients of earlier buckets have changed since, it takes those in as well. A rollout in between changes none.
     """
 
-    def __init__(self, params: Any, make_optimizer: MakeOptimizer, *, bucket_bytes: int | None = 512 * MIB) -> None:
+    def __init__(
+        self,
+        params: Any,
+        make_optimizer: MakeOptimizer,
+        *,
+        bucket_bytes: int | None = 512 * MIB,
+        remainders: bool | None = None,
+    ) -> None:
         if bucket_bytes is not None and bucket_bytes <= 0:
             raise ValueError(f"bucket_bytes must be positive or None, not {bucket_bytes}")
         groups = _as_groups(params)
-        self._masters: dict[torch.Tensor, torch.Tensor] = {}
-        self._unrounded: dict[torch.Tensor, int] = {}  # masters under way, and writes to their parameters before
-        self._bucket_bytes = bucket_bytes
+        self._masters: dict[torch.Tensor, Master] = {}
+        self.bucket_bytes = bucket_bytes
+        """fp32 gradients that a step handles at a time; `None` for all."""
+
         self._taken: dict[torch.Tensor, tuple[TensorWeakRef, int]] = {}  # gradients, of a step that has not ended
-        self._changed: torch.Tensor | None = None
-        self._num_elements = 0
+        self.changes: tuple[torch.Tensor, int] | None = None
+        """16-bit elements that the last step changed, and how many there are; `None` where it changed none."""
+
+        self._counted: list[tuple[torch.Tensor, int]] = []
         self._loading: dict[Any, Any] = {}
+        self._remainders = bucket_bytes is not None if remainders is None else remainders
         self._inner = make_optimizer([self._with_masters(group) for group in groups])
+        if self._remainders and remainders is None and why_not_separable(self._inner) is not None:
+            self._remainders = False  # it may look at all masters at once, or as it is made
+            self._masters.clear()
+            self._inner = make_optimizer([self._with_masters(group) for group in groups])
         self._shown: list[dict[str, Any]] = []  # of the inner optimizer's groups, what ours have had since
         super().__init__(groups, self._inner.defaults)
         self.register_load_state_dict_pre_hook(lambda _, state_dict: self._before_load(state_dict))
@@ -91,7 +121,31 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
         """Fraction of the 16-bit elements that the last step changed, of those on this rank; `None` before the first.
 
         Waits for the device."""
-        return None if self._changed is None else float(self._changed) / max(1, self._num_elements)
+        return None if self.changes is None else float(self.changes[0]) / max(1, self.changes[1])
+
+    def note_changes(self, changes: Iterable[tuple[torch.Tensor, int]]) -> None:
+        """Take `changes` of several steps, each for some parameters, for those of one."""
+        counts, sizes = zip(*changes, strict=True)
+        self.changes = torch.stack([count.to(counts[0].device) for count in counts]).sum(), sum(sizes)
+
+    def master_of(self, parameter: torch.Tensor) -> torch.Tensor:
+        """The master of a parameter (fp32, in its shape), as the next step would find it. Raises: `KeyError`."""
+        return self._masters[parameter].value()
+
+    def expected_master_bytes(self, parameter: torch.Tensor) -> int:
+        """Bytes that the first step will keep of a parameter's master, where it keeps nothing yet."""
+        master = self._masters.get(parameter)
+        if not isinstance(master, SplitMaster) or master.state or not parameter.requires_grad:
+            return 0
+        sizes = 2 * parameter.numel(), 8 * prod(parameter.shape[:-1])
+        return sum(align_up(size_bytes, ALIGNMENT_BYTES) for size_bytes in sizes)
+
+    def transient_bytes(self, parameter: torch.Tensor) -> int:
+        """Bytes in fp32 that a step has while it handles a parameter: its gradient, and a master made for the step."""
+        master = self._masters.get(parameter)
+        if master is None or not parameter.requires_grad:
+            return 0
+        return (8 if isinstance(master, SplitMaster) else 4) * local_shard(parameter).numel()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, with masters of their own; see `torch.optim.Optimizer.add_param_group`."""
@@ -108,7 +162,7 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._copy_hyperparameters()
-        self._changed, self._num_elements = None, 0
+        self.changes, self._counted = None, []
         try:
             self._go_on()
             for bucket in self._buckets():
@@ -118,6 +172,8 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
             with uninterrupted():
                 self._show_hyperparameters()
                 self._publish_state()
+                if self._counted:
+                    self.note_changes(self._counted)
         self._taken.clear()
         return loss
 
@@ -135,48 +191,36 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
 
     def _step_bucket(self, bucket: list[torch.Tensor]) -> None:
         hidden = self._hide_gradients(except_for=bucket)
+        masters = [self._masters[parameter] for parameter in bucket if parameter in self._masters]
         try:
-            for parameter in bucket:
-                master = self._masters.get(parameter)
-                if master is not None and parameter.grad is not None:
-                    self._follow(parameter, master)
-                    self._unrounded[parameter] = parameter._version
-                    master.grad = parameter.grad.to(torch.float32)
+            for master in masters:
+                assert master.parameter.grad is not None, "buckets are of parameters with gradients"
+                master.prepare()
+                master.tensor.grad = master.parameter.grad.to(torch.float32)
             self._inner.step()
             self.mark_consumed(bucket)
+        except BaseException:
+            for master in masters:
+                master.abandon()
+            raise
         finally:
             for parameter, gradient in hidden:
                 parameter.grad = gradient
-            for parameter in bucket:
-                if parameter in self._masters:
-                    self._masters[parameter].grad = None
-        for parameter in bucket:
-            self._round(parameter)
+            for master in masters:
+                master.tensor.grad = None
+        for master in masters:
+            self._round(master)
 
     def _go_on(self) -> None:
         """After a step that failed: forget gradients that have changed since, and round the masters of the others."""
         self._taken = {parameter: self._taken[parameter] for parameter in self.consumed()}
         for parameter in self._taken:
             if parameter in self._masters:
-                self._follow(parameter, self._masters[parameter])
-                self._round(parameter)
+                self._masters[parameter].follow()
+                self._round(self._masters[parameter])
 
-    def _follow(self, parameter: torch.Tensor, master: torch.Tensor) -> None:
-        """Copy elements that somebody else has written to a parameter; others keep the master's precision."""
-        # Where a step has failed, the parameter is not yet its master rounded: then torch's count of writes must do.
-        if self._unrounded.get(parameter) != parameter._version:
-            torch.where(master.to(parameter.dtype) == parameter, master, parameter.to(torch.float32), out=master)
-
-    def _round(self, parameter: torch.Tensor) -> None:
-        master = self._masters.get(parameter)
-        if master is None:
-            return
-        rounded = master.to(parameter.dtype)
-        changed = (local_shard(rounded) != local_shard(parameter)).sum(dtype=torch.float64)
-        self._changed = changed if self._changed is None else self._changed + changed.to(self._changed.device)
-        self._num_elements += local_shard(parameter).numel()
-        parameter.copy_(rounded)
-        self._unrounded.pop(parameter, None)
+    def _round(self, master: Master) -> None:
+        self._counted.append(master.round())
 
     def _hide_gradients(self, except_for: list[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Take away the gradients of parameters without masters whose turn is not now."""
@@ -188,19 +232,8 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
         return hidden
 
     def _buckets(self) -> Iterable[list[torch.Tensor]]:
-        bucket: list[torch.Tensor] = []
-        taken_bytes = 0
-        for parameter in parameters_of(self):
-            if parameter.grad is None or parameter in self._taken:
-                continue
-            size_bytes = 4 * parameter.numel()
-            if bucket and self._bucket_bytes is not None and taken_bytes + size_bytes > self._bucket_bytes:
-                yield bucket
-                bucket, taken_bytes = [], 0
-            bucket.append(parameter)
-            taken_bytes += size_bytes
-        if bucket:
-            yield bucket
+        waiting = [p for p in parameters_of(self) if p.grad is not None and p not in self._taken]
+        return batches(waiting, lambda parameter: 4 * parameter.numel(), self.bucket_bytes)
 
     def _with_masters(self, group: dict[str, Any]) -> dict[str, Any]:
         return {**group, "params": [self._master_of(parameter) for parameter in group["params"]]}
@@ -208,10 +241,9 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
     def _master_of(self, parameter: torch.Tensor) -> torch.Tensor:
         if not parameter.is_floating_point() or parameter.element_size() >= 4:
             return parameter
-        master = parameter.detach().to(torch.float32, copy=True)
-        master.requires_grad_(parameter.requires_grad)
-        self._masters[parameter] = master
-        return master
+        is_split = self._remainders and can_be_split(parameter)
+        master = self._masters[parameter] = SplitMaster(parameter) if is_split else WholeMaster(parameter)
+        return master.tensor
 
     def _copy_hyperparameters(self) -> None:
         """Give the inner optimizer the hyperparameters that were written to our groups since the last step."""
@@ -227,10 +259,10 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
     def _publish_state(self) -> None:
         """Show the inner optimizer's state, by the model's parameters and with the masters, as our own."""
         for outer, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
-            for parameter, master in zip(outer["params"], inner["params"], strict=True):
-                state = dict(self._inner.state.get(master, {}))
+            for parameter, stepped in zip(outer["params"], inner["params"], strict=True):
+                state = dict(self._inner.state.get(stepped, {}))
                 if parameter in self._masters:
-                    state[MASTER_WEIGHT] = master
+                    state |= self._masters[parameter].state
                 if state:
                     self.state[parameter] = state
 
@@ -239,7 +271,7 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
         state = state_dict["state"]
         pairs = zip(_numbers(state_dict), parameters_of(self), strict=False)  # torch refuses other groups afterwards
         with_master = [i for i, parameter in pairs if parameter in self._masters and i in state]
-        if lacking := [i for i in with_master if MASTER_WEIGHT not in state[i]]:
+        if lacking := [i for i in with_master if not {MASTER_WEIGHT, MASTER_REMAINDER} & state[i].keys()]:
             raise ValueError(
                 f"the state of {len(lacking)} parameters, number {lacking[0]} for one, has no {MASTER_WEIGHT}: it was "
                 "saved by an optimizer without master weights"
@@ -251,13 +283,12 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
     def _after_load(self) -> None:
         loaded, self._loading = self._loading, {}
         self._taken.clear()
-        self._unrounded.clear()
         inner_state = {}
         for index, parameter in zip(_numbers(loaded), parameters_of(self), strict=True):
             state = dict(loaded["state"].get(index, {}))
-            master = state.pop(MASTER_WEIGHT, None)
-            if master is not None:  # new memory rather than a copy into the old, which may be offloaded
-                self._masters[parameter].data = master.to(parameter.device, torch.float32, copy=True)
+            of_master = {key: state.pop(key) for key in OF_MASTERS if key in state}
+            if of_master:  # new memory rather than a copy into the old, which may be offloaded
+                self._masters[parameter].load(of_master)
             if state:
                 inner_state[index] = state
         self._inner.load_state_dict({"state": inner_state, "param_groups": loaded["param_groups"]})

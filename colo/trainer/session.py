@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
+from colo.errors import Unsupported
 from colo.memory.offload import Mover
 from colo.memory.probe import PeakMeter
 from colo.phases.phase import TRAINER_MASTER_WEIGHTS, TRAINER_OPTIMIZER, Residency
 from colo.phases.segment import Segment
+from colo.trainer.attached_state import AttachedState
 from colo.trainer.backward import BackwardWatch
 from colo.trainer.gradients import parameters_of
 from colo.trainer.inventory import Kept
 from colo.trainer.megatron import MegatronOptimizers, as_torch
 from colo.trainer.optimizer_state import StateOffloader
+from colo.trainer.streamed_offloader import StreamedOffloader
 from colo.trainer.unreduced import unreduced
 
 LATE = (TRAINER_OPTIMIZER, TRAINER_MASTER_WEIGHTS)
@@ -41,6 +44,9 @@ class TrainerEvents(Protocol):
     def after_step(self) -> None:
         """The optimizer has stepped."""
 
+    def may_release(self) -> bool:
+        """Whether a backward pass may step now, and drop gradients."""
+
     def on_touch(self, name: str) -> None:
         """A tensor of segment `name` is read or written while its bytes are in host memory."""
 
@@ -59,12 +65,20 @@ class TrainerSession:
         region_bytes: int,
         events: TrainerEvents,
         sharded_modules: Iterable[nn.Module] = (),
+        streamed: bool = False,
+        release_gradients: bool = False,
     ) -> None:
         """`sharded_modules` are FSDP2's, whose backward passes begin before any hook of a parameter runs.
 
-        Raises: as `StateOffloader`.
+        `streamed` state passes through the device in buckets of `region_bytes`, and with `release_gradients` does so
+        within the backward pass, as gradients are complete.
+        Raises: as `AttachedState`.
         """
         modules = tuple(sharded_modules)
+        if release_gradients and modules:
+            raise Unsupported(
+                "release_gradients=True steps as each gradient is complete, of which FSDP2 does not tell: leave it out"
+            )
         self.optimizer = as_torch(optimizer)
         self.has_stepped = False
         """Whether there was a step since `begin_training`."""
@@ -72,15 +86,24 @@ class TrainerSession:
         self._gradients_before = 0
         self._events = events
         self._meter = PeakMeter(mover.device)
-        self._offloader = StateOffloader(
-            self.optimizer,
-            mover,
-            region_bytes=region_bytes,
-            before_step=events.before_step,
-            after_step=events.after_step,
-            on_touch=events.on_touch,
-            other_gradients=lambda: unreduced(modules),
-        )
+        told: dict[str, Any] = {
+            "before_step": events.before_step,
+            "after_step": events.after_step,
+            "on_touch": events.on_touch,
+            "other_gradients": lambda: unreduced(modules),
+        }
+        self._offloader: AttachedState
+        if streamed:
+            self._offloader = StreamedOffloader(
+                self.optimizer,
+                mover,
+                bucket_bytes=region_bytes,
+                on_bucket=events.on_progress,
+                may_release=events.may_release if release_gradients else None,
+                **told,
+            )
+        else:
+            self._offloader = StateOffloader(self.optimizer, mover, region_bytes=region_bytes, **told)
         try:
             self._backward = BackwardWatch(
                 parameters_of(self.optimizer),
@@ -169,6 +192,6 @@ class TrainerSession:
         self._backward.remove()
 
     def close(self, device: torch.device | None = None) -> None:
-        """Return the state to ordinary memory of `device`, and the hooks with it; see `StateOffloader.close`."""
+        """Return the state to ordinary memory of `device`, and the hooks with it; see `AttachedState.close`."""
         self.stop_watching()
         self._offloader.close(device)

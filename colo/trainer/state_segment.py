@@ -95,6 +95,10 @@ class StateSegment(RegionSegment):
         if self.residency is not Residency.OFFLOADED:
             self._rejoin()
 
+    def takes(self, found: StateTensor) -> bool:
+        """Whether a tensor of the state belongs to this segment rather than to another."""
+        return found.is_master is self.is_master
+
     @property
     def storages(self) -> frozenset[int]:
         """The `storage_key` of every region."""
@@ -107,7 +111,7 @@ class StateSegment(RegionSegment):
         changed then.
         """
         sizes = [align_up(group[0].tensor.untyped_storage().nbytes(), ALIGNMENT_BYTES) for group in groups]
-        region = allocate_region(sum(sizes), device, name=self.name)
+        region = self._allocate(sum(sizes), device)
         starts = list(accumulate(sizes, initial=0))
         try:
             for group, start_bytes in zip(groups, starts, strict=False):
@@ -149,6 +153,9 @@ class StateSegment(RegionSegment):
             place.rebuild()
         self._wrappers.clear()
 
+    def _allocate(self, size_bytes: int, device: torch.device) -> Region:
+        return allocate_region(size_bytes, device, name=self.name)
+
     def _set_aside(self) -> None:
         """Set regions aside that have references unknown to the segment."""
         for region in self.regions:
@@ -172,7 +179,7 @@ class StateSegment(RegionSegment):
             place.forget()
         known = {id(place.tensor) for place in kept}
         for key, found in inventory.wrappers.items():
-            if key not in known and found.is_master is self.is_master and can_be_hidden(found.tensor):
+            if key not in known and self.takes(found) and can_be_hidden(found.tensor):
                 kept.append(StateSlot(found.tensor, None, self, name=found.name))
         self._wrappers = kept
 
@@ -202,6 +209,8 @@ class StateSegment(RegionSegment):
         return {storage_key(region.bytes): region for region in self._places}
 
     def _lies_in(self, place: StateSlot, region: Region) -> bool:
+        if isinstance(place.tensor, ParkedTensor):  # whose bytes, since they were here, have moved to another segment
+            return False
         return storage_key(place.tensor) == storage_key(region.bytes)
 
     def _name_of(self, region: Region) -> str:

@@ -44,8 +44,8 @@ class StateSlot(Keeper):
 
     @property
     def is_away(self) -> bool:
-        """Whether the object is a stand-in now."""
-        return isinstance(self.tensor, ParkedTensor)
+        """Whether the object is a stand-in of this slot's now."""
+        return isinstance(self.tensor, ParkedTensor) and self.tensor.__dict__.get("keeper") is self
 
     @property
     def original(self) -> torch.Tensor:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
@@ -11,6 +13,30 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from colo.memory.load_plan import tensors_in
+
+_running = threading.local()
+
+
+def count_read(num_bytes: int) -> None:
+    """Count bytes that another process has read, at this thread's request, of memory that its meters watch."""
+    for meter in _meters():
+        meter.num_bytes += num_bytes
+
+
+@contextmanager
+def uncounted() -> Iterator[None]:
+    """Let this thread's meters count nothing: what is copied meanwhile stays the trainer's."""
+    meters = _meters()
+    _running.meters = ()
+    try:
+        yield
+    finally:
+        _running.meters = meters
+
+
+def _meters() -> tuple[CopyMeter, ...]:
+    """Meters of this thread that count, the innermost last."""
+    return getattr(_running, "meters", ())
 
 
 class CopyMeter(TorchDispatchMode):
@@ -22,11 +48,20 @@ class CopyMeter(TorchDispatchMode):
         self.num_bytes = 0
         self._memory = memory
 
+    def __enter__(self) -> CopyMeter:
+        super().__enter__()  # type: ignore[no-untyped-call]  # as above
+        _running.meters = (*_meters(), self)
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        _running.meters = tuple(meter for meter in _meters() if meter is not self)
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]  # as above
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func.is_view:
+        if func.is_view or self not in _meters():
             return result
         names = {argument.name: _is_written(argument) for argument in func._schema.arguments}
         given = {**dict(zip(names, args, strict=False)), **(kwargs or {})}

@@ -21,39 +21,81 @@ MAX_TOKENS = 64
 """Tokens of a completion that are compared; bounds the logits."""
 
 
+PASS_TOKENS = 4096
+"""The most tokens of one pass over several completions: a small model's pass waits for its host, not for the GPU."""
+
+
 @torch.no_grad()
 def logprob_difference(
-    model: nn.Module, completions: Sequence[Completion], *, temperature: float, device: torch.device
+    model: nn.Module,
+    completions: Sequence[Completion],
+    *,
+    temperature: float,
+    device: torch.device,
+    together: bool = False,
 ) -> float | None:
     """Mean |log p(engine) - log p(trainer)| over the first tokens of `completions`; `None` without any.
 
-    They were sampled from `softmax(logits / temperature)`, unfiltered. The model runs in evaluation mode meanwhile.
+    They were sampled from `softmax(logits / temperature)`, unfiltered. The model runs in evaluation mode meanwhile:
+    once for each or, `together`, for those in a row that are equally long.
     """
-    differences: list[torch.Tensor] = []
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
-        for completion in completions:
-            num_tokens = min(len(completion.token_ids), len(completion.logprobs), MAX_TOKENS)
-            if num_tokens:
-                differences.append(_differences(model, completion, num_tokens, temperature, device))
+        passes = _passes(completions, PASS_TOKENS if together else 0)
+        differences = [_differences(model, same, temperature, device) for same in passes]
     finally:
         for module, training in modes:
             module.training = training
     return float(torch.cat(differences).abs().mean()) if differences else None
 
 
-def _differences(
-    model: Any, completion: Completion, num_tokens: int, temperature: float, device: torch.device
-) -> torch.Tensor:
-    tokens = torch.tensor(completion.token_ids[:num_tokens], device=device)
-    prompt = torch.tensor(completion.prompt_token_ids, device=device)
-    ids = torch.cat([prompt, tokens])[None]
+def _passes(completions: Sequence[Completion], most_tokens: int) -> list[list[_Compared]]:
+    """What is compared, in groups of equal lengths and at most `most_tokens` tokens, or one."""
+    passes: list[list[_Compared]] = []
+    for completion in completions:
+        num_tokens = min(len(completion.token_ids), len(completion.logprobs), MAX_TOKENS)
+        if not num_tokens:
+            continue
+        new = _Compared(
+            [*completion.prompt_token_ids, *completion.token_ids[:num_tokens]], completion.logprobs[:num_tokens]
+        )
+        last = passes[-1] if passes else []
+        fits = (len(last) + 1) * len(new.token_ids) <= most_tokens
+        if fits and last and last[0].lengths == new.lengths:
+            last.append(new)
+        else:
+            passes.append([new])
+    return passes
+
+
+@dataclass(frozen=True, slots=True)
+class _Compared:
+    """What is compared of a completion."""
+
+    token_ids: list[int]
+    """The prompt's, then the first of what was sampled."""
+
+    logprobs: tuple[float, ...]
+    """What the engine says of the sampled tokens."""
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        """How many tokens there are, and how many of them were sampled."""
+        return len(self.token_ids), len(self.logprobs)
+
+
+def _differences(model: Any, same: Sequence[_Compared], temperature: float, device: torch.device) -> torch.Tensor:
+    """log p(trainer) - log p(engine) of every token of equally long sequences, in one dimension."""
+    num_tokens = len(same[0].logprobs)
+    ids = torch.tensor([one.token_ids for one in same], device=device)  # (sequences, tokens)
     # Hooks of the root module are the user's, and this pass is not; FSDP2 gathers weights in a hook of its own.
     run = model if any(is_dtensor(p) for p in model.parameters()) else model.forward
-    logits = run(input_ids=ids, logits_to_keep=num_tokens + 1, use_cache=False).logits[0, -num_tokens - 1 : -1]
-    logprobs: torch.Tensor = (logits.float() / temperature).log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
-    return logprobs - torch.tensor(completion.logprobs[:num_tokens], dtype=torch.float32, device=device)
+    logits = run(input_ids=ids, logits_to_keep=num_tokens + 1, use_cache=False).logits[:, -num_tokens - 1 : -1]
+    tokens = ids[:, -num_tokens:, None]
+    logprobs: torch.Tensor = (logits.float() / temperature).log_softmax(-1).gather(-1, tokens)[:, :, 0]
+    engine = torch.tensor([one.logprobs for one in same], dtype=torch.float32, device=device)
+    return (logprobs - engine).flatten()
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +130,8 @@ class MismatchCheck:
     def measure(self, source: WeightSource, model: nn.Module, *, version: int, device: torch.device) -> Mismatch | None:
         """The difference for completions of this `version`, which are then forgotten; `None` without any.
 
-        Ranks of a sharded model compute each pass together, as many passes as the rank with the fewest completions has.
+        Ranks of a sharded model compute each pass together, one for each completion, as many as the rank with the
+        fewest has.
         """
         temperature, completions = self._noted or (1.0, ())
         self._noted = None
@@ -96,7 +139,9 @@ class MismatchCheck:
         count = source.ranks.min(len(comparable), "comparing log-probabilities")
         if not count:
             return None
-        difference = logprob_difference(model, comparable[:count], temperature=temperature, device=device)
+        difference = logprob_difference(
+            model, comparable[:count], temperature=temperature, device=device, together=source.ranks.is_alone
+        )
         source.reshard()
         return None if difference is None else Mismatch(difference, temperature)
 

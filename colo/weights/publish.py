@@ -91,6 +91,11 @@ class Publisher:
         """Whether the engine holds the trainer's version."""
         return self._engine.weights_version == self.version
 
+    @property
+    def replaces_everything(self) -> bool:
+        """Whether a publication writes all of the engine's weights: not those under an adapter, sent once."""
+        return self._transport.replaces_all and self._adapter is None
+
     def has_adapter(self) -> bool:
         """Whether the engine holds the adapter as it is now; true where there is none, or none that can be read."""
         if self._adapter is None or self._adapter_sums is None:

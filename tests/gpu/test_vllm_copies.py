@@ -45,6 +45,8 @@ def test_the_engine_copies_out_of_the_trainers_memory_and_follows_it(rt):
             completions = rt.generate(PROMPTS, max_tokens=16, temperature=0)
         assert difference(rt.model, completions) < 0.02
         assert rt.transport.is_current()
+    moves = [span.name for span in rt.trace.spans if span.category == "step" and span.name.endswith("engine.weights")]
+    assert "allocate engine.weights" in moves and "onload engine.weights" not in moves, "all of them were replaced"
     assert rt.engine.llm.collective_rpc("graphs") == [1]
     assert rt.bytes_synced == 5 * sum(p.nbytes for p in rt.model.parameters())
 

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from colo.memory import checksum, copies, kernels, tiles, triton_kernels
+from colo.trainer import remainders
 
 CPU = torch.device("cpu")
 
@@ -30,6 +31,8 @@ def by_kernels():
         ("compare", lambda table, flags: None),
         ("compare", lambda table, flags: flags.fill_(1)),
         ("weigh", lambda table, weights, sums: None),
+        ("join_masters", lambda weights, remainders: weights.to(torch.int32)),
+        ("split_masters", lambda masters: (masters.to(torch.int16), masters.to(torch.int16))),
     ],
 )
 def test_a_kernel_that_is_wrong_is_not_used(monkeypatch, name, broken):
@@ -73,3 +76,14 @@ def test_the_kernel_finds_the_differences_that_torch_finds(by_kernels, shapes, d
         use()
         flags = copies.Comparison(sources, targets).flags()
         assert (flags.dtype, flags.tolist()) == (torch.bool, [index in changed for index in range(len(sources))])
+
+
+@settings(max_examples=25, deadline=None)
+@given(bits=st.lists(st.integers(-(2**31), 2**31 - 1), max_size=9), repeats=st.sampled_from([1, 700]))
+def test_the_kernels_split_and_join_masters_as_torch_does(bits, repeats):
+    masters = torch.tensor(bits * repeats, dtype=torch.int32).view(torch.float32)
+    weight, remainder = remainders.split(masters)
+    by_kernel = kernels.split_masters(masters.view(torch.int32))
+    assert torch.equal(by_kernel[0], weight.view(torch.int16)) and torch.equal(by_kernel[1], remainder)
+    joined = kernels.join_masters(*by_kernel)
+    assert torch.equal(joined, remainders.join(weight, remainder).view(torch.int32))

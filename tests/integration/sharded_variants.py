@@ -68,7 +68,7 @@ def masters():
     """Weights in 16 bits with fp32 masters: bit for bit the unsharded run, and half the bytes travel."""
     model, twin = make(torch.bfloat16)
     shard(model)
-    make_optimizer = colo.optim.MasterWeights(lambda params: AdamW(params, lr=1e-3))
+    make_optimizer = colo.optim.MasterWeights(lambda params: AdamW(params, lr=1e-3), remainders=False)
     rt, optimizer = share(model, make_optimizer(model.parameters()), torch.bfloat16), make_optimizer(twin.parameters())
     away, same = [], []
     for _ in range(3):

@@ -51,6 +51,16 @@ def test_grpo_on_every_weight_learns_and_sends_nothing(run, tmp_path):
 
 
 @pytest.mark.slow
+def test_on_a_device_that_only_streaming_fits_training_makes_the_weights_of_resident_state(run):
+    text = run("grpo_full_streamed.py")
+    half = len(rewards(text)) // 2
+    assert rewards(text)[half - 1] >= rewards(text)[0] + 0.1
+    assert rewards(text)[:half] == rewards(text)[half:]
+    assert "with resident state: " in text and "streamed: with the whole of it on the device" in text
+    assert "weights equal, bit for bit: True" in text
+
+
+@pytest.mark.slow
 def test_grpo_on_an_adapter_answers_more_sums_than_its_base(run, tmp_path):
     text = run("grpo_lora.py")
     assert rewards(text)[-1] >= rewards(text)[0] + 0.1

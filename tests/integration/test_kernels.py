@@ -28,7 +28,7 @@ def test_kernels_do_what_torch_does():
         timeout=300,
     )
     assert done.returncode == 0, done.stdout[-4000:]
-    assert "5 passed" in done.stdout
+    assert "8 passed" in done.stdout
 
 
 COMPILE = """
@@ -39,12 +39,15 @@ from triton.compiler import ASTSource
 from colo.memory import kernels
 
 table = {"tiles": "*i64"}
+halves = {"weights": "*i16", "remainders": "*i16"}
 weights = dict.fromkeys(("of_column", "of_row", "of_chunk", "sums"), "*i64")
 sizes = {"COLUMNS": 1 << 10, "ROWS": 1 << 10, "CHUNKS": 1 << 14}
 found = []
 for function, signature, constants in (
     (kernels._weigh, table | weights, sizes),
     (kernels._compare, table | {"flags": "*i32"}, {"BLOCK": kernels._BLOCK}),
+    (kernels._join, halves | {"masters": "*i32", "count": "i64"}, {"BLOCK": kernels._BLOCK}),
+    (kernels._split, {"masters": "*i32"} | halves | {"count": "i64"}, {"BLOCK": kernels._BLOCK}),
 ):
     source = ASTSource(function, signature | dict.fromkeys(constants, "constexpr"), constants)
     found.append(len(triton.compile(source, target=GPUTarget("cuda", int(sys.argv[1]), 32)).asm["cubin"]))

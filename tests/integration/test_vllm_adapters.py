@@ -5,6 +5,7 @@ import json
 import os
 import re
 import sys
+from dataclasses import replace as replace_fields
 from pathlib import Path
 
 import pytest
@@ -265,8 +266,39 @@ def test_every_process_gets_every_version(in_its_own_process, clean, peft_model,
     for version in (1, 2, 3):
         assert replace(engine, f"policy@{version - 1}", f"policy@{version}", draw(model, seed=version)) == [True]
         assert mismatch(model, sample(engine, prompts, f"policy@{version}")) < CLOSE
+        assert engine.why_adapter_staged is None
     engine.load_adapter("afresh", adapter_weights(model))
     assert_same(engine, sample(engine, prompts, "afresh"), sample(engine, prompts, "policy@3"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_worker_reads_in_place_is_bit_for_bit_what_it_is_sent_or_given(engine, peft_model, kind, monkeypatch):
+    model = peft_model(**KINDS[kind])
+    engine.load_adapter("given@1", draw(model, seed=1))
+    engine.replace_adapter("given@1", "given@2", draw(model, seed=2))
+    given = content(engine, "given@2")
+    engine.remove_adapter("given@2")
+    monkeypatch.setattr(engine._link, "same_process", False)  # memory is mapped and slabs are filled all the same
+    for way, is_shared in (("read", True), ("sent", False)):
+        engine.load_adapter(f"{way}@1", replace_fields(draw(model, seed=1), shared=is_shared))
+        assert replace(engine, f"{way}@1", f"{way}@2", replace_fields(draw(model, seed=2), shared=is_shared)) == [True]
+        assert (engine.why_adapter_staged is None) == is_shared
+        assert are_equal(content(engine, f"{way}@2"), given)
+        engine.remove_adapter(f"{way}@2")
+
+
+def test_another_process_samples_the_same_of_what_it_reads_in_place_and_of_what_it_is_sent(
+    in_its_own_process, clean, peft_model, prompts
+):
+    engine, model, found = in_its_own_process, peft_model(**KINDS["rank and alpha patterns"]), []
+    clean(engine)
+    for is_shared in (True, False):
+        engine.load_adapter("policy@1", replace_fields(draw(model, seed=1), shared=is_shared))
+        engine.replace_adapter("policy@1", "policy@2", replace_fields(draw(model, seed=2), shared=is_shared))
+        assert (engine.why_adapter_staged is None) == is_shared
+        found.append([drawn(sample(engine, [prompt], "policy@2")) for prompt in prompts])  # no batches, which round
+        engine.remove_adapter("policy@2")
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("kind", ON_DISK)

@@ -214,9 +214,9 @@ def test_an_engine_in_this_process_leaves_no_memory_when_it_is_closed_and_random
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-def bench(tmp_path, *arguments):
+def bench(tmp_path, *arguments, options=()):
     figures = tmp_path / "figures.json"
-    command = ["bench", *arguments, "--device", "cpu"]
+    command = ["bench", *arguments, "--device", "cpu", *options]
     colo(*command, "--json", figures, cwd=tmp_path)
     found = json.loads(figures.read_text())
     assert found["command"] == " ".join(["colo", *command])
@@ -237,10 +237,15 @@ def test_the_benchmark_of_sharing_measures_publication_growth_and_a_restart(tmp_
 
 
 def test_the_benchmark_of_generation_sets_mapped_weights_beside_stock_vllm(tmp_path):
-    rows = bench(tmp_path, "generation", "--shape", "0.6b")
+    rows = bench(tmp_path, "generation", "--shape", "0.6b", options=("--prompts", "3", "--tokens", "2"))
     ours = rows["colo, mapped weights"]
     assert ours["least"] <= ours["of_stock"] <= ours["most"]
-    assert min(row["tokens_per_s"] for row in rows.values()) > 0
+    assert min(row["tokens_per_s"] for row in rows.values() if "tokens_per_s" in row) > 0
+    for where in ("own process", "in process"):
+        ours = rows[f"rt.generate, {where}"]
+        assert 0 < ours["ours_s"] < ours["call_s"]
+        assert rows[f"bare, {where}"]["of_bare"] == 1
+        assert rows[f"bare, flat, {where}"]["call_s"] > 0
 
 
 def test_the_benchmark_of_a_step_sets_ours_beside_two_copies(tmp_path):
@@ -252,10 +257,17 @@ def test_the_benchmark_of_a_step_sets_ours_beside_two_copies(tmp_path):
     assert {row["sent_bytes"] for row in ours} == {0}
     assert theirs["sent_bytes"] > 0
     for row in (*ours, theirs):
-        parts_s = [row[f"{part}_s"] for part in ("rollout", "publish", "train", "switch")]
-        assert min(parts_s) >= 0
         assert 0 < row["least_s"] <= row["step_s"] <= row["most_s"]
+        waits = rows[f"{row['way']}: waits"]
+        parts_s = [waits[f"{part}_s"] for part in ("rollout", "publish", "train", "switch")]
+        assert min(parts_s) >= 0
         assert max(parts_s) < row["most_s"]
+        assert (waits["copies_exposed_s"] is None) == (row is theirs)
+    assert rows["colo, in process, always: waits"]["copies_exposed_s"] > 0, "a CPU copies within its own steps"
+    skipped = {way: row["skipped"] for way, row in rows.items() if "skipped" in row}
+    assert skipped.pop("TRL's GRPOTrainer, in process, sleep mode") == "vLLM has no sleep mode on a CPU"
+    assert skipped.pop("two copies, own process, both resident") == "vLLM's IPC transfer is for GPUs"
+    assert all(way.endswith(", streamed") for way in skipped)
 
 
 def test_the_benchmark_of_copies_sets_every_way_beside_the_limit(tmp_path):
@@ -269,7 +281,8 @@ def test_the_benchmark_of_adapters_sets_vllms_own_ways_beside_ours(tmp_path):
     rows = bench(tmp_path, "lora", "--shape", "0.6b")
     ways = ("colo", "a fresh load from tensors", "disk")
     wanted = {f"{way}, {where}" for way in ways for where in ("own process", "in process")}
-    assert wanted | {"LoRAModel.from_lora_tensors, in process"} <= rows.keys()
+    wanted |= {"LoRAModel.from_lora_tensors, in process", "colo, through a slab, own process"}
+    assert wanted <= rows.keys()
     assert all(rows.pop(f"an empty call, {where}")["median_s"] > 0 for where in ("own process", "in process"))
     assert all(row["median_s"] > 0 and row["bytes"] == rows["disk, in process"]["bytes"] for row in rows.values())
 

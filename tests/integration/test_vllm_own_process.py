@@ -144,6 +144,7 @@ def test_steps_are_followed_with_an_adapter_for_each_version(rt, prompts, mismat
     adapter_bytes = sum(p.nbytes for name, p in rt.model.named_parameters() if "lora_" in name)
     assert {publication.adapter_bytes for publication in rt.publications} == {adapter_bytes}
     assert weights_bytes_sent(rt) == 0
+    assert rt.engine.why_adapter_staged is None, "workers read the trainer's own tensors"
 
 
 def test_sampling_takes_vllms_own_parameters_and_gives_its_objects(rt, prompts):

@@ -256,7 +256,7 @@ def test_plan_takes_gibibytes_by_their_letter_and_no_number_without_a_unit(colo,
 
 
 def test_plan_advises_nothing_that_colo_cannot_do(colo, qwen3_8b):
-    _, out, _ = colo("plan", qwen3_8b, "--gpu-memory", "80GiB")
+    _, out, _ = colo("plan", qwen3_8b, "--gpu-memory", "80GiB", "--state", "resident")
     assert "Any one of these makes it fit:" in out
     assert "tp" not in out.split()
 

@@ -141,6 +141,7 @@ class VLLMEngine(LinkedEngine):
         if self._start is None:
             raise PhaseError(self._link.why_not_recovered(lost))
         self._link.close()
+        self._adapters.close()
         held = self._store.checksums() if self._store is not None else {}
         self._status.revive()
         try:
@@ -171,6 +172,7 @@ class VLLMEngine(LinkedEngine):
                 self._leave_as_found()
         self._status.close()
         self._link.close()
+        self._adapters.close()
         self._weights.close()
         self._owned.close()
 

@@ -242,6 +242,11 @@ class LinkedEngine(StatusEngine):
         """Why the adapter that was loaded last is loaded anew for each version; `None` where it is written in place."""
         return self._adapters.refusal
 
+    @property
+    def why_adapter_staged(self) -> str | None:
+        """Why the adapter that was sent last went through a slab; `None` where workers have read it in place."""
+        return self._adapters.why_staged
+
     def load_adapter(self, name: str, adapter: AdapterWeights) -> None:
         """Make a LoRA adapter available by name, from memory; see `Engine.load_adapter`."""
         self._status.require_weights("load an adapter")

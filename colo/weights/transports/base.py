@@ -30,6 +30,10 @@ class Transport(Protocol):
         """Whether trainer and engine have one copy of the weights, so that a publication copies nothing."""
 
     @property
+    def replaces_all(self) -> bool:
+        """Whether a transfer writes every weight of the engine, so that what those held before does not matter."""
+
+    @property
     def working_bytes(self) -> int:
         """Memory of the device that a transfer or a comparison takes for its time, such as for weights gathered."""
 
@@ -62,6 +66,7 @@ class CopyingTransport:
     """What transports have in common where trainer and engine have a copy each. It holds nothing for the engine."""
 
     shares = False
+    replaces_all = False
     source: WeightSource
 
     def check(self) -> None:

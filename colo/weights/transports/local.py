@@ -40,6 +40,7 @@ class LocalTransport(CopyingTransport):
         self._sums: list[int] | None = None
         self._engine = engine
         self._plan = plan
+        self.replaces_all = not plan.fallbacks  # an engine's loader may read what it does not write
         self._parts = _parts(plan, source.tensors()) if source.is_sharded else []
         how = f"{len(plan.copies)} recorded copies are replayed"
         if plan.fallbacks:

@@ -19,6 +19,7 @@ class SharedTransport:
 
     name = "shared"
     shares = True
+    replaces_all = False
 
     def __init__(self, source: ModuleSource, aliases: Mapping[str, torch.Tensor]) -> None:
         self.source = source

@@ -39,6 +39,7 @@ class SlicesTransport(CopyingTransport):
     """
 
     name = "slices"
+    replaces_all = True
 
     def __init__(
         self,

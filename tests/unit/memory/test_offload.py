@@ -253,7 +253,7 @@ def test_on_a_gpu_copies_are_queued_in_chunks_with_a_kernel_between_and_an_event
 def test_on_a_gpu_copies_back_wait_for_kernels_only_if_they_are_to(log):
     mover = Mover(torch.device("cuda", 0), chunk_bytes=100)
     pairs = [(torch.ones(60, dtype=torch.uint8), torch.empty(60, dtype=torch.uint8)) for _ in range(2)]
-    mover.copy_all_in(pairs)
+    mover.copy_all_in(pairs, after_queued=False)
     assert log.notes == ["record", "copy 60", "tick", "copy 60", "record"]
     log.notes.clear()
     mover.copy_in(*pairs[0])
@@ -261,6 +261,20 @@ def test_on_a_gpu_copies_back_wait_for_kernels_only_if_they_are_to(log):
     log.notes.clear()
     mover.copy_in(*pairs[0], after_queued=False)
     assert log.notes == ["record", "tick", "copy 60", "record"]
+
+
+@pytest.mark.parametrize("reuses_memory", [False, True])
+def test_on_a_gpu_what_comes_into_memory_of_torchs_allocator_waits_for_kernels(log, reuses_memory, monkeypatch):
+    monkeypatch.setattr(ResizedRegion, "reuses_memory", reuses_memory)
+    mover = Mover(torch.device("cuda", 0), host_limit_bytes=4 * MIB)
+    monkeypatch.setattr("colo.memory.arena._PinnedBlock._register", lambda block, device: None)
+    monkeypatch.setattr("colo.memory.arena.local_cpus", lambda device: {0})
+    region = ResizedRegion("r", 64, torch.device("cpu"))
+    segment = RegionSegment("s", regions=[region], away=O, mover=mover)
+    segment.begin(O).wait()
+    log.notes.clear()
+    segment.begin(R).wait()
+    assert ("h2d, -1 waits for kernels" in log.notes) is reuses_memory
 
 
 def test_closing_waits_for_the_streams_before_the_arena_goes(log, monkeypatch):

@@ -140,6 +140,24 @@ def test_a_departure_that_could_not_be_called_back_is_still_waited_for():
     assert device.used_bytes == 70
 
 
+@pytest.mark.parametrize("has_arrived", [False, True])
+def test_what_the_host_holds_of_a_segment_is_given_up(has_arrived):
+    device, scheduler = build()
+    optimizer = scheduler.segments["trainer.optimizer"]
+    scheduler.forget("trainer.optimizer")
+    assert optimizer.residency is R, "it is on the device"
+    scheduler.anticipate(Phase.ROLLOUT)
+    if has_arrived:
+        scheduler.settle()
+    scheduler.forget("trainer.optimizer")
+    assert (optimizer.residency, optimizer.host_bytes, device.used_bytes) == (D, 0, 20)
+    assert scheduler.trace.samples[-1].total_bytes == 20 and scheduler.trace.samples[-1].host_bytes == 0
+    optimizer.before_wait = lambda *_: pytest.fail("a move that is over is not waited for again")
+    scheduler.settle()
+    scheduler.require("trainer.optimizer")
+    assert (optimizer.residency, device.used_bytes) == (R, 80)
+
+
 def test_working_memory_is_free_when_the_phase_begins():
     device, scheduler = build(capacity_bytes=80)
     scheduler.working_bytes[Phase.TRAIN] = 30

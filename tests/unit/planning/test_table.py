@@ -16,7 +16,7 @@ GEMMA = {"hidden_size": 2560, "intermediate_size": 10_240, "num_hidden_layers": 
 
 
 def plan(**changes):
-    base = {"gpu_memory_bytes": 140 * GIB, "mode": "full", "context": 8192, "generations": 32}
+    base = {"gpu_memory_bytes": 120 * GIB, "mode": "full", "context": 8192, "generations": 32, "state": "resident"}
     return estimate(changes.pop("shape", QWEN3_8B), **{**base, **changes})
 
 
@@ -40,9 +40,9 @@ def test_segments_show_bytes_or_where_they_are():
     assert row(text, "engine.kv_cache") == ["36.00 GiB", "dropped", "dropped"]
     assert row(text, "trainer.parameters") == ["shared"] * 3
     assert row(text, "trainer.gradients") == ["dropped", "15.26 GiB", "15.26 GiB"]
-    assert row(text, "trainer.master_weights") == ["host", "30.51 GiB", "30.51 GiB"]
+    assert row(text, "trainer.master_weights") == ["host", "15.26 GiB", "15.26 GiB"]
     assert row(text, "logits") == ["-", "-", "512.00 MiB"]
-    assert row(text, "total") == ["115.46 GiB", "123.95 GiB", "130.58 GiB"]
+    assert row(text, "total") == ["115.46 GiB", "108.70 GiB", "115.33 GiB"]
 
 
 def test_marks_are_explained_where_they_are_used():
@@ -58,7 +58,7 @@ def test_what_was_asked_comes_first():
     lines = render(plan(mode="lora", tp=2), model="Qwen/Qwen3-8B").splitlines()
     assert lines[:3] == [
         "Qwen/Qwen3-8B: 8.19 billion parameters",
-        "LoRA of rank 16 with adamw, on each of 2 GPUs of 140.00 GiB",
+        "LoRA of rank 16 with adamw, on each of 2 GPUs of 120.00 GiB",
         "32 x 8192 tokens in a rollout, 1 x 8192 in a training pass",
     ]
     assert render(plan()).startswith("qwen3: 8.19 billion parameters\nfull fine-tuning with adamw, on one GPU")
@@ -66,11 +66,28 @@ def test_what_was_asked_comes_first():
 
 def test_peak_is_compared_with_the_gpu_and_with_not_taking_turns():
     text = render(plan())
-    assert "Peak 130.58 GiB of 140.00 GiB: fits, 9.42 GiB to spare" in text
-    assert "a copy of the weights each: 181.84 GiB" in text
-    assert "Parked during rollouts, 30.51 GiB of host memory: trainer.master_weights" in text
+    assert "Peak 115.46 GiB of 120.00 GiB: fits, 4.54 GiB to spare" in text
+    assert "a copy of the weights each: 166.58 GiB" in text
+    assert "Parked during rollouts, 15.26 GiB of host memory: trainer.master_weights" in text
     assert "KV cache: 144.00 KiB a token" in text
     assert "makes it fit" not in text
+
+
+def test_streamed_state_says_where_it_is_and_what_a_step_waits_for():
+    text = render(plan(gpu_memory_bytes=48 * GIB, state="auto", context=4096, generations=8))
+    assert row(text, "segment") == ["rollout", "sync", "train", "step"]
+    assert row(text, "trainer.optimizer") == ["host", "host", "host", "12.43 GiB"]
+    assert row(text, "trainer.master_weights") == ["host"] * 4
+    assert "The optimizer's state, 76.28 GiB, is streamed: in host memory" in text
+    assert "A step waits 1.50 s for it at 54.6 GB/s" in text
+
+
+def test_the_smallest_card_is_named_for_each_way_to_train():
+    text = render(plan(context=4096, generations=8))
+    assert row(text, "LoRA") == ["23.18 GiB", "24 GB"]
+    assert row(text, "full, resident") == ["112.84 GiB", "141 GB"]
+    assert row(text, "full, streamed") == ["44.85 GiB", "48 GB"]
+    assert row(render(plan(context=4096, generations=800)), "full, resident")[1] == "none"
 
 
 def test_what_does_not_fit_says_what_would():
@@ -90,10 +107,10 @@ def test_nothing_parked_and_nothing_to_suggest_are_said():
 def test_contexts_go_up_to_what_the_model_was_made_for():
     text = render(plan(context=5000))
     assert row(text, "asked: 5000")[0].isdigit()
-    assert row(text, "32768")[-1] == "145.49 GiB (too much)"
+    assert row(text, "32768")[-1] == "130.24 GiB (too much)"
     assert row(text, "32768")[:2] == ["none", "none"]
     assert "65536" not in text
-    assert row(text, "4096") == ["53", "216", "128.10 GiB"]
+    assert row(text, "4096") == ["44", "180", "112.84 GiB"]
 
 
 def test_a_context_beyond_the_models_own_is_pointed_out():

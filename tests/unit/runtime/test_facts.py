@@ -23,6 +23,7 @@ def facts(*, trace=None, residual=None, kept=(), is_compared=True, **config):
         RuntimeConfig(**config),
         device=torch.device("cpu"),
         kept=kept,
+        why_optimizer="resident: it fits",
         is_compared=is_compared,
     )
 
@@ -43,6 +44,7 @@ def test_what_every_report_says():
         "version": "3, 2 publications, 5.00 MiB copied",
         "peak": "rollout 3.00 MiB, train 2.00 MiB, ever 4.00 MiB",
         "offload": "auto: no state of the trainer had to leave the device",
+        "optimizer": "resident: it fits",
     }
 
 
@@ -55,7 +57,13 @@ def test_a_model_whose_passes_colo_does_not_run_is_said_not_to_be_compared_unles
 
 def test_what_has_left_for_rollouts_is_named_once_in_order():
     trace = Trace(capacity_bytes=GIB)
-    for name in ("out trainer.optimizer", "in trainer.optimizer", "out trainer.gradients", "out trainer.optimizer"):
+    for name in (
+        "out trainer.optimizer",
+        "out trainer.optimizer.bucket",
+        "in trainer.optimizer",
+        "out trainer.gradients",
+        "out trainer.optimizer",
+    ):
         trace.add(name, 0.0, category="step", phase=Phase.ROLLOUT)
     expected = "always: trainer.gradients, trainer.optimizer left the device for rollouts"
     assert facts(trace=trace, offload="always")["offload"] == expected

@@ -8,7 +8,7 @@ import colo
 from colo.config import Offload, RuntimeConfig
 from colo.phases.phase import Residency
 from colo.units import MIB
-from tests.runtimes import PROMPTS, adamw, launch, make_engine, qwen3, train_step
+from tests.runtimes import PROMPTS, adamw, launch, make_engine, qwen3, segment, train_step
 
 
 def test_an_engines_own_call_after_one_of_the_runtimes_has_what_was_written_between(rt):
@@ -79,6 +79,58 @@ def test_an_engines_own_weights_come_back_to_be_compared_where_no_step_was_taken
     after = rt.generate(PROMPTS, max_tokens=4, temperature=0)
     assert [c.token_ids for c in before] == [c.token_ids for c in after]
     assert after[0].weights_version == 0 and len(rt.publications) == 1
+    rt.close()
+
+
+def launched_with_a_copy_each():
+    rt = launch(config=RuntimeConfig(weights="copy", offload=Offload.ALWAYS, kv_cache_bytes=MIB))
+    rt.generate(PROMPTS, max_tokens=1)
+    return rt
+
+
+def copies(rt, name):
+    return [span for span in rt.trace.spans if span.category == "copy" and span.name == name]
+
+
+def test_weights_that_a_publication_replaces_do_not_come_back_from_the_host():
+    rt, twin = launched_with_a_copy_each(), launch()
+    twin.model.load_state_dict(rt.model.state_dict())
+    for version in (1, 2):
+        with rt.train():
+            train_step(rt)
+            assert segment(rt, "engine.weights").residency is Residency.OFFLOADED
+        with twin.train():
+            train_step(twin)
+        mine, others = (one.generate(PROMPTS, max_tokens=4, temperature=0) for one in (rt, twin))
+        assert [(c.token_ids, c.weights_version) for c in mine] == [(c.token_ids, version) for c in others]
+        for one, other in zip(mine, others, strict=True):
+            assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
+    assert len(copies(rt, "out engine.weights")) == 2 and not copies(rt, "back engine.weights")
+    assert segment(rt, "engine.weights").host_bytes == 0, "the arena has their bytes again"
+    with rt.train():  # without a step: they are compared, and nothing is published
+        pass
+    rt.generate(PROMPTS, max_tokens=1)
+    assert len(copies(rt, "back engine.weights")) == 1
+    rt.close()
+    twin.close()
+
+
+def test_a_publication_that_finds_no_room_leaves_an_engine_that_samples_from_nothing_old(monkeypatch):
+    rt = launched_with_a_copy_each()
+    with rt.train():
+        train_step(rt)
+    begin = type(segment(rt, "engine.weights")).begin
+
+    def begin_but_for_weights(moved, target):
+        if moved.name == "engine.weights" and target is Residency.RESIDENT:
+            raise colo.BudgetError("no room", needed_bytes=2, free_bytes=1)
+        return begin(moved, target)
+
+    with monkeypatch.context() as patch, pytest.raises(colo.BudgetError, match="no room"):
+        patch.setattr(type(segment(rt, "engine.weights")), "begin", begin_but_for_weights)
+        rt.generate(PROMPTS)
+    assert rt.engine.weights_version is None
+    assert {c.weights_version for c in rt.generate(PROMPTS, max_tokens=2)} == {1}
     rt.close()
 
 

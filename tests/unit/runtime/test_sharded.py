@@ -48,9 +48,7 @@ def test_sharded_16_bit_weights_have_sharded_masters_which_wait_in_host_memory(m
         assert rt.optimizer.changed_fraction == optimizer.changed_fraction
     for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
         assert torch.equal(mine.full_tensor(), theirs)
-        assert torch.equal(
-            rt.optimizer.state[mine]["master_weight"].full_tensor(), optimizer.state[theirs]["master_weight"]
-        )
+        assert torch.equal(rt.optimizer.master_of(mine).full_tensor(), optimizer.master_of(theirs))
     rt.close()
 
 

@@ -43,6 +43,7 @@ class Publisher:
         self.adapter_name = None
         self.other_contents = self.changed_shard = False
         self.adapter_is_there = True
+        self.replaces_everything = False
         self.error = None
 
     @property
@@ -209,6 +210,30 @@ def test_publishing_is_a_phase_of_its_own_that_ends_also_when_it_fails():
     with pytest.raises(StaleWeights, match="tested"):
         parts.versions.publish()
     assert parts.scheduler.phase is Phase.IDLE
+
+
+@pytest.mark.parametrize("replaces_everything", [False, True])
+def test_weights_come_back_from_the_host_unless_all_of_them_are_written_anew(replaces_everything):
+    parts = Parts()
+    parts.publisher.replaces_everything = replaces_everything
+    weights = parts.scheduler.segments["engine.weights"]
+    weights.begin(Residency.OFFLOADED).wait()
+    moves = []
+    weights.before_begin = lambda segment, target: moves.append((segment.residency, target))
+    parts.versions.publish()
+    from_host = Residency.DISCARDED if replaces_everything else Residency.OFFLOADED
+    assert moves[-1] == (from_host, Residency.RESIDENT) and len(moves) == 1 + replaces_everything
+
+
+def test_weights_stay_in_the_host_where_publishing_has_no_room():
+    parts = Parts()
+    parts.publisher.replaces_everything = True
+    weights = parts.scheduler.segments["engine.weights"]
+    weights.begin(Residency.OFFLOADED).wait()
+    parts.scheduler.working_bytes[Phase.SYNC] = 10_000
+    with pytest.raises(BudgetError, match="phase sync needs"):
+        parts.versions.publish()
+    assert (weights.residency, weights.host_bytes) == (Residency.OFFLOADED, 100)
 
 
 def test_a_lost_engine_starts_once_there_is_room_and_is_given_everything_anew():

@@ -9,6 +9,7 @@ from colo.memory.offload import Mover
 from colo.phases.phase import Residency
 from colo.trainer.master_weights import MasterWeights
 from colo.trainer.optimizer_state import StateOffloader
+from colo.trainer.separable import register_separable
 
 
 def parameters(dtype=torch.bfloat16, seed=0):
@@ -27,6 +28,9 @@ def adamw(params):
     return torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1)
 
 
+both_kinds = pytest.mark.parametrize("remainders", [False, True], ids=["whole", "remainders"])
+
+
 def test_small_updates_add_up_where_bf16_swallows_them():
     plain, mastered = ([torch.nn.Parameter(torch.ones(1000, dtype=torch.bfloat16))] for _ in range(2))
     sgd = torch.optim.SGD(plain, lr=1e-4)
@@ -39,11 +43,13 @@ def test_small_updates_add_up_where_bf16_swallows_them():
     assert torch.allclose(mastered[0].float(), torch.tensor(0.99), atol=2**-9)
 
 
+@both_kinds
 @pytest.mark.parametrize("bucket_bytes", [None, 1, 300, 1 << 20])
-def test_it_is_the_inner_optimizer_on_fp32_copies_rounded_after_each_step(bucket_bytes):
+def test_it_is_the_inner_optimizer_on_fp32_copies_rounded_after_each_step(bucket_bytes, remainders):
     params = parameters()
     copies = [torch.nn.Parameter(p.detach().float()) for p in params]
-    optimizer, reference = MasterWeights(adamw, bucket_bytes=bucket_bytes)(params), adamw(copies)
+    optimizer = MasterWeights(adamw, bucket_bytes=bucket_bytes, remainders=remainders)(params)
+    reference = adamw(copies)
     for step in range(5):
         set_gradients(params, step)
         for p, copy in zip(params, copies, strict=True):
@@ -52,7 +58,7 @@ def test_it_is_the_inner_optimizer_on_fp32_copies_rounded_after_each_step(bucket
         reference.step()
         for p, copy in zip(params, copies, strict=True):
             assert torch.equal(p, copy.to(torch.bfloat16))
-            assert torch.equal(optimizer.state[p]["master_weight"], copy)
+            assert torch.equal(optimizer.master_of(p), copy)
             assert torch.equal(optimizer.state[p]["exp_avg"], reference.state[copy]["exp_avg"])
 
 
@@ -101,7 +107,7 @@ def test_schedulers_and_groups_reach_the_inner_optimizer():
     assert torch.equal(b, before[1])
     optimizer.step()
     assert optimizer.inner.param_groups[0]["lr"] == 0.5
-    assert torch.allclose(optimizer.state[a]["master_weight"], before[0].float() - 1.5)
+    assert torch.allclose(optimizer.master_of(a), before[0].float() - 1.5)
 
 
 class WarmsUp(torch.optim.SGD):
@@ -130,7 +136,7 @@ def test_what_the_inner_optimizer_keeps_in_its_groups_stays_and_is_saved():
             copy.grad = p.grad.float()
         mastered.step()
         plain.step()
-    assert all(torch.equal(mastered.state[p]["master_weight"], copy) for p, copy in zip(params, copies, strict=True))
+    assert all(torch.equal(mastered.master_of(p), copy) for p, copy in zip(params, copies, strict=True))
     saved = mastered.state_dict()
     assert [group["count"] for group in saved["param_groups"]] == [5]
     again = MasterWeights(WarmsUp, bucket_bytes=None)(parameters())
@@ -153,23 +159,30 @@ def test_what_is_written_to_the_groups_of_either_optimizer_holds():
     assert inner["count"] == outer["count"] == 3
 
 
+@pytest.mark.parametrize(("of_saved", "of_resumed"), [(False, False), (True, True), (False, True), (True, False)])
 @pytest.mark.parametrize("inner", [adamw, lambda ps: Adafactor(ps, lr=1e-3, relative_step=False)])
-def test_checkpoints_keep_fp32_state_and_resume_bit_for_bit(inner):
+def test_checkpoints_keep_fp32_state_and_resume_bit_for_bit(inner, of_saved, of_resumed):
     params, resumed = parameters(), parameters(seed=1)
-    optimizer, other = MasterWeights(inner)(params), MasterWeights(inner)(resumed)
+    optimizer = MasterWeights(inner, remainders=of_saved)(params)
+    other = MasterWeights(inner, remainders=of_resumed)(resumed)
     for step in range(3):
         set_gradients(params, step)
         optimizer.step()
-    other.load_state_dict(deepcopy(optimizer.state_dict()))
     for p, q in zip(params, resumed, strict=True):
         q.data.copy_(p.data)
-        assert other.state[q]["master_weight"].dtype == torch.float32
+    other.load_state_dict(deepcopy(optimizer.state_dict()))
+    for q in resumed:
+        assert {key: value.dtype for key, value in other.state[q].items() if key.startswith("master")} == (
+            {"master_remainder": torch.int16, "master_digests": torch.int64}
+            if of_resumed
+            else {"master_weight": torch.float32}
+        )
     for ps, opt in ((params, optimizer), (resumed, other)):
         set_gradients(ps, 5)
         opt.step()
     for p, q in zip(params, resumed, strict=True):
         assert torch.equal(p, q)
-        assert torch.equal(optimizer.state[p]["master_weight"], other.state[q]["master_weight"])
+        assert torch.equal(optimizer.master_of(p), other.master_of(q))
 
 
 def test_a_checkpoint_without_masters_is_refused_before_anything_is_lost():
@@ -183,6 +196,41 @@ def test_a_checkpoint_without_masters_is_refused_before_anything_is_lost():
     assert before["state"].keys() == optimizer.state_dict()["state"].keys()
 
 
+def test_a_master_in_two_bytes_has_no_memory_between_steps():
+    (parameter,) = parameters = [torch.nn.Parameter(torch.randn(64, 32).bfloat16())]
+    optimizer = MasterWeights(adamw)(parameters)
+    (inner,) = optimizer.inner.param_groups[0]["params"]
+    assert optimizer.expected_master_bytes(parameter) == 2 * 64 * 32 + 8 * 64
+    for step in range(2):
+        assert inner.untyped_storage().nbytes() == 4 and inner.shape == parameter.shape
+        set_gradients(parameters, step)
+        optimizer.step()
+    assert optimizer.expected_master_bytes(parameter) == 0
+    kept = [v.nbytes for k, v in optimizer.state[parameter].items() if k.startswith("master")]
+    assert sum(kept) == 2 * 64 * 32 + 8 * 64
+
+
+class LooksAtAll(torch.optim.SGD):
+    def __init__(self, params):
+        super().__init__(params, lr=0.1)
+        self.first = [p.detach().clone() for group in self.param_groups for p in group["params"]]
+
+    def step(self, closure=None):
+        return super().step(closure)
+
+
+def test_an_inner_optimizer_that_colo_does_not_know_gets_whole_masters_from_the_start():
+    params = parameters()
+    optimizer = MasterWeights(LooksAtAll)(params)
+    assert all(torch.equal(first, p.float()) for first, p in zip(optimizer.inner.first, params, strict=True))
+    assert all(optimizer.state[p].keys() == {"master_weight"} for p in params)
+
+
+def test_other_dtypes_have_whole_masters():
+    half = torch.nn.Parameter(torch.ones(3, dtype=torch.float16))
+    assert MasterWeights(adamw)([half]).state[half].keys() == {"master_weight"}
+
+
 def test_bad_arguments_are_refused():
     with pytest.raises(ValueError, match="bucket_bytes must be positive or None, not 0"):
         MasterWeights(adamw, bucket_bytes=0)(parameters())
@@ -190,23 +238,24 @@ def test_bad_arguments_are_refused():
         MasterWeights(adamw)([])
 
 
+@both_kinds
 @pytest.mark.parametrize("bucket_bytes", [None, 64])
-def test_what_is_loaded_into_a_parameter_is_what_the_next_step_starts_from(bucket_bytes):
+def test_what_is_loaded_into_a_parameter_is_what_the_next_step_starts_from(bucket_bytes, remainders):
     parameters = [torch.nn.Parameter(torch.randn(8, 8).bfloat16()) for _ in range(2)]
-    optimizer = MasterWeights(lambda ps: torch.optim.SGD(ps, lr=1e-6), bucket_bytes=bucket_bytes)(parameters)
+    make = MasterWeights(lambda ps: torch.optim.SGD(ps, lr=1e-6), bucket_bytes=bucket_bytes, remainders=remainders)
+    optimizer = make(parameters)
 
     def step():
         for parameter in parameters:
             parameter.grad = torch.ones_like(parameter)
         optimizer.step()
+        return [optimizer.master_of(parameter).clone() for parameter in parameters]
 
-    step()
-    masters = [optimizer.state[parameter]["master_weight"] for parameter in parameters]
-    exact = [master.clone() for master in masters]
+    exact = step()
     loaded = torch.randn(8).bfloat16()
     with torch.no_grad():
         parameters[0][3] = loaded
-    step()
+    masters = step()
     assert torch.equal(parameters[0][3], loaded), "a step of 1e-6 rounds away"
     assert torch.equal(masters[0][3], loaded.float() - 1e-6)
     others = [row for row in range(8) if row != 3]
@@ -214,6 +263,16 @@ def test_what_is_loaded_into_a_parameter_is_what_the_next_step_starts_from(bucke
     assert torch.equal(masters[1], exact[1] - 1e-6)
 
 
+def test_a_write_that_torch_does_not_count_is_found_too():
+    (parameter,) = parameters = [torch.nn.Parameter(torch.randn(8, 8).bfloat16())]
+    optimizer = MasterWeights(lambda ps: torch.optim.SGD(ps, lr=1e-6))(parameters)
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    parameter.data[3, 2:4] = loaded = torch.randn(2).bfloat16()
+    assert torch.equal(optimizer.master_of(parameter)[3, 2:4], loaded.float())
+
+
+@register_separable
 class FailsAt(torch.optim.AdamW):
     """Raises in its step number `fails_at`, counted from 1."""
 
@@ -230,11 +289,13 @@ def mixed_parameters():
     return [*parameters(), torch.nn.Parameter(torch.ones(40)), *parameters(seed=1), torch.nn.Parameter(torch.ones(9))]
 
 
+@both_kinds
 @pytest.mark.parametrize(("bucket_bytes", "fails_at"), [(None, 1), (1, 1), (1, 2), (1, 4), (1, 8), (300, 2)])
-def test_a_step_that_failed_and_is_repeated_is_one_step(bucket_bytes, fails_at):
+def test_a_step_that_failed_and_is_repeated_is_one_step(bucket_bytes, fails_at, remainders):
     params, others = mixed_parameters(), mixed_parameters()
-    optimizer = MasterWeights(lambda ps: FailsAt(ps, lr=1e-2), bucket_bytes=bucket_bytes)(params)
-    reference = MasterWeights(lambda ps: torch.optim.AdamW(ps, lr=1e-2), bucket_bytes=bucket_bytes)(others)
+    kind = {"bucket_bytes": bucket_bytes, "remainders": remainders}
+    optimizer = MasterWeights(lambda ps: FailsAt(ps, lr=1e-2), **kind)(params)
+    reference = MasterWeights(lambda ps: torch.optim.AdamW(ps, lr=1e-2), **kind)(others)
     for seed in range(2):
         set_gradients(params, seed)
         set_gradients(others, seed)
@@ -243,7 +304,7 @@ def test_a_step_that_failed_and_is_repeated_is_one_step(bucket_bytes, fails_at):
         with pytest.raises(torch.OutOfMemoryError):
             optimizer.step()
         assert all(p.grad is gradient for p, gradient in zip(params, gradients, strict=True))
-        assert all(optimizer.state[p]["master_weight"].grad is None for p in params if p in optimizer._masters)
+        assert all(optimizer.master_of(p).grad is None for p in params if p in optimizer._masters)
         optimizer.step()
         reference.step()
     assert_equal(optimizer, params, reference, others)
@@ -292,13 +353,14 @@ def test_a_step_that_failed_and_was_given_up_takes_nothing_from_the_next():
     assert_equal(optimizer, params, reference, others)
 
 
-def test_weights_that_were_not_rounded_are_when_the_step_is_repeated(monkeypatch):
+@both_kinds
+def test_weights_that_were_not_rounded_are_when_the_step_is_repeated(monkeypatch, remainders):
     params, others = parameters(), parameters()
-    optimizer, reference = MasterWeights(adamw)(params), MasterWeights(adamw)(others)
+    optimizer, reference = (MasterWeights(adamw, remainders=remainders)(each) for each in (params, others))
     set_gradients(params, 0)
     set_gradients(others, 0)
     with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
-        patch.setattr(optimizer, "_round", lambda parameter: raise_out_of_memory())
+        patch.setattr(optimizer, "_round", lambda master: raise_out_of_memory())
         optimizer.step()
     optimizer.step()
     reference.step()

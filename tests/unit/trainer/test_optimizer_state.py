@@ -13,8 +13,9 @@ from colo.errors import BudgetError, PhaseError
 from colo.memory.offload import Mover
 from colo.phases.phase import Residency
 from colo.trainer import state_segment
+from colo.trainer.expected import StateSizes
 from colo.trainer.master_weights import MasterWeights
-from colo.trainer.optimizer_state import StateOffloader, expected_state_bytes
+from colo.trainer.optimizer_state import StateOffloader
 from colo.trainer.stand_ins import ParkedTensor
 from colo.units import MIB
 
@@ -233,11 +234,11 @@ def test_only_state_that_is_known_beforehand_is_expected():
         (torch.optim.Adagrad, 0),
         (Nested, 0),
     ):
-        assert expected_state_bytes(kind([trained, frozen])) == copies * 512
+        assert StateSizes(kind([trained, frozen])).total == copies * 512
     groups = [{"params": [trained]}, {"params": [torch.nn.Parameter(torch.zeros(64))], "amsgrad": True}]
-    assert expected_state_bytes(torch.optim.AdamW(groups)) == 2 * 512 + 3 * 256
+    assert StateSizes(torch.optim.AdamW(groups)).total == 2 * 512 + 3 * 256
     halves = [torch.nn.Parameter(torch.zeros(64, dtype=torch.bfloat16))]
-    assert expected_state_bytes(MasterWeights(torch.optim.AdamW)(halves)) == 2 * 256
+    assert StateSizes(MasterWeights(torch.optim.AdamW)(halves)).total == 2 * 256
 
 
 def test_gradients_that_are_held_are_among_what_stays_and_refuse_to_move(mover):
@@ -289,7 +290,7 @@ def test_the_first_step_is_expected_before_it_happens(mover):
         assert offloader.masters.size_bytes == 0
         backward(net, 0)
         optimizer.step()
-        assert offloader.state.size_bytes == expected == expected_state_bytes(optimizer)
+        assert offloader.state.size_bytes == expected == StateSizes(optimizer).total
         offloader.close()
 
 

@@ -1,9 +1,11 @@
 """Bytes that leave memory that is watched: read to be written elsewhere, each read counted once."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
-from colo.weights.meter import CopyMeter
+from colo.weights.meter import CopyMeter, count_read, uncounted
 
 
 @pytest.fixture
@@ -38,11 +40,12 @@ def test_what_is_read_to_be_written_elsewhere_counts(mine, name):
 
 
 def test_nothing_is_counted_before_and_after(mine):
-    meter = CopyMeter(lambda: [mine])
+    meter, modes = CopyMeter(lambda: [mine]), torch._C._len_torch_dispatch_stack()
     mine.clone()
     with meter:
         mine.clone()
     mine.clone()
+    assert torch._C._len_torch_dispatch_stack() == modes, "it has left torch alone"
     assert meter.num_bytes == 48
 
 
@@ -66,3 +69,25 @@ def test_one_target_elsewhere_is_enough(mine):
     with CopyMeter(lambda: [mine]) as meter:
         torch._foreach_copy_([mine[:2], torch.zeros(2)], [mine[2:4], mine[4:6]])
     assert meter.num_bytes == 16
+
+
+def test_what_another_process_has_read_counts_for_every_meter_of_this_thread(mine):
+    count_read(7)
+    with CopyMeter(lambda: [mine]) as outer:
+        count_read(1)
+        with CopyMeter(lambda: [mine]) as inner:
+            count_read(2)
+        count_read(4)
+        with ThreadPoolExecutor(1) as another:
+            another.submit(count_read, 8).result()
+    assert (outer.num_bytes, inner.num_bytes) == (7, 2)
+
+
+def test_what_stays_with_the_trainer_is_left_out(mine):
+    with CopyMeter(lambda: [mine]) as meter:
+        with pytest.raises(KeyError), uncounted():
+            mine.clone()
+            count_read(1)
+            raise KeyError
+        mine.clone()
+    assert meter.num_bytes == 48

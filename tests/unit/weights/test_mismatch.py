@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from colo.engine import Completion
-from colo.weights.mismatch import MAX_TOKENS, Mismatch, MismatchCheck, logprob_difference
+from colo.weights.mismatch import MAX_TOKENS, PASS_TOKENS, Mismatch, MismatchCheck, logprob_difference
 
 CPU = torch.device("cpu")
 
@@ -20,12 +20,13 @@ class Table(nn.Module):
         self.keeps_all = keeps_all
         self.logits = nn.Parameter(torch.randn(size, size))
         self.frozen, self.trained = nn.Dropout(), nn.Dropout()
-        self.asked = []
+        self.asked, self.shapes = [], []
         self.frozen.eval()
 
     def forward(self, input_ids, *, logits_to_keep, use_cache):
         assert not use_cache and not torch.is_grad_enabled()
         self.asked.append(logits_to_keep)
+        self.shapes.append(tuple(input_ids.shape))
         logits = self.logits[input_ids][:, 0 if self.keeps_all else -logits_to_keep :]
         return SimpleNamespace(logits=logits + 100 * torch.rand_like(logits) * self.training)
 
@@ -78,6 +79,28 @@ def test_without_any_token_there_is_nothing_to_compare():
     assert logprob_difference(model, [none, some], temperature=1.0, device=CPU) == pytest.approx(0.5, abs=1e-5)
 
 
+@pytest.mark.parametrize("together", [None, False, True])
+def test_equally_long_ones_in_a_row_are_computed_in_one_pass(together):
+    model = Table()
+    errors = [[0.1, -0.2], [0.6, 0.3], [0.7, -0.4], [0.5], [0.9, 0.2]]
+    found = [completion(model, [1, 2], range(len(row)), row, temperature=1.0) for row in errors[:4]]
+    found.append(completion(model, [1, 2, 3], [3, 4], errors[4], temperature=1.0))
+    found.insert(2, completion(model, [1, 2], [4], [], temperature=1.0))  # of which there is nothing to compare
+    asked = {} if together is None else {"together": together}
+    difference = logprob_difference(model, found, temperature=1.0, device=CPU, **asked)
+    assert difference == pytest.approx(sum(abs(error) for row in errors for error in row) / 9, abs=1e-5)
+    assert model.shapes == ([(3, 4), (1, 3), (1, 5)] if together else [(1, 4)] * 3 + [(1, 3), (1, 5)])
+
+
+def test_a_pass_is_over_no_more_tokens_than_one_completion_or_the_limit_has():
+    model = Table()
+    long = [completion(model, [1] * (PASS_TOKENS // 2 - 1), [2], [0.5], temperature=1.0) for _ in range(3)]
+    longer = [completion(model, [1] * PASS_TOKENS, [2], [0.5], temperature=1.0) for _ in range(2)]
+    difference = logprob_difference(model, long + longer, temperature=1.0, device=CPU, together=True)
+    assert difference == pytest.approx(0.5, abs=1e-5)
+    assert model.shapes == [(2, PASS_TOKENS // 2), (1, PASS_TOKENS // 2)] + [(1, PASS_TOKENS + 1)] * 2
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_every_module_is_in_the_mode_that_it_was_in(fails):
     model = Table()
@@ -94,8 +117,8 @@ def test_every_module_is_in_the_mode_that_it_was_in(fails):
 class Source:
     """Weights of which another rank has `fewest` completions to compare."""
 
-    def __init__(self, fewest=9):
-        self.ranks = SimpleNamespace(min=lambda count, at="": min(count, fewest))
+    def __init__(self, fewest=9, *, is_alone=False):
+        self.ranks = SimpleNamespace(min=lambda count, at="": min(count, fewest), is_alone=is_alone)
         self.resharded = 0
 
     def reshard(self):
@@ -134,6 +157,14 @@ def test_only_what_was_sampled_from_these_weights_is_compared():
     assert measured(check, source, model).mean == pytest.approx(1.0, abs=1e-5)
     check.note(1.0, [completion(model, [1], [2], [], temperature=1.0)])
     assert measured(check, source, model) is None, "it has no log-probabilities"
+
+
+@pytest.mark.parametrize("is_alone", [False, True])
+def test_only_a_model_of_one_rank_computes_several_in_one_pass(is_alone):
+    model, check = Table(), MismatchCheck(num_sequences=2, max_mismatch=None)
+    check.note(1.0, [completion(model, [1], [2], [0.5], temperature=1.0)] * 2)
+    assert measured(check, Source(is_alone=is_alone), model).mean == pytest.approx(0.5, abs=1e-5)
+    assert model.shapes == ([(2, 2)] if is_alone else [(1, 2)] * 2), "ranks make as many passes as one another"
 
 
 @pytest.mark.parametrize(("fewest", "mean"), [(0, None), (1, 0.25), (2, 0.5)])

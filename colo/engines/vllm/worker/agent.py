@@ -37,11 +37,14 @@ from colo.phases.phase import ENGINE_KV_CACHE, ENGINE_WEIGHTS, Residency
 from colo.weights.manifest import TensorSpec
 from colo.weights.packed import PackedWeight
 from colo.weights.place import CopySpec, Place
-from colo.weights.transports.ipc.export import Allocations, empty, spec_of
+from colo.weights.transports.ipc.export import Allocations, empty, open_places, spec_of
 from colo.weights.transports.ipc.receiver import Receiver, run_step
 from colo.weights.transports.ipc.staging import end_bytes, staged
 
 plugin.register()
+
+_Adapter = tuple[dict[str, torch.Tensor], dict[str, float]]
+"""Tensors by PEFT's names, and the scaling of every module."""
 
 
 class ColoWorker:
@@ -80,7 +83,9 @@ class WorkerAgent:
         self._reload: Reload | None = None
         self._adapters = adapters.WorkerAdapters(worker)
         self._adapter_bytes = 0
-        self._adapter_kept: tuple[dict[str, torch.Tensor], dict[str, float]] | None = None
+        self._adapter_kept: _Adapter | None = None
+        self._adapters_mapped: dict[int, _Adapter] = {}
+        """Adapters whose tensors are memory of the client, by number."""
 
     def _run(self, operation: str, arguments: Mapping[str, Any], client: str) -> Any:
         """Run an operation and return its result. Raises: `EngineLost` when another client has connected since."""
@@ -222,6 +227,7 @@ class WorkerAgent:
     def release(self) -> None:
         """Bring everything back and forget it, and unmap the client's memory, which is about to be freed."""
         self._staging = self._adapter_kept = None
+        self._adapters_mapped.clear()
         if self._segments is not None:
             self._segments.close()
             self._segments = None
@@ -287,16 +293,20 @@ class WorkerAgent:
         self,
         number: int,
         tensors: list[Any] | None,
-        scalings: dict[str, float] | None,
-        staging: dict[str, Any] | None,
+        scalings: dict[str, float] | None = None,
+        staging: dict[str, Any] | None = None,
+        memory: list[dict[str, Any]] | None = None,
     ) -> bool:
         """Load a LoRA adapter from memory, or replace what it holds: whether that was done in place.
 
-        Without `tensors` and `scalings` they lie where, and are, what the last call about this slab said.
-        Ordering: the staging slab is the caller's again when this returns.
+        `tensors` are [name, tensor] within one process, [name, dtype, shape, offset] in a `staging` slab, or
+        `Place.to_wire` in exported `memory`, which stays mapped. Without `tensors` and `scalings` they lie where, and
+        are, what the last call said of this slab or, without a slab, of this adapter's memory.
+        Ordering: the slab is the caller's again when this returns, and memory has been read.
         """
-        in_place = self._adapters.update(number, *self._adapter_given(tensors, scalings, staging))
-        if staging is not None:
+        given = self._adapter_given(number, tensors, scalings, staging, memory)
+        in_place = self._adapters.update(number, *given)
+        if staging is not None or number in self._adapters_mapped:
             wait_for_queued(torch.device(self._worker.device))
         return in_place
 
@@ -309,13 +319,32 @@ class WorkerAgent:
         return self._adapters.numbers
 
     def remove_adapter(self, number: int) -> None:
-        """Forget a LoRA adapter."""
+        """Forget a LoRA adapter, and unmap the memory that it was read from."""
+        self._adapters_mapped.pop(number, None)
         self._adapters.remove(number)
 
     def _adapter_given(
-        self, tensors: list[Any] | None, scalings: dict[str, float] | None, staging: dict[str, Any] | None
-    ) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
-        """The tensors of an adapter by name, and its scalings; those in a staging slab are kept for the next call."""
+        self,
+        number: int,
+        tensors: list[Any] | None,
+        scalings: dict[str, float] | None,
+        staging: dict[str, Any] | None,
+        memory: list[dict[str, Any]] | None,
+    ) -> _Adapter:
+        """The tensors of an adapter by name, and its scalings; what is not in this process is kept for the next call.
+
+        Raises: `TransferError` for an adapter whose memory is not mapped, or cannot be.
+        """
+        if memory is not None and tensors is not None:
+            places = [Place.from_wire(place) for place in tensors]
+            self._adapters_mapped.pop(number, None)  # before others are mapped, of which there may be no more
+            mapped = open_places(places, memory, torch.device(self._worker.device))
+            self._adapters_mapped[number] = (mapped, scalings or {})
+        if staging is None and (tensors is None or memory is not None):
+            if number not in self._adapters_mapped:
+                raise TransferError(f"the memory of adapter {number} is not mapped: send its places")
+            return self._adapters_mapped[number]
+        self._adapters_mapped.pop(number, None)
         if tensors is None or scalings is None:
             assert self._staging is not None and self._staging[0] == staging and self._adapter_kept is not None
             self._staging[1].refresh(self._adapter_bytes)

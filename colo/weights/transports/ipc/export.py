@@ -15,6 +15,7 @@ import torch
 from colo.memory import cuda_driver
 from colo.memory.region import carve, carved_bytes
 from colo.memory.shared_memory import Description, SharedMemory, open_shared_memory
+from colo.memory.storage import with_own_storage
 from colo.weights.manifest import TensorSpec
 from colo.weights.place import NOWHERE, Place
 from colo.weights.sources.placed import dtype_name as dtype_name
@@ -49,12 +50,13 @@ class Exported:
         self.places: list[Place] = []
         self._slab: SharedMemory | None = None
         self._kept: list[torch.Tensor] = []
+        """What keeps allocations of torch's."""
+
         if all(tensor.device.type == "cuda" for tensor in tensors.values()):
             self._export(tensors)
         else:
             self._move(tensors)
         self._facts = _facts(tensors)
-        self._kept = [tensor.detach() for tensor in tensors.values()]
 
     def is_current(self, tensors: Mapping[str, torch.Tensor]) -> bool:
         """Whether `tensors` are still where they were exported from."""
@@ -73,6 +75,7 @@ class Exported:
             place = allocations.place(tensor) if tensor.numel() else (NOWHERE, 0)  # without elements no address
             self.places.append(Place(spec_of(name, tensor), *place))
         self.memory = allocations.memory
+        self._kept = [tensor.detach() for tensor in tensors.values()]
 
     @torch.no_grad()
     def _move(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -81,7 +84,7 @@ class Exported:
         base = self._slab.bytes.data_ptr()
         for (name, tensor), memory in zip(tensors.items(), carve(self._slab.bytes, specs), strict=True):
             memory.copy_(tensor)
-            tensor.data = memory
+            tensor.data = with_own_storage(memory)
             where = (0, memory.data_ptr() - base) if tensor.numel() else (NOWHERE, 0)
             self.places.append(Place(spec_of(name, tensor), *where))
         self.memory.append(self._slab.describe(to_pid=0))

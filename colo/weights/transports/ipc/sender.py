@@ -53,6 +53,7 @@ class IpcTransport(CopyingTransport):
     """
 
     name = "ipc"
+    replaces_all = True
 
     def __init__(
         self,

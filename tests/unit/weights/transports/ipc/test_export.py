@@ -1,13 +1,14 @@
 """Tensors of this process, mapped as another process would map them."""
 
 import gc
-import weakref
+from pathlib import Path
 
 import pytest
 import torch
 
 from colo.errors import TransferError
 from colo.memory.shared_memory import SharedMemory
+from colo.memory.storage import num_references
 from colo.weights.place import Place
 from colo.weights.transports.ipc.export import Exported, dtype_name, open_places
 
@@ -48,18 +49,31 @@ def test_what_is_no_longer_where_it_was_is_known():
     assert exported.is_current(held) is False
 
 
-def test_memory_is_kept_until_it_is_closed_and_is_gone_then():
-    held = tensors()
+def mappings():
+    gc.collect()
+    return Path("/proc/self/maps").read_text().count("memfd:colo")
+
+
+def test_a_tensor_is_alone_in_its_storage_as_it_was():
+    held = {name: tensor.clone() for name, tensor in tensors().items()}
     exported = Exported(held)
-    memory = weakref.ref(held["matrix"].untyped_storage())
+    for tensor in held.values():
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes and num_references(tensor) == 1
+    exported.close()
+    assert held["matrix"].sum() == 66, "whoever has it keeps it"
+
+
+def test_memory_is_kept_until_it_is_closed_and_is_gone_then():
+    before, held = mappings(), tensors()
+    exported = Exported(held)
+    assert mappings() == before + 1
     held.clear()
     gc.collect()
-    assert memory() is not None
     assert open_places(exported.places, exported.memory, CPU)["matrix"].sum() == 66
     exported.close()
     exported.close()
     gc.collect()
-    assert memory() is None
+    assert mappings() == before
     with pytest.raises(TransferError):
         open_places(exported.places, exported.memory, CPU)
 

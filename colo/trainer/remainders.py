@@ -1,0 +1,66 @@
+"""fp32 masters in two bytes: what a bf16 weight is short of its master.
+
+A bf16 number is the upper half of an fp32 one. Taken as integers, a master is its weight, 16 bits further up, and a
+signed remainder of 16 bits: masters round to the nearest weight, and what is rounded away is what is kept. Every fp32
+number but NaN, whose payload is dropped, comes back bit for bit. Megatron's precision-aware optimizer and Apex's
+`store_param_remainders` do the same.
+
+A master halfway between two weights rounds away from zero, not to the even one: 65,537 masters round to each even
+weight then, one more than 16 bits tell apart.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+
+from colo.memory.triton_kernels import kernels
+
+_SIGN_AND_QUIET_NAN = (-64, 0x7FC0)  # as int16, of a negative and of a positive NaN
+_INFINITY = 0x7F800000
+_HALF = 0x8000
+
+
+def split(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The weight (bf16) and the remainder (int16) of masters (fp32), in the shape of `master`."""
+    bits = master.detach().contiguous().view(torch.int32)
+    compiled = kernels(master.device)
+    if compiled is not None:
+        weight, remainder = compiled.split_masters(bits)
+        return weight.view(torch.bfloat16), remainder
+    negative, positive = _SIGN_AND_QUIET_NAN
+    is_nan = (bits & 0x7FFFFFFF) > _INFINITY
+    upper = (bits + _HALF) >> 16
+    remainder = bits - (upper << 16)
+    weight = torch.where(is_nan, torch.where(bits < 0, negative, positive), upper)
+    return weight.to(torch.int16).view(torch.bfloat16), torch.where(is_nan, 0, remainder).to(torch.int16)
+
+
+def join(weight: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
+    """The masters (fp32) that `split` has made `weight` (bf16) and `remainder` (int16) of."""
+    upper = weight.detach().contiguous().view(torch.int16)
+    compiled = kernels(weight.device)
+    if compiled is not None:
+        joined: torch.Tensor = compiled.join_masters(upper, remainder.contiguous())
+        return joined.view(torch.float32)
+    return (upper.to(torch.int32) << 16).add_(remainder).view(torch.float32)
+
+
+def row_digests(weight: torch.Tensor) -> torch.Tensor:
+    """A number (int64) for each row along the last dimension of `weight` (bf16), shape [num_rows].
+
+    A row in which one element has changed always has another; one with several changes has the same with a probability
+    of about 2**-32.
+    """
+    rows: torch.Tensor = torch.atleast_1d(weight.detach()).contiguous().view(torch.int16)
+    mixed = rows.to(torch.int32).mul_(_odd_numbers(rows.shape[-1], rows.device))
+    digests: torch.Tensor = mixed.sum(-1, dtype=torch.int64).flatten()
+    return digests
+
+
+@lru_cache(maxsize=16)
+def _odd_numbers(count: int, device: torch.device) -> torch.Tensor:
+    """Odd numbers (int32), which lose no bit of what they are multiplied with (Knuth's multiplicative hashing)."""
+    spread = torch.arange(1, count + 1, dtype=torch.int64, device=device) * 0x9E3779B1
+    return ((spread & 0x7FFFFFFF) | 1).to(torch.int32)

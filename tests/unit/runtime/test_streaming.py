@@ -1,0 +1,194 @@
+"""State that streams through the step, through the public API."""
+
+import gc
+
+import pytest
+import torch
+
+import colo
+from colo.config import RuntimeConfig
+from colo.errors import BudgetError, PhaseError, Unsupported
+from colo.optim import MasterWeights
+from colo.phases.phase import ENGINE_WEIGHTS, TRAINER_GRADIENTS, TRAINER_OPTIMIZER, Phase, Residency
+from colo.units import MIB
+from tests import runtimes
+from tests.models import small_qwen3
+from tests.runtimes import train_step
+
+BUCKET_BYTES = 32 * 1024
+KV_BYTES = MIB // 2
+
+
+def masters(params):
+    return MasterWeights(lambda given: torch.optim.AdamW(given, lr=1e-2, weight_decay=0.1))(params)
+
+
+def launch(**settings):
+    torch.manual_seed(0)
+    config = RuntimeConfig(**{"kv_cache_bytes": KV_BYTES, "region_bytes": BUCKET_BYTES} | settings)
+    return runtimes.launch(small_qwen3(num_hidden_layers=4), optimizer=masters, dtype=torch.bfloat16, config=config)
+
+
+def smallest_limit():
+    """Weights, gradients and the window, and beside the weights the KV cache."""
+    with launch(optimizer="streamed") as rt:
+        weights_bytes = rt.scheduler.segments[ENGINE_WEIGHTS].size_bytes
+        window_bytes = rt.scheduler.segments[TRAINER_OPTIMIZER].size_bytes
+        assert window_bytes < rt.scheduler.segments[TRAINER_OPTIMIZER].total_bytes / 2
+        return max(2 * weights_bytes + window_bytes, weights_bytes + KV_BYTES)
+
+
+def train(rt, steps):
+    """Weights after `steps` steps with rollouts between."""
+    for step in range(steps):
+        with rt.rollout():
+            rt.generate([[1, 2, 3]], max_tokens=2)
+        with rt.train():
+            train_step(rt, [[(7 * step + i) % 50 for i in range(6)]])
+    return {name: p.detach().clone() for name, p in rt.model.named_parameters()}
+
+
+def test_on_a_device_that_only_streaming_fits_a_hundred_steps_make_the_weights_of_resident_state():
+    limit_bytes = smallest_limit()
+    with launch(optimizer="resident") as rt:
+        expected = train(rt, 100)
+    with pytest.raises(BudgetError, match="phase train"):
+        launch(optimizer="resident", device_limit_bytes=limit_bytes)
+    with launch(device_limit_bytes=limit_bytes) as rt:
+        assert rt.report().facts["optimizer"].startswith("streamed: with the whole of it on the device, ")
+        assert all(torch.equal(p, expected[name]) for name, p in train(rt, 100).items())
+        held = {phase: rt.trace.peak_bytes(phase) for phase in (Phase.ROLLOUT, Phase.TRAIN)}
+        assert max(held.values()) <= limit_bytes
+        state = rt.scheduler.segments[TRAINER_OPTIMIZER]
+        assert state.residency is Residency.OFFLOADED and state.device_bytes == 0
+        assert not rt.kept_state
+    assert expected
+
+
+def test_nothing_grows_over_a_hundred_cycles():
+    with launch(optimizer="streamed", device_limit_bytes=smallest_limit()) as rt:
+        train(rt, 3)
+
+        def held():
+            gc.collect()
+            arena = rt.engine.mover.arena
+            tensors = sum(isinstance(o, torch.Tensor) for o in gc.get_objects())
+            return rt.scheduler.ledger().device_bytes, arena.pinned_bytes, arena.used_bytes, tensors
+
+        before = held()
+        train(rt, 100)
+        assert held() == before
+
+
+def test_the_window_begins_to_fill_beside_the_last_backward_pass():
+    with launch(optimizer="streamed") as rt:
+        train(rt, 2)
+        state = rt.scheduler.segments[TRAINER_OPTIMIZER]
+        with rt.rollout():
+            rt.generate([[1, 2, 3]], max_tokens=2)
+            assert state.residency is Residency.OFFLOADED
+        with rt.train():
+            rt.model(input_ids=torch.tensor([[1, 2]]), labels=torch.tensor([[1, 2]])).loss.backward()
+            assert state.residency is Residency.RESIDENT and 0 < state.device_bytes <= state.size_bytes
+            rt.optimizer.step()
+            rt.optimizer.zero_grad()
+
+
+def test_state_that_is_touched_within_a_rollout_is_brought_or_named():
+    with launch(optimizer="streamed") as rt:
+        train(rt, 1)
+        parameter = next(rt.model.parameters())
+        with rt.rollout():
+            assert rt.optimizer.state[parameter]["exp_avg"].abs().sum() > 0
+        assert rt.optimizer.master_of(parameter).dtype is torch.float32
+
+
+def test_what_cannot_be_streamed_says_so():
+    config = RuntimeConfig(kv_cache_bytes=KV_BYTES, optimizer="streamed")
+    with pytest.raises(Unsupported, match=r"optimizer='streamed': LBFGS is not known to update .*register_separable"):
+        runtimes.launch(optimizer=torch.optim.LBFGS, config=config)
+    with pytest.raises(ValueError, match='offload="never" rules out'):
+        RuntimeConfig(optimizer="streamed", offload="never")
+    with pytest.raises(ValueError, match="optimizer must be one of auto, resident, streamed, not 'host'"):
+        RuntimeConfig(optimizer="host")
+
+
+def test_where_only_streaming_would_fit_an_optimizer_that_cannot_is_told_so():
+    limit_bytes = smallest_limit()
+    model = small_qwen3(num_hidden_layers=4)
+    with pytest.raises(BudgetError) as refused:
+        colo.launch(
+            model,
+            dtype=torch.bfloat16,
+            device="cpu",
+            optimizer=lambda params: MasterWeights(torch.optim.AdamW, bucket_bytes=None)(params),
+            config=RuntimeConfig(kv_cache_bytes=KV_BYTES, device_limit_bytes=limit_bytes),
+        )
+    assert "cannot be streamed either: MasterWeights(bucket_bytes=None)" in "".join(refused.value.__notes__)
+
+
+def test_too_little_host_memory_is_said_before_anything_is_trained():
+    with pytest.raises(BudgetError, match="the host arena in phase"):
+        launch(optimizer="streamed", host_limit_bytes=64 * 1024)
+
+
+def test_a_trainer_of_your_own_goes_on_alone_after_close():
+    with launch(optimizer="streamed") as rt:
+        train(rt, 2)
+        optimizer, model = rt.optimizer, rt.model
+    ids = torch.tensor([[1, 2, 3]])
+    model(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+    assert optimizer.changed_fraction > 0
+
+
+def released(rt, steps):
+    """Weights after `steps` steps, and the most bytes of gradients that were there at once."""
+    gradients = rt.scheduler.segments[TRAINER_GRADIENTS]
+    held = []
+    for p in rt.model.parameters():
+        p.register_post_accumulate_grad_hook(lambda _: held.append(gradients.device_bytes))
+    return train(rt, steps), max(held)
+
+
+def test_gradients_that_are_released_are_those_of_two_buckets_and_train_the_same_weights():
+    with launch(optimizer="streamed") as rt:
+        expected, all_bytes = released(rt, 6)
+    with launch(release_gradients=True) as rt:
+        planned_bytes = rt.scheduler.segments[TRAINER_GRADIENTS].size_bytes
+        found, most_bytes = released(rt, 6)
+        assert all(torch.equal(p, expected[name]) for name, p in found.items())
+        assert most_bytes <= planned_bytes < all_bytes / 2
+        assert rt.weights_version == 6 and rt.trace.metrics["changed_fraction"][-1] > 0
+        assert rt.report().facts["optimizer"] == "streamed: asked for"
+
+
+def test_gradients_are_released_once_between_steps_and_only_in_training():
+    with launch(release_gradients=True) as rt:
+        ids = torch.tensor([[1, 2, 3]])
+
+        def backward():
+            rt.model(input_ids=ids, labels=ids).loss.backward()
+
+        backward()
+        assert all(p.grad is not None for p in rt.model.parameters()), "nothing steps outside of train()"
+        rt.optimizer.step()
+        rt.optimizer.zero_grad()
+        with rt.train():
+            backward()
+            assert all(p.grad is None for p in rt.model.parameters())
+            with pytest.raises(PhaseError, match="the second one since optimizer.step"):
+                backward()
+            rt.optimizer.step()
+            rt.optimizer.zero_grad()
+            backward()
+            rt.optimizer.step()
+
+
+def test_settings_that_contradict_released_gradients_are_refused():
+    with pytest.raises(ValueError, match='leave out optimizer="resident"'):
+        RuntimeConfig(release_gradients=True, optimizer="resident")
+    with pytest.raises(ValueError, match="accumulation_steps must be 1, not 2"):
+        RuntimeConfig(release_gradients=True, accumulation_steps=2)
+    with pytest.raises(TypeError, match="release_gradients must be True or False, not 1"):
+        RuntimeConfig(release_gradients=1)

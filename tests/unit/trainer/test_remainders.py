@@ -1,0 +1,80 @@
+"""A weight and a remainder are a master, whatever its bits."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from colo.trainer.remainders import join, row_digests, split
+
+SPECIAL = [0x00000000, 0x80000000, 0x00000001, 0x807FFFFF, 0x00007FFF, 0x00008000, 0x00008001, 0x7F7FFFFF, 0xFF7FFFFF]
+SPECIAL += [0x7F800000, 0xFF800000, 0x7F7F8000, 0x3F808000, 0x3F818000, 0xBF808000, 0x3F807FFF, 0x3F808001, 0x00800000]
+NANS = [0x7FC00000, 0xFFC00000, 0x7F800001, 0xFFFFFFFF, 0x7FFFFFFF, 0x7F808000, 0xFF807FFF]
+
+
+def floats(bits):
+    return torch.from_numpy(np.array(bits, dtype=np.uint32).view(np.int32)).view(torch.float32)
+
+
+def assert_exact(master):
+    weight, remainder = split(master)
+    assert (weight.dtype, remainder.dtype, weight.shape) == (torch.bfloat16, torch.int16, master.shape)
+    again, is_nan = join(weight, remainder), master.isnan()
+    assert torch.equal(again.isnan(), is_nan) and torch.equal(weight.isnan(), is_nan)
+    assert torch.equal(again.view(torch.int32)[~is_nan], master.view(torch.int32)[~is_nan])
+    nearest, is_tie = master.bfloat16(), (master.view(torch.int32) & 0xFFFF) == 0x8000
+    assert torch.equal(weight[~is_nan & ~is_tie], nearest[~is_nan & ~is_tie])
+    away = is_tie & ~is_nan
+    assert torch.equal(weight[away].float().abs() - master[away].abs(), (weight[away].float() - master[away]).abs())
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.one_of(st.integers(0, 2**32 - 1), st.sampled_from(SPECIAL + NANS)), min_size=1, max_size=64))
+def test_every_master_but_a_nan_comes_back_bit_for_bit_and_its_weight_is_the_nearest(bits):
+    assert_exact(floats(bits))
+
+
+def test_special_masters_of_both_signs_come_back():
+    assert_exact(floats(SPECIAL + NANS))
+
+
+@pytest.mark.parametrize("upper", [0x3F80, 0x3F81, 0x0000, 0x007F, 0x0080, 0x7F7F, 0x8000, 0xBF80])
+def test_all_masters_around_a_weight_come_back(upper):
+    assert_exact(floats((upper << 16) + np.arange(1 << 16)))
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (5,), (3, 4), (2, 3, 4)])
+def test_shapes_are_kept_and_rows_are_those_of_the_last_dimension(shape):
+    master = torch.randn(shape)
+    weight, remainder = split(master)
+    assert weight.shape == remainder.shape == join(weight, remainder).shape == shape
+    assert row_digests(weight).shape == (math.prod(shape[:-1]),)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 2**16 - 1), st.integers(0, 2**16 - 1), st.integers(0, 14), st.integers(0, 2))
+def test_a_row_in_which_one_element_has_changed_has_another_digest(before, after, column, row):
+    bits = torch.from_numpy(np.full((3, 15), before, dtype=np.uint16).view(np.int16))
+    digests = row_digests(bits.view(torch.bfloat16))
+    bits[row, column] = int(np.uint16(after).view(np.int16))
+    changed = row_digests(bits.view(torch.bfloat16)) != digests
+    assert changed.tolist() == [number == row and before != after for number in range(3)]
+
+
+def test_a_thousand_steps_are_those_of_fp32_bit_for_bit():
+    generator = torch.Generator().manual_seed(0)
+    expected = torch.randn(64, 33, generator=generator)
+    expected[0] = 0
+    expected[1] = 1e-40
+    expected[2] = 3e38
+    weight, remainder = split(expected)
+    for _ in range(1000):
+        step = torch.randn(64, 33, generator=generator) * 10.0 ** torch.randint(-9, 1, (64, 1), generator=generator)
+        step[2] *= 1e37
+        expected = expected - 1e-3 * step
+        weight, remainder = split(join(weight, remainder) - 1e-3 * step)
+        assert torch.equal(join(weight, remainder), expected)
+    assert expected.isinf().any() or expected[2].abs().max() > 1e38
