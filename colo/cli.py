@@ -256,9 +256,9 @@ def bench_sync(shape_name: str, device: str, json_path: Path | None) -> None:
 @device_option
 @json_option
 def bench_sharded(shape_name: str, ranks: int, trainer: str | None, device: str, json_path: Path | None) -> None:
-    """Weights of FSDP2 and Megatron to engines with TP, as slices and whole.
+    """Weights of sharded trainers to engines, as slices and whole.
 
-    Beside gathers tensor by tensor and in serial buckets, as others do it.
+    Of FSDP2 and Megatron, to engines of TP 1, 2 and 4, beside what others do.
     """
     from colo.bench import sharded
 

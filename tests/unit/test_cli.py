@@ -140,9 +140,10 @@ def test_a_gpu_that_is_not_there_is_wrong_usage(colo, monkeypatch, command):
     assert "torch sees no CUDA device here: run colo doctor, or pass --device cpu" in err
 
 
-@pytest.mark.parametrize(
-    "command", [c for c in COMMANDS if c[-1] not in ("demo", "offload", "logprob")] + [["demo", "--engine", "vllm"]]
-)
+WITHOUT_VLLM = ("demo", "offload", "logprob", "sharded")
+
+
+@pytest.mark.parametrize("command", [c for c in COMMANDS if c[-1] not in WITHOUT_VLLM] + [["demo", "--engine", "vllm"]])
 def test_a_command_that_needs_vllm_says_so_before_it_begins(colo, monkeypatch, command):
     monkeypatch.setattr(cli_options, "find_spec", lambda name: None)
     code, out, err = colo(*command, "--device", "cpu")
