@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils.weak import TensorWeakRef
 
-from colo.memory.dtensor import local_shard
+from colo.memory.dtensor import is_dtensor, local_shard
 from colo.memory.uninterrupted import uninterrupted
 from colo.trainer.gradients import parameters_of
 from colo.trainer.inventory import MASTER_WEIGHT
@@ -77,6 +77,7 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
         self._inner = make_optimizer([self._with_masters(group) for group in groups])
         self._shown: list[dict[str, Any]] = []  # of the inner optimizer's groups, what ours have had since
         super().__init__(groups, self._inner.defaults)
+        self.register_state_dict_pre_hook(lambda _: self._before_save())
         self.register_load_state_dict_pre_hook(lambda _, state_dict: self._before_load(state_dict))
         self.register_load_state_dict_post_hook(lambda _: self._after_load())
         self._publish_state()
@@ -234,6 +235,19 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
                 if state:
                     self.state[parameter] = state
 
+    def _before_save(self) -> None:
+        """Have the inner optimizer make its state, before a first step, where parameters are sharded.
+
+        `torch.distributed.checkpoint` loads what a state dict of the present state names. It makes such state itself,
+        by the same step without gradients, where an optimizer has none at all; the masters are some.
+        """
+        if self._inner.state or not any(is_dtensor(parameter) for parameter in self._masters):
+            return
+        from torch.distributed.checkpoint.state_dict import _init_optim_state
+
+        _init_optim_state(self._inner)
+        self._publish_state()
+
     def _before_load(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Keep the state from torch's own loading, which would round fp32 state to the dtype of the parameters."""
         state = state_dict["state"]
@@ -257,7 +271,8 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
             state = dict(loaded["state"].get(index, {}))
             master = state.pop(MASTER_WEIGHT, None)
             if master is not None:  # new memory rather than a copy into the old, which may be offloaded
-                self._masters[parameter].data = master.to(parameter.device, torch.float32, copy=True)
+                part = local_shard(self._masters[parameter])  # a `DTensor` would ignore new data
+                part.data = local_shard(master).to(part.device, torch.float32, copy=True)
             if state:
                 inner_state[index] = state
         self._inner.load_state_dict({"state": inner_state, "param_groups": loaded["param_groups"]})

@@ -19,10 +19,9 @@ from colo.integrations.trl.contract import check_contract, check_trainer
 from colo.integrations.trl.folders import check_output
 from colo.integrations.trl.generation import ColoGeneration
 from colo.integrations.trl.phases import PhaseCallback, watch_forwards
+from colo.integrations.trl.preparation import prepare
 from colo.integrations.trl.rewards import check_columns, checked
 from colo.runtime import Runtime
-from colo.trainer.master_weights import MasterWeightsOptimizer
-from colo.trainer.optimizer_state import unwrapped
 
 logger = logging.getLogger(__name__)
 
@@ -48,9 +47,10 @@ def attach(
 
     The engine's sampling is the trainer's: `temperature`, `top_p`, `top_k`, `min_p`, `repetition_penalty`,
     `max_completion_length`, `generation_kwargs` and `vllm_structured_outputs_regex`.
-    Raises: `Unsupported` for what colo does not do, by name (images, tensor parallelism, DeepSpeed, FSDP's plugin, a
-    TRL that is another inside); `OSError` for an `output_dir` that cannot be written to; `ValueError` for a column that
-    a reward takes and the dataset lacks; as `colo.share`. The trainer is as it was then.
+    With accelerate's FSDP2 plugin the model is sharded now, as `trainer.train()` would, and stays so; every rank calls.
+    Raises: `Unsupported` for what colo does not do, by name (images, tensor parallelism, DeepSpeed, FSDP's first
+    version, a TRL that is another inside); `OSError` for an `output_dir` that cannot be written to; `ValueError` for a
+    column that a reward takes and the dataset lacks; as `colo.share`. The trainer is as it was then.
     """
     check_contract(trainer)
     check_trainer(trainer)
@@ -64,8 +64,7 @@ def attach(
     before = {name: getattr(trainer, name) for name in ("optimizer", "model_wrapped")}
     rt = None
     try:
-        _make_optimizer(trainer)
-        _wrap_for_ranks(trainer)
+        prepare(trainer)
         rt = share(
             engine,
             trainer.model,
@@ -148,50 +147,6 @@ def _set(trainer: Any, rt: Runtime, generation: ColoGeneration) -> None:
                 delattr(trainer, name)
 
     rt.at_close(take_back)
-
-
-def _make_optimizer(trainer: Any) -> None:
-    """Make the optimizer that `trainer.train()` would make, and prepare it in place.
-
-    accelerate's own preparation copies all state to the host and back. fp32 masters are put under weights in 16 bits.
-    """
-    model, made = trainer.model, trainer.optimizer
-    in_16_bits = any(p.requires_grad and p.is_floating_point() and p.element_size() < 4 for p in model.parameters())
-    if made is None and in_16_bits:
-        known = trainer.optimizer_cls_and_kwargs
-        kind, options = known or trainer.get_optimizer_cls_and_kwargs(trainer.args, model)
-        if not isinstance(kind, type):
-            raise Unsupported(
-                f"optim={trainer.args.optim!r} makes several optimizers, and colo keeps fp32 masters for one: load the "
-                "model in float32, or take another optim"
-            )
-
-        class WithMasters(MasterWeightsOptimizer):  # a class, since transformers takes a function for a factory
-            def __init__(self, groups: Any, **given: Any) -> None:
-                super().__init__(groups, lambda params: kind(params, **given))
-
-        trainer.optimizer_cls_and_kwargs = WithMasters, options
-        try:
-            trainer.create_optimizer()
-        finally:
-            trainer.optimizer_cls_and_kwargs = known
-    elif made is None:
-        trainer.create_optimizer()
-    elif in_16_bits and not hasattr(unwrapped(made), "inner"):
-        warnings.warn(
-            "weights in 16 bits swallow updates smaller than 1/256 of them: give the trainer an optimizer made by "
-            "colo.optim.MasterWeights, or none",
-            stacklevel=3,
-        )
-    if not getattr(trainer.optimizer, "_is_accelerate_prepared", False):
-        trainer.optimizer = trainer.accelerator.prepare_optimizer(trainer.optimizer, device_placement=False)
-        trainer.optimizer._is_accelerate_prepared = True
-
-
-def _wrap_for_ranks(trainer: Any) -> None:
-    """On CPUs, wrap a model for several ranks before its memory is shared; accelerate would copy it to `cpu:0`."""
-    if trainer.accelerator.num_processes > 1 and trainer.accelerator.device.type == "cpu":
-        trainer.model_wrapped = trainer.accelerator.prepare_model(trainer.model, device_placement=False)
 
 
 def _add_vllm_options(trainer: Any, options: dict[str, Any]) -> None:

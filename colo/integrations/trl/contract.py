@@ -73,4 +73,19 @@ def check_trainer(trainer: Any) -> None:
     if trainer.is_deepspeed_enabled:
         raise Unsupported("colo does not know DeepSpeed's partitioned state: train without it")
     if trainer.is_fsdp_enabled:
-        raise Unsupported("colo.attach() does not take accelerate's FSDP plugin: colo.share a model of your own")
+        _check_plugin(trainer.accelerator.state.fsdp_plugin)
+
+
+def _check_plugin(plugin: Any) -> None:
+    """Raise `Unsupported` for a plugin of accelerate's that does not leave the shards of each weight on the device."""
+    from torch.distributed.fsdp import CPUOffloadPolicy
+
+    if getattr(plugin, "fsdp_version", 1) != 2:
+        raise Unsupported("FSDP's first version flattens weights: set fsdp_version: 2 in accelerate's fsdp_config")
+    if plugin.activation_checkpointing:
+        raise Unsupported("FSDP's activation_checkpointing wraps layers anew: set gradient_checkpointing=True instead")
+    if isinstance(plugin.cpu_offload, CPUOffloadPolicy):
+        raise Unsupported(
+            "FSDP's offload_params keeps weights in host memory, and engines take them from the device: leave it out, "
+            "colo moves the optimizer's state to the host for rollouts"
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -85,7 +86,10 @@ class ColoRLOOConfig(ColoOptions, RLOOConfig):  # type: ignore[misc]
 
 
 class _WithEngine:
-    """Starts the engine first for a model that is named, and attaches to one that is given."""
+    """Starts the engine first for a model that is named, and attaches to one that is given.
+
+    A model that accelerate will shard is loaded by TRL: a rank's engine has memory of its own.
+    """
 
     colo: Runtime
 
@@ -100,7 +104,7 @@ class _WithEngine:
             reward_funcs if isinstance(reward_funcs, list) else [reward_funcs],
             options.get("train_dataset", positional[0] if positional else None),
         )
-        if not isinstance(model, str):
+        if not isinstance(model, str) or _is_sharded(args):
             super().__init__(model, reward_funcs, args, *positional, **options)  # type: ignore[call-arg]
             self._attach(args, args.colo_engine, args.colo_engine_options)
             return
@@ -143,6 +147,11 @@ class ColoGRPOTrainer(_WithEngine, GRPOTrainer):  # type: ignore[misc]
 
 class ColoRLOOTrainer(_WithEngine, RLOOTrainer):  # type: ignore[misc]
     """`RLOOTrainer` in the same way; see `ColoGRPOTrainer`."""
+
+
+def _is_sharded(args: Any) -> bool:
+    """Whether accelerate will shard the model, as it was told by the config or by `accelerate launch`."""
+    return bool(args.fsdp) or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
 
 
 def _engine_options(args: Any, model_init_kwargs: Any, quantization_config: Any) -> dict[str, Any] | None:

@@ -7,8 +7,6 @@ from trl import GRPOTrainer
 import colo
 from colo.engine import Engine
 from colo.errors import Unsupported
-from colo.optim import MasterWeights
-from colo.trainer.master_weights import MasterWeightsOptimizer
 from tests.trainers import SMALL_CACHE, trained
 
 
@@ -92,48 +90,6 @@ def test_filters_with_trls_correction_are_warned_about(make, attach):
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         attach(trainer)
-
-
-def test_the_optimizer_is_the_one_that_trl_makes_and_prepared_in_place(make, attach):
-    trainer, stock = make(weight_decay=0.1), make(weight_decay=0.1)
-    stock.create_optimizer()
-    attach(trainer)
-    made = trainer.optimizer.optimizer
-    assert type(made) is type(stock.optimizer)
-    assert [len(g["params"]) for g in made.param_groups] == [len(g["params"]) for g in stock.optimizer.param_groups]
-    assert [g["weight_decay"] for g in made.param_groups] == [0.1, 0.0]
-    assert trainer.optimizer._is_accelerate_prepared
-
-
-def test_weights_in_16_bits_have_masters(make, attach):
-    trainer = make(model_init_kwargs={"dtype": "bfloat16"}, weight_decay=0.1)
-    attach(trainer)
-    made = trainer.optimizer.optimizer
-    assert isinstance(made, MasterWeightsOptimizer) and isinstance(made.inner, torch.optim.AdamW)
-    assert [g["weight_decay"] for g in made.param_groups] == [0.1, 0.0]
-    assert {p.dtype for g in made.inner.param_groups for p in g["params"]} == {torch.float32}
-    assert trainer.optimizer_cls_and_kwargs is None
-
-
-def test_an_optimizer_of_the_users_is_kept_and_one_without_masters_is_warned_about(make, attach):
-    trainer = make(model_init_kwargs={"dtype": "bfloat16"})
-    trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=1.0)
-    with pytest.warns(UserWarning, match="swallow updates"):
-        attach(trainer)
-    assert isinstance(trainer.optimizer.optimizer, torch.optim.SGD)
-    trainer = make(model_init_kwargs={"dtype": "bfloat16"})
-    given = MasterWeights(lambda params: torch.optim.SGD(params, lr=1.0))(trainer.model.parameters())
-    trainer.optimizer = given
-    attach(trainer)
-    assert trainer.optimizer.optimizer is given
-
-
-def test_several_optimizers_for_weights_in_16_bits_are_refused_by_name(make, attach):
-    trainer = make(model_init_kwargs={"dtype": "bfloat16"})
-    trainer.optimizer_cls_and_kwargs = (lambda: None), {}
-    with pytest.raises(Unsupported, match="makes several optimizers"):
-        attach(trainer)
-    assert not hasattr(trainer, "colo")
 
 
 def test_an_engine_that_runs_already_is_taken(make, attach, checkpoint):

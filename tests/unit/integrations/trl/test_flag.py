@@ -90,6 +90,18 @@ def test_a_dtype_among_model_init_kwargs_is_taken(make):
     trainer.train()
 
 
+def test_a_named_model_that_will_be_sharded_is_loaded_by_trl(make, monkeypatch):
+    """And shared afterwards: sharding would take it out of an engine's memory. One process shards nothing."""
+    monkeypatch.setattr("colo.integrations.trl.flag.start", lambda *_, **__: pytest.fail("an engine was started first"))
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "false")  # which transformers sets
+    with pytest.raises(ValueError, match="Using fsdp only works in distributed training"):
+        make_flagged(make, fsdp=True)
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    trainer = make_flagged(make)
+    assert trainer.colo.transport.shares
+    trainer.train()
+
+
 def test_quantization_is_refused_where_it_cannot_be_shared(make):
     config = BitsAndBytesConfig(load_in_8bit=True)
     with pytest.raises(Unsupported, match="in 4 bits: load_in_4bit=True"):
