@@ -30,7 +30,7 @@ from colo.trainer.optimizer_state import unwrapped
 from colo.weights.ranks import RankGroup
 from colo.weights.sources.heads import causal_lm
 from colo.weights.sources.module import ModuleSource
-from colo.weights.sources.peft import adapter_weights, is_peft_model, whole_adapter
+from colo.weights.sources.peft import adapter_weights, is_peft_model, warn_of_tied_head, whole_adapter
 from colo.weights.transports.base import Transport
 from colo.weights.transports.choice import choose_transport
 
@@ -86,6 +86,8 @@ def share(
     """
     check_share(model, optimizer, tokenizer=tokenizer, config=config)
     model, config = causal_lm(model), config or RuntimeConfig()
+    if not isinstance(engine, Engine):  # `start`, which has made most, has told of it
+        warn_of_tied_head(model)
     check_free({"model": model, "optimizer": unwrapped(optimizer), "engine": engine})
     if engine in ("torch", "vllm"):
         check_engine(engine, engine_options)

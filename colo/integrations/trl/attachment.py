@@ -55,7 +55,7 @@ def attach(
     check_contract(trainer)
     check_trainer(trainer)
     check_output(trainer.args.output_dir)
-    check_columns(trainer.reward_funcs, trainer.train_dataset)
+    check_columns(trainer.reward_funcs, trainer.train_dataset, trainer.eval_dataset)
     options = dict(engine_options or {})
     if engine == "vllm":
         _add_vllm_options(trainer, options)
@@ -185,7 +185,7 @@ def _warn_of_filters(trainer: Any) -> None:
     if filters and getattr(trainer, "vllm_importance_sampling_correction", False):
         warnings.warn(
             f"{', '.join(filters)} cut tokens off, and TRL's importance correction compares probabilities of what is "
-            "left with those of all tokens: its ratio is biased (huggingface/trl#6789). Sample without filters, or set "
-            "vllm_importance_sampling_correction=False",
+            "left with those of all tokens: its ratio is biased (huggingface/trl#6789), and TRL takes no mask of them "
+            "(vLLM's return_sampling_mask). Sample without filters, or set vllm_importance_sampling_correction=False",
             stacklevel=3,
         )
