@@ -179,12 +179,12 @@ def _check_checkpoint(model: object) -> None:
     elif isinstance(model, nn.Module):
         raise TypeError(f"{takes}, not {_named(model)}: colo.share(engine, model, optimizer) takes other modules")
     elif isinstance(model, (str, os.PathLike)):
-        _check_path(model)
+        check_path(model)
     elif not isinstance(model, PretrainedConfig):
         raise TypeError(f"{takes}, not {_named(model)}")
 
 
-def _check_path(path: str | os.PathLike[str]) -> None:
+def check_path(path: str | os.PathLike[str]) -> None:
     """Raise `FileNotFoundError` for what cannot be a hub id and is not there either, `Unsupported` for an adapter."""
     if os.fspath(path).startswith((".", "/", "~")) and not Path(path).exists():
         raise FileNotFoundError(

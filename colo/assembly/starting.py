@@ -28,7 +28,7 @@ from colo.planning.kv_cache import layer_caches
 from colo.units import GIB, MIB, format_bytes
 from colo.weights.packed import pack
 from colo.weights.sources.module import ModuleSource
-from colo.weights.sources.peft import TIED_WARNING, check_lora_config, warn_of_tied_head
+from colo.weights.sources.peft import TIED_WARNING, check_lora_config, has_adapted_head, warn_of_tied_head
 from colo.weights.transports.choice import record_plan, why_not_shared
 
 if TYPE_CHECKING:
@@ -256,6 +256,18 @@ def adapted_outline(config: PretrainedConfig, lora: LoraConfig) -> PreTrainedMod
             "linear modules only: leave it out of target_modules"
         )
     return model
+
+
+def refuse_adapted_head(model: Checkpoint, lora: LoraConfig, revision: str = "main") -> None:
+    """Raise `Unsupported` for an adapter on the output layer, as `adapted_outline` for others that cannot be.
+
+    For trainers that compute log-probabilities from hidden states and the output layer's weight.
+    """
+    if has_adapted_head(adapted_outline(config_of(model, revision), lora)):
+        raise Unsupported(
+            "log-probabilities are computed from the output layer's weight, so that an adapter on it would not be "
+            "trained: leave the output layer out of target_modules"
+        )
 
 
 def check_adapter(request: LaunchRequest) -> None:

@@ -12,14 +12,13 @@ from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from trl.trainer import grpo_trainer
 
 from colo.assembly.launch import start
-from colo.assembly.starting import adapted_outline, config_of, revision_of
+from colo.assembly.starting import refuse_adapted_head, revision_of
 from colo.config import Offload, RuntimeConfig
 from colo.errors import Unsupported
 from colo.integrations.trl.attachment import attach
 from colo.integrations.trl.folders import check_checkpoint, check_output
 from colo.integrations.trl.rewards import check_columns
 from colo.units import MIB
-from colo.weights.sources.peft import has_adapted_head
 
 if TYPE_CHECKING:
     from colo.runtime import Runtime
@@ -149,12 +148,7 @@ def _started(model: str, args: Any, model_init_kwargs: Any, options: dict[str, A
     engine_options = _engine_options(args, model_init_kwargs, options.pop("quantization_config", None))
     lora = options.pop("peft_config", None)
     if lora is not None and hasattr(grpo_trainer, "add_fused_lm_head"):
-        outline = adapted_outline(config_of(model, revision_of(engine_options or {})), lora)
-        if has_adapted_head(outline):
-            raise Unsupported(
-                "TRL computes log-probabilities from the output layer's weight, so that an adapter on it would never "
-                "be trained: leave the output layer out of target_modules"
-            )
+        refuse_adapted_head(model, lora, revision_of(engine_options or {}))
     set_seed(args.seed)  # as TRL does before it makes a model, whose adapter is random
     return start(
         model,
