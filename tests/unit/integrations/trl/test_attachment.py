@@ -7,7 +7,8 @@ from trl import GRPOTrainer
 import colo
 from colo.engine import Engine
 from colo.errors import Unsupported
-from tests.trainers import SMALL_CACHE, trained
+from colo.units import format_bytes
+from tests.trainers import SMALL_CACHE, logged, trained
 
 
 def assert_untouched(trainer):
@@ -90,6 +91,19 @@ def test_filters_with_trls_correction_are_warned_about(make, attach):
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         attach(trainer)
+
+
+def test_an_fp32_model_has_an_engine_in_bf16_on_a_gpu_and_the_report_says_what_that_costs(make, attach, monkeypatch):
+    monkeypatch.setattr("colo.assembly.existing._dtype", lambda *_: torch.bfloat16)  # as on a GPU
+    trainer = make()
+    rt = attach(trainer)
+    trainer.train()
+    copy_bytes = sum(2 * p.numel() for p in trainer.model.parameters())
+    reason = rt.report().facts["weights"]
+    assert "it is torch.float32 here and torch.bfloat16 in the engine" in reason
+    assert f"the engine's copy takes {format_bytes(rt.scheduler.segments['engine.weights'].size_bytes)}" in reason
+    assert logged(trainer, "colo/sent_bytes")[-1] == copy_bytes == rt.bytes_synced / 2
+    assert 1e-5 < max(logged(trainer, "colo/mismatch")) < 0.05
 
 
 def test_an_engine_that_runs_already_is_taken(make, attach, checkpoint):
