@@ -1,6 +1,7 @@
 """The examples, run as a reader would run them: each in a process of its own, in an empty folder, without flags."""
 
 import ast
+import json
 import os
 import re
 import subprocess
@@ -16,9 +17,9 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 def run(tmp_path):
     """Runs an example on the CPU to its end and returns what it printed."""
 
-    def start(name, *launcher):
+    def start(name, *launcher, options=()):
         done = subprocess.run(
-            [sys.executable, *launcher, str(EXAMPLES / name), "--device", "cpu"],
+            [sys.executable, *launcher, str(EXAMPLES / name), "--device", "cpu", *options],
             cwd=tmp_path,
             env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
             capture_output=True,
@@ -79,6 +80,15 @@ def test_a_model_that_two_ranks_have_sharded_learns_and_half_of_it_travels(run):
     own, others = map(int, re.search(r"(\d+) bytes are this rank's own and (\d+) come from other ranks", text).groups())
     assert 0.9 < others / own < 1.1
     assert figure(text, r"bytes that a publication brings from other ranks: (\d+)") == others
+
+
+@pytest.mark.slow
+def test_the_comparison_with_trls_own_mode_runs_its_side_of_colo(run, tmp_path):
+    small = ["--shape", "tiny", "--steps", "3", "--batch", "8", "--tokens", "8", "--kv-cache-mib", "16"]
+    run("bench/trl_peers.py", options=[*small, "--engine", "torch", "--json", "peers.json"])
+    (row,) = json.loads((tmp_path / "peers.json").read_text())["rows"]
+    assert row["side"].startswith("colo's flag") and row["mismatch"] < 1e-2
+    assert 0 <= row["between_s"] < row["step_s"]
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)

@@ -84,7 +84,7 @@ def attach(
             setattr(trainer, name, value)
         raise
     _warn_of_filters(trainer)
-    logger.info("attached: %s; weights %s", rt.engine.placement, rt.transport.reason)
+    logger.info("attached: %s; %s", rt.engine.placement, rt.transport.reason)
     return rt
 
 
@@ -184,8 +184,9 @@ def _warn_of_filters(trainer: Any) -> None:
     ]
     if filters and getattr(trainer, "vllm_importance_sampling_correction", False):
         warnings.warn(
-            f"{', '.join(filters)} cut tokens off, and TRL's importance correction compares probabilities of what is "
-            "left with those of all tokens: its ratio is biased (huggingface/trl#6789), and TRL takes no mask of them "
-            "(vLLM's return_sampling_mask). Sample without filters, or set vllm_importance_sampling_correction=False",
+            f"sampling with {', '.join(filters)} cuts tokens off, and TRL's importance correction compares "
+            "probabilities of what is left with those of all tokens: its ratio is biased (huggingface/trl#6789), and "
+            "TRL takes no mask of them (vLLM's return_sampling_mask). Sample without filters, or set "
+            "vllm_importance_sampling_correction=False",
             stacklevel=3,
         )

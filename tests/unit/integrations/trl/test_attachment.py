@@ -85,7 +85,7 @@ def test_generation_kwargs_that_the_engine_has_are_honoured(make, attach):
 
 
 def test_filters_with_trls_correction_are_warned_about(make, attach):
-    with pytest.warns(UserWarning, match="top_p, min_p cut tokens off, .*trl#6789.*return_sampling_mask"):
+    with pytest.warns(UserWarning, match="with top_p, min_p cuts tokens off, .*trl#6789.*return_sampling_mask"):
         attach(make(top_p=0.9, min_p=0.1))
     trainer = make()
     with warnings.catch_warnings():
