@@ -16,6 +16,7 @@ from colo.assembly.starting import refuse_adapted_head, revision_of
 from colo.config import Offload, RuntimeConfig
 from colo.errors import Unsupported
 from colo.integrations.trl.attachment import attach
+from colo.integrations.trl.contract import check_args
 from colo.integrations.trl.folders import check_checkpoint, check_output
 from colo.integrations.trl.rewards import check_columns
 from colo.units import MIB
@@ -103,6 +104,7 @@ class _WithEngine:
         if not getattr(args, "fast_inference", False):
             super().__init__(model, reward_funcs, args, **options)  # type: ignore[call-arg]
             return
+        check_args(args)
         check_output(args.output_dir)
         rewards = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
         check_columns(rewards, options.get("train_dataset"), options.get("eval_dataset"))

@@ -69,12 +69,23 @@ def test_what_a_trainer_lacks_is_named_with_the_version(name):
         (a_trainer(processing_class=SimpleNamespace()), Unsupported, "a processor for images"),
         (a_trainer(_is_vlm=True), Unsupported, "a processor for images"),
         (a_trainer(is_deepspeed_enabled=True), Unsupported, "DeepSpeed"),
+        (a_trainer(args={"deepspeed": "zero3.json"}), Unsupported, "DeepSpeed"),
         (sharded_by(fsdp_version=1), Unsupported, "flattens weights: set fsdp_version: 2"),
         (sharded_by(activation_checkpointing=True), Unsupported, "set gradient_checkpointing=True instead"),
         (sharded_by(cpu_offload=CPUOffloadPolicy()), Unsupported, "offload_params keeps weights in host memory"),
         (a_trainer(args={"use_transformers_continuous_batching": True}), ValueError, "use_transformers_continuous"),
     ],
-    ids=["use_vllm", "processor", "vlm", "deepspeed", "fsdp 1", "fsdp ac", "fsdp offload", "continuous batching"],
+    ids=[
+        "use_vllm",
+        "processor",
+        "vlm",
+        "deepspeed",
+        "its config",
+        "fsdp 1",
+        "fsdp ac",
+        "fsdp offload",
+        "continuous batching",
+    ],
 )
 def test_what_colo_does_not_do_is_refused_by_name(trainer, error, words):
     with pytest.raises(error, match=words):

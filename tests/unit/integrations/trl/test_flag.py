@@ -131,6 +131,12 @@ def test_a_start_that_fails_leaves_the_config_as_it_was(make):
     assert args[0].model_init_kwargs == given
 
 
+def test_what_colo_does_not_do_is_refused_before_an_engine_starts(make, monkeypatch):
+    monkeypatch.setattr("colo.integrations.trl.flag.start", lambda *_, **__: pytest.fail("an engine was started"))
+    with pytest.raises(Unsupported, match="vllm_tensor_parallel_size=2: colo runs an engine on each GPU"):
+        make_flagged(make, vllm_tensor_parallel_size=2)
+
+
 def test_quantization_is_refused_where_it_cannot_be_shared(make):
     config = BitsAndBytesConfig(load_in_8bit=True)
     with pytest.raises(Unsupported, match="in 4 bits: load_in_4bit=True"):
