@@ -1,4 +1,4 @@
-"""One rank of `test_trl_ranks.py`: torchrun --nproc-per-node 2 trl_ranks.py CHECKPOINT full|lora RESULTS"""
+"""One rank of `test_trl_ranks.py`: torchrun --nproc-per-node 2 trl_ranks.py CHECKPOINT vllm|lora RESULTS"""
 
 import json
 import os
@@ -12,6 +12,8 @@ from peft import LoraConfig
 from torch import distributed
 
 import colo.trl
+from colo.config import RuntimeConfig
+from colo.units import MIB
 from tests.trainers import SMALL_CACHE, digits, frozen, logged, trained, trainer_of
 
 
@@ -20,7 +22,11 @@ def main(checkpoint, mode, results):
     made_with = {"peft_config": LoraConfig(r=4, target_modules="all-linear")} if mode == "lora" else {}
     trainer = trainer_of(checkpoint, results, reward=digits, made_with=made_with, ddp_backend="gloo", max_steps=3)
     before, base = trained(trainer.model), frozen(trainer.model)
-    rt = colo.trl.attach(trainer, engine="torch", config=SMALL_CACHE, seeded=True)
+    engine = {"engine": "torch", "config": SMALL_CACHE}
+    if mode == "vllm":
+        options = {"enforce_eager": True, "max_model_len": 64, "block_size": 32}
+        engine = {"engine_options": options, "config": RuntimeConfig(kv_cache_bytes=4 * MIB)}
+    rt = colo.trl.attach(trainer, seeded=True, **engine)
     drawn, generate = [], trainer.vllm_generation.generate
 
     def noted(*arguments, **options):

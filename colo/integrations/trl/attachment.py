@@ -39,11 +39,12 @@ def attach(
     `trainer` is a `GRPOTrainer`, a `RLOOTrainer` or a subclass, made without `use_vllm`; train with it as ever. The
     runtime that is returned is `trainer.colo` too; `trainer.colo.close()`, or `detach(trainer)`, gives its memory back
     and leaves the trainer as it was made. `engine` is "vllm", "torch" (the embedded one), or an engine that runs
-    already, as `colo.share` takes it; vLLM runs in this process unless `engine_options` has `own_process=True`, and a
-    process that ends is started again in the middle of a step. Rewards that are not finite numbers are refused. An
-    optimizer that the trainer has not made yet is made now, with fp32 masters (`MasterWeights`) where weights that
-    train are in 16 bits. With `seeded` every rollout draws from a seed of its own, by run and step, so that a resumed
-    run draws what the first would have; vLLM then draws for each sequence apart, which is slower.
+    already, as `colo.share` takes it. vLLM runs in this process unless there are several ranks or `engine_options` has
+    `own_process=True`; a process that ends is started again in the middle of a step. Rewards that are not finite
+    numbers are refused. An optimizer that the trainer has not made yet is made now, with fp32 masters
+    (`MasterWeights`) where weights that train are in 16 bits. With `seeded` every rollout draws from a seed of its own,
+    by run and step, so that a resumed run draws what the first would have; vLLM then draws for each sequence apart,
+    which is slower.
 
     The engine's sampling is the trainer's: `temperature`, `top_p`, `top_k`, `min_p`, `repetition_penalty`,
     `max_completion_length`, `generation_kwargs` and `vllm_structured_outputs_regex`.
@@ -149,10 +150,19 @@ def _set(trainer: Any, rt: Runtime, generation: ColoGeneration) -> None:
     rt.at_close(take_back)
 
 
+def choose_process(options: dict[str, Any], num_ranks: int) -> None:
+    """Have vLLM run in this process, or in one of its own for each of several ranks, unless `options` say otherwise.
+
+    Raises: `Unsupported` for engines within several ranks, which would take the ranks' process group for their own.
+    """
+    if not options.setdefault("own_process", num_ranks > 1) and num_ranks > 1:
+        raise Unsupported(f"vLLM within each of {num_ranks} ranks takes them for its own: leave own_process=False out")
+
+
 def _add_vllm_options(trainer: Any, options: dict[str, Any]) -> None:
     """Options of vLLM that follow from the trainer's."""
     args = trainer.args
-    options.setdefault("own_process", False)
+    choose_process(options, trainer.accelerator.num_processes)
     if args.vllm_max_model_length is not None:
         options.setdefault("max_model_len", args.vllm_max_model_length)
     if args.vllm_structured_outputs_regex is not None:

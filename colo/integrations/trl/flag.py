@@ -15,7 +15,7 @@ from colo.assembly.launch import start
 from colo.assembly.starting import refuse_adapted_head, revision_of
 from colo.config import Offload, RuntimeConfig
 from colo.errors import Unsupported
-from colo.integrations.trl.attachment import attach
+from colo.integrations.trl.attachment import attach, choose_process
 from colo.integrations.trl.contract import check_args
 from colo.integrations.trl.folders import check_checkpoint, check_output
 from colo.integrations.trl.rewards import check_columns
@@ -185,7 +185,7 @@ def _engine_options(args: Any, model_init_kwargs: Any, quantization_config: Any)
         options.setdefault("revision", model_init_kwargs["revision"])
     if args.colo_engine != "vllm":
         return options or None
-    options.setdefault("own_process", False)
+    choose_process(options, args.world_size)
     if args.vllm_max_model_length is not None:
         options.setdefault("max_model_len", args.vllm_max_model_length)
     return options

@@ -7,6 +7,7 @@ from trl import GRPOTrainer
 import colo
 from colo.engine import Engine
 from colo.errors import Unsupported
+from colo.integrations.trl.attachment import choose_process
 from colo.units import format_bytes
 from tests.trainers import SMALL_CACHE, logged, trained
 
@@ -57,6 +58,16 @@ def test_another_engine_is_refused(make, attach, engine):
     with pytest.raises((TypeError, ValueError)):
         attach(trainer, engine=engine)
     assert_untouched(trainer)
+
+
+def test_vllm_runs_in_this_process_unless_there_are_several_ranks():
+    alone, given, ranks = {}, {"own_process": True}, {}
+    choose_process(alone, 1)
+    choose_process(given, 1)
+    choose_process(ranks, 2)
+    assert (alone, given, ranks) == ({"own_process": False}, {"own_process": True}, {"own_process": True})
+    with pytest.raises(Unsupported, match="within each of 2 ranks takes them for its own: leave own_process=False out"):
+        choose_process({"own_process": False}, 2)
 
 
 def test_sampling_is_the_trainers(make, attach):
