@@ -113,7 +113,9 @@ def chosen_device(device: str | int | torch.device | None) -> torch.device:
         )
     if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
         raise Unsupported(f"device={str(device)!r} was asked for, but torch sees {torch.cuda.device_count()} of them")
-    return torch.device("cuda", torch.cuda.current_device()) if str(found) == "cuda" else found
+    if found.type == "cpu":
+        return torch.device("cpu")  # tensors there know no number, which accelerate gives it
+    return torch.device("cuda", torch.cuda.current_device()) if found.index is None else found
 
 
 def chosen_dtype(

@@ -13,7 +13,7 @@ CLOSE = 1e-5
 
 @pytest.fixture(scope="module", params=["vllm", "lora"])
 def ranks(two_ranks, tmp_path_factory, request):
-    """What both ranks have found, in order: of all weights and a vLLM each, or of an adapter and the embedded one."""
+    """What both ranks have found, in order: by the flag on a vLLM each, or of an adapter on the embedded engine."""
     if request.param == "vllm":
         pytest.importorskip("vllm", reason="vLLM is not installed")
     checkpoint = tiny_checkpoint(tmp_path_factory.mktemp("tiny"), alphabet=ALPHABET)
