@@ -41,10 +41,9 @@ def attach(
     and leaves the trainer as it was made. `engine` is "vllm", "torch" (the embedded one), or an engine that runs
     already, as `colo.share` takes it. vLLM runs in this process unless there are several ranks or `engine_options` has
     `own_process=True`; a process that ends is started again in the middle of a step. Rewards that are not finite
-    numbers are refused. An optimizer that the trainer has not made yet is made now, with fp32 masters
-    (`MasterWeights`) where weights that train are in 16 bits. With `seeded` every rollout draws from a seed of its own,
-    by run and step, so that a resumed run draws what the first would have; vLLM then draws for each sequence apart,
-    which is slower.
+    numbers are refused. An optimizer that the trainer has not made yet is made now, with fp32 masters (`MasterWeights`)
+    where weights that train are in 16 bits. With `seeded` every rollout draws from a seed of its own, by run and step:
+    a resumed run draws what the first would have. vLLM draws for each sequence apart then, which is slower.
 
     The engine's sampling is the trainer's: `temperature`, `top_p`, `top_k`, `min_p`, `repetition_penalty`,
     `max_completion_length`, `generation_kwargs` and `vllm_structured_outputs_regex`.
