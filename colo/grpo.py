@@ -20,7 +20,9 @@ from typing import Any, Literal
 import torch
 from transformers import AutoConfig, AutoTokenizer
 
+from colo.assembly.arguments import check_path
 from colo.assembly.launch import launch
+from colo.assembly.starting import refuse_adapted_head
 from colo.config import RuntimeConfig
 from colo.engines.common import check_prompts
 from colo.engines.embedded.positions import positions_of
@@ -151,6 +153,9 @@ def train(run: GRPORun, *, tell: Tell = lambda text: None, on_step: OnStep = lam
     Raises: `ValueError` and `OSError` for what was given, before the model is loaded; as `launch` and `grpo`.
     """
     output = OutputFolder(run.output_dir, overwrite=run.overwrite_output_dir)
+    check_path(run.model_name_or_path)
+    if run.use_peft:
+        refuse_adapted_head(run.model_name_or_path, _lora(run))
     rewards = named_rewards([load_function(name) for name in run.reward_funcs])
     weights = dict(zip(rewards, run.reward_weights, strict=True)) if run.reward_weights else None
     dataset = load_rows(run.dataset_name, config=run.dataset_config, split=run.dataset_train_split)

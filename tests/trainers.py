@@ -1,5 +1,6 @@
 """TRL's trainers of a tiny model on a CPU: a data set of sums, and a reward that differs between completions."""
 
+from accelerate import DistributedType, FullyShardedDataParallelPlugin, PartialState
 from datasets import Dataset
 from transformers.trainer_callback import PrinterCallback
 from trl import GRPOConfig, GRPOTrainer
@@ -70,6 +71,22 @@ def trainer_of(
     )
     trainer.remove_callback(PrinterCallback)
     return trainer
+
+
+def use_fsdp2(trainer):
+    """Have accelerate's plugin shard the trainer's model; on a CPU its state has to be told so."""
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["Qwen3DecoderLayer"],
+        reshard_after_forward=True,
+        cpu_ram_efficient_loading=False,
+        state_dict_type="FULL_STATE_DICT",
+    )
+    state = trainer.accelerator.state
+    state.distributed_type, state.fsdp_plugin = DistributedType.FSDP, plugin
+    PartialState._shared_state["distributed_type"] = DistributedType.FSDP  # as accelerate does for GPUs
+    trainer.is_fsdp_enabled = True
 
 
 def logged(trainer, name="reward"):

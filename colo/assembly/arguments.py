@@ -113,7 +113,9 @@ def chosen_device(device: str | int | torch.device | None) -> torch.device:
         )
     if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
         raise Unsupported(f"device={str(device)!r} was asked for, but torch sees {torch.cuda.device_count()} of them")
-    return torch.device("cuda", torch.cuda.current_device()) if str(found) == "cuda" else found
+    if found.type == "cpu":
+        return torch.device("cpu")  # tensors there know no number, which accelerate gives it
+    return torch.device("cuda", torch.cuda.current_device()) if found.index is None else found
 
 
 def chosen_dtype(
@@ -179,12 +181,12 @@ def _check_checkpoint(model: object) -> None:
     elif isinstance(model, nn.Module):
         raise TypeError(f"{takes}, not {_named(model)}: colo.share(engine, model, optimizer) takes other modules")
     elif isinstance(model, (str, os.PathLike)):
-        _check_path(model)
+        check_path(model)
     elif not isinstance(model, PretrainedConfig):
         raise TypeError(f"{takes}, not {_named(model)}")
 
 
-def _check_path(path: str | os.PathLike[str]) -> None:
+def check_path(path: str | os.PathLike[str]) -> None:
     """Raise `FileNotFoundError` for what cannot be a hub id and is not there either, `Unsupported` for an adapter."""
     if os.fspath(path).startswith((".", "/", "~")) and not Path(path).exists():
         raise FileNotFoundError(

@@ -69,6 +69,7 @@ def check(
         sampled = rt.generate(prompts, max_tokens=_TOKENS, temperature=1.0, seed=7, ignore_eos=True)
         options = _check_options(rt, prompts[0])
     difference = logprob_difference(rt.model, sampled, temperature=1.0, device=rt.device)
+    rt.transport.source.reshard()
     most = rt.config.max_mismatch if max_mismatch is None else max_mismatch
     found = difference if difference is not None else float("nan")
     if most is not None and not found <= most:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import warnings
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,7 +16,16 @@ from transformers import AutoTokenizer, PretrainedConfig, PreTrainedModel
 
 from colo.assembly.arguments import check_launch, check_optimizer_type, chosen_device, chosen_dtype
 from colo.assembly.share import assemble, capacity, check_optimizer
-from colo.assembly.starting import Checkpoint, LaunchRequest, Start, dtype_of, revision_of, start_torch, start_vllm
+from colo.assembly.starting import (
+    Checkpoint,
+    LaunchRequest,
+    Start,
+    check_adapter,
+    dtype_of,
+    revision_of,
+    start_torch,
+    start_vllm,
+)
 from colo.config import RuntimeConfig
 from colo.engine import Engine
 from colo.memory.offload import Mover
@@ -23,7 +33,7 @@ from colo.misfits import named_misfits
 from colo.runtime import Runtime
 from colo.trainer.master_weights import MakeOptimizer, MasterWeights
 from colo.weights.sources.heads import refuse_heads
-from colo.weights.sources.peft import check_lora_config
+from colo.weights.sources.peft import TIED_WARNING, check_lora_config
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -136,6 +146,7 @@ def _request(
 
 def _begin(request: LaunchRequest, start: Start, undo: ExitStack) -> tuple[Engine, Any]:
     """The engine, which `undo` closes, and the model, with an adapter where one is asked for."""
+    check_adapter(request)
     config = request.config
     mover = Mover(request.device, host_limit_bytes=config.host_limit_bytes, chunk_bytes=config.chunk_bytes)
     undo.callback(mover.close)
@@ -156,7 +167,9 @@ def _adapted(model: nn.Module, lora: LoraConfig) -> Any:
     """The model with a new adapter. Raises: `Unsupported` for one that an engine cannot apply."""
     from peft import get_peft_model
 
-    adapted: Any = get_peft_model(cast("PreTrainedModel", model), lora)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", TIED_WARNING)  # of which `warn_of_tied_head` has told
+        adapted: Any = get_peft_model(cast("PreTrainedModel", model), lora)
     check_lora_config(adapted.peft_config[adapted.active_adapter])  # to which PEFT may have added a mixture's experts
     return adapted
 

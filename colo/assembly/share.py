@@ -32,7 +32,7 @@ from colo.weights.ranks import RankGroup
 from colo.weights.sources.base import WeightSource
 from colo.weights.sources.heads import causal_lm
 from colo.weights.sources.module import ModuleSource
-from colo.weights.sources.peft import adapter_weights, is_peft_model, whole_adapter
+from colo.weights.sources.peft import adapter_weights, is_peft_model, warn_of_tied_head, whole_adapter
 from colo.weights.sources.spread import PlacedWeights
 from colo.weights.transports.base import Transport
 from colo.weights.transports.choice import transport_for
@@ -166,6 +166,7 @@ def _share_llm(
 ) -> Runtime:
     from colo.engines.vllm.engine import VLLMEngine
 
+    warn_of_tied_head(model)
     engine = VLLMEngine.around(llm)
     try:
         if tokenizer is None and not llm.llm_engine.vllm_config.model_config.skip_tokenizer_init:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import logging
 import os
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -26,13 +28,15 @@ from colo.planning.kv_cache import layer_caches
 from colo.units import GIB, MIB, format_bytes
 from colo.weights.packed import pack
 from colo.weights.sources.module import ModuleSource
-from colo.weights.sources.peft import check_lora_config
+from colo.weights.sources.peft import TIED_WARNING, check_lora_config, has_adapted_head, warn_of_tied_head
 from colo.weights.transports.choice import record_plan, why_not_shared
 
 if TYPE_CHECKING:
     from peft import LoraConfig
 
     from colo.engines.vllm.engine import VLLMEngine
+
+logger = logging.getLogger(__name__)
 
 Checkpoint: TypeAlias = str | os.PathLike[str] | PretrainedConfig | PreTrainedModel
 
@@ -85,7 +89,7 @@ def dtype_of(model: Checkpoint, revision: str) -> torch.dtype | None:
     """The dtype that a model's weights have, or that a checkpoint's config names; `None` where it names none."""
     if isinstance(model, PreTrainedModel):
         return next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
-    config = _config(model, revision)
+    config = config_of(model, revision)
     named: object = config.dtype or config.get_text_config().dtype
     found = getattr(torch, named, None) if isinstance(named, str) else named
     return found if isinstance(found, torch.dtype) else None
@@ -144,8 +148,10 @@ def add_lora_options(request: LaunchRequest, config: PretrainedConfig) -> None:
 
 def start_vllm(request: LaunchRequest, mover: Mover, undo: ExitStack) -> tuple[Engine, Any]:
     """vLLM, which reads the checkpoint itself, and a model over its memory, or one of its own where that cannot be."""
-    packs, config = _is_packed_by_vllm(request), _config(request.model, request.revision)
+    packs, config = _is_packed_by_vllm(request), config_of(request.model, request.revision)
     add_lora_options(request, config)
+    if not packs:
+        _check_complete(request.model, request.dtype, request.revision)
     model = empty_model(config, dtype=request.dtype, attn_implementation=None)
     engine = make_vllm_engine(request, mover, request.kv_cache_bytes(model, packed=packs))
     undo.callback(engine.close)
@@ -212,7 +218,8 @@ def _draw_weights(model: PreTrainedModel) -> None:
     model.init_weights()
 
 
-def _config(model: Checkpoint, revision: str) -> PretrainedConfig:
+def config_of(model: Checkpoint, revision: str) -> PretrainedConfig:
+    """The config of a checkpoint, read if need be, or of a model."""
     if isinstance(model, PretrainedConfig):
         return model
     return (
@@ -227,14 +234,20 @@ def _rank(lora: LoraConfig) -> int:
     return max(ranks)
 
 
-def _adapted_modules(config: PretrainedConfig, lora: LoraConfig) -> list[str]:
-    """Last names of the modules that PEFT adapts. vLLM holds matrices for no others then, such as the vocabulary's."""
+def adapted_outline(config: PretrainedConfig, lora: LoraConfig) -> PreTrainedModel:
+    """The model with an adapter, without memory.
+
+    Raises: `Unsupported` for an adapter that engines cannot apply; `ValueError` for one of modules that the model does
+    not have.
+    """
     from peft import inject_adapter_in_model
 
     model = empty_model(config, dtype=torch.bfloat16, attn_implementation=None)
     settings = copy.deepcopy(lora)
     settings.init_lora_weights = False
-    inject_adapter_in_model(settings, model, low_cpu_mem_usage=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", TIED_WARNING)
+        inject_adapter_in_model(settings, model, low_cpu_mem_usage=True)
     check_lora_config(settings)  # to which PEFT may have added, parameters of experts for one
     embeddings = [name for name, module in model.named_modules() if getattr(module, "lora_embedding_A", None)]
     if embeddings:
@@ -242,7 +255,31 @@ def _adapted_modules(config: PretrainedConfig, lora: LoraConfig) -> list[str]:
             f"LoraConfig(target_modules=...) adapts {embeddings[0]}, an embedding, and engines apply adapters to "
             "linear modules only: leave it out of target_modules"
         )
-    return sorted({name.rpartition(".")[2] for name, module in model.named_modules() if "lora_A" in module._modules})
+    return model
+
+
+def refuse_adapted_head(model: Checkpoint, lora: LoraConfig, revision: str = "main") -> None:
+    """Raise `Unsupported` for an adapter on the output layer, as `adapted_outline` for others that cannot be.
+
+    For trainers that compute log-probabilities from hidden states and the output layer's weight.
+    """
+    if has_adapted_head(adapted_outline(config_of(model, revision), lora)):
+        raise Unsupported(
+            "log-probabilities are computed from the output layer's weight, so that an adapter on it would not be "
+            "trained: leave the output layer out of target_modules"
+        )
+
+
+def check_adapter(request: LaunchRequest) -> None:
+    """Raise as `adapted_outline` for the adapter that is asked for; warn of one on a tied output layer."""
+    if request.lora is not None:
+        warn_of_tied_head(adapted_outline(config_of(request.model, request.revision), request.lora))
+
+
+def _adapted_modules(config: PretrainedConfig, lora: LoraConfig) -> list[str]:
+    """Last names of the modules that PEFT adapts. vLLM holds matrices for no others then, such as the vocabulary's."""
+    named = adapted_outline(config, lora).named_modules()
+    return sorted({name.rpartition(".")[2] for name, module in named if "lora_A" in module._modules})
 
 
 def _tied(model: nn.Module) -> dict[str, str]:
@@ -262,16 +299,43 @@ def _copy_weights(source: nn.Module, target: nn.Module) -> None:
 def _load_checkpoint(model: Checkpoint, dtype: torch.dtype, revision: str) -> Any:
     """A model with the weights of a checkpoint or random ones, on the host unless it was given.
 
-    Raises: `Unsupported` for an adapter, which would be dropped.
+    Raises: `Unsupported` for an adapter, which would be dropped; `ValueError` for a checkpoint without some weights.
     """
     if isinstance(model, PreTrainedModel):
         return model
     if isinstance(model, PretrainedConfig):
         return AutoModelForCausalLM.from_config(model, dtype=dtype)
-    loaded = AutoModelForCausalLM.from_pretrained(os.fspath(model), dtype=dtype, revision=revision)
+    loaded, lacking = _read(os.fspath(model), dtype=dtype, revision=revision)
     if hasattr(loaded, "peft_config"):
         raise adapter_alone(os.fspath(model))
+    _refuse_incomplete(model, lacking)
     return loaded
+
+
+def _check_complete(model: Checkpoint, dtype: torch.dtype, revision: str) -> None:
+    """Raise `ValueError` for a checkpoint without some of its weights, which vLLM would leave as its memory was."""
+    if isinstance(model, (PretrainedConfig, PreTrainedModel)):
+        return
+    try:
+        _, lacking = _read(os.fspath(model), dtype=dtype, revision=revision, device_map="meta")  # names and shapes
+    except Exception as error:  # noqa: BLE001 - vLLM reads files that transformers does not
+        logger.debug("not checked for missing weights: %s", error)
+    else:
+        _refuse_incomplete(model, lacking)
+
+
+def _read(path: str, **options: Any) -> tuple[Any, list[str]]:
+    """A model, and the names of weights that its checkpoint lacks."""
+    model, info = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True, **options)
+    return model, sorted(info["missing_keys"])
+
+
+def _refuse_incomplete(model: Checkpoint, lacking: list[str]) -> None:
+    if lacking:
+        raise ValueError(
+            f"the checkpoint {model} lacks {len(lacking)} of the model's weights, {lacking[0]} for one: copy or save "
+            "it again, whole. Where random values are meant, load the model yourself and pass that"
+        )
 
 
 def _own(model: Any, given: Checkpoint) -> Any:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils.weak import TensorWeakRef
 
-from colo.memory.dtensor import local_shard
+from colo.memory.dtensor import is_dtensor, local_shard
 from colo.memory.region import ALIGNMENT_BYTES
 from colo.memory.uninterrupted import uninterrupted
 from colo.trainer.gradients import parameters_of
@@ -107,6 +107,7 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
             self._inner = make_optimizer([self._with_masters(group) for group in groups])
         self._shown: list[dict[str, Any]] = []  # of the inner optimizer's groups, what ours have had since
         super().__init__(groups, self._inner.defaults)
+        self.register_state_dict_pre_hook(lambda _: self._before_save())
         self.register_load_state_dict_pre_hook(lambda _, state_dict: self._before_load(state_dict))
         self.register_load_state_dict_post_hook(lambda _: self._after_load())
         self._publish_state()
@@ -265,6 +266,26 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
                     state |= self._masters[parameter].state
                 if state:
                     self.state[parameter] = state
+
+    def _before_save(self) -> None:
+        """Have the inner optimizer make its state, before a first step, where parameters are sharded.
+
+        `torch.distributed.checkpoint` loads what a state dict of the present state names. It makes such state itself,
+        by the same step without gradients, where an optimizer has none at all; the masters are some.
+        """
+        if self._inner.state or not any(is_dtensor(parameter) for parameter in self._masters):
+            return
+        from torch.distributed.checkpoint.state_dict import _init_optim_state
+
+        split = [master for master in self._masters.values() if isinstance(master, SplitMaster)]
+        try:
+            for master in split:
+                master.prepare()
+            _init_optim_state(self._inner)
+        finally:
+            for master in split:
+                master.abandon()
+        self._publish_state()
 
     def _before_load(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Keep the state from torch's own loading, which would round fp32 state to the dtype of the parameters."""

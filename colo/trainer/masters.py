@@ -97,7 +97,13 @@ class WholeMaster(Master):
         self._unrounded = None
         device = self.parameter.device
         if MASTER_WEIGHT in state:
-            self.tensor.data = state[MASTER_WEIGHT].to(device, torch.float32, copy=True)
+            part = local_shard(self.tensor)  # a `DTensor` would ignore new data
+            part.data = local_shard(state[MASTER_WEIGHT]).to(device, torch.float32, copy=True)
+        elif is_dtensor(self.parameter):
+            raise ValueError(
+                f"the state has {MASTER_REMAINDER} of a whole weight, and this one is sharded: save it by an optimizer "
+                "with MasterWeights(..., remainders=False)"
+            )
         else:
             remainder, digests = (state[key].to(device) for key in (MASTER_REMAINDER, MASTER_DIGESTS))
             self.tensor.data = join(self.parameter, _without_written_rows(self.parameter, remainder, digests))

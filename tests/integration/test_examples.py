@@ -1,6 +1,7 @@
 """The examples, run as a reader would run them: each in a process of its own, in an empty folder, without flags."""
 
 import ast
+import json
 import os
 import re
 import subprocess
@@ -17,9 +18,9 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 def run(tmp_path):
     """Runs an example on the CPU to its end and returns what it printed."""
 
-    def start(name, *launcher):
+    def start(name, *launcher, options=()):
         done = subprocess.run(
-            [sys.executable, *launcher, str(EXAMPLES / name), "--device", "cpu"],
+            [sys.executable, *launcher, str(EXAMPLES / name), "--device", "cpu", *options],
             cwd=tmp_path,
             env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
             capture_output=True,
@@ -94,6 +95,15 @@ def test_a_model_that_is_spread_over_two_ranks_learns_and_half_of_it_travels(run
     assert 0.9 < others / own < 1.1
     assert figure(text, r"bytes that a publication brings from other ranks: (\d+)") == others
     assert float(re.search(r"^mismatch +(\S+) mean", text, re.MULTILINE)[1]) < 1e-5
+
+
+@pytest.mark.slow
+def test_the_comparison_with_trls_own_mode_runs_its_side_of_colo(run, tmp_path):
+    small = ["--shape", "tiny", "--steps", "3", "--batch", "8", "--tokens", "8", "--kv-cache-mib", "16"]
+    run("bench/trl_peers.py", options=[*small, "--engine", "torch", "--json", "peers.json"])
+    (row,) = json.loads((tmp_path / "peers.json").read_text())["rows"]
+    assert row["side"].startswith("colo's flag") and row["mismatch"] < 1e-2
+    assert 0 <= row["between_s"] < row["step_s"]
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)

@@ -12,28 +12,36 @@ ROOT = Path(__file__).parents[2]
 OLDEST = os.environ.get("COLO_OLDEST_TRL")
 
 
-@pytest.mark.skipif(
+pytestmark = pytest.mark.skipif(
     OLDEST is None, reason="COLO_OLDEST_TRL names no folder: pip install --no-deps --target F trl==1.4.0"
 )
-def test_the_flag_trains_with_the_oldest_trl(tmp_path):
-    command = ["examples/trl_grpo.py", "--fast_inference", "--colo_engine", "torch", "--use_cpu", "--bf16", "false"]
-    command += ["--output_dir", str(tmp_path), "--max_steps", "3", "--logging_steps", "1", "--report_to", "none"]
-    command += ["--per_device_train_batch_size", "16", "--max_completion_length", "8", "--save_strategy", "no"]
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            "import runpy, sys, trl; print('trl', trl.__version__); del sys.argv[0]; "
-            "runpy.run_path(sys.argv[0], run_name='__main__')",
-            *command,
-        ],
+
+
+def run(*command, **environment):
+    return subprocess.run(
+        [sys.executable, *command],
         cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([OLDEST, str(ROOT)]), "OMP_NUM_THREADS": "1"},
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([OLDEST, str(ROOT)]), "OMP_NUM_THREADS": "1"} | environment,
         capture_output=True,
         text=True,
         timeout=400,
         check=False,
     )
+
+
+def test_the_contract_is_that_of_the_oldest_trl():
+    vllms = "ignore:TRL currently supports vLLM"  # older ones, it says
+    done = run("-m", "pytest", "-q", "-W", vllms, "tests/unit/integrations/trl/test_contract.py", PYTEST_ADDOPTS="")
+    assert done.returncode == 0, done.stdout[-2000:]
+    assert re.search(r"^\d\d passed", done.stdout, re.MULTILINE)
+
+
+def test_the_flag_trains_with_the_oldest_trl(tmp_path):
+    command = ["examples/trl_grpo.py", "--fast_inference", "--colo_engine", "torch", "--use_cpu", "--bf16", "false"]
+    command += ["--output_dir", str(tmp_path), "--max_steps", "3", "--logging_steps", "1", "--report_to", "none"]
+    command += ["--per_device_train_batch_size", "16", "--max_completion_length", "8", "--save_strategy", "no"]
+    shown = "import runpy, sys, trl; print('trl', trl.__version__); del sys.argv[0]; "
+    done = run("-c", f"{shown}runpy.run_path(sys.argv[0], run_name='__main__')", *command)
     assert done.returncode == 0, done.stderr[-2000:]
     assert re.search(r"^trl 1\.4\.", done.stdout, re.MULTILINE)
     assert len(re.search(r"^reward (.*)$", done.stdout, re.MULTILINE)[1].split()) == 3

@@ -1,4 +1,4 @@
-"""One rank of `test_trl_ranks.py`: torchrun --nproc-per-node 2 trl_ranks.py CHECKPOINT full|lora RESULTS"""
+"""One rank of `test_trl_ranks.py`: torchrun --nproc-per-node 2 trl_ranks.py CHECKPOINT vllm|lora RESULTS"""
 
 import json
 import os
@@ -12,15 +12,28 @@ from peft import LoraConfig
 from torch import distributed
 
 import colo.trl
+from colo.trl import ColoGRPOConfig, ColoGRPOTrainer
 from tests.trainers import SMALL_CACHE, digits, frozen, logged, trained, trainer_of
+
+
+def made(checkpoint, mode, results):
+    """A trainer with colo: by the flag on vLLM, or of an adapter that `attach` puts on the embedded engine."""
+    options = {"reward": digits, "ddp_backend": "gloo", "max_steps": 3}
+    if mode == "vllm":
+        llm = {"enforce_eager": True, "max_model_len": 64, "block_size": 32}
+        flag = {"fast_inference": True, "colo_engine_options": llm, "colo_kv_cache_mib": 4, "colo_seeded": True}
+        return trainer_of(checkpoint, results, kind=ColoGRPOTrainer, config=ColoGRPOConfig, **options, **flag)
+    lora = LoraConfig(r=4, target_modules="all-linear")
+    trainer = trainer_of(checkpoint, results, made_with={"peft_config": lora}, **options)
+    colo.trl.attach(trainer, engine="torch", config=SMALL_CACHE, seeded=True)
+    return trainer
 
 
 def main(checkpoint, mode, results):
     torch.set_num_threads(1)
-    made_with = {"peft_config": LoraConfig(r=4, target_modules="all-linear")} if mode == "lora" else {}
-    trainer = trainer_of(checkpoint, results, reward=digits, made_with=made_with, ddp_backend="gloo", max_steps=3)
+    trainer = made(checkpoint, mode, results)
+    rt = trainer.colo
     before, base = trained(trainer.model), frozen(trainer.model)
-    rt = colo.trl.attach(trainer, engine="torch", config=SMALL_CACHE, seeded=True)
     drawn, generate = [], trainer.vllm_generation.generate
 
     def noted(*arguments, **options):

@@ -98,7 +98,17 @@ def test_the_layers_are_those_of_the_test():
 
 
 def test_readme_is_one_page():
-    assert len(read("README.md").split()) <= 1100
+    prose = re.sub(r"^```.*?^```$", "", read("README.md"), flags=re.MULTILINE | re.DOTALL)
+    assert len(prose.split()) <= 950
+
+
+def test_readmes_script_for_trl_is_the_example():
+    """Which tests/integration/test_readme.py runs."""
+    script = re.search(r"^```python\n(.*?)^```$", section(read("README.md"), "Use").group(1), re.MULTILINE | re.DOTALL)[
+        1
+    ]
+    assert script == read("examples/trl_grpo.py")
+    assert len(script.splitlines()) < 60
 
 
 def test_readme_says_first_who_it_is_for_and_when_to_take_something_else():

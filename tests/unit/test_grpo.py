@@ -3,13 +3,14 @@
 import json
 import math
 import os
+import re
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from peft import PeftModel
-from safetensors.torch import load_file
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import colo.grpo
@@ -269,6 +270,36 @@ def test_what_is_not_json_is_named_by_its_line(colo, place, unloaded):
     code, err = bad(colo)
     assert code == 1 and "sums.jsonl, line 3: not JSON" in err
     assert bad(colo, data="none.jsonl")[1].startswith("error: there is no file none.jsonl: give a file of JSON lines")
+
+
+@pytest.mark.parametrize(
+    ("modules", "words"),
+    [
+        ("query_key_value", "query_key_value'} not found in the base model. Please check the target modules"),
+        ("embed_tokens", "adapts model.embed_tokens, an embedding, .*: leave it out of target_modules"),
+        ("lm_head", "an adapter on it would not be trained: leave the output layer out of target_modules"),
+    ],
+)
+def test_an_adapter_that_does_not_fit_the_model_is_named_before_that_is_loaded(colo, place, unloaded, modules, words):
+    code, err = bad(colo, "--use_peft", "--lora_target_modules", modules)
+    assert code == 1 and re.search(words, err)
+    assert len(err.splitlines()) == 1
+
+
+def test_an_adapter_in_the_place_of_a_model_is_named(colo, place, unloaded):
+    model = AutoModelForCausalLM.from_pretrained("checkpoint")
+    get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained("adapter")
+    code, err = bad(colo, model="adapter")
+    assert code == 1 and "'adapter' is an adapter: launch the model that it was trained on" in err
+
+
+def test_a_checkpoint_without_a_weight_is_named_before_an_engine_starts(colo, place, monkeypatch):
+    monkeypatch.setattr("colo.assembly.starting.make_torch_engine", lambda *_: pytest.fail("an engine was started"))
+    tensors = load_file("checkpoint/model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, "checkpoint/model.safetensors", metadata={"format": "pt"})
+    code, err = bad(colo)
+    assert code == 1 and "lacks 1 of the model's weights, model.norm.weight for one: copy or save it again" in err
 
 
 def test_a_column_that_a_reward_needs_is_missed_before_the_model_is_loaded(colo, place, unloaded):

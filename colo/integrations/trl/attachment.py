@@ -19,10 +19,9 @@ from colo.integrations.trl.contract import check_contract, check_trainer
 from colo.integrations.trl.folders import check_output
 from colo.integrations.trl.generation import ColoGeneration
 from colo.integrations.trl.phases import PhaseCallback, watch_forwards
+from colo.integrations.trl.preparation import prepare
 from colo.integrations.trl.rewards import check_columns, checked
 from colo.runtime import Runtime
-from colo.trainer.master_weights import MasterWeightsOptimizer
-from colo.trainer.optimizer_state import unwrapped
 
 logger = logging.getLogger(__name__)
 
@@ -40,22 +39,23 @@ def attach(
     `trainer` is a `GRPOTrainer`, a `RLOOTrainer` or a subclass, made without `use_vllm`; train with it as ever. The
     runtime that is returned is `trainer.colo` too; `trainer.colo.close()`, or `detach(trainer)`, gives its memory back
     and leaves the trainer as it was made. `engine` is "vllm", "torch" (the embedded one), or an engine that runs
-    already, as `colo.share` takes it; vLLM runs in this process unless `engine_options` has `own_process=True`, and a
-    process that ends is started again in the middle of a step. Rewards that are not finite numbers are refused. An
-    optimizer that the trainer has not made yet is made now, with fp32 masters (`MasterWeights`) where weights that
-    train are in 16 bits. With `seeded` every rollout draws from a seed of its own, by run and step, so that a resumed
-    run draws what the first would have; vLLM then draws for each sequence apart, which is slower.
+    already, as `colo.share` takes it. vLLM runs in this process unless there are several ranks or `engine_options` has
+    `own_process=True`; a process that ends is started again in the middle of a step. Rewards that are not finite
+    numbers are refused. An optimizer that the trainer has not made yet is made now, with fp32 masters (`MasterWeights`)
+    where weights that train are in 16 bits. With `seeded` every rollout draws from a seed of its own, by run and step:
+    a resumed run draws what the first would have. vLLM draws for each sequence apart then, which is slower.
 
     The engine's sampling is the trainer's: `temperature`, `top_p`, `top_k`, `min_p`, `repetition_penalty`,
     `max_completion_length`, `generation_kwargs` and `vllm_structured_outputs_regex`.
-    Raises: `Unsupported` for what colo does not do, by name (images, tensor parallelism, DeepSpeed, FSDP's plugin, a
-    TRL that is another inside); `OSError` for an `output_dir` that cannot be written to; `ValueError` for a column that
-    a reward takes and the dataset lacks; as `colo.share`. The trainer is as it was then.
+    With accelerate's FSDP2 plugin the model is sharded now, as `trainer.train()` would, and stays so; every rank calls.
+    Raises: `Unsupported` for what colo does not do, by name (images, tensor parallelism, DeepSpeed, FSDP's first
+    version, a TRL that is another inside); `OSError` for an `output_dir` that cannot be written to; `ValueError` for a
+    column that a reward takes and the dataset lacks; as `colo.share`. The trainer is as it was then.
     """
     check_contract(trainer)
     check_trainer(trainer)
     check_output(trainer.args.output_dir)
-    check_columns(trainer.reward_funcs, trainer.train_dataset)
+    check_columns(trainer.reward_funcs, trainer.train_dataset, trainer.eval_dataset)
     options = dict(engine_options or {})
     if engine == "vllm":
         _add_vllm_options(trainer, options)
@@ -64,8 +64,7 @@ def attach(
     before = {name: getattr(trainer, name) for name in ("optimizer", "model_wrapped")}
     rt = None
     try:
-        _make_optimizer(trainer)
-        _wrap_for_ranks(trainer)
+        prepare(trainer)
         rt = share(
             engine,
             trainer.model,
@@ -85,7 +84,7 @@ def attach(
             setattr(trainer, name, value)
         raise
     _warn_of_filters(trainer)
-    logger.info("attached: %s; weights %s", rt.engine.placement, rt.transport.reason)
+    logger.info("attached: %s; %s", rt.engine.placement, rt.transport.reason)
     return rt
 
 
@@ -150,54 +149,19 @@ def _set(trainer: Any, rt: Runtime, generation: ColoGeneration) -> None:
     rt.at_close(take_back)
 
 
-def _make_optimizer(trainer: Any) -> None:
-    """Make the optimizer that `trainer.train()` would make, and prepare it in place.
+def choose_process(options: dict[str, Any], num_ranks: int) -> None:
+    """Have vLLM run in this process, or in one of its own for each of several ranks, unless `options` say otherwise.
 
-    accelerate's own preparation copies all state to the host and back. fp32 masters are put under weights in 16 bits.
+    Raises: `Unsupported` for engines within several ranks, which would take the ranks' process group for their own.
     """
-    model, made = trainer.model, trainer.optimizer
-    in_16_bits = any(p.requires_grad and p.is_floating_point() and p.element_size() < 4 for p in model.parameters())
-    if made is None and in_16_bits:
-        known = trainer.optimizer_cls_and_kwargs
-        kind, options = known or trainer.get_optimizer_cls_and_kwargs(trainer.args, model)
-        if not isinstance(kind, type):
-            raise Unsupported(
-                f"optim={trainer.args.optim!r} makes several optimizers, and colo keeps fp32 masters for one: load the "
-                "model in float32, or take another optim"
-            )
-
-        class WithMasters(MasterWeightsOptimizer):  # a class, since transformers takes a function for a factory
-            def __init__(self, groups: Any, **given: Any) -> None:
-                super().__init__(groups, lambda params: kind(params, **given))
-
-        trainer.optimizer_cls_and_kwargs = WithMasters, options
-        try:
-            trainer.create_optimizer()
-        finally:
-            trainer.optimizer_cls_and_kwargs = known
-    elif made is None:
-        trainer.create_optimizer()
-    elif in_16_bits and not hasattr(unwrapped(made), "inner"):
-        warnings.warn(
-            "weights in 16 bits swallow updates smaller than 1/256 of them: give the trainer an optimizer made by "
-            "colo.optim.MasterWeights, or none",
-            stacklevel=3,
-        )
-    if not getattr(trainer.optimizer, "_is_accelerate_prepared", False):
-        trainer.optimizer = trainer.accelerator.prepare_optimizer(trainer.optimizer, device_placement=False)
-        trainer.optimizer._is_accelerate_prepared = True
-
-
-def _wrap_for_ranks(trainer: Any) -> None:
-    """On CPUs, wrap a model for several ranks before its memory is shared; accelerate would copy it to `cpu:0`."""
-    if trainer.accelerator.num_processes > 1 and trainer.accelerator.device.type == "cpu":
-        trainer.model_wrapped = trainer.accelerator.prepare_model(trainer.model, device_placement=False)
+    if not options.setdefault("own_process", num_ranks > 1) and num_ranks > 1:
+        raise Unsupported(f"vLLM within each of {num_ranks} ranks takes them for its own: leave own_process=False out")
 
 
 def _add_vllm_options(trainer: Any, options: dict[str, Any]) -> None:
     """Options of vLLM that follow from the trainer's."""
     args = trainer.args
-    options.setdefault("own_process", False)
+    choose_process(options, trainer.accelerator.num_processes)
     if args.vllm_max_model_length is not None:
         options.setdefault("max_model_len", args.vllm_max_model_length)
     if args.vllm_structured_outputs_regex is not None:
@@ -229,8 +193,9 @@ def _warn_of_filters(trainer: Any) -> None:
     ]
     if filters and getattr(trainer, "vllm_importance_sampling_correction", False):
         warnings.warn(
-            f"{', '.join(filters)} cut tokens off, and TRL's importance correction compares probabilities of what is "
-            "left with those of all tokens: its ratio is biased (huggingface/trl#6789). Sample without filters, or set "
+            f"sampling with {', '.join(filters)} cuts tokens off, and TRL's importance correction compares "
+            "probabilities of what is left with those of all tokens: its ratio is biased (huggingface/trl#6789), and "
+            "TRL takes no mask of them (vLLM's return_sampling_mask). Sample without filters, or set "
             "vllm_importance_sampling_correction=False",
             stacklevel=3,
         )

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
+import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from transformers import set_seed
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+from trl.trainer import grpo_trainer
 
 from colo.assembly.launch import start
+from colo.assembly.starting import refuse_adapted_head, revision_of
 from colo.config import Offload, RuntimeConfig
 from colo.errors import Unsupported
-from colo.integrations.trl.attachment import attach
+from colo.integrations.trl.attachment import attach, choose_process
+from colo.integrations.trl.contract import check_args
 from colo.integrations.trl.folders import check_checkpoint, check_output
 from colo.integrations.trl.rewards import check_columns
 from colo.units import MIB
@@ -85,42 +90,37 @@ class ColoRLOOConfig(ColoOptions, RLOOConfig):  # type: ignore[misc]
 
 
 class _WithEngine:
-    """Starts the engine first for a model that is named, and attaches to one that is given."""
+    """Starts the engine first for a model that is named, and attaches to one that is given.
+
+    A model that accelerate will shard is loaded by TRL: a rank's engine has memory of its own.
+    """
 
     colo: Runtime
 
     def __init__(
         self, model: Any, reward_funcs: Any = None, args: Any = None, *positional: Any, **options: Any
     ) -> None:
+        options |= zip(list(inspect.signature(super().__init__).parameters)[3:], positional, strict=False)
         if not getattr(args, "fast_inference", False):
-            super().__init__(model, reward_funcs, args, *positional, **options)  # type: ignore[call-arg]
+            super().__init__(model, reward_funcs, args, **options)  # type: ignore[call-arg]
             return
+        check_args(args)
         check_output(args.output_dir)
-        check_columns(
-            reward_funcs if isinstance(reward_funcs, list) else [reward_funcs],
-            options.get("train_dataset", positional[0] if positional else None),
-        )
-        if not isinstance(model, str):
-            super().__init__(model, reward_funcs, args, *positional, **options)  # type: ignore[call-arg]
+        rewards = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
+        check_columns(rewards, options.get("train_dataset"), options.get("eval_dataset"))
+        if not isinstance(model, str) or _is_sharded(args):
+            super().__init__(model, reward_funcs, args, **options)  # type: ignore[call-arg]
             self._attach(args, args.colo_engine, args.colo_engine_options)
             return
-        set_seed(args.seed)  # as TRL does before it makes a model, whose adapter is random
         given, args.model_init_kwargs = args.model_init_kwargs, None
-        engine, made = start(
-            model,
-            engine=args.colo_engine,
-            engine_options=_engine_options(args, given, options.pop("quantization_config", None)),
-            lora=options.pop("peft_config", None),
-            device=args.device,
-            dtype=(given or {}).get("dtype"),
-            config=args.colo_config(),
-        )
         try:
-            super().__init__(made, reward_funcs, args, *positional, **options)  # type: ignore[call-arg]
-            self._attach(args, engine, None)
-        except BaseException:
-            engine.close()
-            raise
+            engine, made = _started(model, args, given, options)
+            try:
+                super().__init__(made, reward_funcs, args, **options)  # type: ignore[call-arg]
+                self._attach(args, engine, None)
+            except BaseException:
+                engine.close()
+                raise
         finally:
             args.model_init_kwargs = given
 
@@ -145,6 +145,29 @@ class ColoRLOOTrainer(_WithEngine, RLOOTrainer):  # type: ignore[misc]
     """`RLOOTrainer` in the same way; see `ColoGRPOTrainer`."""
 
 
+def _started(model: str, args: Any, model_init_kwargs: Any, options: dict[str, Any]) -> tuple[Any, Any]:
+    """The engine and the model; what they are made with is taken out of the trainer's `options`."""
+    engine_options = _engine_options(args, model_init_kwargs, options.pop("quantization_config", None))
+    lora = options.pop("peft_config", None)
+    if lora is not None and hasattr(grpo_trainer, "add_fused_lm_head"):
+        refuse_adapted_head(model, lora, revision_of(engine_options or {}))
+    set_seed(args.seed)  # as TRL does before it makes a model, whose adapter is random
+    return start(
+        model,
+        engine=args.colo_engine,
+        engine_options=engine_options,
+        lora=lora,
+        device=args.device,
+        dtype=(model_init_kwargs or {}).get("dtype"),
+        config=args.colo_config(),
+    )
+
+
+def _is_sharded(args: Any) -> bool:
+    """Whether accelerate will shard the model, as it was told by the config or by `accelerate launch`."""
+    return bool(args.fsdp) or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+
+
 def _engine_options(args: Any, model_init_kwargs: Any, quantization_config: Any) -> dict[str, Any] | None:
     """Options for `start`. Raises: `Unsupported` for what would be dropped, by name."""
     others = [name for name in model_init_kwargs or {} if name not in _OPTIONS_OF_A_START]
@@ -162,7 +185,7 @@ def _engine_options(args: Any, model_init_kwargs: Any, quantization_config: Any)
         options.setdefault("revision", model_init_kwargs["revision"])
     if args.colo_engine != "vllm":
         return options or None
-    options.setdefault("own_process", False)
+    choose_process(options, args.world_size)
     if args.vllm_max_model_length is not None:
         options.setdefault("max_model_len", args.vllm_max_model_length)
     return options

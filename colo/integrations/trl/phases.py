@@ -18,7 +18,8 @@ from colo.units import GIB
 def watch_forwards(model: Any, runtime: Runtime) -> list[Any]:
     """Hooks that enter the training phase before the model computes; returns their handles.
 
-    One is on the embeddings, since some losses call the layers below the model itself.
+    One is on the embeddings, since some losses call the layers below the model itself. They run before the hooks of
+    FSDP2: a pass that compares log-probabilities would otherwise begin within one that FSDP2 takes for begun.
     """
 
     def before_forward(*_: Any) -> None:
@@ -26,7 +27,8 @@ def watch_forwards(model: Any, runtime: Runtime) -> list[Any]:
         if in_rollout or (model.training and torch.is_grad_enabled() and runtime.phase is not Phase.TRAIN):
             runtime.enter(Phase.TRAIN)
 
-    return [module.register_forward_pre_hook(before_forward) for module in (model, model.get_input_embeddings())]
+    watched = (model, model.get_input_embeddings())
+    return [module.register_forward_pre_hook(before_forward, prepend=True) for module in watched]
 
 
 class PhaseCallback(TrainerCallback):  # type: ignore[misc]
@@ -54,15 +56,23 @@ class PhaseCallback(TrainerCallback):  # type: ignore[misc]
 
     def on_evaluate(self, *_: Any, **__: Any) -> None:
         """Leave the phase that evaluation was in."""
-        self._runtime.enter(None)
+        self._leave_passes()
 
     def on_predict(self, *_: Any, **__: Any) -> None:
         """Leave the phase that prediction was in."""
-        self._runtime.enter(None)
+        self._leave_passes()
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         """Leave the phase that training was in."""
         self._runtime.enter(None)
+
+    def _leave_passes(self) -> None:
+        """Leave a phase of passes without a backward one, which FSDP2 ends with whole weights where `train()` begins.
+
+        accelerate would look for those in the optimizer.
+        """
+        self._runtime.enter(None)
+        self._runtime.transport.source.reshard()
 
     def _add_metrics(self) -> None:
         """Add the last step's to what `trainer.log` averages; what a callback adds later is not in its history."""

@@ -44,15 +44,19 @@ def checked(reward: Any, name: str, trainer: Any) -> Any:
     return call
 
 
-def check_columns(rewards: Sequence[Any], dataset: Any) -> None:
+def check_columns(rewards: Sequence[Any], train: Any, evaluation: Any = None) -> None:
     """Raise `ValueError` for columns that TRL or a reward function asks for and a dataset does not have.
 
-    A dataset that does not know its columns, such as a stream, is not checked.
+    A dataset that does not know its columns, such as a stream, is not checked. `evaluation` may be several, by name.
     """
-    columns = getattr(dataset, "column_names", None)
-    if not isinstance(columns, (list, tuple)):
-        return
-    has = f"the dataset has {', '.join(columns) or 'no columns'}"
+    others = evaluation if isinstance(evaluation, Mapping) else {"": evaluation}
+    for dataset, name in ((train, "the dataset"), *((o, f"eval_dataset {n}".rstrip()) for n, o in others.items())):
+        columns = getattr(dataset, "column_names", None)
+        if isinstance(columns, (list, tuple)):
+            _check_columns(rewards, columns, f"{name} has {', '.join(columns) or 'no columns'}")
+
+
+def _check_columns(rewards: Sequence[Any], columns: Sequence[str], has: str) -> None:
     if "prompt" not in columns:
         raise ValueError(f"{has}, and no 'prompt': rename the column with dataset.rename_column(..., 'prompt')")
     for reward in rewards:

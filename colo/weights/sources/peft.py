@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Hashable
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
@@ -70,6 +71,10 @@ _REASONS = {
 }
 
 
+TIED_WARNING = "Model has `tie_word_embeddings=True`"
+"""How PEFT's warning of an adapter on tied weights begins, which says nothing of logits."""
+
+
 def check_lora_config(config: LoraConfig) -> None:
     """Raise `Unsupported`, naming the setting and the reason, for what an engine could not apply exactly."""
     for setting in fields(config):
@@ -79,6 +84,23 @@ def check_lora_config(config: LoraConfig) -> None:
             raise Unsupported(f"LoraConfig({setting.name}={value!r}) is not supported: {reason}")
     if getattr(config, "bias", "none") != "none":
         raise Unsupported(f"LoraConfig(bias={config.bias!r}) is not supported: it would change the shared base weights")
+
+
+def has_adapted_head(model: nn.Module) -> bool:
+    """Whether an adapter is on the output layer."""
+    head: Any = getattr(model, "get_output_embeddings", lambda: None)()
+    return head is not None and "lora_A" in head._modules
+
+
+def warn_of_tied_head(model: Any) -> None:
+    """Warn of an adapter on an output layer whose weight is the embedding's."""
+    if has_adapted_head(model) and model.get_output_embeddings().weight is model.get_input_embeddings().weight:
+        warnings.warn(
+            "the adapter is on the output layer, whose weight is the embedding too: merging the adapter changes the "
+            "embedding with it, and the model computes other logits than it was trained for. Leave the output layer "
+            "out of target_modules, or keep the adapter apart from its base",
+            stacklevel=3,
+        )
 
 
 def is_disabled(model: nn.Module) -> bool:

@@ -175,6 +175,10 @@ def test_a_config_that_is_given_is_left_alone():
     assert config.to_dict() == before
 
 
+def test_a_cpu_with_a_number_is_the_cpu():
+    assert chosen_device("cpu:0") == chosen_device(torch.device("cpu", 0)) == torch.device("cpu")
+
+
 def test_a_checkpoint_without_a_dtype_takes_the_devices():
     assert dtype_of(Qwen3Config(**SIZES), "main") is None
     assert chosen_dtype("auto", torch.device("cpu"), lambda: None) is torch.float32

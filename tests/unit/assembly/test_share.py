@@ -8,6 +8,7 @@ from torch.optim import AdamW
 from transformers import AutoModelForCausalLM
 
 import colo
+from colo.assembly import existing
 from colo.assembly.share import _held_bytes
 from colo.config import RuntimeConfig
 from colo.trainer.master_weights import MasterWeights
@@ -55,11 +56,16 @@ def test_an_engine_of_another_dtype_has_a_copy_that_is_cast():
             train_step(rt)
         assert rt.generate([[1]], max_tokens=2)[0].weights_version == 1
         assert rt.bytes_synced > 0
-        expected = [p.to(torch.bfloat16) for p in model.parameters()]
-        found = dict(rt.engine.module.named_parameters())
-        assert any(
-            torch.equal(found[name], value) for (name, _), value in zip(model.named_parameters(), expected, strict=True)
-        )
+        found = rt.engine.weights.hf_views()
+        assert all(torch.equal(found[name], p.bfloat16()) for name, p in model.named_parameters())
+
+
+def test_an_fp32_model_has_an_engine_in_bf16_on_a_gpu_unless_told_otherwise():
+    cuda, cpu = torch.device("cuda"), torch.device("cpu")
+    model = made()
+    assert existing._dtype(model, None, cuda) == torch.bfloat16
+    assert existing._dtype(model, None, cpu) == existing._dtype(model, "float32", cuda) == torch.float32
+    assert existing._dtype(model.half(), None, cuda) == torch.float16
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,17 @@
 """What `launch` makes of a model that it is given."""
 
 import copy
+import warnings
 from types import SimpleNamespace
 
 import pytest
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import colo
+from colo.assembly import starting
 from colo.assembly.starting import _adapted_modules
 from colo.config import RuntimeConfig, Weights
 from colo.units import MIB
@@ -51,9 +54,101 @@ def test_a_model_that_is_given_is_left_alone(weights, lora, monkeypatch):
         assert parameter.grad is None
 
 
-@pytest.mark.filterwarnings("ignore:Model has .tie_word_embeddings")  # PEFT's
-def test_an_adapter_of_an_embedding_is_refused_before_vllm_starts():
-    lora = LoraConfig(r=2, target_modules=["q_proj", "embed_tokens"])
-    with pytest.raises(colo.Unsupported, match="adapts model.embed_tokens, an embedding"):
-        _adapted_modules(CONFIG, lora)
+@pytest.fixture
+def started(monkeypatch):
+    """Engines that are started; each fails at once."""
+    kinds = []
+
+    def make(kind):
+        def start(*_, **__):
+            kinds.append(kind)
+            raise RuntimeError("started")
+
+        return start
+
+    for kind in ("torch", "vllm"):
+        monkeypatch.setattr(starting, f"make_{kind}_engine", make(kind))
+    return kinds
+
+
+def begin(model, engine="torch", **options):
+    return colo.start(model, engine=engine, device="cpu", config=RuntimeConfig(kv_cache_bytes=MIB), **options)
+
+
+@pytest.mark.parametrize("engine", ["torch", "vllm"])
+@pytest.mark.parametrize(
+    ("modules", "kind", "words"),
+    [
+        (["q_proj", "embed_tokens"], colo.Unsupported, "adapts model.embed_tokens, an embedding"),
+        (["query_key_value"], ValueError, "query_key_value.* not found in the base model. Please check"),
+    ],
+    ids=["embedding", "another model's"],
+)
+def test_an_adapter_that_cannot_be_is_refused_before_an_engine_starts(started, engine, modules, kind, words):
+    with pytest.raises(kind, match=words):
+        begin(CONFIG, engine, lora=LoraConfig(r=2, target_modules=modules))
+    assert started == []
+
+
+def test_vllm_holds_matrices_for_adapted_modules_alone():
     assert _adapted_modules(CONFIG, LoraConfig(r=2, target_modules=["q_proj", "down_proj"])) == ["down_proj", "q_proj"]
+
+
+@pytest.mark.parametrize("engine", ["torch", "vllm"])
+@pytest.mark.parametrize("is_tied", [True, False], ids=["tied", "own"])
+def test_an_adapter_on_a_tied_output_layer_is_warned_about_once_before_an_engine_starts(started, engine, is_tied):
+    config = tiny_qwen3(tie_word_embeddings=is_tied)
+    lora = LoraConfig(r=2, target_modules=["q_proj", "lm_head"])
+    with warnings.catch_warnings(record=True) as caught, pytest.raises(RuntimeError, match="started"):
+        warnings.simplefilter("always")
+        begin(config, engine, lora=lora)
+    said = [str(warning.message) for warning in caught if "merging the adapter" in str(warning.message)]
+    assert len(said) == is_tied and len(caught) == is_tied
+    assert all("other logits" in words and "Leave the output layer out of target_modules" in words for words in said)
+
+
+@pytest.mark.filterwarnings("ignore:Model has .tie_word_embeddings")  # PEFT's
+def test_share_warns_of_such_an_adapter_of_the_users():
+    lora = LoraConfig(r=2, target_modules=["lm_head"])
+    model = get_peft_model(AutoModelForCausalLM.from_config(tiny_qwen3(tie_word_embeddings=True)), lora)
+    optimizer = torch.optim.AdamW(p for p in model.parameters() if p.requires_grad)
+    with pytest.warns(UserWarning, match="merging the adapter changes the embedding with it"):
+        colo.share("torch", model, optimizer, config=RuntimeConfig(kv_cache_bytes=MIB)).close()
+
+
+def test_it_is_not_warned_about_again_by_share():
+    lora = LoraConfig(r=2, target_modules=["lm_head"])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        engine, model = begin(tiny_qwen3(tie_word_embeddings=True), lora=lora)
+        colo.share(engine, model, torch.optim.AdamW(p for p in model.parameters() if p.requires_grad)).close()
+        engine.close()
+    assert len([warning for warning in caught if "output layer" in str(warning.message)]) == 1
+
+
+@pytest.mark.parametrize("engine", ["torch", "vllm"])
+def test_a_checkpoint_without_a_weight_is_refused_before_an_engine_starts(started, tmp_path, engine):
+    AutoModelForCausalLM.from_config(CONFIG).save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(
+        ValueError, match=r"lacks 1 of the model's weights, model\.layers\.1\.mlp\.up_proj\.weight for one"
+    ):
+        begin(str(tmp_path), engine)
+    assert started == []
+
+
+def test_a_checkpoint_that_transformers_cannot_read_is_left_to_vllm(started, tmp_path):
+    CONFIG.save_pretrained(tmp_path)
+    with pytest.raises(RuntimeError, match="started"):
+        begin(str(tmp_path), "vllm")
+    assert started == ["vllm"]
+
+
+def test_looking_at_adapter_and_checkpoint_draws_no_random_numbers(started, tmp_path):
+    AutoModelForCausalLM.from_config(CONFIG).save_pretrained(tmp_path)
+    before = torch.get_rng_state()
+    with pytest.raises(RuntimeError, match="started"):
+        begin(str(tmp_path), "vllm", lora=LoraConfig(r=2, target_modules="all-linear"))
+    assert torch.equal(torch.get_rng_state(), before)

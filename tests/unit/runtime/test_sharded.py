@@ -6,7 +6,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, ShardingStrategy, fully_shard
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 import colo
@@ -66,6 +72,37 @@ def test_nccls_memory_is_away_while_the_engine_samples_and_back_before_anything_
         assert said == ["suspended awake"]
     assert said == ["suspended awake", "resumed awake"]
     rt.close()
+
+
+def test_what_torch_distributed_checkpoint_loads_is_all_of_the_optimizers_state(mesh):
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+
+    def shared():
+        model = AutoModelForCausalLM.from_config(qwen3(), dtype=torch.bfloat16)
+        fully_shard(model, mesh=mesh)
+        return colo.share(make_engine(torch.bfloat16), model, MasterWeights(adamw)(model.parameters()))
+
+    with shared() as rt, rt.train():
+        train_step(rt)
+        saved = get_optimizer_state_dict(rt.model, rt.optimizer, options=options)
+    with shared() as rt:
+        set_optimizer_state_dict(rt.model, rt.optimizer, saved, options=options)
+        for name, parameter in rt.model.named_parameters():
+            state, expected = rt.optimizer.state[parameter], saved["state"][name]
+            assert state.keys() == expected.keys() == {"step", "exp_avg", "exp_avg_sq", "master_weight"}
+            assert all(
+                torch.equal(getattr(state[key], "full_tensor", lambda v=state[key]: v)(), expected[key])
+                for key in state
+            )
+
+
+def test_a_check_leaves_the_model_sharded(mesh):
+    """Also what a backward pass would have sharded again; accelerate looks for the shards in the optimizer."""
+    model = AutoModelForCausalLM.from_config(qwen3())
+    fully_shard(model, mesh=mesh, reshard_after_forward=False)
+    with colo.share(make_engine(), model, adamw(model.parameters())) as rt:
+        colo.check(rt)
+        assert all(isinstance(p, DTensor) for p in model.parameters())
 
 
 def test_a_model_that_fsdp_has_flattened_is_refused(mesh):

@@ -7,9 +7,9 @@ from trl import GRPOTrainer
 import colo
 from colo.engine import Engine
 from colo.errors import Unsupported
-from colo.optim import MasterWeights
-from colo.trainer.master_weights import MasterWeightsOptimizer
-from tests.trainers import SMALL_CACHE, trained
+from colo.integrations.trl.attachment import choose_process
+from colo.units import format_bytes
+from tests.trainers import SMALL_CACHE, logged, trained
 
 
 def assert_untouched(trainer):
@@ -60,6 +60,16 @@ def test_another_engine_is_refused(make, attach, engine):
     assert_untouched(trainer)
 
 
+def test_vllm_runs_in_this_process_unless_there_are_several_ranks():
+    alone, given, ranks = {}, {"own_process": True}, {}
+    choose_process(alone, 1)
+    choose_process(given, 1)
+    choose_process(ranks, 2)
+    assert (alone, given, ranks) == ({"own_process": False}, {"own_process": True}, {"own_process": True})
+    with pytest.raises(Unsupported, match="within each of 2 ranks takes them for its own: leave own_process=False out"):
+        choose_process({"own_process": False}, 2)
+
+
 def test_sampling_is_the_trainers(make, attach):
     seen = {}
     trainer = make(temperature=0.7, top_p=0.9, top_k=5, min_p=0.01, vllm_importance_sampling_correction=False)
@@ -86,7 +96,7 @@ def test_generation_kwargs_that_the_engine_has_are_honoured(make, attach):
 
 
 def test_filters_with_trls_correction_are_warned_about(make, attach):
-    with pytest.warns(UserWarning, match="top_p, min_p cut tokens off, .*trl#6789"):
+    with pytest.warns(UserWarning, match="with top_p, min_p cuts tokens off, .*trl#6789.*return_sampling_mask"):
         attach(make(top_p=0.9, min_p=0.1))
     trainer = make()
     with warnings.catch_warnings():
@@ -94,46 +104,17 @@ def test_filters_with_trls_correction_are_warned_about(make, attach):
         attach(trainer)
 
 
-def test_the_optimizer_is_the_one_that_trl_makes_and_prepared_in_place(make, attach):
-    trainer, stock = make(weight_decay=0.1), make(weight_decay=0.1)
-    stock.create_optimizer()
-    attach(trainer)
-    made = trainer.optimizer.optimizer
-    assert type(made) is type(stock.optimizer)
-    assert [len(g["params"]) for g in made.param_groups] == [len(g["params"]) for g in stock.optimizer.param_groups]
-    assert [g["weight_decay"] for g in made.param_groups] == [0.1, 0.0]
-    assert trainer.optimizer._is_accelerate_prepared
-
-
-def test_weights_in_16_bits_have_masters(make, attach):
-    trainer = make(model_init_kwargs={"dtype": "bfloat16"}, weight_decay=0.1)
-    attach(trainer)
-    made = trainer.optimizer.optimizer
-    assert isinstance(made, MasterWeightsOptimizer) and isinstance(made.inner, torch.optim.AdamW)
-    assert [g["weight_decay"] for g in made.param_groups] == [0.1, 0.0]
-    assert {p.dtype for g in made.inner.param_groups for p in g["params"]} == {torch.float32}
-    assert trainer.optimizer_cls_and_kwargs is None
-
-
-def test_an_optimizer_of_the_users_is_kept_and_one_without_masters_is_warned_about(make, attach):
-    trainer = make(model_init_kwargs={"dtype": "bfloat16"})
-    trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=1.0)
-    with pytest.warns(UserWarning, match="swallow updates"):
-        attach(trainer)
-    assert isinstance(trainer.optimizer.optimizer, torch.optim.SGD)
-    trainer = make(model_init_kwargs={"dtype": "bfloat16"})
-    given = MasterWeights(lambda params: torch.optim.SGD(params, lr=1.0))(trainer.model.parameters())
-    trainer.optimizer = given
-    attach(trainer)
-    assert trainer.optimizer.optimizer is given
-
-
-def test_several_optimizers_for_weights_in_16_bits_are_refused_by_name(make, attach):
-    trainer = make(model_init_kwargs={"dtype": "bfloat16"})
-    trainer.optimizer_cls_and_kwargs = (lambda: None), {}
-    with pytest.raises(Unsupported, match="makes several optimizers"):
-        attach(trainer)
-    assert not hasattr(trainer, "colo")
+def test_an_fp32_model_has_an_engine_in_bf16_on_a_gpu_and_the_report_says_what_that_costs(make, attach, monkeypatch):
+    monkeypatch.setattr("colo.assembly.existing._dtype", lambda *_: torch.bfloat16)  # as on a GPU
+    trainer = make()
+    rt = attach(trainer)
+    trainer.train()
+    copy_bytes = sum(2 * p.numel() for p in trainer.model.parameters())
+    reason = rt.report().facts["weights"]
+    assert "it is torch.float32 here and torch.bfloat16 in the engine" in reason
+    assert f"the engine's copy takes {format_bytes(rt.scheduler.segments['engine.weights'].size_bytes)}" in reason
+    assert logged(trainer, "colo/sent_bytes")[-1] == copy_bytes == rt.bytes_synced / 2
+    assert 1e-5 < max(logged(trainer, "colo/mismatch")) < 0.05
 
 
 def test_an_engine_that_runs_already_is_taken(make, attach, checkpoint):

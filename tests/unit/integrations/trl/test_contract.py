@@ -3,6 +3,7 @@ import re
 from types import SimpleNamespace
 
 import pytest
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from trl.generation import vllm_generation
 
 from colo.errors import Unsupported
@@ -23,9 +24,17 @@ def a_trainer(*, args=None, **changes):
     return SimpleNamespace(**(known | changes))
 
 
+def sharded_by(**changes):
+    """What they read of a trainer with accelerate's FSDP plugin."""
+    plugin = {"fsdp_version": 2, "activation_checkpointing": False, "cpu_offload": OffloadPolicy()} | changes
+    state = SimpleNamespace(fsdp_plugin=SimpleNamespace(**plugin))
+    return a_trainer(is_fsdp_enabled=True, accelerator=SimpleNamespace(state=state))
+
+
 def test_this_trl_is_the_one_that_colo_knows():
     check_contract(a_trainer())
     check_trainer(a_trainer())
+    check_trainer(sharded_by())
 
 
 @pytest.mark.parametrize("method", ["generate", "sync_weights"])
@@ -60,10 +69,23 @@ def test_what_a_trainer_lacks_is_named_with_the_version(name):
         (a_trainer(processing_class=SimpleNamespace()), Unsupported, "a processor for images"),
         (a_trainer(_is_vlm=True), Unsupported, "a processor for images"),
         (a_trainer(is_deepspeed_enabled=True), Unsupported, "DeepSpeed"),
-        (a_trainer(is_fsdp_enabled=True), Unsupported, "FSDP plugin"),
+        (a_trainer(args={"deepspeed": "zero3.json"}), Unsupported, "DeepSpeed"),
+        (sharded_by(fsdp_version=1), Unsupported, "flattens weights: set fsdp_version: 2"),
+        (sharded_by(activation_checkpointing=True), Unsupported, "set gradient_checkpointing=True instead"),
+        (sharded_by(cpu_offload=CPUOffloadPolicy()), Unsupported, "offload_params keeps weights in host memory"),
         (a_trainer(args={"use_transformers_continuous_batching": True}), ValueError, "use_transformers_continuous"),
     ],
-    ids=["use_vllm", "processor", "vlm", "deepspeed", "fsdp", "continuous batching"],
+    ids=[
+        "use_vllm",
+        "processor",
+        "vlm",
+        "deepspeed",
+        "its config",
+        "fsdp 1",
+        "fsdp ac",
+        "fsdp offload",
+        "continuous batching",
+    ],
 )
 def test_what_colo_does_not_do_is_refused_by_name(trainer, error, words):
     with pytest.raises(error, match=words):

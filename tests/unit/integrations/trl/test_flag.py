@@ -2,14 +2,16 @@ import sys
 
 import pytest
 import yaml
+from peft import LoraConfig
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, HfArgumentParser
 from trl import TrlParser
+from trl.trainer import grpo_trainer
 
 from colo.config import Offload
 from colo.errors import Unsupported
 from colo.trl import ColoGRPOConfig, ColoGRPOTrainer, ColoRLOOConfig, ColoRLOOTrainer
 from colo.units import MIB
-from tests.trainers import options
+from tests.trainers import options, sums
 
 CONFIGS = [ColoGRPOConfig, ColoRLOOConfig]
 FLAG = {"fast_inference": True, "colo_engine": "torch", "colo_kv_cache_mib": 1}
@@ -88,6 +90,51 @@ def test_a_dtype_among_model_init_kwargs_is_taken(make):
     assert str(trainer.model.dtype) == "torch.bfloat16"
     assert trainer.args.model_init_kwargs == {"dtype": "bfloat16"}
     trainer.train()
+
+
+def test_a_named_model_that_will_be_sharded_is_loaded_by_trl(make, monkeypatch):
+    """And shared afterwards: sharding would take it out of an engine's memory. One process shards nothing."""
+    monkeypatch.setattr("colo.integrations.trl.flag.start", lambda *_, **__: pytest.fail("an engine was started first"))
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "false")  # which transformers sets
+    with pytest.raises(ValueError, match="Using fsdp only works in distributed training"):
+        make_flagged(make, fsdp=True)
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    trainer = make_flagged(make)
+    assert trainer.colo.transport.shares
+    trainer.train()
+
+
+@pytest.mark.skipif(not hasattr(grpo_trainer, "add_fused_lm_head"), reason="this TRL trains adapters of output layers")
+def test_an_adapter_that_trl_would_not_train_is_refused_before_an_engine_starts(make, monkeypatch):
+    monkeypatch.setattr("colo.integrations.trl.flag.start", lambda *_, **__: pytest.fail("an engine was started"))
+    lora = LoraConfig(r=2, target_modules=["q_proj", "lm_head"])
+    with pytest.raises(Unsupported, match="not be trained: leave the output layer out of target_modules"):
+        make_flagged(make, made_with={"peft_config": lora}, model_init_kwargs={"dtype": "float32"})
+
+
+def test_arguments_may_be_given_by_position(make, checkpoint, tmp_path):
+    args = ColoGRPOConfig(**options(tmp_path), **FLAG)
+    with pytest.raises(ValueError, match="eval_dataset has prompt: add the column"):
+        ColoGRPOTrainer(checkpoint, lambda completions, answer: [], args, sums(), sums().remove_columns("answer"))
+
+
+def test_a_start_that_fails_leaves_the_config_as_it_was(make):
+    given = {"attn_implementation": "eager"}
+    args = []
+
+    def config(**changes):
+        args.append(ColoGRPOConfig(**changes))
+        return args[0]
+
+    with pytest.raises(Unsupported):
+        make(kind=ColoGRPOTrainer, config=config, **FLAG, model_init_kwargs=given)
+    assert args[0].model_init_kwargs == given
+
+
+def test_what_colo_does_not_do_is_refused_before_an_engine_starts(make, monkeypatch):
+    monkeypatch.setattr("colo.integrations.trl.flag.start", lambda *_, **__: pytest.fail("an engine was started"))
+    with pytest.raises(Unsupported, match="vllm_tensor_parallel_size=2: colo runs an engine on each GPU"):
+        make_flagged(make, vllm_tensor_parallel_size=2)
 
 
 def test_quantization_is_refused_where_it_cannot_be_shared(make):

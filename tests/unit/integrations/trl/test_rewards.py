@@ -108,6 +108,15 @@ def test_a_column_that_is_missing_is_named(dataset, words):
         check_columns([answered], dataset)
 
 
+def test_a_column_that_an_evaluation_would_miss_is_named():
+    lacking = sums().remove_columns("answer")
+    check_columns([answered], sums(), {"one": sums(), "other": sums().to_iterable_dataset().map(lambda row: row)})
+    with pytest.raises(ValueError, match="takes answer, and eval_dataset has prompt: add the column"):
+        check_columns([answered], sums(), lacking)
+    with pytest.raises(ValueError, match="takes answer, and eval_dataset other has prompt: add the column"):
+        check_columns([answered], sums(), {"one": sums(), "other": lacking})
+
+
 def test_a_missing_column_is_named_before_a_model_is_loaded(tmp_path):
     args = ColoGRPOConfig(**options(tmp_path), fast_inference=True, colo_engine="torch")
     with pytest.raises(ValueError, match="takes answer, and the dataset has prompt"):
