@@ -72,7 +72,9 @@ def test_a_torch_or_nccl_that_is_too_old_is_refused():
 
 
 def test_a_group_over_gloo_has_none(mesh):
-    Communicators([mesh.get_group()], torch.device("cpu")).suspend()
+    found = Communicators([mesh.get_group()], torch.device("cpu"))
+    found.suspend()
+    assert found._backends == found._suspended == []
 
 
 def test_groups_of_megatron_are_found_where_it_is_imported(mesh, monkeypatch):
