@@ -46,6 +46,7 @@ ORDERING = "memory/test_ordering.py"
 SLOTS = "trainer/test_state_slots.py"
 INVENTORY = "trainer/test_inventory.py"
 STATE = "trainer/test_optimizer_state.py"
+STREAMED = "trainer/test_streamed_offloader.py"
 
 
 def _runtimes(*names: str) -> tuple[str, ...]:
@@ -77,6 +78,12 @@ EXTRA = {
         "runtime/test_accumulation.py",
     ),
     "trainer/optimizer_state": (INVENTORY, SLOTS, ORDERING, "trainer/test_master_weights.py"),
+    "trainer/attached_state": (INVENTORY, SLOTS, STATE, STREAMED),
+    "trainer/expected": (STATE, STREAMED),
+    "trainer/masters": ("trainer/test_master_weights.py", STREAMED),
+    "trainer/state_bucket": (STREAMED,),
+    "trainer/streamed_state": (STREAMED, "runtime/test_streaming.py"),
+    "trainer/streamed_step": (STREAMED, "runtime/test_streaming.py"),
     "trainer/state_segment": (SLOTS, INVENTORY, STATE, "trainer/test_loops.py"),
     "trainer/inventory": (SLOTS,),
     "trainer/state_slots": (INVENTORY,),
