@@ -120,7 +120,7 @@ class StreamedState:
                 return Done()
             leaving = [bucket for bucket in self.buckets if bucket.residency is Residency.RESIDENT]
             moves = [bucket.begin(Residency.OFFLOADED) for bucket in leaving]
-            self._is_open = False
+            self._is_open, self._stepping = False, None
             return _Together(moves)
 
     def _open(self) -> None:
@@ -144,10 +144,15 @@ class StreamedState:
             self._make_room(bucket.present_bytes, keep=bucket)
             bucket.begin(Residency.RESIDENT)
 
-    def hold(self, bucket: StateBucket) -> None:
-        """Have a bucket in the window, and keep it there until `lower`. Where a step will make it, make room for it."""
-        self.lift(bucket)
+    def hold(self, bucket: StateBucket, following: StateBucket | None = None) -> None:
+        """Have a bucket in the window, and keep it there until `lower`; start bringing the one that follows.
+
+        Where a step will make the bucket's state, there is room for it afterwards, and what follows stays away.
+        """
         self._stepping = bucket
+        self.lift(bucket)
+        if following is not None and bucket.is_made:
+            self.lift(following)
         bucket.settle()
         if not bucket.is_made:
             self._make_room(bucket.bytes_to_come + self._part_of(bucket), keep=bucket)
@@ -188,7 +193,7 @@ class StreamedState:
 
     def _make_room(self, needed_bytes: int, *, keep: StateBucket) -> None:
         """Have others leave the window, those first that are on their way, until `needed_bytes` fit into it."""
-        allowed_bytes = self.size_bytes
+        allowed_bytes = self.size_bytes - (self._stepping.transient_bytes if self._stepping is not None else 0)
         others = [bucket for bucket in self.buckets if bucket.is_here and bucket not in (keep, self._stepping)]
         for bucket in sorted(others, key=lambda bucket: bucket.residency is Residency.RESIDENT):
             if self.device_bytes + needed_bytes <= allowed_bytes:

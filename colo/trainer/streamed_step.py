@@ -120,10 +120,7 @@ class StreamedStep:
         self, bucket: StateBucket, following: StateBucket | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> None:
         """Step a bucket while the one that follows comes."""
-        self._state.lift(bucket)
-        if following is not None and bucket.is_made:
-            self._state.lift(following)
-        self._state.hold(bucket)
+        self._state.hold(bucket, following)
         self._on_bucket()
         with uninterrupted():  # the state, and the note of whose gradients were taken in, change together
             self._step_bucket(bucket, args, kwargs)

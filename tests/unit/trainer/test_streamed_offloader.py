@@ -134,6 +134,19 @@ def test_copies_that_run_late_meet_no_memory_that_was_given_back(kind):
     late.close()
 
 
+def test_state_leaves_room_in_the_window_for_what_stepping_a_bucket_takes(mover):
+    ours = Trained("remainders")
+    inner, held = ours.inner, []
+    offloader = streamed(ours, mover)
+    inner.register_step_pre_hook(
+        lambda *_: held.append(offloader.state.device_bytes + offloader.state._stepping.transient_bytes)
+    )
+    for number in range(4):
+        ours.step(number)
+    assert 0 < max(held) <= offloader.state.size_bytes
+    offloader.close()
+
+
 def test_nothing_grows_over_a_hundred_steps(mover):
     trained = Trained()
     offloader = streamed(trained, mover)
