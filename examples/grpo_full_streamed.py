@@ -1,7 +1,7 @@
 """Full fine-tuning on a device that has room for weights, gradients and three buckets of the optimizer's state.
 
     python examples/grpo_full_streamed.py                     # a tiny model, made on the spot, on CPU or GPU
-    python examples/grpo_full_streamed.py --model Qwen/Qwen3-8B --gpu-memory 48GiB
+    python examples/grpo_full_streamed.py --model Qwen/Qwen3-8B   # streamed where the GPU has no room for all of it
 
 The state, ten bytes for each parameter, stays in host memory. A step brings it up a bucket at a time, and the weights
 that it makes are, bit for bit, those of a step on a device where all of it fits.
@@ -20,17 +20,16 @@ import colo
 from colo.demo import CharTokenizer, warm_up
 from colo.phases.phase import ENGINE_WEIGHTS, TRAINER_OPTIMIZER, Phase
 from colo.rl.loop import GRPOConfig, Problem, grpo
-from colo.units import MIB, format_bytes, parse_bytes
+from colo.units import MIB, format_bytes
 
 PROBLEMS = [Problem(prompt=f"{a}+{b}=", answer=str(a + b)) for a in range(10) for b in range(10)]
 LOOP = GRPOConfig(group_size=8, max_tokens=4, micro_batch_size=200, seed=0)
-STEPS = 25
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Full fine-tuning with the optimizer's state in host memory.")
     parser.add_argument("--model", help="folder or hub id of a checkpoint; by default a tiny model is made")
-    parser.add_argument("--gpu-memory", type=parse_bytes, help="size of the device to play")
+    parser.add_argument("--steps", type=int, default=25)
     parser.add_argument("--device", help="cpu or cuda; by default cuda where there is one")
     return parser.parse_args()
 
@@ -47,10 +46,10 @@ def launch(model: Any, device: str | None, **settings: Any) -> colo.Runtime:
     return colo.launch(model, dtype="bfloat16", optimizer=adamw, device=device, tokenizer=tokenizer, config=config)
 
 
-def train(rt: colo.Runtime) -> list[torch.Tensor]:
+def train(rt: colo.Runtime, steps: int) -> list[torch.Tensor]:
     """Teach sums by GRPO; the weights afterwards."""
     chosen = random.Random(0)
-    batches = [chosen.sample(PROBLEMS, 50) for _ in range(STEPS)]
+    batches = [chosen.sample(PROBLEMS, 50) for _ in range(steps)]
     for step, metrics in enumerate(grpo(rt, batches, lambda c, answer: float(c.text == answer), LOOP)):
         if step % 6 == 0:
             print(f"step {step:3}  reward {metrics['reward']:.2f}")
@@ -62,8 +61,8 @@ def main() -> None:
     torch.manual_seed(0)
     torch.set_num_threads(1)
     if args.model is not None:
-        with launch(args.model, args.device, device_limit_bytes=args.gpu_memory) as rt:
-            train(rt)
+        with launch(args.model, args.device) as rt:
+            train(rt, args.steps)
             print(rt.report())
         return
     tiny = warm_up(torch.device("cpu"), seed=0, tell=print)
@@ -75,12 +74,12 @@ def main() -> None:
     except colo.BudgetError as error:
         print(f"on {format_bytes(limit_bytes)}, with resident state: {format_bytes(error.missing_bytes)} are missing")
     with launch(tiny, args.device, device_limit_bytes=limit_bytes) as rt:
-        streamed = train(rt)
+        streamed = train(rt, args.steps)
         print(rt.report().facts["optimizer"])
         peak_bytes = rt.trace.peak_bytes(Phase.TRAIN)
         print(f"most bytes while training: {format_bytes(peak_bytes)} of {format_bytes(limit_bytes)}")
     with launch(tiny, args.device, optimizer="resident") as rt:
-        resident = train(rt)
+        resident = train(rt, args.steps)
     print("weights equal, bit for bit:", all(torch.equal(a, b) for a, b in zip(streamed, resident, strict=True)))
 
 

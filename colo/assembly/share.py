@@ -122,6 +122,7 @@ def _share_started(
     tokenizer: Any,
     config: RuntimeConfig,
 ) -> Runtime:
+    warn_of_tied_head(model)
     with RankGroup(model.parameters()).fail_together("checking the model and its optimizer"):
         check_optimizer(optimizer, model)
         check_sharding(model)

@@ -189,7 +189,7 @@ class StreamedState:
 
     def _part_of(self, bucket: StateBucket) -> int:
         """The most of a bucket's new state that is moved into a region at once."""
-        return max(self._part_bytes, bucket.largest_bytes) if bucket.bytes_to_come else 0
+        return min(bucket.bytes_to_come, max(self._part_bytes, bucket.largest_bytes))
 
     def _make_room(self, needed_bytes: int, *, keep: StateBucket) -> None:
         """Have others leave the window, those first that are on their way, until `needed_bytes` fit into it."""
