@@ -10,6 +10,7 @@ import torch
 from colo.memory.dtensor import local_bytes
 from colo.memory.region import ALIGNMENT_BYTES
 from colo.trainer.gradients import parameters_of
+from colo.trainer.master_weights import MasterWeightsOptimizer
 from colo.trainer.megatron import MegatronOptimizers
 from colo.units import align_up
 
@@ -20,14 +21,17 @@ class StateSizes:
     def __init__(self, optimizer: Any) -> None:
         """`optimizer` is one of torch's, `colo.trainer.master_weights.MasterWeightsOptimizer`, or Megatron's."""
         self._sizes: dict[int, int] = {}
-        self._masters: Callable[[torch.Tensor], int] = getattr(optimizer, "expected_master_bytes", lambda _: 0)
-        self._transient: Callable[[torch.Tensor], int] = getattr(optimizer, "transient_bytes", lambda _: 0)
+        self._masters: Callable[[torch.Tensor], int] = lambda _: 0
+        self._transient: Callable[[torch.Tensor], int] = lambda _: 0
+        if isinstance(optimizer, MasterWeightsOptimizer):
+            self._masters, self._transient = optimizer.expected_master_bytes, optimizer.transient_bytes
         self._parameters = parameters_of(optimizer)
         if isinstance(optimizer, MegatronOptimizers):
             for inner in optimizer.inner:  # whose main parameters require no gradients themselves
                 self._note(inner, inner.param_groups, steps_all=True)
         else:
-            self._note(getattr(optimizer, "inner", optimizer), optimizer.param_groups, steps_all=False)
+            inner = optimizer.inner if isinstance(optimizer, MasterWeightsOptimizer) else optimizer
+            self._note(inner, optimizer.param_groups, steps_all=False)
 
     def expected(self, parameter: torch.Tensor) -> int:
         """Bytes of the state that the first step makes; 0 where that is not known."""

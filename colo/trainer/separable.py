@@ -40,8 +40,10 @@ def why_not_separable(optimizer: Any) -> str | None:
     name = type(optimizer).__name__
     if isinstance(optimizer, MegatronOptimizers):
         return "Megatron's optimizers step all of their buffers at once"
-    inner = getattr(optimizer, "inner", None)  # of `colo.trainer.master_weights.MasterWeights`
-    if inner is not None:
+    inner = getattr(optimizer, "inner", None)
+    if isinstance(inner, torch.optim.Optimizer) and hasattr(
+        optimizer, "master_of"
+    ):  # `MasterWeights`, which imports this
         if optimizer.bucket_bytes is None:
             return "MasterWeights(bucket_bytes=None) asks for one step of all parameters"
         return why_not_separable(inner)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import distributed, nn
 
 from colo.errors import Unsupported
 from colo.memory.offload import Mover
@@ -75,9 +75,10 @@ class TrainerSession:
         Raises: as `AttachedState`.
         """
         modules = tuple(sharded_modules)
-        if release_gradients and modules:
+        if release_gradients and (modules or _has_other_ranks()):
             raise Unsupported(
-                "release_gradients=True steps as each gradient is complete, of which FSDP2 does not tell: leave it out"
+                "release_gradients=True steps as soon as this rank has a gradient, before ranks have reduced theirs: "
+                "leave it out where there are several"
             )
         self.optimizer = as_torch(optimizer)
         self.has_stepped = False
@@ -195,3 +196,7 @@ class TrainerSession:
         """Return the state to ordinary memory of `device`, and the hooks with it; see `AttachedState.close`."""
         self.stop_watching()
         self._offloader.close(device)
+
+
+def _has_other_ranks() -> bool:
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1

@@ -15,6 +15,7 @@ from colo.memory.offload import Mover
 from colo.phases.phase import TRAINER_MASTER_WEIGHTS, Residency
 from colo.trainer.attached_state import AttachedState, StateHome, StepArguments, untraced
 from colo.trainer.gradients import GradientSegment, StepsInParts, parameters_of
+from colo.trainer.master_weights import MasterWeightsOptimizer
 from colo.trainer.snapshot import detach_state
 from colo.trainer.state_segment import StateSegment
 from colo.trainer.streamed_state import StreamedState
@@ -81,7 +82,7 @@ class StreamedOffloader(AttachedState):
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(self._on_gradient))
 
     def _on_gradient(self, parameter: torch.Tensor) -> None:
-        if self._may_release is not None and self._may_release():
+        if self._may_release is not None and self._may_release() and self._step.has_all_gradients(parameter):
             with torch.no_grad():
                 self._before_step()
                 self._step.take_in(parameter)
@@ -191,8 +192,8 @@ class StreamedOffloader(AttachedState):
         self.gather()
 
     def _with_inner(self) -> list[torch.optim.Optimizer]:
-        inner = getattr(self.optimizer, "inner", None)  # of `colo.trainer.master_weights.MasterWeights`
-        return [self.optimizer] if inner is None else [self.optimizer, inner]
+        has_inner = isinstance(self.optimizer, MasterWeightsOptimizer)
+        return [self.optimizer, self.optimizer.inner] if has_inner else [self.optimizer]
 
 
 def _replace_state(optimizer: torch.optim.Optimizer, state: dict[Any, Any]) -> None:

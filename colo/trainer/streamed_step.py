@@ -60,22 +60,28 @@ class StreamedStep:
             self._hidden = _hide(parameters_of(self._optimizer))
         return args, options
 
+    def has_all_gradients(self, parameter: torch.Tensor) -> bool:
+        """Whether every parameter of the bucket of this one has its gradient."""
+        members = self._state.buckets[self._number_of(parameter)].parameters
+        return all(p.grad is not None for p in members if p.requires_grad)
+
     def take_in(self, parameter: torch.Tensor) -> None:
-        """Within a backward pass, step the bucket of a parameter and drop its gradients, once it has them all.
+        """Within a backward pass, step the bucket of a parameter, which has all gradients, and drop these.
 
         Raises: as `run`; buckets that have been stepped stay so.
         """
-        buckets = self._state.buckets
-        number = next(n for n, bucket in enumerate(buckets) if any(p is parameter for p in bucket.parameters))
-        bucket = buckets[number]
-        if any(p.requires_grad and p.grad is None for p in bucket.parameters):
-            return
         self._begin()
-        self._handle(bucket, buckets[number - 1] if number else None, (self._optimizer,), {})
+        number = self._number_of(parameter)
+        bucket, before = self._state.buckets[number], self._state.buckets[number - 1] if number else None
+        self._handle(bucket, before, (self._optimizer,), {})
         with uninterrupted():
             for member in bucket.parameters:
                 member.grad = None
                 self._taken.pop(member, None)
+
+    def _number_of(self, parameter: torch.Tensor) -> int:
+        buckets = enumerate(self._state.buckets)
+        return next(n for n, bucket in buckets if any(p is parameter for p in bucket.parameters))
 
     def finish(self) -> None:
         """Put the gradients back and wait for the last bucket to leave, once the call itself is over."""

@@ -192,3 +192,9 @@ def test_settings_that_contradict_released_gradients_are_refused():
         RuntimeConfig(release_gradients=True, accumulation_steps=2)
     with pytest.raises(TypeError, match="release_gradients must be True or False, not 1"):
         RuntimeConfig(release_gradients=1)
+
+
+def test_gradients_that_ranks_have_yet_to_reduce_are_not_released(monkeypatch):
+    monkeypatch.setattr("colo.trainer.session._has_other_ranks", lambda: True)
+    with pytest.raises(Unsupported, match="before ranks have reduced theirs"):
+        launch(release_gradients=True)
