@@ -59,8 +59,7 @@ def attach(
     options = dict(engine_options or {})
     if engine == "vllm":
         _add_vllm_options(trainer, options)
-    config = config or RuntimeConfig()
-    config = replace(config, accumulation_steps=trainer.args.gradient_accumulation_steps)
+    config = _config_of(trainer, config or RuntimeConfig())
     before = {name: getattr(trainer, name) for name in ("optimizer", "model_wrapped")}
     rt = None
     try:
@@ -93,6 +92,17 @@ def detach(trainer: Any) -> None:
     runtime = getattr(trainer, "colo", None)
     if runtime is not None:
         runtime.close()
+
+
+def _config_of(trainer: Any, config: RuntimeConfig) -> RuntimeConfig:
+    """Settings with the trainer's accumulation. Raises: `ValueError` for what would clip gradients that are gone."""
+    config = replace(config, accumulation_steps=trainer.args.gradient_accumulation_steps)
+    if config.release_gradients and trainer.args.max_grad_norm:
+        raise ValueError(
+            f"release_gradients=True leaves no gradients for max_grad_norm={trainer.args.max_grad_norm} to clip: pass "
+            "max_grad_norm=0 to the trainer's config"
+        )
+    return config
 
 
 def sampling_of(trainer: Any, rt: Runtime) -> dict[str, Any]:

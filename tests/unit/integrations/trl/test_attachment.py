@@ -1,4 +1,5 @@
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -144,6 +145,14 @@ def test_the_trainers_accumulation_is_the_runtimes(make, attach):
     trainer.args.steps_per_generation = 1
     trainer.train()
     assert trainer.colo.accumulation_steps == 1
+
+
+def test_released_gradients_leave_none_to_clip(make, attach):
+    config = replace(SMALL_CACHE, release_gradients=True)
+    with pytest.raises(ValueError, match="leaves no gradients for max_grad_norm=1.0 to clip: pass max_grad_norm=0"):
+        attach(make(gradient_accumulation_steps=1), config=config)
+    with pytest.raises(ValueError, match="accumulation_steps must be 1, not 2"):
+        attach(make(gradient_accumulation_steps=2, max_grad_norm=0.0), config=config)
 
 
 def test_a_trainer_that_is_none_is_refused():
