@@ -82,6 +82,7 @@ EXTRA = {
     "trainer/expected": (STATE, STREAMED),
     "trainer/masters": ("trainer/test_master_weights.py", STREAMED),
     "trainer/state_bucket": (STREAMED,),
+    "trainer/taken": ("trainer/test_master_weights.py", STREAMED),
     "trainer/streamed_state": (STREAMED, "runtime/test_streaming.py"),
     "trainer/streamed_step": (STREAMED, "runtime/test_streaming.py"),
     "trainer/state_segment": (SLOTS, INVENTORY, STATE, "trainer/test_loops.py"),

@@ -13,7 +13,6 @@ from math import prod
 from typing import Any
 
 import torch
-from torch.utils.weak import TensorWeakRef
 
 from colo.memory.dtensor import is_dtensor, local_shard
 from colo.memory.region import ALIGNMENT_BYTES
@@ -23,6 +22,7 @@ from colo.trainer.inventory import MASTER_REMAINDER, MASTER_WEIGHT, OF_MASTERS
 from colo.trainer.masters import Master, SplitMaster, WholeMaster, can_be_split
 from colo.trainer.separable import why_not_separable
 from colo.trainer.snapshot import detach_state
+from colo.trainer.taken import TakenGradients
 from colo.units import MIB, align_up, batches
 
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
@@ -93,7 +93,7 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
         self.bucket_bytes = bucket_bytes
         """fp32 gradients that a step handles at a time; `None` for all."""
 
-        self._taken: dict[torch.Tensor, tuple[TensorWeakRef, int]] = {}  # gradients, of a step that has not ended
+        self._taken = TakenGradients()
         self.changes: tuple[torch.Tensor, int] | None = None
         """16-bit elements that the last step changed, and how many there are; `None` where it changed none."""
 
@@ -180,15 +180,11 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
 
     def consumed(self) -> list[torch.Tensor]:
         """Parameters whose present gradients a step that failed has taken in; see `StepsInParts`."""
-        return [
-            parameter
-            for parameter, (gradient, version) in self._taken.items()
-            if parameter.grad is not None and gradient() is parameter.grad and parameter.grad._version == version
-        ]
+        return self._taken.present()
 
     def mark_consumed(self, parameters: Iterable[torch.Tensor]) -> None:
         """Treat the present gradients of `parameters` as taken in; see `StepsInParts`."""
-        self._taken.update((p, (TensorWeakRef(p.grad), p.grad._version)) for p in parameters if p.grad is not None)
+        self._taken.note(parameters)
 
     def _step_bucket(self, bucket: list[torch.Tensor]) -> None:
         hidden = self._hide_gradients(except_for=bucket)
@@ -214,8 +210,8 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
 
     def _go_on(self) -> None:
         """After a step that failed: forget gradients that have changed since, and round the masters of the others."""
-        self._taken = {parameter: self._taken[parameter] for parameter in self.consumed()}
-        for parameter in self._taken:
+        self._taken.drop_changed()
+        for parameter in self._taken.present():
             if parameter in self._masters:
                 self._masters[parameter].follow()
                 self._round(self._masters[parameter])

@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch.utils.weak import TensorWeakRef
 
 from colo.memory.uninterrupted import uninterrupted
 from colo.phases.phase import Residency
 from colo.trainer.gradients import StepsInParts, parameters_of
 from colo.trainer.state_bucket import StateBucket
 from colo.trainer.streamed_state import StreamedState
+from colo.trainer.taken import TakenGradients
 
 Hidden = list[tuple[torch.Tensor, torch.Tensor]]
 
@@ -39,7 +39,7 @@ class StreamedStep:
         self._optimizer = optimizer
         self._state = state
         self._on_bucket = on_bucket
-        self._taken: dict[torch.Tensor, tuple[TensorWeakRef, int]] = {}  # gradients, of a step that has not ended
+        self._taken = TakenGradients()
         self._is_under_way = False  # a step that has not ended
         self._hidden: Hidden = []
         self._changes: list[tuple[torch.Tensor, int]] = []
@@ -77,7 +77,7 @@ class StreamedStep:
         with uninterrupted():
             for member in bucket.parameters:
                 member.grad = None
-                self._taken.pop(member, None)
+                self._taken.drop(member)
 
     def _number_of(self, parameter: torch.Tensor) -> int:
         buckets = enumerate(self._state.buckets)
@@ -103,18 +103,18 @@ class StreamedStep:
     def consumed(self) -> list[torch.Tensor]:
         """See `StepsInParts`."""
         within = self._optimizer.consumed() if isinstance(self._optimizer, StepsInParts) else []
-        return [*self._own(), *(parameter for parameter in within if parameter not in self._taken)]
+        return [*self._taken.present(), *(parameter for parameter in within if parameter not in self._taken)]
 
     def mark_consumed(self, parameters: Iterable[torch.Tensor]) -> None:
         """See `StepsInParts`."""
         given = list(parameters)
-        self._mark([parameter for parameter in given if parameter in self._taken])
+        self._taken.note([parameter for parameter in given if parameter in self._taken])
         if isinstance(self._optimizer, StepsInParts):  # of a bucket that it was stepping
             self._optimizer.mark_consumed([parameter for parameter in given if parameter not in self._taken])
 
     def _begin(self) -> None:
         """Begin a step, or go on with one that has not ended."""
-        self._taken = {parameter: self._taken[parameter] for parameter in self._own()}
+        self._taken.drop_changed()
         if not self._is_under_way:
             self._changes = []
         self._is_under_way = True
@@ -132,16 +132,6 @@ class StreamedStep:
             self._step_bucket(bucket, args, kwargs)
         self._state.lower(bucket)
 
-    def _own(self) -> list[torch.Tensor]:
-        return [
-            parameter
-            for parameter, (gradient, version) in self._taken.items()
-            if parameter.grad is not None and gradient() is parameter.grad and parameter.grad._version == version
-        ]
-
-    def _mark(self, parameters: list[torch.Tensor]) -> None:
-        self._taken.update((p, (TensorWeakRef(p.grad), p.grad._version)) for p in parameters if p.grad is not None)
-
     def _turn_of(self, bucket: StateBucket) -> list[torch.Tensor]:
         """The parameters of a bucket that are still to be stepped."""
         return [p for p in bucket.parameters if p.grad is not None and p not in self._taken]
@@ -156,7 +146,7 @@ class StreamedStep:
         finally:
             self.is_running = False
             _show(hidden)
-        self._mark(turn)
+        self._taken.note(turn)
         changes = getattr(self._optimizer, "changes", None)  # of `MasterWeights`
         if changes is not None:
             self._changes.append(changes)
