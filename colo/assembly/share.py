@@ -165,7 +165,7 @@ def _share_llm(
     tokenizer: Any,
     config: RuntimeConfig,
 ) -> Runtime:
-    from colo.engines.vllm.engine import VLLMEngine
+    from colo.engines.vllm.client.engine import VLLMEngine
 
     warn_of_tied_head(model)
     engine = VLLMEngine.around(llm)

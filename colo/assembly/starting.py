@@ -34,7 +34,7 @@ from colo.weights.transports.choice import record_plan, why_not_shared
 if TYPE_CHECKING:
     from peft import LoraConfig
 
-    from colo.engines.vllm.engine import VLLMEngine
+    from colo.engines.vllm.client.engine import VLLMEngine
 
 logger = logging.getLogger(__name__)
 
@@ -120,7 +120,7 @@ def make_torch_engine(model: Any, request: LaunchRequest, mover: Mover, kv_cache
 
 def make_vllm_engine(request: LaunchRequest, mover: Mover, kv_cache_bytes: int) -> VLLMEngine:
     """vLLM for `request.model`, with its weights where that is a checkpoint."""
-    from colo.engines.vllm.engine import VLLMEngine
+    from colo.engines.vllm.client.engine import VLLMEngine
 
     return VLLMEngine(
         request.model,
@@ -134,7 +134,7 @@ def make_vllm_engine(request: LaunchRequest, mover: Mover, kv_cache_bytes: int) 
 
 def add_lora_options(request: LaunchRequest, config: PretrainedConfig) -> None:
     """Have vLLM hold matrices for the adapter, if any. Raises: `Unsupported` for a rank above what is given."""
-    from colo.engines.vllm.options import rank_limit
+    from colo.engines.vllm.client.options import rank_limit
 
     options = request.engine_options
     if "kv_cache_memory_bytes" in options:
@@ -187,7 +187,7 @@ def _is_packed_by_vllm(request: LaunchRequest) -> bool:
     Its loader of such weights puts them where no other process can map them, so that the engine runs in this one.
     """
     from colo.engines.vllm import compat
-    from colo.engines.vllm.options import BITSANDBYTES, is_packed_config, packs_weights
+    from colo.engines.vllm.client.options import BITSANDBYTES, is_packed_config, packs_weights
 
     options = request.engine_options
     if isinstance(request.model, (PretrainedConfig, PreTrainedModel)):

@@ -24,7 +24,7 @@ from transformers import PretrainedConfig
 from colo.bench.common import Result, Row, Tell, clear, median_s, silent
 from colo.bench.workload import Setup, prepared, worker_of
 from colo.engine import AdapterWeights
-from colo.engines.vllm.engine import VLLMEngine
+from colo.engines.vllm.client.engine import VLLMEngine
 
 RANK = 16
 ALPHA = 32

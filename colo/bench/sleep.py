@@ -19,7 +19,7 @@ from colo.bench.offload import copy_limit
 from colo.bench.workload import Setup, prepared, shut_down, wait_for_pinning, worker_of
 from colo.engine import SleepLevel
 from colo.engines.vllm import compat
-from colo.engines.vllm.engine import VLLMEngine
+from colo.engines.vllm.client.engine import VLLMEngine
 from colo.phases.phase import ENGINE_KV_CACHE, ENGINE_WEIGHTS
 
 ROUNDS = 5

@@ -31,7 +31,7 @@ from colo.bench.workload import (
     worker_of,
 )
 from colo.engines.vllm import compat
-from colo.engines.vllm.engine import VLLMEngine
+from colo.engines.vllm.client.engine import VLLMEngine
 from colo.units import MIB
 from colo.weights.sources.checkpoint import checkpoint_views
 from colo.weights.sources.module import ModuleSource

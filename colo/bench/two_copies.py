@@ -14,7 +14,7 @@ from colo.bench.tenants import Stopwatch, Tenants
 from colo.bench.vllm_ipc import VLLMIpc
 from colo.bench.workload import Setup, shut_down, train_step, worker_model
 from colo.engines.vllm import compat
-from colo.engines.vllm.options import LOGPROBS_MODE
+from colo.engines.vllm.client.options import LOGPROBS_MODE
 from colo.weights.sources.checkpoint import checkpoint_views
 
 LEVELS = {"both resident": 0, "vLLM's level 1": 1, "vLLM's level 2": 2}

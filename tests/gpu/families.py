@@ -31,7 +31,7 @@ SIZES = {
 def both(kind, changes, folder, *, max_lora_rank=0, own_loader=False):
     """A transformers model of random weights, and vLLM that has loaded it from `folder`."""
     pytest.importorskip("vllm")
-    from colo.engines.vllm.engine import VLLMEngine
+    from colo.engines.vllm.client.engine import VLLMEngine
 
     model = AutoModelForCausalLM.from_config(kind(**(SIZES | changes)), dtype=torch.bfloat16).to(CUDA)
     randomize(model, seed=0)

@@ -37,7 +37,7 @@ def test_a_rollout_waits_for_the_trainers_kernels():
 
 def test_a_worker_holds_the_weights_once_and_all_that_stays_while_it_sleeps_is_named(tmp_path):
     pytest.importorskip("vllm")
-    from colo.engines.vllm.engine import VLLMEngine
+    from colo.engines.vllm.client.engine import VLLMEngine
 
     large = config(hidden_size=2048, intermediate_size=6144, num_hidden_layers=8, num_attention_heads=16)
     with CUDA:

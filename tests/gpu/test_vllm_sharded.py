@@ -28,7 +28,7 @@ def one_rank(checkpoint, results, way):
     """What a rank finds of three rollouts with a step in between; the engine of the last one ends, if it is apart."""
     import colo
     from colo.config import RuntimeConfig
-    from colo.engines.vllm.engine import VLLMEngine
+    from colo.engines.vllm.client.engine import VLLMEngine
     from colo.memory.dtensor import local_shard
     from colo.units import GIB
 

@@ -15,7 +15,7 @@ pytestmark = MARKS
 
 def engine_of(model, **options):
     pytest.importorskip("vllm")
-    from colo.engines.vllm.engine import VLLMEngine
+    from colo.engines.vllm.client.engine import VLLMEngine
 
     return VLLMEngine(model, kv_cache_bytes=KV_CACHE_BYTES, device=CUDA, **(OPTIONS | options))
 

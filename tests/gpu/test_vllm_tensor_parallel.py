@@ -22,7 +22,7 @@ def one_rank(checkpoint, results):
     """What one of two ranks finds of three rollouts with a step in between."""
     import colo
     from colo.config import RuntimeConfig
-    from colo.engines.vllm.engine import VLLMEngine
+    from colo.engines.vllm.client.engine import VLLMEngine
     from colo.units import GIB
 
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))

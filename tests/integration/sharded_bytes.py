@@ -23,7 +23,7 @@ from vllm import LLM
 
 import colo
 from colo.config import RuntimeConfig
-from colo.engines.vllm.engine import VLLMEngine
+from colo.engines.vllm.client.engine import VLLMEngine
 from colo.units import MIB
 from colo.weights.sources.module import ModuleSource
 from colo.weights.sources.spread import SpreadSource

@@ -13,7 +13,7 @@ from torch.optim import SGD
 from transformers import AutoModelForCausalLM
 
 import colo
-from colo.engines.vllm.engine import VLLMEngine
+from colo.engines.vllm.client.engine import VLLMEngine
 from colo.engines.vllm.worker.reload import Reload
 from colo.units import MIB
 

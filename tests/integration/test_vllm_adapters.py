@@ -14,8 +14,8 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from colo.engine import AdapterWeights
-from colo.engines.vllm.engine import VLLMEngine
-from colo.engines.vllm.options import llm_options
+from colo.engines.vllm.client.engine import VLLMEngine
+from colo.engines.vllm.client.options import llm_options
 from colo.errors import Unsupported
 from colo.weights.sources.peft import adapter_weights
 

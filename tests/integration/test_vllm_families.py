@@ -21,8 +21,8 @@ from transformers import (
 )
 
 from colo.engine import EngineState
+from colo.engines.vllm.client.engine import VLLMEngine
 from colo.engines.vllm.compat import reworked_weights
-from colo.engines.vllm.engine import VLLMEngine
 from colo.errors import TransferError, Unsupported
 from colo.weights.sources.module import ModuleSource
 

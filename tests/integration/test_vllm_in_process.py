@@ -13,7 +13,7 @@ import colo
 from colo.config import RuntimeConfig
 from colo.engine import AdapterWeights, EngineState, SamplingParams
 from colo.engines.vllm import compat
-from colo.engines.vllm.engine import VLLMEngine
+from colo.engines.vllm.client.engine import VLLMEngine
 from colo.errors import ColoError, PhaseError, StaleWeights, TransferError, Unsupported
 from colo.units import MIB
 from colo.weights.sources.peft import adapter_weights

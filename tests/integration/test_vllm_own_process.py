@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, Gemma4TextConfig, LlamaConfig, OP
 import colo
 from colo.config import RuntimeConfig
 from colo.engine import AdapterWeights, EngineState
-from colo.engines.vllm.engine import VLLMEngine
+from colo.engines.vllm.client.engine import VLLMEngine
 from colo.engines.vllm.names import WORKER_EXTENSION
 from colo.errors import ColoError, EngineLost, PhaseError, TransferError, Unsupported
 from colo.units import MIB

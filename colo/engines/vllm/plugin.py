@@ -18,4 +18,6 @@ def register() -> None:
     if COLO not in SleepModeBackendFactory._registry:
         SleepModeBackendFactory.register_backend(COLO, "colo.engines.vllm.worker.sleep", "ColoSleepBackend")
     if COLO not in WeightTransferEngineFactory._registry:
-        WeightTransferEngineFactory.register_engine(COLO, "colo.engines.vllm.transfer", "ColoWeightTransferEngine")
+        WeightTransferEngineFactory.register_engine(
+            COLO, "colo.engines.vllm.worker.transfer", "ColoWeightTransferEngine"
+        )

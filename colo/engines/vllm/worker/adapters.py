@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from colo.engines.vllm.options import rank_limit
+from colo.engines.vllm.client.options import rank_limit
 from colo.errors import Unsupported
 
 _A, _B = ".lora_A.weight", ".lora_B.weight"

@@ -17,8 +17,8 @@ import torch
 
 from colo import errors
 from colo.engines.vllm import compat, plugin
-from colo.engines.vllm.calls import pid_namespace
-from colo.engines.vllm.options import BITSANDBYTES
+from colo.engines.vllm.client.calls import pid_namespace
+from colo.engines.vllm.client.options import BITSANDBYTES
 from colo.engines.vllm.wire import WorkerError, WorkerInfo
 from colo.engines.vllm.worker import adapters
 from colo.engines.vllm.worker.lifeline import end_with

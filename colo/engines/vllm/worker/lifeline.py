@@ -13,7 +13,7 @@ from contextlib import suppress
 
 import psutil
 
-from colo.engines.vllm.calls import lives
+from colo.engines.vllm.client.calls import lives
 
 GRACE_S = 10.0
 """How long processes have to end in order before they are killed."""

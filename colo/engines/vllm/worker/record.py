@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from colo.engines.vllm import compat
-from colo.engines.vllm.options import BITSANDBYTES
+from colo.engines.vllm.client.options import BITSANDBYTES
 from colo.engines.vllm.worker.loader import placement_of
 from colo.engines.vllm.worker.packed import record_packed
 from colo.errors import Unsupported

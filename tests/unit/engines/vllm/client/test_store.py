@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from colo.engines.vllm import store as module
-from colo.engines.vllm.store import StoreClient, WeightStore
+from colo.engines.vllm.client import store as module
+from colo.engines.vllm.client.store import StoreClient, WeightStore
 from colo.errors import TransferError
 from colo.units import MIB
 

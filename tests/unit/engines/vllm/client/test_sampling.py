@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 
 from colo.engine import SamplingParams
-from colo.engines.vllm.llm_link import InProcessLink
-from colo.engines.vllm.sampling import (
+from colo.engines.vllm.client.llm_link import InProcessLink
+from colo.engines.vllm.client.sampling import (
     check_logprobs,
     check_numbers,
     completions,

@@ -8,8 +8,8 @@ import torch
 
 from colo.engine import SleepLevel
 from colo.engines.common import WEIGHTS_AT, is_deeper
-from colo.engines.vllm.link import WorkerLink
-from colo.engines.vllm.weights import WorkerWeights
+from colo.engines.vllm.client.link import WorkerLink
+from colo.engines.vllm.client.weights import WorkerWeights
 from colo.engines.vllm.wire import WorkerError
 from colo.errors import PhaseError
 from colo.memory.probe import free_device_bytes

@@ -11,8 +11,8 @@ from torch import nn
 
 from colo.engine import AdapterWeights
 from colo.engines.status import EngineStatus
-from colo.engines.vllm.adapter_registry import AdapterRegistry
-from colo.engines.vllm.link import answers_of
+from colo.engines.vllm.client.adapter_registry import AdapterRegistry
+from colo.engines.vllm.client.link import answers_of
 from colo.engines.vllm.wire import WorkerError
 from colo.errors import TransferError
 from colo.weights.meter import CopyMeter

@@ -1,6 +1,6 @@
 """An engine over a link to a vLLM, wherever that runs: everything that a runtime asks of it.
 
-`colo.engines.vllm.engine` starts one, and ends it.
+`colo.engines.vllm.client.engine` starts one, and ends it.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import torch
 from colo.engine import AdapterWeights, Completion, EngineState, SleepLevel
 from colo.engines.common import StatusEngine
 from colo.engines.status import EngineStatus
-from colo.engines.vllm import sampling
-from colo.engines.vllm.adapter_registry import AdapterRegistry
-from colo.engines.vllm.link import PauseMode, WorkerLink
-from colo.engines.vllm.memory import WorkerMemory
-from colo.engines.vllm.store import WeightStore
-from colo.engines.vllm.weights import WorkerWeights
+from colo.engines.vllm.client import sampling
+from colo.engines.vllm.client.adapter_registry import AdapterRegistry
+from colo.engines.vllm.client.link import PauseMode, WorkerLink
+from colo.engines.vllm.client.memory import WorkerMemory
+from colo.engines.vllm.client.store import WeightStore
+from colo.engines.vllm.client.weights import WorkerWeights
 from colo.errors import Unsupported
 from colo.memory.load_plan import LoadPlan
 from colo.memory.offload import Mover

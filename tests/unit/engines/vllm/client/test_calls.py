@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from colo.engines.vllm.calls import Caller, NoAnswer, start_apart_from_interrupts
+from colo.engines.vllm.client.calls import Caller, NoAnswer, start_apart_from_interrupts
 
 
 @contextmanager

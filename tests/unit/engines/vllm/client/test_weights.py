@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from colo.engines.vllm.weights import WorkerWeights
+from colo.engines.vllm.client.weights import WorkerWeights
 from colo.memory.shared_memory import SharedMemory
 from colo.weights.manifest import TensorSpec
 from colo.weights.place import CopySpec, Place

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from colo.engines.vllm.memory import WorkerMemory
+from colo.engines.vllm.client.memory import WorkerMemory
 from colo.engines.vllm.wire import WorkerError
 from colo.errors import BudgetError
 from colo.phases.phase import ENGINE_KV_CACHE, Residency

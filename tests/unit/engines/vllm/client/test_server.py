@@ -7,7 +7,7 @@ import time
 import httpx
 import pytest
 
-from colo.engines.vllm.server import Refused, Server, Silent
+from colo.engines.vllm.client.server import Refused, Server, Silent
 
 URL = "http://server"
 DEADLINE_S = 2.0

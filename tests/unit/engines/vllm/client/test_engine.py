@@ -8,7 +8,7 @@ import torch
 
 from colo.engine import AdapterWeights, EngineState, SamplingParams
 from colo.engines.vllm import compat
-from colo.engines.vllm.engine import VLLMEngine
+from colo.engines.vllm.client.engine import VLLMEngine
 from colo.engines.vllm.wire import WorkerInfo
 from colo.errors import PhaseError, StaleWeights, TransferError
 

@@ -1,11 +1,8 @@
 """vLLM as an engine: in this process, in one of its own, or a server, through its documented extension points.
 
-The weights lie in slabs that the trainer owns (`colo.engines.vllm.store`): a trainer's parameters can be that memory,
-in one process and across two, and the engine may be killed and started again on it. What can be given back in between
-is the KV cache and, where the weights are vLLM's own, the weights.
-
-What differs between the three is in the `WorkerLink`. What lasts as long as vLLM does is made anew with every link:
-`WorkerWeights` and `AdapterRegistry`.
+The weights lie in slabs that the trainer owns (colo/engines/vllm/client/store.py): a trainer's parameters can be that
+memory, in one process and across two, and the engine may be killed and started again on it. What can be given back in
+between is the KV cache and, where the weights are vLLM's own, the weights.
 """
 
 from __future__ import annotations
@@ -23,12 +20,12 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from colo.engines.status import EngineStatus
 from colo.engines.vllm import compat, plugin
-from colo.engines.vllm.link import WorkerLink
-from colo.engines.vllm.linked_engine import LinkedEngine
-from colo.engines.vllm.llm_link import DEADLINE_S, link_to, start_llm
-from colo.engines.vllm.main_guard import check_main_guard
-from colo.engines.vllm.options import device_of, llm_options, quantization_of, save_config
-from colo.engines.vllm.store import WeightStore
+from colo.engines.vllm.client.link import WorkerLink
+from colo.engines.vllm.client.linked_engine import LinkedEngine
+from colo.engines.vllm.client.llm_link import DEADLINE_S, link_to, start_llm
+from colo.engines.vllm.client.main_guard import check_main_guard
+from colo.engines.vllm.client.options import device_of, llm_options, quantization_of, save_config
+from colo.engines.vllm.client.store import WeightStore
 from colo.errors import EngineLost, PhaseError, TransferError
 from colo.memory.offload import Mover
 from colo.phases.phase import Residency

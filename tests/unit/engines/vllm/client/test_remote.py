@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from colo.engine import Engine, EngineState, SamplingParams
-from colo.engines.vllm.remote import base_url
-from colo.engines.vllm.remote import connect as colo_connect
+from colo.engines.vllm.client.remote import base_url
+from colo.engines.vllm.client.remote import connect as colo_connect
 from colo.errors import BudgetError, EngineLost, PhaseError, StaleWeights, TransferError, Unsupported
 from colo.memory.shared_memory import open_shared_memory
 from colo.phases.phase import Residency

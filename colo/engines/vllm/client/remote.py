@@ -13,9 +13,9 @@ from functools import partial
 import httpx
 import torch
 
-from colo.engines.vllm.engine import VLLMEngine
-from colo.engines.vllm.options import device_of
-from colo.engines.vllm.server_link import ServerLink
+from colo.engines.vllm.client.engine import VLLMEngine
+from colo.engines.vllm.client.options import device_of
+from colo.engines.vllm.client.server_link import ServerLink
 
 DEADLINE_S = 300.0
 """How long the server may take to answer, or to say that it is healthy while it generates, before it counts as lost."""

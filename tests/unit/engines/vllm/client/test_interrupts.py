@@ -3,8 +3,8 @@
 import pytest
 
 from colo.engines.status import EngineStatus
-from colo.engines.vllm.llm_link import OwnProcessLink
-from colo.engines.vllm.memory import WorkerSegment
+from colo.engines.vllm.client.llm_link import OwnProcessLink
+from colo.engines.vllm.client.memory import WorkerSegment
 from colo.phases.phase import Residency
 
 R, O, D = Residency.RESIDENT, Residency.OFFLOADED, Residency.DISCARDED  # noqa: E741

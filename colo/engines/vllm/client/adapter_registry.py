@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from colo.engine import AdapterWeights
-from colo.engines.vllm.adapter_exports import AdapterExport, check_exportable
-from colo.engines.vllm.link import NamedAdapter, WorkerLink
+from colo.engines.vllm.client.adapter_exports import AdapterExport, check_exportable
+from colo.engines.vllm.client.link import NamedAdapter, WorkerLink
 from colo.errors import EngineLost, Unsupported
 from colo.memory.fence import wait_for_queued
 from colo.weights.meter import count_read

@@ -24,12 +24,12 @@ from colo.engine import Completion, SamplingParams
 from colo.engines.common import check_count, check_prompts
 from colo.engines.sampling import check_taken, row_seed
 from colo.engines.status import EngineStatus
-from colo.engines.vllm.calls import lives, pid_namespace
-from colo.engines.vllm.link import NamedAdapter, PauseMode, WorkerLink, answers_of, new_client
+from colo.engines.vllm.client.calls import lives, pid_namespace
+from colo.engines.vllm.client.link import NamedAdapter, PauseMode, WorkerLink, answers_of, new_client
+from colo.engines.vllm.client.sampling import check_logprobs, check_numbers
+from colo.engines.vllm.client.served_adapters import ServedAdapters
+from colo.engines.vllm.client.server import Body, Refused, Server, Silent
 from colo.engines.vllm.names import COLO, WORKER_EXTENSION
-from colo.engines.vllm.sampling import check_logprobs, check_numbers
-from colo.engines.vllm.served_adapters import ServedAdapters
-from colo.engines.vllm.server import Body, Refused, Server, Silent
 from colo.engines.vllm.wire import WorkerInfo
 from colo.errors import EngineLost, PhaseError, TransferError, Unsupported
 from colo.memory.probe import device_id

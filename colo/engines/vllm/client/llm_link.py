@@ -14,9 +14,10 @@ import torch
 from colo.engine import Completion
 from colo.engines.common import check_count, check_prompts
 from colo.engines.status import EngineStatus
-from colo.engines.vllm import compat, sampling
-from colo.engines.vllm.calls import Caller, NoAnswer, ProcessEnded, start_apart_from_interrupts
-from colo.engines.vllm.link import NamedAdapter, PauseMode, WorkerLink, answers_of, new_client
+from colo.engines.vllm import compat
+from colo.engines.vllm.client import sampling
+from colo.engines.vllm.client.calls import Caller, NoAnswer, ProcessEnded, start_apart_from_interrupts
+from colo.engines.vllm.client.link import NamedAdapter, PauseMode, WorkerLink, answers_of, new_client
 from colo.engines.vllm.names import WORKER_EXTENSION
 from colo.engines.vllm.wire import WorkerInfo
 from colo.errors import PhaseError, TransferError, Unsupported
