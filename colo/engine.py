@@ -1,4 +1,4 @@
-"""What a runtime needs of an inference engine. Every engine, in this process or another, is driven through this.
+"""The protocol of an inference engine: what every one has, and what some can do besides.
 
 States of an engine, and what each allows:
 
@@ -22,7 +22,7 @@ from enum import StrEnum
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar, overload, runtime_checkable
 
-from colo.errors import TransferError
+from colo.errors import TransferError, Unsupported
 
 if TYPE_CHECKING:
     import torch
@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 
 class EngineState(StrEnum):
-    """Whether an engine can generate, be updated, or neither."""
+    """States of the table above."""
 
     AWAKE = "awake"
     PAUSED = "paused"
@@ -46,7 +46,7 @@ class EngineState(StrEnum):
 
 
 class SleepLevel(StrEnum):
-    """How deeply an engine sleeps. `1` and `2` mean what they mean in vLLM."""
+    """Sleep depths. `1` and `2` mean what they mean in vLLM."""
 
     KEEP_WEIGHTS = "keep-weights"
     """Weights stay on the device, the KV cache is dropped."""
@@ -60,7 +60,7 @@ class SleepLevel(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
-    """How tokens are drawn. Names and meanings follow vLLM's `SamplingParams`."""
+    """Options for drawing tokens. Names and meanings follow vLLM's `SamplingParams`."""
 
     n: int = 1
     """Completions for each prompt."""
@@ -154,16 +154,16 @@ class Completion:
     """One sampled continuation of a prompt."""
 
     prompt_index: int
-    """Which prompt of the call this continues."""
+    """Index of the prompt in the call."""
 
     sample_index: int
-    """Which of the `n` samples of that prompt this is."""
+    """Index among the `n` samples of that prompt."""
 
     prompt_token_ids: tuple[int, ...]
     """The prompt as the engine saw it."""
 
     token_ids: tuple[int, ...]
-    """What was generated, the stop token included."""
+    """Tokens that were generated, the stop token included."""
 
     logprobs: tuple[float, ...]
     """Log-probability of each generated token under the distribution it was drawn from (temperature and filters
@@ -187,7 +187,7 @@ class Completion:
     """The engine's own object for this sample, where it has one (`vllm.CompletionOutput`, whose own text is empty where
     colo decodes)."""
 
-    _text: ClassVar[Any] = None  # what `text` keeps of each: a text, or what decodes it
+    _text: ClassVar[Any] = None  # a text, or a callable that decodes it
 
     def with_text(self, decode: Callable[[], str]) -> Completion:
         """This completion with the text that `decode` makes when it is read, unless the engine has given one."""
@@ -227,7 +227,12 @@ class AdapterWeights:
 
 @runtime_checkable
 class Engine(Protocol):
-    """An inference engine that takes turns with a trainer."""
+    """An inference engine that takes turns with a trainer, in this process, in another, or behind HTTP.
+
+    What only some engines can do is a small protocol of its own below, asked for by `isinstance`: `LoadPlans`,
+    `Adapters`, `Recovers`, `PacksWeights`, `Gathers`, and `Peer` in colo/weights/transports/ipc/sender.py.
+    colo/engines/base.py has a base class for the states and the sleep levels.
+    """
 
     @property
     def name(self) -> str:
@@ -239,27 +244,15 @@ class Engine(Protocol):
 
     @property
     def mover(self) -> Mover:
-        """What moves memory of this process between that device and the host."""
+        """The mover of this process's memory between that device and the host."""
 
     @property
     def placement(self) -> str:
-        """Where the engine runs and its weights lie, in a phrase for reports."""
+        """A phrase for reports: where it runs and its weights lie."""
 
     @property
     def residual_bytes(self) -> Mapping[str, int]:
-        """Device bytes that no sleep gives back, as far as they are known: what they are, and how many."""
-
-    @property
-    def state(self) -> EngineState:
-        """What the engine can do now."""
-
-    @property
-    def pids(self) -> Sequence[int]:
-        """Process of every worker, as this process or their own namespace numbers it."""
-
-    @property
-    def ipc_refusal(self) -> str | None:
-        """Why a worker cannot map memory of this process on its GPU; `None` where all can, or need not."""
+        """Device bytes that no sleep gives back, as far as they are known, by what they are."""
 
     @property
     def model_type(self) -> str | None:
@@ -268,6 +261,10 @@ class Engine(Protocol):
     @property
     def vocab_size(self) -> int:
         """Token ids are below it."""
+
+    @property
+    def state(self) -> EngineState:
+        """State by the table above: what it can do now."""
 
     @property
     def weights_version(self) -> int | None:
@@ -281,7 +278,7 @@ class Engine(Protocol):
     """Called first by `generate`, whoever calls that: a runtime brings the weights up to date."""
 
     def sampling_params(self, params: Any = None, **sampling: Any) -> Any:
-        """What `generate` takes, from `SamplingParams`, from the engine's own kind, or from options by name."""
+        """Make what `generate` takes, from `SamplingParams`, from the engine's own kind, or from options by name."""
 
     def sampling_temperature(self, params: Any) -> float | None:
         """The temperature at which softmax gives a completion's `logprobs`; `None` where filters change them too."""
@@ -307,23 +304,31 @@ class Engine(Protocol):
         """Give memory back. Idempotent at the same level; `PhaseError` while the weights are someone else's and
         the level would move them."""
 
-    def wake(self, tags: Iterable[str] | None = None) -> None:
-        """Bring back `weights`, `kv_cache`, or both (`None`). The engine is paused afterwards.
-
-        Raises: `BudgetError` when the bytes are not free; the engine is then asleep as before.
-        """
-
     def reset_prefix_cache(self) -> None:
         """Forget everything computed from earlier weights."""
 
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Load by the engine's own loader, the authority on names, fusion and padding. `PhaseError` while asleep."""
+
+    def commit(self, version: int) -> None:
+        """Declare that the engine now holds `version`; lifts a poisoning."""
+
+    def poison(self, cause: str) -> None:
+        """Refuse to generate, with `cause`, until the next `commit`."""
+
+    def close(self) -> None:
+        """Release everything. Idempotent."""
+
+
+@runtime_checkable
+class LoadPlans(Protocol):
+    """An engine whose loading can be recorded as copies into memory that this process sees.
+
+    Its weights may be the trainer's own memory. Every version is sent through `load_weights` to an engine without.
+    """
+
     def record_plan(self, source: Mapping[str, torch.Tensor]) -> LoadPlan:
         """Record what the engine's own loader does with `source`, in Hugging Face names; no byte is moved."""
-
-    def packed_weights(self) -> Mapping[str, Any]:
-        """`PackedWeight`s by parameter name: what the engine keeps packed in 4 bits and this process can use."""
-
-    def gather(self, value: T) -> list[T]:
-        """`value` of every rank that runs a part of this engine, all of which have to ask; see `in_all_ranks`."""
 
     def share_weights(self) -> None:
         """Let a trainer work on the engine's own memory (`LoadPlan.aliases`): from now on it never leaves the device.
@@ -331,14 +336,10 @@ class Engine(Protocol):
         Raises: `PhaseError` unless the weights are resident.
         """
 
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Run the engine's own loader, the authority on names, fusion and padding. `PhaseError` while asleep."""
 
-    def commit(self, version: int) -> None:
-        """Declare that the engine now holds `version`; lifts a poisoning."""
-
-    def poison(self, cause: str) -> None:
-        """Refuse to generate, with `cause`, until the next `commit`."""
+@runtime_checkable
+class Adapters(Protocol):
+    """An engine that takes LoRA adapters from memory."""
 
     def load_adapter(self, name: str, adapter: AdapterWeights) -> None:
         """Make a LoRA adapter available by name. `ValueError` for a name in use, `Unsupported` for a module that
@@ -355,35 +356,58 @@ class Engine(Protocol):
     def remove_adapter(self, name: str) -> None:
         """Forget an adapter. `ValueError` when there is none of that name."""
 
+
+def adapters_of(engine: Engine) -> Adapters:
+    """The engine as one that takes adapters. Raises: `Unsupported` for another."""
+    if not isinstance(engine, Adapters):
+        raise Unsupported(
+            f"the {engine.name} engine takes no adapters: merge the adapter (model.merge_and_unload()) and share the "
+            "merged model"
+        )
+    return engine
+
+
+@runtime_checkable
+class Recovers(Protocol):
+    """An engine in another process, which may end."""
+
     def recover(self) -> None:
         """Start a lost engine again; it is awake and poisoned then. `PhaseError` for one that is not lost."""
 
-    def close(self) -> None:
-        """Release everything. Idempotent."""
+
+@runtime_checkable
+class PacksWeights(Protocol):
+    """An engine that packs weights as it reads them, in memory that a trainer's layers can use."""
+
+    def packed_weights(self) -> Mapping[str, Any]:
+        """`PackedWeight`s by parameter name: what the engine keeps packed in 4 bits and this process can use."""
 
 
+@runtime_checkable
 class Gathers(Protocol):
-    """What every rank of an engine asks at the same time."""
+    """An engine, or a link to one, that several processes run a part of each."""
 
     def gather(self, value: T) -> list[T]:
-        """`value` of every rank."""
+        """Collect `value` of every rank, all of which have to ask at the same time; see `in_all_ranks`."""
 
 
 def in_all_ranks(
-    engine: Gathers, operation: str, call: Callable[[], T], tell: Callable[[T], Any] = lambda result: None
+    engine: object, operation: str, call: Callable[[], T], tell: Callable[[T], Any] = lambda result: None
 ) -> tuple[T, list[Any]]:
-    """What `call` returns, and what `tell` makes of it on every rank of an engine that is divided among processes.
+    """Call on every rank of an engine; return the result and what `tell` makes of it on each rank.
 
+    An engine that is no `Gathers` has one rank.
     Ordering: every rank calls, in the same order, and waits for the others. An interrupt or `SystemExit` of one alone
     leaves them waiting until its process ends.
     Raises: what `call` raises; `TransferError`, with rank and cause, when `operation` has failed on another rank.
     """
+    gather: Callable[[Any], list[Any]] = engine.gather if isinstance(engine, Gathers) else lambda value: [value]
     try:
         result = call()
     except Exception as error:
-        engine.gather((None, f"{type(error).__name__}: {error}"))
+        gather((None, f"{type(error).__name__}: {error}"))
         raise
-    told: list[Any] = engine.gather((tell(result), None))
+    told = gather((tell(result), None))
     for rank, (_, cause) in enumerate(told):
         if cause is not None:
             raise TransferError(f"{operation} failed on rank {rank}: {cause}")

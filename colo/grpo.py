@@ -24,9 +24,8 @@ from colo.assembly.arguments import check_path
 from colo.assembly.launch import launch
 from colo.assembly.starting import refuse_adapted_head
 from colo.config import RuntimeConfig
-from colo.engines.common import check_prompts
 from colo.engines.embedded.positions import positions_of
-from colo.engines.text import encode_prompts
+from colo.engines.text import check_prompts, encode_prompts
 from colo.errors import Unsupported
 from colo.rl.dataset import Dataset, load_rows, shuffled
 from colo.rl.loop import GRPOConfig, grpo

@@ -16,7 +16,7 @@ from colo.assembly.arguments import check_engine, check_share
 from colo.assembly.existing import model_device, start_for
 from colo.assembly.stages import as_module, placed_or_none, refuse_stages, source_of
 from colo.config import RuntimeConfig
-from colo.engine import Engine, EngineState
+from colo.engine import Engine, EngineState, adapters_of
 from colo.errors import Unsupported
 from colo.memory.dtensor import is_dtensor, local_bytes, local_shard
 from colo.memory.probe import free_device_bytes
@@ -203,8 +203,9 @@ def _share(
     if is_peft_model(model):  # before any weights have moved
         with source.ranks.fail_together("reading the adapter"):
             adapter = adapter_weights(cast("PeftModel", model))
-        engine.load_adapter(_TRIAL, whole_adapter(adapter))
-        engine.remove_adapter(_TRIAL)
+        takes = adapters_of(engine)
+        takes.load_adapter(_TRIAL, whole_adapter(adapter))
+        takes.remove_adapter(_TRIAL)
     engine.mover.chunk_bytes = config.chunk_bytes
     if config.host_limit_bytes is not None:
         engine.mover.arena.limit_bytes = config.host_limit_bytes

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 
 from colo.assembly.arguments import adapter_alone
 from colo.config import RuntimeConfig, Weights
-from colo.engine import Engine
+from colo.engine import Engine, PacksWeights
 from colo.engines.embedded.layout import bind, empty_model
 from colo.engines.embedded.positions import positions_of
 from colo.engines.embedded.torch import TorchEngine
@@ -155,7 +155,7 @@ def start_vllm(request: LaunchRequest, mover: Mover, undo: ExitStack) -> tuple[E
     model = empty_model(config, dtype=request.dtype, attn_implementation=None)
     engine = make_vllm_engine(request, mover, request.kv_cache_bytes(model, packed=packs))
     undo.callback(engine.close)
-    packed = engine.packed_weights()
+    packed = engine.packed_weights() if isinstance(engine, PacksWeights) else {}
     pack(model, packed, compute_dtype=request.dtype)
     tensors, plan = record_plan(engine, ModuleSource(model))
     why_not = why_not_shared(plan, tensors, request.config)

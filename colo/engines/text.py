@@ -9,7 +9,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from colo.engine import Completion
-from colo.errors import Unsupported
+from colo.errors import BudgetError, Unsupported
+from colo.memory.probe import available_host_bytes
+from colo.units import format_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -212,3 +214,45 @@ def _is_token_id(prompt: Any) -> bool:
     except (TypeError, ValueError):
         return False
     return True
+
+
+# ---- checks ----------------------------------------------------------------------------------------------------------
+
+COMPLETION_BYTES = 512
+"""Host memory of a `Completion` of one token, with what decodes its text; what engines keep of it comes on top."""
+
+
+def check_prompts(
+    prompts: Sequence[Sequence[int]], vocab_size: int, num_positions: int | None, *, or_else: str = ""
+) -> None:
+    """Raise `ValueError` for an empty prompt, one that leaves no position, or an id outside the vocabulary.
+
+    `or_else` says what gives the model more positions, after a comma.
+    """
+    for index, prompt in enumerate(prompts):
+        if not prompt:
+            raise ValueError(
+                f"prompt {index} is empty: there is nothing to continue; give it at least one token, such as the "
+                "tokenizer's bos_token"
+            )
+        if num_positions is not None and len(prompt) >= num_positions:
+            raise ValueError(
+                f"prompt {index} has {len(prompt)} tokens, the model knows {num_positions} positions: shorten it, so "
+                f"that at least one is left for what is sampled{or_else}"
+            )
+        if min(prompt) < 0 or max(prompt) >= vocab_size:
+            token = next(t for t in prompt if not 0 <= t < vocab_size)
+            raise ValueError(f"prompt {index} has token id {token}, outside the vocabulary of {vocab_size}")
+
+
+def check_count(num_prompts: int, n: int) -> None:
+    """Raise `BudgetError` for more completions than the host would hold if each had one token only."""
+    needed_bytes, free_bytes = num_prompts * n * COMPLETION_BYTES, available_host_bytes()
+    if needed_bytes > free_bytes:
+        raise BudgetError(
+            f"n={n} for {num_prompts} prompts asks for {num_prompts * n} completions, which take at least "
+            f"{format_bytes(needed_bytes)} of host memory, and {format_bytes(free_bytes)} are available: lower n, or "
+            "generate for some of them at a time",
+            needed_bytes=needed_bytes,
+            free_bytes=free_bytes,
+        )

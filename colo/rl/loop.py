@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 
 from colo.engine import Completion, SamplingParams
-from colo.engines.common import check_prompts
 from colo.engines.embedded.positions import positions_of
-from colo.engines.text import encode_prompts
+from colo.engines.text import check_prompts, encode_prompts
 from colo.memory.uninterrupted import uninterrupted
 from colo.rl.logprob import model_logprobs
 from colo.rl.loss import Aggregation, GRPOLossConfig, group_advantages, grpo_loss

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from colo.config import RuntimeConfig
-from colo.engine import Engine, EngineState
+from colo.engine import Engine, EngineState, Recovers
+from colo.errors import PhaseError
 from colo.memory.fence import wait_for_queued
 from colo.memory.uninterrupted import uninterrupted
 from colo.phases.phase import ENGINE_WEIGHTS, Phase, Residency
@@ -84,14 +85,17 @@ class WeightVersions:
 
     def recover(self) -> None:
         """Start a lost engine again and publish to it; every rank of a sharded model calls. See `Runtime.recover`."""
-        is_lost = self._engine.state is EngineState.LOST
+        engine = self._engine
+        is_lost = engine.state is EngineState.LOST
         is_lost_elsewhere = self._ranks.any(is_lost, "recovering the engine") and not is_lost
         with self._ranks.fail_together("recovering the engine"):
             self._scheduler.plan(Phase.ROLLOUT)  # refuse while nothing has changed
             self._scheduler.anticipate(Phase.ROLLOUT)
             self._scheduler.settle()
             if not is_lost_elsewhere:
-                self._engine.recover()
+                if not isinstance(engine, Recovers):
+                    raise PhaseError(f"the {engine.name} engine cannot be started again from here: nothing to recover")
+                engine.recover()
                 self.publisher.start_over()
                 self._transport.reconnect()
         self.publish()

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from colo.engine import AdapterWeights, Engine, EngineState, in_all_ranks
+from colo.engine import AdapterWeights, Engine, EngineState, adapters_of, in_all_ranks
 from colo.errors import StaleWeights
 from colo.memory.dtensor import local_shard
 from colo.phases.phase import Phase
@@ -234,18 +234,18 @@ class Publisher:
 
     def _load_adapter(self, adapter: AdapterWeights) -> int:
         """Give the engine the adapter, and return the bytes of it that were copied."""
-        name = f"{ADAPTER}@{self.version}"
+        engine, name = adapters_of(self._engine), f"{ADAPTER}@{self.version}"
         old, self._loaded_adapter = self._loaded_adapter, None
         for left in self._uncertain:
             with suppress(ValueError):  # it is not there
-                self._engine.remove_adapter(left)
+                engine.remove_adapter(left)
         self._uncertain = {name} if old is None else {old, name}
         meter = CopyMeter(lambda: [*adapter.a.values(), *adapter.b.values()])
         with meter:
             if old is None:
-                self._engine.load_adapter(name, adapter)
+                engine.load_adapter(name, adapter)
             else:
-                self._engine.replace_adapter(old, name, adapter)
+                engine.replace_adapter(old, name, adapter)
         self._loaded_adapter = name
         self._uncertain.clear()
         return meter.num_bytes

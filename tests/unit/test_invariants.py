@@ -18,7 +18,7 @@ import torch
 
 import colo
 from colo.config import RuntimeConfig
-from colo.engines.common import check_count
+from colo.engines.text import check_count
 from colo.memory import cuda_driver, region
 from colo.memory.arena import PinnedArena
 from colo.memory.offload import Mover

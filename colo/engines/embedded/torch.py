@@ -8,25 +8,22 @@ model that keeps more than keys and values of one shape, the model's own cache, 
 from __future__ import annotations
 
 import operator
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from colo.engine import AdapterWeights, Completion, EngineState, SamplingParams, SleepLevel
-from colo.engines.common import WEIGHTS_AT, StatusEngine, check_count, check_prompts, is_deeper
+from colo.engine import AdapterWeights, Completion, SamplingParams
+from colo.engines.base import EngineBase
 from colo.engines.embedded.kv_cache import KVCacheBuffer
 from colo.engines.embedded.layout import Adapters, FusedWeights, Layout, bind, empty_model
 from colo.engines.embedded.model_cache import Footprint, ModelCaches, Reservation
 from colo.engines.embedded.positions import positions_of
 from colo.engines.embedded.segment import EngineSegment
 from colo.engines.embedded.waves import Wave
-from colo.engines.sampling import check_taken, sample_rows
-from colo.engines.status import EngineStatus
-from colo.errors import PhaseError
+from colo.engines.sampling import sample_rows
+from colo.engines.text import check_count, check_prompts
 from colo.memory.load_plan import LoadPlan
 from colo.memory.offload import Mover
 from colo.memory.region import Region, allocate_region, close_all
@@ -37,10 +34,8 @@ from colo.weights.finite import first_not_finite, not_numbers
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-    from colo.weights.packed import PackedWeight
 
-
-class TorchEngine(StatusEngine):
+class TorchEngine(EngineBase):
     """An `Engine` (see `colo.engine`) that runs a transformers model in this process. One caller at a time.
 
     Ownership: owns the memory of its weights and KV cache, and its mover where none was given, until `close`. Rotary
@@ -53,6 +48,9 @@ class TorchEngine(StatusEngine):
     """
 
     name = "torch"
+    placement = "transformers in this process"
+    called = "the embedded engine"
+    or_else = "leave it out, or use vLLM (engine='vllm')"
 
     def __init__(
         self,
@@ -70,8 +68,7 @@ class TorchEngine(StatusEngine):
         Raises: `ValueError` when `kv_cache_bytes` holds no token, `BudgetError` when memory is missing, `Unsupported`
         for a model that cannot go on from what it keeps of a sequence.
         """
-        self.mover = mover or Mover(torch.device(device))
-        self._owns_mover = mover is None
+        own_mover = mover or Mover(torch.device(device))
         self.module: PreTrainedModel = empty_model(config, dtype=dtype, attn_implementation=attn_implementation)
         # A trainer may compute gradients over this memory, which tensors made in inference mode do not allow.
         with torch.inference_mode(False), ExitStack() as undo:
@@ -81,19 +78,19 @@ class TorchEngine(StatusEngine):
             self._positions = positions_of(self.module.config)
             region = self._make_cache(kv_cache_bytes, dtype)
             undo.pop_all()
-        self.device = region.device
         self._weights_segment = EngineSegment(
             ENGINE_WEIGHTS,
             regions=self.weights.regions,
             away=Residency.OFFLOADED,
-            mover=self.mover,
+            mover=own_mover,
             on_move=self._on_weights_move,
         )
         self._kv_segment = EngineSegment(
-            ENGINE_KV_CACHE, regions=[region], away=Residency.DISCARDED, mover=self.mover, on_move=self._on_kv_move
+            ENGINE_KV_CACHE, regions=[region], away=Residency.DISCARDED, mover=own_mover, on_move=self._on_kv_move
         )
+        super().__init__(region.device, (self._weights_segment, self._kv_segment), mover=own_mover)
+        self._owns_mover = mover is None
         self._adapters = Adapters(self.module)
-        self._status = EngineStatus(lambda: self.segments)
 
     def _make_cache(self, size_bytes: int, dtype: torch.dtype) -> Region:
         """Choose what holds the states of sequences, and take or count its memory."""
@@ -116,16 +113,6 @@ class TorchEngine(StatusEngine):
         return region
 
     @property
-    def placement(self) -> str:
-        """Where the engine runs and its weights lie, in a phrase for reports."""
-        return "transformers in this process"
-
-    @property
-    def residual_bytes(self) -> Mapping[str, int]:
-        """Nothing: it has no memory beside its segments."""
-        return {}
-
-    @property
     def model_type(self) -> str | None:
         """`model_type` of the model's configuration."""
         kind: str | None = getattr(self.module.config, "model_type", None)
@@ -137,52 +124,9 @@ class TorchEngine(StatusEngine):
         return int(self.module.config.get_text_config().vocab_size)
 
     @property
-    def pids(self) -> Sequence[int]:
-        """This process."""
-        return (os.getpid(),)
-
-    @property
-    def ipc_refusal(self) -> str | None:
-        """Nothing: there is no other process."""
-        return None
-
-    def gather(self, value: Any) -> list[Any]:
-        """`value` alone: one engine is one rank."""
-        return [value]
-
-    def packed_weights(self) -> Mapping[str, PackedWeight]:
-        """Nothing: this engine packs no weights."""
-        return {}
-
-    @property
-    def segments(self) -> Sequence[Segment]:
-        """`engine.weights` and `engine.kv_cache`."""
-        return (self._weights_segment, self._kv_segment)
-
-    @property
     def kv_bytes_per_token(self) -> int:
         """Bytes of KV cache for each token of a sequence."""
         return self._caches.bytes_per_token
-
-    def sampling_params(self, params: SamplingParams | None = None, **sampling: Any) -> SamplingParams:
-        """`SamplingParams`, with the options given by name in place of those of `params`.
-
-        Raises: `ValueError` for an option that this engine does not have, unless it changes nothing (`min_tokens=0`);
-        `TypeError` for parameters of another kind.
-        """
-        sampling = check_taken(sampling, "the embedded engine", "leave it out, or use vLLM (engine='vllm')")
-        if params is not None and not isinstance(params, SamplingParams):
-            raise TypeError(
-                f"the embedded engine takes one colo.SamplingParams for all prompts, or options by name, not a "
-                f"{type(params).__name__}"
-            )
-        return replace(params, **sampling) if params is not None else SamplingParams(**sampling)
-
-    def sampling_temperature(self, params: SamplingParams) -> float | None:
-        """The temperature that `logprobs` have in them; `None` where filters change them too."""
-        if params.top_p < 1 or params.top_k > 0 or params.min_p > 0:
-            return None
-        return params.temperature or 1.0
 
     def generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, *, adapter: str | None = None
@@ -191,9 +135,7 @@ class TorchEngine(StatusEngine):
 
         As in vLLM a completion ends, with `length`, at the model's last position (see `positions_of`).
         """
-        if self.before_generate is not None:
-            self.before_generate()
-        version = self._status.require_version()
+        version = self.ready()
         if adapter is not None:
             self._adapters.require(adapter)
         token_ids = [tuple(map(operator.index, prompt)) for prompt in prompts]
@@ -205,26 +147,9 @@ class TorchEngine(StatusEngine):
             completions = [c for wave in waves for c in self._run(wave, params, adapter, version)]
         return sorted(completions, key=lambda c: (c.prompt_index, c.sample_index))
 
-    def pause(self) -> None:
-        """Stop generating, so that weights may change. Idempotent; `PhaseError` when asleep or closed."""
-        self._status.require("pause", EngineState.AWAKE, EngineState.PAUSED)
-        self._status.paused = True
-
-    def resume(self) -> None:
-        """Generate again. Idempotent; `PhaseError` unless every segment is resident."""
-        self._status.require("resume", EngineState.AWAKE, EngineState.PAUSED)
-        self._weights_segment.settle()
-        self._kv_segment.settle()
-        self._status.paused = False
-
-    def sleep(self, level: SleepLevel | int) -> None:
-        """Give memory back, unless that is done already; see `Engine.sleep`. If it raises, nothing has changed."""
-        self._status.require_open("sleep")
-        weights_at = WEIGHTS_AT[SleepLevel(str(level))]
-        targets = ((self._weights_segment, weights_at), (self._kv_segment, Residency.DISCARDED))
-        moves = [s.begin(target) for s, target in targets if is_deeper(target, s.residency)]
-        for move in moves:
-            move.wait()
+    def why_it_stays(self, segment: Segment) -> str:
+        """The reason why a segment never leaves: a trainer works on it."""
+        return f"the trainer's memory too ({segment.size_bytes} bytes): level 'keep-weights' drops the KV cache only"
 
     def share_weights(self) -> None:
         """Let a trainer work on the weights (`weights.hf_views()`), which never leave from now on; see `Engine`."""
@@ -243,13 +168,13 @@ class TorchEngine(StatusEngine):
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Copy `weights` (name, tensor) to their places; see `FusedWeights.load`. Poisons until the next `commit`."""
         self._require_weights("load weights")
-        self.poison("weights have been loaded into it and not committed: call commit(version) once all of them have")
+        self.poison_for_load()
         self.weights.load(weights)
 
     def commit(self, version: int) -> None:
         """Declare that the engine now holds `version`; lifts a poisoning. `PhaseError` unless they are resident."""
-        self._require_weights(f"hold version {version}")
-        self._status.commit(version)
+        super().commit(version)
+        self._weights_segment.settle()
 
     def load_adapter(self, name: str, adapter: AdapterWeights) -> None:
         """Make a LoRA adapter available by name; see `Adapters.add`. Modules go by their Hugging Face names."""
@@ -270,22 +195,13 @@ class TorchEngine(StatusEngine):
         self._adapters.remove(name)
         self._caches.forget()
 
-    def recover(self) -> None:
-        """Refuse: an engine in this process is never lost. Raises: `PhaseError`."""
-        raise PhaseError("the engine runs in this process and is not lost: nothing to recover")
-
-    def close(self) -> None:
-        """Release everything, also what `weights.hf_views()` returned. Idempotent."""
-        if self._status.closed:
-            return
-        self._status.close()
+    def _release(self) -> None:
+        """Release everything, also what `weights.hf_views()` returned."""
         self._adapters.clear()
         self._caches.forget()
         self.module.to_empty(device="meta")
         self.weights.drop_views()
         close_all([self._weights_segment.close, self._kv_segment.close])
-        if self._owns_mover:
-            self.mover.close()
 
     def _run(self, wave: Wave, params: SamplingParams, adapter: str | None, version: int) -> list[Completion]:
         logits, rows = self._caches.start(self.module, wave, adapter)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from colo.config import RuntimeConfig, Weights
-from colo.engine import Engine, in_all_ranks
+from colo.engine import Engine, LoadPlans, PacksWeights, in_all_ranks
 from colo.errors import Unsupported
 from colo.memory.dtensor import is_dtensor
 from colo.memory.load_plan import LoadPlan
@@ -62,10 +62,11 @@ def _choose(source: WeightSource, engine: Engine, config: RuntimeConfig) -> Tran
     why_not = why_not_shared(plan, tensors, config)
     if why_not is None and isinstance(source, ModuleSource):
         move_in(tensors, plan.aliases)
+        assert isinstance(engine, LoadPlans)  # of which the plan is
         engine.share_weights()
         return SharedTransport(source, plan.aliases)
     why_not = why_not or "the weights are spread over the trainer's ranks"
-    is_elsewhere = hasattr(engine, "receive_all") and os.getpid() not in engine.pids
+    is_elsewhere = isinstance(engine, Peer) and os.getpid() not in engine.pids
     if is_elsewhere and (plan.fallbacks or config.weights is not Weights.AUTO):
         staged = config.weights is Weights.STAGED
         try:
@@ -84,7 +85,10 @@ def _choose(source: WeightSource, engine: Engine, config: RuntimeConfig) -> Tran
 
 
 def record_plan(engine: Engine, source: WeightSource) -> tuple[dict[str, torch.Tensor], LoadPlan]:
-    """The weights, and the engine's plan of them. Raises: as `Engine.record_plan` and `check_taken`."""
+    """Record the engine's plan of the weights, and return both. Raises: as `LoadPlans.record_plan`, `check_taken`."""
+    if not isinstance(engine, LoadPlans):
+        why = f"the {engine.name} engine does not say where its weights lie"
+        return source.tensors(), source.given_to(lambda given: LoadPlan.of(given, fallbacks=dict.fromkeys(given, why)))
     plan, left_out = in_all_ranks(
         engine,
         "recording a load plan",
@@ -99,7 +103,7 @@ def record_plan(engine: Engine, source: WeightSource) -> tuple[dict[str, torch.T
 def _check_packed(tensors: Mapping[str, torch.Tensor], engine: Engine) -> None:
     """Raise `Unsupported` for packed weights that are not the engine's memory already: none can be moved there."""
     packed = [name for name, tensor in tensors.items() if is_packed(tensor)]
-    engines: Mapping[str, PackedWeight] = engine.packed_weights() if packed else {}
+    engines: Mapping[str, PackedWeight] = engine.packed_weights() if packed and isinstance(engine, PacksWeights) else {}
     apart = [n for n in packed if n not in engines or not is_same_memory(tensors[n], engines[n].data)]
     if apart:
         raise Unsupported(

@@ -5,8 +5,8 @@ import pytest
 
 import colo
 from colo.engine import SamplingParams
-from colo.engines import common
-from colo.engines.common import COMPLETION_BYTES, check_count
+from colo.engines import text as common
+from colo.engines.text import COMPLETION_BYTES, check_count
 from colo.errors import BudgetError
 from colo.units import MIB
 from tests.models import tiny_qwen3

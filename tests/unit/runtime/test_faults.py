@@ -252,7 +252,7 @@ def losing(rt, monkeypatch):
         recovered.append(engine)
 
     state = TorchEngine.state
-    monkeypatch.setattr(TorchEngine, "recover", recover)
+    monkeypatch.setattr(TorchEngine, "recover", recover, raising=False)
     monkeypatch.setattr(TorchEngine, "state", property(lambda e: state.fget(e) if recovered else EngineState.LOST))
     return recovered
 
@@ -269,6 +269,14 @@ def test_a_recovered_engine_has_the_weights_and_is_told_what_it_has_forgotten(mo
         assert len(rt.publications) == 2
         found = rt.generate([[1, 2, 3]], max_tokens=4, temperature=0)
         assert [(c.token_ids, c.weights_version) for c in found] == [(c.token_ids, 0) for c in expected]
+
+
+def test_an_engine_that_is_never_lost_is_not_started_again():
+    with (
+        colo.launch(CONFIG, optimizer=sgd, config=RuntimeConfig(kv_cache_bytes=MIB), device="cpu") as rt,
+        pytest.raises(colo.PhaseError, match="the torch engine cannot be started again from here: nothing to recover"),
+    ):
+        rt.recover()
 
 
 def test_an_engine_whose_cache_has_no_room_is_not_started_again(tight, monkeypatch):

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from colo.engines.status import EngineStatus
+from colo.engines.base import EngineStatus
 from colo.engines.vllm import compat, plugin
 from colo.engines.vllm.client.link import WorkerLink
 from colo.engines.vllm.client.linked_engine import LinkedEngine

@@ -18,7 +18,7 @@ from typing import Any, Literal, Protocol, TypeVar
 import torch
 
 from colo.engine import Completion
-from colo.engines.status import EngineStatus
+from colo.engines.base import EngineStatus
 from colo.engines.vllm.wire import WorkerError, WorkerInfo
 from colo.errors import EngineLost, Unsupported
 from colo.memory.mapped_buffer import probing

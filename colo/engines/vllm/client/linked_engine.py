@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 from colo.engine import AdapterWeights, Completion, EngineState, SleepLevel
-from colo.engines.common import StatusEngine
-from colo.engines.status import EngineStatus
+from colo.engines.base import EngineBase, EngineStatus
 from colo.engines.vllm.client import sampling
 from colo.engines.vllm.client.adapter_registry import AdapterRegistry
 from colo.engines.vllm.client.link import PauseMode, WorkerLink
@@ -30,7 +29,7 @@ from colo.weights.packed import PackedWeight
 from colo.weights.transports.ipc.staging import Staging
 
 
-class LinkedEngine(StatusEngine):
+class LinkedEngine(EngineBase):
     """What `VLLMEngine` does while its vLLM runs. Not thread-safe: one caller at a time."""
 
     name = "vllm"
@@ -41,21 +40,20 @@ class LinkedEngine(StatusEngine):
 
     def __init__(self, device: torch.device, mover: Mover | None, *, when_lost: str) -> None:
         """An engine without a link, until `_connect`; `when_lost` is advice."""
-        self.device = device
-        self._owned = ExitStack()
-        self.mover = mover or Mover(device)
-        if mover is None:
-            self._owned.callback(self.mover.close)
-        self._staging = Staging(device)
-        self._owned.callback(self._staging.close)
-        self._store: WeightStore | None = None
         self._memory = WorkerMemory(self._before_leaving)
-        self._status = EngineStatus(
+        status = EngineStatus(
             lambda: self.segments,
             check_alive=lambda: self._link.check_alive(),
             on_loss=self._memory.lose,
             when_lost=when_lost,
         )
+        super().__init__(device, self._memory.segments, mover=mover, status=status)
+        self._owned = ExitStack()
+        if self._owns_mover:
+            self._owned.callback(self.mover.close)
+        self._staging = Staging(device)
+        self._owned.callback(self._staging.close)
+        self._store: WeightStore | None = None
 
     def _connect(self, link: WorkerLink) -> None:
         """Take `link` for the engine's, once everything that may fail has not; it is closed otherwise."""
@@ -80,11 +78,6 @@ class LinkedEngine(StatusEngine):
     def link(self) -> WorkerLink:
         """The way to vLLM's workers."""
         return self._link
-
-    @property
-    def segments(self) -> Sequence[Segment]:
-        """`engine.weights` and `engine.kv_cache`."""
-        return self._memory.segments
 
     @property
     def pids(self) -> Sequence[int]:
@@ -140,9 +133,7 @@ class LinkedEngine(StatusEngine):
         vLLM's `seed`, also by name, is the same for every prompt and counts up with the samples. A server takes colo's
         parameters only, whose seed differs for every prompt and sample.
         """
-        if self.before_generate is not None:
-            self.before_generate()
-        version = self._status.require_version()
+        version = self.ready()
         named = self._adapters.named(adapter) if adapter is not None else None
         return self._link.generate(prompts, params, version=version, adapter=named)
 
@@ -169,10 +160,13 @@ class LinkedEngine(StatusEngine):
     def sleep(self, level: SleepLevel | int, mode: PauseMode = "abort") -> None:
         """Give memory back, unless it is given back already; see `Engine.sleep`. `mode` is that of `pause`."""
         self._status.require_open("sleep")
-        leaving = self._memory.leaving(SleepLevel(str(level)))
+        leaving = self.leaving(SleepLevel(str(level)))
         self._link.pause(mode)
-        for move in [segment.begin(target) for segment, target in leaving]:
-            move.wait()
+        self._leave(leaving)
+
+    def why_it_stays(self, segment: Segment) -> str:
+        """The reason why a segment never leaves, in words that follow `it is`."""
+        return self._memory.why_it_stays(segment.name)
 
     def reset_prefix_cache(self) -> None:
         """Forget everything computed from earlier weights. Raises: `TransferError` when vLLM does not let go of it."""
@@ -204,8 +198,7 @@ class LinkedEngine(StatusEngine):
         Raises: `PhaseError` while the weights are away; what a worker raised, after which all of it has to be loaded
         again.
         """
-        self._status.require_weights("load weights")
-        self.poison("weights have been loaded into it and not committed: call commit(version) once all of them have")
+        self.poison_for_load()
         self._weights.reload(weights)
         self._link.reset_prefix_cache()
 
@@ -226,7 +219,7 @@ class LinkedEngine(StatusEngine):
         """Declare that the engine now holds `version`; lifts a poisoning. `PhaseError` unless they are resident."""
         self._status.require_weights(f"hold version {version}")
         self._link.tell_version(version)
-        self._status.commit(version)
+        super().commit(version)
 
     def gather(self, value: Any) -> list[Any]:
         """`value` of every rank of a torchrun group, all of which have to ask; see `in_all_ranks`."""

@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 import torch
 
 from colo.engine import Completion
-from colo.engines.common import check_count, check_prompts
-from colo.engines.status import EngineStatus
+from colo.engines.base import EngineStatus
+from colo.engines.text import check_count, check_prompts
 from colo.engines.vllm import compat
 from colo.engines.vllm.client import sampling
 from colo.engines.vllm.client.calls import Caller, NoAnswer, ProcessEnded, start_apart_from_interrupts

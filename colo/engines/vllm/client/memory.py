@@ -7,7 +7,6 @@ from collections.abc import Callable
 import torch
 
 from colo.engine import SleepLevel
-from colo.engines.common import WEIGHTS_AT, is_deeper
 from colo.engines.vllm.client.link import WorkerLink
 from colo.engines.vllm.client.weights import WorkerWeights
 from colo.engines.vllm.wire import WorkerError
@@ -54,15 +53,6 @@ class WorkerMemory:
         """Keep the weights where they are from now on, in all lives of the engine."""
         self._shared = True
         self.weights.away = None
-
-    def leaving(self, level: SleepLevel) -> list[tuple[WorkerSegment, Residency]]:
-        """What has to leave for a sleep as deep as `level`, and where to. `PhaseError` when some of it stays."""
-        targets = ((self.weights, WEIGHTS_AT[level]), (self.kv_cache, Residency.DISCARDED))
-        leaving = [(segment, target) for segment, target in targets if is_deeper(target, segment.residency)]
-        stuck = next((segment for segment, _ in leaving if segment.away is None), None)
-        if stuck is not None:
-            raise PhaseError(f"level {level} would move {stuck.name}, which is {self.why_it_stays(stuck.name)}")
-        return leaving
 
     def settle(self) -> None:
         """Wait until everything that is on its way back has arrived."""

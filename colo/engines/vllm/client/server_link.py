@@ -21,14 +21,14 @@ import psutil
 import torch
 
 from colo.engine import Completion, SamplingParams
-from colo.engines.common import check_count, check_prompts
+from colo.engines.base import EngineStatus
+from colo.engines.http import Body, HttpClient, Refused, Silent
 from colo.engines.sampling import check_taken, row_seed
-from colo.engines.status import EngineStatus
+from colo.engines.text import check_count, check_prompts
 from colo.engines.vllm.client.calls import lives, pid_namespace
 from colo.engines.vllm.client.link import NamedAdapter, PauseMode, WorkerLink, answers_of, new_client
 from colo.engines.vllm.client.sampling import check_logprobs, check_numbers
 from colo.engines.vllm.client.served_adapters import ServedAdapters
-from colo.engines.vllm.client.server import Body, Refused, Server, Silent
 from colo.engines.vllm.names import COLO, WORKER_EXTENSION
 from colo.engines.vllm.wire import WorkerInfo
 from colo.errors import EngineLost, PhaseError, TransferError, Unsupported
@@ -85,7 +85,7 @@ class ServerLink(WorkerLink):
             lambda: set(self.call("adapter_numbers")[0]),
         )
         self._processes: list[psutil.Process] = []
-        self._server = Server(url, deadline_s=deadline_s, api_key=api_key, transport=http)
+        self._server = HttpClient(url, deadline_s=deadline_s, api_key=api_key, transport=http)
         try:
             self._connect(model_name)
         except BaseException:

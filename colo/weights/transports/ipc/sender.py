@@ -12,11 +12,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from colo.engine import Engine
 from colo.errors import EngineLost, TransferError, Unsupported
 from colo.memory import cuda_driver
 from colo.memory.checksum import Checksums, values
@@ -36,8 +35,25 @@ from colo.weights.transports.ipc.handoff import SenderHandoff
 BUCKET_BYTES = 256 * MIB
 
 
-class Peer(Engine, Protocol):
+@runtime_checkable
+class Peer(Protocol):
     """An engine whose workers, none of them in this process, this transport can ask."""
+
+    @property
+    def device(self) -> torch.device:
+        """The device that it shares with a trainer."""
+
+    @property
+    def model_type(self) -> str | None:
+        """`model_type` of the model's configuration."""
+
+    @property
+    def pids(self) -> Sequence[int]:
+        """Process of every worker, as this process or their own namespace numbers it."""
+
+    @property
+    def ipc_refusal(self) -> str | None:
+        """The reason why a worker cannot map memory of this process on its GPU; `None` where all can, or need not."""
 
     def receive(self, operation: str, **arguments: Any) -> list[Any]:
         """Run an operation of `Receiver` in every worker; see `colo.weights.transports.ipc.receiver`."""

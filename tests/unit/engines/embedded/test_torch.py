@@ -447,11 +447,6 @@ def test_every_state_allows_what_it_should_and_refuses_the_rest(make_engine, ver
     assert engine.state is LEGAL[verb].get(state, state)
 
 
-def test_an_engine_in_this_process_is_never_lost(make_engine):
-    with pytest.raises(PhaseError, match="not lost"):
-        make_engine().recover()
-
-
 def residencies(engine: TorchEngine) -> list[Residency]:
     return [segment.residency for segment in engine.segments]
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from colo.engine import AdapterWeights
-from colo.engines.status import EngineStatus
+from colo.engines.base import EngineStatus
 from colo.engines.vllm.client.adapter_registry import AdapterRegistry
 from colo.engines.vllm.client.link import answers_of
 from colo.engines.vllm.wire import WorkerError

@@ -2,7 +2,7 @@
 
 import pytest
 
-from colo.engines.status import EngineStatus
+from colo.engines.base import EngineStatus
 from colo.engines.vllm.client.llm_link import OwnProcessLink
 from colo.engines.vllm.client.memory import WorkerSegment
 from colo.phases.phase import Residency

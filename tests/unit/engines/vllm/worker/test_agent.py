@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from colo.engines.status import EngineStatus
+from colo.engines.base import EngineStatus
 from colo.engines.vllm.client.link import answers_of
 from colo.errors import BudgetError, EngineLost, PhaseError, TransferError
 from colo.memory.shared_memory import SharedMemory

@@ -7,7 +7,7 @@ import time
 import httpx
 import pytest
 
-from colo.engines.vllm.client.server import Refused, Server, Silent
+from colo.engines.http import HttpClient, Refused, Silent
 
 URL = "http://server"
 DEADLINE_S = 2.0
@@ -19,7 +19,7 @@ def serve():
     made = []
 
     def make(handler, *, deadline_s=DEADLINE_S):
-        made.append(Server(URL, deadline_s=deadline_s, transport=httpx.MockTransport(handler)))
+        made.append(HttpClient(URL, deadline_s=deadline_s, transport=httpx.MockTransport(handler)))
         return made[-1]
 
     yield make

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from colo.engine import EngineState
-from colo.engines.status import EngineStatus
+from colo.engines.base import EngineStatus
 from colo.errors import EngineLost, PhaseError, StaleWeights
 from colo.phases.phase import ENGINE_KV_CACHE, ENGINE_WEIGHTS, Residency
 

@@ -1,4 +1,7 @@
-"""A vLLM server over HTTP: questions whose wait can end, with a deadline, an interrupt, or the server."""
+"""An engine's server over HTTP: questions whose wait can end, with a deadline, an interrupt, or the server.
+
+Knows nothing of what is asked; `GET /health` is what vLLM's, SGLang's and LMDeploy's servers have in common.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ class Refused(Exception):  # noqa: N818 - an answer, which the engine turns into
         self.status = status
 
 
-class Server:
+class HttpClient:
     """Asks a server from an event loop in a thread of its own, until `close`. Any thread may call."""
 
     def __init__(
@@ -162,7 +165,7 @@ class Server:
 
 
 def _words(answer: httpx.Response) -> str:
-    """What an error says, in any of the forms that vLLM and FastAPI give it."""
+    """The message of an error, in any of the forms that engines and FastAPI give it."""
     try:
         found = answer.json()
     except ValueError:
