@@ -7,7 +7,7 @@ from pathlib import Path
 import colo
 
 ROOT = Path(colo.__file__).parent
-MOST_LINES_OF_A_FILE, MOST_LINES_OF_A_FUNCTION = 400, 60
+MOST_LINES_OF_A_FILE, MOST_LINES_OF_A_FUNCTION = 500, 60
 WITHOUT_A_SUBJECT = re.compile(r"(Of|That of|Those|As|With|None|And|Or|But)\b")
 
 
