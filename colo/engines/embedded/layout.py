@@ -225,7 +225,7 @@ def bind(model: PreTrainedModel, views: Mapping[str, torch.Tensor], tied: Mappin
         setattr(model.get_submodule(owner), leaf, views[name] if name in views else buffer.to(device))
 
 
-class Adapters:
+class LoadedAdapters:
     """LoRA adapters by name, on the linear modules of one model.
 
     Hooks on adapted modules stay, and do nothing unless an adapter is applied: no interrupt can leave one counting
@@ -321,7 +321,7 @@ class Adapters:
 class _LowRankHook:
     """`y + scaling * B (A x)` in the order and the dtypes of PEFT's `lora.Linear.forward`, so that results agree."""
 
-    def __init__(self, adapters: Adapters, module_name: str) -> None:
+    def __init__(self, adapters: LoadedAdapters, module_name: str) -> None:
         self._adapters = adapters
         self.module_name = module_name
 

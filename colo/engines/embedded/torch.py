@@ -17,7 +17,7 @@ import torch
 from colo.engine import AdapterWeights, Completion, SamplingParams
 from colo.engines.base import EngineBase
 from colo.engines.embedded.kv_cache import KVCacheBuffer
-from colo.engines.embedded.layout import Adapters, FusedWeights, Layout, bind, empty_model
+from colo.engines.embedded.layout import FusedWeights, Layout, LoadedAdapters, bind, empty_model
 from colo.engines.embedded.model_cache import Footprint, ModelCaches, Reservation
 from colo.engines.embedded.positions import positions_of
 from colo.engines.embedded.segment import EngineSegment
@@ -90,7 +90,7 @@ class TorchEngine(EngineBase):
         )
         super().__init__(region.device, (self._weights_segment, self._kv_segment), mover=own_mover)
         self._owns_mover = mover is None
-        self._adapters = Adapters(self.module)
+        self._adapters = LoadedAdapters(self.module)
 
     def _make_cache(self, size_bytes: int, dtype: torch.dtype) -> Region:
         """Choose what holds the states of sequences, and take or count its memory."""
@@ -177,7 +177,7 @@ class TorchEngine(EngineBase):
         self._weights_segment.settle()
 
     def load_adapter(self, name: str, adapter: AdapterWeights) -> None:
-        """Make a LoRA adapter available by name; see `Adapters.add`. Modules go by their Hugging Face names."""
+        """Make a LoRA adapter available by name; see `LoadedAdapters.add`. Modules go by their Hugging Face names."""
         self._status.require_open("load an adapter")
         self._adapters.add(name, adapter)
 

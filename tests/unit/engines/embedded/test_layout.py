@@ -19,7 +19,7 @@ from transformers import (
 
 from colo.engine import AdapterWeights
 from colo.engines.embedded import layout as layout_module
-from colo.engines.embedded.layout import Adapters, FusedWeights, Layout, bind, empty_model
+from colo.engines.embedded.layout import FusedWeights, Layout, LoadedAdapters, bind, empty_model
 from colo.errors import TransferError, Unsupported
 from colo.memory.load_plan import LoadPlan
 from colo.weights.sources.checkpoint import checkpoint_views
@@ -250,7 +250,7 @@ def make_adapter(module: str = "first", *, rank: int = 2, shared: bool = False, 
 
 
 def test_an_adapter_works_while_it_is_applied_and_only_then():
-    adapters, adapter, x = Adapters(TINY), make_adapter(), torch.randn(3, 4)
+    adapters, adapter, x = LoadedAdapters(TINY), make_adapter(), torch.randn(3, 4)
     adapters.add("one", adapter)
     base = TINY["first"](x)
     with adapters.applied("one"):
@@ -262,7 +262,7 @@ def test_an_adapter_works_while_it_is_applied_and_only_then():
 
 
 def test_an_adapter_of_another_dtype_keeps_the_dtype_of_the_base():
-    adapters, base = Adapters(TINY.bfloat16()), torch.randn(3, 4, dtype=torch.bfloat16)
+    adapters, base = LoadedAdapters(TINY.bfloat16()), torch.randn(3, 4, dtype=torch.bfloat16)
     adapters.add("one", make_adapter(dtype=torch.float32))
     with adapters.applied("one"):
         assert TINY["first"](base).dtype == torch.bfloat16
@@ -283,7 +283,7 @@ def test_an_adapted_model_computes_as_peft_does(config, shared):
             scalings[name] = module.scaling["default"]
     assert len(a) == 14
     model, token_ids = make_reference(config), torch.arange(24).view(2, 12)
-    adapters = Adapters(model)
+    adapters = LoadedAdapters(model)
     adapters.add("one", AdapterWeights(a=a, b=b, scalings=scalings, shared=shared))
     with torch.no_grad(), adapters.applied("one"):
         found = model(token_ids).logits.log_softmax(-1)
@@ -294,7 +294,7 @@ def test_an_adapted_model_computes_as_peft_does(config, shared):
 
 @pytest.mark.parametrize("shared", [True, False])
 def test_a_shared_adapter_follows_its_tensors_and_a_copied_one_does_not(shared):
-    adapters, adapter, x = Adapters(TINY), make_adapter(shared=shared), torch.randn(3, 4)
+    adapters, adapter, x = LoadedAdapters(TINY), make_adapter(shared=shared), torch.randn(3, 4)
     adapters.add("one", adapter)
     with adapters.applied("one"):
         before = TINY["first"](x)
@@ -304,7 +304,7 @@ def test_a_shared_adapter_follows_its_tensors_and_a_copied_one_does_not(shared):
 
 
 def test_adapters_that_do_not_fit_are_refused_and_not_kept():
-    adapters, good = Adapters(TINY), make_adapter()
+    adapters, good = LoadedAdapters(TINY), make_adapter()
     cases = [
         (make_adapter("nowhere"), Unsupported, "'nowhere': there is none of that name"),
         (make_adapter("norm"), Unsupported, "'norm': it is a LayerNorm"),
@@ -325,7 +325,7 @@ def test_adapters_that_do_not_fit_are_refused_and_not_kept():
 
 
 def test_names_of_adapters_are_taken_once_and_given_back():
-    adapters = Adapters(TINY)
+    adapters = LoadedAdapters(TINY)
     adapters.add("one", make_adapter())
     with pytest.raises(ValueError, match="'one' already"):
         adapters.add("one", make_adapter())
