@@ -5,14 +5,19 @@ them the running average of weight rows that is, but for a factor a token, the g
 multiplies that factor in; only a head that is trained has its tiles computed again. In matrix products: two for a
 frozen head, as in full, and four in place of three for a trained one.
 
+A model's own last steps are applied to each tile in the model's order and dtype, so that rounding is the model's too:
+y = steps(hidden @ weight.T + bias). With gain g, the product of all scales, and cap k, the product of those after the
+tanh, dy/dx = g (1 - (y / k)^2), and g without a tanh; "bend" below is that factor without g.
+
 Shape suffixes: N tokens, V vocabulary, D hidden size; K the tokens that count, R and C the rows and columns of a tile.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -27,23 +32,46 @@ _ALIGNMENT = 128
 """Derived tile sides are multiples of this, so that tensor cores are used without padding."""
 
 
+LogitStep: TypeAlias = tuple[Literal["mul", "div", "tanh", "float"], float]
+"""A step from the head's logits to the model's, and its number: a factor, a divisor, or 0 for those without one."""
+
+
+def check_steps(steps: Sequence[LogitStep]) -> str | None:
+    """Say why the derivative of these steps is not g (1 - (y / k)^2), or `None` where it is."""
+    names = [name for name, _ in steps]
+    if unknown := sorted(set(names) - {"mul", "div", "tanh", "float"}):
+        return f"{', '.join(unknown)} is none of mul, div, tanh and float"
+    if names.count("tanh") > 1:
+        return "there is more than one tanh"
+    if not all(math.isfinite(value) and (value or name in ("tanh", "float")) for name, value in steps):
+        return "a factor is 0 or not finite"
+    return None
+
+
+def _product(steps: Sequence[LogitStep]) -> float:
+    return math.prod(value if name == "mul" else 1 / value for name, value in steps if name in ("mul", "div"))
+
+
 def _statistics_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def tile_sides(num_tokens: int, vocab_size: int, hidden: Tensor, workspace_bytes: int) -> tuple[int, int]:
+def tile_sides(
+    num_tokens: int, vocab_size: int, hidden: Tensor, workspace_bytes: int, *, with_bend: bool = False
+) -> tuple[int, int]:
     """Rows and columns of a tile such that what is allocated to work on one fits into `workspace_bytes`.
 
     For an input of i bytes an element, statistics of s and a hidden size of D, a tile of r rows and c columns needs
     (i + s) r c for logits and exponentials, in backward (i + s) c D for an accumulator and what is added to it, and
-    (2 i + s) r D for rows of hidden states, accumulator and addend. The last may take half of the workspace.
+    (2 i + s) r D for rows of hidden states, accumulator and addend. The last may take half of the workspace. The bend
+    of capped logits takes another s r c.
     """
     if workspace_bytes < 1:
         raise ValueError(f"workspace_bytes must be at least 1, but is {workspace_bytes}")
     item, stat = hidden.element_size(), _statistics_dtype(hidden.dtype).itemsize
     row_bytes = (2 * item + stat) * max(1, hidden.shape[-1])
     rows = max(_ALIGNMENT, min(_ROWS_AT_MOST, workspace_bytes // (2 * row_bytes) // _ALIGNMENT * _ALIGNMENT))
-    column_bytes = (item + stat) * (rows + hidden.shape[-1])
+    column_bytes = (item + stat) * (rows + hidden.shape[-1]) + with_bend * stat * rows
     columns = max(_ALIGNMENT, (workspace_bytes - rows * row_bytes) // column_bytes // _ALIGNMENT * _ALIGNMENT)
     num_tiles = -(-vocab_size // columns)
     even_columns = align_up(-(-vocab_size // num_tiles), _ALIGNMENT)
@@ -78,6 +106,18 @@ class Head:
     tile_columns: int
     with_entropy: bool
     with_slope: bool
+    steps: tuple[LogitStep, ...] = ()
+
+    @property
+    def gain(self) -> float:
+        """Product of all scales: the derivative of the steps where nothing is capped."""
+        return _product(self.steps)
+
+    @property
+    def cap(self) -> float | None:
+        """Largest logit that a tanh leaves, or `None` without one."""
+        names = [name for name, _ in self.steps]
+        return _product(self.steps[names.index("tanh") :]) if "tanh" in names else None
 
 
 class _Tiles:
@@ -93,6 +133,9 @@ class _Tiles:
         self._narrow = hidden_ND.new_empty(area)
         same = hidden_ND.dtype == self.dtype
         self._wide = self._narrow if same else hidden_ND.new_empty(area, dtype=self.dtype)
+        # a model that casts before it caps rounds as its wider dtype does
+        self.logits_dtype = self.dtype if ("float", 0.0) in head.steps else hidden_ND.dtype
+        self._bend = hidden_ND.new_empty(0 if head.cap is None else area, dtype=self.dtype)
 
     def rows(self) -> Iterator[slice]:
         return _slices(len(self.rows_K), self.head.tile_rows)
@@ -105,12 +148,31 @@ class _Tiles:
         return self.hidden_ND.index_select(0, self.rows_K[rows])
 
     def logits(self, hidden_RD: Tensor, columns: slice) -> Tensor:
-        """Logits (R, C) before the temperature, in the inputs' dtype. Overwrites the tile before."""
+        """Logits (R, C) before the temperature, in `logits_dtype`. Overwrites the tile before."""
         weight_DC = self.weight_VD[columns].T
         out_RC = self._narrow[: len(hidden_RD) * weight_DC.shape[1]].view(len(hidden_RD), -1)
         if self.bias_V is None:
-            return torch.mm(hidden_RD, weight_DC, out=out_RC)
-        return torch.addmm(self.bias_V[columns], hidden_RD, weight_DC, out=out_RC)
+            torch.mm(hidden_RD, weight_DC, out=out_RC)
+        else:
+            torch.addmm(self.bias_V[columns], hidden_RD, weight_DC, out=out_RC)
+        for name, value in self.head.steps:
+            if name == "float":
+                out_RC = self._wide[: out_RC.numel()].view(out_RC.shape).copy_(out_RC)
+            elif name == "tanh":
+                out_RC.tanh_()
+            else:
+                out_RC = out_RC.mul_(value) if name == "mul" else out_RC.div_(value)
+        return out_RC
+
+    def bend(self, logits: Tensor) -> Tensor | None:
+        """Factor 1 - (y / cap)^2 by which a cap lowers the derivative at these logits, `None` without a cap.
+
+        A tile's overwrites that of the tile before.
+        """
+        if self.head.cap is None:
+            return None
+        out = self._bend[: logits.numel()].view(logits.shape)
+        return out.copy_(logits).div_(self.head.cap).square_().neg_().add_(1)
 
     def add_shift(self, logits_RC: Tensor, shift_R: Tensor) -> Tensor:
         """`logits / temperature + shift` in the statistics dtype; where that is the inputs' it replaces the logits."""
@@ -139,8 +201,8 @@ class _Running:
     def __init__(self, num_rows: int, tiles: _Tiles) -> None:
         self._tiles = tiles
         # finite, so that a tile which is -inf throughout adds nothing instead of inf - inf
-        lowest = max(torch.finfo(tiles.hidden_ND.dtype).min, -1e30)
-        self._top_R = tiles.hidden_ND.new_full((num_rows,), lowest)
+        lowest = max(torch.finfo(tiles.logits_dtype).min, -1e30)
+        self._top_R = tiles.hidden_ND.new_full((num_rows,), lowest, dtype=tiles.logits_dtype)
         self._target_R1 = torch.zeros_like(self._top_R)[:, None]
         self._shift_R = self._negated(self._top_R)
         self._total_R, self._spread_R = torch.zeros_like(self._shift_R), torch.zeros_like(self._shift_R)
@@ -151,6 +213,7 @@ class _Running:
         """Compute one tile and add it to the statistics."""
         tiles, head = self._tiles, self._tiles.head
         logits_RC = tiles.logits(hidden_RD, columns)
+        bend_RC = tiles.bend(logits_RC) if head.with_slope else None
         column_R1, inside_R1 = tiles.locate(rows, columns)
         found_R1 = logits_RC.gather(1, column_R1)
         self._target_R1 = torch.where(inside_R1, found_R1, self._target_R1)
@@ -159,8 +222,9 @@ class _Running:
         e_RC = tiles.add_shift(logits_RC, self._shift_R).exp_()
         self._total_R += e_RC.sum(1)
         if head.with_slope:
-            narrow_RC = tiles.narrow(e_RC)
-            _accumulate(self._pull_RD, narrow_RC.copy_(e_RC), tiles.weight_VD[columns])
+            pull_RC = e_RC if bend_RC is None else bend_RC.mul_(e_RC)
+            narrow_RC = pull_RC if pull_RC.dtype == tiles.hidden_ND.dtype else tiles.narrow(e_RC).copy_(pull_RC)
+            _accumulate(self._pull_RD, narrow_RC, tiles.weight_VD[columns])
         if head.with_entropy:
             self._spread_R += torch.special.entr(e_RC, out=e_RC).sum(1)
 
@@ -177,7 +241,11 @@ class _Running:
         if not self._tiles.head.with_slope:
             return self._pull_RD
         weight_RD = self._tiles.weight_VD.index_select(0, ids_R)
-        return self._pull_RD.div_(total_R[:, None]).addcmul_(weight_RD, results_3R[0].expm1()[:, None])
+        bend_R1 = self._tiles.bend(self._target_R1)
+        at_target_R1 = results_3R[0].expm1()[:, None]
+        if bend_R1 is not None:
+            at_target_R1 = at_target_R1 * bend_R1
+        return self._pull_RD.div_(total_R[:, None]).addcmul_(weight_RD, at_target_R1)
 
     def _negated(self, logits_R: Tensor) -> Tensor:
         return logits_R.to(self._tiles.dtype) * -self._tiles.head.inverse_temperature
@@ -196,8 +264,8 @@ class _Running:
 def _scan(tiles: _Tiles) -> tuple[Tensor, Tensor]:
     """Log-probability, log-sum-exp and entropy (3, K), and the slope (K, D) where wanted, otherwise (K, 0).
 
-    The slope is the gradient of minus the log-probability in the hidden state, times the temperature: the weight rows
-    averaged under the model's distribution, minus the row of the token.
+    The slope is the gradient of minus the log-probability in the hidden state, times the temperature and over the gain:
+    the weight rows averaged under the model's distribution, minus the row of the token, each times its bend.
     """
     width = tiles.hidden_ND.shape[1] if tiles.head.with_slope else 0
     slope_KD = tiles.hidden_ND.new_empty((len(tiles.rows_K), width))
@@ -240,11 +308,13 @@ def _head_gradients(
 def _residual(
     tiles: _Tiles, logits_RC: Tensor, rows: slice, columns: slice, at_target_K1: Tensor, shift_K: Tensor
 ) -> Tensor:
-    """Probabilities minus the one-hot target (R, C), in the inputs' dtype. Replaces the logits."""
+    """Probabilities minus the one-hot target, times the bend (R, C), in the inputs' dtype. Replaces the logits."""
+    bend_RC = tiles.bend(logits_RC)
     exponent_RC = tiles.add_shift(logits_RC, shift_K[rows])
     p_RC = torch.exp(exponent_RC, out=tiles.narrow(exponent_RC))
     column_R1, inside_R1 = tiles.locate(rows, columns)
-    return p_RC.scatter_(1, column_R1, torch.where(inside_R1, at_target_K1[rows], p_RC.gather(1, column_R1)))
+    p_RC.scatter_(1, column_R1, torch.where(inside_R1, at_target_K1[rows], p_RC.gather(1, column_R1)))
+    return p_RC if bend_RC is None else p_RC.mul_(bend_RC)
 
 
 class TokenLogprobs(torch.autograd.Function):
@@ -271,7 +341,7 @@ class TokenLogprobs(torch.autograd.Function):
     def backward(ctx: Any, grad_N: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of hidden, weight and bias, `None` where not needed."""
         hidden_ND, weight_VD, bias_V, rows_K, ids_K, results_3K, slope_KD = ctx.saved_tensors
-        scale_K = grad_N.index_select(0, rows_K) * -ctx.head.inverse_temperature
+        scale_K = grad_N.index_select(0, rows_K) * (-ctx.head.inverse_temperature * ctx.head.gain)
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         weight_grad_VD = weight_VD.new_empty(weight_VD.shape if needs_weight else (0, 0))
         bias_grad_V = scale_K.new_zeros(len(weight_VD) if needs_bias else 0)

@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import inspect
 import math
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, overload
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from colo.errors import Unsupported
-from colo.rl.logit_tiles import Head, TokenLogprobs, tile_sides
+from colo.memory.dtensor import is_dtensor
+from colo.rl.logit_tiles import Head, LogitStep, TokenLogprobs, check_steps, tile_sides
 from colo.units import GIB
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -28,6 +32,7 @@ def token_logprobs(
     *,
     bias_V: Tensor | None = None,
     vocab_size: int | None = None,
+    steps: Sequence[LogitStep] = (),
     temperature: float = 1.0,
     return_entropy: Literal[False] = False,
     token_chunk: int | None = None,
@@ -44,6 +49,7 @@ def token_logprobs(
     *,
     bias_V: Tensor | None = None,
     vocab_size: int | None = None,
+    steps: Sequence[LogitStep] = (),
     temperature: float = 1.0,
     return_entropy: Literal[True],
     token_chunk: int | None = None,
@@ -59,19 +65,21 @@ def token_logprobs(
     *,
     bias_V: Tensor | None = None,
     vocab_size: int | None = None,
+    steps: Sequence[LogitStep] = (),
     temperature: float = 1.0,
     return_entropy: bool = False,
     token_chunk: int | None = None,
     vocab_chunk: int | None = None,
     workspace_bytes: int = 1 * GIB,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Log-softmax of `(hidden @ weight.T + bias) / temperature`, at one given token a row.
+    """Log-softmax of `steps(hidden @ weight.T + bias) / temperature`, at one given token a row.
 
     `hidden_ND` is (N, D) or (B, T, D), `weight_VD` (V, D), `bias_V` (V,), all of one dtype: bfloat16, float16, float32
     or float64. `token_ids_N` is (N,) or (B, T), integer. A negative id means "ignored": its log-probability is 0, it
     takes part in no gradient, and its row of `hidden` is never read, so it costs nothing. `vocab_size` restricts the
     softmax to the first rows of a padded head; slicing the weight does the same, but gives a gradient for the slice
-    that autograd then copies into one for the whole.
+    that autograd then copies into one for the whole. `steps` are what a model does to the logits of its head: scales,
+    at most one tanh, and a cast to float32, as in `[("div", 30.0), ("tanh", 0.0), ("mul", 30.0)]` for a cap at 30.
 
     Returns float32 (float64 for float64 inputs) shaped like the ids; with `return_entropy` also the entropy in nats of
     each token's distribution, the same shape, not differentiable, 0 where ignored. Differentiable once, in hidden,
@@ -89,14 +97,17 @@ def token_logprobs(
     128. The only waits for the device are two at the start of forward: for the largest id and the ignored positions.
 
     Raises: `TypeError` for dtypes that differ or are not supported, `ValueError` for shapes that do not fit, an id
-    outside the vocabulary, a temperature that is not positive, or a size below 1.
+    outside the vocabulary, steps that are none, a temperature that is not positive, or a size below 1.
     """
+    if why := check_steps(steps):
+        raise ValueError(f"steps {list(steps)} cannot be applied in tiles: {why}")
     hidden_ND, weight_VD, bias_V = _as_autocast_would(hidden_ND, weight_VD, bias_V)
     vocab_size = weight_VD.shape[0] if vocab_size is None else vocab_size
     _check_tensors(hidden_ND, weight_VD, token_ids_N, bias_V)
     _check_numbers(token_ids_N, weight_VD.shape[0], vocab_size, temperature)
     flat_ids_N = token_ids_N.reshape(-1)
-    rows, columns = tile_sides(flat_ids_N.numel(), vocab_size, hidden_ND, workspace_bytes)
+    with_bend = any(name == "tanh" for name, _ in steps)
+    rows, columns = tile_sides(flat_ids_N.numel(), vocab_size, hidden_ND, workspace_bytes, with_bend=with_bend)
     head = Head(
         vocab_size=vocab_size,
         inverse_temperature=1.0 / temperature,
@@ -104,6 +115,7 @@ def token_logprobs(
         tile_columns=_given("vocab_chunk", vocab_chunk, columns),
         with_entropy=return_entropy,
         with_slope=torch.is_grad_enabled() and hidden_ND.requires_grad,
+        steps=tuple(steps),
     )
     flat_ND = hidden_ND.reshape(-1, hidden_ND.shape[-1])
     logprobs_N, entropy_N = TokenLogprobs.apply(flat_ND, weight_VD, bias_V, flat_ids_N, head)  # type: ignore[no-untyped-call]
@@ -120,7 +132,7 @@ def model_logprobs(
     temperature: float = 1.0,
     workspace_bytes: int = 1 * GIB,
 ) -> Tensor:
-    """Log-probabilities that a causal LM gives to `input_ids[:, 1:]`, without the full logits.
+    """Log-probabilities that a causal LM gives to `input_ids[:, 1:]`, without the full logits where that is possible.
 
     `model` is a transformers causal LM, or a PEFT wrapper of one, whose adapters are applied. `input_ids_BT` and
     `attention_mask_BT` are (B, T); positions are counted from the mask, so padding may be on either side. A token
@@ -130,25 +142,45 @@ def model_logprobs(
     Returns float32 (B, T - 1). Differentiable in the model's parameters. `temperature` and `workspace_bytes` are those
     of `token_logprobs`.
 
-    The model's own forward runs and computes the logits of the last position only. They are compared with what hidden
-    state and head give, so that a model which caps, scales or masks its logits (Gemma 2, Granite, Cohere) is refused.
+    The model's own forward runs, and its head computes the last position only. What the model does to that logit until
+    it returns it is recorded as code, not measured: scales, a cap and a cut of the vocabulary are applied to the chunks
+    too, in the model's order and dtype. A model that does anything else, or whose head is not a plain linear layer (an
+    adapter on it, a quantized or sharded one), computes full logits, now and from now on, which a warning says once.
 
-    Raises: `Unsupported` for such a model, an LM head that is not a plain linear layer (LoRA on the head) or is
-    sharded, and a model that does not know `logits_to_keep`; `ValueError` for shapes that do not fit.
+    Raises: `Unsupported` for a model without logits, or with fewer or more of them than tokens; `ValueError` for shapes
+    that do not fit.
     """
     targets_BT = _targets(input_ids_BT, attention_mask_BT, completion_mask_BT)
     head = _plain_head(model)
-    hidden_BTD, last_logits_B1V = _run_to_hidden(model, input_ids_BT, attention_mask_BT)
-    _check_last_logits(last_logits_B1V, hidden_BTD[:, -1:], head)
-    logprobs_BT = token_logprobs(
-        hidden_BTD,
-        head.weight,
-        targets_BT,
-        bias_V=head.bias,
-        temperature=temperature,
-        workspace_bytes=workspace_bytes,
-    )
-    return logprobs_BT[:, :-1]
+    why = _IN_FULL.get(model) or (head if isinstance(head, str) else None)
+    if why is None:
+        assert isinstance(head, nn.Linear)
+        seen = _Seen(head)
+        logits = _run(model, input_ids_BT, attention_mask_BT, head, seen)
+        why = seen.why_not(logits, input_ids_BT.shape)
+        if why is None:
+            assert seen.hidden_BTD is not None and seen.steps is not None
+            logprobs_BT = token_logprobs(
+                seen.hidden_BTD,
+                head.weight,
+                targets_BT,
+                bias_V=head.bias,
+                vocab_size=seen.vocab_size,
+                steps=seen.steps,
+                temperature=temperature,
+                workspace_bytes=workspace_bytes,
+            )
+            return logprobs_BT[:, :-1]
+    logprobs_BT = _in_full(_run(model, input_ids_BT, attention_mask_BT), targets_BT, temperature)
+    if _IN_FULL.get(model) is None:
+        _IN_FULL[model] = why
+        vocab_size = getattr(getattr(model, "config", None), "vocab_size", "vocabulary")
+        warnings.warn(
+            f"log-probabilities of {type(model).__name__} are computed from full logits, tokens x {vocab_size} of "
+            f"them at a time, and not in chunks: {why}",
+            stacklevel=2,
+        )
+    return logprobs_BT
 
 
 def _as_autocast_would(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -205,48 +237,181 @@ def _targets(input_ids_BT: Tensor, attention_mask_BT: Tensor, completion_mask_BT
     return targets_BT
 
 
-def _plain_head(model: nn.Module) -> nn.Linear:
-    from torch.distributed.tensor import DTensor  # takes over a second, and only this function needs it
+_IN_FULL: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+"""Models whose logits are computed in full, and why."""
 
+
+def _plain_head(model: nn.Module) -> nn.Linear | str:
+    """The LM head, or why its logits cannot be computed from its weight."""
     find = getattr(model, "get_output_embeddings", None)
     head = None if find is None else find()
+    named = f"the LM head is {type(head).__name__}"
     if not isinstance(head, nn.Linear) or not head.weight.is_floating_point():
-        raise Unsupported(
-            f"the LM head of {type(model).__name__} is {type(head).__name__}, not a plain linear layer: leave the head "
-            "out of the adapter's and quantizer's target modules, or compute the full logits"
-        )
-    if isinstance(head.weight, DTensor):
-        raise Unsupported("the LM head is sharded: gather its weight and call token_logprobs, or unshard the head")
+        return f"{named}, not a plain linear layer: leave it out of the adapter's and quantizer's target modules"
+    if type(head).forward is not nn.Linear.forward or "forward" in vars(head):
+        return f"{named} with a forward of its own"
+    if head._forward_hooks or head._forward_pre_hooks:
+        return f"{named} with hooks on its forward"
+    if is_dtensor(head.weight):
+        return "the weight of the LM head is sharded over ranks"
     return head
 
 
-def _run_to_hidden(model: Any, input_ids_BT: Tensor, attention_mask_BT: Tensor) -> tuple[Tensor, Tensor]:
-    """Final hidden states (B, T, D), seen by a hook for this one call, and logits (B, 1, V) of the last position."""
-    if "logits_to_keep" not in inspect.signature(getattr(model, "get_base_model", lambda: model)().forward).parameters:
-        raise Unsupported(f"{type(model).__name__} does not take logits_to_keep: compute the full logits")
-    seen: list[Any] = []
-    with model.get_decoder().register_forward_hook(lambda _module, _args, output: seen.append(output)):
-        output = model(
-            input_ids=input_ids_BT,
-            attention_mask=attention_mask_BT,
-            position_ids=(attention_mask_BT.long().cumsum(1) - 1).clamp_(min=0),
-            use_cache=False,
-            logits_to_keep=1,
-        )
-    hidden_BTD = getattr(seen[0], "last_hidden_state", None) if len(seen) == 1 else None
-    if hidden_BTD is None or hidden_BTD.shape[:2] != input_ids_BT.shape:
-        raise Unsupported(f"{type(model).__name__} gives no hidden state for each input token: compute the full logits")
-    return hidden_BTD, output.logits
+def _run(
+    model: Any, input_ids_BT: Tensor, attention_mask_BT: Tensor, head: nn.Linear | None = None, seen: Any = None
+) -> Any:
+    """The model's logits; with a `head` of the last position, as `seen` by hooks for this one call."""
+    given: dict[str, Tensor] = {}
+    parameters = inspect.signature(getattr(model, "get_base_model", lambda: model)().forward).parameters
+    # Some families begin to count elsewhere than at 0, and know padding on the right by the mask or the token.
+    if "position_ids" in parameters and not bool(attention_mask_BT[:, 0].all()):
+        given["position_ids"] = (attention_mask_BT.long().cumsum(1) - 1).clamp_(min=0)
+    handles = []
+    if head is not None:
+        handles = [head.register_forward_pre_hook(seen.before_head), head.register_forward_hook(seen.after_head)]
+    try:
+        output = model(input_ids=input_ids_BT, attention_mask=attention_mask_BT, use_cache=False, **given)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return getattr(output, "logits", None)
 
 
-@torch.no_grad()
-def _check_last_logits(model_logits_B1V: Tensor, hidden_B1D: Tensor, head: nn.Linear) -> None:
-    """Refuse a model whose logits are not what its head gives, up to the rounding of their dtype."""
-    head_logits_1V = F.linear(hidden_B1D, head.weight, head.bias)[:1]
-    difference = (model_logits_B1V[:1].float() - head_logits_1V.float()).abs().max()
-    largest = head_logits_1V.abs().max().float()
-    if difference > 4 * torch.finfo(head_logits_1V.dtype).eps * largest:
-        raise Unsupported(
-            f"the model changes the logits of its head, by up to {difference:.3g} where the largest is {largest:.3g} "
-            "(it caps, scales or masks them): compute its full logits and take torch.log_softmax"
-        )
+def _in_full(logits_BTV: Any, targets_BT: Tensor, temperature: float) -> Tensor:
+    """Log-probabilities (B, T - 1) from full logits, with a softmax over the tokens that count alone."""
+    if not isinstance(logits_BTV, Tensor) or logits_BTV.shape[:-1] != targets_BT.shape:
+        found = tuple(logits_BTV.shape) if isinstance(logits_BTV, Tensor) else "none"
+        raise Unsupported(f"the model gives no logits for each of {tuple(targets_BT.shape)} input tokens, but {found}")
+    _check_numbers(targets_BT, logits_BTV.shape[-1], logits_BTV.shape[-1], temperature)
+    counts_BT = targets_BT >= 0
+    wide_KV = logits_BTV[counts_BT]
+    wide_KV = (wide_KV if wide_KV.dtype == torch.float64 else wide_KV.float()) / temperature
+    logprobs_K = torch.log_softmax(wide_KV, -1).gather(-1, targets_BT[counts_BT][:, None]).squeeze(-1)
+    return logprobs_K.new_zeros(targets_BT.shape).masked_scatter(counts_BT, logprobs_K)[:, :-1]
+
+
+class _Seen:
+    """What hooks see of one pass: the head's input at all positions, and the steps from its output to the logits."""
+
+    def __init__(self, head: nn.Linear) -> None:
+        self.num_rows = head.weight.shape[0]
+        self.num_calls = 0
+        self.hidden_BTD: Tensor | None = None
+        self.steps: tuple[LogitStep, ...] | None = None
+        self.vocab_size = self.num_rows
+
+    def before_head(self, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Keep the head's input, and have it compute the last position only."""
+        self.num_calls += 1
+        self.hidden_BTD = args[0]
+        return (args[0][:, -1:],) if args[0].dim() == 3 else args
+
+    def after_head(self, _: nn.Module, __: Any, output: Tensor) -> Tensor:
+        """Begin to record."""
+        recorded = output.as_subclass(_Recorded)
+        recorded.path = _Path()
+        return recorded
+
+    def why_not(self, logits: Any, shape: torch.Size) -> str | None:
+        """Say why log-probabilities cannot be computed from hidden states and head, or `None` where they can be."""
+        if not self.num_calls:
+            return "its forward does not call the head; one that is compiled as a whole runs no hooks: compile layers"
+        if self.num_calls != 1 or self.hidden_BTD is None or self.hidden_BTD.shape[:2] != shape:
+            return "its forward does not call the head once, with one hidden state for each input token"
+        path = getattr(logits, "path", None)
+        if path is None:
+            return "what it returns as logits is not what its head gives"
+        steps = list(path.steps)
+        while steps and steps[-1][0] == "float":
+            steps.pop()  # statistics are in float32 anyway
+        if why := path.unknown or check_steps(steps):
+            return f"between its head and its logits is more than scales, a cap and a cast: {why}"
+        self.steps, self.vocab_size = tuple(steps), path.vocab_size or self.num_rows
+        return None
+
+
+@dataclass(slots=True)
+class _Path:
+    """What has been done to the head's logits on the way to this tensor."""
+
+    steps: tuple[LogitStep, ...] = ()
+    vocab_size: int | None = None
+    unknown: str | None = None
+
+
+class _Recorded(Tensor):
+    """Logits that note what a model computes with them."""
+
+    path: _Path | None
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run `func` and note it on its result; what is not known is noted on the arguments too, which it may write."""
+        kwargs = kwargs or {}
+        before = [path for a in (*args, *kwargs.values()) if (path := getattr(a, "path", None)) is not None]
+        result = super().__torch_function__(func, types, args, kwargs)
+        if not before and not isinstance(result, _Recorded):
+            return result
+        name = getattr(func, "__name__", str(func))
+        writes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+        if isinstance(result, Tensor) or writes:
+            with torch._C.DisableTorchFunctionSubclass():
+                known = len(before) == 1 and before[0] is _path_of(args) and not writes
+                after = _step(name, args, kwargs, result) if known else None
+            if after is None:
+                for path in before:
+                    path.unknown = path.unknown or name
+                after = _Path(unknown=next((p.unknown for p in before if p.unknown), name))
+            if isinstance(result, _Recorded):
+                result.path = after
+        return result
+
+
+def _path_of(args: tuple[Any, ...]) -> _Path | None:
+    return getattr(args[0], "path", None) if args else None
+
+
+def _step(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> _Path | None:
+    """The path after a function whose first argument is recorded; `None` for one that is not known."""
+    path = _path_of(args)
+    assert path is not None
+    if kwargs.get("out") is not None or not isinstance(result, Tensor):
+        return None
+    added: LogitStep | None = None
+    vocab_size = path.vocab_size
+    if name in ("mul", "multiply", "__mul__", "__rmul__") or name in ("div", "true_divide", "__truediv__"):
+        factor = _number(args[1:], kwargs)
+        if factor is None or result.dtype != args[0].dtype:
+            return None
+        added = ("mul" if "mul" in name else "div", factor)
+    elif name == "tanh":
+        added = ("tanh", 0.0)
+    elif name in ("float", "to", "type", "type_as") and result.shape == args[0].shape:
+        if result.dtype != args[0].dtype:
+            if result.dtype != torch.float32:
+                return None
+            added = ("float", 0.0)
+    elif name == "__getitem__":
+        if result.shape[:-1] != args[0].shape[:-1] or not _keeps_the_first(args[1]):
+            return None
+        vocab_size = result.shape[-1]
+    elif name not in ("contiguous", "clone"):
+        return None
+    return _Path(path.steps if added is None else (*path.steps, added), vocab_size, path.unknown)
+
+
+def _number(args: tuple[Any, ...], kwargs: dict[str, Any]) -> float | None:
+    """The one number that a function is given; `None` for tensors that are more, or are trained."""
+    if len(args) != 1 or kwargs:
+        return None
+    (value,) = args
+    if isinstance(value, Tensor):
+        return float(value) if value.dim() == 0 and not value.requires_grad else None
+    return float(value) if isinstance(value, (int, float)) else None
+
+
+def _keeps_the_first(index: Any) -> bool:
+    """Whether an index takes the first entries of the last dimension, and all of the others."""
+    *others, last = index if isinstance(index, tuple) else (index,)
+    plain = all(other is Ellipsis or other == slice(None) for other in others)
+    return plain and bool(others) and isinstance(last, slice) and last.start in (None, 0) and last.step in (None, 1)

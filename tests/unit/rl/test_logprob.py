@@ -457,56 +457,268 @@ def test_a_learned_prefix_is_applied():
 @pytest.mark.filterwarnings("ignore:Position ids are not supported")
 def test_learned_prompt_tokens_are_refused():
     model = get_peft_model(tiny_model(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
-    with pytest.raises(Unsupported, match="no hidden state for each input token"):
+    with pytest.raises(Unsupported, match=r"no logits for each of \(3, 11\) input tokens, but \(3, 14, 120\)"):
         model_logprobs(model, *batch())
 
 
-@pytest.mark.parametrize("target", [{"target_modules": ["lm_head"]}, {"modules_to_save": ["lm_head"]}])
-def test_an_adapted_head_is_refused(target):
-    with pytest.raises(Unsupported, match="not a plain linear layer"):
-        model_logprobs(lora_model(**target), *batch())
+# ---- what a model does to the logits of its head -------------------------------------------------------------------
+
+CAP = [("div", 5.0), ("tanh", 0.0), ("mul", 5.0)]
 
 
+def stepped(logits, steps):
+    for name, value in steps:
+        if name == "mul":
+            logits = logits * value
+        elif name == "div":
+            logits = logits / value
+        else:
+            logits = logits.tanh() if name == "tanh" else logits.float()
+    return logits
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("chunks", [(None, None), (7, 13)])
+@pytest.mark.parametrize(
+    "steps",
+    [
+        [("mul", 0.25)],
+        [("div", -3.0)],
+        [("float", 0.0)],
+        CAP,
+        [("float", 0.0), *CAP],
+        [("mul", 0.7), *CAP, ("mul", 0.5)],
+        [("tanh", 0.0)],
+    ],
+)
+def test_steps_give_the_values_and_gradients_of_the_full_computation(steps, chunks, dtype):
+    hidden_ND, weight_VD, bias_V, ids_N = tensors(20, 60, 8, dtype)
+    inputs = hidden_ND, weight_VD, bias_V
+    logits_NV = stepped(torch.nn.functional.linear(*inputs), [s for s in steps if dtype != torch.float64 or s[0] != "float"])
+    logprobs_NV = (logits_NV.to(torch.promote_types(dtype, torch.float32)) / 0.8).log_softmax(-1)
+    expected_N = logprobs_NV.gather(1, ids_N[:, None]).squeeze(1)
+    weights_N = torch.linspace(-1, 1, 20, dtype=expected_N.dtype)
+    expected = torch.autograd.grad((expected_N * weights_N).sum(), inputs)
+    token_chunk, vocab_chunk = chunks
+    actual_N, entropy_N = token_logprobs(
+        hidden_ND, weight_VD, ids_N, bias_V=bias_V, steps=steps, temperature=0.8, return_entropy=True,
+        token_chunk=token_chunk, vocab_chunk=vocab_chunk,
+    )  # fmt: skip
+    actual = torch.autograd.grad((actual_N * weights_N).sum(), inputs)
+    tolerance = {"rtol": 1e-5, "atol": 1e-5}  # in bf16 too: the rounding of each step is the same
+    torch.testing.assert_close(actual_N, expected_N, **tolerance)
+    torch.testing.assert_close(entropy_N, -(logprobs_NV.exp() * logprobs_NV).sum(1), **tolerance)
+    for mine, reference in zip(actual, expected, strict=True):
+        assert relative_error(mine, reference) < 2 * GRADIENT_TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize(
+    ("steps", "why"),
+    [
+        ([("pow", 2.0)], "pow is none of mul, div, tanh and float"),
+        ([*CAP, *CAP], "there is more than one tanh"),
+        ([("div", 0.0)], "a factor is 0 or not finite"),
+    ],
+)
+def test_steps_that_cannot_be_applied_in_tiles_are_refused(steps, why):
+    hidden_ND, weight_VD, _, ids_N = tensors(4, 30, 8, torch.float32)
+    with pytest.raises(ValueError, match=why):
+        token_logprobs(hidden_ND, weight_VD, ids_N, steps=steps)
+
+
+def plain_logprobs(model, input_ids):
+    """From full logits as the model returns them, in float32."""
+    logits = model(input_ids=input_ids, use_cache=False).logits[:, :-1]
+    return logits.float().log_softmax(-1).gather(-1, input_ids[:, 1:, None]).squeeze(-1)
+
+
+def compared(model):
+    """Log-probabilities and gradients by `model_logprobs`, and those of full logits."""
+    input_ids = torch.randint(100, (3, 11), generator=torch.Generator().manual_seed(2))
+    found = []
+    for logprobs in (model_logprobs(model, input_ids, torch.ones_like(input_ids)), plain_logprobs(model, input_ids)):
+        model.zero_grad()
+        logprobs.sum().backward()
+        found.append((logprobs.detach(), [None if p.grad is None else p.grad.clone() for p in model.parameters()]))
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("config_class", "model_class", "overrides"),
     [
         (Gemma2Config, Gemma2ForCausalLM, {"final_logit_softcapping": 5.0}),
+        (Gemma2Config, Gemma2ForCausalLM, {"final_logit_softcapping": 30.0}),
+        (Gemma2Config, Gemma2ForCausalLM, {"final_logit_softcapping": None}),
         (GraniteConfig, GraniteForCausalLM, {"logits_scaling": 4.0}),
         (CohereConfig, CohereForCausalLM, {"logit_scale": 0.25}),
     ],
 )
-def test_a_model_that_changes_its_logits_is_refused(config_class, model_class, overrides):
-    with pytest.raises(Unsupported, match="the model changes the logits of its head, by up to"):
-        model_logprobs(tiny_model(config_class, model_class, **overrides), *batch())
+def test_a_model_that_changes_its_logits_has_that_applied_in_chunks(config_class, model_class, overrides, dtype):
+    model = tiny_model(config_class, model_class, **overrides).to(dtype)
+    (actual_BT, actual), (expected_BT, expected) = compared(model)
+    torch.testing.assert_close(actual_BT, expected_BT, rtol=0, atol=2e-5)
+    for mine, reference in zip(actual, expected, strict=True):
+        assert relative_error(mine, reference) < 2 * GRADIENT_TOLERANCE[dtype]
 
 
-def test_the_same_model_without_the_change_is_served():
-    model = tiny_model(Gemma2Config, Gemma2ForCausalLM, final_logit_softcapping=None)
+class Cut(Qwen3ForCausalLM):
+    """Logits of a padded head, whose last rows stand for nothing."""
+
+    def forward(self, *args, **kwargs):
+        output = super().forward(*args, **kwargs)
+        output.logits = output.logits[..., :110]
+        return output
+
+
+class Scaled(Qwen3ForCausalLM):
+    scale = 0.3
+
+    def forward(self, *args, **kwargs):
+        output = super().forward(*args, **kwargs)
+        output.logits = self.scale * output.logits.float() / torch.tensor(0.5)
+        return output
+
+
+class Old(Qwen3ForCausalLM):
+    """A forward without logits_to_keep and position_ids."""
+
+    def forward(self, input_ids, attention_mask=None, use_cache=None):
+        return super().forward(input_ids=input_ids, attention_mask=attention_mask, use_cache=use_cache)
+
+
+@pytest.mark.parametrize("model_class", [Cut, Scaled, Old])
+def test_code_between_head_and_logits_is_followed_whoever_wrote_it(model_class):
+    (actual_BT, actual), (expected_BT, expected) = compared(tiny_model(model_class=model_class))
+    torch.testing.assert_close(actual_BT, expected_BT, rtol=0, atol=2e-5)
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+
+
+def changed(change):
+    """A class whose logits are what `change` makes of the head's."""
+
+    class Changed(Qwen3ForCausalLM):
+        def forward(self, *args, **kwargs):
+            output = super().forward(*args, **kwargs)
+            output.logits = change(output.logits, self)
+            return output
+
+    return Changed
+
+
+def written(logits, _):
+    logits[..., 3] = -50.0
+    return logits
+
+
+def capped_in_place(logits, _):
+    logits.data.clamp_(max=3.0)
+    return logits
+
+
+def learned(logits, model):
+    return logits * model.model.norm.weight[0]
+
+
+ODD = {
+    "clamp": lambda logits, _: logits.clamp(-4, 4),
+    "in place": lambda logits, _: logits.div_(2.0),
+    "setitem": written,
+    "data": capped_in_place,
+    "a bias": lambda logits, _: logits + torch.linspace(0, 3, logits.shape[-1]),
+    "a trained scale": learned,
+    "a vector": lambda logits, _: logits * torch.linspace(0.5, 2, logits.shape[-1]),
+    "a mask": lambda logits, _: torch.where(torch.arange(logits.shape[-1]) < 3, -40.0, logits),
+    "a mixture": lambda logits, _: torch.cat([logits[..., :50], logits[..., 50:] * 2], -1),
+    "two caps": lambda logits, _: 3 * torch.tanh(4 * torch.tanh(logits / 4) / 3),
+    "itself": lambda logits, _: logits * logits.detach(),
+    "log_softmax": lambda logits, _: 0.5 * logits.log_softmax(-1),
+    "narrower": lambda logits, _: logits.half().float(),
+    "another order": lambda logits, _: logits.flip(-1),
+    "some": lambda logits, _: logits[..., ::2].repeat_interleave(2, -1),
+    "numpy": lambda logits, _: torch.sinh(logits / 4),
+    "new": lambda logits, _: logits.detach().clone().as_subclass(torch.Tensor) * 0.1,
+}
+
+
+@pytest.mark.parametrize("odd", ODD)
+def test_what_cannot_be_chunked_is_computed_in_full_and_said_once(odd):
+    model = tiny_model(model_class=changed(ODD[odd]))
+    input_ids_BT = batch()[0]
+    with pytest.warns(UserWarning, match="of Changed are computed from full logits, tokens x 120 of them") as told:
+        actual_BT = model_logprobs(model, input_ids_BT, torch.ones_like(input_ids_BT))
+    assert len(told) == 1
+    torch.testing.assert_close(actual_BT, plain_logprobs(model, input_ids_BT), rtol=0, atol=2e-5)
+    again_BT = model_logprobs(model, input_ids_BT, torch.ones_like(input_ids_BT))  # a warning would be an error
+    assert torch.equal(again_BT, actual_BT)
+
+
+def with_own_forward(model):
+    class Doubled(nn.Linear):
+        def forward(self, hidden):
+            return 2 * super().forward(hidden)
+
+    model.lm_head.__class__ = Doubled
+
+
+def with_forward_of_the_instance(model):
+    head = model.lm_head
+    head.forward = lambda hidden: 2 * nn.functional.linear(hidden, head.weight)
+
+
+HEADS = {
+    "a class's own forward": (with_own_forward, "is Doubled with a forward of its own"),
+    "the instance's own forward": (with_forward_of_the_instance, "is Linear with a forward of its own"),
+    "a hook": (lambda m: m.lm_head.register_forward_hook(lambda _m, _a, out: 2 * out), "with hooks on its forward"),
+    "a hook before": (lambda m: m.lm_head.register_forward_pre_hook(lambda _m, a: (a[0] * 2,)), "with hooks on its"),
+    "another module": (lambda m: setattr(m, "lm_head", nn.Sequential(m.lm_head)), "is Sequential, not a plain linear"),
+}
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_a_head_that_is_more_than_its_weight_is_computed_in_full(kind):
+    change, why = HEADS[kind]
+    model = tiny_model()
+    change(model)
+    with pytest.warns(UserWarning, match=why):
+        (actual_BT, actual), (expected_BT, expected) = compared(model)
+    torch.testing.assert_close(actual_BT, expected_BT, rtol=0, atol=2e-5)
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("target", [{"target_modules": ["lm_head"]}, {"modules_to_save": ["lm_head"]}])
+def test_an_adapted_head_is_computed_in_full(target):
+    model = lora_model(**target, init_lora_weights=False)
+    with pytest.warns(UserWarning, match="not a plain linear layer: leave it out of the adapter's"):
+        actual_BT = model_logprobs(model, *batch(), temperature=0.8)
+    torch.testing.assert_close(actual_BT, model_in_full(model, *batch(), temperature=0.8), rtol=0, atol=2e-5)
+
+
+def test_a_model_that_is_compiled_as_a_whole_is_computed_in_full():
+    model = tiny_model(Gemma2Config, Gemma2ForCausalLM, final_logit_softcapping=5.0)
     expected_BT = model_in_full(model, *batch())
-    torch.testing.assert_close(model_logprobs(model, *batch()), expected_BT, rtol=0, atol=2e-5)
+    model.compile(backend="eager")
+    with pytest.warns(UserWarning, match="are computed from full logits"):
+        actual_BT = model_logprobs(model, *batch())
+    torch.testing.assert_close(actual_BT, expected_BT, rtol=0, atol=2e-5)
 
 
 def test_what_is_no_causal_lm_is_refused():
-    with pytest.raises(Unsupported, match="the LM head of Linear is NoneType"):
-        model_logprobs(nn.Linear(2, 2), *batch())
+    class Headless(nn.Module):
+        def forward(self, **_):
+            return object()
 
-
-def test_a_model_without_logits_to_keep_is_refused():
-    class Plain(Qwen3ForCausalLM):
-        def forward(self, input_ids, attention_mask):
-            raise AssertionError("not reached")
-
-    with pytest.raises(Unsupported, match="Plain does not take logits_to_keep"):
-        model_logprobs(Plain(Qwen3Config(**SIZES)), *batch())
+    with pytest.raises(Unsupported, match="no logits for each"):
+        model_logprobs(Headless(), *batch())
 
 
 def test_no_hook_stays_on_the_model():
     model = tiny_model()
     model_logprobs(model, *batch())
-    assert not model.model._forward_hooks
+    assert not model.lm_head._forward_hooks and not model.lm_head._forward_pre_hooks
     with pytest.raises(IndexError):
         model_logprobs(model, torch.full((1, 4), 1000), torch.ones(1, 4))
-    assert not model.model._forward_hooks
+    assert not model.lm_head._forward_hooks and not model.lm_head._forward_pre_hooks
 
 
 @pytest.mark.parametrize(
