@@ -349,7 +349,7 @@ class _Recorded(Tensor):
         """Run `func` and note it on its result; what is not known is noted on the arguments too, which it may write."""
         kwargs = kwargs or {}
         before = [path for a in (*args, *kwargs.values()) if (path := getattr(a, "path", None)) is not None]
-        result = super().__torch_function__(func, types, args, kwargs)
+        result = super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
         if not before and not isinstance(result, _Recorded):
             return result
         name = getattr(func, "__name__", str(func))

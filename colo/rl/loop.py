@@ -25,7 +25,7 @@ from colo.rl.logprob import model_logprobs
 from colo.rl.loss import Aggregation, GRPOLossConfig, group_advantages, grpo_loss
 from colo.rl.problems import Problem as Problem
 from colo.rl.problems import Reward, Scorer
-from colo.rl.reference import Reference
+from colo.rl.reference import Reference, evaluating
 from colo.rl.rewards import RewardFunction
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ def grpo(
     The metrics also go to `rt.log`, and to `log`: `reward` (mean), `rewards/NAME` (mean of each of several), `loss`,
     `mismatch` (mean absolute difference between the engine's and the trainer's log-probabilities of the same tokens),
     `completion_tokens` (mean) and, with a KL term (`config.loss.kl_coefficient`), `kl`. What that compares with is the
-    model without its adapter, or as it is now; see `Reference` for the memory that takes.
+    model as it is now; see `Reference` for the memory that takes.
 
     Raises: at once, and for batches that are not a list when each of them comes, before its rollout: `ValueError` for
     an empty batch or prompt, one longer than the model's context, or a reward that needs a column which there is not.
@@ -121,8 +121,17 @@ def grpo(
     if isinstance(batches, Sequence):
         for number, problems in enumerate(batches):
             _check_batch(rt, problems, number, score)
+    _check_logprobs(rt)
     reference = Reference(rt.model) if config.loss.kl_coefficient else None
     return _steps(rt, batches, score, config, reference, log)
+
+
+@torch.no_grad()
+def _check_logprobs(rt: Runtime) -> None:
+    """Compute two tokens, so that a model whose logits cannot be chunked is known before anything is sampled."""
+    ids_BT = torch.zeros(1, 2, dtype=torch.long, device=rt.device)
+    with evaluating(rt.model):
+        model_logprobs(rt.model, ids_BT, torch.ones_like(ids_BT))
 
 
 def _steps(

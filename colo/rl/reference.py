@@ -1,11 +1,11 @@
-"""The policy that a KL term compares with: the model as it was, or without its adapter.
+"""The policy that a KL term compares with: the model as training began.
 
 Knows models and their log-probabilities; knows nothing of runtimes, losses or completions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -16,7 +16,7 @@ from colo.errors import BudgetError, Unsupported
 from colo.memory.dtensor import is_dtensor
 from colo.memory.probe import available_host_bytes, free_device_bytes
 from colo.units import format_bytes
-from colo.weights.sources.peft import is_peft_model
+from colo.weights.sources.peft import adds_nothing, is_peft_model
 
 T = TypeVar("T")
 
@@ -24,10 +24,11 @@ T = TypeVar("T")
 class Reference:
     """A frozen policy of a model that is being trained.
 
-    A model with an adapter is its own reference, with the adapter switched off: that takes no memory. Of a model that
-    is trained as a whole the weights are copied to the host, `size_bytes` of them (pinned on a machine with a GPU), and
-    are on the device a second time during `run`: before a backward pass, where there are no gradients yet, which take
-    as much.
+    A model whose adapter adds nothing yet, as new ones do, is its own reference with the adapter switched off: that
+    takes no memory. Of any other adapter (PiSSA and others, which rewrite the base and start from the rest of it; one
+    that was trained before) the tensors are copied, and of a model that is trained as a whole the weights, to the host:
+    `size_bytes` of them (pinned on a machine with a GPU). They are on the device a second time during `run`: before a
+    backward pass, where there are no gradients yet, which take as much.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -39,7 +40,11 @@ class Reference:
         self._model = model
         self._kept: dict[str, Tensor] = {}
         if not is_peft_model(model):
-            self._kept = _copied(model)
+            held = model.state_dict().keys()
+            buffers = {name: buffer for name, buffer in model.named_buffers() if name in held}
+            self._kept = _copied(dict(model.named_parameters()) | buffers)
+        elif not adds_nothing(model):
+            self._kept = _copied({name: p for name, p in model.named_parameters() if p.requires_grad})
 
     @property
     def size_bytes(self) -> int:
@@ -52,7 +57,7 @@ class Reference:
 
         Raises: `BudgetError` where the device has no room for its weights.
         """
-        with _evaluating(self._model):
+        with evaluating(self._model):
             if not self._kept:
                 with _without_adapter(self._model):
                     return compute(self._model)
@@ -64,8 +69,8 @@ class Reference:
         if device.type != "cpu" and self.size_bytes > free_bytes:
             raise BudgetError(
                 f"the reference of the KL term needs {format_bytes(self.size_bytes)} of the device beside the model, "
-                f"and {format_bytes(free_bytes)} are free: train an adapter (lora=...), whose reference is the model "
-                "without it, set kl_coefficient to 0, or lower RuntimeConfig.kv_cache_bytes",
+                f"and {format_bytes(free_bytes)} are free: train a new adapter (lora=...), whose reference is the "
+                "model without it, set kl_coefficient to 0, or lower RuntimeConfig.kv_cache_bytes",
                 needed_bytes=self.size_bytes,
                 free_bytes=free_bytes,
             )
@@ -93,20 +98,18 @@ class _Call(nn.Module):
         return self.function(self.model)
 
 
-def _copied(model: nn.Module) -> dict[str, Tensor]:
-    """Copies of parameters and of buffers that a checkpoint holds, on the host."""
-    held = model.state_dict().keys()
-    tensors = dict(model.named_parameters()) | {n: b for n, b in model.named_buffers() if n in held}
+def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies on the host."""
     if any(is_dtensor(tensor) for tensor in tensors.values()):
         raise Unsupported(
-            "a KL term over weights that are sharded over ranks is not there yet: train an adapter, or set "
-            "kl_coefficient to 0"
+            "a KL term over weights that are sharded over ranks is not there yet: train a new adapter, one that starts "
+            "at zero, or set kl_coefficient to 0"
         )
     needed_bytes, free_bytes = sum(t.nbytes for t in tensors.values()), available_host_bytes()
     if needed_bytes > free_bytes:
         raise BudgetError(
             f"the reference of the KL term is a copy of the weights, {format_bytes(needed_bytes)} of host memory, and "
-            f"{format_bytes(free_bytes)} are available: free some, train an adapter (lora=...), whose reference is "
+            f"{format_bytes(free_bytes)} are available: free some, train a new adapter (lora=...), whose reference is "
             "the model without it, or set kl_coefficient to 0",
             needed_bytes=needed_bytes,
             free_bytes=free_bytes,
@@ -133,8 +136,8 @@ def _without_adapter(model: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Without dropout; every module is left in the mode that it was in."""
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Switch dropout off; every module is left in the mode that it was in."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

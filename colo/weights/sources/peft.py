@@ -109,6 +109,22 @@ def is_disabled(model: nn.Module) -> bool:
     return bool(layers) and all(layer.disable_adapters for _, layer in layers)
 
 
+def adds_nothing(model: nn.Module) -> bool:
+    """Whether a PEFT model computes what it does without its adapter: in each pair of LoRA's, A or B is zero.
+
+    Not so where the adapter's initialization rewrites the base and adds the rest back (PiSSA, OLoRA, CorDA, LoftQ,
+    LoRA-GA), where it is random, or was trained before. Any other tensor that trains counts as adding something.
+    """
+    if any(p.requires_grad and "lora_A" not in n and "lora_B" not in n for n, p in model.named_parameters()):
+        return False
+    return not any(
+        bool(a.weight.any()) and bool(layer._modules["lora_B"]._modules[name].weight.any())
+        for _, layer in _lora_layers(model)
+        for name, a in layer._modules["lora_A"]._modules.items()
+        if name in layer.active_adapters
+    )
+
+
 def active_adapter(model: PeftModel) -> str:
     """The one active adapter. Raises: `Unsupported` when there are several, or another kind than LoRA."""
     active: Any = getattr(model, "active_adapters", None)

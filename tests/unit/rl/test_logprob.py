@@ -494,7 +494,9 @@ def stepped(logits, steps):
 def test_steps_give_the_values_and_gradients_of_the_full_computation(steps, chunks, dtype):
     hidden_ND, weight_VD, bias_V, ids_N = tensors(20, 60, 8, dtype)
     inputs = hidden_ND, weight_VD, bias_V
-    logits_NV = stepped(torch.nn.functional.linear(*inputs), [s for s in steps if dtype != torch.float64 or s[0] != "float"])
+    logits_NV = stepped(
+        torch.nn.functional.linear(*inputs), [s for s in steps if dtype != torch.float64 or s[0] != "float"]
+    )
     logprobs_NV = (logits_NV.to(torch.promote_types(dtype, torch.float32)) / 0.8).log_softmax(-1)
     expected_N = logprobs_NV.gather(1, ids_N[:, None]).squeeze(1)
     weights_N = torch.linspace(-1, 1, 20, dtype=expected_N.dtype)

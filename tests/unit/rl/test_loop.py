@@ -364,7 +364,7 @@ def test_the_kl_term_is_that_of_the_weights_as_they_were(rt, micro_batch_size):
 
 @pytest.mark.parametrize("is_peft", [True, False], ids=["peft", "transformers"])
 def test_the_reference_of_an_adapter_is_the_model_without_it(is_peft):
-    lora = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    lora = LoraConfig(r=4, target_modules=["q_proj", "down_proj"])
     options = {"optimizer": sgd, "device": "cpu", "config": RuntimeConfig(kv_cache_bytes=MIB)}
     torch.manual_seed(0)
     if is_peft:
@@ -382,13 +382,16 @@ def test_the_reference_of_an_adapter_is_the_model_without_it(is_peft):
     reference = Reference(rt.model)
     assert reference.size_bytes == 0
     trained = {name for name, p in rt.model.named_parameters() if p.requires_grad}
+    with torch.no_grad():
+        for name in trained:
+            rt.model.get_parameter(name).add_(0.1)
     found = reference.run(lambda model: logprobs_of(model, COMPLETIONS[0]))
     assert torch.allclose(found, base_logprobs, atol=1e-6)
     assert not torch.allclose(found, logprobs_of(rt.model, COMPLETIONS[0]), atol=1e-3)
     steps = list(grpo(rt, with_tokens(2), [shortness], GRPOConfig(group_size=2, max_tokens=3, seed=0, loss=KL)))
-    assert all(metrics["kl"] > 0 for metrics in steps)
+    assert steps[0]["kl"] == pytest.approx(0, abs=1e-6)  # the loop's reference is of now
     assert {name for name, p in rt.model.named_parameters() if p.requires_grad} == trained
-    assert rt.weights_version == 2
+    assert rt.weights_version == 3
     rt.close()
 
 
@@ -414,7 +417,9 @@ def test_a_kl_term_without_a_reference_says_what_to_do(rt):
 
 def test_a_reference_that_the_host_cannot_hold_is_refused(rt, monkeypatch):
     monkeypatch.setattr("colo.rl.reference.available_host_bytes", lambda: 1000)
-    with pytest.raises(colo.BudgetError, match=r"is a copy of the weights, .* of host memory, and .* train an adapter"):
+    with pytest.raises(
+        colo.BudgetError, match=r"is a copy of the weights, .* of host memory, and .* train a new adapter"
+    ):
         grpo(rt, batches(1), wants_token_4, GRPOConfig(loss=KL))
 
 
