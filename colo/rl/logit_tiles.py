@@ -57,7 +57,7 @@ def _statistics_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def tile_sides(
-    num_tokens: int, vocab_size: int, hidden: Tensor, workspace_bytes: int, *, with_bend: bool = False
+    num_tokens: int, vocab_size: int, hidden: Tensor, workspace_bytes: int, steps: Sequence[LogitStep] = ()
 ) -> tuple[int, int]:
     """Rows and columns of a tile such that what is allocated to work on one fits into `workspace_bytes`.
 
@@ -71,7 +71,7 @@ def tile_sides(
     item, stat = hidden.element_size(), _statistics_dtype(hidden.dtype).itemsize
     row_bytes = (2 * item + stat) * max(1, hidden.shape[-1])
     rows = max(_ALIGNMENT, min(_ROWS_AT_MOST, workspace_bytes // (2 * row_bytes) // _ALIGNMENT * _ALIGNMENT))
-    column_bytes = (item + stat) * (rows + hidden.shape[-1]) + with_bend * stat * rows
+    column_bytes = (item + stat) * (rows + hidden.shape[-1]) + (stat * rows if ("tanh", 0.0) in steps else 0)
     columns = max(_ALIGNMENT, (workspace_bytes - rows * row_bytes) // column_bytes // _ALIGNMENT * _ALIGNMENT)
     num_tiles = -(-vocab_size // columns)
     even_columns = align_up(-(-vocab_size // num_tiles), _ALIGNMENT)

@@ -9,7 +9,7 @@ import inspect
 import math
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import nullcontext
 from typing import Any, Literal, overload
 from weakref import WeakKeyDictionary
 
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from colo.errors import Unsupported
 from colo.memory.dtensor import is_dtensor
+from colo.rl.last_steps import SeenPass
 from colo.rl.logit_tiles import Head, LogitStep, TokenLogprobs, check_steps, tile_sides
 from colo.units import GIB
 
@@ -99,15 +100,12 @@ def token_logprobs(
     Raises: `TypeError` for dtypes that differ or are not supported, `ValueError` for shapes that do not fit, an id
     outside the vocabulary, steps that are none, a temperature that is not positive, or a size below 1.
     """
-    if why := check_steps(steps):
-        raise ValueError(f"steps {list(steps)} cannot be applied in tiles: {why}")
     hidden_ND, weight_VD, bias_V = _as_autocast_would(hidden_ND, weight_VD, bias_V)
     vocab_size = weight_VD.shape[0] if vocab_size is None else vocab_size
     _check_tensors(hidden_ND, weight_VD, token_ids_N, bias_V)
-    _check_numbers(token_ids_N, weight_VD.shape[0], vocab_size, temperature)
+    _check_numbers(token_ids_N, weight_VD.shape[0], vocab_size, temperature, steps)
     flat_ids_N = token_ids_N.reshape(-1)
-    with_bend = any(name == "tanh" for name, _ in steps)
-    rows, columns = tile_sides(flat_ids_N.numel(), vocab_size, hidden_ND, workspace_bytes, with_bend=with_bend)
+    rows, columns = tile_sides(flat_ids_N.numel(), vocab_size, hidden_ND, workspace_bytes, steps)
     head = Head(
         vocab_size=vocab_size,
         inverse_temperature=1.0 / temperature,
@@ -152,15 +150,12 @@ def model_logprobs(
     """
     targets_BT = _targets(input_ids_BT, attention_mask_BT, completion_mask_BT)
     head = _plain_head(model)
-    why = _IN_FULL.get(model) or (head if isinstance(head, str) else None)
-    if why is None:
-        assert isinstance(head, nn.Linear)
-        seen = _Seen(head)
-        logits = _run(model, input_ids_BT, attention_mask_BT, head, seen)
-        why = seen.why_not(logits, input_ids_BT.shape)
+    why = head if isinstance(head, str) else _IN_FULL.get(model)
+    if isinstance(head, nn.Linear) and why is None:
+        seen = SeenPass(head)
+        why = seen.why_not(_run(model, input_ids_BT, attention_mask_BT, seen), input_ids_BT.shape)
         if why is None:
-            assert seen.hidden_BTD is not None and seen.steps is not None
-            logprobs_BT = token_logprobs(
+            return token_logprobs(
                 seen.hidden_BTD,
                 head.weight,
                 targets_BT,
@@ -169,11 +164,10 @@ def model_logprobs(
                 steps=seen.steps,
                 temperature=temperature,
                 workspace_bytes=workspace_bytes,
-            )
-            return logprobs_BT[:, :-1]
+            )[:, :-1]
     logprobs_BT = _in_full(_run(model, input_ids_BT, attention_mask_BT), targets_BT, temperature)
-    if _IN_FULL.get(model) is None:
-        _IN_FULL[model] = why
+    if model not in _IN_FULL:
+        _IN_FULL[model] = str(why)
         vocab_size = getattr(getattr(model, "config", None), "vocab_size", "vocabulary")
         warnings.warn(
             f"log-probabilities of {type(model).__name__} are computed from full logits, tokens x {vocab_size} of "
@@ -207,7 +201,11 @@ def _check_tensors(hidden: Tensor, weight_VD: Tensor, token_ids: Tensor, bias_V:
         raise ValueError(f"bias must be ({weight_VD.shape[0]},), but is {tuple(bias_V.shape)}")
 
 
-def _check_numbers(token_ids: Tensor, num_rows: int, vocab_size: int, temperature: float) -> None:
+def _check_numbers(
+    token_ids: Tensor, num_rows: int, vocab_size: int, temperature: float, steps: Sequence[LogitStep] = ()
+) -> None:
+    if why := check_steps(steps):
+        raise ValueError(f"steps {list(steps)} cannot be applied in tiles: {why}")
     if not 1 <= vocab_size <= num_rows:
         raise ValueError(f"vocab_size must be from 1 to the {num_rows} rows of the weight, but is {vocab_size}")
     if not (temperature > 0 and math.isfinite(temperature)):
@@ -257,23 +255,15 @@ def _plain_head(model: nn.Module) -> nn.Linear | str:
     return head
 
 
-def _run(
-    model: Any, input_ids_BT: Tensor, attention_mask_BT: Tensor, head: nn.Linear | None = None, seen: Any = None
-) -> Any:
-    """The model's logits; with a `head` of the last position, as `seen` by hooks for this one call."""
+def _run(model: Any, input_ids_BT: Tensor, attention_mask_BT: Tensor, seen: SeenPass | None = None) -> Any:
+    """The model's logits; where its head is `seen` those of the last position."""
     given: dict[str, Tensor] = {}
     parameters = inspect.signature(getattr(model, "get_base_model", lambda: model)().forward).parameters
     # Some families begin to count elsewhere than at 0, and know padding on the right by the mask or the token.
     if "position_ids" in parameters and not bool(attention_mask_BT[:, 0].all()):
         given["position_ids"] = (attention_mask_BT.long().cumsum(1) - 1).clamp_(min=0)
-    handles = []
-    if head is not None:
-        handles = [head.register_forward_pre_hook(seen.before_head), head.register_forward_hook(seen.after_head)]
-    try:
+    with nullcontext() if seen is None else seen.watching():
         output = model(input_ids=input_ids_BT, attention_mask=attention_mask_BT, use_cache=False, **given)
-    finally:
-        for handle in handles:
-            handle.remove()
     return getattr(output, "logits", None)
 
 
@@ -288,130 +278,3 @@ def _in_full(logits_BTV: Any, targets_BT: Tensor, temperature: float) -> Tensor:
     wide_KV = (wide_KV if wide_KV.dtype == torch.float64 else wide_KV.float()) / temperature
     logprobs_K = torch.log_softmax(wide_KV, -1).gather(-1, targets_BT[counts_BT][:, None]).squeeze(-1)
     return logprobs_K.new_zeros(targets_BT.shape).masked_scatter(counts_BT, logprobs_K)[:, :-1]
-
-
-class _Seen:
-    """What hooks see of one pass: the head's input at all positions, and the steps from its output to the logits."""
-
-    def __init__(self, head: nn.Linear) -> None:
-        self.num_rows = head.weight.shape[0]
-        self.num_calls = 0
-        self.hidden_BTD: Tensor | None = None
-        self.steps: tuple[LogitStep, ...] | None = None
-        self.vocab_size = self.num_rows
-
-    def before_head(self, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Keep the head's input, and have it compute the last position only."""
-        self.num_calls += 1
-        self.hidden_BTD = args[0]
-        return (args[0][:, -1:],) if args[0].dim() == 3 else args
-
-    def after_head(self, _: nn.Module, __: Any, output: Tensor) -> Tensor:
-        """Begin to record."""
-        recorded = output.as_subclass(_Recorded)
-        recorded.path = _Path()
-        return recorded
-
-    def why_not(self, logits: Any, shape: torch.Size) -> str | None:
-        """Say why log-probabilities cannot be computed from hidden states and head, or `None` where they can be."""
-        if not self.num_calls:
-            return "its forward does not call the head; one that is compiled as a whole runs no hooks: compile layers"
-        if self.num_calls != 1 or self.hidden_BTD is None or self.hidden_BTD.shape[:2] != shape:
-            return "its forward does not call the head once, with one hidden state for each input token"
-        path = getattr(logits, "path", None)
-        if path is None:
-            return "what it returns as logits is not what its head gives"
-        steps = list(path.steps)
-        while steps and steps[-1][0] == "float":
-            steps.pop()  # statistics are in float32 anyway
-        if why := path.unknown or check_steps(steps):
-            return f"between its head and its logits is more than scales, a cap and a cast: {why}"
-        self.steps, self.vocab_size = tuple(steps), path.vocab_size or self.num_rows
-        return None
-
-
-@dataclass(slots=True)
-class _Path:
-    """What has been done to the head's logits on the way to this tensor."""
-
-    steps: tuple[LogitStep, ...] = ()
-    vocab_size: int | None = None
-    unknown: str | None = None
-
-
-class _Recorded(Tensor):
-    """Logits that note what a model computes with them."""
-
-    path: _Path | None
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run `func` and note it on its result; what is not known is noted on the arguments too, which it may write."""
-        kwargs = kwargs or {}
-        before = [path for a in (*args, *kwargs.values()) if (path := getattr(a, "path", None)) is not None]
-        result = super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
-        if not before and not isinstance(result, _Recorded):
-            return result
-        name = getattr(func, "__name__", str(func))
-        writes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
-        if isinstance(result, Tensor) or writes:
-            with torch._C.DisableTorchFunctionSubclass():
-                known = len(before) == 1 and before[0] is _path_of(args) and not writes
-                after = _step(name, args, kwargs, result) if known else None
-            if after is None:
-                for path in before:
-                    path.unknown = path.unknown or name
-                after = _Path(unknown=next((p.unknown for p in before if p.unknown), name))
-            if isinstance(result, _Recorded):
-                result.path = after
-        return result
-
-
-def _path_of(args: tuple[Any, ...]) -> _Path | None:
-    return getattr(args[0], "path", None) if args else None
-
-
-def _step(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> _Path | None:
-    """The path after a function whose first argument is recorded; `None` for one that is not known."""
-    path = _path_of(args)
-    assert path is not None
-    if kwargs.get("out") is not None or not isinstance(result, Tensor):
-        return None
-    added: LogitStep | None = None
-    vocab_size = path.vocab_size
-    if name in ("mul", "multiply", "__mul__", "__rmul__") or name in ("div", "true_divide", "__truediv__"):
-        factor = _number(args[1:], kwargs)
-        if factor is None or result.dtype != args[0].dtype:
-            return None
-        added = ("mul" if "mul" in name else "div", factor)
-    elif name == "tanh":
-        added = ("tanh", 0.0)
-    elif name in ("float", "to", "type", "type_as") and result.shape == args[0].shape:
-        if result.dtype != args[0].dtype:
-            if result.dtype != torch.float32:
-                return None
-            added = ("float", 0.0)
-    elif name == "__getitem__":
-        if result.shape[:-1] != args[0].shape[:-1] or not _keeps_the_first(args[1]):
-            return None
-        vocab_size = result.shape[-1]
-    elif name not in ("contiguous", "clone"):
-        return None
-    return _Path(path.steps if added is None else (*path.steps, added), vocab_size, path.unknown)
-
-
-def _number(args: tuple[Any, ...], kwargs: dict[str, Any]) -> float | None:
-    """The one number that a function is given; `None` for tensors that are more, or are trained."""
-    if len(args) != 1 or kwargs:
-        return None
-    (value,) = args
-    if isinstance(value, Tensor):
-        return float(value) if value.dim() == 0 and not value.requires_grad else None
-    return float(value) if isinstance(value, (int, float)) else None
-
-
-def _keeps_the_first(index: Any) -> bool:
-    """Whether an index takes the first entries of the last dimension, and all of the others."""
-    *others, last = index if isinstance(index, tuple) else (index,)
-    plain = all(other is Ellipsis or other == slice(None) for other in others)
-    return plain and bool(others) and isinstance(last, slice) and last.start in (None, 0) and last.step in (None, 1)
