@@ -67,9 +67,10 @@ EXTRA = {
     "phases/segment": ("phases/test_scheduler.py", ORDERING),
     "memory/region": ("memory/test_offload.py", ORDERING),
     "memory/offload": (ORDERING,),
-    "memory/copies": ("memory/test_load_plan.py",),
+    "memory/copy_plan": ("memory/test_load_plan.py",),
+    "memory/tiles": ("memory/test_copy_plan.py", "memory/test_checksum.py"),
     "memory/cuda_driver": ("memory/test_shared_memory.py",),
-    "memory/kernels": ("memory/test_tiles.py",),
+    "memory/kernels": ("memory/test_triton_kernels.py",),
     "memory/dtensor": (SLOTS, INVENTORY, "trainer/test_gradients.py"),
     "trainer/gradients": (
         f"{STATE}::test_gradients_are_whole_when_their_copies_are_interrupted_or_fail",

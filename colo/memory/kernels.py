@@ -1,4 +1,4 @@
-"""Triton kernels: memory read in many places in one launch, and masters in two bytes.
+"""Triton kernels: memory copied, digested or compared in many places in one launch, and masters in two bytes.
 
 Import through `colo.memory.triton_kernels`.
 """
@@ -7,56 +7,135 @@ import torch
 import triton
 import triton.language as tl
 
-from colo.memory.tiles import WORDS
+from colo.memory import tiles
 
 _BLOCK = 4096
-"""Words, or masters, that one program handles at a time."""
+"""Masters that one program handles."""
+
+_WORDS_AT_ONCE = 1024
+"""Words of a tile that a program loads before it stores the first."""
+
+_TILES_PER_PROGRAM = 4
+"""Few, so that NCCL's blocks come in as soon as programs end."""
 
 
 @triton.jit
-def _weigh(
-    tiles,
-    of_column,
-    of_row,
-    of_chunk,
-    sums,
-    COLUMNS: tl.constexpr,
-    ROWS: tl.constexpr,
-    CHUNKS: tl.constexpr,
+def _number_of(position):
+    """The odd number (int32) of a word's position in a digest: see `colo.memory.tiles`."""
+    mixed = position.to(tl.uint32) + 0x9E3779B9
+    mixed = (mixed ^ (mixed >> 16)) * 0x85EBCA6B
+    mixed = (mixed ^ (mixed >> 13)) * 0xC2B2AE35
+    return ((mixed ^ (mixed >> 16)) | 1).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _weighed(bits, byte, WIDTH: tl.constexpr):
+    """The part of a digest (int64) that elements of `WIDTH` bytes have: words of four bytes, or parts of such."""
+    words = bits.to(tl.int32)
+    if WIDTH < 4:
+        mask: tl.constexpr = (1 << (8 * WIDTH)) - 1
+        words = (words & mask) << ((byte & 3) * 8).to(tl.int32)
+    return words.to(tl.int64) * _number_of(byte >> 2).to(tl.int64)
+
+
+@triton.jit
+def _rounded(numbers):
+    """Bits of the nearest bf16, the even one of two, as torch rounds; a NaN becomes the plain one."""
+    numbers = numbers.to(tl.float32)
+    bits = numbers.to(tl.int32, bitcast=True)
+    upper = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return tl.where(numbers != numbers, 0x7FC0, upper).to(tl.int16)
+
+
+@triton.jit
+def _walk_tile(
+    tile,
+    found,
+    SOURCE: tl.constexpr,
+    TARGET: tl.constexpr,
+    BITS: tl.constexpr,
+    LANES: tl.constexpr,
+    COPY: tl.constexpr,
+    DIGEST: tl.constexpr,
+    COMPARE: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    tile = tiles + tl.program_id(0) * 4
-    memory = tl.load(tile).to(tl.pointer_type(tl.int32))
-    position = tl.load(tile + 1)
-    count = tl.load(tile + 3)
-    # Tiles do not cross chunks, so positions within the chunk are enough. Each round handles one row of columns.
-    first = (position % (COLUMNS * ROWS)).to(tl.int32)
-    last = first + count.to(tl.int32)
-    columns = tl.arange(0, COLUMNS)
-    column = tl.load(of_column + columns)
-    total = tl.zeros([COLUMNS], tl.int64)
-    for row in range(first // COLUMNS, tl.cdiv(last, COLUMNS)):
-        at = row * COLUMNS + columns
-        words = tl.load(memory + (at - first), mask=(at >= first) & (at < last), other=0)
-        product = column * tl.load(of_row + row)
-        mixed = product ^ (product.to(tl.uint64) >> 32).to(tl.int64) | 1
-        total += words.to(tl.int64) * mixed
-    chunk = tl.load(of_chunk + position // (COLUMNS * ROWS) % CHUNKS)
-    tl.atomic_add(sums + tl.load(tile + 2), tl.sum(total) * chunk)
+    """Handle one tile, in words of `LANES` elements, which are read as `SOURCE` and are `TARGET`, of `BITS`, then."""
+    width: tl.constexpr = BITS.primitive_bitwidth // 8
+    source = tl.multiple_of(tl.load(tile).to(tl.pointer_type(SOURCE)), LANES * SOURCE.primitive_bitwidth // 8)
+    target = tl.multiple_of(tl.load(tile + 1).to(tl.pointer_type(TARGET)), LANES * width)
+    source_step = tl.load(tile + 2)
+    target_step = tl.load(tile + 3)
+    row_words = tl.load(tile + 4).to(tl.int32)
+    words = tl.load(tile + 5).to(tl.int32)
+    position = tl.load(tile + 7)
+    position_step = tl.load(tile + 8)
+    lanes = tl.arange(0, LANES)[None, :]
+    sums = tl.zeros([BLOCK], tl.int64)
+    others = tl.zeros([BLOCK, LANES], tl.int32)
+    for start in range(0, words, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        row = at // row_words
+        column = (at - row * row_words).to(tl.int64)
+        inside = (at < words)[:, None]
+        elements = tl.load(source + ((row * source_step + column) * LANES)[:, None] + lanes, mask=inside, other=0)
+        there = target + ((row * target_step + column) * LANES)[:, None] + lanes
+        if TARGET == tl.bfloat16 and SOURCE != tl.bfloat16:  # noqa: SIM300 - constants of a call
+            bits = _rounded(elements)
+        else:
+            bits = elements.to(TARGET).to(BITS, bitcast=True)
+        if COPY:
+            tl.store(there, bits.to(TARGET, bitcast=True), mask=inside)
+        if COMPARE:
+            theirs = tl.load(there, mask=inside, other=0).to(BITS, bitcast=True)
+            others |= tl.where(inside & (bits != theirs), 1, 0)
+        if DIGEST:
+            byte = (position + row * position_step + column * (LANES * width))[:, None] + lanes * width
+            sums += tl.sum(tl.where(inside, _weighed(bits, byte, width), 0), 1)
+    if DIGEST:
+        tl.atomic_add(found + tl.load(tile + 9), tl.sum(sums))
+    if COMPARE:  # noqa: SIM102 - Triton decides only this at compile time
+        if tl.max(tl.max(others, 1)) != 0:
+            tl.store(found + tl.load(tile + 9), 1)
 
 
-@triton.jit
-def _compare(tiles, flags, BLOCK: tl.constexpr):
-    tile = tiles + tl.program_id(0) * 4
-    left = tl.load(tile).to(tl.pointer_type(tl.int32))
-    right = tl.load(tile + 1).to(tl.pointer_type(tl.int32))
-    count = tl.load(tile + 3)
-    found = tl.zeros([BLOCK], tl.int32)
-    for start in range(0, count, BLOCK):
-        offsets = start + tl.arange(0, BLOCK)
-        inside = offsets < count
-        found |= tl.load(left + offsets, mask=inside, other=0) ^ tl.load(right + offsets, mask=inside, other=0)
-    if tl.max((found != 0).to(tl.int32)) != 0:
-        tl.store(flags + tl.load(tile + 2), 1)
+@triton.jit(do_not_specialize=["count"])
+def _walk(
+    tiles,
+    found,
+    count,
+    COPY: tl.constexpr,
+    DIGEST: tl.constexpr,
+    COMPARE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    for number in range(tl.program_id(0), count, tl.num_programs(0)):
+        tile = tiles + number * 10
+        kind = tl.load(tile + 6)
+        if kind == 16:
+            _walk_tile(tile, found, tl.int32, tl.int32, tl.int32, 4, COPY, DIGEST, COMPARE, BLOCK)
+        elif kind == 33:
+            _walk_tile(tile, found, tl.float32, tl.bfloat16, tl.int16, 4, COPY, DIGEST, COMPARE, BLOCK)
+        elif kind == 8:
+            _walk_tile(tile, found, tl.int32, tl.int32, tl.int32, 2, COPY, DIGEST, COMPARE, BLOCK)
+        elif kind == 4:
+            _walk_tile(tile, found, tl.int32, tl.int32, tl.int32, 1, COPY, DIGEST, COMPARE, BLOCK)
+        elif kind == 2:
+            _walk_tile(tile, found, tl.int16, tl.int16, tl.int16, 1, COPY, DIGEST, COMPARE, BLOCK)
+        elif kind == 1:
+            _walk_tile(tile, found, tl.int8, tl.int8, tl.int8, 1, COPY, DIGEST, COMPARE, BLOCK)
+        elif kind == 32:
+            _walk_tile(tile, found, tl.float32, tl.bfloat16, tl.int16, 1, COPY, DIGEST, COMPARE, BLOCK)
+        elif kind == 34:
+            _walk_tile(tile, found, tl.bfloat16, tl.float32, tl.int32, 1, COPY, DIGEST, COMPARE, BLOCK)
+        elif kind == 36:
+            _walk_tile(tile, found, tl.float32, tl.float16, tl.int16, 1, COPY, DIGEST, COMPARE, BLOCK)
+        elif kind == 38:
+            _walk_tile(tile, found, tl.float16, tl.float32, tl.int32, 1, COPY, DIGEST, COMPARE, BLOCK)
+        elif kind == 40:
+            _walk_tile(tile, found, tl.bfloat16, tl.float16, tl.int16, 1, COPY, DIGEST, COMPARE, BLOCK)
+        elif kind == 42:
+            _walk_tile(tile, found, tl.float16, tl.bfloat16, tl.int16, 1, COPY, DIGEST, COMPARE, BLOCK)
 
 
 @triton.jit
@@ -100,40 +179,37 @@ def _launch_over(elements, kernel, *arguments) -> None:
             kernel[(triton.cdiv(count, _BLOCK),)](*arguments, count, BLOCK=_BLOCK)
 
 
-def weigh(tiles: torch.Tensor, weights: tuple[torch.Tensor, ...], sums: torch.Tensor) -> None:
-    """Queue the kernel that computes the checksums of `colo.memory.checksum` and adds them to `sums`.
+def walk(table: torch.Tensor, found: torch.Tensor, doing: str) -> None:
+    """Queue the kernel that copies, digests or compares what a table of `colo.memory.tiles.tiles` describes.
 
-    `tiles` (int64, shape [num_tiles, 4]): address, position, index into `sums`, and number of words; none crosses a
-    chunk. `weights` (int64): of columns, rows and chunks; the number of columns is a power of two.
+    `found` (int64) has a number for each pair, 0 before: a digest is added to it, a difference makes it 1. `doing` is
+    "copy", "digest", "copy and digest" or "compare".
     """
-    columns, rows, chunks = (len(part) for part in weights)
-    _launch(_weigh, tiles, *weights, sums, COLUMNS=columns, ROWS=rows, CHUNKS=chunks, num_warps=8)
-
-
-def compare(tiles: torch.Tensor, flags: torch.Tensor) -> None:
-    """Queue the kernel that sets a flag (int32) where two memories differ.
-
-    `tiles` (int64, shape [num_tiles, 4]): two addresses, index into `flags`, and number of words.
-    """
-    _launch(_compare, tiles, flags, BLOCK=_BLOCK)
-
-
-def _launch(kernel, tiles, *arguments, **constants) -> None:
-    if len(tiles):
-        with torch.cuda.device_of(tiles):
-            kernel[(len(tiles),)](tiles, *arguments, **constants)
+    programs = triton.cdiv(len(table), _TILES_PER_PROGRAM)
+    switches = {"COPY": "copy" in doing, "DIGEST": "digest" in doing, "COMPARE": doing == "compare"}
+    with torch.cuda.device_of(table):
+        _walk[(programs,)](table, found, len(table), **switches, BLOCK=_WORDS_AT_ONCE, num_warps=8)
 
 
 def try_out(device: torch.device) -> None:
     """Compile the kernels for `device` and check their results. Raises: Triton's errors; `RuntimeError`."""
-    words = torch.arange(2 * WORDS, dtype=torch.int32, device=device)
-    flags = torch.zeros(2, dtype=torch.int32, device=device)
-    sums = torch.zeros(1, dtype=torch.int64, device=device)
-    address, other = words.data_ptr(), words[WORDS:].data_ptr()
-    rows = [[address, address, 0, WORDS], [address, other, 1, WORDS]]
-    compare(torch.tensor(rows, dtype=torch.int64, device=device), flags)
-    weights = tuple(torch.ones(1 << n, dtype=torch.int64, device=device) for n in (10, 10, 14))
-    weigh(torch.tensor([[address, 1022, 0, 4]], dtype=torch.int64, device=device), weights, sums)
+    generator = torch.Generator().manual_seed(0)
+    words = torch.randint(-(2**31), 2**31, (4 * tiles.WORDS + 24,), generator=generator).to(torch.int32)
+    halves, numbers = words.view(torch.int16)[: 6 * 40].view(6, 40), (words[:40] % 60_000) / 7
+    sources = [words, words[1:7], halves[:, 3:34], halves[:, :9].t(), numbers.to(torch.bfloat16).to(torch.float16)]
+    pairs = [(source.to(device), torch.zeros_like(source, device=device)) for source in sources]
+    pairs += [(numbers.to(device), torch.zeros(40, dtype=d, device=device)) for d in (torch.bfloat16, torch.float16)]
+    pairs += [(numbers[1:].to(device), torch.zeros(39, dtype=torch.bfloat16, device=device))]
+    pairs += [(pairs[5][0].bfloat16(), numbers.new_zeros(40, device=device))]
+    spans = [(tiles.Strided.of(source), tiles.Strided.of(target)) for source, target in pairs]
+    of = [run for number, (source, target) in enumerate(spans) for run in tiles.runs(source, target, number)]
+    table, found = tiles.cut(of).to(device), torch.zeros(3, len(pairs), dtype=torch.int64, device=device)
+    for doing, row in zip(("compare", "copy and digest", "compare"), found, strict=True):
+        walk(table, row, doing)
+    copied = [not bool(tiles.differ(*pair)) for pair in pairs]
+    sums = [int(tiles.digest_of(*pair)) for pair in pairs]
+    if found.tolist() != [[1] * len(pairs), sums, [0] * len(pairs)] or not all(copied):
+        raise RuntimeError(f"Triton's kernels are wrong: {found.tolist()}, {sums}, {copied}")
     split = split_masters(torch.tensor([0x3F808001, -0x00400001], dtype=torch.int32, device=device))
     joined = join_masters(*split)
     if [*(half.tolist() for half in split), joined.tolist()] != [
@@ -142,5 +218,3 @@ def try_out(device: torch.device) -> None:
         [0x3F808001, -0x00400000],
     ]:
         raise RuntimeError(f"Triton's kernels are wrong: {split}, {joined}")
-    if (flags.tolist(), sums.tolist()) != ([0, 1], [6]):
-        raise RuntimeError(f"Triton's kernels are wrong: {flags.tolist()}, {sums.tolist()}")

@@ -9,7 +9,7 @@ replayed in a few launches. What the loader computes rather than copies is seen 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
@@ -19,7 +19,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from colo.errors import TransferError, Unsupported
-from colo.memory.copies import Comparison, copy_all
+from colo.memory.copy_plan import CopyPlan
 from colo.memory.storage import storage_key
 
 Load = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
@@ -61,6 +61,7 @@ class LoadPlan:
     strides: Mapping[str, tuple[int, ...]]  # strides of every source tensor, in elements
     fallbacks: Mapping[str, str] = field(default_factory=dict)  # sources that need the engine's own loader, and why
     unused: frozenset[str] = frozenset()  # sources that the engine leaves out, such as a vision tower
+    _recorded: dict[Hashable, CopyPlan] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
     def of(
@@ -144,8 +145,9 @@ class LoadPlan:
             name, reason = next(iter(self.fallbacks.items()))
             raise Unsupported(f"{len(self.fallbacks)} tensors cannot be replayed, {name} for one: {reason}")
         self.check_source(source)
-        copy_all([c.target for c in self._runs], [c.region_of(source[c.name]) for c in self._runs])
-        return sum(copy.num_bytes for copy in self._runs)
+        plan = self.comparison(source)
+        plan.replay()
+        return plan.num_bytes
 
     @cached_property
     def _runs(self) -> tuple[Copy, ...]:
@@ -185,10 +187,20 @@ class LoadPlan:
         """Names whose bytes in the engine differ from `source`, converted to the engine's dtype. Reads everything."""
         return self.named(self.comparison(source).flags())
 
-    def comparison(self, source: Mapping[str, torch.Tensor]) -> Comparison:
-        """A comparison of `source` with the engine's memory, valid while neither moves; `named` reads its flags."""
-        regions = [copy.region_of(source[copy.name]) for copy in self._runs]
-        return Comparison(regions, [copy.target for copy in self._runs])
+    def comparison(self, source: Mapping[str, torch.Tensor]) -> CopyPlan:
+        """The copies of `source`, which replay and compare while neither side moves; `named` reads the flags.
+
+        Recorded anew when a tensor lies elsewhere than the last time, or has another dtype.
+        """
+        ours = ((t.data_ptr(), t.dtype) for t in map(source.__getitem__, self.sources))
+        where = (*ours, *(copy.target.data_ptr() for copy in self._runs))
+        if where not in self._recorded:
+            self._recorded.clear()
+            plan = CopyPlan([(copy.region_of(source[copy.name]), copy.target) for copy in self._runs])
+            if plan.holds_tensors:
+                return plan
+            self._recorded[where] = plan
+        return self._recorded[where]
 
     def named(self, flags: torch.Tensor) -> list[str]:
         """Names of the tensors whose flag is set. Waits for the flags."""

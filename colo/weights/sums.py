@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from colo.memory.checksum import Checksums, checksums_of, values
-from colo.memory.tiles import in_words
+from colo.memory.tiles import flat, in_words
 
 
 class Places:
@@ -27,7 +27,7 @@ class Places:
         for tensor in map(torch.Tensor.detach, tensors):
             words = in_words(tensor)
             if tensor.device.type == "cpu" and tensor.is_contiguous():
-                self._on_host.append(tensor.view(-1).view(torch.uint8))
+                self._on_host.append(flat(tensor).view(torch.uint8))
             elif words is None:
                 self._odd.append(tensor)
             else:

@@ -1,14 +1,17 @@
-"""The kernels that check weights: they compile here, and find what torch finds, at sizes of many tiles and chunks."""
+"""The kernels that move and check weights: they compile here, and do what torch does at sizes of many tiles."""
 
 import pytest
 import torch
 from tiny_vllm import CUDA
 
-from colo.memory import checksum, triton_kernels
-from colo.memory.copies import Comparison
+from colo.memory import checksum, tiles, triton_kernels
+from colo.memory.copy_plan import CopyPlan
+from colo.memory.tiles import CASTS
 from colo.units import MIB
 
 pytestmark = pytest.mark.gpu
+
+DTYPES = (torch.float32, torch.bfloat16)
 
 
 @pytest.fixture
@@ -41,11 +44,11 @@ def test_comparisons_find_one_bit_also_as_a_cuda_graph(without_kernels):
     sources = [torch.randn(count, device=CUDA).to(dtype) for count in (2, 999, 5 * MIB) for dtype in DTYPES]
     sources.append(torch.randn(300, 200, device=CUDA).T)
     targets = [source.clone() for source in sources]
-    compared = Comparison(sources, targets)
-    assert not compared.flags().any()
+    plan = CopyPlan(list(zip(sources, targets, strict=True)))
+    assert not plan.holds_tensors and not plan.flags().any()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        flags = compared.flags()
+        flags = plan.flags()
     for index, target in enumerate(targets):
         flat = target.T.view(-1) if target.dim() == 2 else target
         flat.view(torch.int16)[-1] ^= 1
@@ -56,7 +59,40 @@ def test_comparisons_find_one_bit_also_as_a_cuda_graph(without_kernels):
     graph.replay()
     found = flags.tolist()
     without_kernels()
-    assert Comparison(sources, targets).flags().tolist() == found
+    assert CopyPlan(list(zip(sources, targets, strict=True))).flags().tolist() == found
 
 
-DTYPES = (torch.float32, torch.bfloat16)
+def slices():
+    """Pairs as publications have them: whole and cut by columns, misaligned, tiny, transposed, and every cast."""
+    bits = torch.randint(-(2**15), 2**15, (6000, 4096), device=CUDA, dtype=torch.int16).view(torch.bfloat16)
+    ours = [bits, bits[:, :1024], bits.view(-1)[3:70_001], bits[:3, :5], bits[:400, :300].t(), bits[0, 0]]
+    pairs = [(source, torch.zeros(source.shape, dtype=source.dtype, device=CUDA)) for source in ours]
+    fused = torch.zeros(6000, 4096, dtype=torch.bfloat16, device=CUDA)
+    pairs += [(bits[:, 1024:2048], fused[:, 512:1536]), (bits[:1000, :511], fused[:1000, 2001:2512])]
+    for source, target in CASTS:
+        numbers = torch.randn(3000, 1000, device=CUDA).to(source)
+        pairs += [(numbers, torch.zeros(3000, 1000, dtype=target, device=CUDA))]
+        pairs += [(numbers[:, 1:998], torch.zeros(3000, 1000, dtype=target, device=CUDA)[:, 2:999])]
+    return pairs
+
+
+def test_one_launch_copies_every_bit_as_torch_does_and_its_digests_are_those_of_torch(without_kernels):
+    pairs = slices()
+    plan = CopyPlan(pairs[:4], pairs[4:])
+    assert not plan.holds_tensors and plan.flags().all()
+    sums = plan.replay_digested()
+    assert not plan.flags().any()
+    for source, target in pairs:
+        assert torch.equal(tiles.bits_of(source.to(target.dtype)), tiles.bits_of(target))
+    assert torch.equal(sums, plan.digests())
+    assert torch.equal(sums, CopyPlan([(target, target) for _, target in pairs]).digests())
+    without_kernels()
+    assert torch.equal(sums, CopyPlan(pairs).digests())
+
+
+def test_a_copy_between_dtypes_that_the_kernel_does_not_cast_is_torchs():
+    numbers = torch.randn(500, dtype=torch.float64, device=CUDA)
+    target = torch.zeros(500, dtype=torch.bfloat16, device=CUDA)
+    plan = CopyPlan([(numbers, target)])
+    plan.replay()
+    assert plan.holds_tensors and torch.equal(target, numbers.bfloat16()) and not plan.flags().any()

@@ -5,7 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colo.memory import checksum, copies, kernels, tiles, triton_kernels
+from colo.memory import checksum, kernels, tiles, triton_kernels
+from colo.memory.copy_plan import CopyPlan
+from colo.memory.tiles import CASTS
 from colo.trainer import remainders
 
 CPU = torch.device("cpu")
@@ -13,11 +15,11 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def by_kernels():
-    """Small numbers, so that a few words are several columns, rows, chunks and tiles, and the kernels in use."""
+    """Small tiles and blocks, so that a few words are several of them, and the kernels in use, or not."""
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in {"_COLUMNS": 4, "_ROWS": 4, "_CHUNKS": 3}.items():
-            patch.setattr(checksum, name, value)
-        patch.setattr(tiles, "WORDS", 8)
+        patch.setattr(tiles, "WORDS", 16)
+        patch.setattr(kernels, "_WORDS_AT_ONCE", 8)
+        patch.setattr(tiles, "_PEELED_BYTES", 40)
 
         def using(module):
             patch.setattr(triton_kernels, "kernels", lambda device: module)
@@ -25,18 +27,31 @@ def by_kernels():
         yield [lambda: using(kernels), lambda: using(None)]
 
 
+@pytest.mark.parametrize("doing", ["copy and digest", "compare"])
+@pytest.mark.parametrize("broken", ["nothing", "everything"])
+def test_a_kernel_that_walks_wrongly_is_not_used(monkeypatch, doing, broken):
+    assert kernels.try_out(CPU) is None
+    walk = kernels.walk
+
+    def walk_wrongly(table, found, what):
+        if what != doing:
+            walk(table, found, what)
+        elif broken == "everything":
+            found.fill_(1)
+
+    monkeypatch.setattr(kernels, "walk", walk_wrongly)
+    with pytest.raises(RuntimeError, match="Triton's kernels are wrong"):
+        kernels.try_out(CPU)
+
+
 @pytest.mark.parametrize(
     ("name", "broken"),
     [
-        ("compare", lambda table, flags: None),
-        ("compare", lambda table, flags: flags.fill_(1)),
-        ("weigh", lambda table, weights, sums: None),
         ("join_masters", lambda weights, remainders: weights.to(torch.int32)),
         ("split_masters", lambda masters: (masters.to(torch.int16), masters.to(torch.int16))),
     ],
 )
-def test_a_kernel_that_is_wrong_is_not_used(monkeypatch, name, broken):
-    assert kernels.try_out(CPU) is None
+def test_a_kernel_of_masters_that_is_wrong_is_not_used(monkeypatch, name, broken):
     monkeypatch.setattr(kernels, name, broken)
     with pytest.raises(RuntimeError, match="Triton's kernels are wrong"):
         kernels.try_out(CPU)
@@ -59,23 +74,59 @@ def test_the_kernel_sums_what_torch_sums(by_kernels, parts, seed):
     assert any(found[0]) == any((w != 0).any() for w in words)
 
 
-@settings(max_examples=25, deadline=None)
-@given(
-    shapes=st.lists(st.tuples(st.sampled_from([torch.bfloat16, torch.float32]), st.integers(0, 40)), max_size=4),
-    data=st.data(),
-)
-def test_the_kernel_finds_the_differences_that_torch_finds(by_kernels, shapes, data):
-    sources = [torch.randn(count).to(dtype) for dtype, count in shapes]
-    targets = [source.clone() for source in sources]
-    changed = data.draw(st.sets(st.sampled_from(range(len(sources))))) if sources else set()
-    changed = {index for index in changed if len(sources[index])}
-    for index in changed:
-        place = data.draw(st.integers(0, len(sources[index]) - 1))
-        targets[index][place] = -sources[index][place]
+@st.composite
+def pairs_of_views(draw):
+    """A source and a target of one shape, each with strides of its own, of one dtype or of two that cast."""
+    same = [(d, d) for d in (torch.bfloat16, torch.float32, torch.uint8, torch.int64)]
+    dtypes = draw(st.sampled_from([*same, *CASTS, (torch.float32, torch.bfloat16), (torch.float64, torch.bfloat16)]))
+    rows, columns = draw(st.integers(0, 5)), draw(st.integers(1, 40))
+    made = []
+    for dtype in dtypes:
+        size = (rows + 1) * (columns + 8) + 8
+        bits = torch.randint(0, 256, (size * dtype.itemsize,), dtype=torch.uint8)
+        numbers = torch.randn(size).to(dtype) if dtypes[0] != dtypes[1] else bits.view(dtype)
+        offset, step = draw(st.integers(0, 8)), columns + draw(st.integers(0, 8))
+        is_transposed = draw(st.booleans())
+        strides = (1, rows) if is_transposed and rows else (step, 1)
+        made.append(numbers.as_strided((rows, columns), strides, offset))
+    return tuple(made)
+
+
+@settings(max_examples=30, deadline=None)
+@given(pairs=st.lists(pairs_of_views(), min_size=1, max_size=4))
+def test_the_kernel_copies_digests_and_compares_as_torch_does(by_kernels, pairs):
+    found = []
     for use in by_kernels:
         use()
-        flags = copies.Comparison(sources, targets).flags()
-        assert (flags.dtype, flags.tolist()) == (torch.bool, [index in changed for index in range(len(sources))])
+        for _, target in pairs:
+            tiles.bits_of(target).zero_()
+        plan = CopyPlan(pairs[:2], pairs[2:], device=CPU)
+        before = plan.flags().tolist()
+        sums, again = plan.replay_digested(), plan.digests()
+        assert torch.equal(sums, again) and not plan.flags().any()
+        found.append((before, sums.tolist(), [tiles.bits_of(target).tolist() for _, target in pairs]))
+        assert CopyPlan([(target, target) for _, target in pairs]).digests().tolist() == sums.tolist()
+        number = next((n for n, (_, target) in enumerate(pairs) if target.numel()), None)
+        if number is not None:
+            tiles.bits_of(pairs[number][1])[-1, -1] ^= 1
+            assert [n for n, is_other in enumerate(plan.flags().tolist()) if is_other] == [number]
+            plan.replay()
+            assert not plan.flags().any()
+    assert found[0] == found[1]
+
+
+def test_a_cast_rounds_as_torch_does_around_the_middle_of_two_bf16(by_kernels):
+    upper = torch.arange(0, 1 << 16, 37).to(torch.int32)[:, None] << 16
+    lower = torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], dtype=torch.int32)
+    every = (upper | lower).view(torch.float32).flatten()
+    for dtype, numbers in ((torch.bfloat16, every), (torch.float16, every[every.abs() < 65_000])):
+        found = torch.zeros(len(numbers), dtype=dtype)
+        by_kernels[0]()
+        CopyPlan([(numbers, found)]).replay()
+        expected = numbers.to(dtype)
+        is_nan = expected.isnan()
+        assert torch.equal(found.isnan(), is_nan)
+        assert torch.equal(found[~is_nan].view(torch.int16), expected[~is_nan].view(torch.int16))
 
 
 @settings(max_examples=25, deadline=None)

@@ -28,7 +28,7 @@ def test_kernels_do_what_torch_does():
         timeout=300,
     )
     assert done.returncode == 0, done.stdout[-4000:]
-    assert "8 passed" in done.stdout
+    assert "10 passed" in done.stdout
 
 
 COMPILE = """
@@ -38,14 +38,14 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from colo.memory import kernels
 
-table = {"tiles": "*i64"}
 halves = {"weights": "*i16", "remainders": "*i16"}
-weights = dict.fromkeys(("of_column", "of_row", "of_chunk", "sums"), "*i64")
-sizes = {"COLUMNS": 1 << 10, "ROWS": 1 << 10, "CHUNKS": 1 << 14}
+walked = {"tiles": "*i64", "found": "*i64", "count": "i32"}
 found = []
 for function, signature, constants in (
-    (kernels._weigh, table | weights, sizes),
-    (kernels._compare, table | {"flags": "*i32"}, {"BLOCK": kernels._BLOCK}),
+    *(
+        (kernels._walk, walked, {"COPY": c, "DIGEST": d, "COMPARE": o, "BLOCK": kernels._WORDS_AT_ONCE})
+        for c, d, o in ((True, False, False), (False, True, False), (True, True, False), (False, False, True))
+    ),
     (kernels._join, halves | {"masters": "*i32", "count": "i64"}, {"BLOCK": kernels._BLOCK}),
     (kernels._split, {"masters": "*i32"} | halves | {"count": "i64"}, {"BLOCK": kernels._BLOCK}),
 ):

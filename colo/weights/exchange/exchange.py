@@ -19,7 +19,7 @@ import torch
 
 from colo.errors import TransferError
 from colo.memory.checksum import Checksums
-from colo.memory.copies import Comparison, copy_all
+from colo.memory.copy_plan import CopyPlan, copy_all
 from colo.memory.tiles import WORD_BYTES, in_words
 from colo.units import align_up
 from colo.weights.exchange.parcels import Parcel, Round, Target, bucket_of, held_view
@@ -134,7 +134,7 @@ class Exchange:
         copy_all([self._place(d) for d in self._local], [held(d) for d in self._local])
 
     def _compare_own(self, held: _View, different: set[int]) -> None:
-        flags = Comparison([held(d) for d in self._local], [self._place(d) for d in self._local]).flags().tolist()
+        flags = CopyPlan([(held(d), self._place(d)) for d in self._local]).flags().tolist()
         different |= {d.taken for d, is_other in zip(self._local, flags, strict=True) if is_other}
 
     def _start(

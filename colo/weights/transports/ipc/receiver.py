@@ -19,7 +19,7 @@ import torch
 
 from colo.errors import TransferError, Unsupported
 from colo.memory.checksum import Checksums, Part, values
-from colo.memory.copies import Comparison, copy_all
+from colo.memory.copy_plan import CopyPlan, copy_all
 from colo.memory.fence import wait_for_queued
 from colo.memory.load_plan import Copy, LoadPlan
 from colo.memory.mapped_buffer import MappedBuffer
@@ -50,7 +50,7 @@ class Receiver:
         self._plan: LoadPlan | None = None
         self._manifest: Manifest | None = None
         self._sources: dict[str, torch.Tensor] = {}
-        self._compared: Comparison | None = None
+        self._compared: CopyPlan | None = None
         self._graphs: dict[bool, tuple[torch.cuda.CUDAGraph, torch.Tensor | None]] = {}
         self._replays = 0
         self._windows: list[MappedBuffer] = []
@@ -236,7 +236,7 @@ class Receiver:
         graph.replay()
         return flags
 
-    def _comparison(self, plan: LoadPlan) -> Comparison:
+    def _comparison(self, plan: LoadPlan) -> CopyPlan:
         if self._compared is None:
             self._compared = plan.comparison(self._sources)
         return self._compared
@@ -351,7 +351,7 @@ class _Held:
         self.checksums = Checksums(parts, len(bucket.pieces), slab.device)
         self.names = [bucket.pieces[bucket.numbers[index]][0] for index in left]
         targets, sources = ([side[index] for index in left] for side in bucket.pairs)
-        self.compared = Comparison(sources, targets)
+        self.compared = CopyPlan(list(zip(sources, targets, strict=True)))
 
 
 def _parts(bucket: _Bucket, slab: torch.Tensor) -> tuple[list[Part], set[int]]:
