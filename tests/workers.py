@@ -2,7 +2,7 @@
 
 import os
 
-from colo.engines.vllm.client.calls import pid_namespace
+from colo.engines.vllm.processes import pid_namespace
 from colo.engines.vllm.wire import WorkerInfo
 
 

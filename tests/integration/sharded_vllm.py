@@ -24,8 +24,8 @@ from transformers import AutoModelForCausalLM
 
 import colo
 from colo.config import RuntimeConfig
-from colo.engines.vllm.client.calls import lives
 from colo.engines.vllm.client.engine import VLLMEngine
+from colo.engines.vllm.processes import lives
 from colo.units import MIB
 
 OPTIONS = {"kv_cache_bytes": 4 * MIB, "device": "cpu", "enforce_eager": True, "max_model_len": 256, "block_size": 32}

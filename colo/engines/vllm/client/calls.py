@@ -6,6 +6,7 @@ a thread, and whoever waits for it looks at the process, at the clock, and at wh
 
 from __future__ import annotations
 
+import itertools
 import queue
 import signal
 import threading
@@ -19,9 +20,14 @@ from typing import TypeVar
 
 import psutil
 
+from colo.engines.vllm.processes import lives
+
 T = TypeVar("T")
 
 _LOOK_EVERY_S = 0.2
+_marks = itertools.cycle(range(signal.SIGRTMAX - 8, signal.SIGRTMAX))
+"""Signals that nobody sends. A process inherits the mask of the thread that starts it, which tells whose it is."""
+
 _START_ENDS_S = 15.0
 """How long vLLM may take to notice that a process which it waits for has been killed."""
 
@@ -37,8 +43,11 @@ class NoAnswer(Exception):  # noqa: N818 - as above
 class Caller:
     """Makes one call after another in its own thread, in order, also when the wait for one was interrupted."""
 
-    def __init__(self, progress: Callable[[], object] = lambda: None) -> None:
-        """`progress` is something that changes while the process works, looked at from the thread that waits."""
+    def __init__(self, progress: Callable[[], object] = lambda: ()) -> None:
+        """`progress` is something that changes while the process works, looked at from the thread that waits.
+
+        Where it is `None`, unknown, the processes count as working while they use a processor.
+        """
         self._progress = progress
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._processes: list[psutil.Process] = []
@@ -60,7 +69,7 @@ class Caller:
                 future.set_exception(error)
 
         self._queue.put(answer)
-        moved_s, seen = time.monotonic(), (False, self._progress())
+        moved_s, seen = time.monotonic(), (False, self._seen())
         while True:
             try:
                 return future.result(timeout=_LOOK_EVERY_S)
@@ -69,7 +78,7 @@ class Caller:
                     return future.result()
             if self.has_ended():
                 raise ProcessEnded
-            before, seen = seen, (future.running(), self._progress())
+            before, seen = seen, (future.running(), self._seen())
             if seen != before:
                 moved_s = time.monotonic()
             elif deadline_s is not None and time.monotonic() > moved_s + deadline_s:
@@ -101,6 +110,11 @@ class Caller:
                 return
             wait([returned], timeout=_LOOK_EVERY_S)
 
+    def _seen(self) -> object:
+        """Return what changes while the processes work."""
+        found = self._progress()
+        return found if found is not None else [_processor_time(process) for process in self._processes]
+
     def has_ended(self) -> bool:
         """Whether one of the watched processes has ended."""
         return not all(lives(process) for process in self._processes)
@@ -114,20 +128,28 @@ class Caller:
             task()
 
 
+def _processor_time(process: psutil.Process) -> int:
+    """Half seconds of processor time that a process has used; threads that only look around need minutes for one."""
+    with suppress(psutil.Error):
+        used = process.cpu_times()
+        return int(2 * (used.user + used.system))
+    return -1
+
+
 def start_apart_from_interrupts(start: Callable[[], T], discard: Callable[[T], None]) -> T:
     """Run `start` in a thread with SIGINT blocked, since terminals and notebooks send Ctrl-C to the children too.
 
-    An interrupt of this thread kills the processes that are being started; `discard` gets what has been started all the
-    same. Raises: what `start` raises.
+    An interrupt of this thread kills the processes that are being started, and no others that come meanwhile;
+    `discard` gets what has been started all the same. Raises: what `start` raises.
     """
     resource_tracker.ensure_running()  # where it is not, spawning lifts the mask
-    before = {process.pid for process in active_children()}
+    mark = next(_marks)
     started: Future[T] = Future()
     one_at_a_time = threading.Lock()
     begun, abandoned, finished = threading.Event(), threading.Event(), threading.Event()
 
     def run() -> None:
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, mark})
         begun.wait()
         try:
             if abandoned.is_set():
@@ -155,30 +177,24 @@ def start_apart_from_interrupts(start: Callable[[], T], discard: Callable[[T], N
             raise
         if started.done() and started.exception() is None:  # just before
             discard(started.result())
-        _kill_children(finished, but=before)
+        _kill_children(finished, mark)
         raise
 
 
-def _kill_children(until: threading.Event, *, but: set[int | None]) -> None:
-    """Kill the children of this process, those that come too, except some (by pid), until an event or too long."""
+def _kill_children(until: threading.Event, mark: int) -> None:
+    """Kill the children that block the signal `mark`, those that come too, until an event or too long."""
     last_s = time.monotonic() + _START_ENDS_S
     while not until.is_set() and time.monotonic() < last_s:
         for process in active_children():
-            if process.pid not in but:
+            if process.pid is not None and _blocks(process.pid, mark):
                 process.kill()
         until.wait(_LOOK_EVERY_S)
 
 
-def pid_namespace() -> int:
-    """Which process ids this process sees: a container has its own."""
-    return Path("/proc/self/ns/pid").stat().st_ino
-
-
-def lives(process: psutil.Process) -> bool:
-    """Whether it is there and is still the same one."""
-    try:
-        return bool(process.is_running()) and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-    except psutil.AccessDenied:
-        return True
+def _blocks(pid: int, number: int) -> bool:
+    """Read whether a process, in its first thread, blocks a signal."""
+    with suppress(OSError):
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        masks = [int(line.split()[1], 16) for line in lines if line.startswith("SigBlk:")]
+        return any(mask >> (number - 1) & 1 for mask in masks)
+    return False

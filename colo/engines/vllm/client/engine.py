@@ -1,6 +1,6 @@
 """vLLM as an engine: in this process, in one of its own, or a server, through its documented extension points.
 
-The weights lie in slabs that the trainer owns (colo/engines/vllm/client/store.py): a trainer's parameters can be that
+The weights lie in slabs that the trainer owns (colo/engines/vllm/store.py): a trainer's parameters can be that
 memory, in one process and across two, and the engine may be killed and started again on it. What can be given back in
 between is the KV cache and, where the weights are vLLM's own, the weights.
 """
@@ -25,7 +25,7 @@ from colo.engines.vllm.client.linked_engine import LinkedEngine
 from colo.engines.vllm.client.llm_link import DEADLINE_S, link_to, start_llm
 from colo.engines.vllm.client.main_guard import check_main_guard
 from colo.engines.vllm.client.options import device_of, llm_options, quantization_of, save_config
-from colo.engines.vllm.client.store import WeightStore
+from colo.engines.vllm.store import WeightStore
 from colo.errors import EngineLost, PhaseError, TransferError
 from colo.memory.offload import Mover
 from colo.phases.phase import Residency

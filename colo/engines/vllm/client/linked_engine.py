@@ -18,8 +18,8 @@ from colo.engines.vllm.client import sampling
 from colo.engines.vllm.client.adapter_registry import AdapterRegistry
 from colo.engines.vllm.client.link import PauseMode, WorkerLink
 from colo.engines.vllm.client.memory import WorkerMemory
-from colo.engines.vllm.client.store import WeightStore
 from colo.engines.vllm.client.weights import WorkerWeights
+from colo.engines.vllm.store import WeightStore
 from colo.errors import Unsupported
 from colo.memory.load_plan import LoadPlan
 from colo.memory.offload import Mover

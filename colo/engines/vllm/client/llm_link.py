@@ -290,13 +290,13 @@ class OwnProcessLink(LLMLink):
         super().close()
 
     def _progress(self) -> object:
-        """What changes while vLLM generates: requests that are left, and how many tokens each has."""
+        """Requests that are left, and how many tokens each has; `None` where this vLLM does not let that be seen."""
         try:
             requests = list(self.llm.llm_engine.output_processor.request_states.values())
-            return [(id(r), r.detokenizer.num_output_tokens()) for r in requests if r.detokenizer is not None]
+            return [(id(request), int(request.detokenizer.num_output_tokens())) for request in requests]
         except RuntimeError:  # another thread is changing what is read here
             return object()  # unlike any before
-        except AttributeError:  # the engine is closed, or keeps it elsewhere
+        except (AttributeError, TypeError):  # it keeps them elsewhere, or counts no tokens of some
             return None
 
 
@@ -314,6 +314,11 @@ def start_llm(
     """Start vLLM with `options`, those of `vllm.LLM`, and connect to it. Raises: also what vLLM raises."""
     from vllm import LLM
 
+    if not own_process and compat.runs_in_this_process():
+        raise Unsupported(
+            "a vLLM runs in this process already, and closing one of two breaks the other: start this one in a process "
+            "of its own (own_process=True), or close the other first"
+        )
     before_bytes = used_device_bytes(device) or 0
     with compat.in_this_process(not own_process):
         start = partial(LLM, **options)

@@ -1,6 +1,6 @@
 """`colo.connect`: a vLLM server of the user's own as an engine.
 
-VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --load-format colo --logprobs-mode processed_logprobs
+VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --host 127.0.0.1 --load-format colo --logprobs-mode processed_logprobs
                                         --worker-extension-cls colo.engines.vllm.worker.ColoWorker
 
 rt = colo.share(colo.connect("http://localhost:8000"), model, optimizer)

@@ -25,11 +25,11 @@ from colo.engines.base import EngineStatus
 from colo.engines.http import Body, HttpClient, Refused, Silent
 from colo.engines.sampling import check_taken, row_seed
 from colo.engines.text import check_count, check_prompts
-from colo.engines.vllm.client.calls import lives, pid_namespace
 from colo.engines.vllm.client.link import NamedAdapter, PauseMode, WorkerLink, answers_of, new_client
 from colo.engines.vllm.client.sampling import check_logprobs, check_numbers
 from colo.engines.vllm.client.served_adapters import ServedAdapters
 from colo.engines.vllm.names import COLO, WORKER_EXTENSION
+from colo.engines.vllm.processes import lives, pid_namespace
 from colo.engines.vllm.wire import WorkerInfo
 from colo.errors import EngineLost, PhaseError, TransferError, Unsupported
 from colo.memory.probe import device_id
@@ -37,7 +37,7 @@ from colo.memory.shared_memory import SharedMemory
 from colo.weights.finite import not_numbers
 
 HOW_TO_START = (
-    f"start it on this machine as `VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --load-format {COLO} "
+    f"start it on this machine as `VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --host 127.0.0.1 --load-format {COLO} "
     f"--worker-extension-cls {WORKER_EXTENSION} --logprobs-mode processed_logprobs` (on a GPU with "
     "`--enable-sleep-mode`), with colo installed"
 )

@@ -17,7 +17,7 @@ from torch import nn
 
 from colo.engine import in_all_ranks
 from colo.engines.vllm.client.link import WorkerLink
-from colo.engines.vllm.client.store import WeightStore
+from colo.engines.vllm.store import WeightStore
 from colo.errors import ColoError, TransferError, Unsupported
 from colo.memory.load_plan import Copy, LoadPlan
 from colo.memory.probe import device_id

@@ -1,6 +1,6 @@
 """What colo does inside a vLLM worker: the other end of every `WorkerLink`.
 
-    vllm serve MODEL --load-format colo --worker-extension-cls colo.engines.vllm.worker.ColoWorker
+    vllm serve MODEL --host 127.0.0.1 --load-format colo --worker-extension-cls colo.engines.vllm.worker.ColoWorker
 
 One method is added to the worker, `colo(operation, arguments, client)`. Arguments and results are strings, numbers,
 lists and dictionaries, which vLLM carries between processes without its insecure-serialization flag, and a server as
@@ -17,11 +17,10 @@ import torch
 
 from colo import errors
 from colo.engines.vllm import compat, plugin
-from colo.engines.vllm.client.calls import pid_namespace
 from colo.engines.vllm.client.options import BITSANDBYTES
+from colo.engines.vllm.processes import end_with, pid_namespace
 from colo.engines.vllm.wire import WorkerError, WorkerInfo
 from colo.engines.vllm.worker import adapters
-from colo.engines.vllm.worker.lifeline import end_with
 from colo.engines.vllm.worker.loader import OwnMemory, Placement, placement_of
 from colo.engines.vllm.worker.packed import packed_weights
 from colo.engines.vllm.worker.record import record

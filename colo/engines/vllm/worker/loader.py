@@ -24,10 +24,10 @@ from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 from colo.engines.vllm import compat
-from colo.engines.vllm.client.store import Layout, StoreClient
 from colo.engines.vllm.names import FORMAT_KEY, STORE_KEY
+from colo.engines.vllm.processes import end_with
+from colo.engines.vllm.store import Layout, StoreClient
 from colo.engines.vllm.worker.building import parameters_in
-from colo.engines.vllm.worker.lifeline import end_with
 from colo.errors import TransferError
 from colo.memory.checksum import checksum
 from colo.memory.region import ALIGNMENT_BYTES

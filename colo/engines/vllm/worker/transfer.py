@@ -1,6 +1,6 @@
 """The weight-transfer backend `colo`: a trainer's weights through vLLM's own four calls, for whoever makes them.
 
-    vllm serve MODEL --load-format colo --weight-transfer-config '{"backend": "colo"}'
+    vllm serve MODEL --host 127.0.0.1 --load-format colo --weight-transfer-config '{"backend": "colo"}'
 
     init_weight_transfer_engine {"init_info":   {"step": "bind", "arguments": {...}}}    what will be sent
                                 {"init_info":   {"step": "stage", "arguments": {...}}}   where buckets arrive, if any do

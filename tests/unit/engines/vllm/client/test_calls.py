@@ -3,13 +3,17 @@
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 
 from colo.engines.vllm.client.calls import Caller, NoAnswer, start_apart_from_interrupts
+from colo.engines.vllm.client.llm_link import OwnProcessLink
 
 
 @contextmanager
@@ -61,6 +65,37 @@ class TestStart:
             start_apart_from_interrupts(start, lambda result: None)
         assert not started[0].is_alive()
 
+    @pytest.mark.parametrize("method", ["spawn", "fork"])
+    @pytest.mark.parametrize("before_s", [0.0, 0.5], ids=["before", "meanwhile"])
+    def test_an_interrupt_spares_what_other_threads_start(self, method, before_s):
+        others, begun = [], threading.Event()
+
+        def start_other():
+            begun.wait()
+            time.sleep(before_s)
+            context = multiprocessing.get_context(method)
+            others.append(context.Process(target=time.sleep, args=(60,), daemon=True))
+            others[0].start()
+
+        thread = threading.Thread(target=start_other)
+        thread.start()
+        started = []
+
+        def start():
+            begun.set()
+            started.append(child())
+            started[0].join()
+            raise RuntimeError("the process has ended")
+
+        with interrupt_after(1.0):
+            start_apart_from_interrupts(start, lambda result: None)
+        thread.join()
+        assert not started[0].is_alive()
+        others[0].join(0.5)
+        assert others[0].is_alive()
+        others[0].kill()
+        others[0].join()
+
     def test_what_has_started_all_the_same_is_discarded(self):
         discarded = []
 
@@ -91,6 +126,82 @@ class TestStart:
         threads[0].join(5)
         assert not threads[0].is_alive()
         assert started == discarded
+
+
+BUSY = "while True: pass"
+IDLE = "import time; time.sleep(60)"
+
+
+class TestDeadline:
+    """A call lasts as long as something moves: what is seen of it, or else a processor's time."""
+
+    @pytest.fixture
+    def watching(self):
+        processes = []
+
+        def make(code, progress):
+            processes.append(subprocess.Popen([sys.executable, "-c", code]))
+            caller = Caller(progress)
+            caller.watch([processes[-1].pid])
+            return caller, processes[-1]
+
+        yield make
+        for process in processes:
+            process.kill()
+            process.wait()
+
+    def test_of_unknown_progress_a_process_that_works_is_waited_for(self, watching):
+        caller, _ = watching(BUSY, lambda: None)
+        assert caller.call(lambda: time.sleep(8) or "sampled", deadline_s=4.0) == "sampled"
+        caller.close()
+
+    @pytest.mark.parametrize("code", [IDLE, BUSY], ids=["idle", "stopped"])
+    def test_of_unknown_progress_a_process_that_does_nothing_is_given_up(self, watching, code):
+        caller, process = watching(code, lambda: None)
+        process.send_signal(signal.SIGSTOP if code == BUSY else signal.SIGCONT)
+        go_on = threading.Event()
+        with pytest.raises(NoAnswer):
+            caller.call(go_on.wait, deadline_s=1.5)
+        go_on.set()
+        caller.close()
+
+    def test_a_process_that_works_without_what_is_seen_moving_is_given_up(self, watching):
+        caller, _ = watching(BUSY, lambda: [("request", 3)])
+        go_on = threading.Event()
+        with pytest.raises(NoAnswer):
+            caller.call(go_on.wait, deadline_s=1.5)
+        go_on.set()
+        caller.close()
+
+
+def no_detokenizer():
+    return SimpleNamespace(detokenizer=None)
+
+
+def detokenizer(count):
+    return SimpleNamespace(detokenizer=SimpleNamespace(num_output_tokens=count))
+
+
+@pytest.mark.parametrize(
+    ("llm", "is_known"),
+    [
+        (None, False),
+        (SimpleNamespace(llm_engine=SimpleNamespace()), False),
+        (SimpleNamespace(llm_engine=SimpleNamespace(output_processor=SimpleNamespace(request_states=None))), False),
+        ({"a": no_detokenizer()}, False),
+        ({"a": detokenizer(lambda: 2), "b": no_detokenizer()}, False),
+        ({"a": detokenizer(lambda: None)}, False),
+        ({"a": SimpleNamespace(detokenizer=SimpleNamespace())}, False),
+        ({}, True),
+        ({"a": detokenizer(lambda: 2)}, True),
+    ],
+)
+def test_progress_is_known_where_the_tokens_of_every_request_are_counted(llm, is_known):
+    link = OwnProcessLink.__new__(OwnProcessLink)
+    if isinstance(llm, dict):
+        llm = SimpleNamespace(llm_engine=SimpleNamespace(output_processor=SimpleNamespace(request_states=llm)))
+    link.llm = llm
+    assert (link._progress() is not None) is is_known
 
 
 class TestEndCalls:

@@ -2,13 +2,16 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import httpx
 import pytest
 import torch
 
+import colo
 from colo.engine import Engine, EngineState, SamplingParams
 from colo.engines.vllm.client.remote import base_url
 from colo.engines.vllm.client.remote import connect as colo_connect
@@ -399,3 +402,23 @@ def test_the_model_may_be_named(connect):
 def test_a_servers_address_is_understood_as_people_write_it(url):
     assert base_url(url) == "http://host:8000"
     assert base_url("https://host/prefix") == "https://host/prefix"
+
+
+ROOT = Path(colo.__file__).parents[1]
+TEXTS = [
+    path
+    for pattern in ("colo/**/*.py", "docs/**/*.md", "examples/**/*", "notebooks/*", "*.md")
+    for path in ROOT.glob(pattern)
+    if path.is_file() and path.suffix in (".py", ".md", ".ipynb")
+]
+
+
+def test_whoever_is_told_to_start_a_server_for_us_is_told_to_keep_it_to_this_machine():
+    """Its development mode lets everybody who reaches it change weights and run what its workers can."""
+    advice = [
+        (path.name, line)
+        for path in TEXTS
+        for line in re.sub(r"\\?\n\s*", " ", path.read_text()).split("vllm serve MODEL")[1:]
+    ]
+    assert len(advice) >= 5
+    assert [(name, line[:80]) for name, line in advice if not line.startswith(" --host 127.0.0.1 ")] == []

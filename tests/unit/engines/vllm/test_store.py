@@ -1,6 +1,9 @@
 """The conversation between a vLLM worker and the store of its weights, over a real socket, without vLLM."""
 
+import errno
+import json
 import os
+import resource
 import socket
 import stat
 import threading
@@ -12,8 +15,8 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from colo.engines.vllm.client import store as module
-from colo.engines.vllm.client.store import StoreClient, WeightStore
+from colo.engines.vllm import store as module
+from colo.engines.vllm.store import StoreClient, WeightStore
 from colo.errors import TransferError
 from colo.units import MIB
 
@@ -286,3 +289,74 @@ def test_a_trainer_that_says_nothing_is_an_error_at_the_deadline(tmp_path, monke
     thread.join()
     held.pop().close()
     listener.close()
+
+
+class FailingListener:
+    """A listener whose `accept` fails a few times, as when the process has no files left."""
+
+    def __init__(self, listener, errors):
+        self._listener, self._errors = listener, errors
+
+    def accept(self):
+        if self._errors:
+            raise self._errors.pop(0)
+        return self._listener.accept()
+
+    def __getattr__(self, name):
+        return getattr(self._listener, name)
+
+
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.ECONNABORTED])
+def test_a_store_goes_on_listening_after_an_error(monkeypatch, code):
+    errors = [OSError(code, os.strerror(code)) for _ in range(3)]
+    make = module.socket.socket
+    monkeypatch.setattr(module, "_RETRY_S", 0.01)
+    with monkeypatch.context() as patch:
+        patch.setattr(module.socket, "socket", lambda *args: FailingListener(make(*args), errors))
+        store = WeightStore(CPU)
+    client = StoreClient(store.address, rank=0, pid=os.getpid(), device=CPU)
+    assert client.fill and not errors
+    client.close()
+    store.close()
+
+
+def test_a_store_goes_on_when_no_thread_can_be_started(monkeypatch):
+    store = WeightStore(CPU)
+    begin, failures = module.threading.Thread.start, [RuntimeError("can't start new thread")]
+
+    def start(thread):
+        if failures:
+            raise failures.pop()
+        begin(thread)
+
+    monkeypatch.setattr(module.threading.Thread, "start", start)
+    with pytest.raises(TransferError):
+        StoreClient(store.address, rank=0, pid=os.getpid(), device=CPU)
+    client = StoreClient(store.address, rank=0, pid=os.getpid(), device=CPU)
+    assert client.fill
+    client.close()
+    store.close()
+
+
+def test_a_process_out_of_files_answers_once_it_has_some_again(monkeypatch):
+    monkeypatch.setattr(module, "_RETRY_S", 0.01)
+    store = WeightStore(CPU)
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    waiting = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    held = []
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(before[1], 4096), before[1]))
+        with suppress(OSError):
+            while True:
+                held.append(os.open(os.devnull, os.O_RDONLY))
+        waiting.connect(store.address)
+        time.sleep(0.1)
+    finally:
+        for file in held:
+            os.close(file)
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    waiting.sendall(json.dumps({"op": "hello", "rank": 0, "pid": os.getpid(), "device": "cpu"}).encode() + b"\n")
+    waiting.settimeout(5)
+    assert json.loads(waiting.recv(4096))["fill"] is True
+    waiting.close()
+    store.close()

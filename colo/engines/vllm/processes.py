@@ -1,4 +1,4 @@
-"""An engine's processes end with the process that drives them, however that ends.
+"""Processes on both sides: which still live, and ending with the one that drives them, however that ends.
 
 vLLM's own outlive a client that is killed, and keep the device's memory.
 """
@@ -10,10 +10,9 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 
 import psutil
-
-from colo.engines.vllm.client.calls import lives
 
 GRACE_S = 10.0
 """How long processes have to end in order before they are killed."""
@@ -51,3 +50,18 @@ def _watch(driver: psutil.Process | None, processes: Sequence[psutil.Process]) -
             with suppress(psutil.Error):
                 end(process)
         time.sleep(GRACE_S)
+
+
+def pid_namespace() -> int:
+    """Number of the namespace whose process ids this process sees: a container has its own."""
+    return Path("/proc/self/ns/pid").stat().st_ino
+
+
+def lives(process: psutil.Process) -> bool:
+    """Tell whether it is there and is still the same one."""
+    try:
+        return bool(process.is_running()) and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+    except psutil.AccessDenied:
+        return True

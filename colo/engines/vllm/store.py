@@ -40,7 +40,10 @@ from colo.memory.shared_memory import SharedMemory, open_shared_memory
 from colo.units import format_bytes
 
 DEADLINE_S = 60.0
-"""How long a worker waits for an answer."""
+"""Longest wait of a worker for an answer."""
+
+_RETRY_S = 0.1
+"""Pause before the store listens again after an error, such as EMFILE."""
 
 
 Layout = Mapping[str, list[Any]]
@@ -74,6 +77,7 @@ class WeightStore:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._lock = threading.Lock()
+        self._closed = threading.Event()
         self._by_rank: dict[int, _Memory] = {}
         self._folder = Path(tempfile.mkdtemp(prefix="colo-"))  # mode 0700: the socket in it is this user's alone
         self.address = str(self._folder / "store")
@@ -103,6 +107,7 @@ class WeightStore:
 
     def close(self) -> None:
         """Stop answering and let go of the memory. Idempotent."""
+        self._closed.set()
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
         self._listener.close()
@@ -112,12 +117,14 @@ class WeightStore:
                 slab.close()
 
     def _accept(self) -> None:
-        while True:
+        while not self._closed.is_set():
             try:
                 connection, _ = self._listener.accept()
-            except OSError:
-                return  # closed
-            threading.Thread(target=self._serve, args=(connection,), name="colo-store", daemon=True).start()
+                threading.Thread(target=self._serve, args=(connection,), name="colo-store", daemon=True).start()
+            except (OSError, RuntimeError) as error:  # out of files, memory or threads, which may come back
+                if isinstance(error, RuntimeError):
+                    connection.close()
+                self._closed.wait(_RETRY_S)
 
     def _serve(self, connection: socket.socket) -> None:
         with connection, suppress(OSError), connection.makefile("rw", encoding="utf-8") as stream:  # of one that ended
