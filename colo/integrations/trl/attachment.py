@@ -20,6 +20,7 @@ from colo.integrations.trl.folders import check_output
 from colo.integrations.trl.generation import ColoGeneration
 from colo.integrations.trl.phases import PhaseCallback, watch_forwards
 from colo.integrations.trl.preparation import prepare
+from colo.integrations.trl.reference import REF, keep_initial_adapter
 from colo.integrations.trl.rewards import check_columns, checked
 from colo.runtime import Runtime
 
@@ -47,6 +48,7 @@ def attach(
 
     The engine's sampling is the trainer's: `temperature`, `top_p`, `top_k`, `min_p`, `repetition_penalty`,
     `max_completion_length`, `generation_kwargs` and `vllm_structured_outputs_regex`.
+    With `beta`, a copy of an adapter that adds something from the start is the reference, as adapter "ref".
     With accelerate's FSDP2 plugin the model is sharded now, as `trainer.train()` would, and stays so; every rank calls.
     Raises: `Unsupported` for what colo does not do, by name (images, tensor parallelism, DeepSpeed, FSDP's first
     version, a TRL that is another inside); `OSError` for an `output_dir` that cannot be written to; `ValueError` for a
@@ -61,8 +63,9 @@ def attach(
         _add_vllm_options(trainer, options)
     config = _config_of(trainer, config or RuntimeConfig())
     before = {name: getattr(trainer, name) for name in ("optimizer", "model_wrapped")}
-    rt = None
+    rt, has_copy = None, False
     try:
+        has_copy = keep_initial_adapter(trainer)
         prepare(trainer)
         rt = share(
             engine,
@@ -81,7 +84,11 @@ def attach(
             rt.close()
         for name, value in before.items():
             setattr(trainer, name, value)
+        if has_copy:
+            trainer.model.delete_adapter(REF)
         raise
+    if has_copy:
+        rt.at_close(lambda: trainer.model.delete_adapter(REF))
     _warn_of_filters(trainer)
     logger.info("attached: %s; %s", rt.engine.placement, rt.transport.reason)
     return rt

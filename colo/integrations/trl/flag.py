@@ -18,6 +18,7 @@ from colo.errors import Unsupported
 from colo.integrations.trl.attachment import attach, choose_process
 from colo.integrations.trl.contract import check_args
 from colo.integrations.trl.folders import check_checkpoint, check_output
+from colo.integrations.trl.reference import initialized_once
 from colo.integrations.trl.rewards import check_columns
 from colo.units import MIB
 
@@ -109,14 +110,16 @@ class _WithEngine:
         rewards = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
         check_columns(rewards, options.get("train_dataset"), options.get("eval_dataset"))
         if not isinstance(model, str) or _is_sharded(args):
-            super().__init__(model, reward_funcs, args, **options)  # type: ignore[call-arg]
+            with initialized_once(model, args.beta):
+                super().__init__(model, reward_funcs, args, **options)  # type: ignore[call-arg]
             self._attach(args, args.colo_engine, args.colo_engine_options)
             return
         given, args.model_init_kwargs = args.model_init_kwargs, None
         try:
             engine, made = _started(model, args, given, options)
             try:
-                super().__init__(made, reward_funcs, args, **options)  # type: ignore[call-arg]
+                with initialized_once(made, args.beta):
+                    super().__init__(made, reward_funcs, args, **options)  # type: ignore[call-arg]
                 self._attach(args, engine, None)
             except BaseException:
                 engine.close()

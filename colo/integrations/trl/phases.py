@@ -10,6 +10,7 @@ import torch
 from transformers import TrainerCallback
 
 from colo.integrations.trl.generation import ColoGeneration
+from colo.integrations.trl.reference import as_policy
 from colo.phases.phase import Phase
 from colo.runtime import Runtime
 from colo.units import GIB
@@ -25,7 +26,8 @@ def watch_forwards(model: Any, runtime: Runtime) -> list[Any]:
     def before_forward(*_: Any) -> None:
         in_rollout = runtime.phase is Phase.ROLLOUT
         if in_rollout or (model.training and torch.is_grad_enabled() and runtime.phase is not Phase.TRAIN):
-            runtime.enter(Phase.TRAIN)
+            with as_policy(model):
+                runtime.enter(Phase.TRAIN)
 
     watched = (model, model.get_input_embeddings())
     return [module.register_forward_pre_hook(before_forward, prepend=True) for module in watched]

@@ -1,0 +1,126 @@
+"""The reference of TRL's KL term is what training began with, whatever the adapter's initialization did to the base."""
+
+import warnings
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+from trl import RLOOConfig, RLOOTrainer
+
+from colo.errors import Unsupported
+from colo.trl import ColoGRPOConfig, ColoGRPOTrainer, ColoRLOOConfig, ColoRLOOTrainer
+from tests.trainers import logged, trained
+
+INITS = [True, "gaussian", False, "pissa", "pissa_niter_4", "olora", "orthogonal"]
+FLAG = {"fast_inference": True, "colo_engine": "torch", "colo_kv_cache_mib": 1, "colo_seeded": True}
+IDS = torch.tensor([[3, 11, 5, 12, 8]])
+
+
+def lora(init):
+    return LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=init)
+
+
+def adapted(checkpoint, init):
+    torch.manual_seed(0)
+    return get_peft_model(AutoModelForCausalLM.from_pretrained(checkpoint, dtype="float32"), lora(init))
+
+
+def logits(model):
+    with torch.no_grad():
+        return model.eval()(input_ids=IDS).logits
+
+
+@pytest.fixture
+def by_flag(checkpoint, make):
+    def build(init, *, given=False, kind=ColoGRPOTrainer, config=ColoGRPOConfig, **changes):
+        model = adapted(checkpoint, init) if given else None
+        made_with = {} if given else {"peft_config": lora(init)}
+        return make(model, kind=kind, config=config, made_with=made_with, **FLAG, **changes)
+
+    return build
+
+
+def assert_begins_at_zero(trainer):
+    trainer.train()
+    kl = logged(trainer, "kl")
+    assert len(kl) == 3
+    assert kl[0] == pytest.approx(0, abs=1e-6)
+    assert kl[2] > 1e-5
+
+
+@pytest.mark.parametrize("init", INITS)
+def test_under_attach_the_kl_of_an_untrained_policy_is_zero(make, attach, init):
+    trainer = make(made_with={"peft_config": lora(init)}, beta=0.1, max_steps=3)
+    names = set(trainer.model.peft_config)
+    attach(trainer)
+    assert ("ref" in trainer.model.peft_config) is (init not in (True, "gaussian"))
+    assert all(".ref." not in name for name in trained(trainer.model))
+    assert_begins_at_zero(trainer)
+    trainer.colo.close()
+    assert set(trainer.model.peft_config) == names
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["named", "given"])
+@pytest.mark.parametrize("init", INITS)
+def test_under_the_flag_it_is_zero_and_the_base_is_initialized_once(by_flag, checkpoint, init, given):
+    trainer = by_flag(init, given=given, beta=0.1, max_steps=3)
+    assert trainer.model.peft_config["default"].init_lora_weights == init
+    if init is not False:
+        whole = AutoModelForCausalLM.from_pretrained(checkpoint, dtype="float32")
+        assert torch.allclose(logits(trainer.model), logits(whole), atol=1e-4)
+    assert_begins_at_zero(trainer)
+
+
+@pytest.mark.parametrize("init", [True, "pissa"])
+def test_the_comparison_with_the_engine_is_with_the_policy_and_not_with_the_reference(by_flag, init):
+    trainer = by_flag(init, beta=0.1, max_steps=3, learning_rate=0.1, vllm_importance_sampling_correction=False)
+    trainer.train()
+    assert logged(trainer, "kl")[-1] > 1e-3
+    assert max(logged(trainer, "colo/mismatch")) < 1e-4
+
+
+def test_rloo_has_its_reference_too(by_flag):
+    trainer = by_flag("pissa", kind=ColoRLOOTrainer, config=ColoRLOOConfig, beta=0.1, max_steps=2)
+    trainer.train()
+    assert logged(trainer, "kl")[0] == pytest.approx(0, abs=1e-6)
+
+
+def test_rloo_under_attach(make, attach):
+    trainer = make(kind=RLOOTrainer, config=RLOOConfig, made_with={"peft_config": lora("olora")}, beta=0.1, max_steps=2)
+    attach(trainer)
+    trainer.train()
+    assert logged(trainer, "kl")[0] == pytest.approx(0, abs=1e-6)
+
+
+def test_a_resumed_run_compares_with_the_same_reference(by_flag, tmp_path):
+    changes = {"beta": 0.1, "save_strategy": "steps", "save_steps": 2}
+    whole = by_flag("pissa", max_steps=4, output_dir=str(tmp_path / "whole"), **changes)
+    whole.train()
+    resumed = by_flag("pissa", max_steps=4, output_dir=str(tmp_path / "resumed"), **changes)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
+    assert logged(resumed, "kl") == logged(whole, "kl")  # those before are in the checkpoint
+    expected = trained(whole.model)
+    assert all(torch.equal(expected[name], p) for name, p in trained(resumed.model).items())
+
+
+def test_a_base_that_trl_has_initialized_twice_is_refused_by_name(make, attach, checkpoint):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer = make(adapted(checkpoint, "pissa"), beta=0.1)
+    with pytest.raises(Unsupported, match=r"by init_lora_weights='pissa' once more, .*init_lora_weights = True"):
+        attach(trainer)
+    assert not hasattr(trainer, "colo")
+
+
+def test_without_a_kl_term_nothing_is_added(make, attach):
+    trainer = make(made_with={"peft_config": lora("pissa")})
+    attach(trainer)
+    assert set(trainer.model.peft_config) == {"default"}
+
+
+def test_a_failed_attach_leaves_no_copy(make, attach):
+    trainer = make(made_with={"peft_config": lora("pissa")}, beta=0.1, generation_kwargs={"num_beams": 4})
+    with pytest.raises((Unsupported, TypeError, ValueError)):
+        attach(trainer)
+    assert set(trainer.model.peft_config) == {"default"}
