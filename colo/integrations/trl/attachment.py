@@ -20,7 +20,7 @@ from colo.integrations.trl.folders import check_output
 from colo.integrations.trl.generation import ColoGeneration
 from colo.integrations.trl.phases import PhaseCallback, watch_forwards
 from colo.integrations.trl.preparation import prepare
-from colo.integrations.trl.reference import REF, keep_initial_adapter
+from colo.integrations.trl.reference import keep_initial_adapter
 from colo.integrations.trl.rewards import check_columns, checked
 from colo.runtime import Runtime
 
@@ -44,11 +44,10 @@ def attach(
     `own_process=True`; a process that ends is started again in the middle of a step. Rewards that are not finite
     numbers are refused. An optimizer that the trainer has not made yet is made now, with fp32 masters (`MasterWeights`)
     where weights that train are in 16 bits. With `seeded` every rollout draws from a seed of its own, by run and step:
-    a resumed run draws what the first would have. vLLM draws for each sequence apart then, which is slower.
-
+    a resumed run draws what the first would have. vLLM draws for each sequence apart then, which is slower. With `beta`
+    a copy of an adapter that adds something from the start is the reference, as adapter "ref".
     The engine's sampling is the trainer's: `temperature`, `top_p`, `top_k`, `min_p`, `repetition_penalty`,
     `max_completion_length`, `generation_kwargs` and `vllm_structured_outputs_regex`.
-    With `beta`, a copy of an adapter that adds something from the start is the reference, as adapter "ref".
     With accelerate's FSDP2 plugin the model is sharded now, as `trainer.train()` would, and stays so; every rank calls.
     Raises: `Unsupported` for what colo does not do, by name (images, tensor parallelism, DeepSpeed, FSDP's first
     version, a TRL that is another inside); `OSError` for an `output_dir` that cannot be written to; `ValueError` for a
@@ -62,10 +61,9 @@ def attach(
     if engine == "vllm":
         _add_vllm_options(trainer, options)
     config = _config_of(trainer, config or RuntimeConfig())
-    before = {name: getattr(trainer, name) for name in ("optimizer", "model_wrapped")}
-    rt, has_copy = None, False
+    before = trainer.optimizer, trainer.model_wrapped
+    rt, forget = None, keep_initial_adapter(trainer)
     try:
-        has_copy = keep_initial_adapter(trainer)
         prepare(trainer)
         rt = share(
             engine,
@@ -82,13 +80,10 @@ def attach(
     except BaseException:
         if rt is not None:
             rt.close()
-        for name, value in before.items():
-            setattr(trainer, name, value)
-        if has_copy:
-            trainer.model.delete_adapter(REF)
+        trainer.optimizer, trainer.model_wrapped = before
+        forget()
         raise
-    if has_copy:
-        rt.at_close(lambda: trainer.model.delete_adapter(REF))
+    rt.at_close(forget)
     _warn_of_filters(trainer)
     logger.info("attached: %s; %s", rt.engine.placement, rt.transport.reason)
     return rt

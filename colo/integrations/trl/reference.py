@@ -8,7 +8,7 @@ training began with, and TRL makes the second by running that initialization aga
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -37,14 +37,14 @@ def initialized_once(model: Any, beta: float) -> Iterator[None]:
         config.init_lora_weights = before
 
 
-def keep_initial_adapter(trainer: Any) -> bool:
-    """Give the trainer a frozen copy of its adapter as "ref", if it needs one and has none; return whether it did.
+def keep_initial_adapter(trainer: Any) -> Callable[[], None]:
+    """Give the trainer a frozen copy of its adapter as "ref", if it needs one and has none; return what takes it back.
 
     Raises: `Unsupported` where TRL has initialized the base twice.
     """
     model = trainer.model
     if not getattr(trainer, "beta", 0.0) or not hasattr(model, "add_adapter") or not hasattr(model, "get_base_model"):
-        return False
+        return lambda: None
     if REF in model.peft_config:
         init = getattr(model.peft_config[REF], "init_lora_weights", True)
         if str(init).lower().startswith(_REWRITE):
@@ -53,9 +53,9 @@ def keep_initial_adapter(trainer: Any) -> bool:
                 "the base weights again: the model is not the one you gave. Set model.peft_config['default']."
                 "init_lora_weights = True before the trainer is made, or give the model to ColoGRPOTrainer"
             )
-        return False
+        return lambda: None
     if adds_nothing(model):
-        return False
+        return lambda: None
     name = active_adapter(model)
     config = copy.copy(model.peft_config[name])
     config.init_lora_weights = True
@@ -63,7 +63,7 @@ def keep_initial_adapter(trainer: Any) -> bool:
     for key, parameter in list(model.named_parameters()):
         if f".{name}." in key:
             model.get_parameter(key.replace(f".{name}.", f".{REF}.")).data = parameter.detach().clone()
-    return True
+    return lambda: model.delete_adapter(REF)
 
 
 @contextmanager
