@@ -35,19 +35,31 @@ def adamw(params):
 
 
 @pytest.fixture(scope="module")
-def launch(tiny, engine_options):
-    """Makes runtimes over a tiny model, and closes them."""
+def end_all():
+    """Closes the runtimes of this module: a process has room for one vLLM."""
     made = []
+
+    def end():
+        while made:
+            made.pop().close()
+
+    end.made = made
+    yield end
+    end()
+
+
+@pytest.fixture(scope="module")
+def launch(tiny, engine_options, end_all):
+    """Makes runtimes over a tiny model; a new one ends the last."""
     options = {k: v for k, v in engine_options.items() if k not in ("kv_cache_bytes", "device")}
 
     def make(**changes):
         given = {"optimizer": adamw, "config": RuntimeConfig(kv_cache_bytes=4 * MIB), "device": "cpu"} | changes
-        made.append(colo.launch(tiny(), engine="vllm", engine_options=options, **given))
-        return made[-1]
+        end_all()
+        end_all.made.append(colo.launch(tiny(), engine="vllm", engine_options=options, **given))
+        return end_all.made[-1]
 
-    yield make
-    for rt in made:
-        rt.close()
+    return make
 
 
 @pytest.fixture(scope="module")
@@ -509,6 +521,23 @@ def test_what_cannot_work_is_refused_before_vllm_starts(tiny, monkeypatch, optio
         colo.launch(tiny(), engine="vllm", engine_options=options, lora=lora, device="cpu")
 
 
+def refused(start):
+    words = "a vLLM runs in this process already, .* start this one in a process of its own .own_process=True."
+    with pytest.raises(Unsupported, match=words):
+        start()
+
+
+def test_a_second_vllm_in_this_process_is_refused_and_the_first_goes_on(lora_rt, tiny, engine_options, prompts):
+    before = drawn(lora_rt.generate(prompts, **GREEDY))
+    options = {k: v for k, v in engine_options.items() if k not in ("kv_cache_bytes", "device")}
+    config = RuntimeConfig(kv_cache_bytes=4 * MIB)
+    model = AutoModelForCausalLM.from_config(tiny(), dtype=torch.float32)
+    refused(lambda: VLLMEngine(tiny(), **engine_options))
+    refused(lambda: colo.launch(tiny(), engine="vllm", engine_options=options, config=config, device="cpu"))
+    refused(lambda: colo.share("vllm", model, adamw(model.parameters()), engine_options=options, config=config))
+    assert drawn(lora_rt.generate(prompts, **GREEDY)) == before
+
+
 # ---- your own vllm.LLM ----------------------------------------------------------------------------------------------
 
 
@@ -520,7 +549,8 @@ def checkpoint(tiny, randomize, tmp_path):
 
 
 @pytest.fixture
-def own_llm(checkpoint, llm_options, monkeypatch):
+def own_llm(checkpoint, llm_options, monkeypatch, end_all):
+    end_all()
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     made = []
 
@@ -538,7 +568,8 @@ def trained_model(checkpoint):
     return model, adamw(model.parameters())
 
 
-def test_no_large_parameter_has_memory_elsewhere_first(tiny, engine_options):
+def test_no_large_parameter_has_memory_elsewhere_first(tiny, engine_options, end_all):
+    end_all()
     nbytes = []
 
     class Allocations(TorchDispatchMode):
@@ -555,6 +586,15 @@ def test_no_large_parameter_has_memory_elsewhere_first(tiny, engine_options):
     engine.close()
     assert {4 * 1024 * 2 * 768, 4 * 1024 * 768} <= large  # of an MLP
     assert not large & set(nbytes)
+
+
+def test_one_beside_your_own_is_refused_until_that_has_ended(own_llm, tiny, engine_options, prompts):
+    llm = own_llm()
+    before = greedy_tokens(llm, prompts)
+    refused(lambda: VLLMEngine(tiny(), **engine_options))
+    assert greedy_tokens(llm, prompts) == before
+    llm.llm_engine.engine_core.shutdown()
+    VLLMEngine(tiny(), **engine_options).close()
 
 
 def greedy_tokens(llm, prompts):
@@ -615,7 +655,10 @@ def test_an_engine_of_your_own_with_vllms_loader_is_unaffected_until_it_is_copie
     assert greedy_tokens(llm, prompts) == trained
 
 
-def test_weights_of_its_own_on_a_cpu_stay_and_only_the_kv_cache_leaves(checkpoint, engine_options, prompts, mismatch):
+def test_weights_of_its_own_on_a_cpu_stay_and_only_the_kv_cache_leaves(
+    checkpoint, engine_options, prompts, mismatch, end_all
+):
+    end_all()
     engine = VLLMEngine(checkpoint, share_memory=False, **engine_options)
     try:
         model, _ = trained_model(checkpoint)
