@@ -24,7 +24,7 @@ from colo.assembly.arguments import check_path
 from colo.assembly.launch import launch
 from colo.assembly.starting import refuse_adapted_head
 from colo.config import RuntimeConfig
-from colo.engines.embedded.positions import positions_of
+from colo.engines.embedded.waves import positions_of
 from colo.engines.text import check_prompts, encode_prompts
 from colo.errors import Unsupported
 from colo.rl.dataset import Dataset, load_rows, shuffled

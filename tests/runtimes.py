@@ -6,7 +6,7 @@ from torch.optim import AdamW
 
 import colo
 from colo.config import Offload, RuntimeConfig
-from colo.engines.embedded.torch import TorchEngine
+from colo.engines.torch import TorchEngine
 from colo.memory.offload import Mover
 from colo.units import MIB
 from tests.models import small_qwen3

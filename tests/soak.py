@@ -26,7 +26,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim import SGD, AdamW
 
 import colo
-from colo.engines.embedded.torch import TorchEngine
+from colo.engines.torch import TorchEngine
 from colo.memory.arena import PinnedArena
 from colo.memory.offload import Mover
 from colo.memory.region import ResizedRegion

@@ -19,8 +19,8 @@ from colo.assembly.arguments import adapter_alone
 from colo.config import RuntimeConfig, Weights
 from colo.engine import Engine, PacksWeights
 from colo.engines.embedded.layout import bind, empty_model
-from colo.engines.embedded.positions import positions_of
-from colo.engines.embedded.torch import TorchEngine
+from colo.engines.embedded.waves import positions_of
+from colo.engines.torch import TorchEngine
 from colo.errors import BudgetError, Unsupported
 from colo.memory.offload import Mover
 from colo.memory.storage import with_own_storage

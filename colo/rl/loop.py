@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from colo.engine import Completion, SamplingParams
-from colo.engines.embedded.positions import positions_of
+from colo.engines.embedded.waves import positions_of
 from colo.engines.text import check_prompts, encode_prompts
 from colo.memory.uninterrupted import uninterrupted
 from colo.rl.logprob import model_logprobs

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 import colo
 from colo.config import Offload
-from colo.engines.embedded.torch import TorchEngine
+from colo.engines.torch import TorchEngine
 from colo.memory.dtensor import local_shard
 from colo.memory.offload import Mover
 from colo.phases.phase import Phase

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 import colo
 from colo.config import Offload, RuntimeConfig
-from colo.engines.embedded.torch import TorchEngine
+from colo.engines.torch import TorchEngine
 from colo.memory.offload import Mover
 from colo.units import MIB
 

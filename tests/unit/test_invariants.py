@@ -76,7 +76,7 @@ def start(monkeypatch):
 
 
 def generate(monkeypatch):
-    from colo.engines.embedded.torch import TorchEngine
+    from colo.engines.torch import TorchEngine
 
     mover = Mover(torch.device("cpu"))
     engine = TorchEngine(unchanged.tiny(), device="cpu", dtype=torch.float32, kv_cache_bytes=4096, mover=mover)

@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from colo.engine import Completion, SamplingParams
-from colo.engines.embedded.torch import TorchEngine
 from colo.engines.sampling import processed_logprobs
+from colo.engines.torch import TorchEngine
 from colo.errors import Unsupported
 from colo.units import MIB
 from colo.weights.sources.module import ModuleSource

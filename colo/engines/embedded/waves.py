@@ -1,9 +1,16 @@
-"""Which sequences of a call run together, so that their states fit. Pure: knows lengths and sizes, imports no torch."""
+"""Waves: sequences of a call that run together, so that their states fit, and within the positions of a model.
+
+Pure: knows lengths, sizes and configs, imports no torch.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 MAX_ROWS = 1024
 """Sequences of one wave. Bounds the logits of a step, which are not part of the KV cache."""
@@ -143,3 +150,33 @@ def _wave(prompts: Sequence[tuple[int, ...]], rows: Sequence[tuple[int, int]], l
 def _has_room(wave: Wave, capacity: int, size: Callable[[int], int]) -> bool:
     prompts_size = len(wave.prompts) * size(wave.prompt_length)
     return prompts_size + len(wave.rows) * size(wave.prompt_length + wave.max_tokens) <= capacity
+
+
+# ---- positions -------------------------------------------------------------------------------------------------------
+
+_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_target_positions")
+"""What configs call it, of those that vLLM reads."""
+
+
+def positions_of(config: PretrainedConfig) -> Positions:
+    """The positions of a model of `config`: the smallest limit that it names, as in vLLM.
+
+    Dynamic NTK frequencies change with every token beyond `max_position_embeddings`. A trainer could not compute such
+    tokens again, so that they are not offered.
+    """
+    text = config.get_text_config()
+    found = [value for key in _KEYS if isinstance(value := getattr(text, key, None), int) and value > 0]
+    boundaries = [
+        rope.get("original_max_position_embeddings") or getattr(text, "original_max_position_embeddings", None)
+        for rope in _ropes(getattr(text, "rope_parameters", None))
+        if rope.get("rope_type", rope.get("type")) == "longrope"
+    ]
+    return Positions(count=min(found, default=None), boundary=min(filter(None, boundaries), default=None))
+
+
+def _ropes(parameters: Any) -> Iterable[Mapping[str, Any]]:
+    """The settings of rotary embeddings: one set, or one for every kind of layer."""
+    if not isinstance(parameters, Mapping):
+        return []
+    nested = [value for value in parameters.values() if isinstance(value, Mapping)]
+    return nested or [parameters]

@@ -13,7 +13,7 @@ from colo.assembly.check import check
 from colo.assembly.share import share
 from colo.config import RuntimeConfig
 from colo.engine import Engine
-from colo.engines.embedded.positions import positions_of
+from colo.engines.embedded.waves import positions_of
 from colo.errors import Unsupported
 from colo.integrations.trl.contract import check_contract, check_trainer
 from colo.integrations.trl.folders import check_output

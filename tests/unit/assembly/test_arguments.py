@@ -18,7 +18,7 @@ import colo
 from colo.assembly.arguments import chosen_device, chosen_dtype
 from colo.assembly.starting import dtype_of
 from colo.config import RuntimeConfig
-from colo.engines.embedded.torch import TorchEngine
+from colo.engines.torch import TorchEngine
 from colo.engines.vllm import compat
 from colo.units import MIB
 from tests.models import TINY

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from colo.engines.embedded.model_cache import Footprint
+from colo.engines.embedded.caches import Footprint
 from colo.engines.embedded.waves import NO_LIMIT
 from colo.planning.kv_cache import LayerCache, kv_bytes, layer_caches
 

@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM
 
 import colo
 from colo.engine import EngineState
-from colo.engines.embedded.torch import TorchEngine
+from colo.engines.torch import TorchEngine
 from colo.errors import BudgetError, EngineLost, PhaseError
 from colo.phases.phase import Phase, Residency
 from tests.runtimes import ALWAYS, PROMPTS, adamw, launch, make_engine, qwen3, segment, train_step

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 import colo
 from colo.config import Offload, RuntimeConfig
 from colo.engine import EngineState
-from colo.engines.embedded.torch import TorchEngine
+from colo.engines.torch import TorchEngine
 from colo.errors import EngineLost, PhaseError, TransferError
 from colo.memory.offload import Mover
 from colo.memory.region import ResizedRegion

@@ -24,7 +24,7 @@ from transformers import (
 
 import colo
 from colo.engines.embedded.layout import Adapters
-from colo.engines.embedded.torch import TorchEngine
+from colo.engines.torch import TorchEngine
 from colo.memory.offload import Mover
 from colo.units import MIB
 from tests.checkpoints import char_tokenizer, save_checkpoint

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 import colo
 from colo.engine import EngineState
-from colo.engines.embedded.torch import TorchEngine
+from colo.engines.torch import TorchEngine
 from colo.memory.offload import Mover
 from colo.units import MIB
 from colo.weights.exchange.exchange import Exchange

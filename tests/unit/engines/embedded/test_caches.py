@@ -4,8 +4,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
 
-from colo.engines.embedded import kv_cache
-from colo.engines.embedded.kv_cache import BufferCache, BufferLayer, KVCacheBuffer, forward, prefill
+from colo.engines.embedded import caches as kv_cache
+from colo.engines.embedded.caches import BufferCache, BufferLayer, KVCacheBuffer, forward, prefill
 from colo.engines.embedded.waves import Wave, plan_waves
 from colo.errors import BudgetError
 from colo.memory.region import allocate_region
@@ -60,14 +60,13 @@ def test_a_layer_returns_what_transformers_own_cache_returns_without_allocating(
             assert torch.equal(ours, theirs)
         assert layer.get_seq_length() == reference.get_seq_length()
     assert layer.keys.data_ptr() == keys.data_ptr()
-    assert layer.get_max_length() == layer.get_max_cache_shape() == 8
     assert keys[:, :, 7:].eq(0).all()
 
 
 def test_caches_of_a_wave_share_no_memory_and_stay_within_the_buffer():
     buffer = make_buffer(64)
     prompts, rows = buffer.open(make_wave([(1, 2, 3), (4,)], n=3, max_tokens=4))
-    views = [view for cache in (prompts, rows) for layer in cache.layers for view in (layer.keys, layer.values)]
+    views = [view for cache in (prompts, rows) for layer in cache.layers for view in layer.room]
     assert [tuple(view.shape) for view in views] == [(2, 2, 3, 4)] * 4 + [(6, 2, 7, 4)] * 4
     for view in views:
         view += 1
@@ -81,7 +80,7 @@ def test_in_place_the_prompt_and_its_sequence_are_one():
     (wave,) = buffer.plan([(1, 2, 3, 4)], n=1, max_tokens=4)
     prompts, rows = buffer.open(wave)
     assert prompts is rows
-    assert rows.layers[0].get_max_length() == 8
+    assert rows.layers[0].room[0].shape[-2] == 8
 
 
 def test_taking_and_keeping_rows_moves_their_states_and_their_padding():
@@ -92,7 +91,7 @@ def test_taking_and_keeping_rows_moves_their_states_and_their_padding():
     rows.take(prompts, torch.tensor([0, 0, 1, 1]))
     rows.keep(torch.tensor([3, 0]))
     for layer, (keys, values) in enumerate(new):
-        found = rows.layers[layer].filled()
+        found = (rows.layers[layer].keys, rows.layers[layer].values)
         assert all(torch.equal(f, new[[1, 0]]) for f, new in zip(found, (keys, values), strict=True))
     assert rows.position_ids(2).tolist() == [[1, 2], [3, 4]]
     assert rows.attention_mask(1).tolist() == [[False, False, True, True], [True, True, True, True]]
