@@ -1,4 +1,4 @@
-"""The command line: `colo demo`, `colo grpo`, `colo plan`, `colo doctor`, `colo bench`.
+"""The command line: `colo demo`, `colo grpo`, `colo plan`, `colo doctor`.
 
 Every command has `--json PATH`, but `grpo`, whose `--json` prints a line a step. Ctrl-C releases what was taken and
 ends with exit code 130; an error that colo raises on purpose is printed without a traceback and ends with 1, as does a
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -22,7 +22,6 @@ from rich.markup import escape
 from colo.cli_grpo import grpo
 from colo.cli_options import device_option, file_option, json_option, require_vllm, size_option
 from colo.errors import ColoError
-from colo.log import waiting
 
 out = Console()
 err = Console(stderr=True)
@@ -78,8 +77,8 @@ def demo(
     """
     if engine == "vllm":
         require_vllm("--engine vllm")
-    from colo.bench.common import machine, versions
     from colo.demo import run
+    from colo.doctor import circumstances
     from colo.report.live import LiveTable
     from colo.report.timeline import memory_timeline
 
@@ -111,7 +110,7 @@ def demo(
     out.print(f"picture: {html}", highlight=False)
     where = "" if own_process else " --same-process"
     command = f"colo demo --steps {steps} --engine {engine}{where} --device {result.device} --mode {mode} --seed {seed}"
-    _write_json(json_path, {"command": command, "machine": machine(), "versions": versions()} | result.to_json())
+    _write_json(json_path, {"command": command} | circumstances() | result.to_json())
 
 
 @app.command()
@@ -181,165 +180,11 @@ def doctor(json_path: Path | None) -> int:
 app.add_command(grpo)
 
 
-@app.group()
-def bench() -> None:
-    """Measure this machine: ours beside what people use today.
-
-    All but offload, logprob and sharded need vLLM. On a CPU the models are tiny, which shows that it works and no more.
-    """
-
-
-@bench.command("offload")
-@device_option
-@size_option("--size", "size_bytes", help="How much to move, such as 16GiB.")
-@json_option
-def bench_offload(device: str, size_bytes: int | None, json_path: Path | None) -> None:
-    """Measure how fast trainer state leaves the device and returns.
-
-    Also what that costs work beside it.
-    """
-    from colo.bench import offload
-
-    _run_bench(lambda tell: offload.run(device=device, size_bytes=size_bytes, tell=tell), json_path)
-
-
-@bench.command("share")
-@click.option("--shape", "shape_name", type=click.Choice(["0.6b", "30b-a3b"]), default="0.6b", help="Qwen3's shapes.")
-@device_option
-@json_option
-def bench_share(shape_name: str, device: str, json_path: Path | None) -> None:
-    """vLLM on the trainer's weights: a publication, and what grows.
-
-    A killed engine too; for 30B-A3B, recorded copies.
-    """
-    require_vllm("colo bench share")
-    from colo.bench import share
-
-    _run_bench(lambda tell: share.run(shape_name=shape_name, device=device, tell=tell), json_path)
-
-
-@bench.command("generation")
-@click.option("--shape", "shape_name", type=click.Choice(["0.6b", "8b"]), default="0.6b", help="Qwen3's shapes.")
-@click.option("--prompts", type=click.IntRange(min=1), help="How many prompts; 256 on a GPU.")
-@click.option("--tokens", "new_tokens", type=click.IntRange(min=1), help="Tokens for each; 256 on a GPU.")
-@device_option
-@json_option
-def bench_generation(device: str, json_path: Path | None, **what: Any) -> None:
-    """Tokens a second on the trainer's weights, beside stock vLLM.
-
-    And what rt.generate adds to vLLM's own call.
-    """
-    require_vllm("colo bench generation")
-    from colo.bench import generation
-
-    _run_bench(lambda tell: generation.run(device=device, tell=tell, **what), json_path)
-
-
-@bench.command("sync")
-@click.option(
-    "--shape", "shape_name", type=click.Choice(["0.6b", "8b", "30b-a3b"]), default="8b", help="Qwen3's shapes."
-)
-@device_option
-@json_option
-def bench_sync(shape_name: str, device: str, json_path: Path | None) -> None:
-    """All weights to vLLM in another process, beside what others do."""
-    require_vllm("colo bench sync")
-    from colo.bench import sync
-
-    _run_bench(lambda tell: sync.run(shape_name=shape_name, device=device, tell=tell), json_path)
-
-
-@bench.command("sharded")
-@click.option("--shape", "shape_name", type=click.Choice(["0.6b", "8b"]), default="0.6b", help="Qwen3's shapes.")
-@click.option("--ranks", type=click.IntRange(1, 8), default=2, help="Processes, each with a GPU of its own.")
-@click.option("--trainer", type=click.Choice(["fsdp2", "megatron"]), help="One of them alone.")
-@device_option
-@json_option
-def bench_sharded(shape_name: str, ranks: int, trainer: str | None, device: str, json_path: Path | None) -> None:
-    """Weights of sharded trainers to engines, as slices and whole.
-
-    Of FSDP2 and Megatron, to engines of TP 1, 2 and 4, beside what others do.
-    """
-    from colo.bench import sharded
-
-    options: dict[str, Any] = {"shape_name": shape_name, "device": device, "ranks": ranks, "trainer": trainer}
-    _run_bench(lambda tell: sharded.run(**options, tell=tell), json_path)
-
-
-@bench.command("lora")
-@click.option(
-    "--shape", "shape_name", type=click.Choice(["0.6b", "8b", "30b-a3b"]), default="8b", help="Qwen3's shapes."
-)
-@device_option
-@json_option
-def bench_lora(shape_name: str, device: str, json_path: Path | None) -> None:
-    """The next version of an adapter to vLLM, and through files."""
-    require_vllm("colo bench lora")
-    from colo.bench import lora
-
-    _run_bench(lambda tell: lora.run(shape_name=shape_name, device=device, tell=tell), json_path)
-
-
-@bench.command("sleep")
-@device_option
-@json_option
-def bench_sleep(device: str, json_path: Path | None) -> None:
-    """Measure how fast vLLM, 8B, frees memory and takes it again."""
-    require_vllm("colo bench sleep")
-    from colo.bench import sleep
-
-    _run_bench(lambda tell: sleep.run(device=device, tell=tell), json_path)
-
-
-@bench.command("step")
-@click.option("--shape", "shape_name", type=click.Choice(["0.6b", "8b"]), default="0.6b", help="Qwen3's shapes.")
-@click.option(
-    "--placement",
-    type=click.Choice(["in-process", "own-process"]),
-    help="Where vLLM runs, if not in both places in turn.",
-)
-@device_option
-@json_option
-def bench_step(shape_name: str, placement: str | None, device: str, json_path: Path | None) -> None:
-    """Whole steps of rollout and training, against two copies.
-
-    Time for 0.6B, memory for 8B.
-    """
-    require_vllm("colo bench step")
-    from colo.bench import step
-
-    chosen = (placement.replace("-", " "),) if placement is not None else step.PLACEMENTS
-    _run_bench(lambda tell: step.run(shape_name=shape_name, device=device, placements=chosen, tell=tell), json_path)
-
-
-@bench.command("logprob")
-@device_option
-@json_option
-def bench_logprob(device: str, json_path: Path | None) -> None:
-    """Memory and time of chunked log-probabilities and full logits.
-
-    For 65,536 tokens on a GPU, and for a few on a CPU.
-    """
-    from colo.bench import logprob
-    from colo.bench.common import result
-
-    def run(tell: Callable[[str], None]) -> Any:
-        tell("chunked and full log-probabilities")
-        small = {"tokens": 512, "vocab": 4096, "hidden": 128, "full_tokens": 128}
-        rows = logprob.run(device=device, **({} if device == "cuda" else small))
-        return result("logprob", f"colo bench logprob --device {device}", limit={}, rows=rows)
-
-    _run_bench(run, json_path)
-
-
-def _run_bench(run: Callable[[Callable[[str], None]], Any], json_path: Path | None) -> None:
-    from colo.bench.common import rows_tables
-
-    with waiting("measuring", err) as update:
-        measured = run(lambda part: update(f"measuring {part}"))
-    for table in rows_tables(measured, width=out.width):
-        out.print(table)
-    _write_json(json_path, measured.to_json())
+@app.command(hidden=True, context_settings={"ignore_unknown_options": True, "help_option_names": []})
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def bench(arguments: tuple[str, ...]) -> None:
+    """Say where the benchmarks are."""
+    raise click.UsageError("benchmarks are outside of the package: run python -m benchmarks in colo's repository.")
 
 
 @contextmanager

@@ -13,6 +13,7 @@ import os
 import platform
 import resource
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from functools import partial
@@ -356,6 +357,23 @@ def findings_table(findings: Sequence[Finding]) -> Table:
             text.append(f"\n{finding.advice}", style="dim")
         table.add_row(Text(finding.status, style=_STYLES[finding.status]), Text(finding.name), text)
     return table
+
+
+def circumstances() -> dict[str, Any]:
+    """Describe hardware and versions beside figures that were measured, without names that identify the machine."""
+    import psutil
+
+    torch = importlib.import_module("torch")
+    memory = psutil.virtual_memory()
+    machine = {"cpu": platform.machine(), "cores": os.cpu_count(), "host_memory_bytes": memory.total, "gpu": None}
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(0)
+        machine |= {"gpu": properties.name, "gpu_memory_bytes": properties.total_memory, "cuda": torch.version.cuda}
+    found = {"python": platform.python_version()}
+    for name in ("colo-rl", *EXAMINED):
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return {"machine": machine, "versions": found | {"torch": torch.__version__}}
 
 
 def to_json(findings: Sequence[Finding]) -> list[dict[str, str]]:

@@ -91,8 +91,8 @@ def token_logprobs(
     during backward, one copy (in the inputs' dtype) of the hidden states that count from forward to backward, if they
     need a gradient, and a few numbers a token. That is 1.5 GiB at the most for 65,536 tokens of 4096 in 16 bits; 1.12
     GiB was measured on an H200 with a vocabulary of 151,936. At 8192 tokens, where the full computation fits, it took
-    1.47 times as long as that, and 1.01 times with a frozen head (`colo.bench.logprob`). Hidden states that cannot be
-    viewed as (N, D) are copied once.
+    1.47 times as long as that, and 1.01 times with a frozen head (`python -m benchmarks logprob`). Hidden states that
+    cannot be viewed as (N, D) are copied once.
 
     `token_chunk` and `vocab_chunk` are the sides of a tile; `None` derives them from `workspace_bytes`, down to 128 by
     128. The only waits for the device are two at the start of forward: for the largest id and the ignored positions.

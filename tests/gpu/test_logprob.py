@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from colo.bench.logprob import run
+from benchmarks.logprob import measure
 from colo.rl.logprob import token_logprobs
 from colo.units import GIB, MIB
 
@@ -45,7 +45,7 @@ def test_values_and_gradients_are_those_of_float64(dtype, tolerance):
 
 def test_extra_memory_stays_within_the_documented_bound():
     tokens, vocab, hidden = 16_384, 65_536, 1024
-    trained, _, full, frozen, _, _ = run(
+    trained, _, full, frozen, _, _ = measure(
         device="cuda", tokens=tokens, vocab=vocab, hidden=hidden, full_tokens=4096, repeats=1
     )
     slack_bytes = 64 * tokens + 8 * MIB  # a few numbers a token, and blocks that the allocator rounds up

@@ -14,7 +14,7 @@ from tests.unchanged import tiny
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
-PATH = re.compile(r"(?:colo|tests|docs|examples|notebooks)/[\w./-]*\w/?|\b[A-Z]+\.md\b")
+PATH = re.compile(r"(?:colo|benchmarks|tests|docs|examples|notebooks)/[\w./-]*\w/?|\b[A-Z]+\.md\b")
 LINK = re.compile(r"\]\(([^)#]+)\)")
 HISTORY = "CHANGELOG.md"
 """Names what is no more, too."""
@@ -76,9 +76,7 @@ TOUCHES = re.compile(
 
 def test_every_file_that_touches_other_libraries_objects_is_listed():
     listed = section(read("ARCHITECTURE.md"), "Other libraries").group(1)
-    found = [
-        path for path in ROOT.glob("colo/**/*.py") if TOUCHES.search(path.read_text()) and path.parent.name != "bench"
-    ]
+    found = [path for path in ROOT.glob("colo/**/*.py") if TOUCHES.search(path.read_text())]
     assert len(found) > 12
     names = {
         path: (path.name, f"`{path.stem}`", f"`{path.parent.name}`") for path in found

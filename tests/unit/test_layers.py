@@ -20,7 +20,7 @@ LAYERS = [
     ["rl", "testing", "integrations"],
     ["trl"],
     ["cli_options", "doctor"],
-    ["demo", "grpo", "bench"],
+    ["demo", "grpo"],
     ["cli_grpo"],
     ["cli"],
     ["__main__"],

@@ -5,16 +5,18 @@ import pytest
 import torch
 from rich.console import Console
 
-from colo.bench import common
-from colo.bench.common import Result, gigabytes_per_s, machine, median_s, result, rows_tables, timed, versions
+from benchmarks import common
+from benchmarks.common import Record, gigabytes_per_s, median_s, rows_tables, timed
 
 CPU = torch.device("cpu")
 
 
-def measured(rows, **changes):
-    facts = {"gpu": None, "cores": 2}
-    options = {"benchmark": "offload", "command": "colo bench offload", "limit": {}, "machine": facts, "versions": {}}
-    return Result(**(options | changes), rows=rows)
+def measured(rows, limit=None, gpu=None):
+    record = Record("offload", "python -m benchmarks offload")
+    record._circumstances = {"machine": {"gpu": gpu, "cores": 2}, "versions": {}}
+    record.limit |= limit or {}
+    record.add(*rows)
+    return record
 
 
 def rendered(tables):
@@ -24,26 +26,19 @@ def rendered(tables):
     return console.file.getvalue()
 
 
-def test_a_result_as_json_has_the_figures_and_their_circumstances():
-    rows = [{"way": "colo", "bytes": 8}]
-    found = json.loads(json.dumps(result("offload", "colo bench offload", limit={"out": 1.5}, rows=rows).to_json()))
-    assert set(found) == {"benchmark", "command", "machine", "versions", "limit", "rows"}
-    assert (found["benchmark"], found["command"]) == ("offload", "colo bench offload")
-    assert (found["limit"], found["rows"]) == ({"out": 1.5}, rows)
-
-
-def test_the_machine_is_described_without_names_that_identify_it():
-    facts = machine()
-    assert {"cpu", "cores", "host_memory_bytes", "gpu"} <= set(facts)
-    assert facts["host_memory_bytes"] > 1 << 20
-    assert not any("host_name" in key or "user" in key for key in facts)
-
-
-def test_versions_name_what_is_installed_only(monkeypatch):
-    monkeypatch.setattr(common, "PACKAGES", ("transformers", "no-such-package-anywhere"))
-    found = versions()
-    assert set(found) == {"python", "transformers", "torch"}
-    assert found["torch"] == torch.__version__
+def test_every_row_is_in_the_file_as_soon_as_it_is_there_with_its_circumstances(tmp_path):
+    path = tmp_path / "new" / "figures.json"
+    record = Record("offload", "python -m benchmarks offload", path=path)
+    record.limit["out"] = 1.5
+    for rows in ([{"way": "colo", "bytes": 8}], [{"way": "colo", "bytes": 8}, {"way": "other", "bytes": 9}]):
+        record.add(rows[-1])
+        found = json.loads(path.read_text())
+        assert set(found) == {"benchmark", "command", "machine", "versions", "ended", "limit", "rows"}
+        assert (found["benchmark"], found["command"]) == ("offload", "python -m benchmarks offload")
+        assert (found["limit"], found["rows"]) == ({"out": 1.5}, rows)
+    record.show([{"way": "all anew"}])
+    assert json.loads(path.read_text())["rows"] == [{"way": "all anew"}]
+    assert [file.name for file in path.parent.iterdir()] == ["figures.json"]
 
 
 def test_time_is_measured_around_the_call():
@@ -91,9 +86,7 @@ def test_the_first_table_names_benchmark_machine_and_limit():
     first, second = rows_tables(measured([row, {"way": "x", "more": 1}], limit={"out_gb_per_s": 53.21}))
     assert first.title == "offload on the CPU; limit: out_gb_per_s 53.2"
     assert second.title is None
-    assert (
-        rows_tables(measured([row], machine={"gpu": "NVIDIA H200"}))[0].title == "offload on NVIDIA H200; limit: none"
-    )
+    assert rows_tables(measured([row], gpu="NVIDIA H200"))[0].title == "offload on NVIDIA H200; limit: none"
 
 
 def test_what_is_the_same_in_every_row_stands_in_the_caption():

@@ -1,4 +1,4 @@
-"""`colo bench generation`: tokens a second of vLLM on weights that the trainer owns, and what `rt.generate` adds.
+"""`generation`: tokens a second of vLLM on weights that the trainer owns, and what `rt.generate` adds.
 
 Stock vLLM on its own weights is beside the first, both in processes of their own on one GPU, with CUDA graphs and
 torch.compile. Beside `rt.generate` is `llm.generate` of the same engine, in a process of its own and in this one. All
@@ -15,8 +15,8 @@ from typing import Any
 
 import psutil
 
-from colo.bench.common import Result, Row, Tell, clear, clocked, silent
-from colo.bench.workload import Setup, prepared, shut_down, wait_for_pinning
+from benchmarks.common import Record, Row, clear, clocked
+from benchmarks.workload import Setup, prepared, shut_down, wait_for_pinning
 from colo.engines.vllm.client.options import LOGPROBS_MODE
 from colo.runtime import Runtime
 
@@ -24,22 +24,13 @@ ROUNDS = {"0.6b": 17, "8b": 7}
 """The first is not measured. Rounds of a large model differ less: its sampling waits for the GPU, not the host."""
 
 
-def run(
-    *,
-    shape_name: str,
-    device: str,
-    prompts: int | None = None,
-    new_tokens: int | None = None,
-    tell: Tell = silent,
-) -> Result:
+def run(record: Record, *, shape: str, device: str, prompts: int | None = None, new_tokens: int | None = None) -> None:
     """Measure one shape; see `prepared`. `prompts` and `new_tokens` of each are the device's usual ones by default."""
     given = {"prompts": prompts, "new_tokens": new_tokens}
-    with prepared("generation", shape_name, device, tell) as setup:
+    with prepared(record, shape, device) as setup:
         setup = setup.resized(**{name: count for name, count in given.items() if count is not None})
-        options = "".join(
-            f" --{flag} {count}" for flag, count in (("prompts", prompts), ("tokens", new_tokens)) if count is not None
-        )
-        return setup.result([*_own_process(setup), *_in_process(setup)], options=options)
+        record.add(*_own_process(setup))
+        record.add(*_in_process(setup))
 
 
 def _own_process(setup: Setup) -> list[Row]:

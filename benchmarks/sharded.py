@@ -1,4 +1,4 @@
-"""`colo bench sharded`: weights that are spread over ranks to engines that are cut in another way, as slices and whole.
+"""`sharded`: weights that a trainer has spread over ranks to engines that are cut in another way, as slices and whole.
 
 Trainers: FSDP2, and Megatron with tensor parallelism over all ranks. Engines: memory laid out as vLLM's, of which each
 rank has a part (TP), filled by a loader that cuts as vLLM's does. Ours: slices, and whole weights where a loader would
@@ -22,9 +22,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
-from colo.bench.common import Result, Row, Tell, result, shape, silent, timed
+from benchmarks.common import Record, Row, shape, timed
 from colo.memory.load_plan import LoadPlan
 from colo.units import MIB
 from colo.weights.boxes import Box
@@ -51,25 +52,36 @@ _FUSED = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "gate_
 _BY_COLUMNS = ("o_proj", "down_proj")
 _BY_ROWS = ("embed_tokens", "lm_head")
 
+_MEGATRONS = {
+    "num_layers": "num_hidden_layers",
+    "hidden_size": "hidden_size",
+    "ffn_hidden_size": "intermediate_size",
+    "num_attention_heads": "num_attention_heads",
+    "num_query_groups": "num_key_value_heads",
+    "kv_channels": "head_dim",
+    "layernorm_epsilon": "rms_norm_eps",
+}
+"""Options of Megatron's, and what transformers calls them."""
+
+_PADDED_ROWS = 128
+"""The vocabulary has a multiple of so many rows on each rank."""
+
 Weights = Iterable[tuple[str, torch.Tensor]]
 
 
-def run(*, shape_name: str, device: str, ranks: int, trainer: str | None = None, tell: Tell = silent) -> Result:
+def run(record: Record, *, shape: str, device: str, ranks: int, trainer: str | None = None) -> None:
     """Measure every way on `ranks` processes of this machine, each with a GPU of its own unless `device` is the CPU.
 
     `trainer` is one of `TRAINERS`, or `None` for both, the second where Megatron is installed.
     """
     chosen = [trainer] if trainer else [t for t in TRAINERS if t != "megatron" or find_spec("megatron") is not None]
-    rows: list[Row] = []
     context = multiprocessing.get_context("spawn")
     for name in chosen:
-        tell(f"{name} on {ranks} ranks")
+        record.tell(f"{name} on {ranks} ranks")
         with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(ranks, mp_context=context) as pool:
-            job = partial(_measure, count=ranks, trainer=name, shape_name=shape_name, kind=device, folder=folder)
+            job = partial(_measure, count=ranks, trainer=name, shape_name=shape, kind=device, folder=folder)
             jobs = [pool.submit(job, rank) for rank in range(ranks)]
-            rows += [_of_all(told) for told in zip(*(job.result() for job in jobs), strict=True)]
-    command = f"colo bench sharded --shape {shape_name} --ranks {ranks}{f' --trainer {trainer}' if trainer else ''}"
-    return result("sharded", f"{command} --device {device}", limit={}, rows=rows)
+            record.add(*(_of_all(told) for told in zip(*(job.result() for job in jobs), strict=True)))
 
 
 def _of_all(told: Sequence[Row]) -> Row:
@@ -269,12 +281,56 @@ def _of_megatron(config: Any, device: torch.device) -> WeightSource:
     """A model of Megatron's whose layers are cut over all ranks."""
     from torch import distributed
 
-    from colo.bench.megatron import tensor_parallel_stage
     from colo.weights.sources.megatron.source import MegatronSource
 
-    stage = tensor_parallel_stage(config, distributed.get_world_size(), device)
+    stage = _tensor_parallel_stage(config, distributed.get_world_size(), device)
     placed = MegatronSource([stage], family=config.model_type, vocab_size=config.vocab_size)
     return SpreadSource(placed, device=device)
+
+
+def _tensor_parallel_stage(config: Any, ranks: int, device: torch.device) -> Any:
+    """Build this rank's stage, with random weights, of the Qwen3 that a transformers config describes.
+
+    Ordering: the process group is there. Layers are Megatron's own, which need no Transformer Engine.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=ranks, create_gloo_process_groups=False)
+    fusions = ("bias_activation", "masked_softmax", "apply_rope", "bias_dropout", "gradient_accumulation")
+    options = TransformerConfig(
+        **{name: getattr(config, other) for name, other in _MEGATRONS.items()},
+        **{f"{name}_fusion": False for name in fusions},
+        tensor_model_parallel_size=ranks,
+        normalization="RMSNorm",
+        qk_layernorm=True,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        persist_layer_norm=False,
+        use_cpu_initialization=True,
+        perform_initialization=False,  # on the CPU it takes minutes
+        params_dtype=config.dtype,
+        bf16=config.dtype is torch.bfloat16,
+    )
+    rows = _PADDED_ROWS * ranks
+    stage = GPTModel(
+        options,
+        get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm"),
+        vocab_size=-(-config.vocab_size // rows) * rows,
+        max_sequence_length=config.max_position_embeddings,
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=config.tie_word_embeddings,
+    )
+    stage.to(device)
+    torch.manual_seed(torch.distributed.get_rank())
+    with torch.no_grad():
+        for parameter in stage.parameters():
+            if parameter.dim() > 1:  # a rank's own; norms, which are ones, every rank has
+                parameter.normal_(std=0.02)
+    return stage
 
 
 def _engine(

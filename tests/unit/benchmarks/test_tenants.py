@@ -2,7 +2,7 @@
 
 import pytest
 
-from colo.bench.one_copy import exposed_s
+from benchmarks.tenants import exposed_s
 from colo.phases.trace import Trace
 
 

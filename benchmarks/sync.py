@@ -1,4 +1,4 @@
-"""`colo bench sync`: all weights of a model to vLLM in another process, ours beside what people use today.
+"""`sync`: all weights of a model to vLLM in another process, ours beside what people use today.
 
 Ours: direct out of the trainer's memory, and staged through two buckets, with and without checksums. Others, to stock
 vLLM in the same run: its own CUDA IPC transfer, `load_weights` a tensor at a time out of memory that its process has
@@ -18,9 +18,9 @@ from torch import nn
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 from transformers import AutoModelForCausalLM
 
-from colo.bench.common import Result, Row, Tell, clear, median_s, silent
-from colo.bench.vllm_ipc import VLLMIpc
-from colo.bench.workload import (
+from benchmarks.common import Record, Row, clear, median_s
+from benchmarks.tenants import VLLMIpc
+from benchmarks.workload import (
     Setup,
     device_copy_bytes_per_s,
     growth,
@@ -41,23 +41,18 @@ FLAT_BYTES = 512 * MIB
 PUBLICATIONS = 200
 
 
-def run(*, shape_name: str, device: str, tell: Tell = silent) -> Result:
+def run(record: Record, *, shape: str, device: str) -> None:
     """Measure one shape; see `prepared`."""
-    rows: list[Row] = []
-    with prepared("sync", shape_name, device, tell) as prepared_setup:
+    with prepared(record, shape, device, copies=False) as prepared_setup:
         setup = prepared_setup.small()
         with setup.device:
             model = AutoModelForCausalLM.from_config(setup.config, dtype=setup.config.dtype)
         limit_s = sum(p.nbytes for p in model.parameters()) / device_copy_bytes_per_s(setup.device)
-        if device == "cuda":
-            tell("others")
-            rows += _others(setup, model)
-        tell("ours")
-        rows += _ours(setup, model)
-        for row in rows:
-            if "median_s" in row:
-                row["of_limit"] = row["median_s"] / limit_s
-        return setup.result(rows, limit={"device_copy_s": limit_s})
+        record.limit["device_copy_s"] = limit_s
+        for part in (_ours, _others) if device == "cuda" else (_ours,):
+            record.tell(part.__name__.strip("_"))
+            for row in part(setup, model):
+                record.add(row | ({"of_limit": row["median_s"] / limit_s} if "median_s" in row else {}))
 
 
 # ---- ours ------------------------------------------------------------------------------------------------------------

@@ -1,9 +1,9 @@
-"""`colo bench step`: whole steps of GRPO's shape, and what the two tenants take of the device.
+"""`step`: whole steps of GRPO's shape, and what the two tenants take of the device.
 
 0.6B: ours (one copy; trainer state parked where it has to be, or for every rollout, or streamed through each step)
 against what people do today with two copies: both tenants resident, vLLM's level 1 and level 2, each pushing the
-weights after every step, and TRL's own trainer. All with vLLM in the trainer's process and in its own, a step of each
-in turn. 8B: the memory of full fine-tuning with fp32 masters.
+weights after every step. A step of each in turn, with vLLM in one placement. 8B: the memory of full fine-tuning with
+fp32 masters.
 """
 
 from __future__ import annotations
@@ -16,15 +16,10 @@ from functools import partial
 
 import torch
 
-from colo.bench import one_copy, trl_colocate
-from colo.bench.common import Result, Row, Tell, clear, silent
-from colo.bench.offload import copy_limit
-from colo.bench.one_copy import OneCopy
-from colo.bench.sides import Side
-from colo.bench.tenants import PARTS, Stopwatch, Tenants
-from colo.bench.trl_colocate import TRLColocate
-from colo.bench.two_copies import LEVELS, TwoCopies
-from colo.bench.workload import Setup, grpo_steps, peak_device_bytes, prepared
+from benchmarks.common import Record, Row, clear, silent
+from benchmarks.offload import copy_limit
+from benchmarks.tenants import LEVELS, OURS, PARTS, STREAMED, OneCopy, Side, Stopwatch, Tenants, TwoCopies
+from benchmarks.workload import Setup, grpo_steps, peak_device_bytes, prepared
 from colo.memory.probe import used_device_bytes
 from colo.phases.phase import ENGINE_WEIGHTS, TRAINER_GRADIENTS, TRAINER_MASTER_WEIGHTS, TRAINER_OPTIMIZER, Phase
 from colo.runtime import Runtime
@@ -35,17 +30,14 @@ SLACK_BYTES = 2 * GIB
 """Allowance for fragments of torch's memory beside the plan."""
 
 
-PLACEMENTS = ("in process", "own process")
-"""Where vLLM runs."""
-
-
-def run(*, shape_name: str, device: str, placements: Sequence[str] = PLACEMENTS, tell: Tell = silent) -> Result:
-    """Measure steps of one shape; see `prepared`. `placements`, of `PLACEMENTS`, matter to 0.6B only."""
-    with prepared("step", shape_name, device, tell) as setup:
-        limit = copy_limit(setup.device)
-        rows = [_memory(setup)] if shape_name == "8b" else _steps(setup, placements)
-        chosen = f" --placement {placements[0].replace(' ', '-')}" if len(placements) == 1 else ""
-        return setup.result(rows, limit=limit, options=chosen)
+def run(record: Record, *, shape: str, device: str, placement: str = "own-process") -> None:
+    """Measure steps of one shape; see `prepared`. `placement`, where vLLM runs, matters to 0.6B only."""
+    with prepared(record, shape, device, copies=False) as setup:
+        record.limit |= copy_limit(setup.device)
+        if shape == "8b":
+            record.add(_memory(setup))
+        else:
+            _steps(record, setup, placement)
 
 
 # ---- time ------------------------------------------------------------------------------------------------------------
@@ -100,27 +92,27 @@ class Way:
 
 
 def _kinds(device: torch.device, placement: str) -> list[Kind]:
-    """What is measured in one placement, and what cannot be."""
-    on_cuda, own_process = device.type == "cuda", placement == "own process"
-    no_streams = None if one_copy.can_stream() else "this colo has no RuntimeConfig.optimizer"
+    on_cuda, own_process = device.type == "cuda", placement == "own-process"
     no_ipc = "vLLM's IPC transfer is for GPUs" if own_process and not on_cuda else None
-    streamed = partial(OneCopy, optimizer=one_copy.STREAMED)
-    kinds = [
-        Kind("colo", OneCopy, placement, one_copy.WAYS),
-        Kind("colo", streamed, placement, (one_copy.STREAMED,), no_streams),
+    return [
+        Kind("colo", OneCopy, placement, OURS),
+        Kind("colo", partial(OneCopy, optimizer=STREAMED), placement, (STREAMED,)),
         Kind("two copies", TwoCopies, placement, tuple(LEVELS) if on_cuda else ("both resident",), no_ipc),
     ]
-    if not own_process:  # where TRL has a server, on GPUs of its own
-        skipped = trl_colocate.why_skipped(device)
-        kinds.append(Kind("TRL's GRPOTrainer", TRLColocate, placement, (trl_colocate.WAY,), skipped))
-    return kinds
 
 
-def _steps(setup: Setup, placements: Sequence[str]) -> list[Row]:
-    """Every way a step in turn. Each kind of tenants has a process, and rests while others are measured."""
-    kinds = [kind for placement in placements for kind in _kinds(setup.device, placement)]
+def _steps(record: Record, setup: Setup, placement: str) -> None:
+    """Take every way a step in turn. Each kind of tenants has a process, and rests while others are measured."""
+    kinds = _kinds(setup.device, placement)
+    skipped = [
+        {"way": f"{kind.name}, {kind.placement}, {way}", "skipped": kind.why_skipped}
+        for kind in kinds
+        if kind.why_skipped is not None
+        for way in kind.ways
+    ]
     with ExitStack() as running:
         sides = [_started(setup, kind, running) for kind in kinds if kind.why_skipped is None]
+        ways = [way for _, found in sides for way in found]
         for turn in range(setup.size.steps):
             for side, found in sides:
                 for way in found:
@@ -128,14 +120,8 @@ def _steps(setup: Setup, placements: Sequence[str]) -> list[Row]:
                     side.call("step", way.argument)  # comes from rest, or from another way
                     way.steps.append(side.call("step", way.argument))
                 side.call("rest")
-    ways = [way for _, found in sides for way in found]
-    skipped = [
-        {"way": f"{kind.name}, {kind.placement}, {way}", "skipped": kind.why_skipped}
-        for kind in kinds
-        if kind.why_skipped is not None
-        for way in kind.ways
-    ]
-    return [*(way.row() for way in ways), *(way.waits() for way in ways), *skipped]
+                done = [way for way in ways if way.steps]
+                record.show([*(way.row() for way in done), *(way.waits() for way in done), *skipped])
 
 
 def _started(setup: Setup, kind: Kind, running: ExitStack) -> tuple[Side, list[Way]]:
@@ -143,7 +129,7 @@ def _started(setup: Setup, kind: Kind, running: ExitStack) -> tuple[Side, list[W
     name = f"{kind.name}, {kind.placement}"
     setup.tell(f"{name}, once")
     others_bytes = used_device_bytes(setup.device)
-    side = running.enter_context(Side(kind.make, replace(setup, tell=silent), kind.placement == "own process"))
+    side = running.enter_context(Side(kind.make, replace(setup, tell=silent), kind.placement == "own-process"))
     side.call("step", kind.ways[0])  # makes the optimizer's state
     peaks = [side.call("peak_bytes", argument) for argument in kind.ways]
     side.call("rest")

@@ -1,4 +1,4 @@
-"""`colo bench share`: weights that trainer and engine have in common, or that reach the engine by recorded copies.
+"""`share`: weights that trainer and engine have in common, or that reach the engine by recorded copies.
 
 0.6B: publication, growth, and a killed engine, whose restart stands beside starts of stock vLLM. 30B-A3B: recorded
 copies beside `load_weights`, whole and a tensor at a time.
@@ -16,8 +16,8 @@ import psutil
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from colo.bench.common import Result, Row, Tell, clear, clocked, median_s, silent
-from colo.bench.workload import (
+from benchmarks.common import Record, Row, clear, clocked, median_s
+from benchmarks.workload import (
     Setup,
     Size,
     device_copy_bytes_per_s,
@@ -34,11 +34,12 @@ from colo.weights.mismatch import logprob_difference
 from colo.weights.sources.checkpoint import checkpoint_views
 
 
-def run(*, shape_name: str, device: str, tell: Tell = silent) -> Result:
+def run(record: Record, *, shape: str, device: str) -> None:
     """Measure one shape; see `prepared`."""
-    measure = _experts if shape_name == "30b-a3b" else _one_copy
-    with prepared("share", shape_name, device, tell) as setup:
-        return setup.result(list(measure(setup)))
+    measure = _experts if shape == "30b-a3b" else _one_copy
+    with prepared(record, shape, device) as setup:
+        for row in measure(setup):
+            record.add(row)
 
 
 # ---- 0.6B ------------------------------------------------------------------------------------------------------------

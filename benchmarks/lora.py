@@ -1,4 +1,4 @@
-"""`colo bench lora`: the next version of a LoRA adapter to vLLM, ours beside others.
+"""`lora`: the next version of a LoRA adapter to vLLM, ours beside others.
 
 A worker in another process reads it in place or, where that cannot be, in a slab. The others are files on disk and in
 RAM, colo's own first load from tensors, and, in this process, vLLM's own `LoRAModel.from_lora_tensors`, added and
@@ -21,8 +21,8 @@ import torch
 from safetensors.torch import save_file
 from transformers import PretrainedConfig
 
-from colo.bench.common import Result, Row, Tell, clear, median_s, silent
-from colo.bench.workload import Setup, prepared, worker_of
+from benchmarks.common import Record, Row, clear, median_s
+from benchmarks.workload import Setup, prepared, worker_of
 from colo.engine import AdapterWeights
 from colo.engines.vllm.client.engine import VLLMEngine
 
@@ -33,15 +33,14 @@ RAM_DISK = Path("/dev/shm")
 _numbers = itertools.count(1)
 
 
-def run(*, shape_name: str, device: str, tell: Tell = silent) -> Result:
+def run(record: Record, *, shape: str, device: str) -> None:
     """Measure adapters of one shape; see `prepared`."""
-    rows: list[Row] = []
-    with prepared("lora", shape_name, device, tell) as setup:
+    with prepared(record, shape, device) as setup:
         adapter = _adapter(setup.config, setup.device)
         for own_process in (True, False):
-            tell("in its own process" if own_process else "in this process")
-            rows += _measure(setup.small(), adapter, own_process=own_process)
-        return setup.result(rows)
+            record.tell("in its own process" if own_process else "in this process")
+            for row in _measure(setup.small(), adapter, own_process=own_process):
+                record.add(row)
 
 
 def _measure(setup: Setup, adapter: AdapterWeights, *, own_process: bool) -> Iterator[Row]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,8 +15,8 @@ import psutil
 import torch
 from transformers import PretrainedConfig
 
+from benchmarks.common import Record, Row, Tell, clear, clocked, median_s, shape
 from colo.assembly.launch import launch
-from colo.bench.common import Result, Row, Tell, clear, clocked, median_s, result, shape
 from colo.config import RuntimeConfig
 from colo.engines.vllm import compat
 from colo.engines.vllm.client.engine import VLLMEngine
@@ -79,9 +79,8 @@ SIZES = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setup:
-    """What one benchmark measures: a model of random weights, its device, and the sizes of the work."""
+    """A model of random weights, its device, and the sizes of the work."""
 
-    name: str  # the benchmark's name, such as `share`
     shape_name: str
     device: torch.device
     config: PretrainedConfig
@@ -147,30 +146,21 @@ class Setup:
                 **options,
             )
 
-    def result(self, rows: Sequence[Row], *, limit: Mapping[str, float] | None = None, options: str = "") -> Result:
-        """The figures with the command that prints them again. The limit is by default a copy within the device."""
-        if limit is None:
-            limit = {"device_copy_gb_per_s": device_copy_bytes_per_s(self.device) / 1e9}
-        measured = self.shape_name if self.device.type == "cuda" else f"of a tiny stand-in for {self.shape_name}"
-        command = f"colo bench {self.name} --shape {self.shape_name} --device {self.device.type}{options}"
-        return result(f"{self.name} {measured}", command, limit=limit, rows=rows)
-
 
 @contextmanager
-def prepared(name: str, shape_name: str, device: str, tell: Tell) -> Iterator[Setup]:
-    """A setup for one shape; on a CPU for a tiny one, which shows that the benchmark works and no more."""
+def prepared(record: Record, shape_name: str, device: str, *, copies: bool = True) -> Iterator[Setup]:
+    """Set up one shape; on a CPU a tiny one, which shows that the benchmark works and no more.
+
+    The record's limit is a copy within the device, unless `copies` is false.
+    """
     target = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
     config = shape(shape_name, target)
+    if copies:
+        record.limit["device_copy_gb_per_s"] = device_copy_bytes_per_s(target) / 1e9
     with tempfile.TemporaryDirectory(prefix="colo-") as folder:
         save_config(config, folder)
         yield Setup(
-            name=name,
-            shape_name=shape_name,
-            device=target,
-            config=config,
-            size=SIZES[device],
-            folder=folder,
-            tell=tell,
+            shape_name=shape_name, device=target, config=config, size=SIZES[device], folder=folder, tell=record.tell
         )
 
 

@@ -1,4 +1,4 @@
-"""`colo bench sleep`: how fast vLLM gives memory back and takes it again, driven by colo and by itself.
+"""`sleep`: how fast vLLM gives memory back and takes it again, driven by colo and by itself.
 
 8B with random weights: level 1 (weights to the host), level 2 (weights dropped) and keep-weights (KV cache dropped), in
 a process of its own; keep-weights in one process beside what the driver alone takes.
@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from colo.bench.common import Result, Row, Tell, clear, clocked, gigabytes_per_s, result, silent, timed
-from colo.bench.offload import copy_limit
-from colo.bench.workload import Setup, prepared, shut_down, wait_for_pinning, worker_of
+from benchmarks.common import Record, Row, clear, clocked, gigabytes_per_s, timed
+from benchmarks.offload import copy_limit
+from benchmarks.workload import Setup, prepared, shut_down, wait_for_pinning, worker_of
 from colo.engine import SleepLevel
 from colo.engines.vllm import compat
 from colo.engines.vllm.client.engine import VLLMEngine
@@ -27,21 +27,19 @@ REST_S = 0.5
 """Pause between sleep and wake, as training would make: the driver clears the pages it was given back."""
 
 
-def run(*, device: str, tell: Tell = silent) -> Result:
+def run(record: Record, *, device: str) -> None:
     """Measure sleep and wake. On a CPU only the KV cache leaves, and vLLM itself does not sleep."""
-    limit: dict[str, float] = {}
-    rows: list[Row] = []
-    with prepared("sleep", "8b", device, tell) as prepared_setup:
+    with prepared(record, "8b", device, copies=False) as prepared_setup:
         setup = prepared_setup.resized(enforce_eager=True)
         if device == "cuda":
-            limit = copy_limit(setup.device)
-            tell("vLLM's own levels")
+            record.limit |= copy_limit(setup.device)
+            record.tell("vLLM's own levels")
             peer = _peer(setup)
-            tell("levels 1 and 2, keep-weights, in its own process")
-            rows += _levels(setup, peer, limit)
-        tell("keep-weights in this process")
-        rows.append(_keep_weights_here(setup))
-    return result("sleep", f"colo bench sleep --device {device}", limit=limit, rows=rows)
+            record.tell("levels 1 and 2, keep-weights, in its own process")
+            for row in _levels(setup, peer, record.limit):
+                record.add(row)
+        record.tell("keep-weights in this process")
+        record.add(_keep_weights_here(setup))
 
 
 def _peer(setup: Setup) -> Mapping[str, list[float]]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from colo.bench.common import Row, median_s, synchronize
+from benchmarks.common import Record, Row, median_s, synchronize
 from colo.rl.logprob import token_logprobs
 
 Inputs = tuple[Tensor, Tensor, Tensor]
@@ -18,7 +18,15 @@ Compute = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Function from `Inputs` to log-probabilities (tokens,)."""
 
 
-def run(
+def run(record: Record, *, device: str, **sizes: int) -> None:
+    """Measure chunked and full log-probabilities; on a CPU of a few tokens. `sizes` are those of `measure`."""
+    record.tell("chunked and full log-probabilities")
+    small = {"tokens": 512, "vocab": 4096, "hidden": 128, "full_tokens": 128} if device == "cpu" else {}
+    for row in measure(device=device, **(small | sizes)):
+        record.add(row)
+
+
+def measure(
     *,
     device: str,
     tokens: int = 65_536,
@@ -26,7 +34,7 @@ def run(
     hidden: int = 4096,
     full_tokens: int = 8192,
     repeats: int = 5,
-) -> list[Row]:
+) -> Iterator[Row]:
     """Measure in bfloat16 on random data, with a trained head and with a frozen one.
 
     Three rows for each: chunked at `tokens`, chunked at `full_tokens`, and full at `full_tokens`. Keys of a row:
@@ -49,18 +57,17 @@ def run(
     for name, value in sizes.items():
         if value < 1:
             raise ValueError(f"{name} must be at least 1, but is {value}")
-    rows = []
     for weight_gradient in (True, False):
-        measure = partial(
+        one = partial(
             _measure, device=device, vocab=vocab, hidden=hidden, weight_gradient=weight_gradient, repeats=repeats
         )
-        large = measure("chunked", token_logprobs, tokens=tokens)
-        small = measure("chunked", token_logprobs, tokens=full_tokens)
-        full = measure("full", _full_logprobs, tokens=full_tokens)
+        yield one("chunked", token_logprobs, tokens=tokens)
+        small = one("chunked", token_logprobs, tokens=full_tokens)
+        full = one("full", _full_logprobs, tokens=full_tokens)
         if small["fits"] and full["fits"]:
             small["ratio_to_full"] = small["seconds"] / full["seconds"]
-        rows += [large, small, full]
-    return rows
+        yield small
+        yield full
 
 
 def _full_logprobs(hidden_states: Tensor, weight: Tensor, token_ids: Tensor) -> Tensor:

