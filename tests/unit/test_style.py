@@ -14,7 +14,7 @@ CLAUSES = {
     "grpo": 1,
     "integrations": 6,
     "log": 1,
-    "memory": 2,
+    "memory": 3,
     "misfits": 1,
     "phases": 17,
     "planning": 1,
