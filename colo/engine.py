@@ -80,8 +80,10 @@ class SamplingParams:
     min_p: float = 0.0
     """Keep tokens at least this probable relative to the most likely one."""
 
-    seed: int | None = None
-    """Makes every completion a function of (seed, prompt index, sample index, weights); `None` draws anew."""
+    seed: int | Sequence[int] | None = None
+    """Makes every completion a function of (seed, prompt index, sample index, weights); `None` draws anew.
+
+    A list has a seed for each prompt, whatever its index: sample `j` of it draws from that seed plus `j`."""
 
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end a completion, beside the model's end-of-sequence token; the token is kept in the output."""
@@ -93,11 +95,16 @@ class SamplingParams:
         for option in fields(self):
             if option.name != "seed" and getattr(self, option.name) is None:
                 raise ValueError(f"{option.name} cannot be None: give a value, or leave it out for {option.default}")
-        for name in ("n", "max_tokens", "top_k", "seed"):
+        if isinstance(self.seed, Sequence) and not isinstance(self.seed, (str, bytes)):
+            object.__setattr__(self, "seed", _integers("seed", self.seed, "a whole number, or a list of them"))
+        else:
+            _check_number("seed", self.seed, Integral, "a whole number, or a list with one for each prompt")
+        for name in ("n", "max_tokens", "top_k"):
             _check_number(name, getattr(self, name), Integral, "a whole number")
         for name in ("temperature", "top_p", "min_p"):
             _check_number(name, getattr(self, name), Real, "a number")
-        object.__setattr__(self, "stop_token_ids", _token_ids(self.stop_token_ids))
+        ids = _integers("stop_token_ids", self.stop_token_ids, "a list of token ids, such as [2]")
+        object.__setattr__(self, "stop_token_ids", ids)
         if self.top_k == -1:
             object.__setattr__(self, "top_k", 0)
         checks = {
@@ -120,12 +127,11 @@ def _check_number(name: str, value: Any, kind: type, words: str) -> None:
         raise TypeError(f"{name} must be {words}, not {value!r}")
 
 
-def _token_ids(given: Any) -> tuple[int, ...]:
-    """`stop_token_ids` as they are kept. Raises: `TypeError` for anything but token ids."""
+def _integers(name: str, given: Any, words: str) -> tuple[int, ...]:
     try:
         return tuple(map(operator.index, given))
     except TypeError:
-        raise TypeError(f"stop_token_ids must be a list of token ids, such as [2], not {given!r}") from None
+        raise TypeError(f"{name} must be {words}, not {given!r}") from None
 
 
 class _Text:

@@ -64,7 +64,7 @@ def check(
         )
     prompts = prompts or _prompts(rt)
     if sampling:
-        rt.engine.sampling_params(None, **{**sampling, "max_tokens": 1})
+        rt.engine.sampling_params(None, **sampling)
     with rt.rollout():
         sampled = rt.generate(prompts, max_tokens=_TOKENS, temperature=1.0, seed=7, ignore_eos=True)
         options = _check_options(rt, prompts[0])

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from colo.engine import EngineState, SamplingParams, SleepLevel
-from colo.engines.sampling import check_taken
+from colo.engines.sampling import check_taken, sampling_temperature
 from colo.errors import BudgetError, EngineLost, PhaseError, StaleWeights
 from colo.memory.offload import Mover
 from colo.phases.phase import ENGINE_KV_CACHE, ENGINE_WEIGHTS, Residency
@@ -121,9 +121,7 @@ class EngineBase:
 
     def sampling_temperature(self, params: Any) -> float | None:
         """The temperature that `logprobs` have in them; `None` where filters change them too."""
-        if params.top_p < 1 or params.top_k > 0 or params.min_p > 0:
-            return None
-        return float(params.temperature or 1.0)
+        return sampling_temperature(params)
 
     def pause(self) -> None:
         """Stop generating, so that weights may change. Idempotent; `PhaseError` when asleep or closed."""

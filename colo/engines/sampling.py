@@ -30,6 +30,7 @@ _NEUTRAL: Mapping[str, Sequence[Any]] = {
     "bad_words": ([], ()),
     "best_of": (1,),
     "detokenize": (True,),
+    "do_sample": (True,),
     "extra_args": ({},),
     "flat_logprobs": (False,),
     "frequency_penalty": (0,),
@@ -41,6 +42,7 @@ _NEUTRAL: Mapping[str, Sequence[Any]] = {
     "logits_processors": ([], ()),
     "logprobs": (0,),
     "min_tokens": (0,),
+    "num_beams": (1,),
     "presence_penalty": (0,),
     "prompt_logprobs": (),
     "repetition_detection": (),
@@ -55,13 +57,34 @@ _NEUTRAL: Mapping[str, Sequence[Any]] = {
 }
 """Options of vLLM's and of trainers', and the values, beside `None`, with which they change nothing here."""
 
+_OF_TRANSFORMERS = {
+    "do_sample": "temperature=0 is greedy, and anything else samples",
+    "max_length": "max_tokens counts the completion alone",
+    "max_new_tokens": "max_tokens",
+    "min_new_tokens": "min_tokens, on vLLM",
+    "num_beams": "n completions of each prompt; there is no beam search",
+    "num_return_sequences": "n",
+    "eos_token_id": "stop_token_ids",
+    "stop_strings": "stop, on vLLM",
+}
+"""Names of transformers' generation options, and what says the same here."""
+
+
+def check_names(options: Mapping[str, Any]) -> None:
+    """Raise `ValueError` for options by transformers' names, with ours: no engine takes those."""
+    if others := [name for name in options if name in _OF_TRANSFORMERS]:
+        advice = "; ".join(f"in place of {name}, {_OF_TRANSFORMERS[name]}" for name in others)
+        raise ValueError(f"{', '.join(others)} of transformers' generate: sampling options have vLLM's names. {advice}")
+
 
 def without_neutral(options: Mapping[str, Any], taken: Collection[str]) -> dict[str, Any]:
     """The options without those that change nothing: not `taken` by an engine, or `None` in place of a neutral value.
 
-    What is neither taken nor neutral is left in.
+    What is neither taken nor neutral is left in, but for transformers' names, which raise `ValueError`.
     """
-    return {name: value for name, value in options.items() if not _is_left_out(name, value, taken)}
+    left = {name: value for name, value in options.items() if not _is_left_out(name, value, taken)}
+    check_names(left)
+    return left
 
 
 def _is_left_out(name: str, value: Any, taken: Collection[str]) -> bool:
@@ -79,6 +102,83 @@ def check_taken(options: Mapping[str, Any], engine: str, advice: str) -> dict[st
     if unknown := sorted(left.keys() - set(TAKEN)):
         raise ValueError(f"{engine} does not take {', '.join(unknown)}, but {', '.join(TAKEN)}: {advice}")
     return left
+
+
+# ---- what options do to the distribution, and what they need ---------------------------------------------------------
+
+_KEEPS_DISTRIBUTION = frozenset(
+    {
+        # how many and how long
+        "n",
+        "max_tokens",
+        "stop",
+        "stop_token_ids",
+        "ignore_eos",
+        "repetition_detection",
+        # from which random numbers
+        "seed",
+        # what is returned of it, and how
+        "logprobs",
+        "prompt_logprobs",
+        "logprob_token_ids",
+        "flat_logprobs",
+        "detokenize",
+        "skip_special_tokens",
+        "spaces_between_special_tokens",
+        "include_stop_str_in_output",
+        "output_kind",
+        "output_text_buffer_length",
+        "stream_interval",
+        "skip_clone",
+        "skip_reading_prefix_cache",
+        "routed_experts_prompt_start",
+        # only a watermark that the engine was started with, see `LLMLink`
+        "watermarking",
+    }
+)
+"""Options that leave `softmax(logits / temperature)` as it is. Any other, known or of a later vLLM, may change it."""
+
+_FILTERS = ("top_p", "top_k", "min_p")
+_PLAIN: Mapping[str, Sequence[Any]] = {"top_p": (1,), "top_k": (0, -1), "repetition_penalty": (1,)}
+"""Values, beside those that are false, with which an option changes nothing."""
+
+
+def distorting(params: Any) -> tuple[str, ...]:
+    """Names of options with which tokens are not drawn from `softmax(logits / temperature)`.
+
+    `params` are colo's or vLLM's parameters, or options by name. Greedy sampling is told by its temperature alone,
+    whatever the filters.
+    """
+    options = _options(params)
+    is_greedy = options.get("temperature") == 0
+    skipped = _KEEPS_DISTRIBUTION | {"temperature", *(_FILTERS if is_greedy else ())}
+    return tuple(
+        name
+        for name, value in options.items()
+        if not name.startswith("_") and name not in skipped and value and value not in _PLAIN.get(name, ())
+    )
+
+
+def sampling_temperature(params: Any) -> float | None:
+    """The temperature that log-probabilities have in them; `None` where other options change them too."""
+    temperature: float | None = _options(params).get("temperature")
+    return None if distorting(params) else (1.0 if temperature is None else temperature) or 1.0
+
+
+def needing_tokenizer(params: Any) -> tuple[str, ...]:
+    """Names of options with which vLLM reads or writes text while it samples; without a tokenizer it skips them."""
+    options = _options(params)
+    return tuple(name for name in _OF_TOKENIZER if options.get(name))
+
+
+_OF_TOKENIZER = ("bad_words", "stop", "structured_outputs", "thinking_token_budget")
+
+
+def _options(params: Any) -> Mapping[str, Any]:
+    if isinstance(params, Mapping):
+        return params
+    names = getattr(params, "__struct_fields__", None) or TAKEN
+    return {name: getattr(params, name) for name in names}
 
 
 def processed_logprobs(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
@@ -125,10 +225,23 @@ def invert_cdf(probabilities: torch.Tensor, uniforms: torch.Tensor) -> torch.Ten
     return torch.where(possible, tokens, probabilities.argmax(-1, keepdim=True))[:, 0]
 
 
-def row_seed(seed: int, prompt_index: int, sample_index: int) -> int:
+def row_seed(seed: int | str, prompt_index: int, sample_index: int) -> int:
     """A seed in [0, 2**63) for one completion: the same in every process, on every platform and in every batch."""
     key = f"{seed}/{prompt_index}/{sample_index}".encode()
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 1
+
+
+def completion_seed(seed: int | Sequence[int], prompt_index: int, sample_index: int) -> int:
+    """The seed of one completion, where `seed` is the call's or has one for each prompt, as `SamplingParams` says."""
+    if isinstance(seed, Sequence):
+        return int(seed[prompt_index]) + sample_index
+    return row_seed(seed, prompt_index, sample_index)
+
+
+def check_seeds(seed: Any, num_prompts: int) -> None:
+    """Raise `ValueError` for a list of seeds that has not one for each prompt."""
+    if isinstance(seed, Sequence) and len(seed) != num_prompts:
+        raise ValueError(f"seed has {len(seed)} seeds for {num_prompts} prompts: give one for each, or a single one")
 
 
 class Sampler:
@@ -148,7 +261,7 @@ class Sampler:
         self._generators: list[torch.Generator] = []
         if not self._greedy:
             seed = secrets.randbits(63) if params.seed is None else params.seed
-            self._generators = [torch.Generator().manual_seed(row_seed(seed, *row)) for row in rows]
+            self._generators = [torch.Generator().manual_seed(completion_seed(seed, *row)) for row in rows]
 
     def sample(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Draw from `logits` [rows, vocab]: token ids (int64 [rows]) and their log-probabilities (float32 [rows])."""

@@ -19,7 +19,7 @@ from colo.engines.base import EngineBase
 from colo.engines.embedded.caches import Footprint, KVCacheBuffer, ModelCaches, Reservation
 from colo.engines.embedded.layout import FusedWeights, Layout, LoadedAdapters, bind, empty_model
 from colo.engines.embedded.waves import Wave, positions_of
-from colo.engines.sampling import sample_rows
+from colo.engines.sampling import check_seeds, sample_rows
 from colo.engines.text import check_count, check_prompts
 from colo.errors import PhaseError
 from colo.memory.load_plan import LoadPlan
@@ -132,6 +132,7 @@ class TorchEngine(EngineBase):
             self._adapters.require(adapter)
         token_ids = [tuple(map(operator.index, prompt)) for prompt in prompts]
         check_count(len(token_ids), params.n)
+        check_seeds(params.seed, len(token_ids))
         check_prompts(token_ids, self.vocab_size, self._positions.count)
         waves = self._caches.plan(token_ids, n=params.n, max_tokens=params.max_tokens)
         plain = torch.autocast(self.device.type, enabled=False)  # a caller's autocast is for training

@@ -583,8 +583,15 @@ def test_the_flags_run_is_that_of_attach(make, tmp_path):
 
 
 def test_without_the_flag_it_is_trls_trainer(make):
-    trainer = make(attach=False, kind=ColoGRPOTrainer, config=ColoGRPOConfig)
+    with pytest.warns(
+        UserWarning, match="ColoGRPOTrainer without fast_inference=True trains as TRL's own .*pass args="
+    ):
+        trainer = make(attach=False, kind=ColoGRPOTrainer, config=ColoGRPOConfig)
     assert not hasattr(trainer, "colo")
+    with pytest.raises(AttributeError, match=r"no runtime: .*fast_inference=True"):
+        trainer.colo  # noqa: B018
+    with pytest.raises(AttributeError, match="object has no attribute 'of_nothing'"):
+        trainer.of_nothing  # noqa: B018
     trainer.train()
     assert len(logged(trainer)) == 2
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import sys
+import tempfile
 import warnings
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -14,15 +16,16 @@ from colo.assembly.share import share
 from colo.config import RuntimeConfig
 from colo.engine import Engine
 from colo.engines.embedded.waves import positions_of
+from colo.engines.sampling import distorting, needing_tokenizer
 from colo.errors import Unsupported
-from colo.integrations.trl.contract import check_contract, check_trainer
-from colo.integrations.trl.folders import check_output
-from colo.integrations.trl.generation import ColoGeneration
-from colo.integrations.trl.phases import PhaseCallback, watch_forwards
-from colo.integrations.trl.preparation import prepare
+from colo.integrations.trl.checks import check_columns, check_contract, check_output, check_trainer, checked
+from colo.integrations.trl.generation import ColoGeneration, PhaseCallback, watch_forwards
 from colo.integrations.trl.reference import keep_initial_adapter
-from colo.integrations.trl.rewards import check_columns, checked
+from colo.memory.dtensor import local_shard
 from colo.runtime import Runtime
+from colo.trainer.master_weights import MasterWeightsOptimizer
+from colo.trainer.optimizer_state import unwrapped
+from colo.weights.ranks import RankGroup
 
 logger = logging.getLogger(__name__)
 
@@ -58,12 +61,12 @@ def attach(
     check_output(trainer.args.output_dir)
     check_columns(trainer.reward_funcs, trainer.train_dataset, trainer.eval_dataset)
     options = dict(engine_options or {})
-    if engine == "vllm":
-        _add_vllm_options(trainer, options)
     config = _config_of(trainer, config or RuntimeConfig())
     before = trainer.optimizer, trainer.model_wrapped
-    rt, forget = None, keep_initial_adapter(trainer)
+    rt, forget, folders = None, keep_initial_adapter(trainer), ExitStack()
     try:
+        if engine == "vllm":
+            add_vllm_options(trainer, options, folders)
         prepare(trainer)
         rt = share(
             engine,
@@ -73,18 +76,21 @@ def attach(
             tokenizer=trainer.processing_class,
             config=config,
         )
-        sampling = sampling_of(trainer, rt)
+        rt.at_close(folders.close)
+        context = _context_of(trainer, rt)
+        sampling = sampling_of(trainer, rt, context)
         rt.engine.sampling_params(None, **sampling)  # which refuses by name what the engine lacks
         check(rt, sampling=sampling)
-        _set(trainer, rt, ColoGeneration(trainer, rt, sampling, context=_context_of(trainer, rt), seeded=seeded))
+        _set(trainer, rt, ColoGeneration(trainer, rt, sampling, context=context, seeded=seeded))
     except BaseException:
         if rt is not None:
             rt.close()
+        folders.close()
         trainer.optimizer, trainer.model_wrapped = before
         forget()
         raise
     rt.at_close(forget)
-    _warn_of_filters(trainer)
+    _warn_of_sampling(trainer, sampling, rt.engine, seeded=seeded)
     logger.info("attached: %s; %s", rt.engine.placement, rt.transport.reason)
     return rt
 
@@ -107,11 +113,15 @@ def _config_of(trainer: Any, config: RuntimeConfig) -> RuntimeConfig:
     return config
 
 
-def sampling_of(trainer: Any, rt: Runtime) -> dict[str, Any]:
+def sampling_of(trainer: Any, rt: Runtime, context: int) -> dict[str, Any]:
     """The engine's sampling options, by name, that a trainer asks for."""
-    args = trainer.args
+    args, max_tokens = trainer.args, trainer.max_completion_length
+    if max_tokens is None and rt.engine.name != "vllm":  # to which it means the rest of the context
+        if context == sys.maxsize:
+            raise ValueError("this model's context has no end: set max_completion_length in the trainer's config")
+        max_tokens = context
     sampling: dict[str, Any] = {
-        "max_tokens": trainer.max_completion_length,
+        "max_tokens": max_tokens,
         "temperature": trainer.temperature,
         "top_p": trainer.top_p,
         "top_k": trainer.top_k or 0,
@@ -170,14 +180,16 @@ def choose_process(options: dict[str, Any], num_ranks: int) -> None:
         raise Unsupported(f"vLLM within each of {num_ranks} ranks takes them for its own: leave own_process=False out")
 
 
-def _add_vllm_options(trainer: Any, options: dict[str, Any]) -> None:
-    """Options of vLLM that follow from the trainer's."""
+def add_vllm_options(trainer: Any, options: dict[str, Any], folders: ExitStack) -> None:
+    """Add options of vLLM that follow from the trainer's: with options that take a tokenizer, the trainer's own."""
     args = trainer.args
     choose_process(options, trainer.accelerator.num_processes)
     if args.vllm_max_model_length is not None:
         options.setdefault("max_model_len", args.vllm_max_model_length)
-    if args.vllm_structured_outputs_regex is not None:
-        options.setdefault("tokenizer", trainer.processing_class.name_or_path)
+    given = {"structured_outputs": args.vllm_structured_outputs_regex} | (args.generation_kwargs or {})
+    if needing_tokenizer(given) and "tokenizer" not in options:
+        options["tokenizer"] = folders.enter_context(tempfile.TemporaryDirectory(prefix="colo-tokenizer-"))
+        trainer.processing_class.save_pretrained(options["tokenizer"])  # with what was added to it
         options.setdefault("skip_tokenizer_init", False)
 
 
@@ -197,17 +209,117 @@ def _structured_outputs(rt: Runtime, regex: str) -> Any:
     return StructuredOutputsParams(regex=regex)
 
 
-def _warn_of_filters(trainer: Any) -> None:
-    filters = [
-        name
-        for name, neutral in (("top_p", (1.0,)), ("top_k", (0, -1, None)), ("min_p", (0.0, None)))
-        if getattr(trainer, name) not in neutral
-    ]
-    if filters and getattr(trainer, "vllm_importance_sampling_correction", False):
+def _warn_of_sampling(trainer: Any, sampling: Mapping[str, Any], engine: Engine, *, seeded: bool) -> None:
+    """Warn of a seed that repeats itself, and of what TRL computes of another distribution than is sampled from."""
+    if sampling.get("seed") is not None and not seeded:
         warnings.warn(
-            f"sampling with {', '.join(filters)} cuts tokens off, and TRL's importance correction compares "
-            "probabilities of what is left with those of all tokens: its ratio is biased (huggingface/trl#6789), and "
-            "TRL takes no mask of them (vLLM's return_sampling_mask). Sample without filters, or set "
-            "vllm_importance_sampling_correction=False",
+            f"generation_kwargs has seed={sampling['seed']}, and every step draws the same random numbers: leave it "
+            "out, and set colo_seeded=True (attach(seeded=True)) for a seed of its own in every step, from the run's",
             stacklevel=3,
         )
+    filters = (*distorting(sampling), *getattr(getattr(engine, "link", None), "distorting", ()))
+    if filters and getattr(trainer, "vllm_importance_sampling_correction", False):
+        warnings.warn(
+            f"sampling with {', '.join(filters)} changes which tokens are likely, and TRL's importance correction "
+            "compares their probabilities with those that the model gives without: its ratio is biased "
+            "(huggingface/trl#6789), and TRL takes no mask of them (vLLM's return_sampling_mask). Sample without, or "
+            "set vllm_importance_sampling_correction=False",
+            stacklevel=3,
+        )
+    if sampling["temperature"] != trainer.temperature:
+        warnings.warn(
+            f"generation_kwargs has temperature={sampling['temperature']}, and TRL computes log-probabilities and the "
+            f"loss at temperature={trainer.temperature}: their ratio is biased (huggingface/trl#6789). Set temperature "
+            "in the trainer's config",
+            stacklevel=3,
+        )
+
+
+# ---- what `train()` makes of a model and an optimizer, made before weights are shared --------------------------------
+
+
+def prepare(trainer: Any) -> None:
+    """Make the optimizer, and shard or wrap the model where `trainer.train()` would; it leaves both as they are then.
+
+    With accelerate's FSDP2 plugin every rank calls.
+    Raises: `Unsupported` for an optimizer that cannot be made so, by name; with FSDP2 also for a rank that holds
+    nothing of several weights, and then `TransferError` on the others.
+    """
+    if trainer.is_fsdp_enabled:
+        _shard(trainer)
+    _make_optimizer(trainer)
+    if trainer.is_fsdp_enabled:
+        _prepare_sharded(trainer)
+    elif trainer.accelerator.num_processes > 1 and trainer.accelerator.device.type == "cpu":
+        # Before the memory is shared: accelerate would copy it to `cpu:0`.
+        trainer.model_wrapped = trainer.accelerator.prepare_model(trainer.model, device_placement=False)
+
+
+def _make_optimizer(trainer: Any) -> None:
+    """Make the optimizer that `trainer.train()` would make, with fp32 masters for weights in 16 bits."""
+    model, made = trainer.model, trainer.optimizer
+    in_16_bits = any(p.requires_grad and p.is_floating_point() and p.element_size() < 4 for p in model.parameters())
+    if made is None and in_16_bits:
+        known = trainer.optimizer_cls_and_kwargs
+        kind, options = known or trainer.get_optimizer_cls_and_kwargs(trainer.args, model)
+        if not isinstance(kind, type):
+            raise Unsupported(
+                f"optim={trainer.args.optim!r} makes several optimizers, and colo keeps fp32 masters for one: load the "
+                "model in float32, or take another optim"
+            )
+
+        class WithMasters(MasterWeightsOptimizer):  # a class, since transformers takes a function for a factory
+            def __init__(self, groups: Any, **given: Any) -> None:
+                super().__init__(groups, lambda params: kind(params, **given))
+
+        trainer.optimizer_cls_and_kwargs = WithMasters, options
+        try:
+            trainer.create_optimizer()
+        finally:
+            trainer.optimizer_cls_and_kwargs = known
+    elif made is None:
+        trainer.create_optimizer()
+    elif in_16_bits and not hasattr(unwrapped(made), "inner"):
+        warnings.warn(
+            "weights in 16 bits swallow updates smaller than 1/256 of them: give the trainer an optimizer made by "
+            "colo.optim.MasterWeights, or none",
+            stacklevel=4,
+        )
+    _prepare_optimizer(trainer)
+
+
+def _prepare_optimizer(trainer: Any) -> None:
+    """Wrap the optimizer in place, where accelerate's own preparation copies all state to the host and back."""
+    if not getattr(trainer.optimizer, "_is_accelerate_prepared", False):
+        trainer.optimizer = trainer.accelerator.prepare_optimizer(trainer.optimizer, device_placement=False)
+        trainer.optimizer._is_accelerate_prepared = True
+
+
+def _shard(trainer: Any) -> None:
+    """Shard the model in place, and switch an optimizer that exists to the shards."""
+    from accelerate.utils import fsdp2_prepare_model
+
+    if trainer.optimizer is None:
+        trainer.model = fsdp2_prepare_model(trainer.accelerator, trainer.model)
+    elif hasattr(unwrapped(trainer.optimizer), "inner"):
+        raise Unsupported(
+            "the masters of this optimizer are of whole weights, and FSDP shards those: give the trainer no optimizer, "
+            "colo makes it with masters of the shards"
+        )
+    else:
+        _prepare_sharded(trainer)
+    trained = {name: p for name, p in trainer.model.named_parameters() if p.requires_grad}
+    with RankGroup(trained.values()).fail_together("sharding the model"):
+        empty = [name for name, p in trained.items() if not local_shard(p).numel()]
+        if len(empty) > 1:
+            raise Unsupported(
+                f"this rank holds nothing of {empty[0]} and {len(empty) - 1} other weights, which accelerate takes for "
+                "one another in the optimizer: use fewer ranks"
+            )
+
+
+def _prepare_sharded(trainer: Any) -> None:
+    """Have accelerate know model and optimizer; it shards a model that is not."""
+    _prepare_optimizer(trainer)
+    trainer.model, trainer.optimizer = trainer.accelerator.prepare(trainer.model, trainer.optimizer)
+    trainer.model_wrapped = trainer.model

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import warnings
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -16,10 +17,8 @@ from colo.assembly.starting import refuse_adapted_head, revision_of
 from colo.config import Offload, RuntimeConfig
 from colo.errors import Unsupported
 from colo.integrations.trl.attachment import attach, choose_process
-from colo.integrations.trl.contract import check_args
-from colo.integrations.trl.folders import check_checkpoint, check_output
+from colo.integrations.trl.checks import check_args, check_checkpoint, check_columns, check_output
 from colo.integrations.trl.reference import initialized_once
-from colo.integrations.trl.rewards import check_columns
 from colo.units import MIB
 
 if TYPE_CHECKING:
@@ -27,6 +26,8 @@ if TYPE_CHECKING:
 
 _OPTIONS_OF_A_START = ("dtype", "revision")
 """What of `model_init_kwargs` colo takes into account; `trust_remote_code` may say that nothing is trusted."""
+
+_FLAG = "pass args=ColoGRPOConfig(..., fast_inference=True), or ColoRLOOConfig"
 
 
 @dataclass
@@ -103,6 +104,11 @@ class _WithEngine:
     ) -> None:
         options |= zip(list(inspect.signature(super().__init__).parameters)[3:], positional, strict=False)
         if not getattr(args, "fast_inference", False):
+            warnings.warn(
+                f"{type(self).__name__} without fast_inference=True trains as TRL's own trainer, without colo's "
+                f"engine: {_FLAG}",
+                stacklevel=2,
+            )
             super().__init__(model, reward_funcs, args, **options)  # type: ignore[call-arg]
             return
         check_args(args)
@@ -126,6 +132,11 @@ class _WithEngine:
                 raise
         finally:
             args.model_init_kwargs = given
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "colo":
+            raise AttributeError(f"this trainer has no runtime: it was closed, or made without the flag; {_FLAG}")
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         if getattr(self, "colo", None) is not None:

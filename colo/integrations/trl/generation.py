@@ -1,18 +1,25 @@
-"""What a TRL trainer calls `vllm_generation`: rollouts on colo's engine."""
+"""What an attached trainer calls: rollouts on colo's engine, and the phases around them."""
 
 from __future__ import annotations
 
-import random
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import takewhile
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+from transformers import TrainerCallback
+
 from colo.engine import Completion
+from colo.engines.sampling import row_seed
 from colo.errors import EngineLost, Unsupported
+from colo.integrations.trl.reference import as_policy
 from colo.phases.phase import Phase
 from colo.runtime import Runtime
+from colo.units import GIB
 
 Generated = tuple[list[list[int]], list[list[int]], list[list[list[float]]], list[list[list[int]]]]
 """Prompts, completions, and for each token of those a list with its log-probability, and one with its id."""
@@ -34,8 +41,7 @@ class ColoGeneration:
         self._context = context
         self._seeded = seeded
         self._calls: dict[str, tuple[int, int]] = {}
-        # The loop that calls tools reads the length of the context here.
-        self.llm = SimpleNamespace(llm_engine=SimpleNamespace(model_config=SimpleNamespace(max_model_len=context)))
+        self.llm = _NoLLM(context)
 
     def sync_weights(self) -> None:
         """Do nothing: a rollout begins with the trainer's present weights."""
@@ -56,7 +62,7 @@ class ColoGeneration:
             raise Unsupported("colo generates from text: images in a dataset are not supported")
         self._check(prompts)
         unique, n = _grouped(prompts, num_generations)
-        sampling = {**self.sampling, "n": n} | self._seed()
+        sampling = {**self.sampling, "n": n} | self._seeds(len(prompts), num_generations, n)
         began_s = time.perf_counter()
         with profiler or nullcontext():
             try:
@@ -87,17 +93,43 @@ class ColoGeneration:
                     "shorten or filter prompts, or raise vllm_max_model_length"
                 )
 
-    def _seed(self) -> dict[str, int]:
-        """The seed of this call, by run, step and how often that has generated: a resumed run draws the same."""
+    def _seeds(self, num_prompts: int, num_generations: int, n: int) -> dict[str, list[int]]:
+        """A seed for each of the prompts that are asked for `n` times, by run, step and the prompt's place in it.
+
+        A completion has the same seed on however many ranks, in whole groups or in parts of them, and when the run is
+        resumed: that of its prompt in the batch of all ranks, plus its number among the prompt's.
+        """
         if not self._seeded:
             return {}
-        trainer = self._trainer
-        mode = "train" if trainer.model.training else "eval"
+        trainer, args = self._trainer, self._trainer.args
+        mode, rank = "train" if trainer.model.training else "eval", trainer.accelerator.process_index
         step, count = self._calls.get(mode, (-1, 0))
         count = count + 1 if step == trainer.state.global_step else 0
         self._calls[mode] = trainer.state.global_step, count
-        key = (trainer.args.seed, mode, trainer.state.global_step, count, trainer.accelerator.process_index)
-        return {"seed": random.Random(repr(key)).getrandbits(31)}
+        run = f"{args.seed}/{mode}/{trainer.state.global_step}/{count}"
+        if mode == "train":
+            usual = args.per_device_train_batch_size * (args.steps_per_generation or args.gradient_accumulation_steps)
+        else:
+            usual = args.per_device_eval_batch_size
+        # A part of a batch, such as what tools are called for, is of another size on every rank.
+        first, run = (rank * num_prompts, run) if num_prompts == usual else (0, f"{run}/{rank}/{num_prompts}")
+        size = max(1, num_generations)
+        rows = range(first, first + num_prompts, n)
+        return {"seed": [row_seed(run, row // size, 0) + row % size for row in rows]}
+
+
+class _NoLLM:
+    """In the place of TRL's `vllm.LLM`, of which the loop that calls tools reads the length of the context."""
+
+    def __init__(self, context: int) -> None:
+        self.llm_engine = SimpleNamespace(model_config=SimpleNamespace(max_model_len=context))
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"vllm_generation.llm.{name}: the engine takes turns with the trainer, and is asked by "
+            "trainer.vllm_generation.generate(prompts, None, num_generations), as TRL does, or by "
+            "trainer.colo.generate(prompts, max_tokens=..., n=...), both with token ids"
+        )
 
 
 def _grouped(prompts: list[list[int]], num_generations: int) -> tuple[list[list[int]], int]:
@@ -107,3 +139,90 @@ def _grouped(prompts: list[list[int]], num_generations: int) -> tuple[list[list[
     if all(len(group) == group.count(group[0]) == size for group in groups):
         return [group[0] for group in groups], size
     return prompts, 1
+
+
+# ---- phases ----------------------------------------------------------------------------------------------------------
+
+
+def watch_forwards(model: Any, runtime: Runtime) -> list[Any]:
+    """Hooks that enter the training phase before the model computes; returns their handles.
+
+    One is on the embeddings, since some losses call the layers below the model itself. They run before the hooks of
+    FSDP2: a pass that compares log-probabilities would otherwise begin within one that FSDP2 takes for begun.
+    """
+
+    def before_forward(*_: Any) -> None:
+        in_rollout = runtime.phase is Phase.ROLLOUT
+        if in_rollout or (model.training and torch.is_grad_enabled() and runtime.phase is not Phase.TRAIN):
+            with as_policy(model):
+                runtime.enter(Phase.TRAIN)
+
+    watched = (model, model.get_input_embeddings())
+    return [module.register_forward_pre_hook(before_forward, prepend=True) for module in watched]
+
+
+class PhaseCallback(TrainerCallback):  # type: ignore[misc]
+    """Leaves a phase where a trainer comes to rest, and adds colo's metrics to the trainer's."""
+
+    def __init__(self, trainer: Any, runtime: Runtime, generation: ColoGeneration) -> None:
+        self._trainer = trainer
+        self._runtime = runtime
+        self._generation = generation
+        self._since_s = 0.0
+        self._sent_bytes = 0
+
+    def on_train_begin(self, args: Any, *_: Any, **__: Any) -> None:
+        """Take over how many backward passes a step has: it may be another than when the trainer was attached."""
+        self._runtime.accumulation_steps = args.gradient_accumulation_steps
+        self._since_s, self._sent_bytes = self._runtime.trace.now_s(), self._runtime.bytes_synced
+
+    def on_step_end(self, args: Any, *_: Any, **__: Any) -> None:
+        """Leave only where a rollout follows: what left for it would come back unused for another step."""
+        every = getattr(args, "steps_per_generation", None) or args.gradient_accumulation_steps
+        every *= getattr(self._trainer, "num_iterations", 1)
+        if getattr(self._trainer, "_step", 0) % every == 0:
+            self._runtime.enter(None)
+        self._add_metrics()
+
+    def on_evaluate(self, *_: Any, **__: Any) -> None:
+        """Leave the phase that evaluation was in."""
+        self._leave_passes()
+
+    def on_predict(self, *_: Any, **__: Any) -> None:
+        """Leave the phase that prediction was in."""
+        self._leave_passes()
+
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        """Leave the phase that training was in."""
+        self._runtime.enter(None)
+
+    def _leave_passes(self) -> None:
+        """Leave a phase of passes without a backward one, which FSDP2 ends with whole weights where `train()` begins.
+
+        accelerate would look for those in the optimizer.
+        """
+        self._runtime.enter(None)
+        self._runtime.transport.source.reshard()
+
+    def _add_metrics(self) -> None:
+        """Add the last step's to what `trainer.log` averages; what a callback adds later is not in its history."""
+        trace, generation, since_s = self._runtime.trace, self._generation, self._since_s
+        self._since_s = trace.now_s()
+        new: dict[str, float] = defaultdict(float)
+        for span in takewhile(lambda span: span.end_s > since_s, reversed(trace.spans)):
+            if span.category in ("phase", "switch"):
+                new[f"{span.name if span.category == 'phase' else 'switch'}_s"] += span.duration_s
+        for sample in takewhile(lambda sample: sample.time_s > since_s, reversed(trace.samples)):
+            if sample.phase in (Phase.ROLLOUT, Phase.TRAIN):
+                name = f"{sample.phase}_gib"
+                new[name] = max(new[name], sample.total_bytes / GIB)
+        if generation.seconds:
+            new["tokens_per_s"] = generation.num_tokens / generation.seconds
+            generation.num_tokens, generation.seconds = 0, 0.0
+        new["sent_bytes"] = float(self._runtime.bytes_synced - self._sent_bytes)
+        self._sent_bytes = self._runtime.bytes_synced
+        for name, series in (("mismatch", "mismatch_sampled"), ("changed_fraction", "changed_fraction")):
+            if values := trace.metrics.get(series):
+                new[name] = values[-1]
+        for name, value in new.items():
+            self._trainer._metrics["train"][f"colo/{name}"].append(value)

@@ -9,7 +9,20 @@ from hypothesis import strategies as st
 
 from colo.engine import SamplingParams
 from colo.engines import sampling
-from colo.engines.sampling import Sampler, Transcript, invert_cdf, processed_logprobs, row_seed, sample_rows
+from colo.engines.sampling import (
+    Sampler,
+    Transcript,
+    check_seeds,
+    completion_seed,
+    distorting,
+    invert_cdf,
+    needing_tokenizer,
+    processed_logprobs,
+    row_seed,
+    sample_rows,
+    sampling_temperature,
+    without_neutral,
+)
 
 CPU = torch.device("cpu")
 
@@ -264,3 +277,113 @@ def test_sample_rows_stops_as_soon_as_all_rows_have_and_tells_who_stays():
     transcript = sample_rows(logits_of(next_tokens[0]), rows_of(4, 1), params, {9}, advance=advance, keep=keep)
     assert [tokens for tokens, _ in transcript.results()] == [(5, 9), (9,), (6, 6, 9), (7, 7, 9)]
     assert (kept, step) == ([[2, 3]], 2)
+
+
+def test_a_seed_for_each_prompt_counts_up_with_its_samples():
+    assert completion_seed(3, 1, 2) == row_seed(3, 1, 2)
+    assert completion_seed([10, 20], 1, 2) == 22
+    check_seeds(None, 3), check_seeds(7, 3), check_seeds((1, 2, 3), 3)
+    with pytest.raises(ValueError, match="seed has 2 seeds for 3 prompts: give one for each, or a single one"):
+        check_seeds((1, 2), 3)
+    assert SamplingParams(seed=[1, 2]).seed == (1, 2)
+    for wrong in (1.5, [1.5], "12", True):
+        with pytest.raises(TypeError, match="seed must be a whole number, or a list"):
+            SamplingParams(seed=wrong)
+
+
+def test_a_row_draws_by_its_prompts_seed_wherever_the_prompt_stands():
+    logits = torch.randn(1, 50, generator=torch.Generator().manual_seed(0))
+
+    def drawn(seeds, rows):
+        params = SamplingParams(seed=seeds, max_tokens=20)
+        found = sample_rows(
+            logits.expand(len(rows), -1), rows, params, [], advance=lambda t: logits.expand(len(t), -1), keep=id
+        )
+        return [tokens for tokens, _ in found.results()]
+
+    group = drawn([5, 90], [(0, 0), (0, 1), (1, 0), (1, 1)])
+    assert len(set(group)) == 4
+    assert drawn([90, 5, 6], [(0, 0), (1, 0), (2, 0)]) == [group[2], group[0], group[1]]
+
+
+# ---- what options do -------------------------------------------------------------------------------------------------
+
+PLAIN = {
+    "n": 4,
+    "max_tokens": 8,
+    "temperature": 0.7,
+    "top_p": 1.0,
+    "top_k": -1,
+    "min_p": 0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "min_tokens": 0,
+    "logit_bias": {},
+    "bad_words": [],
+    "allowed_token_ids": None,
+    "structured_outputs": None,
+    "seed": [1, 2],
+    "stop": ["x"],
+    "stop_token_ids": [3],
+    "ignore_eos": True,
+    "detokenize": False,
+    "logprobs": 5,
+}
+CHANGES = [
+    {"top_p": 0.9},
+    {"top_k": 5},
+    {"min_p": 0.1},
+    {"repetition_penalty": 1.1},
+    {"repetition_penalty": 0.9},
+    {"presence_penalty": 0.5},
+    {"frequency_penalty": -0.5},
+    {"min_tokens": 3},
+    {"logit_bias": {5: 20.0}},
+    {"allowed_token_ids": [1, 2]},
+    {"bad_words": ["no"]},
+    {"structured_outputs": object()},
+    {"extra_args": {"mine": 1}},
+    {"logits_processors": [id]},
+    {"thinking_token_budget": 9},
+    {"trace_decode_token_ids": [1]},
+    {"truncate_prompt_tokens": 4},
+    {"of_a_later_vllm": 0.5},
+]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=str)
+def test_an_option_that_changes_the_distribution_is_named(change):
+    assert distorting(PLAIN) == () and sampling_temperature(PLAIN) == 0.7
+    assert distorting(PLAIN | change) == tuple(change)
+    assert sampling_temperature(PLAIN | change) is None
+
+
+def test_greedy_sampling_is_told_by_its_temperature_whatever_the_filters():
+    assert distorting({"temperature": 0, "top_p": 0.5, "top_k": 3, "min_p": 0.2}) == ()
+    assert distorting({"temperature": 0, "logit_bias": {1: 2.0}}) == ("logit_bias",)
+    assert sampling_temperature({"temperature": 0, "top_p": 0.5}) == 1.0
+    assert sampling_temperature(SamplingParams(temperature=0.5)) == 0.5
+    assert sampling_temperature(SamplingParams(top_k=2)) is None
+
+
+def test_options_that_vllm_skips_without_a_tokenizer_are_named():
+    assert needing_tokenizer(PLAIN | {"stop": []}) == ()
+    given = {"bad_words": ["a"], "stop": "b", "structured_outputs": object(), "thinking_token_budget": 3, "top_k": 2}
+    assert needing_tokenizer(given) == ("bad_words", "stop", "structured_outputs", "thinking_token_budget")
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"max_new_tokens": 8}, "in place of max_new_tokens, max_tokens"),
+        ({"num_return_sequences": 2}, "in place of num_return_sequences, n"),
+        ({"do_sample": False}, "in place of do_sample, temperature=0 is greedy"),
+        ({"num_beams": 4}, "there is no beam search"),
+        ({"eos_token_id": 2, "max_length": 9}, "stop_token_ids; in place of max_length, max_tokens counts"),
+    ],
+    ids=str,
+)
+def test_transformers_names_are_refused_with_ours(given, words):
+    with pytest.raises(ValueError, match=words):
+        without_neutral(given, ())
+    assert without_neutral({"do_sample": True, "num_beams": 1}, ()) == {}

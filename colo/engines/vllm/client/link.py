@@ -72,6 +72,11 @@ class WorkerLink(Protocol):
     taken_bytes: int = 0
     """Device memory that vLLM took when it started, where that was seen."""
 
+    @property
+    def distorting(self) -> tuple[str, ...]:
+        """Names of options that this vLLM was started with, which change what every request is sampled from."""
+        return ()
+
     # ---- what a carrier has ------------------------------------------------------------------------------------------
 
     @property

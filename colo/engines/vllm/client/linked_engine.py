@@ -14,7 +14,7 @@ import torch
 
 from colo.engine import AdapterWeights, Completion, EngineState, SleepLevel
 from colo.engines.base import EngineBase, EngineStatus
-from colo.engines.vllm.client import sampling
+from colo.engines.sampling import sampling_temperature
 from colo.engines.vllm.client.adapter_registry import AdapterRegistry
 from colo.engines.vllm.client.link import PauseMode, WorkerLink
 from colo.engines.vllm.client.memory import WorkerMemory
@@ -123,15 +123,15 @@ class LinkedEngine(EngineBase):
 
     def sampling_temperature(self, params: Any) -> float | None:
         """The temperature that `logprobs` have in them; `None` where filters or penalties change them too."""
-        return sampling.sampling_temperature(params)
+        return None if self._link.distorting else sampling_temperature(params)
 
     def generate(
         self, prompts: Sequence[Sequence[int]], params: Any, *, adapter: str | None = None
     ) -> list[Completion]:
         """Sample `params.n` completions for each prompt; see `Engine.generate`. `params` may be vLLM's own.
 
-        vLLM's `seed`, also by name, is the same for every prompt and counts up with the samples. A server takes colo's
-        parameters only, whose seed differs for every prompt and sample.
+        vLLM's `seed`, also by name, is the same for every prompt and counts up with the samples; a list by name has one
+        for each prompt. A server takes colo's parameters only, whose seed differs for every prompt and sample.
         """
         version = self.ready()
         named = self._adapters.named(adapter) if adapter is not None else None

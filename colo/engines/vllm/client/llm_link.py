@@ -13,6 +13,7 @@ import torch
 
 from colo.engine import Completion
 from colo.engines.base import EngineStatus
+from colo.engines.sampling import needing_tokenizer
 from colo.engines.text import check_count, check_prompts
 from colo.engines.vllm import compat
 from colo.engines.vllm.client import sampling
@@ -71,8 +72,27 @@ class LLMLink(WorkerLink):
         """End every request in vLLM, whoever waits for it."""
 
     def sampling_params(self, params: Any, options: Mapping[str, Any]) -> Any:
-        """vLLM's `SamplingParams` from options by name; colo's and vLLM's own as they are."""
-        return sampling.sampling_params(params, options)
+        """vLLM's `SamplingParams` from options by name; colo's and vLLM's own as they are.
+
+        Raises: as `sampling.sampling_params`; `Unsupported` for what takes a tokenizer, which this vLLM has not.
+        """
+        asked = sampling.sampling_params(params, options)
+        if self.model_config.skip_tokenizer_init and (words := needing_tokenizer(asked)):
+            raise Unsupported(
+                f"this vLLM has no tokenizer, and {', '.join(words)} would be without effect: start it with one "
+                "(engine_options={'tokenizer': folder, 'skip_tokenizer_init': False}), or leave "
+                f"{'it' if len(words) == 1 else 'them'} out; stop_token_ids and allowed_token_ids need none"
+            )
+        return asked
+
+    @property
+    def distorting(self) -> tuple[str, ...]:
+        """Names of options that this vLLM was started with, which change what every request is sampled from."""
+        found = {
+            "logits_processors": getattr(self.model_config, "logits_processors", None),
+            "watermark_config": getattr(self.llm.llm_engine.vllm_config, "watermark_config", None),
+        }
+        return tuple(name for name, value in found.items() if value)
 
     def generate(
         self, prompts: Sequence[Sequence[int]], params: Any, *, version: int, adapter: NamedAdapter | None
@@ -84,17 +104,15 @@ class LLMLink(WorkerLink):
                 "requests that you have added to llm.llm_engine are in flight or not collected, and their outputs "
                 "would be mixed with these: step until none is left, or abort them"
             )
-        params = sampling.sampling_params(params, {})
+        params = self.sampling_params(params, {})
         check_count(len(prompts), params.n)
-        asked = sampling.for_prompt(params, 0)
+        each = sampling.for_prompts(params, len(prompts))
+        asked = each[0] if isinstance(each, list) and each else each
         sampling.check_logprobs(asked, config.logprobs_mode, "start it with logprobs_mode='processed_logprobs'")
-        if asked.stop and config.skip_tokenizer_init:
-            raise Unsupported("this vLLM has no tokenizer and cannot see stop strings: give stop_token_ids")
         token_ids = [tuple(map(operator.index, prompt)) for prompt in prompts]
         more = ", or give vLLM a larger max_model_len"
         check_prompts(token_ids, int(config.get_vocab_size()), int(config.max_model_len), or_else=more)
         inputs = [{"prompt_token_ids": list(ids)} for ids in token_ids]
-        each = asked if asked.seed is None else [sampling.for_prompt(params, index) for index in range(len(inputs))]
         request = _lora_request(*adapter) if adapter is not None else None
         try:
             outputs = self.run("generate", lambda: llm.generate(inputs, each, use_tqdm=False, lora_request=request))

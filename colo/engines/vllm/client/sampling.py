@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from colo.engine import Completion, SamplingParams
-from colo.engines.sampling import row_seed, without_neutral
+from colo.engines.sampling import check_seeds, completion_seed, distorting, without_neutral
 from colo.engines.text import continuation
 from colo.errors import StaleWeights, Unsupported
 from colo.weights.finite import not_numbers
@@ -41,20 +41,29 @@ def sampling_params(params: Any, sampling: Mapping[str, Any]) -> Any:
     )
 
 
-def for_prompt(params: Any, prompt_index: int) -> Any:
-    """What vLLM is asked for one prompt of many, by colo's parameters or by vLLM's own.
+def for_prompts(params: Any, num_prompts: int) -> Any:
+    """What vLLM is asked, for all prompts alike or for each, by colo's parameters or by vLLM's own.
 
-    vLLM gives every prompt the same seed, and each of its samples the next number. With colo's, all draw differently.
+    vLLM gives every prompt the same seed, and each of its samples the next number. With a seed of colo's parameters,
+    or a list of them, prompts draw apart.
     """
     from vllm import SamplingParams as VLLMSamplingParams
 
-    if not isinstance(params, SamplingParams):
-        return params
-    given = {field: getattr(params, field) for field in params.__dataclass_fields__}
-    seed = None if params.seed is None else row_seed(params.seed, prompt_index, 0)
-    stop_token_ids = list(params.stop_token_ids)
-    asked = given | {"stop_token_ids": stop_token_ids, "seed": seed, "detokenize": False}
-    return _with_logprobs(VLLMSamplingParams(**asked))
+    check_seeds(params.seed, num_prompts)
+    seed, asked = params.seed, params
+    if isinstance(params, SamplingParams):
+        given = {field: getattr(params, field) for field in params.__dataclass_fields__}
+        given |= {"stop_token_ids": list(params.stop_token_ids), "seed": None, "detokenize": False}
+        asked = _with_logprobs(VLLMSamplingParams(**given))
+    elif not isinstance(seed, Sequence):
+        return asked
+    return asked if seed is None else [_seeded(asked, completion_seed(seed, i, 0)) for i in range(num_prompts)]
+
+
+def _seeded(params: Any, seed: int) -> Any:
+    found = params.clone()
+    found.seed = seed
+    return found
 
 
 def _with_logprobs(params: Any) -> Any:
@@ -75,36 +84,12 @@ _OF_TEXT = {
 }
 """Options with which vLLM decodes by itself."""
 
-_WITHOUT_FILTERS: Mapping[str, Sequence[Any]] = {"top_p": (1.0,), "top_k": (0, -1), "min_p": (0.0,)}
-_WITHOUT_OTHERS: Mapping[str, Sequence[Any]] = {
-    "repetition_penalty": (1.0,),
-    "presence_penalty": (0.0,),
-    "frequency_penalty": (0.0,),
-    "min_tokens": (0,),
-    "logit_bias": (None, {}),
-    "allowed_token_ids": (None, []),
-    "bad_words": (None, []),
-    "structured_outputs": (None,),
-}
-"""Values of sampling parameters, ours or vLLM's, that leave logits alone. Greedy sampling filters nothing."""
-
-
-def is_unfiltered(params: Any) -> bool:
-    """Whether tokens are sampled from `softmax(logits / temperature)`, without filters, penalties or constraints."""
-    neutral = {**_WITHOUT_OTHERS, **(_WITHOUT_FILTERS if params.temperature else {})}
-    return all(getattr(params, name, values[0]) in values for name, values in neutral.items())
-
-
-def sampling_temperature(params: Any) -> float | None:
-    """The temperature that `logprobs` have in them; `None` where something else changes them too."""
-    return (params.temperature or 1.0) if is_unfiltered(params) else None
-
 
 def check_logprobs(params: Any, mode: str, advice: str) -> None:
     """Raise `Unsupported` unless a vLLM in this `logprobs_mode` returns those of what is sampled from."""
     if mode == "processed_logprobs":
         return
-    if mode != "raw_logprobs" or params.temperature not in (0, 1) or not is_unfiltered(params):
+    if mode != "raw_logprobs" or params.temperature not in (0, 1) or distorting(params):
         raise Unsupported(
             f"vLLM was started with logprobs_mode={mode!r} and returns no log-probabilities of what is sampled at "
             f"temperature {params.temperature} with these filters: {advice}"

@@ -23,7 +23,7 @@ import torch
 from colo.engine import Completion, SamplingParams
 from colo.engines.base import EngineStatus
 from colo.engines.http import Body, HttpClient, Refused, Silent
-from colo.engines.sampling import check_taken, row_seed
+from colo.engines.sampling import check_seeds, check_taken, completion_seed
 from colo.engines.text import check_count, check_prompts
 from colo.engines.vllm.client.link import NamedAdapter, PauseMode, WorkerLink, answers_of, new_client
 from colo.engines.vllm.client.sampling import check_logprobs, check_numbers
@@ -127,6 +127,7 @@ class ServerLink(WorkerLink):
         params = self.sampling_params(params, {})
         check_logprobs(params, info.logprobs_mode, "start it with --logprobs-mode processed_logprobs")
         check_count(len(prompts), params.n)
+        check_seeds(params.seed, len(prompts))
         token_ids = [tuple(map(operator.index, prompt)) for prompt in prompts]
         check_prompts(token_ids, info.vocab_size, info.max_length, or_else=", or start it with more --max-model-len")
         try:
@@ -268,7 +269,7 @@ class ServerLink(WorkerLink):
         return [
             common
             | {"prompt": [list(prompt) for prompt in prompts[start : start + size]]}
-            | ({} if params.seed is None else {"seed": row_seed(params.seed, start, 0)})
+            | ({} if params.seed is None else {"seed": completion_seed(params.seed, start, 0)})
             for start in range(0, len(prompts), size)
         ]
 

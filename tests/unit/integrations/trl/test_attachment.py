@@ -1,16 +1,25 @@
 import warnings
+from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from accelerate import PartialState
+from accelerate.state import AcceleratorState
+from torch.distributed.tensor import DTensor
+from transformers import AutoTokenizer
 from trl import GRPOTrainer
 
 import colo
+from colo.config import RuntimeConfig
 from colo.engine import Engine
 from colo.errors import Unsupported
-from colo.integrations.trl.attachment import choose_process
+from colo.integrations.trl import attachment
+from colo.integrations.trl.attachment import add_vllm_options, choose_process
+from colo.trainer.master_weights import MasterWeights, MasterWeightsOptimizer
 from colo.units import format_bytes
-from tests.trainers import SMALL_CACHE, logged, trained
+from tests.trainers import SMALL_CACHE, logged, trained, use_fsdp2
 
 
 def assert_untouched(trainer):
@@ -96,13 +105,72 @@ def test_generation_kwargs_that_the_engine_has_are_honoured(make, attach):
     assert [len(row) for row in ids] == [3] * 8
 
 
-def test_filters_with_trls_correction_are_warned_about(make, attach):
-    with pytest.warns(UserWarning, match="with top_p, min_p cuts tokens off, .*trl#6789.*return_sampling_mask"):
-        attach(make(top_p=0.9, min_p=0.1))
-    trainer = make()
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"top_p": 0.9, "min_p": 0.1}, "with top_p, min_p changes which tokens are .*trl#6789.*return_sampling_mask"),
+        ({"generation_kwargs": {"top_k": 3}}, "with top_k changes"),
+        ({"generation_kwargs": {"temperature": 0.5}}, "temperature=0.5, and TRL computes .* at temperature=1.0"),
+        ({"generation_kwargs": {"seed": 7}}, r"seed=7, and every step draws the same .*colo_seeded=True"),
+    ],
+    ids=str,
+)
+def test_sampling_that_trl_computes_something_else_of_is_warned_about(make, attach, changes, words):
+    with pytest.warns(UserWarning, match=words):
+        attach(make(**changes))
+
+
+def test_plain_sampling_is_not_warned_about(make, attach):
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
+        attach(make(generation_kwargs={"max_tokens": 3, "top_p": 1.0, "seed": None}))
+        attach(make(generation_kwargs={"seed": 7}), seeded=True)  # whose seeds take its place
+        attach(make(top_p=0.9, vllm_importance_sampling_correction=False))
+
+
+@pytest.mark.parametrize("options", [{}, {"own_process": True, "max_model_len": 64}], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"vllm_structured_outputs_regex": "[0-9]"},
+        {"generation_kwargs": {"bad_words": ["3"]}},
+        {"generation_kwargs": {"stop": ["="]}},
+        {"generation_kwargs": {"min_tokens": 2}},
+        {},
+    ],
+    ids=str,
+)
+def test_vllm_gets_the_trainers_tokenizer_where_an_option_takes_one(make, changes, options):
+    trainer = make(**changes)
+    trainer.processing_class.add_tokens(["<new>"])
+    given = changes.get("generation_kwargs", {})
+    with ExitStack() as folders:
+        add_vllm_options(trainer, options := dict(options), folders)
+        takes_one = bool(changes) and "min_tokens" not in given
+        assert ("tokenizer" in options) is takes_one is (options.get("skip_tokenizer_init") is False)
+        if takes_one:
+            folder = options["tokenizer"]
+            assert "<new>" in AutoTokenizer.from_pretrained(folder).get_vocab()
+    assert not takes_one or not Path(folder).exists()
+    add_vllm_options(trainer, own := {"tokenizer": "mine"}, ExitStack())
+    assert own["tokenizer"] == "mine"
+
+
+def test_attaching_twice_says_that_a_runtime_is_there(make, attach):
+    trainer = make()
+    rt = attach(trainer)
+    with pytest.raises(ValueError, match=r"has a runtime, trainer.colo: train with it, or call colo.trl.detach"):
         attach(trainer)
+    assert trainer.colo is rt
+    colo.trl.detach(trainer)
+    attach(trainer)
+
+
+def test_completions_without_a_limit_end_with_the_models_positions(make, attach):
+    trainer = make(max_completion_length=None, generation_kwargs={"ignore_eos": True})
+    attach(trainer, config=RuntimeConfig(kv_cache_bytes=4 << 20))
+    _, ids, *_ = trainer.vllm_generation.generate([[1, 10, 2, 11]], None, 1)
+    assert len(ids[0]) == trainer.model.config.max_position_embeddings - 4
 
 
 def test_an_fp32_model_has_an_engine_in_bf16_on_a_gpu_and_the_report_says_what_that_costs(make, attach, monkeypatch):
@@ -159,3 +227,107 @@ def test_a_trainer_that_is_none_is_refused():
     with pytest.raises(Unsupported, match="object of TRL .* has no accelerator"):
         colo.trl.attach(object())
     assert GRPOTrainer is not None
+
+
+def test_the_optimizer_is_the_one_that_trl_makes_and_prepared_in_place(make, attach):
+    trainer, stock = make(weight_decay=0.1), make(weight_decay=0.1)
+    stock.create_optimizer()
+    attach(trainer)
+    made = trainer.optimizer.optimizer
+    assert type(made) is type(stock.optimizer)
+    assert [len(g["params"]) for g in made.param_groups] == [len(g["params"]) for g in stock.optimizer.param_groups]
+    assert [g["weight_decay"] for g in made.param_groups] == [0.1, 0.0]
+    assert trainer.optimizer._is_accelerate_prepared
+
+
+def test_weights_in_16_bits_have_masters(make, attach):
+    trainer = make(model_init_kwargs={"dtype": "bfloat16"}, weight_decay=0.1)
+    attach(trainer)
+    made = trainer.optimizer.optimizer
+    assert isinstance(made, MasterWeightsOptimizer) and isinstance(made.inner, torch.optim.AdamW)
+    assert [g["weight_decay"] for g in made.param_groups] == [0.1, 0.0]
+    assert {p.dtype for g in made.inner.param_groups for p in g["params"]} == {torch.float32}
+    assert trainer.optimizer_cls_and_kwargs is None
+
+
+def test_an_optimizer_of_the_users_is_kept_and_one_without_masters_is_warned_about(make, attach):
+    trainer = make(model_init_kwargs={"dtype": "bfloat16"})
+    trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=1.0)
+    with pytest.warns(UserWarning, match="swallow updates"):
+        attach(trainer)
+    assert isinstance(trainer.optimizer.optimizer, torch.optim.SGD)
+    trainer = make(model_init_kwargs={"dtype": "bfloat16"})
+    given = MasterWeights(lambda params: torch.optim.SGD(params, lr=1.0))(trainer.model.parameters())
+    trainer.optimizer = given
+    attach(trainer)
+    assert trainer.optimizer.optimizer is given
+
+
+def test_several_optimizers_for_weights_in_16_bits_are_refused_by_name(make, attach):
+    trainer = make(model_init_kwargs={"dtype": "bfloat16"})
+    trainer.optimizer_cls_and_kwargs = (lambda: None), {}
+    with pytest.raises(Unsupported, match="makes several optimizers"):
+        attach(trainer)
+    assert not hasattr(trainer, "colo")
+
+
+@pytest.fixture
+def sharded(mesh, make, monkeypatch):
+    """Makes trainers with the plugin; what accelerate's processes share is as before afterwards."""
+    for state in (PartialState, AcceleratorState):
+        monkeypatch.setattr(state, "_shared_state", state._shared_state)
+
+    def build(**changes):
+        trainer = make(**changes)
+        for state in (PartialState, AcceleratorState):
+            monkeypatch.setattr(state, "_shared_state", dict(state._shared_state))
+        use_fsdp2(trainer)
+        return trainer
+
+    return build
+
+
+def test_the_optimizer_is_made_of_the_shards_and_training_keeps_it(sharded, attach):
+    trainer = sharded()
+    model = trainer.model
+    rt = attach(trainer)
+    params = list(model.parameters())
+    assert trainer.model is trainer.model_wrapped is model
+    assert all(isinstance(p, DTensor) for p in params)
+    trainer.train()
+    assert rt.weights_version == 2
+    assert {id(p) for g in trainer.optimizer.param_groups for p in g["params"]} == set(map(id, params))
+
+
+def test_an_optimizer_of_the_users_is_switched_to_the_shards(sharded, attach):
+    trainer = sharded()
+    given = trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=1.0)
+    attach(trainer)
+    assert trainer.optimizer.optimizer is given
+    assert all(isinstance(p, DTensor) for g in given.param_groups for p in g["params"])
+    trainer.train()
+    assert trainer.colo.weights_version == 2
+
+
+def test_masters_of_whole_weights_are_refused_before_anything_is_sharded(sharded, attach):
+    trainer = sharded(model_init_kwargs={"dtype": "bfloat16"})
+    made = MasterWeights(lambda params: torch.optim.SGD(params, lr=1.0))(trainer.model.parameters())
+    trainer.optimizer = made
+    with pytest.raises(Unsupported, match="give the trainer no optimizer"):
+        attach(trainer)
+    assert trainer.optimizer is made
+    assert not any(isinstance(p, DTensor) for p in trainer.model.parameters())
+
+
+def test_weights_that_accelerate_keeps_in_fp32_need_no_masters(sharded, attach):
+    trainer = sharded(model_init_kwargs={"dtype": "bfloat16"}, bf16=True)
+    attach(trainer)
+    assert {p.dtype for p in trainer.model.parameters()} == {torch.float32}
+    assert isinstance(trainer.optimizer.optimizer, torch.optim.AdamW)
+
+
+def test_a_rank_without_a_part_of_several_weights_is_refused(sharded, attach, monkeypatch):
+    """accelerate knows parameters by their address, which is the same for all that have no memory."""
+    monkeypatch.setattr(attachment, "local_shard", lambda p: torch.empty(0) if p.ndim == 1 else p)
+    with pytest.raises(Unsupported, match=r"nothing of model.layers.0\S+ and \d+ other weights.*fewer ranks"):
+        attach(sharded())

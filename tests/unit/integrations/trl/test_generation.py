@@ -42,11 +42,12 @@ class Runtime:
         ]
 
 
-def a_trainer(*, seed=0, rank=0):
+def a_trainer(*, seed=0, rank=0, rows=8, eval_rows=8):
+    args = {"per_device_train_batch_size": rows, "steps_per_generation": 1, "per_device_eval_batch_size": eval_rows}
     return SimpleNamespace(
         model=SimpleNamespace(training=True),
         state=SimpleNamespace(global_step=0),
-        args=SimpleNamespace(seed=seed),
+        args=SimpleNamespace(seed=seed, **args),
         accelerator=SimpleNamespace(process_index=rank),
     )
 
@@ -148,25 +149,54 @@ def test_the_profiler_is_around_the_call():
     assert within == [0, 2]
 
 
-def seeds(generation, trainer, steps):
+def seeds(generation, trainer, steps, num_prompts=8, group=4):
+    """The seeds of every completion of several steps, which the engine counts up within a prompt's samples."""
     found = []
     for step in steps:
         trainer.state.global_step = step
-        generation.generate([[1]], None, 1)
-        found.append(asked(generation.runtime)[-1][1].get("seed"))
+        generation.generate([[1 + row // group] for row in range(num_prompts)], None, group)
+        prompts, sampling = asked(generation.runtime)[-1]
+        assert len(sampling["seed"]) == len(prompts)
+        found += [seed + sample for seed in sampling["seed"] for sample in range(sampling["n"])]
     return found
 
 
-def test_seeds_follow_the_run_the_step_the_mode_the_rank_and_the_call():
+@pytest.mark.parametrize("change", [{"seed": 1}, {"rank": 1}, {"rank": 3}], ids=str)
+def test_no_two_completions_of_a_run_have_one_seed_and_a_resumed_run_has_the_same(change):
     trainer = a_trainer()
     first = seeds(make(seeded=True, trainer=trainer), trainer, [0, 0, 1, 2])
-    assert len(set(first)) == 4
-    assert seeds(make(seeded=True, trainer=trainer), trainer, [1, 2]) == first[2:]  # of a resumed run
-    for other in (a_trainer(seed=1), a_trainer(rank=1)):
-        assert not {*seeds(make(seeded=True, trainer=other), other, [0, 0, 1, 2])} & {*first}
+    assert len(set(first)) == len(first) == 4 * 8
+    assert seeds(make(seeded=True, trainer=trainer), trainer, [1, 2]) == first[2 * 8 :]
+    other = a_trainer(**change)
+    assert not {*seeds(make(seeded=True, trainer=other), other, [0, 0, 1, 2])} & {*first}
     trainer.model.training = False
     assert not {*seeds(make(seeded=True, trainer=trainer), trainer, [0, 1])} & {*first}
-    assert all(0 <= seed < 2**31 for seed in first)
+    assert all(0 <= seed < 2**63 for seed in first)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 6, 12], ids=str)  # groups of six: whole ones, halves, parts of two
+def test_a_completions_seed_is_that_of_its_place_on_however_many_ranks(ranks):
+    trainer, each = a_trainer(rows=24), 24 // ranks
+    alone = seeds(make(seeded=True, trainer=trainer), trainer, [0, 1], 24, group=6)
+    trainers = [a_trainer(rank=rank, rows=each) for rank in range(ranks)]
+    generations = [make(seeded=True, trainer=each) for each in trainers]
+    together = [
+        seed
+        for step in (0, 1)
+        for generation, of_rank in zip(generations, trainers, strict=True)
+        for seed in seeds(generation, of_rank, [step], each, group=6)
+    ]
+    assert together == alone and len(set(alone)) == 48
+
+
+@pytest.mark.parametrize("parts", [(5, 5), (7, 3), (1, 8), (3, 3)], ids=str)
+def test_parts_of_a_batch_of_whatever_size_draw_apart_on_every_rank(parts):
+    trainers = [a_trainer(rank=rank) for rank in range(2)]
+    generations = [make(seeded=True, trainer=trainer) for trainer in trainers]
+    drawn = []
+    for generation, trainer, num_prompts in zip(generations, trainers, parts, strict=True):
+        drawn += seeds(generation, trainer, [0]) + seeds(generation, trainer, [0], num_prompts)
+    assert len(set(drawn)) == 16 + sum(parts)
 
 
 def test_an_evaluation_in_between_does_not_change_the_seeds_of_training():
@@ -181,5 +211,11 @@ def test_an_evaluation_in_between_does_not_change_the_seeds_of_training():
 
 
 def test_without_seeds_the_engine_draws_its_own():
-    trainer = a_trainer()
-    assert seeds(make(trainer=trainer), trainer, [0, 1]) == [None, None]
+    runtime = Runtime()
+    make(runtime).generate([[1], [2]], None, 1)
+    assert "seed" not in asked(runtime)[0][1]
+
+
+def test_trls_llm_is_not_there_and_the_error_says_what_to_call():
+    with pytest.raises(AttributeError, match=r"llm.generate: .*trainer.vllm_generation.generate\(prompts, None"):
+        make().llm.generate([[1]])

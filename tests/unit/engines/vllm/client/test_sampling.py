@@ -6,13 +6,14 @@ from types import SimpleNamespace
 import pytest
 
 from colo.engine import SamplingParams
+from colo.engines.sampling import distorting, row_seed, sampling_temperature
 from colo.engines.vllm.client.llm_link import InProcessLink
 from colo.engines.vllm.client.sampling import (
     check_logprobs,
     check_numbers,
     completions,
+    for_prompts,
     sampling_params,
-    sampling_temperature,
 )
 from colo.errors import BudgetError, StaleWeights, Unsupported
 
@@ -50,40 +51,20 @@ def test_tokens_of_another_version_are_refused(versions):
         completions([output(sample(0)), output(sample(0, weight_versions=versions))], 3, None, has_text=True)
 
 
-NEUTRAL = {"temperature": 0.7, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "min_tokens": 0}
-CHANGES = [
-    {"top_p": 0.9},
-    {"top_k": 5},
-    {"min_p": 0.1},
-    {"repetition_penalty": 1.1},
-    {"presence_penalty": 0.5},
-    {"frequency_penalty": 0.5},
-    {"min_tokens": 3},
-    {"logit_bias": {5: 20.0}},
-    {"allowed_token_ids": [1, 2]},
-    {"bad_words": ["no"]},
-]
-
-
-def asked(**changes):
-    return SimpleNamespace(**NEUTRAL | changes)
-
-
-@pytest.mark.parametrize("change", CHANGES, ids=str)
-def test_what_changes_the_distribution_is_told_from_what_does_not(change):
-    assert sampling_temperature(asked()) == 0.7
-    assert sampling_temperature(asked(**change)) is None
+@pytest.mark.parametrize("change", [{"top_p": 0.9}, {"min_tokens": 3}, {"logit_bias": {5: 20.0}}], ids=str)
+def test_raw_log_probabilities_will_do_where_nothing_changes_them(vllm, change):
+    for params in (SamplingParams(), SamplingParams(temperature=0, top_p=0.9), vllm.SamplingParams(temperature=0)):
+        check_logprobs(params, "raw_logprobs", "do this")
+    changed = vllm.SamplingParams(**change)
+    check_logprobs(changed, "processed_logprobs", "do this")
     with pytest.raises(Unsupported, match="no log-probabilities of what is sampled"):
-        check_logprobs(asked(temperature=1, **change), "raw_logprobs", "do this")
-    check_logprobs(asked(temperature=1, **change), "processed_logprobs", "do this")
+        check_logprobs(changed, "raw_logprobs", "do this")
 
 
-@pytest.mark.parametrize(
-    "params", [asked(temperature=0), asked(temperature=1), asked(temperature=0, top_p=0.9)], ids=str
-)
-def test_raw_log_probabilities_will_do_where_nothing_changes_them(params):
-    check_logprobs(params, "raw_logprobs", "do this")
-    assert sampling_temperature(params) == 1
+def test_vllms_own_defaults_change_nothing(vllm):
+    assert distorting(vllm.SamplingParams()) == ()
+    for params in (vllm.SamplingParams(), vllm.SamplingParams(stop=["a"], min_tokens=0, logprobs=3)):
+        assert sampling_temperature(params) == 1.0
 
 
 @pytest.mark.parametrize("mode", ["raw_logprobs", "raw_logits", "processed_logits"])
@@ -201,3 +182,30 @@ def test_options_that_change_nothing_may_be_others_than_vllms(vllm):
     with pytest.raises(TypeError, match="length_penalty"):
         sampling_params(None, {"length_penalty": 0.5})
     assert sampling_params(None, {"repetition_penalty": 1.5}).repetition_penalty == 1.5
+
+
+def test_a_list_of_seeds_has_one_for_each_prompt_and_a_single_one_by_name_is_vllms(vllm):
+    assert [p.seed for p in for_prompts(SamplingParams(seed=5), 2)] == [row_seed(5, 0, 0), row_seed(5, 1, 0)]
+    for params in (SamplingParams(seed=[7, 9]), sampling_params(None, {"seed": [7, 9]})):
+        assert [p.seed for p in for_prompts(params, 2)] == [7, 9]
+        with pytest.raises(ValueError, match="2 seeds for 3 prompts"):
+            for_prompts(params, 3)
+    own = sampling_params(None, {"seed": 5})
+    assert for_prompts(own, 2) is own
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"bad_words": ["a"]}, {"stop": ["x"]}, {"thinking_token_budget": 4}, {"bad_words": ["a"], "stop": "x"}],
+    ids=str,
+)
+def test_what_takes_a_tokenizer_is_refused_where_vllm_has_none(vllm, given):
+    words = f"no tokenizer, and {', '.join(given)} would be without effect: start it with one"
+    own, link = vllm.SamplingParams(**given), Link(True)
+    with pytest.raises(Unsupported, match=words):
+        link.sampling_params(None, given)
+    with pytest.raises(Unsupported, match=words):
+        link.sampling_params(own, {})
+    with pytest.raises(Unsupported, match=words):
+        link.generate([[1, 2]], own, version=3, adapter=None)
+    assert Link(False).sampling_params(None, given) is not None

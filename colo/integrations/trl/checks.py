@@ -1,0 +1,278 @@
+"""Checks of a trainer, of its folders and of its reward functions, made before an engine is started or a step made."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import inspect
+import json
+import math
+import numbers
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from colo.errors import Unsupported
+
+# ---- the trainer -----------------------------------------------------------------------------------------------------
+
+GENERATE = ("self", "prompts", "images", "num_generations", "profiler")
+"""Parameters of `VLLMGeneration.generate`, in whose place colo's stands."""
+
+READ_OF_TRAINER = (
+    "accelerator",
+    "args",
+    "max_completion_length",
+    "min_p",
+    "model",
+    "num_generations",
+    "processing_class",
+    "repetition_penalty",
+    "reward_func_names",
+    "reward_funcs",
+    "state",
+    "temperature",
+    "top_k",
+    "top_p",
+    "use_vllm",
+    "_metrics",
+)
+"""Attributes of a trainer that colo reads."""
+
+
+def check_contract(trainer: Any) -> None:
+    """Raise `Unsupported`, with method and version, where this TRL is not the one that colo knows (1.4 to 1.16)."""
+    version = importlib.metadata.version("trl")
+    try:
+        from trl.generation.vllm_generation import VLLMGeneration
+    except ImportError as error:
+        raise Unsupported(f"TRL {version} has no trl.generation.vllm_generation.VLLMGeneration: {_TESTED}") from error
+    for method, expected in (("generate", GENERATE), ("sync_weights", ("self",))):
+        found = tuple(inspect.signature(getattr(VLLMGeneration, method)).parameters)
+        if found != expected:
+            raise Unsupported(
+                f"VLLMGeneration.{method} of TRL {version} takes {', '.join(found)}, where colo gives "
+                f"{', '.join(expected)}: {_TESTED}"
+            )
+    lacking = [name for name in READ_OF_TRAINER if not hasattr(trainer, name)]
+    if lacking:
+        raise Unsupported(
+            f"{type(trainer).__name__} of TRL {version} has no {', '.join(lacking)}: colo attaches to GRPOTrainer, "
+            f"RLOOTrainer and subclasses of them; {_TESTED}"
+        )
+
+
+_TESTED = "colo is tested with TRL 1.4 to 1.16"
+
+
+def check_args(args: Any) -> None:
+    """Raise `Unsupported` or `ValueError` for what a config asks for and colo does not do."""
+    if getattr(args, "use_transformers_continuous_batching", False) or getattr(args, "use_transformers_paged", False):
+        raise ValueError("use_transformers_continuous_batching and colo exclude each other: leave it out")
+    if getattr(args, "vllm_tensor_parallel_size", 1) != 1:
+        raise Unsupported(
+            f"vllm_tensor_parallel_size={args.vllm_tensor_parallel_size}: colo runs an engine on each GPU, leave 1"
+        )
+    if getattr(args, "deepspeed", None):
+        raise Unsupported(_DEEPSPEED)
+
+
+_DEEPSPEED = "colo does not know DeepSpeed's partitioned state: train without it"
+
+
+def check_trainer(trainer: Any) -> None:
+    """Raise `Unsupported` or `ValueError` for what a trainer was made with and colo does not do."""
+    if getattr(trainer, "colo", None) is not None:
+        raise ValueError(
+            "this trainer has a runtime, trainer.colo: train with it, or call colo.trl.detach(trainer) before it is "
+            "attached anew"
+        )
+    if trainer.use_vllm:
+        raise ValueError("this trainer has a vLLM of its own: leave use_vllm out, colo starts the engine")
+    if getattr(trainer, "_is_vlm", False) or not hasattr(trainer.processing_class, "convert_ids_to_tokens"):
+        raise Unsupported("colo generates from text: a trainer with a processor for images is not supported")
+    check_args(trainer.args)
+    if trainer.is_deepspeed_enabled:
+        raise Unsupported(_DEEPSPEED)
+    if trainer.is_fsdp_enabled:
+        _check_plugin(trainer.accelerator.state.fsdp_plugin)
+
+
+def _check_plugin(plugin: Any) -> None:
+    """Raise `Unsupported` for a plugin of accelerate's that does not leave the shards of each weight on the device."""
+    from torch.distributed.fsdp import CPUOffloadPolicy
+
+    if getattr(plugin, "fsdp_version", 1) != 2:
+        raise Unsupported("FSDP's first version flattens weights: set fsdp_version: 2 in accelerate's fsdp_config")
+    if plugin.activation_checkpointing:
+        raise Unsupported("FSDP's activation_checkpointing wraps layers anew: set gradient_checkpointing=True instead")
+    if isinstance(plugin.cpu_offload, CPUOffloadPolicy):
+        raise Unsupported(
+            "FSDP's offload_params keeps weights in host memory, and engines take them from the device: leave it out, "
+            "colo moves the optimizer's state to the host for rollouts"
+        )
+
+
+# ---- folders: where a run will write, and what it resumes from -------------------------------------------------------
+
+_WHOLE, _ADAPTER = "model.safetensors", "adapter_model.safetensors"
+
+
+def check_output(folder: str | os.PathLike[str]) -> None:
+    """Raise `OSError` where a run could not make a folder and write to it. Makes nothing."""
+    path = Path(folder).absolute()
+    there = next(parent for parent in (path, *path.parents) if parent.exists())
+    if not there.is_dir():
+        raise NotADirectoryError(f"output_dir {folder} cannot be made, {there} is a file: choose another output_dir")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise PermissionError(f"output_dir {folder} cannot be written to, {there} is closed: choose another output_dir")
+
+
+def check_checkpoint(folder: str | os.PathLike[str], model: nn.Module) -> None:
+    """Raise `ValueError` where a checkpoint has not all weights that train in `model`, or has them in other shapes.
+
+    transformers loads what it finds there, warns of the rest, and trains on. Only safetensors files are looked at.
+    """
+    found = _shapes(Path(folder))
+    if found is None:
+        return
+    said = f"the checkpoint {folder} is not of this model:"
+    change = "resume from a checkpoint of this run, or pass resume_from_checkpoint=None to begin anew"
+    names = _names(model)
+    missing = [shown[0] for shown, _ in names if not any(name in found for name in shown)]
+    if missing:
+        raise ValueError(f"{said} it lacks {len(missing)} of {len(names)} weights, {missing[0]} for one; {change}")
+    for shown, shape in names:
+        name = next(name for name in shown if name in found)
+        if found[name] != shape:
+            raise ValueError(f"{said} {name} has shape {found[name]} there, and {shape} here; {change}")
+
+
+def _names(model: nn.Module) -> list[tuple[list[str], tuple[int, ...]]]:
+    """For each weight that a checkpoint of `model` holds: the names that it may have there, and its shape."""
+    adapter = next(iter(getattr(model, "active_adapters", None) or []), None) if hasattr(model, "peft_config") else None
+    names: dict[int, list[str]] = {}
+    shapes: dict[int, tuple[int, ...]] = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        if adapter is None or (p.requires_grad and f".{adapter}" in name):
+            plain = name if adapter is None else name.replace(f".{adapter}", "", 1)
+            names.setdefault(id(p), []).extend({plain: 1, plain.replace(".modules_to_save", ""): 1})
+            shapes[id(p)] = tuple(p.shape)
+    return [(names[key], shapes[key]) for key in names]
+
+
+def _shapes(folder: Path) -> Mapping[str, tuple[int, ...]] | None:
+    """Shapes by name, from the headers of a checkpoint's files; `None` where there is no safetensors file."""
+    from safetensors import safe_open
+
+    files = [path for name in (_WHOLE, _ADAPTER) if (path := folder / name).is_file()][:1]
+    index = folder / f"{_WHOLE}.index.json"
+    if not files and index.is_file():
+        files = [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+    shapes: dict[str, tuple[int, ...]] = {}
+    for path in files:
+        with safe_open(path, framework="pt") as opened:
+            names: Any = opened.keys()
+            shapes |= {name: tuple(opened.get_slice(name).get_shape()) for name in names}
+    return shapes or None
+
+
+# ---- reward functions ------------------------------------------------------------------------------------------------
+
+_GIVEN_BY_TRL = frozenset(
+    ("prompts", "completions", "completion_ids", "environments", "trainer_state", "log_extra", "log_metric")
+)
+"""What a reward function is given beside the columns of the dataset."""
+
+
+def checked(reward: Any, name: str, trainer: Any) -> Any:
+    """`reward`, whose values are checked: one finite number or `None` for each completion.
+
+    TRL takes NaN for `None` and trains on nothing, or fails in torch. A reward model is returned as it is.
+    """
+    if isinstance(reward, torch.nn.Module):
+        return reward
+
+    def check(rewards: Any, columns: Mapping[str, Any]) -> Any:
+        _check(rewards, len(columns["completions"]), f"reward {name!r} at step {trainer.state.global_step}")
+        return rewards
+
+    if _is_awaited(reward):
+
+        @functools.wraps(reward)
+        async def call_and_await(*arguments: Any, **columns: Any) -> Any:
+            return check(await reward(*arguments, **columns), columns)
+
+        return call_and_await
+
+    @functools.wraps(reward)
+    def call(*arguments: Any, **columns: Any) -> Any:
+        return check(reward(*arguments, **columns), columns)
+
+    return call
+
+
+def check_columns(rewards: Sequence[Any], train: Any, evaluation: Any = None) -> None:
+    """Raise `ValueError` for columns that TRL or a reward function asks for and a dataset does not have.
+
+    A dataset that does not know its columns, such as a stream, is not checked. `evaluation` may be several, by name.
+    """
+    others = evaluation if isinstance(evaluation, Mapping) else {"": evaluation}
+    for dataset, name in ((train, "the dataset"), *((o, f"eval_dataset {n}".rstrip()) for n, o in others.items())):
+        columns = getattr(dataset, "column_names", None)
+        if isinstance(columns, (list, tuple)):
+            _check_columns(rewards, columns, f"{name} has {', '.join(columns) or 'no columns'}")
+
+
+def _check_columns(rewards: Sequence[Any], columns: Sequence[str], has: str) -> None:
+    if "prompt" not in columns:
+        raise ValueError(f"{has}, and no 'prompt': rename the column with dataset.rename_column(..., 'prompt')")
+    for reward in rewards:
+        if isinstance(reward, torch.nn.Module) or not callable(reward):
+            continue
+        try:
+            parameters = inspect.signature(reward).parameters.values()
+        except (TypeError, ValueError):  # of a builtin, which has none
+            continue
+        needed = [
+            p.name for p in parameters if p.default is p.empty and p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)
+        ]
+        if lacking := [name for name in needed if name not in columns and name not in _GIVEN_BY_TRL]:
+            name = getattr(reward, "__name__", type(reward).__name__)
+            raise ValueError(
+                f"reward {name!r} takes {', '.join(lacking)}, and {has}: add the column, or give it a default"
+            )
+
+
+def _is_awaited(reward: Any) -> bool:
+    return inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(getattr(reward, "__call__", None))  # noqa: B004
+
+
+def _check(rewards: Any, count: int, subject: str) -> None:
+    """Raise `TypeError` or `ValueError`, in one line, for what is not a number or `None` for each of `count`."""
+    values = rewards.tolist() if hasattr(rewards, "tolist") else rewards  # torch's and numpy's
+    if isinstance(values, str) or not isinstance(values, Sequence):
+        raise TypeError(f"{subject} returned {_shown(values)}: return a list with a number for each completion")
+    if len(values) != count:
+        raise ValueError(
+            f"{subject} returned {len(values)} values for {count} completions: return one for each, and None where it "
+            "has no opinion"
+        )
+    for index, value in enumerate(values):
+        where = f"{subject} returned {_shown(value)} for completion {index}"
+        if value is None:
+            continue
+        if getattr(value, "ndim", None) == 0:
+            value = value.item()
+        if not isinstance(value, numbers.Real):
+            raise TypeError(f"{where}: return a number, such as float(...) of it, or None where it has no opinion")
+        if not math.isfinite(value):
+            raise ValueError(f"{where}: return a finite number, or None where it has no opinion")
+
+
+def _shown(value: Any) -> str:
+    return repr(value) if value is None or isinstance(value, (str, float, int)) else f"a {type(value).__name__}"

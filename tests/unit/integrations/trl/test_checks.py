@@ -1,0 +1,327 @@
+import asyncio
+import functools
+import importlib.metadata
+import inspect
+import os
+import re
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
+from transformers import AutoModelForCausalLM
+from trl.generation import vllm_generation
+
+import colo.trl
+from colo.errors import Unsupported
+from colo.integrations.trl.checks import (
+    READ_OF_TRAINER,
+    check_checkpoint,
+    check_columns,
+    check_contract,
+    check_output,
+    check_trainer,
+    checked,
+)
+from colo.testing import tiny_checkpoint
+from colo.trl import ColoGRPOConfig, ColoGRPOTrainer
+from tests.trainers import ALPHABET, SMALL_CACHE, options, sums, trained
+
+VERSION = re.escape(importlib.metadata.version("trl"))
+
+
+def a_trainer(*, args=None, **changes):
+    """What the checks read of a trainer that can be attached to; `changes` are other values."""
+    known = dict.fromkeys(READ_OF_TRAINER) | {
+        "use_vllm": False,
+        "processing_class": SimpleNamespace(convert_ids_to_tokens=None),
+        "is_deepspeed_enabled": False,
+        "is_fsdp_enabled": False,
+        "args": SimpleNamespace(vllm_tensor_parallel_size=1, **(args or {})),
+    }
+    return SimpleNamespace(**(known | changes))
+
+
+def sharded_by(**changes):
+    """What they read of a trainer with accelerate's FSDP plugin."""
+    plugin = {"fsdp_version": 2, "activation_checkpointing": False, "cpu_offload": OffloadPolicy()} | changes
+    state = SimpleNamespace(fsdp_plugin=SimpleNamespace(**plugin))
+    return a_trainer(is_fsdp_enabled=True, accelerator=SimpleNamespace(state=state))
+
+
+def test_this_trl_is_the_one_that_colo_knows():
+    check_contract(a_trainer())
+    check_trainer(a_trainer())
+    check_trainer(sharded_by())
+
+
+@pytest.mark.parametrize("method", ["generate", "sync_weights"])
+def test_a_method_that_takes_something_else_is_named_with_the_version(monkeypatch, method):
+    class Drifted(vllm_generation.VLLMGeneration):
+        pass
+
+    setattr(Drifted, method, lambda self, requests: None)
+    monkeypatch.setattr(vllm_generation, "VLLMGeneration", Drifted)
+    with pytest.raises(Unsupported, match=rf"VLLMGeneration\.{method} of TRL {VERSION} takes self, requests, where"):
+        check_contract(a_trainer())
+
+
+def test_a_class_that_is_gone_is_named_with_the_version(monkeypatch):
+    monkeypatch.delattr(vllm_generation, "VLLMGeneration")
+    with pytest.raises(Unsupported, match=rf"TRL {VERSION} has no trl\.generation\.vllm_generation\.VLLMGeneration"):
+        check_contract(a_trainer())
+
+
+@pytest.mark.parametrize("name", READ_OF_TRAINER)
+def test_what_a_trainer_lacks_is_named_with_the_version(name):
+    trainer = a_trainer()
+    delattr(trainer, name)
+    with pytest.raises(Unsupported, match=rf"SimpleNamespace of TRL {VERSION} has no {name}: colo attaches to GRPO"):
+        check_contract(trainer)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "error", "words"),
+    [
+        (a_trainer(use_vllm=True), ValueError, "leave use_vllm out"),
+        (a_trainer(processing_class=SimpleNamespace()), Unsupported, "a processor for images"),
+        (a_trainer(_is_vlm=True), Unsupported, "a processor for images"),
+        (a_trainer(is_deepspeed_enabled=True), Unsupported, "DeepSpeed"),
+        (a_trainer(args={"deepspeed": "zero3.json"}), Unsupported, "DeepSpeed"),
+        (sharded_by(fsdp_version=1), Unsupported, "flattens weights: set fsdp_version: 2"),
+        (sharded_by(activation_checkpointing=True), Unsupported, "set gradient_checkpointing=True instead"),
+        (sharded_by(cpu_offload=CPUOffloadPolicy()), Unsupported, "offload_params keeps weights in host memory"),
+        (a_trainer(args={"use_transformers_continuous_batching": True}), ValueError, "use_transformers_continuous"),
+    ],
+    ids=[
+        "use_vllm",
+        "processor",
+        "vlm",
+        "deepspeed",
+        "its config",
+        "fsdp 1",
+        "fsdp ac",
+        "fsdp offload",
+        "continuous batching",
+    ],
+)
+def test_what_colo_does_not_do_is_refused_by_name(trainer, error, words):
+    with pytest.raises(error, match=words):
+        check_trainer(trainer)
+
+
+def test_tensor_parallelism_is_refused_by_name():
+    trainer = a_trainer()
+    trainer.args.vllm_tensor_parallel_size = 2
+    with pytest.raises(Unsupported, match="vllm_tensor_parallel_size=2: .* leave 1"):
+        check_trainer(trainer)
+
+
+FLAG = {"fast_inference": True, "colo_engine": "torch", "colo_kv_cache_mib": 1}
+LORA = LoraConfig(r=4, target_modules="all-linear", modules_to_save=["lm_head"])
+
+
+def model_of(checkpoint, lora=False):
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, tie_word_embeddings=not lora)
+    return get_peft_model(model, LORA) if lora else model
+
+
+def test_a_folder_that_can_be_made_is_not_made(tmp_path):
+    check_output(tmp_path / "a" / "b")
+    assert not (tmp_path / "a").exists()
+
+
+def test_a_folder_below_a_file_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(NotADirectoryError, match=r"output_dir .*/file/out cannot be made, .*/file is a file: choose"):
+        check_output(tmp_path / "file" / "out")
+
+
+def test_a_closed_folder_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "closed").mkdir(mode=0o500)
+    if os.geteuid() == 0:  # to whom it is open
+        monkeypatch.setattr(os, "access", lambda path, mode: "closed" not in str(path))
+    with pytest.raises(PermissionError, match="cannot be written to"):
+        check_output(tmp_path / "closed" / "out")
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("shard", ["20KB", "1GB"])
+def test_what_a_model_has_saved_is_its_checkpoint(checkpoint, tmp_path, lora, shard):
+    model = model_of(checkpoint, lora)
+    model.save_pretrained(tmp_path, max_shard_size=shard)
+    assert len(list(tmp_path.glob("*.safetensors"))) == (1 if lora or shard == "1GB" else 15)
+    check_checkpoint(tmp_path, model)
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+def test_missing_and_misshapen_weights_are_named(checkpoint, tmp_path, lora):
+    model = model_of(checkpoint, lora)
+    model.save_pretrained(tmp_path)
+    (file,) = tmp_path.glob("*.safetensors")
+    tensors = load_file(file)
+    name = next(key for key in tensors if "layers.1.mlp.up_proj" in key)
+    save_file({key: tensor for key, tensor in tensors.items() if key != name}, file)
+    with pytest.raises(ValueError, match=rf"it lacks 1 of \d+ weights, {re.escape(name)} for one; resume from"):
+        check_checkpoint(tmp_path, model)
+    save_file(tensors | {name: torch.zeros(3, 2)}, file)
+    with pytest.raises(ValueError, match=rf"{re.escape(name)} has shape \(3, 2\) there, and \(\d+, \d+\) here"):
+        check_checkpoint(tmp_path, model)
+
+
+def test_a_folder_without_weights_is_left_to_transformers(checkpoint, tmp_path):
+    check_checkpoint(tmp_path, model_of(checkpoint))
+
+
+def test_resuming_from_another_runs_checkpoint_changes_nothing(make, tmp_path):
+    trainer = make(
+        kind=ColoGRPOTrainer, config=ColoGRPOConfig, save_strategy="steps", save_steps=1, max_steps=1, **FLAG
+    )
+    trainer.train()
+    folder = tmp_path / "checkpoint-1"
+    before = trained(trainer.model)
+    other = tiny_checkpoint(tmp_path / "other", alphabet=ALPHABET + "abc")
+    shutil.copy(folder / "model.safetensors", tmp_path / "good.safetensors")
+    shutil.copy(other / "model.safetensors", folder / "model.safetensors")
+    with pytest.raises(ValueError, match="is not of this model: model.embed_tokens.weight has shape"):
+        trainer.train(resume_from_checkpoint=str(folder))
+    assert all(torch.equal(before[name], p) for name, p in trained(trainer.model).items())
+    shutil.copy(tmp_path / "good.safetensors", folder / "model.safetensors")
+    trainer.args.max_steps = 2
+    trainer.train(resume_from_checkpoint=str(folder))
+    assert trainer.state.global_step == 2
+
+
+@pytest.mark.parametrize("by_name", [True, False], ids=["named", "given"])
+def test_a_folder_that_cannot_be_written_to_is_refused_before_an_engine_is_started(make, checkpoint, tmp_path, by_name):
+    (tmp_path / "file").write_text("")
+    model = None if by_name else model_of(checkpoint)
+    with pytest.raises(NotADirectoryError, match="choose another output_dir"):
+        make(
+            model=model, kind=ColoGRPOTrainer, config=ColoGRPOConfig, output_dir=str(tmp_path / "file" / "out"), **FLAG
+        )
+
+
+def test_attach_refuses_such_a_folder_too(make, tmp_path):
+    trainer = make()
+    (tmp_path / "file").write_text("")
+    trainer.args.output_dir = str(tmp_path / "file" / "out")
+    with pytest.raises(NotADirectoryError, match="choose another output_dir"):
+        colo.trl.attach(trainer, engine="torch", config=SMALL_CACHE)
+    assert not hasattr(trainer, "colo")
+
+
+TRAINER = SimpleNamespace(state=SimpleNamespace(global_step=3))
+GOOD = [[1.0, 0.0], [1, True], [None, 0.5], [None, None], (0.1, 0.2), torch.ones(2), [torch.tensor(1.0), 0]]
+
+
+def run(returned, **options):
+    def mine(prompts, completions, **_):
+        return returned
+
+    return checked(mine, "mine", TRAINER)(prompts=["a", "b"], completions=["c", "d"], **options)
+
+
+@pytest.mark.parametrize("returned", GOOD, ids=str)
+def test_what_trl_takes_is_handed_on_as_it_is(returned):
+    assert run(returned, answer=["e", "f"]) is returned
+
+
+@pytest.mark.parametrize(
+    ("returned", "error", "words"),
+    [
+        ([1.0], ValueError, "returned 1 values for 2 completions"),
+        (["1", 1.0], TypeError, "returned '1' for completion 0"),
+        ([1.0, float("nan")], ValueError, "returned nan for completion 1"),
+        ([-float("inf"), 1.0], ValueError, "returned -inf for completion 0"),
+        ("ab", TypeError, "returned 'ab'"),
+        (None, TypeError, "returned None"),
+        (1.0, TypeError, r"returned 1\.0"),
+        ({0: 1.0, 1: 1.0}, TypeError, "returned a dict"),
+        ([[1.0], [1.0]], TypeError, "returned a list for completion 0"),
+        ([1j, 1.0], TypeError, "returned a complex for completion 0"),
+    ],
+    ids=str,
+)
+def test_anything_else_is_refused_with_the_reward_and_the_step(returned, error, words):
+    with pytest.raises(error, match=f"reward 'mine' at step 3 {words}"):
+        run(returned)
+
+
+def test_names_stay_and_a_reward_model_passes_through():
+    def mine(completions, **_):
+        """Says something."""
+        return [1.0]
+
+    class Callable:
+        def __call__(self, completions, **_):
+            return ["no"]
+
+    assert (checked(mine, "mine", TRAINER).__name__, checked(mine, "mine", TRAINER).__doc__) == ("mine", mine.__doc__)
+    model = torch.nn.Linear(1, 1)
+    assert checked(model, "other", TRAINER) is model
+    for reward in (Callable(), functools.partial(Callable())):
+        with pytest.raises(TypeError, match="returned 'no' for completion 0"):
+            checked(reward, "other", TRAINER)(completions=["a"])
+
+
+def test_what_an_asynchronous_reward_returns_is_checked_too():
+    async def mine(completions, **_):
+        return returned[0]
+
+    class Judge:
+        async def __call__(self, completions, **_):
+            return returned[0]
+
+    for reward in (mine, Judge()):
+        call = checked(reward, "mine", TRAINER)
+        assert inspect.iscoroutinefunction(call)
+        returned = [[1.0, None]]
+        assert asyncio.run(call(completions=["c", "d"])) is returned[0]
+        returned = [[1.0, float("nan")]]
+        with pytest.raises(ValueError, match="reward 'mine' at step 3 returned nan for completion 1"):
+            asyncio.run(call(completions=["c", "d"]))
+
+
+def answered(completions, answer, trainer_state, **_):
+    return [0.0] * len(completions)
+
+
+def test_columns_that_are_there_are_enough():
+    check_columns([answered, len, torch.nn.Linear(1, 1), "a/model"], sums())
+    check_columns([answered], sums().to_iterable_dataset().map(lambda row: row))  # whose columns are not known
+    check_columns([answered], None)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "words"),
+    [
+        (
+            sums().remove_columns("answer"),
+            r"reward 'answered' takes answer, and the dataset has prompt: add the column",
+        ),
+        (sums().rename_column("prompt", "question"), r"the dataset has question, answer, and no 'prompt': rename"),
+    ],
+    ids=["a reward's", "the prompt"],
+)
+def test_a_column_that_is_missing_is_named(dataset, words):
+    with pytest.raises(ValueError, match=words):
+        check_columns([answered], dataset)
+
+
+def test_a_column_that_an_evaluation_would_miss_is_named():
+    lacking = sums().remove_columns("answer")
+    check_columns([answered], sums(), {"one": sums(), "other": sums().to_iterable_dataset().map(lambda row: row)})
+    with pytest.raises(ValueError, match="takes answer, and eval_dataset has prompt: add the column"):
+        check_columns([answered], sums(), lacking)
+    with pytest.raises(ValueError, match="takes answer, and eval_dataset other has prompt: add the column"):
+        check_columns([answered], sums(), {"one": sums(), "other": lacking})
+
+
+def test_a_missing_column_is_named_before_a_model_is_loaded(tmp_path):
+    args = ColoGRPOConfig(**options(tmp_path), fast_inference=True, colo_engine="torch")
+    with pytest.raises(ValueError, match="takes answer, and the dataset has prompt"):
+        ColoGRPOTrainer("no/such-model", answered, args, train_dataset=sums().remove_columns("answer"))
