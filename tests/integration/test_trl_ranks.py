@@ -28,8 +28,9 @@ def test_both_ranks_share_their_replica_and_end_with_the_same_weights(ranks):
         assert (found["version"], found["closed"]) == (3, True)
         assert found["gap"] < CLOSE
     assert len(ranks[0]["rewards"]) == 3
+    assert ranks[0]["evaluations"] >= 3
 
 
 def test_ranks_draw_from_seeds_of_their_own(ranks):
-    assert len(ranks[0]["drawn"]) == 3
+    assert len(ranks[0]["drawn"]) >= 3
     assert ranks[0]["drawn"] != ranks[1]["drawn"]

@@ -18,7 +18,7 @@ from tests.trainers import SMALL_CACHE, digits, frozen, logged, trained, trainer
 
 def made(checkpoint, mode, results):
     """A trainer with colo: by the flag on vLLM, or of an adapter that `attach` puts on the embedded engine."""
-    options = {"reward": digits, "ddp_backend": "gloo", "max_steps": 3}
+    options = {"reward": digits, "ddp_backend": "gloo", "max_steps": 3, "eval_strategy": "steps", "eval_steps": 1}
     if mode == "vllm":
         llm = {"enforce_eager": True, "max_model_len": 64, "block_size": 32}
         flag = {"fast_inference": True, "colo_engine_options": llm, "colo_kv_cache_mib": 4, "colo_seeded": True}
@@ -42,6 +42,9 @@ def main(checkpoint, mode, results):
         return found
 
     trainer.vllm_generation.generate = noted
+    if mode == "lora":
+        trainer.evaluate()
+        drawn.clear()
     trainer.train()
     after = trained(trainer.model)
     total = torch.stack([p.double().sum() for p in after.values()])
@@ -53,6 +56,7 @@ def main(checkpoint, mode, results):
         "changed": all(not torch.equal(before[name], p) for name, p in after.items()),
         "base": all(torch.equal(base[name], p) for name, p in frozen(trainer.model).items()),
         "rewards": logged(trainer),
+        "evaluations": len(logged(trainer, "eval_reward")),
         "gap": max(logged(trainer, "colo/mismatch")) if logged(trainer) else 0.0,
         "version": rt.weights_version,
         "sent": rt.bytes_synced,

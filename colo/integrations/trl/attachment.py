@@ -251,8 +251,10 @@ def prepare(trainer: Any) -> None:
     if trainer.is_fsdp_enabled:
         _prepare_sharded(trainer)
     elif trainer.accelerator.num_processes > 1 and trainer.accelerator.device.type == "cpu":
-        # Before the memory is shared: accelerate would copy it to `cpu:0`.
-        trainer.model_wrapped = trainer.accelerator.prepare_model(trainer.model, device_placement=False)
+        # Before the memory is shared: accelerate would copy it to `cpu:0`, and again where an evaluation begins.
+        if trainer.model_wrapped is trainer.model:
+            trainer.model_wrapped = trainer.accelerator.prepare_model(trainer.model, device_placement=False)
+        trainer.model._is_accelerate_prepared = True
 
 
 def _make_optimizer(trainer: Any) -> None:
