@@ -140,7 +140,7 @@ class _WithEngine:
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         if getattr(self, "colo", None) is not None:
-            check_checkpoint(resume_from_checkpoint, self.model if model is None else model)  # type: ignore[attr-defined]
+            check_checkpoint(resume_from_checkpoint, self.model if model is None else model)
         super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
 
     def _attach(self, args: Any, engine: Any, engine_options: Any) -> None:
