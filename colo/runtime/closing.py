@@ -45,6 +45,7 @@ class Closing:
         self._mover = mover
         self._owns_model = owns_model
         self._steps: list[Callable[[], object]] = []
+        self._is_done = False
 
     def begin(self, scheduler: Scheduler, turns: Turns, versions: WeightVersions) -> None:
         """Leave the present phase, and make sure that the state has somewhere to go.
@@ -88,12 +89,22 @@ class Closing:
             except Exception as error:  # noqa: BLE001 - one failure must not keep the others' memory
                 errors.append(error)
             del self._steps[0]  # not reached when interrupted: what was begun is then done again
+        self._is_done = True
         if errors:
             raise errors[0]
 
+    def abandon(self) -> None:
+        """End the engine of a runtime that nobody refers to any more. Its memory goes with the last tensor in it."""
+        if self._is_done:
+            return
+        self._is_done = True
+        for end in (self._transport.close, self._engine.close, self.last.close):
+            with suppress(Exception):  # nobody is there to be told
+                end()
+
     def return_state(self) -> None:
         """Return the optimizer's state to ordinary memory, and the hooks with it."""
-        self._session.close(torch.device("cpu") if self._owns_model else None)
+        self._session.close(home_of(owns_model=self._owns_model))
 
     def _drop_kv_cache(self, scheduler: Scheduler) -> None:
         scheduler.settle()
@@ -107,3 +118,8 @@ class Closing:
         self._transport.move_out(torch.device("cpu") if self._owns_model else self._mover.device)
         if self._owns_model:
             self._model.to("cpu")
+
+
+def home_of(*, owns_model: bool) -> torch.device | None:
+    """The device that the optimizer's state returns to: the host for a model of the runtime's, else where it was."""
+    return torch.device("cpu") if owns_model else None

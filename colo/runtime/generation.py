@@ -65,6 +65,7 @@ class Generation:
 
     def before_generate(self) -> None:
         """Refresh the weights for a call of the engine's own `generate`, which need not come from `run`."""
+        self._turns.check_process()
         if self._turns.phase is Phase.ROLLOUT and not self._is_running:
             self._versions.refresh()
 

@@ -11,10 +11,10 @@ The runtime wires engine, trainer state, scheduler and publisher together. It ha
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -27,9 +27,11 @@ from colo.engines.text import Prompts
 from colo.memory.offload import Mover
 from colo.memory.uninterrupted import uninterrupted
 from colo.phases.phase import Phase
+from colo.phases.scheduler import Scheduler
 from colo.phases.trace import Trace
-from colo.runtime.closing import Closing
+from colo.runtime.closing import Closing, home_of
 from colo.runtime.construction import (
+    TrainerSide,
     has_logits,
     make_publisher,
     make_scheduler,
@@ -38,14 +40,14 @@ from colo.runtime.construction import (
 )
 from colo.runtime.facts import facts_of
 from colo.runtime.generation import Generation
-from colo.runtime.registry import check_free, forget, register, runtime_of
+from colo.runtime.registry import check_free, collect_dropped, forget, register, runtime_of
 from colo.runtime.states import Verb
 from colo.runtime.turns import PhaseBlock, Turns
 from colo.runtime.versions import WeightVersions
 from colo.trainer.inventory import Kept
 from colo.trainer.megatron import as_torch
 from colo.trainer.optimizer_state import unwrapped
-from colo.trainer.session import TrainerSession
+from colo.trainer.session import TrainerEvents, TrainerSession
 from colo.weights.mismatch import MismatchCheck
 from colo.weights.publish import Publication
 from colo.weights.sources.peft import adapter_weights, is_peft_model
@@ -61,7 +63,9 @@ class Runtime:
     """An engine, a model and its optimizer on one device. Made by `colo.launch` or `colo.share`.
 
     Ownership: owns the engine, the host arena and the memory of the trainer's state until `close`.
-    Not thread-safe, but for `generate`: one caller at a time.
+    Lifetime: lives as long as its model, its optimizer or its engine; with all of them out of reach it goes, and so do
+    the engine's processes.
+    Not thread-safe, but for `generate`: one caller at a time. Every call in a forked child is a `PhaseError`.
     """
 
     def __init__(
@@ -90,40 +94,54 @@ class Runtime:
         self.trace = mover.trace = Trace(capacity_bytes=capacity_bytes)
         self._device = mover.device
         self._has_logits = has_logits(model)
-        num_sequences = config.mismatch_sequences if self._has_logits else 0
-        mismatch = MismatchCheck(num_sequences=num_sequences, max_mismatch=config.max_mismatch)
-        self._turns = Turns(engine=engine, model=model, config=config, mismatch=mismatch)
+        mismatch = MismatchCheck(
+            num_sequences=config.mismatch_sequences if self._has_logits else 0, max_mismatch=config.max_mismatch
+        )
         with ExitStack() as undo:
-            make_session = partial(
-                TrainerSession,
-                stepped,
-                mover,
-                region_bytes=config.region_bytes,
-                events=self._turns,
-                sharded_modules=transport.source.outermost_sharded(),
-                release_gradients=config.release_gradients,
+
+            def make_side(events: TrainerEvents) -> TrainerSide:
+                side = make_trainer_side(
+                    as_torch(stepped),
+                    lambda streamed: TrainerSession(
+                        stepped,
+                        mover,
+                        region_bytes=config.region_bytes,
+                        events=events,
+                        sharded_modules=transport.source.outermost_sharded(),
+                        streamed=streamed,
+                        release_gradients=config.release_gradients,
+                    ),
+                    lambda session: make_scheduler(
+                        engine, model, transport, session, mover, config, self.trace, capacity_bytes=capacity_bytes
+                    ),
+                    config,
+                    transport.source.ranks,
+                )
+                undo.callback(side.session.close, home_of(owns_model=owns_model))
+                return side
+
+            def make_versions(scheduler: Scheduler) -> WeightVersions:
+                publisher = make_publisher(engine, model, transport, config, self.trace)
+                return WeightVersions(engine, transport, publisher, scheduler, config)
+
+            self._turns = turns = Turns(
+                engine=engine,
+                model=model,
+                source=transport.source,
+                config=config,
+                mismatch=mismatch,
+                make_side=make_side,
+                make_versions=make_versions,
             )
-            side = make_trainer_side(
-                as_torch(stepped),
-                lambda streamed: make_session(streamed=streamed),
-                lambda session: make_scheduler(
-                    engine, model, transport, session, mover, config, self.trace, capacity_bytes=capacity_bytes
-                ),
-                config,
-                transport.source.ranks,
-            )
-            self._session, self.scheduler, self._why_optimizer = side.session, side.scheduler, side.why
-            self._closing = Closing(engine, model, transport, self._session, mover, owns_model=owns_model)
-            undo.callback(self._closing.return_state)
-            publisher = make_publisher(engine, model, transport, config, self.trace)
-            self.versions = WeightVersions(engine, transport, publisher, self.scheduler, config)
-            self._turns.connect(self.scheduler, self._session, self.versions)
-            prepare_arena(side.rollout, mover)
+            self.scheduler, self.versions = turns.side.scheduler, turns.versions
+            prepare_arena(turns.side.rollout, mover)
             self.versions.publish()
-            self._generation = Generation(engine, model, self._turns, self.scheduler, self.versions, mismatch)
+            self._generation = Generation(engine, model, turns, self.scheduler, self.versions, mismatch)
+            self._closing = Closing(engine, model, transport, turns.side.session, mover, owns_model=owns_model)
             engine.before_generate = self._generation.before_generate
             undo.pop_all()
-        register(self, (model, stepped, engine))
+        self._has_begun = False
+        register(self)
 
     @classmethod
     def of(cls, part: object) -> Runtime:
@@ -140,7 +158,7 @@ class Runtime:
         Raises: `PhaseError` inside another phase; `BudgetError` when the phase does not fit (nothing has changed);
         `StaleWeights` when trainer and engine cannot be shown to hold the same weights (generation then refuses).
         """
-        return PhaseBlock(self, self._turns, Phase.ROLLOUT)
+        return self._block(Phase.ROLLOUT)
 
     def train(self) -> PhaseBlock[Runtime]:
         """Let the trainer work: the KV cache goes if its bytes are needed, parked state comes back for the step.
@@ -151,7 +169,7 @@ class Runtime:
         `StaleWeights` when the engine's log-probabilities of the last rollout are further from the trainer's than
         `RuntimeConfig.max_mismatch`.
         """
-        return PhaseBlock(self, self._turns, Phase.TRAIN)
+        return self._block(Phase.TRAIN)
 
     def enter(self, phase: Phase | None) -> None:
         """Go to `Phase.ROLLOUT` or `Phase.TRAIN`, out of whichever phase there is, or with `None` just leave that.
@@ -177,6 +195,7 @@ class Runtime:
 
         Raises: `PhaseError` inside `train()` or after `close()`; as `Engine.generate` for everything else.
         """
+        self._turns.check_process()
         with self._turns.lock:
             self._turns.require(Verb.GENERATE)
             if self._turns.phase is None:
@@ -198,6 +217,7 @@ class Runtime:
 
     def log(self, **metrics: float) -> None:
         """Add one value to each of the named series of the report, such as `reward`."""
+        self._turns.check_process()
         for name, value in metrics.items():
             self.trace.metric(name, value)
 
@@ -205,12 +225,13 @@ class Runtime:
         """Where time and memory went, and why the runtime chose what it did; print it, or show it in a notebook."""
         from colo.report.report import Report
 
+        self._turns.check_process()
         parts = (self.engine, self.transport, self.versions.publisher, self.trace, self.config)
         facts = facts_of(
             *parts,
             device=self._device,
             kept=self.kept_state,
-            why_optimizer=self._why_optimizer,
+            why_optimizer=self._turns.side.why,
             is_compared=self._has_logits,
         )
         return Report(facts=facts, trace=self.trace)
@@ -232,22 +253,37 @@ class Runtime:
         Raises: `BudgetError` when the device has no room for the optimizer's state, and the runtime is open as before,
         or to wake a `vllm.LLM` of yours: free some and close again.
         """
+        self._turns.check_process()
         with self._turns.lock, torch.inference_mode(False):
             if not self._closing.has_begun:
                 with uninterrupted():
                     self._closing.begin(self.scheduler, self._turns, self.versions)
-                    forget((self.model, unwrapped(self.optimizer), self.engine))
+                    forget(self)
             self._closing.go_on()
 
     def at_close(self, function: Callable[[], object]) -> None:
         """Call a function when the runtime has been closed, the last one that was given first."""
+        self._turns.check_process()
         self._closing.last.callback(function)
 
     def __enter__(self) -> Runtime:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        if not self._turns.is_elsewhere:
+            self.close()
+
+    def __del__(self) -> None:
+        closing = vars(self).get("_closing")
+        if closing is not None and not sys.is_finalizing() and not self._turns.is_elsewhere:
+            closing.abandon()
+
+    def _block(self, phase: Phase) -> PhaseBlock[Runtime]:
+        self._turns.check_process()
+        if not self._has_begun:
+            self._has_begun = True
+            collect_dropped(but=self)  # such as that of the same notebook cell, run before
+        return PhaseBlock(self, self._turns, phase)
 
     # ---- what a report reads ------------------------------------------------------------------------------------
 
@@ -274,7 +310,7 @@ class Runtime:
     @property
     def kept_state(self) -> Sequence[Kept]:
         """State of the optimizer that stays on the device in every phase, by name, and why."""
-        return self._session.kept
+        return self._turns.side.session.kept
 
     @property
     def device(self) -> torch.device:

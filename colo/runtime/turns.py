@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, suppress
 from threading import RLock
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
@@ -22,8 +24,12 @@ from colo.phases.scheduler import Scheduler
 from colo.phases.segment import Segment
 from colo.runtime.states import Turn, Verb, next_turn
 from colo.runtime.versions import WeightVersions
-from colo.trainer.session import LATE, TrainerSession
+from colo.trainer.session import LATE, TrainerEvents
 from colo.weights.mismatch import MismatchCheck
+from colo.weights.sources.base import WeightSource
+
+if TYPE_CHECKING:
+    from colo.runtime.construction import TrainerSide
 
 T = TypeVar("T")
 
@@ -39,14 +45,27 @@ class Turns:
     Thread-safe as far as turns change one after another; a thread that generates is waited for.
     """
 
-    def __init__(self, *, engine: Engine, model: nn.Module, config: RuntimeConfig, mismatch: MismatchCheck) -> None:
-        """`connect` names the others before the first call."""
+    def __init__(
+        self,
+        *,
+        engine: Engine,
+        model: nn.Module,
+        source: WeightSource,
+        config: RuntimeConfig,
+        mismatch: MismatchCheck,
+        make_side: Callable[[TrainerEvents], TrainerSide],
+        make_versions: Callable[[Scheduler], WeightVersions],
+    ) -> None:
+        """`make_side` hooks the trainer up to these turns, which are its events. Raises: what either function does."""
         self.turn = Turn.IDLE
         self.lock = RLock()
+        self._pid = os.getpid()
         self._engine = engine
         self._model = model
         self._config = config
         self._mismatch = mismatch
+        self._source = source
+        self._device = engine.device
         self.accumulation_steps = config.accumulation_steps
         """Backward passes before each step, of which the last has parked state brought back beside it."""
 
@@ -55,22 +74,31 @@ class Turns:
         self._is_changing = False
         self._steps_expected = 1  # training phases with a step, between two rollouts: as many as there were last time
         self._steps_taken = 0
-
-    def connect(self, scheduler: Scheduler, session: TrainerSession, versions: WeightVersions) -> None:
-        """Take turns with these from now on."""
-        self._scheduler = scheduler
-        self._session = session
-        self._versions = versions
-        self._source = versions.source
-        self._device = self._engine.device
-        groups = [*self._source.ranks.groups(), *megatron_groups()] if self._config.suspend_nccl else []
+        groups = [*source.ranks.groups(), *megatron_groups()] if config.suspend_nccl else []
         self._communicators = Communicators(groups, self._device)
-        self._trace = scheduler.trace
+        self.side = make_side(self)
+        self._session, self._scheduler = self.side.session, self.side.scheduler
+        self._trace = self._scheduler.trace
+        self.versions = self._versions = make_versions(self._scheduler)
 
     # ---- what the runtime asks ---------------------------------------------------------------------------------------
 
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether this is another process than the runtime's: a child that was forked from it."""
+        return os.getpid() != self._pid
+
+    def check_process(self) -> None:
+        """Raise `PhaseError` in a forked child, which has neither the runtime's threads nor its device."""
+        if self.is_elsewhere:
+            raise PhaseError(
+                f"the runtime belongs to process {self._pid}, and this is {os.getpid()}, a child that was forked from "
+                "it: use the runtime there, and give children what they need as plain data"
+            )
+
     def require(self, verb: Verb) -> None:
         """Raise `PhaseError` unless `verb` is allowed now. A phase whose block has ended is left first."""
+        self.check_process()
         if verb in (Verb.ROLLOUT, Verb.TRAIN, Verb.RECOVER) and self._block is not None and self._block.is_over:
             self._leave()  # what ended the block did not let it leave
         next_turn(verb, self.turn)
@@ -80,6 +108,7 @@ class Turns:
 
         A hook that is called while the phase changes may call it: nothing happens then.
         """
+        self.check_process()
         with self.lock, uninterrupted():
             if self.phase is not phase and not self._is_changing:
                 self.leave()
@@ -109,6 +138,7 @@ class Turns:
 
     def begin(self, block: PhaseBlock[Any]) -> None:
         """Enter the phase of a block, or none. Threads that generate meanwhile are waited for."""
+        self.check_process()  # before the lock, which a thread of the parent may have held
         with self.lock:
             try:
                 with uninterrupted():
@@ -120,7 +150,9 @@ class Turns:
                 raise
 
     def end(self, block: PhaseBlock[Any], raised: BaseException | None) -> None:
-        """Leave the phase of a block, unless that has been done by other means."""
+        """Leave the phase of a block, unless that has been done by other means. Does nothing in a forked child."""
+        if self.is_elsewhere:
+            return
         with ExitStack() as held:
             try:
                 held.enter_context(self.lock)
@@ -276,6 +308,7 @@ class Turns:
 
     def before_step(self) -> None:
         """Have everything on the device that the optimizer needs. Raises: `PhaseError` inside a rollout."""
+        self.check_process()
         turn = next_turn(Verb.STEP, self.turn)
         with uninterrupted():
             if turn is Turn.STEP:
@@ -299,12 +332,14 @@ class Turns:
 
     def on_gradient(self) -> None:
         """Have gradients on the device that others are about to be added to. Raises: `PhaseError` inside a rollout."""
+        self.check_process()
         next_turn(Verb.BACKWARD, self.turn)
         if self._session.has_gradients_on_host:
             self.on_touch(TRAINER_GRADIENTS)
 
     def on_touch(self, name: str) -> None:
         """Bring a segment back that something touches. Raises: `PhaseError` where it cannot be, with what to do."""
+        self.check_process()
         if self.turn is not Turn.ROLLOUT:
             self._pause()
         try:

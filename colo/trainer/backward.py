@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, MutableMapping
 from typing import Any
+from weakref import WeakMethod
 
 import torch
 from torch import nn
@@ -52,8 +53,8 @@ class BackwardWatch:
         for parameter in parameters:
             if parameter.requires_grad and parameter not in self._watched:
                 self._watched[parameter] = None
-                self._hooks.append(parameter.register_hook(lambda _: self._admit()))
-                self._hooks.append(parameter.register_post_accumulate_grad_hook(self._on_gradient))
+                self._hooks.append(parameter.register_hook(_weakly(self._on_admission)))
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(_weakly(self._on_gradient)))
         self._every = max(1, len(self._watched) // PROGRESS_CALLS)
 
     def forget(self) -> None:
@@ -71,6 +72,9 @@ class BackwardWatch:
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
                 tensor.register_hook(lambda _: self._admit())
 
+    def _on_admission(self, _: torch.Tensor) -> None:
+        self._admit()
+
     def _on_gradient(self, parameter: torch.Tensor) -> None:
         count = self._counts.get(parameter, 0) + 1
         self._counts[parameter] = count
@@ -80,3 +84,14 @@ class BackwardWatch:
         if count > self.passes:
             self.passes = count
             self._on_pass(count)
+
+
+def _weakly(method: Callable[[torch.Tensor], None]) -> Callable[[torch.Tensor], None]:
+    """Call a method while its object lives. Python's collector does not look into hooks that autograd holds."""
+    reference = WeakMethod(method)
+
+    def call(tensor: torch.Tensor) -> None:
+        if (found := reference()) is not None:
+            found(tensor)
+
+    return call

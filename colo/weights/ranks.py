@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -12,9 +13,11 @@ import torch
 
 from colo.errors import TransferError
 from colo.memory.dtensor import is_dtensor
+from colo.memory.uninterrupted import end_wait
 
 T = TypeVar("T")
 
+_LOOK_AFTER_S = 0.05
 _NUMBERS = re.compile(r"\d+")
 
 
@@ -70,7 +73,7 @@ class RankGroup:
         smallest = torch.tensor([count, point, -point], device=self._device)
         for group in self.groups():
             with self._named(at or "a comparison"):
-                distributed.all_reduce(smallest, distributed.ReduceOp.MIN, group=group)
+                _wait(distributed.all_reduce(smallest, distributed.ReduceOp.MIN, group=group, async_op=True))
         found, first, last = smallest.tolist()
         if first != -last:
             raise TransferError(
@@ -86,7 +89,7 @@ class RankGroup:
 
         for group in self.groups():
             with self._named("comparing numbers"):
-                distributed.all_reduce(numbers, distributed.ReduceOp.MIN, group=group)
+                _wait(distributed.all_reduce(numbers, distributed.ReduceOp.MIN, group=group, async_op=True))
         return numbers
 
     def any(self, flag: bool, at: str = "") -> bool:
@@ -116,7 +119,7 @@ class RankGroup:
 
         if not self.is_alone and distributed.get_world_size(self._group) == num_ranks:
             with self._named("meeting"):
-                distributed.all_reduce(torch.zeros(1, device=self._device), group=self._group)
+                _wait(distributed.all_reduce(torch.zeros(1, device=self._device), group=self._group, async_op=True))
 
     @contextmanager
     def _named(self, at: str) -> Iterator[None]:
@@ -157,6 +160,17 @@ class RankGroup:
             yield self._group
         for mesh in self._meshes:
             yield from (mesh.get_group(dim) for dim in range(mesh.ndim))
+
+
+def _wait(work: Any) -> None:
+    """Wait for a collective in Python, where a second Ctrl-C ends the wait; torch's own wait takes none."""
+    started_s = time.monotonic()
+    while not work.is_completed():
+        waited_s = time.monotonic() - started_s
+        if waited_s > _LOOK_AFTER_S:
+            end_wait("the other ranks")
+        time.sleep(min(waited_s / 8, _LOOK_AFTER_S))  # most are over within a millisecond
+    work.wait()  # raises what it failed of
 
 
 def _device_of(mesh: Any) -> torch.device:

@@ -3,6 +3,7 @@
 import os
 import signal
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -13,10 +14,12 @@ import colo
 from colo.config import Offload, RuntimeConfig
 from colo.engine import EngineState
 from colo.engines.torch import TorchEngine
+from colo.engines.vllm.client.calls import Caller
 from colo.errors import EngineLost, PhaseError, TransferError
 from colo.memory.offload import Mover
 from colo.memory.region import ResizedRegion
 from colo.phases.phase import Phase, Residency
+from colo.runtime.states import Turn
 from colo.trainer.gradients import GradientSegment
 from colo.units import MIB
 from tests.runtimes import qwen3
@@ -327,3 +330,111 @@ def test_the_cache_goes_before_the_state_comes_home(monkeypatch):
         monkeypatch.setattr(ResizedRegion, change, noted)
     rt.close()
     assert order.index(("_release", "engine.kv_cache")) < order.index(("_restore", "trainer.optimizer"))
+
+
+CALLS = ("reset_prefix_cache", "resume", "pause", "commit", "close")
+
+
+@pytest.mark.usefixtures("interrupts_raise")
+class TestASilentEngine:
+    """An engine in another process that neither answers nor ends, while Ctrl-C is pressed."""
+
+    @pytest.fixture
+    def silent(self, rt):
+        """Makes calls of the engine wait for an answer that does not come, and answer again when none is named."""
+        answer, caller, are_silent = threading.Event(), Caller(), set()
+
+        def call_of(name):
+            original = getattr(rt.engine, name)
+
+            def call(*given):
+                return caller.call(answer.wait, deadline_s=300.0) if name in are_silent else original(*given)
+
+            return call
+
+        def silence(*names):
+            are_silent.clear()
+            are_silent.update(names)
+
+        vars(rt.engine).update({name: call_of(name) for name in CALLS})
+        yield silence
+        answer.set()
+        silence()
+        caller.close()
+
+    def press(self, *at_s):
+        for seconds in at_s:
+            threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT)).start()
+
+    @pytest.mark.parametrize(("verb", "call"), [("rollout", "reset_prefix_cache"), ("rollout", "resume")])
+    def test_the_second_interrupt_gets_through_as_a_rollout_is_entered(self, rt, twin, silent, verb, call):
+        plain_step(*twin, 0)
+        with rt.train():
+            plain_step(rt.model, rt.optimizer, 0)
+        silent(call, "pause")
+        self.press(0.3, 0.6)
+        started_s = time.monotonic()
+        with pytest.raises(KeyboardInterrupt), getattr(rt, verb)():
+            pytest.fail("the engine has not answered")
+        assert time.monotonic() - started_s < 5
+        assert rt.phase is Phase.IDLE and rt._turns.turn is Turn.IDLE
+        silent()
+        self.go_on(rt, twin)
+
+    def test_it_gets_through_as_a_rollout_is_left(self, rt, twin, silent):
+        started_s = time.monotonic()
+        with pytest.raises(KeyboardInterrupt), rt.rollout():
+            silent("pause")
+            self.press(0.3, 0.6)
+        assert time.monotonic() - started_s < 5
+        assert rt._turns.turn is Turn.IDLE
+        silent()
+        self.go_on(rt, twin, number=None)
+
+    def test_it_gets_through_as_training_begins_and_as_an_engine_closes(self, rt, twin, silent):
+        rt.engine.resume()
+        silent("pause")
+        self.press(0.3, 0.6)
+        with pytest.raises(KeyboardInterrupt), rt.train():
+            pytest.fail("the engine has not answered")
+        assert rt._turns.turn is Turn.IDLE
+        silent("close")
+        self.press(0.3, 0.6)
+        with pytest.raises(KeyboardInterrupt):
+            rt.close()
+
+    def test_an_engine_that_is_interrupted_as_weights_are_published_holds_no_version(self, rt, silent):
+        with rt.train():
+            plain_step(rt.model, rt.optimizer, 0)
+        silent("commit")
+        self.press(0.3, 0.6)
+        with pytest.raises(KeyboardInterrupt), rt.rollout():
+            pytest.fail("the engine has not answered")
+        assert rt.engine.weights_version is None, "poisoned"
+        silent()
+        assert rt.generate([[1, 2]])[0].weights_version == 1
+
+    def test_one_interrupt_waits_and_is_raised_when_the_phase_has_been_entered_and_left(self, rt, monkeypatch):
+        original, caller = rt.engine.reset_prefix_cache, Caller()
+
+        def slow():
+            self.press(0.0)
+            caller.call(lambda: time.sleep(0.8), deadline_s=300.0)
+            original()
+
+        monkeypatch.setattr(rt.engine, "reset_prefix_cache", slow)
+        started_s = time.monotonic()
+        with pytest.raises(KeyboardInterrupt), rt.rollout():
+            pytest.fail("the interrupt comes first")
+        assert time.monotonic() - started_s >= 0.8
+        assert rt.phase is Phase.IDLE and rt.engine.state is EngineState.PAUSED
+        caller.close()
+
+    def go_on(self, rt, twin, number=1):
+        """The engine answers again, and training goes on with every byte as it was."""
+        if number is not None:
+            plain_step(*twin, number)
+            with rt.train():
+                plain_step(rt.model, rt.optimizer, number)
+            assert_same(rt, twin)
+        assert len(generate(rt)) == 1

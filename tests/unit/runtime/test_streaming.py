@@ -77,7 +77,7 @@ def test_nothing_grows_over_a_hundred_cycles():
 
         before = held()
         train(rt, 100)
-        assert held() == before
+        assert all(now <= then for now, then in zip(held(), before, strict=True)), "what others left may have gone"
 
 
 def test_the_window_begins_to_fill_beside_the_last_backward_pass():

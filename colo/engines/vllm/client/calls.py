@@ -11,6 +11,7 @@ import queue
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
@@ -21,6 +22,7 @@ from typing import TypeVar
 import psutil
 
 from colo.engines.vllm.processes import lives
+from colo.memory.uninterrupted import end_wait
 
 T = TypeVar("T")
 
@@ -51,7 +53,8 @@ class Caller:
         self._progress = progress
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._processes: list[psutil.Process] = []
-        threading.Thread(target=self._run, name="colo-vllm", daemon=True).start()
+        threading.Thread(target=_run, args=(self._queue,), name="colo-vllm", daemon=True).start()
+        weakref.finalize(self, self._queue.put, None).atexit = False
 
     def watch(self, pids: Sequence[int]) -> None:
         """Give up on calls when one of these processes ends."""
@@ -76,6 +79,7 @@ class Caller:
             except TimeoutError:
                 if future.done():
                     return future.result()
+            end_wait("the engine")
             if self.has_ended():
                 raise ProcessEnded
             before, seen = seen, (future.running(), self._seen())
@@ -109,6 +113,7 @@ class Caller:
             if self.has_ended() or time.monotonic() > last_s:
                 return
             wait([returned], timeout=_LOOK_EVERY_S)
+            end_wait("the engine")
 
     def _seen(self) -> object:
         """Return what changes while the processes work."""
@@ -123,9 +128,12 @@ class Caller:
         """End the thread once the calls before have returned, if they ever do."""
         self._queue.put(None)
 
-    def _run(self) -> None:
-        while (task := self._queue.get()) is not None:
-            task()
+
+def _run(tasks: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+    """Run tasks until `None` comes. Refers to nothing in between: a thread that waits keeps no engine alive."""
+    while (task := tasks.get()) is not None:
+        task()
+        del task
 
 
 def _processor_time(process: psutil.Process) -> int:
