@@ -104,7 +104,7 @@ class Closing:
 
     def return_state(self) -> None:
         """Return the optimizer's state to ordinary memory, and the hooks with it."""
-        self._session.close(home_of(owns_model=self._owns_model))
+        self._session.close(torch.device("cpu") if self._owns_model else None)
 
     def _drop_kv_cache(self, scheduler: Scheduler) -> None:
         scheduler.settle()
@@ -118,8 +118,3 @@ class Closing:
         self._transport.move_out(torch.device("cpu") if self._owns_model else self._mover.device)
         if self._owns_model:
             self._model.to("cpu")
-
-
-def home_of(*, owns_model: bool) -> torch.device | None:
-    """The device that the optimizer's state returns to: the host for a model of the runtime's, else where it was."""
-    return torch.device("cpu") if owns_model else None

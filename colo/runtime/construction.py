@@ -1,8 +1,8 @@
-"""What a runtime is made of: its scheduler with every segment, its publisher, and host memory prepared in advance."""
+"""The parts of a runtime: its scheduler with every segment, its publisher, and host memory prepared in advance."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -21,11 +21,12 @@ from colo.phases.scheduler import Budget, Scheduler
 from colo.phases.segment import FixedSegment, Segment
 from colo.phases.trace import Trace
 from colo.phases.transition import Action, Transition
+from colo.runtime.versions import WeightVersions
+from colo.trainer.megatron import as_torch
 from colo.trainer.separable import why_not_separable
-from colo.trainer.session import LATE, TrainerSession
+from colo.trainer.session import LATE, TrainerEvents, TrainerSession
 from colo.units import format_bytes
 from colo.weights.publish import Publisher
-from colo.weights.ranks import RankGroup
 from colo.weights.sources.peft import adapter_weights, is_peft_model
 from colo.weights.transports.base import Transport
 
@@ -34,6 +35,20 @@ if TYPE_CHECKING:
 
 
 _FITS = "resident: it fits beside weights and gradients"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Parts:
+    """All that a runtime is built of, checked; `optimizer` is the one that steps, without wrappers."""
+
+    engine: Engine
+    model: nn.Module
+    optimizer: Any
+    transport: Transport
+    mover: Mover
+    config: RuntimeConfig
+    trace: Trace
+    capacity_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,26 +61,21 @@ class TrainerSide:
     why: str  # the optimizer's state is where it is
 
 
-def make_trainer_side(
-    optimizer: Any,
-    make_session: Callable[[bool], TrainerSession],
-    scheduler_of: Callable[[TrainerSession], Scheduler],
-    config: RuntimeConfig,
-    ranks: RankGroup,
-) -> TrainerSide:
-    """Choose where the optimizer's state is while it steps. `make_session` is told whether it is streamed.
+def make_trainer_side(parts: Parts, events: TrainerEvents) -> TrainerSide:
+    """Choose where the optimizer's state is while it steps, hook the trainer up and plan both phases.
 
     Raises: `Unsupported` for an optimizer that cannot be streamed and shall be; `BudgetError` when a phase could not be
     entered in any way that is allowed.
     """
-    reason = why_not_separable(optimizer)
+    config, ranks = parts.config, parts.transport.source.ranks
+    reason = why_not_separable(as_torch(parts.optimizer))
     placement = OptimizerState.STREAMED if config.release_gradients else config.optimizer
     if placement is OptimizerState.STREAMED:
         if reason is not None:
             raise Unsupported(f"RuntimeConfig has optimizer='streamed': {reason}")
-        return _planned(make_session(True), scheduler_of, ranks, "streamed: asked for")
+        return _planned(parts, events, "streamed: asked for", streamed=True)
     if placement is OptimizerState.AUTO and config.offload is not Offload.NEVER and reason is None:
-        found = _attempt(make_session, scheduler_of)
+        found = _attempt(parts, events)
         if not ranks.any(isinstance(found, BudgetError), "choosing where the optimizer's state is"):
             assert isinstance(found, TrainerSide), "this rank would have said so"
             return found
@@ -75,70 +85,66 @@ def make_trainer_side(
             why = f"streamed: with the whole of it on the device, {missing} would be missing"
         else:
             found.session.close()
-        return _planned(make_session(True), scheduler_of, ranks, why)
+        return _planned(parts, events, why, streamed=True)
     asked = placement is OptimizerState.RESIDENT
     try:
-        return _planned(make_session(False), scheduler_of, ranks, "resident: asked for" if asked else _FITS)
+        return _planned(parts, events, "resident: asked for" if asked else _FITS, streamed=False)
     except BudgetError as error:
         if not asked and reason is not None:
             error.add_note(f"The optimizer's state cannot be streamed either: {reason}")
         raise
 
 
-def _attempt(
-    make_session: Callable[[bool], TrainerSession], scheduler_of: Callable[[TrainerSession], Scheduler]
-) -> TrainerSide | BudgetError:
-    """Plan with resident state on this rank alone; or why that does not fit."""
-    session = None
+def _attempt(parts: Parts, events: TrainerEvents) -> TrainerSide | BudgetError:
+    """Plan with resident state on this rank alone, or return the error of what does not fit."""
     try:
-        session = make_session(False)
-        scheduler = scheduler_of(session)
-        return TrainerSide(session=session, scheduler=scheduler, rollout=check_phases(scheduler), why=_FITS)
-    except BaseException as error:
-        if session is not None:
-            session.close()
-        if isinstance(error, BudgetError):
-            return error
-        raise
+        return _side(parts, events, nullcontext(), _FITS, streamed=False)
+    except BudgetError as error:
+        return error
 
 
-def _planned(
-    session: TrainerSession, scheduler_of: Callable[[TrainerSession], Scheduler], ranks: RankGroup, why: str
+def _planned(parts: Parts, events: TrainerEvents, why: str, *, streamed: bool) -> TrainerSide:
+    planning = parts.transport.source.ranks.fail_together("planning the phases")
+    return _side(parts, events, planning, why, streamed=streamed)
+
+
+def _side(
+    parts: Parts, events: TrainerEvents, planning: AbstractContextManager[None], why: str, *, streamed: bool
 ) -> TrainerSide:
-    """Plan both phases; closes the session where they do not fit."""
+    """Make a session and plan both phases with it; closes it where they do not fit."""
+    session = TrainerSession(
+        parts.optimizer,
+        parts.mover,
+        region_bytes=parts.config.region_bytes,
+        events=events,
+        sharded_modules=parts.transport.source.outermost_sharded(),
+        streamed=streamed,
+        release_gradients=parts.config.release_gradients,
+    )
     try:
-        scheduler = scheduler_of(session)
-        with ranks.fail_together("planning the phases"):
+        scheduler = make_scheduler(parts, session)
+        with planning:
             return TrainerSide(session=session, scheduler=scheduler, rollout=check_phases(scheduler), why=why)
     except BaseException:
         session.close()
         raise
 
 
-def make_scheduler(
-    engine: Engine,
-    model: nn.Module,
-    transport: Transport,
-    session: TrainerSession,
-    mover: Mover,
-    config: RuntimeConfig,
-    trace: Trace,
-    *,
-    capacity_bytes: int,
-) -> Scheduler:
-    """A scheduler of the engine's segments, the weights, and the trainer's state."""
+def make_scheduler(parts: Parts, session: TrainerSession) -> Scheduler:
+    """Make a scheduler of the engine's segments, the weights, and the trainer's state."""
+    mover, transport, trace = parts.mover, parts.transport, parts.trace
     budget = Budget(
-        capacity_bytes=capacity_bytes,
+        capacity_bytes=parts.capacity_bytes,
         host_capacity_bytes=mover.arena.limit_bytes,
-        offload=config.offload,
+        offload=parts.config.offload,
     )
     scheduler = Scheduler(
-        [*engine.segments, *_weights_segments(model, transport, mover.device), *session.segments],
+        [*parts.engine.segments, *_weights_segments(parts.model, transport, mover.device), *session.segments],
         budget,
         trace=trace,
         used_device_bytes=lambda: used_device_bytes(mover.device),
     )
-    scheduler.working_bytes[Phase.TRAIN] = config.train_working_bytes
+    scheduler.working_bytes[Phase.TRAIN] = parts.config.train_working_bytes
     scheduler.working_bytes[Phase.SYNC] = transport.working_bytes
     return scheduler
 
@@ -157,19 +163,18 @@ def _weights_segments(model: nn.Module, transport: Transport, device: torch.devi
     return segments
 
 
-def make_publisher(
-    engine: Engine, model: nn.Module, transport: Transport, config: RuntimeConfig, trace: Trace
-) -> Publisher:
-    """A publisher of the model's weights and of its adapter, if it has one."""
-    adapter = (lambda: adapter_weights(cast("PeftModel", model))) if is_peft_model(model) else None
-    return Publisher(
-        engine,
+def make_versions(parts: Parts, scheduler: Scheduler) -> WeightVersions:
+    """Make the versions of the model's weights, with a publisher of them and of an adapter, if there is one."""
+    model, transport = parts.model, parts.transport
+    publisher = Publisher(
+        parts.engine,
         transport,
-        trace,
-        adapter=adapter,
+        parts.trace,
+        adapter=(lambda: adapter_weights(cast("PeftModel", model))) if is_peft_model(model) else None,
         fingerprint=transport.source.fingerprint,
-        verify=config.verify,
+        verify=parts.config.verify,
     )
+    return WeightVersions(parts.engine, transport, publisher, scheduler, parts.config)
 
 
 def has_logits(model: nn.Module) -> bool:

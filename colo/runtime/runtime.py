@@ -27,27 +27,16 @@ from colo.engines.text import Prompts
 from colo.memory.offload import Mover
 from colo.memory.uninterrupted import uninterrupted
 from colo.phases.phase import Phase
-from colo.phases.scheduler import Scheduler
 from colo.phases.trace import Trace
-from colo.runtime.closing import Closing, home_of
-from colo.runtime.construction import (
-    TrainerSide,
-    has_logits,
-    make_publisher,
-    make_scheduler,
-    make_trainer_side,
-    prepare_arena,
-)
+from colo.runtime.closing import Closing
+from colo.runtime.construction import Parts, has_logits, prepare_arena
 from colo.runtime.facts import facts_of
 from colo.runtime.generation import Generation
 from colo.runtime.registry import check_free, collect_dropped, forget, register, runtime_of
 from colo.runtime.states import Verb
 from colo.runtime.turns import PhaseBlock, Turns
-from colo.runtime.versions import WeightVersions
 from colo.trainer.inventory import Kept
-from colo.trainer.megatron import as_torch
 from colo.trainer.optimizer_state import unwrapped
-from colo.trainer.session import TrainerEvents, TrainerSession
 from colo.weights.mismatch import MismatchCheck
 from colo.weights.publish import Publication
 from colo.weights.sources.peft import adapter_weights, is_peft_model
@@ -94,45 +83,20 @@ class Runtime:
         self.trace = mover.trace = Trace(capacity_bytes=capacity_bytes)
         self._device = mover.device
         self._has_logits = has_logits(model)
-        mismatch = MismatchCheck(
-            num_sequences=config.mismatch_sequences if self._has_logits else 0, max_mismatch=config.max_mismatch
+        parts = Parts(
+            engine=engine,
+            model=model,
+            optimizer=stepped,
+            transport=transport,
+            mover=mover,
+            config=config,
+            trace=self.trace,
+            capacity_bytes=capacity_bytes,
         )
+        num_sequences = config.mismatch_sequences if self._has_logits else 0
+        mismatch = MismatchCheck(num_sequences=num_sequences, max_mismatch=config.max_mismatch)
         with ExitStack() as undo:
-
-            def make_side(events: TrainerEvents) -> TrainerSide:
-                side = make_trainer_side(
-                    as_torch(stepped),
-                    lambda streamed: TrainerSession(
-                        stepped,
-                        mover,
-                        region_bytes=config.region_bytes,
-                        events=events,
-                        sharded_modules=transport.source.outermost_sharded(),
-                        streamed=streamed,
-                        release_gradients=config.release_gradients,
-                    ),
-                    lambda session: make_scheduler(
-                        engine, model, transport, session, mover, config, self.trace, capacity_bytes=capacity_bytes
-                    ),
-                    config,
-                    transport.source.ranks,
-                )
-                undo.callback(side.session.close, home_of(owns_model=owns_model))
-                return side
-
-            def make_versions(scheduler: Scheduler) -> WeightVersions:
-                publisher = make_publisher(engine, model, transport, config, self.trace)
-                return WeightVersions(engine, transport, publisher, scheduler, config)
-
-            self._turns = turns = Turns(
-                engine=engine,
-                model=model,
-                source=transport.source,
-                config=config,
-                mismatch=mismatch,
-                make_side=make_side,
-                make_versions=make_versions,
-            )
+            self._turns = turns = Turns(parts, mismatch, undo)
             self.scheduler, self.versions = turns.side.scheduler, turns.versions
             prepare_arena(turns.side.rollout, mover)
             self.versions.publish()

@@ -3,33 +3,26 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, suppress
 from threading import RLock
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
-from torch import nn
 
-from colo.config import Offload, RuntimeConfig
-from colo.engine import Engine, EngineState
+from colo.config import Offload
+from colo.engine import EngineState
 from colo.errors import BudgetError, EngineLost, PhaseError, StaleWeights
 from colo.memory.communicators import Communicators, megatron_groups
 from colo.memory.fence import wait_for_queued
 from colo.memory.probe import free_device_bytes, total_device_bytes
 from colo.memory.uninterrupted import uninterrupted
 from colo.phases.phase import TRAINER_GRADIENTS, Phase, Residency
-from colo.phases.scheduler import Scheduler
 from colo.phases.segment import Segment
+from colo.runtime.construction import Parts, make_trainer_side, make_versions
 from colo.runtime.states import Turn, Verb, next_turn
-from colo.runtime.versions import WeightVersions
-from colo.trainer.session import LATE, TrainerEvents
+from colo.trainer.session import LATE
 from colo.weights.mismatch import MismatchCheck
-from colo.weights.sources.base import WeightSource
-
-if TYPE_CHECKING:
-    from colo.runtime.construction import TrainerSide
 
 T = TypeVar("T")
 
@@ -45,27 +38,21 @@ class Turns:
     Thread-safe as far as turns change one after another; a thread that generates is waited for.
     """
 
-    def __init__(
-        self,
-        *,
-        engine: Engine,
-        model: nn.Module,
-        source: WeightSource,
-        config: RuntimeConfig,
-        mismatch: MismatchCheck,
-        make_side: Callable[[TrainerEvents], TrainerSide],
-        make_versions: Callable[[Scheduler], WeightVersions],
-    ) -> None:
-        """`make_side` hooks the trainer up to these turns, which are its events. Raises: what either function does."""
+    def __init__(self, parts: Parts, mismatch: MismatchCheck, undo: ExitStack) -> None:
+        """Hook the trainer up, whose events these turns are; `undo` takes that back where something fails later.
+
+        Raises: as `make_trainer_side`; `Unsupported` where communicators cannot be suspended.
+        """
         self.turn = Turn.IDLE
         self.lock = RLock()
         self._pid = os.getpid()
-        self._engine = engine
-        self._model = model
-        self._config = config
+        self._engine = parts.engine
+        self._model = parts.model
+        self._config = config = parts.config
         self._mismatch = mismatch
-        self._source = source
-        self._device = engine.device
+        self._source = parts.transport.source
+        self._device = parts.engine.device
+        self._trace = parts.trace
         self.accumulation_steps = config.accumulation_steps
         """Backward passes before each step, of which the last has parked state brought back beside it."""
 
@@ -74,12 +61,12 @@ class Turns:
         self._is_changing = False
         self._steps_expected = 1  # training phases with a step, between two rollouts: as many as there were last time
         self._steps_taken = 0
-        groups = [*source.ranks.groups(), *megatron_groups()] if config.suspend_nccl else []
+        groups = [*self._source.ranks.groups(), *megatron_groups()] if config.suspend_nccl else []
         self._communicators = Communicators(groups, self._device)
-        self.side = make_side(self)
+        self.side = make_trainer_side(parts, self)
         self._session, self._scheduler = self.side.session, self.side.scheduler
-        self._trace = self._scheduler.trace
-        self.versions = self._versions = make_versions(self._scheduler)
+        undo.callback(self._session.close)
+        self.versions = self._versions = make_versions(parts, self._scheduler)
 
     # ---- what the runtime asks ---------------------------------------------------------------------------------------
 
