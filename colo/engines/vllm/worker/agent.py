@@ -22,8 +22,7 @@ from colo.engines.vllm.processes import end_with, pid_namespace
 from colo.engines.vllm.wire import WorkerError, WorkerInfo
 from colo.engines.vllm.worker import adapters
 from colo.engines.vllm.worker.loader import OwnMemory, Placement, placement_of
-from colo.engines.vllm.worker.packed import packed_weights
-from colo.engines.vllm.worker.record import record
+from colo.engines.vllm.worker.record import packed_weights, record
 from colo.engines.vllm.worker.reload import Reload, check_begun
 from colo.engines.vllm.worker.sleep import WorkerSegments
 from colo.errors import TransferError

