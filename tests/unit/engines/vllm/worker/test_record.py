@@ -41,7 +41,7 @@ def packed_parameter(shapes):
 class Engine(nn.Module):
     def __init__(self):
         super().__init__()
-        self.record_modules_mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
+        self.packed_modules_mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
         self.attn = nn.Module()
         self.attn.qkv_proj = nn.Module()
         self.attn.qkv_proj.base_layer = nn.Module()  # as it is with LoRA
