@@ -1,7 +1,7 @@
 """`sync`: all weights of a model to vLLM in another process, ours beside what people use today.
 
-Ours: direct out of the trainer's memory, and staged through two buckets, with and without checksums. Others, to stock
-vLLM in the same run: its own CUDA IPC transfer, `load_weights` a tensor at a time out of memory that its process has
+Ours: direct out of the trainer's memory, and staged through a buffer, with and without checksums. Others, to stock vLLM
+in the same run: its own CUDA IPC transfer, `load_weights` a tensor at a time out of memory that its process has
 mapped before (as TRL does, within one process), one serialized tensor at a time (as verl does) and flattened buckets
 (as slime does). Without a GPU only ours is measured, through shared host memory.
 """

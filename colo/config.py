@@ -30,7 +30,8 @@ class Weights(StrEnum):
     """A copy each, where the engine's workers read the trainer's memory if they can map it."""
 
     STAGED = "staged"
-    """A copy each, sent through two buckets to an engine in another process; nothing of the trainer's is mapped."""
+    """A copy each, sent through a buffer in two halves to an engine in another process; nothing of the trainer's
+    is mapped."""
 
 
 class OptimizerState(StrEnum):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from functools import cache
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -15,6 +16,17 @@ from torch.utils.dlpack import from_dlpack
 def storage_key(tensor: torch.Tensor) -> int:
     """Identifies a tensor's storage while it lives, whether or not it holds bytes."""
     return int(tensor.untyped_storage()._cdata)
+
+
+_dtype_and_shape = attrgetter("dtype", "shape")
+
+
+def places_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, Hashable]:
+    """Address, dtype, shape and strides of each tensor: asked by functions of C, since a model has hundreds."""
+    held = list(tensors.values())
+    facts = map(_dtype_and_shape, held)
+    places = zip(map(torch.Tensor.data_ptr, held), facts, map(torch.Tensor.stride, held), strict=True)
+    return dict(zip(tensors, places, strict=True))
 
 
 def num_references(tensor: torch.Tensor) -> int:

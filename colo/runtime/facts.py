@@ -33,7 +33,7 @@ def facts_of(
     facts = {
         "engine": f"{engine.name} on {device}: {engine.placement}",
         "weights": f"{transport.name}: {transport.reason}{_cost_of_copies(engine, transport)}",
-        "version": f"{publisher.version}, {len(publisher.published)} publications, "
+        "version": f"{publisher.version}, {publisher.num_published} publications, "
         f"{format_bytes(publisher.bytes_synced)} copied",
         "peak": f"rollout {rollout}, train {train}, ever {ever}",
         "offload": f"{config.offload}: {_why_offload(trace)}",

@@ -7,6 +7,7 @@ Any failure on the way poisons the engine, with the cause, until a later publica
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Hashable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -14,17 +15,19 @@ from typing import TYPE_CHECKING
 
 from colo.engine import AdapterWeights, Engine, EngineState, adapters_of, in_all_ranks
 from colo.errors import StaleWeights
-from colo.memory.dtensor import local_shard
+from colo.memory.digest import Digest
 from colo.phases.phase import Phase
 from colo.phases.trace import Trace
 from colo.weights.meter import CopyMeter
 from colo.weights.sources.peft import whole_adapter
-from colo.weights.sums import ContentSums
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from colo.weights.transports.base import Transport
+
+MOST_PUBLICATIONS = 10_000
+"""How many publications are remembered one by one."""
 
 ADAPTER = "policy"
 """Adapters are called `policy@N` in the engine: prefix caches are keyed by name, so every version has its own."""
@@ -62,7 +65,13 @@ class Publisher:
         self.version = 0
         """Version of the trainer's weights: raised by every optimizer step."""
 
-        self.published: list[Publication] = []
+        self.published: deque[Publication] = deque(maxlen=MOST_PUBLICATIONS)
+        """The last publications."""
+
+        self.num_published = 0
+        self.bytes_synced = 0
+        """Bytes that all publications together have copied out of the trainer's memory."""
+
         self._engine = engine
         self._transport = transport
         self._trace = trace
@@ -70,16 +79,12 @@ class Publisher:
         self._verify = verify
         self._loaded_adapter: str | None = None
         self._uncertain: set[str] = set()  # names of adapters that an interrupted call may have left in the engine
-        self._adapter_sums: ContentSums | None = None
-        self._base_sums: tuple[int, ContentSums] | None = None  # of a version
-        self._shard_sums: list[int] | None = None
+        self._scalings: dict[str, float] = {}
+        self._adapter_digest: Digest | None = None
+        self._base_digest: tuple[int, Digest] | None = None  # of whole weights, and the version that they were
+        self._shard_digest: Digest | None = None  # of this rank's part of the weights that were published
         self._fingerprint = fingerprint
         self._sent: Hashable | None = None
-
-    @property
-    def bytes_synced(self) -> int:
-        """Bytes that all publications together have copied out of the trainer's memory."""
-        return sum(publication.num_bytes for publication in self.published)
 
     @property
     def adapter_name(self) -> str | None:
@@ -98,36 +103,38 @@ class Publisher:
 
     def has_adapter(self) -> bool:
         """Whether the engine holds the adapter as it is now; true where there is none, or none that can be read."""
-        if self._adapter is None or self._adapter_sums is None:
+        if self._adapter is None or self._adapter_digest is None:
             return True
         try:
-            return self._adapter_sums.is_equal(_sums_of(self._adapter(), self._adapter_sums))
+            adapter = self._adapter()
         except StaleWeights:
             return True  # `check` raises it, and poisons
+        now = Digest.of(dict(adapter.named_tensors()), self._adapter_digest)
+        return adapter.scalings == self._scalings and not now.differs(self._adapter_digest)
 
     def note_contents(self) -> None:
         """Remember what the weights hold, so that writes are noticed that torch does not count. Queued."""
         if self._verify and not self._transport.source.is_sharded:
-            earlier = self._base_sums[1] if self._base_sums is not None else None
-            tensors = list(self._transport.source.tensors().values())
-            self._base_sums = (self.version, ContentSums.of(tensors, earlier=earlier))
+            earlier = self._base_digest[1] if self._base_digest is not None else None
+            self._base_digest = (self.version, Digest.of(self._transport.source.held(), earlier))
 
     def has_other_contents(self) -> bool:
         """Whether base weights or adapter were written to since `note_contents` was called for this version."""
-        if self._base_sums is None or self._base_sums[0] != self.version:
+        if self._base_digest is None or self._base_digest[0] != self.version:
             return False
-        _, noted = self._base_sums
+        _, noted = self._base_digest
         self.note_contents()
-        return not noted.is_equal(self._base_sums[1]) or not self.has_adapter()
+        return bool(noted.differs(self._base_digest[1])) or not self.has_adapter()
 
     def has_changed_shard(self) -> bool:
         """Whether this rank's part of sharded weights, or of an adapter, was written to since its publication.
 
         False if unknown.
         """
-        if self._shard_sums is None or not self.published or self.published[-1].version != self.version:
+        noted = self._shard_digest
+        if noted is None or not self.published or self.published[-1].version != self.version:
             return False
-        return self._shard_sums != self._transport.source.shard_sums() or not self.has_adapter()
+        return bool(noted.differs(Digest.of(self._transport.source.held(), noted))) or not self.has_adapter()
 
     def check(self) -> None:
         """Raise `StaleWeights`, and poison the engine, unless trainer and engine still hold the same weights."""
@@ -147,8 +154,8 @@ class Publisher:
             raise
 
     def start_over(self) -> None:
-        """Know that the engine has lost what it was given."""
-        self._loaded_adapter = self._adapter_sums = self._base_sums = None
+        """Forget what the engine, which has been started again, was given."""
+        self._loaded_adapter = self._adapter_digest = self._base_digest = None
         self._uncertain.clear()
         self._sent = None
 
@@ -182,6 +189,8 @@ class Publisher:
             seconds=end_s - start_s,
         )
         self.published.append(done)
+        self.num_published += 1
+        self.bytes_synced += num_bytes
         return done
 
     def _transfer(self) -> tuple[int, int]:
@@ -202,20 +211,22 @@ class Publisher:
         with ranks.fail_together(publishing):
             if self._verify:
                 self._transport.verify()
-                self._shard_sums = self._transport.source.shard_sums()
+                source = self._transport.source
+                self._shard_digest = Digest.of(source.held(), self._shard_digest) if source.is_sharded else None
             adapter = self._adapter() if self._adapter is not None else None
         whole = whole_adapter(adapter) if adapter is not None else None
         with ranks.fail_together(publishing):
             if adapter is not None and whole is not None:
                 adapter_bytes = self._load_adapter(whole)
                 if self._verify:
-                    self._adapter_sums = _sums_of(adapter, self._adapter_sums)
+                    self._scalings = dict(adapter.scalings)
+                    self._adapter_digest = Digest.of(dict(adapter.named_tensors()), self._adapter_digest)
                 self._sent = self._fingerprint()
             self._engine.commit(self.version)
         return base_bytes, adapter_bytes
 
     def _send(self) -> int:
-        """What the transport says that it has copied and, of one that says it copies nothing, what is seen to be."""
+        """Run the transport; return the bytes copied: reported by copying ones, measured for the shared one."""
         if not self._transport.shares:
             return self._transport.transfer(self.version)
         meter = CopyMeter(lambda: self._transport.source.tensors().values())
@@ -249,9 +260,3 @@ class Publisher:
         self._loaded_adapter = name
         self._uncertain.clear()
         return meter.num_bytes
-
-
-def _sums_of(adapter: AdapterWeights, earlier: ContentSums | None) -> ContentSums:
-    """What this rank holds of an adapter now, scalings included."""
-    tensors = [local_shard(tensor) for tensor in (*adapter.a.values(), *adapter.b.values())]
-    return ContentSums.of(tensors, list(adapter.scalings.items()), earlier)

@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from colo.weights.sources.base import WeightSource
-from colo.weights.sources.module import all_modules
+from colo.weights.sources.module import all_modules, held_by
 from colo.weights.sources.peft import adapter_settings, is_peft_model
 
 if TYPE_CHECKING:
     from peft import PeftModel
+
+_version_of = operator.attrgetter("_version")
 
 
 class WriteWatch:
@@ -43,9 +45,13 @@ class WriteWatch:
         models = self._source.modules
         adapters = [adapter_settings(cast("PeftModel", model)) if is_peft_model(model) else None for model in models]
         self._source.reshard()
-        tensors: list[torch.Tensor] = []
-        for module in itertools.chain.from_iterable(map(all_modules, models)):
-            others = module._non_persistent_buffers_set | self._foreign
-            tensors += [p for p in module._parameters.values() if p is not None]
-            tensors += [b for n, b in module._buffers.items() if b is not None and n not in others]
-        return tensors, [tensor._version for tensor in tensors], tuple(adapters)
+        modules = list(itertools.chain.from_iterable(map(all_modules, models)))
+        ignored = [
+            id(buffer)
+            for module in modules
+            if module._buffers
+            for name, buffer in module._buffers.items()
+            if name in module._non_persistent_buffers_set or name in self._foreign
+        ]
+        tensors = [t for t in held_by(modules)[1] if t is not None and id(t) not in ignored]
+        return tensors, list(map(_version_of, tensors)), tuple(adapters)

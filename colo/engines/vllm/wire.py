@@ -10,7 +10,7 @@ from types import NoneType, UnionType
 from typing import Any, Self, get_args, get_origin, get_type_hints
 
 from colo import errors
-from colo.weights.manifest import arriving
+from colo.memory.specs import arriving
 
 _TRACEBACK_CHARACTERS = 20_000
 """The last so many travel."""

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from colo.errors import TransferError
+from colo.memory.specs import Manifest, TensorSpec
 from colo.weights.exchange.plan import ExchangePlan, Slice, make_plan
 from colo.weights.exchange.replicas import Replicas
-from colo.weights.manifest import Manifest, TensorSpec
 from colo.weights.ranks import RankGroup
 
 

@@ -9,13 +9,13 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from colo.memory.specs import TensorSpec
 from colo.units import MIB
 from colo.weights.boxes import Box, Landing
 from colo.weights.exchange.agreement import Told, agree_on_parts
 from colo.weights.exchange.exchange import Exchange
 from colo.weights.exchange.parcels import Target
 from colo.weights.exchange.plan import Slice, make_plan
-from colo.weights.manifest import TensorSpec
 from colo.weights.ranks import RankGroup
 from colo.weights.sources.in_turn import InTurn
 from colo.weights.sources.parts import PlacedPart

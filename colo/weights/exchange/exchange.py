@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from colo.errors import TransferError
-from colo.memory.checksum import Checksums
 from colo.memory.copy_plan import CopyPlan, copy_all
+from colo.memory.digest import Checksums
 from colo.memory.tiles import WORD_BYTES, in_words
 from colo.units import align_up
 from colo.weights.exchange.parcels import Parcel, Round, Target, bucket_of, held_view

@@ -8,10 +8,10 @@ from itertools import accumulate
 
 import torch
 
+from colo.memory.specs import DTYPE_BYTES
 from colo.units import align_up
 from colo.weights.boxes import Box, Landing
 from colo.weights.exchange.plan import Delivery
-from colo.weights.manifest import DTYPE_BYTES
 from colo.weights.sources.parts import PlacedPart
 
 ALIGNMENT_BYTES = 16

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from colo.errors import TransferError
+from colo.memory.specs import DTYPE_BYTES
 from colo.weights.boxes import Box
-from colo.weights.manifest import DTYPE_BYTES
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from colo.memory.checksum import checksums_of
-from colo.memory.tiles import in_words
+from colo.memory.digest import Digest
 from colo.weights.boxes import Box
 from colo.weights.exchange.plan import Slice
 from colo.weights.ranks import RankGroup
@@ -53,8 +52,6 @@ class Replicas:
 
 
 def _sums(tensors: Mapping[int, torch.Tensor]) -> dict[int, int]:
-    """A checksum of each tensor, those that are words as they lie in one go."""
-    plain = {number: tensor for number, tensor in tensors.items() if in_words(tensor) is not None}
-    others = {number: tensor for number, tensor in tensors.items() if number not in plain}
-    found = zip([*plain, *others], [*checksums_of(plain.values()), *checksums_of(others.values())], strict=True)
-    return {number: value % (1 << _BITS) for number, value in found}
+    """Checksum every tensor."""
+    sums = Digest.of({str(number): tensor for number, tensor in tensors.items()}).sums
+    return {number: sums[str(number)] % (1 << _BITS) for number in tensors}

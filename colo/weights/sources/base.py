@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from colo.weights.manifest import TensorSpec
+    from colo.memory.specs import TensorSpec
     from colo.weights.ranks import RankGroup
     from colo.weights.sources.parts import PlacedPart
 
@@ -23,8 +23,8 @@ _LAYER = re.compile(r"(.*?\.\d+)\.")
 class WeightSource(Protocol):
     """A trainer's weights in Hugging Face names, each tied tensor once.
 
-    `specs`, `tensors` and `groups` are the same on every rank; `parts`, `fingerprint` and `shard_sums` are what this
-    rank has. None but `gathered` and what `ranks` asks is a collective.
+    `specs`, `tensors` and `groups` are the same on every rank; `parts`, `held` and `fingerprint` are what this rank
+    has. None but `gathered` and what `ranks` asks is a collective.
     """
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -61,8 +61,8 @@ class WeightSource(Protocol):
     def fingerprint(self) -> Hashable:
         """Changes when what lies on this rank is written to or replaced, except through `.data`."""
 
-    def shard_sums(self) -> list[int] | None:
-        """Checksums of what lies on this rank; `None` where weights are whole. Asks no other rank."""
+    def held(self) -> dict[str, torch.Tensor]:
+        """The live tensors that lie on this rank, or `DTensor`s whose shards do, each by a name of its own."""
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Every weight by name: the live one where it is whole or a `DTensor`, without memory ("meta") elsewhere."""

@@ -6,6 +6,8 @@ gradient reaches and which an engine needs all the same.
 
 from __future__ import annotations
 
+import itertools
+import operator
 import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -15,9 +17,8 @@ import torch
 from torch import nn
 
 from colo.errors import StaleWeights, TransferError
-from colo.memory.checksum import checksums_of
 from colo.memory.dtensor import local_shard
-from colo.weights.manifest import TensorSpec
+from colo.memory.specs import TensorSpec
 from colo.weights.ranks import RankGroup
 from colo.weights.sources.base import in_layers
 from colo.weights.sources.gathered import Gathered
@@ -26,6 +27,8 @@ from colo.weights.sources.parts import PlacedPart
 from colo.weights.sources.placed import dtype_name, parts_of
 
 T = TypeVar("T")
+_parameters_of, _buffers_of = operator.attrgetter("_parameters"), operator.attrgetter("_buffers")
+_version_of = operator.attrgetter("_version")
 
 OUTPUT_LAYER = "lm_head.weight"
 """The output layer of a transformers model that generates, unless that is the embedding."""
@@ -57,6 +60,9 @@ class ModuleSource:
         """Names of modules that train along and are not the engine's; see `colo.weights.sources.heads`."""
 
         self._names: frozenset[str] | None = None
+        self._key: tuple[Sequence[object], Sequence[object], Sequence[object]] = ((), (), ())
+        self._num_foreign = 0
+        self._items: list[tuple[str, torch.Tensor]] = []
         self._fsdp = _fsdp_modules(model)
         self.reshard()
         self.ranks = RankGroup(model.parameters())
@@ -66,7 +72,17 @@ class ModuleSource:
         """Whether some are sharded over ranks."""
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Give the same items again while the model has the same tensors under the same names: finding them is slow."""
         self.reshard()
+        modules = all_modules(self.model)
+        names, tensors = held_by(modules)
+        key = (modules, names, tensors)
+        is_known = all(itertools.starmap(_are_same, zip(key, self._key, strict=True)))
+        if not is_known or len(self.foreign) != self._num_foreign:
+            self._key, self._num_foreign, self._items = key, len(self.foreign), list(self._found())
+        return iter(self._items)
+
+    def _found(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in (*self.model.named_parameters(), *saved_buffers(self.model)):
             if any(part in name for part in _ADAPTER_PARTS) or (plain := plain_name(name)) in self.foreign:
                 continue
@@ -144,14 +160,16 @@ class ModuleSource:
 
     def fingerprint(self) -> Hashable:
         """Changes when a base weight is written to or replaced, except through `.data`, which torch does not count."""
-        return tuple((local_shard(tensor).data_ptr(), tensor._version) for _, tensor in self)
-
-    def shard_sums(self) -> list[int] | None:
-        """Checksums of what lies in this rank of weights that are sharded; `None` where none are. Asks no other."""
-        return checksums_of(tensor for _, tensor in self) if self.is_sharded else None
+        tensors = self.tensors()
+        shards = map(local_shard, tensors.values()) if self.is_sharded else tensors.values()
+        return tuple(map(torch.Tensor.data_ptr, shards)), tuple(map(_version_of, tensors.values()))
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Every base weight by name."""
+        return dict(self)
+
+    def held(self) -> dict[str, torch.Tensor]:
+        """Every base weight by name: all of it or its shard lies on this rank."""
         return dict(self)
 
     def gathered(self, tensors: Mapping[str, torch.Tensor]) -> AbstractContextManager[Mapping[str, torch.Tensor]]:
@@ -165,6 +183,16 @@ def all_modules(model: nn.Module) -> list[nn.Module]:
     for module in found:  # grows while it is walked
         found += filter(None, module._modules.values())
     return found
+
+
+def held_by(modules: Sequence[nn.Module]) -> tuple[list[str], list[torch.Tensor | None]]:
+    """Names within their modules, and tensors, of all parameters and buffers: by functions of C, as there are many."""
+    holders = [*map(_parameters_of, modules), *map(_buffers_of, modules)]
+    return list(itertools.chain.from_iterable(holders)), list(itertools.chain.from_iterable(map(dict.values, holders)))
+
+
+def _are_same(left: Sequence[object], right: Sequence[object]) -> bool:
+    return len(left) == len(right) and all(map(operator.is_, left, right))
 
 
 def _fsdp_modules(model: nn.Module) -> list[Any]:

@@ -9,9 +9,8 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 import torch
 from torch import nn
 
-from colo.memory.checksum import checksums_of
+from colo.memory.specs import TensorSpec
 from colo.weights.exchange.assembled import Assembled
-from colo.weights.manifest import TensorSpec
 from colo.weights.ranks import RankGroup
 from colo.weights.sources.module import saved_buffers
 from colo.weights.sources.parts import PlacedPart
@@ -92,9 +91,9 @@ class SpreadSource:
         """Changes when a weight of this rank is written to or replaced, except through `.data`."""
         return self._placed.fingerprint()
 
-    def shard_sums(self) -> list[int]:
-        """Checksums of what lies on this rank."""
-        return checksums_of(part.tensor for part in self.parts() if part.tensor is not None)
+    def held(self) -> dict[str, torch.Tensor]:
+        """The live parts of this rank, by name and place."""
+        return {f"{part.name} at {part.offset}": part.tensor for part in self.parts() if part.tensor is not None}
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Every weight by name, without memory."""

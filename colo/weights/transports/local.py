@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from colo.errors import TransferError
-from colo.memory.checksum import checksums_of
+from colo.memory.digest import Digest
 from colo.memory.fence import wait_for_queued
 from colo.memory.load_plan import LoadPlan
 from colo.units import MIB
@@ -37,7 +37,7 @@ class LocalTransport(CopyingTransport):
     ) -> None:
         self.source = source
         self._verify = verify
-        self._sums: list[int] | None = None
+        self._given: Digest | None = None  # what the engine's loader was given last
         self._engine = engine
         self._plan = plan
         self.replaces_all = not plan.fallbacks  # an engine's loader may read what it does not write
@@ -64,12 +64,11 @@ class LocalTransport(CopyingTransport):
             for device in {copy.target.device for copy in self._plan.copies}:
                 wait_for_queued(device)  # what goes to another GPU ends in that one's stream
             return num_bytes
-        self._sums = None
+        earlier, self._given = self._given, None
         self.source.given_to(self._load)
-        tensors = self.source.tensors()
         if self._verify:
-            self._sums = self._checksums()
-        return sum(tensor.nbytes for tensor in tensors.values())
+            self._given = Digest.of(self.source.held(), earlier)
+        return sum(tensor.nbytes for tensor in self.source.tensors().values())
 
     def verify(self) -> None:
         """Compare every byte that the plan copied. Raises: `TransferError` naming the tensors that differ."""
@@ -83,16 +82,13 @@ class LocalTransport(CopyingTransport):
         if not self._plan.fallbacks:
             differs = bool(self._differences(tensors))
         else:
-            differs = self._verify and (self._sums is None or self._sums != self._checksums())
+            given = self._given
+            differs = self._verify and (given is None or bool(given.differs(Digest.of(self.source.held(), given))))
         return not self.source.ranks.any(differs, "comparing weights")
 
     def _load(self, tensors: Mapping[str, torch.Tensor]) -> None:
         with self.source.gathered(tensors) as whole:
             self._engine.load_weights((name, whole[name]) for name in tensors)
-
-    def _checksums(self) -> list[int]:
-        """What lies on this rank."""
-        return checksums_of(part.tensor for part in self.source.parts() if part.tensor is not None)
 
     def _differences(self, tensors: Mapping[str, torch.Tensor]) -> list[str]:
         return [name for found in self._each(tensors, LoadPlan.differences) for name in found]

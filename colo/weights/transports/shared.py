@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Hashable, Mapping
 
 import torch
-from torch import nn
 
 from colo.errors import StaleWeights
 from colo.memory.probe import free_device_bytes
-from colo.weights.sources.module import ModuleSource, all_modules
+from colo.memory.storage import places_of
+from colo.weights.sources.module import ModuleSource
 
 
 class SharedTransport:
@@ -25,7 +23,7 @@ class SharedTransport:
         self.source = source
         self._aliases = aliases
         self.reason = f"all {len(aliases)} weights are the engine's own memory"
-        self._seen: _Seen | None = None
+        self._places: dict[str, Hashable] | None = None
 
     @property
     def working_bytes(self) -> int:
@@ -42,13 +40,11 @@ class SharedTransport:
 
     def check(self) -> None:
         """Raise `StaleWeights` naming the first parameter that is no longer the engine's memory, or is new."""
-        if self._seen is not None and self._seen.is_unchanged(self.source.model):
-            return
-        self._compare()
-        self._seen = _Seen(self.source.model)
-
-    def _compare(self) -> None:
         parameters = self.source.tensors()
+        places = places_of(parameters)
+        if places == self._places:
+            return
+        self._places = None
         for name, alias in self._aliases.items():
             parameter = parameters.get(name)
             if parameter is None:
@@ -60,6 +56,7 @@ class SharedTransport:
                     "quantizer. Undo that, or build the runtime from the model as it is now"
                 )
         self.source.check_names(parameters)
+        self._places = places
 
     def is_current(self) -> bool:
         """True: what the trainer holds is what the engine holds (`verify` checks that it is still so)."""
@@ -71,7 +68,8 @@ class SharedTransport:
     def close(self) -> None:
         """Let go of the engine's memory. Ordering: after `move_out`, which gives the parameters memory of their own."""
         self._aliases = {}
-        self._seen = None
+        self._places = None
+        self.source.tensors()  # lets go of those that the model no longer has
 
     def move_out(self, device: torch.device) -> None:
         """Give every parameter memory of its own on `device`, one at a time, or on the host where there is no room."""
@@ -81,32 +79,6 @@ class SharedTransport:
             size_bytes = parameter.numel() * parameter.element_size()
             fits = device.type != "cuda" or free_device_bytes(device) > 2 * size_bytes
             parameter.data = parameter.data.to(device if fits else "cpu", copy=True)
-
-
-class _Seen:
-    """A model whose parameters have been compared. Keeps the modules, so that no new one has an old one's address."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._modules = all_modules(model)
-        holders: list[dict[str, Any]] = [held for m in self._modules for held in (m._parameters, m._buffers)]
-        self._holders = [(held, [(name, tensor, _facts(tensor)) for name, tensor in held.items()]) for held in holders]
-
-    def is_unchanged(self, model: nn.Module) -> bool:
-        """Whether modules, parameters and their memory are the same ones, and no others have joined them."""
-        modules = all_modules(model)
-        if len(modules) != len(self._modules) or not all(map(operator.is_, modules, self._modules)):
-            return False
-        return all(
-            len(held) == len(known)
-            and all(held.get(name) is tensor and _facts(tensor) == facts for name, tensor, facts in known)
-            for held, known in self._holders
-        )
-
-
-def _facts(tensor: torch.Tensor | None) -> tuple[Any, ...]:
-    if tensor is None:
-        return ()
-    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
 def is_same_memory(left: torch.Tensor, right: torch.Tensor) -> bool:

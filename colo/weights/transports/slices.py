@@ -13,13 +13,13 @@ import torch
 from colo.errors import TransferError, Unsupported
 from colo.memory.fence import wait_for_queued
 from colo.memory.load_plan import LoadPlan
+from colo.memory.specs import TensorSpec
 from colo.units import MIB, format_bytes
 from colo.weights.boxes import landings
 from colo.weights.exchange.agreement import agree
 from colo.weights.exchange.exchange import Exchange
 from colo.weights.exchange.parcels import Target
 from colo.weights.exchange.plan import ExchangePlan, Slice
-from colo.weights.manifest import TensorSpec
 from colo.weights.sources.base import WeightSource
 from colo.weights.sources.parts import PlacedPart
 from colo.weights.sources.placed import dtype_name, slices_of

@@ -8,7 +8,7 @@ from torch import nn
 
 from colo.assembly.stages import as_module, placed_or_none, refuse_stages, source_of
 from colo.errors import Unsupported
-from colo.weights.manifest import TensorSpec
+from colo.memory.specs import TensorSpec
 from colo.weights.sources.module import ModuleSource
 from colo.weights.sources.spread import SpreadSource
 

@@ -18,7 +18,7 @@ def facts(*, trace=None, residual=None, kept=(), is_compared=True, **config):
     return facts_of(
         SimpleNamespace(name="vllm", placement="in another process", residual_bytes=residual or {}, segments=()),
         SimpleNamespace(name="ipc", reason="weights are copied", shares=False),
-        SimpleNamespace(version=3, published=[None, None], bytes_synced=5 * MIB),
+        SimpleNamespace(version=3, num_published=2, bytes_synced=5 * MIB),
         trace,
         RuntimeConfig(**config),
         device=torch.device("cpu"),

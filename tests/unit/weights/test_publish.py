@@ -7,6 +7,7 @@ from colo.engine import AdapterWeights, EngineState
 from colo.errors import StaleWeights, TransferError
 from colo.phases.phase import Phase
 from colo.phases.trace import Trace
+from colo.weights import publish
 from colo.weights.publish import Publisher
 from colo.weights.sources.module import ModuleSource
 
@@ -178,7 +179,7 @@ def test_a_publication_makes_the_version_the_engines_and_is_recorded():
     assert world.publisher.is_current
     assert world.engine.weights_version == 7
     assert (done.version, done.transport, done.num_bytes) == (7, "local", 40)
-    assert world.publisher.published == [done]
+    assert list(world.publisher.published) == [done]
     (span,) = world.trace.spans
     assert (span.name, span.category, span.phase, span.num_bytes) == ("publish (local)", "step", Phase.SYNC, 40)
     assert span.duration_s == pytest.approx(done.seconds)
@@ -384,19 +385,25 @@ def test_without_verification_nothing_is_checked():
     assert world.calls == []
 
 
+def test_publications_are_counted_for_ever_and_the_last_ones_remembered(monkeypatch):
+    monkeypatch.setattr(publish, "MOST_PUBLICATIONS", 3)
+    world = World()
+    for version in range(5):
+        world.publish(version)
+    publisher = world.publisher
+    assert [publication.version for publication in publisher.published] == [2, 3, 4]
+    assert (publisher.num_published, publisher.bytes_synced) == (5, 200)
+
+
 # ---- writes that torch does not count ------------------------------------------------------------------------------
 
 
 class Sharded(ModuleSource):
     """A source whose parts lie in this rank, one of one."""
 
-    def __init__(self, sums):
+    def __init__(self):
         super().__init__(torch.nn.Linear(2, 2))
-        self.sums = sums
         self.is_sharded = True
-
-    def shard_sums(self):
-        return list(self.sums)
 
 
 def test_contents_are_compared_from_when_they_were_noted_and_for_that_version_alone():
@@ -433,7 +440,7 @@ def test_contents_include_the_adapter():
 def test_contents_are_not_compared_where_nobody_checks_or_parts_are(why):
     world = World(verify=why != "not verified")
     if why == "sharded":
-        world.transport.source = Sharded([1])
+        world.transport.source = Sharded()
     world.publisher.note_contents()
     world.transport.source.model.weight.data.add_(1)
     assert world.publisher.has_other_contents() is False
@@ -441,13 +448,13 @@ def test_contents_are_not_compared_where_nobody_checks_or_parts_are(why):
 
 def test_a_part_that_was_written_to_is_stale_until_it_is_published():
     world = World()
-    source = world.transport.source = Sharded([1, 2])
+    source = world.transport.source = Sharded()
     assert not world.publisher.has_changed_shard(), "nothing has been published"
     for version in range(2):
         world.publish(version)
         assert world.publisher.has_changed_shard() is False
         world.publisher.check()
-        source.sums[1] += 1
+        source.model.bias.data.add_(1)
         assert world.publisher.has_changed_shard() is True
         with pytest.raises(StaleWeights, match="what lies in this rank of the weights is not what was published"):
             world.publisher.check()

@@ -138,17 +138,17 @@ class VLLMEngine(LinkedEngine):
             raise PhaseError(self._link.why_not_recovered(lost))
         self._link.close()
         self._adapters.close()
-        held = self._store.checksums() if self._store is not None else {}
+        held = self._store.digest() if self._store is not None else None
         self._status.revive()
         try:
             self._connect(self._start())
         except BaseException:
             self._status.lost = self._status.lost or lost
             raise
-        now = self._store.checksums() if self._store is not None else {}
-        if changed := [key for key in held.keys() & now.keys() if now[key] != held[key]]:
+        changed = held.differs(self._store.digest()) if held is not None and self._store is not None else []
+        if changed:
             cause = (
-                f"vLLM has written over weights of the trainer as it started ({len(changed)} of {len(held)} pieces): "
+                f"vLLM has written over weights of the trainer as it started ({changed[0]}, {len(changed)} in all): "
                 "restore them from a checkpoint, and start this model with share_memory=False"
             )
             self._status.lose(cause)

@@ -21,9 +21,8 @@ from colo.engine import Completion
 from colo.engines.base import EngineStatus
 from colo.engines.vllm.wire import WorkerError, WorkerInfo
 from colo.errors import EngineLost, Unsupported
-from colo.memory.mapped_buffer import probing
 from colo.memory.probe import device_id
-from colo.memory.shared_memory import Description
+from colo.memory.share import Description, probing
 
 T = TypeVar("T")
 

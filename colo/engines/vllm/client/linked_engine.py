@@ -15,7 +15,7 @@ import torch
 from colo.engine import AdapterWeights, Completion, EngineState, SleepLevel
 from colo.engines.base import EngineBase, EngineStatus
 from colo.engines.sampling import sampling_temperature
-from colo.engines.vllm.client.adapter_registry import AdapterRegistry
+from colo.engines.vllm.client.adapters import AdapterRegistry
 from colo.engines.vllm.client.link import PauseMode, WorkerLink
 from colo.engines.vllm.client.memory import WorkerMemory
 from colo.engines.vllm.client.weights import WorkerWeights
@@ -23,10 +23,10 @@ from colo.engines.vllm.store import WeightStore
 from colo.errors import Unsupported
 from colo.memory.load_plan import LoadPlan
 from colo.memory.offload import Mover
+from colo.memory.share import Staging
 from colo.phases.phase import ENGINE_WEIGHTS, Residency
 from colo.phases.segment import Segment
 from colo.weights.packed import PackedWeight
-from colo.weights.transports.ipc.staging import Staging
 
 
 class LinkedEngine(EngineBase):
@@ -65,7 +65,7 @@ class LinkedEngine(EngineBase):
             link.close()
             raise
         self._link, self._weights = link, weights
-        self._adapters = AdapterRegistry(link, self._staging)
+        self._adapters = AdapterRegistry(link)
 
     # ---- what a runtime asks -----------------------------------------------------------------------------------------
 
@@ -172,6 +172,7 @@ class LinkedEngine(EngineBase):
         """Forget everything computed from earlier weights. Raises: `TransferError` when vLLM does not let go of it."""
         self._status.require_open("reset its prefix cache")
         self._link.reset_prefix_cache()
+        self._adapters.forget_names()
 
     def record_plan(self, source: Mapping[str, torch.Tensor]) -> LoadPlan:
         """Record what vLLM's loader does with `source`; see `Engine.record_plan`. Every worker records its own."""
@@ -200,7 +201,7 @@ class LinkedEngine(EngineBase):
         """
         self.poison_for_load()
         self._weights.reload(weights)
-        self._link.reset_prefix_cache()
+        self.reset_prefix_cache()
 
     def receive(self, operation: str, **arguments: Any) -> list[Any]:
         """Run a step of `Receiver` in every worker; see `receive_all`."""
@@ -244,7 +245,7 @@ class LinkedEngine(EngineBase):
         """Make a LoRA adapter available by name, from memory; see `Engine.load_adapter`."""
         self._status.require_weights("load an adapter")
         if self._adapters.load(name, adapter):
-            self._link.reset_prefix_cache()
+            self.reset_prefix_cache()
 
     def replace_adapter(self, old: str, new: str, adapter: AdapterWeights) -> None:
         """Put `adapter`, named `new`, in the place of `old`; see `Engine.replace_adapter`.
@@ -254,7 +255,7 @@ class LinkedEngine(EngineBase):
         """
         self._status.require_weights("replace an adapter")
         if self._adapters.replace(old, new, adapter):
-            self._link.reset_prefix_cache()
+            self.reset_prefix_cache()
 
     def remove_adapter(self, name: str) -> None:
         """Forget an adapter. `ValueError` when there is none of that name."""

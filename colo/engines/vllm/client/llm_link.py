@@ -23,7 +23,7 @@ from colo.engines.vllm.names import WORKER_EXTENSION
 from colo.engines.vllm.wire import WorkerInfo
 from colo.errors import PhaseError, TransferError, Unsupported
 from colo.memory.probe import used_device_bytes
-from colo.memory.shared_memory import Description
+from colo.memory.share import Description
 
 T = TypeVar("T")
 

@@ -33,7 +33,7 @@ from colo.engines.vllm.processes import lives, pid_namespace
 from colo.engines.vllm.wire import WorkerInfo
 from colo.errors import EngineLost, PhaseError, TransferError, Unsupported
 from colo.memory.probe import device_id
-from colo.memory.shared_memory import SharedMemory
+from colo.memory.share import SharedMemory
 from colo.weights.finite import not_numbers
 
 HOW_TO_START = (

@@ -21,11 +21,9 @@ from colo.engines.vllm.store import WeightStore
 from colo.errors import ColoError, TransferError, Unsupported
 from colo.memory.load_plan import Copy, LoadPlan
 from colo.memory.probe import device_id
-from colo.memory.shared_memory import Description, open_shared_memory
-from colo.weights.place import CopySpec
+from colo.memory.share import Description, Staging, open_shared_memory, spec_of, view
+from colo.memory.specs import CopySpec
 from colo.weights.sources.module import OUTPUT_LAYER, check_taken, own_output_layer, recording_specs
-from colo.weights.transports.ipc.export import spec_of, view
-from colo.weights.transports.ipc.staging import Staging
 
 
 class WorkerWeights:
@@ -114,12 +112,12 @@ class WorkerWeights:
         tied = any(call("begin_reload"))
         try:
             if self._link.same_process:
-                given = [[n, t.detach()] for n, t in _checked(recording_specs(weights, specs), tied=tied)]
-                call("reload", tensors=given, model_type=model_type, staging=None)
+                given = {n: t.detach() for n, t in _checked(recording_specs(weights, specs), tied=tied)}
+                call("reload", tensors=given, model_type=model_type, in_process=True)
             else:
                 checked = _checked(recording_specs(weights, specs), tied=tied)
-                for tensors, staging in self._staging.put_groups(checked, to_pid=0):
-                    call("reload", tensors=tensors, model_type=model_type, staging=staging)
+                for group in self._staging.put_groups(checked):
+                    call("reload", tensors=group, model_type=model_type, in_process=False)
         except BaseException:
             with suppress(ColoError):
                 call("abandon_reload")

@@ -28,21 +28,14 @@ from colo.engines.vllm.worker.sleep import WorkerSegments
 from colo.errors import TransferError
 from colo.memory.fence import wait_for_queued
 from colo.memory.load_plan import LoadPlan
-from colo.memory.mapped_buffer import MappedBuffer, why_not_mapped
 from colo.memory.probe import device_id, torch_pinned_bytes
-from colo.memory.shared_memory import Description, open_shared_memory
+from colo.memory.share import Allocations, Description, Opened, empty, open_shared_memory, spec_of, why_not_mapped
+from colo.memory.specs import CopySpec, Place, TensorSpec
 from colo.phases.phase import ENGINE_KV_CACHE, ENGINE_WEIGHTS, Residency
-from colo.weights.manifest import TensorSpec
 from colo.weights.packed import PackedWeight
-from colo.weights.place import CopySpec, Place
-from colo.weights.transports.ipc.export import Allocations, empty, open_places, spec_of
 from colo.weights.transports.ipc.receiver import Receiver, run_step
-from colo.weights.transports.ipc.staging import end_bytes, staged
 
 plugin.register()
-
-_Adapter = tuple[dict[str, torch.Tensor], dict[str, float]]
-"""Tensors by PEFT's names, and the scaling of every module."""
 
 
 class ColoWorker:
@@ -76,14 +69,14 @@ class WorkerAgent:
         self._placement: Placement | None = placement_of(self._model)
         self._client: str | None = None
         self._segments: WorkerSegments | None = None
-        self._staging: tuple[dict[str, Any], MappedBuffer] | None = None
         self._receiver: Receiver | None = None
         self._reload: Reload | None = None
         self._adapters = adapters.WorkerAdapters(worker)
-        self._adapter_bytes = 0
-        self._adapter_kept: _Adapter | None = None
-        self._adapters_mapped: dict[int, _Adapter] = {}
-        """Adapters whose tensors are memory of the client, by number."""
+        self._given = Opened(torch.device(worker.device))
+        """Tensors of the client's that a reload is given."""
+
+        self._adapters_given: dict[int, tuple[Opened, dict[str, float]]] = {}
+        """By number of an adapter, tensors of the client's and the scaling of every module."""
 
     def _run(self, operation: str, arguments: Mapping[str, Any], client: str) -> Any:
         """Run an operation and return its result. Raises: `EngineLost` when another client has connected since."""
@@ -105,7 +98,7 @@ class WorkerAgent:
     ) -> dict[str, Any]:
         """Meet a new client and return `WorkerInfo`. What an earlier client has begun is ended, and its memory let go.
 
-        This process ends with `client_pid`, if given; `probe` (see `mapped_buffer.probing`) is memory that it tries to
+        This process ends with `client_pid`, if given; `probe` (see `share.probing`) is memory that it tries to
         map. Raises: `TransferError` when `home` is not the client's memory, so that the client is on another machine;
         `BudgetError` when what an earlier client has put to sleep cannot come back.
         """
@@ -151,7 +144,9 @@ class WorkerAgent:
             self._receiver.release()
         self.release()
 
-    def record(self, parameters: list[list[Any]], model_type: str | None, to_pid: int) -> dict[str, Any] | LoadPlan:
+    def record(
+        self, parameters: list[dict[str, Any]], model_type: str | None, to_pid: int
+    ) -> dict[str, Any] | LoadPlan:
         """Record the load plan of parameters (`TensorSpec.to_wire`) for process `to_pid`: in this process the plan
         itself.
 
@@ -224,8 +219,8 @@ class WorkerAgent:
 
     def release(self) -> None:
         """Bring everything back and forget it, and unmap the client's memory, which is about to be freed."""
-        self._staging = self._adapter_kept = None
-        self._adapters_mapped.clear()
+        self._given = Opened(torch.device(self._worker.device))
+        self._adapters_given.clear()
         if self._segments is not None:
             self._segments.close()
             self._segments = None
@@ -249,9 +244,14 @@ class WorkerAgent:
         self._reload = Reload(self._model, self._worker.model_config, device)
         return self._reload.tied
 
-    def reload(self, tensors: list[Any], model_type: str | None, staging: dict[str, Any] | None) -> None:
-        """Load tensors: [name, tensor] within one process, else [name, dtype, shape, offset in the staging slab]."""
-        check_begun(self._reload).load(self._in_staging(tensors, staging), model_type, keep=staging is None)
+    def reload(self, tensors: Any, model_type: str | None, in_process: bool) -> None:
+        """Load tensors: themselves by name (`in_process`), or memory of the client as `Exported.wire` describes it."""
+        reload = check_begun(self._reload)
+        if in_process:
+            reload.load(tensors, model_type, keep=True)
+            return
+        self._given.open(tensors)
+        reload.load(self._given.tensors, model_type)
 
     def abandon_reload(self) -> None:
         """End a layerwise reload that has failed, if one has begun; see `Reload.abandon`."""
@@ -264,17 +264,6 @@ class WorkerAgent:
         reload, self._reload = check_begun(self._reload), None
         left_out: dict[str, int] = reload.finish()["left_out"]
         return left_out
-
-    def _in_staging(self, tensors: list[Any], staging: dict[str, Any] | None) -> dict[str, torch.Tensor]:
-        """Tensors by name: given themselves (`staging` is `None`), or as [dtype, shape, offset] in the staging slab."""
-        if staging is None:
-            return dict(tensors)
-        if self._staging is None or self._staging[0] != staging:
-            self._staging = self._adapter_kept = None
-            self._staging = (staging, MappedBuffer(staging, torch.device(self._worker.device)))
-        window = self._staging[1]
-        window.refresh(end_bytes(tensors))
-        return staged(window.bytes, tensors)
 
     # ---- copies out of the trainer's memory --------------------------------------------------------------------------
 
@@ -290,22 +279,30 @@ class WorkerAgent:
     def set_adapter(
         self,
         number: int,
-        tensors: list[Any] | None,
+        tensors: Any,
         scalings: dict[str, float] | None = None,
-        staging: dict[str, Any] | None = None,
-        memory: list[dict[str, Any]] | None = None,
+        in_process: bool = False,
     ) -> bool:
         """Load a LoRA adapter from memory, or replace what it holds: whether that was done in place.
 
-        `tensors` are [name, tensor] within one process, [name, dtype, shape, offset] in a `staging` slab, or
-        `Place.to_wire` in exported `memory`, which stays mapped. Without `tensors` and `scalings` they lie where, and
-        are, what the last call said of this slab or, without a slab, of this adapter's memory.
-        Ordering: the slab is the caller's again when this returns, and memory has been read.
+        `tensors` are themselves by name (`in_process`), or memory of the client as `Exported.wire` describes it,
+        which stays mapped. Without `tensors` and `scalings` they lie where, and are, what the last call has said.
+        Ordering: memory has been read when this returns.
         """
-        given = self._adapter_given(number, tensors, scalings, staging, memory)
-        in_place = self._adapters.update(number, *given)
-        if staging is not None or number in self._adapters_mapped:
-            wait_for_queued(torch.device(self._worker.device))
+        if in_process:
+            return self._adapters.update(number, tensors, scalings or {})
+        if tensors is not None:
+            given = self._adapters_given.pop(number, None)
+            opened = given[0] if given is not None else Opened(torch.device(self._worker.device))
+            opened.open(tensors)
+            self._adapters_given[number] = (opened, scalings or {})
+        elif number not in self._adapters_given:
+            raise TransferError(f"the memory of adapter {number} is not mapped: send its places")
+        else:
+            self._adapters_given[number][0].refresh()
+        opened, known = self._adapters_given[number]
+        in_place = self._adapters.update(number, opened.tensors, known)
+        wait_for_queued(torch.device(self._worker.device))
         return in_place
 
     def adapter_refusal(self) -> str | None:
@@ -318,39 +315,8 @@ class WorkerAgent:
 
     def remove_adapter(self, number: int) -> None:
         """Forget a LoRA adapter, and unmap the memory that it was read from."""
-        self._adapters_mapped.pop(number, None)
+        self._adapters_given.pop(number, None)
         self._adapters.remove(number)
-
-    def _adapter_given(
-        self,
-        number: int,
-        tensors: list[Any] | None,
-        scalings: dict[str, float] | None,
-        staging: dict[str, Any] | None,
-        memory: list[dict[str, Any]] | None,
-    ) -> _Adapter:
-        """The tensors of an adapter by name, and its scalings; what is not in this process is kept for the next call.
-
-        Raises: `TransferError` for an adapter whose memory is not mapped, or cannot be.
-        """
-        if memory is not None and tensors is not None:
-            places = [Place.from_wire(place) for place in tensors]
-            self._adapters_mapped.pop(number, None)  # before others are mapped, of which there may be no more
-            mapped = open_places(places, memory, torch.device(self._worker.device))
-            self._adapters_mapped[number] = (mapped, scalings or {})
-        if staging is None and (tensors is None or memory is not None):
-            if number not in self._adapters_mapped:
-                raise TransferError(f"the memory of adapter {number} is not mapped: send its places")
-            return self._adapters_mapped[number]
-        self._adapters_mapped.pop(number, None)
-        if tensors is None or scalings is None:
-            assert self._staging is not None and self._staging[0] == staging and self._adapter_kept is not None
-            self._staging[1].refresh(self._adapter_bytes)
-            return self._adapter_kept
-        given = (self._in_staging(tensors, staging), scalings)
-        self._adapter_kept = given if staging is not None else None
-        self._adapter_bytes = end_bytes(tensors) if staging is not None else 0
-        return given
 
 
 OPERATIONS: dict[str, Callable[..., Any]] = {

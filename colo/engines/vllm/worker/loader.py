@@ -29,9 +29,9 @@ from colo.engines.vllm.processes import end_with
 from colo.engines.vllm.store import Layout, StoreClient
 from colo.engines.vllm.worker.building import parameters_in
 from colo.errors import TransferError
-from colo.memory.checksum import checksum
+from colo.memory.digest import Digest
 from colo.memory.region import ALIGNMENT_BYTES
-from colo.memory.shared_memory import Description, SharedMemory
+from colo.memory.share import Description, SharedMemory
 from colo.units import MIB, align_up
 
 _FIRST_SLAB_BYTES, _SLAB_BYTES = 2 * MIB, 64 * MIB
@@ -87,8 +87,8 @@ class Placement:
     pool: Any = None
     """What the model's other tensors were allocated in; it lives as long as the model."""
 
-    loaded_as: tuple[int, ...] | None = None
-    """Checksums of the slabs once the weights had been read into them."""
+    loaded_as: Digest | None = None
+    """The slabs once the weights had been read into them."""
 
     _room: torch.Tensor | None = None
     _room_bytes: int = _FIRST_SLAB_BYTES // 2
@@ -146,9 +146,9 @@ class Placement:
             return None
         return [*place, str(tensor.dtype), list(tensor.shape), list(tensor.stride())]
 
-    def checksums(self) -> tuple[int, ...]:
-        """The checksum of every slab."""
-        return tuple(checksum(slab) for slab in self.slabs)
+    def digest(self) -> Digest:
+        """Digest all slabs."""
+        return Digest.of({f"slab {index}": slab for index, slab in enumerate(self.slabs)})
 
     def drop_unused(self, tensors: Iterable[torch.Tensor]) -> None:
         """Give back slabs without any of `tensors`, such as the slab of an output layer that has become tied."""
@@ -213,7 +213,7 @@ class ColoModelLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM ships no t
             for _, buffer in compat.loadable_buffers(model):
                 self._placement.move_in(buffer)
             compat.keep_weights_plain(model)
-            self._placement.loaded_as = self._placement.checksums()
+            self._placement.loaded_as = self._placement.digest()
 
     def load_model(self, vllm_config: Any, model_config: Any, *args: Any, **kwargs: Any) -> nn.Module:
         """Build the model over shared memory, and read the checkpoint into it where it is not there yet."""
@@ -246,7 +246,7 @@ class ColoModelLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM ships no t
             is_new = (id(module), name, tensor.data_ptr()) not in self._tensors_before
             if is_new and tensor.numel() > 1 and placement.locate(tensor) is None:
                 placement.outside[name] = f"{type(module).__name__} keeps a tensor derived from weights"
-        if placement.checksums() != placement.loaded_as:
+        if placement.loaded_as is None or placement.digest().differs(placement.loaded_as):
             placement.outside["weights"] = "vLLM's post-processing changes weights in place"
         if not placement.outside:  # else a restart has to load and process anew
             source.done(placement.layout(model))

@@ -3,10 +3,10 @@
     vllm serve MODEL --host 127.0.0.1 --load-format colo --weight-transfer-config '{"backend": "colo"}'
 
     init_weight_transfer_engine {"init_info":   {"step": "bind", "arguments": {...}}}    what will be sent
-                                {"init_info":   {"step": "stage", "arguments": {...}}}   where buckets arrive, if any do
+                                {"init_info":   {"step": "stage", "arguments": {...}}}   where groups arrive, if any do
     start_weight_update
     update_weights              {"update_info": {"step": "begin", "arguments": {...}}}
-                                {"update_info": {"step": "copy", ...}}, "take_all", or "take" for every bucket
+                                {"update_info": {"step": "copy", ...}}                   all, or a "group" of a buffer
                                 {"update_info": {"step": "finish", "arguments": {...}}}
     finish_weight_update                                                                 fails unless finish attested
 
@@ -32,11 +32,11 @@ from colo.memory.load_plan import LoadPlan
 from colo.weights.transports.ipc.receiver import Receiver, run_step
 
 _INIT_STEPS = ("bind", "stage", "release")
-_UPDATE_STEPS = ("begin", "copy", "take", "take_all", "finish")
+_UPDATE_STEPS = ("begin", "copy", "finish")
 _DEFAULTS: dict[str, dict[str, Any]] = {
-    "bind": {"model_type": None, "places": [], "memory": []},
+    "bind": {"model_type": None},
+    "copy": {"verify": True},
     "finish": {"checksums": None},
-    **{step: {"verify": True} for step in ("copy", "take", "take_all")},
 }
 """Arguments that a client may leave out."""
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from colo.errors import TransferError, Unsupported
-from colo.weights.manifest import TensorSpec
+from colo.memory.specs import TensorSpec
 from colo.weights.sources.megatron.names import QKV, VOCABULARY, Named, Names, Table
 from colo.weights.sources.megatron.rows import Run, num_rows, qkv_rows, same_rows, within
 from colo.weights.sources.megatron.stages import HeldTensor, bare, held_by

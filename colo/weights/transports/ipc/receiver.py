@@ -1,42 +1,38 @@
 """Weights from another process of this machine, in a vLLM worker: recorded copies out of memory that the sender owns.
 
-    bind                                    what is sent, its order, and how the model takes it
-    begin -> copy                -> finish  direct: the sender's tensors are mapped, and copied as a CUDA graph
-    begin -> take_all            -> finish  staged: buckets arrive in turn in two slabs; one is filled while the other
-                                            is read, under interprocess events and counts in shared host memory;
-                                            slabs in host memory, where a GPU's cannot be mapped, are copied first
+    bind                       what is sent, its order, and how the model takes it
+    stage                      the shared buffer, for tensors that are not exported themselves
+    begin -> copy -> finish    a version
 
-`finish` attests: every tensor of the manifest came once, and what is in the engine is what was sent. Until it has
-returned, the model's weights are neither the old nor the new ones.
+Copying replays the plan of the model's own loader, the first time as it is, then as a CUDA graph. Tensors that the
+sender has exported are one group, which is always there. Others come in groups through the two halves of a buffer
+(`colo.weights.transports.ipc.buffer`), and the plan is replayed group by group.
+`finish` attests: every tensor of the manifest came once, and the engine holds what was sent. Until it has returned, the
+model's weights are neither the old nor the new ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 
 from colo.errors import TransferError, Unsupported
-from colo.memory.checksum import Checksums, Part, values
-from colo.memory.copy_plan import CopyPlan, copy_all
+from colo.memory.copy_plan import CopyPlan
+from colo.memory.digest import Digest
 from colo.memory.fence import wait_for_queued
 from colo.memory.load_plan import Copy, LoadPlan
-from colo.memory.mapped_buffer import MappedBuffer
-from colo.memory.shared_memory import Description
-from colo.memory.tiles import WORD_BYTES, in_words
-from colo.units import align_up
-from colo.weights.intersection import intersect
-from colo.weights.manifest import Manifest, TensorSpec
-from colo.weights.place import Place
-from colo.weights.transports.ipc.export import empty, open_places
-from colo.weights.transports.ipc.handoff import ReaderHandoff
+from colo.memory.share import Opened, empty
+from colo.memory.specs import Manifest, TensorSpec
+from colo.weights.boxes import Landing, landings
+from colo.weights.transports.ipc.buffer import Piece, ReaderBuffer, keyed
 
 Record = Callable[[dict[str, torch.Tensor], str | None], LoadPlan]
 """How a worker's model loads parameters of a model type."""
-
-_Pairs = tuple[list[torch.Tensor], list[torch.Tensor]]
-"""Targets and sources."""
 
 
 class Receiver:
@@ -49,69 +45,48 @@ class Receiver:
         self._number = number
         self._plan: LoadPlan | None = None
         self._manifest: Manifest | None = None
-        self._sources: dict[str, torch.Tensor] = {}
-        self._compared: CopyPlan | None = None
-        self._graphs: dict[bool, tuple[torch.cuda.CUDAGraph, torch.Tensor | None]] = {}
-        self._replays = 0
-        self._windows: list[MappedBuffer] = []
-        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-        self._buckets: list[_Bucket] = []
-        self._turns: ReaderHandoff | None = None
+        self._opened = Opened(device)
+        self._buffer: ReaderBuffer | None = None
+        self._groups: list[_Group] = []
         self._update: _Update | None = None
 
     def bind(
-        self, parameters: list[list[Any]], model_type: str | None, places: list[list[Any]], memory: list[Description]
+        self,
+        tensors: list[dict[str, Any]],
+        model_type: str | None,
+        exported: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Learn what will be sent: each parameter as `TensorSpec.to_wire` gives it, with strides.
+        """Learn what will be sent: each tensor as `TensorSpec.to_wire` gives it, with strides.
 
-        With `places` (`Place.to_wire`) and `memory` (see `Exported`) the sender's tensors are mapped. Returns
-        `fallbacks` and `left_out` of the `LoadPlan`. Raises: `TransferError` when memory cannot be mapped, or
-        parameters do not cover the model exactly once.
+        What is `exported` (`Exported.wire`) is mapped. Returns `fallbacks` and `left_out` of the `LoadPlan`. Raises:
+        `TransferError` when memory cannot be mapped, or tensors do not cover the model exactly once.
         """
         self.release()
-        specs = tuple(map(TensorSpec.from_wire, parameters))
-        self._plan = self._record({spec.name: empty(spec) for spec in specs}, model_type)
+        specs = tuple(map(TensorSpec.from_wire, tensors))
+        plan = self._plan = self._record({spec.name: empty(spec) for spec in specs}, model_type)
         self._manifest = Manifest(specs=specs)
-        if not self._plan.fallbacks and places:
-            self._sources = open_places(list(map(Place.from_wire, places)), memory, self._device)
-        return {"fallbacks": dict(self._plan.fallbacks), "left_out": self._plan.left_out}
+        if exported and not plan.fallbacks:
+            self._opened.open(exported)
+            names = {name: name for name in plan.sources}
+            self._groups = [_Group(plan, self._opened.tensors, names, as_graph=self._device.type == "cuda")]
+        return {"fallbacks": dict(plan.fallbacks), "left_out": plan.left_out}
 
-    def stage(
-        self,
-        slabs: list[Description],
-        events: list[list[str]],
-        buckets: list[list[list[Any]]],
-        turns: Description | None = None,
-        readers: int = 1,
-        copied: bool = False,
-    ) -> None:
-        """Learn where buckets arrive: two slabs in turn, with [filled, read] events on CUDA, and the pieces of every
-        bucket.
+    def stage(self, **buffer: Any) -> None:
+        """Learn of the buffer that groups arrive in, as `SenderBuffer.describe` gives it.
 
-        A piece is [name, start, size, offset], in bytes. `turns` is for `take_all`: the sender's counts, shared by
-        `readers` workers. Slabs in host memory are `copied` to the device before they are read. Raises: `Unsupported`
-        for a tensor that cannot be put together from pieces; `TransferError` for slabs or pieces that are not whole
-        words of four bytes, and for tensors that were described with gaps.
+        Without `turns` each group is copied by a call of its own, once the sender has filled it. Raises: as
+        `ReaderBuffer`; `Unsupported` for a tensor with gaps, which cannot be put together from pieces.
         """
         plan = self._bound()
-        windows = [MappedBuffer(slab, self._device, copied=copied) for slab in slabs]
-        offsets = [offset for pieces in buckets for *_, offset in pieces]
-        if any(n % WORD_BYTES for n in (*offsets, *(window.bytes.numel() for window in windows))):
-            raise TransferError(f"slabs, and where pieces begin in them, must be multiples of {WORD_BYTES} bytes")
-        for name, (dtype, shape) in plan.sources.items():
-            if not torch.empty_strided(shape, plan.strides[name], dtype=dtype, device="meta").is_contiguous():
-                raise TransferError(f"{name} was described with strides {plan.strides[name]}: pieces have no gaps")
-        self._windows = windows
-        self._events = [(self._event(filled), self._event(read)) for filled, read in events]
+        dtypes = {name: dtype for name, (dtype, _) in plan.sources.items()}
+        self._buffer = ReaderBuffer(self._device, dtypes, number=self._number, **buffer)
         by_name: dict[str, list[Copy]] = {}
         for copy in plan.copies:
             by_name.setdefault(copy.name, []).append(copy)
-        dtypes = {name: dtype for name, (dtype, _) in plan.sources.items()}
-        self._buckets = [
-            _Bucket.of(pieces, windows[index % len(windows)].bytes, by_name, dtypes)
-            for index, pieces in enumerate(buckets)
+        self._groups = [
+            _Group(_plan_of(plan, pieces, by_name), self._buffer.tensors(index), {k: p.name for k, p in pieces.items()})
+            for index, pieces in enumerate(map(keyed, self._buffer.groups))
         ]
-        self._turns = ReaderHandoff(turns, readers=readers, number=self._number) if turns is not None else None
 
     def begin(self, version: int, digest: str) -> None:
         """Start taking in a version. Raises: `TransferError` when it consists of other tensors than were described."""
@@ -125,78 +100,45 @@ class Receiver:
         self._update = _Update(version)
 
     @torch.no_grad()
-    def copy(self, *, verify: bool) -> None:
-        """Copy everything from where it is mapped."""
-        plan, update = self._bound(), self._updating()
-        if not self._sources:
+    def copy(self, *, verify: bool, group: int | None = None) -> None:
+        """Copy everything, each group of a buffer in its turn, or the one `group`.
+
+        Raises: as `ReaderBuffer.take`.
+        """
+        self._bound()
+        if not self._groups:
             raise TransferError("no memory of the sender is mapped: describe it first")
-        flags = self._replay(plan, verify=verify)
-        update.mapped += list(plan.sources)
-        if flags is not None:
-            update.different += plan.named(flags)
+        for index in range(len(self._groups)) if group is None else [group]:
+            if self._buffer is None:
+                self._copy(index, verify=verify)
+            elif not self._buffer.take(index, lambda: self._copy(index, verify=verify)):  # noqa: B023 - called at once
+                return  # another worker has failed, and says why
 
-    @torch.no_grad()
-    def take(self, index: int, *, verify: bool) -> None:
-        """Copy bucket number `index` from its slab, which is free on the event `read`, or without one on return."""
-        update, bucket = self._updating(), self._buckets[index]
-        turn = index % len(self._windows)
-        window = self._windows[turn]
-        stream = torch.cuda.current_stream(self._device) if self._events else None
-        if stream is not None:
-            stream.wait_event(self._events[turn][0])
-        window.refresh(bucket.size_bytes)
-        targets, sources = bucket.pairs
-        copy_all(targets, sources)
-        if verify:
-            held = bucket.held(window.bytes)
-            update.sums[index] = held.checksums.compute()
-            update.flags += [(held.names, held.compared.flags())]
-        if stream is not None:
-            self._events[turn][1].record(stream)
-        elif window.is_copy:
-            wait_for_queued(self._device)
-        update.taken.append(index)
-
-    def take_all(self, *, verify: bool) -> None:
-        """Take every bucket once the sender has filled it. `TransferError` when the sender stops, ends or is silent."""
-        if self._turns is None:
-            raise TransferError("nothing was said about turns: stage again")
-        try:
-            for index in range(len(self._buckets)):
-                if not self._turns.wait_filled(index + 1):
-                    return  # another worker has failed, and says why
-                self.take(index, verify=verify)
-                self._turns.read(index + 1)
-        except BaseException:
-            self._turns.fail()
-            raise
-
-    def finish(self, checksums: list[int] | None) -> dict[str, Any]:
+    def finish(self, checksums: list[list[int]] | None) -> dict[str, Any]:
         """Check that every tensor came once, and that the engine holds what was sent; returns version and counts.
 
-        `checksums` has one number for each piece of every bucket: `colo.memory.checksum.checksum` of its bytes in the
-        slab, up to whole words of four bytes. Raises: `TransferError` naming what is missing, came twice, or differs.
+        `checksums` has a list for each group of a buffer, of `Digest.sums` of its pieces. Raises: `TransferError`
+        naming what is missing, came twice, or differs.
         """
         update, manifest = self._updating(), self._manifest
         assert manifest is not None
         self._update = None
-        arrived = [*update.mapped, *self._arrived(update.taken)]
+        arrived = list(_arrived(self._groups, update.copied))
         if arrived != list(manifest.names):
             manifest.check_received(arrived, update.version)
         wait_for_queued(self._device)
-        own = values([sums for _, sums in sorted(update.sums.items())])
-        if len(own) != len(checksums or ()):
+        if len(update.digests) != len(checksums or ()):
             raise TransferError(
-                f"{len(own)} pieces were summed, and {len(checksums or ())} checksums were given: give one for each "
-                "piece that is taken with verify=True, and none else"
+                f"{len(update.digests)} groups were summed, and checksums of {len(checksums or ())} were given: give "
+                "those of each group that is copied with verify=True, and none else"
             )
-        different = list(update.different)
-        for names, flags in update.flags:
-            different += [name for name, is_other in zip(names, flags.tolist(), strict=True) if is_other]
-        pieces = [name for bucket in self._buckets for name, *_ in bucket.pieces]
-        different += [name for name, a, b in zip(pieces, own, checksums or (), strict=False) if a != b]
-        different = list(dict.fromkeys(different))
-        if different:
+        different = [name for index, flags in update.flags.items() for name in self._groups[index].named(flags)]
+        for given, (index, digest) in zip(checksums or (), sorted(update.digests.items()), strict=True):
+            sums = digest.sums
+            if len(given) != len(sums):
+                raise TransferError(f"group {index} has {len(sums)} pieces, and {len(given)} checksums were given")
+            different += [self._groups[index].names[k] for k, own in zip(sums, given, strict=True) if sums[k] != own]
+        if different := list(dict.fromkeys(different)):
             raise TransferError(
                 f"{len(different)} tensors in the engine differ from what was sent, {different[0]} for one"
             )
@@ -204,54 +146,24 @@ class Receiver:
 
     @torch.no_grad()
     def differences(self) -> list[str]:
-        """Names of mapped tensors that the engine does not hold as they are now."""
-        plan = self._bound()
-        return plan.named(self._comparison(plan).flags()) if self._sources else []
+        """Names of exported tensors that the engine does not hold as they are now."""
+        self._bound()
+        groups = self._groups if self._buffer is None else []
+        return [name for group in groups for name in group.named(group.flags())]
 
     def release(self) -> None:
         """Unmap the sender's memory. The sender frees it after this."""
-        self._graphs, self._compared = {}, None
-        self._sources, self._windows, self._events, self._buckets = {}, [], [], []
-        self._plan = self._update = self._turns = None
-        self._replays = 0
+        self._groups, self._buffer, self._opened = [], None, Opened(self._device)
+        self._plan = self._update = None
 
-    def _replay(self, plan: LoadPlan, *, verify: bool) -> torch.Tensor | None:
-        """Copy, and compare: flags for `LoadPlan.named`. The first time as it is, from then on as a CUDA graph."""
-
-        compared = self._comparison(plan) if verify else None
-
-        def run() -> torch.Tensor | None:
-            plan.replay(self._sources)
-            return compared.flags() if compared is not None else None
-
-        self._replays += 1
-        if self._device.type != "cuda" or self._replays == 1:
-            return run()
-        if verify not in self._graphs:
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                flags = run()
-            self._graphs[verify] = graph, flags
-        graph, flags = self._graphs[verify]
-        graph.replay()
-        return flags
-
-    def _comparison(self, plan: LoadPlan) -> CopyPlan:
-        if self._compared is None:
-            self._compared = plan.comparison(self._sources)
-        return self._compared
-
-    def _arrived(self, taken: Sequence[int]) -> list[str]:
-        """Tensors whose buckets have all been taken, each as often as its most frequent bucket."""
-        counts: dict[str, list[int]] = {}
-        for index, bucket in enumerate(self._buckets if taken else ()):
-            for name, *_ in bucket.pieces:
-                counts.setdefault(name, []).append(taken.count(index))
-        return [name for name, times in counts.items() if min(times) for _ in range(max(times))]
-
-    def _event(self, handle: str) -> torch.cuda.Event:
-        event: torch.cuda.Event = torch.cuda.Event.from_ipc_handle(self._device, bytes.fromhex(handle))
-        return event
+    def _copy(self, index: int, *, verify: bool) -> None:
+        update, group = self._updating(), self._groups[index]
+        flags = group.copy(verify=verify)
+        update.copied.append(index)
+        if flags is not None:
+            update.flags[index] = flags
+            if self._buffer is not None:  # which the sender may have filled with something else
+                group.digest = update.digests[index] = Digest.of(group.tensors, group.digest)
 
     def _bound(self) -> LoadPlan:
         if self._plan is None:
@@ -274,114 +186,116 @@ STEPS: dict[str, Callable[..., Any]] = {
 
 
 def run_step(receiver: Receiver, step: str, arguments: Mapping[str, Any]) -> Any:
-    """Run a step and return its result. Raises: `TransferError` for an unknown step, and what the step raises."""
+    """Run a step and return its result. Raises: `TransferError` for an unknown step, and whatever the step raises."""
     if step not in STEPS:
         raise TransferError(f"{step!r} is no step of a transfer, which has {', '.join(STEPS)}")
     return STEPS[step](receiver, **arguments)
 
 
+@dataclass
 class _Update:
-    """What has arrived of one version."""
+    """Groups that have been copied for one version, and what is to be checked of them."""
 
-    def __init__(self, version: int) -> None:
-        self.version = version
-        self.mapped: list[str] = []
-        self.taken: list[int] = []
-        self.different: list[str] = []
-        self.sums: dict[int, torch.Tensor] = {}
-        """By bucket, those of its pieces."""
+    version: int
+    copied: list[int] = field(default_factory=list)
+    flags: dict[int, torch.Tensor] = field(default_factory=dict)
+    """By group, for `_Group.named`."""
 
-        self.flags: list[tuple[Sequence[str], torch.Tensor]] = []
+    digests: dict[int, Digest] = field(default_factory=dict)
+    """By group of a buffer, those of what was copied from."""
 
 
-class _Bucket:
-    """Where the pieces of one bucket go."""
+class _Group:
+    """Tensors, or pieces of them, that are there at the same time, and the part of the plan that takes them."""
 
-    def __init__(self) -> None:
-        self.pieces: list[tuple[str, int, int]] = []
-        """Tensor, and where its bytes begin and end."""
+    def __init__(
+        self, plan: LoadPlan, tensors: dict[str, torch.Tensor], names: dict[str, str], *, as_graph: bool = False
+    ) -> None:
+        """Copies become a CUDA graph at the second time with `as_graph`; each keeps workspace of its own."""
+        self.tensors = tensors
+        self.names = names
+        """By key of `tensors`, names of the whole tensors."""
 
-        self.pairs: _Pairs = ([], [])
-        self.numbers: list[int] = []
-        """Index of every pair's piece."""
+        self.digest: Digest | None = None
+        self._plan = plan
+        self._as_graph = as_graph
+        self._graphs: dict[bool, tuple[torch.cuda.CUDAGraph, torch.Tensor | None]] = {}
+        self._count = 0
 
-        self.size_bytes = 0
-        """Bytes that the bucket takes of its slab, from the start, up to whole words."""
+    def copy(self, *, verify: bool) -> torch.Tensor | None:
+        """Queue the copies and, with `verify`, a comparison of every byte: flags for `named`."""
+        copies = self._copies  # before a capture, in which its tables cannot be made
 
-        self._held: _Held | None = None
+        def run() -> torch.Tensor | None:
+            copies.replay()
+            return copies.flags() if verify else None
 
-    @classmethod
-    def of(
-        cls,
-        pieces: Sequence[Sequence[Any]],
-        slab: torch.Tensor,
-        copies: Mapping[str, Sequence[Copy]],
-        dtypes: Mapping[str, torch.dtype],
-    ) -> _Bucket:
-        bucket = cls()
-        for number, (name, start_bytes, size_bytes, offset_bytes) in enumerate(pieces):
-            dtype, stop_bytes = dtypes[name], offset_bytes + size_bytes
-            memory = slab[offset_bytes:stop_bytes].view(dtype)
-            for copy in copies.get(name, ()):
-                for target, source in intersect(copy, start_bytes // dtype.itemsize, memory) if size_bytes else ():
-                    bucket.pairs[0].append(target)
-                    bucket.pairs[1].append(source)
-                    bucket.numbers.append(number)
-            bucket.pieces.append((name, offset_bytes, stop_bytes))
-            bucket.size_bytes = max(bucket.size_bytes, align_up(stop_bytes, WORD_BYTES))
-        return bucket
+        self._count += 1
+        if not self._as_graph or self._count == 1:
+            return run()
+        if verify not in self._graphs:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                flags = run()
+            self._graphs[verify] = graph, flags
+        graph, flags = self._graphs[verify]
+        graph.replay()
+        return flags
 
-    def held(self, slab: torch.Tensor) -> _Held:
-        """What tells whether the engine holds the bucket; always of the same slab."""
-        if self._held is None:
-            self._held = _Held(self, slab)
-        return self._held
+    def flags(self) -> torch.Tensor:
+        """Queue a comparison of what the engine holds with where it came from: for `named`."""
+        return self._copies.flags()
 
+    @cached_property
+    def _copies(self) -> CopyPlan:
+        return self._plan.comparison(self.tensors)
 
-class _Held:
-    """Checksums of what the engine holds of a bucket, for each piece as it lay in the slab.
-
-    Pieces that this worker takes no part of are summed in the slab. So are those that go to a second place, or are not
-    whole words in a row, which are compared with the slab too.
-    """
-
-    def __init__(self, bucket: _Bucket, slab: torch.Tensor) -> None:
-        parts, summed = _parts(bucket, slab)
-        left = [index for index in range(len(bucket.numbers)) if index not in summed]
-        self.checksums = Checksums(parts, len(bucket.pieces), slab.device)
-        self.names = [bucket.pieces[bucket.numbers[index]][0] for index in left]
-        targets, sources = ([side[index] for index in left] for side in bucket.pairs)
-        self.compared = CopyPlan(list(zip(sources, targets, strict=True)))
+    def named(self, flags: torch.Tensor) -> list[str]:
+        """Names of the tensors whose flag is set. Waits for the flags."""
+        return [self.names[key] for key in self._plan.named(flags)]
 
 
-def _parts(bucket: _Bucket, slab: torch.Tensor) -> tuple[list[Part], set[int]]:
-    """What is summed of a bucket, and which of its pairs that sees."""
-    memory = in_words(slab)
-    assert memory is not None, "`stage` has looked"
-    parts, summed, places = [], set(), _places(bucket, slab)
-    for number, (_, start, stop) in enumerate(bucket.pieces):
-        reached, end = start, align_up(stop, WORD_BYTES)
-        for place, index, words in [*places.get(number, ()), (end, None, memory[:0])]:
-            if place < reached:
-                continue
-            if place > reached:
-                between = memory[reached // WORD_BYTES : place // WORD_BYTES]
-                parts.append((number, (reached - start) // WORD_BYTES, between))
-            if index is not None:
-                parts.append((number, (place - start) // WORD_BYTES, words))
-                summed.add(index)
-            reached = place + words.nbytes
-    return parts, summed
+def _plan_of(plan: LoadPlan, pieces: Mapping[str, Piece], copies: Mapping[str, Sequence[Copy]]) -> LoadPlan:
+    """The part of a plan that takes `pieces` of its tensors, by their keys."""
+    sources = {key: (plan.sources[piece.name][0], piece.box.shape) for key, piece in pieces.items()}
+    taken = (_copies_of(plan, key, piece, copies.get(piece.name, ())) for key, piece in pieces.items())
+    return LoadPlan(
+        copies=tuple(itertools.chain.from_iterable(taken)),
+        sources=sources,
+        strides={key: _without_gaps(shape) for key, (_, shape) in sources.items()},
+    )
 
 
-def _places(bucket: _Bucket, slab: torch.Tensor) -> dict[int, list[tuple[int, int, torch.Tensor]]]:
-    """By number of the piece: where a pair's source begins in the slab, the pair, and its target's words."""
-    found: dict[int, list[tuple[int, int, torch.Tensor]]] = {}
-    for index, (target, source) in enumerate(zip(*bucket.pairs, strict=True)):
-        words, is_copied = in_words(target), (target.dtype, target.device) == (source.dtype, source.device)
-        if words is not None and in_words(source) is not None and is_copied:
-            place = source.data_ptr() - slab.data_ptr()
-            found.setdefault(bucket.numbers[index], []).append((place, index, words))
-    for places in found.values():
-        places.sort(key=lambda place: place[:2])
-    return found
+def _copies_of(plan: LoadPlan, key: str, piece: Piece, copies: Sequence[Copy]) -> Iterator[Copy]:
+    shape, strides = plan.sources[piece.name][1], plan.strides[piece.name]
+    for copy in copies:
+        target = copy.target
+        steps, offsets = (copy.stride, target.stride()), (copy.offset, int(target.storage_offset()))
+        for landing in landings((shape, strides), copy.shape, steps, offsets):
+            if (taken := _taken(key, piece, landing, target)) is not None:
+                yield taken
+
+
+def _taken(key: str, piece: Piece, landing: Landing, target: torch.Tensor) -> Copy | None:
+    """The copy of what a piece has of one box that a loader copies."""
+    part = landing.box.meet(piece.box)
+    if part is None:
+        return None
+    offset, sizes, strides = landing.of(part)
+    own = _without_gaps(piece.box.shape)
+    start = sum((a - b) * step for a, b, step in zip(part.offset, piece.box.offset, own, strict=True))
+    return Copy(name=key, shape=sizes, stride=own, offset=start, target=target.as_strided(sizes, strides, offset))
+
+
+def _without_gaps(shape: Sequence[int]) -> tuple[int, ...]:
+    return torch.empty(tuple(shape), device="meta").stride()
+
+
+def _arrived(groups: Sequence[_Group], copied: Sequence[int]) -> Iterator[str]:
+    """Tensors whose groups have all been copied, each as often as its most frequent group."""
+    counts: dict[str, list[int]] = {}
+    for index, group in enumerate(groups if copied else ()):
+        for name in group.names.values():
+            counts.setdefault(name, []).append(copied.count(index))
+    for name, times in counts.items():
+        yield from [name] * (max(times) if min(times) else 0)

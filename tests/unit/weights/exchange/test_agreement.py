@@ -3,10 +3,10 @@
 import pytest
 
 from colo.errors import TransferError
+from colo.memory.specs import TensorSpec
 from colo.weights.boxes import Box
 from colo.weights.exchange.agreement import Told, check_told
 from colo.weights.exchange.plan import Slice
-from colo.weights.manifest import TensorSpec
 
 A, B, C = (TensorSpec(name, "float32", (4, 2)) for name in "abc")
 

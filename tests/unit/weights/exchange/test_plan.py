@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from colo.errors import TransferError
+from colo.memory.specs import DTYPE_BYTES
 from colo.weights.boxes import Box
 from colo.weights.exchange.plan import Slice, make_plan
-from colo.weights.manifest import DTYPE_BYTES
 
 
 def region(box):

@@ -142,7 +142,11 @@ def test_an_engine_in_another_process_copies_out_of_the_trainers_memory_or_is_se
     model, engine = Net(), Engine(pids=ELSEWHERE)
     transport = choose(engine, model, weights=weights, verify=verify)
     assert transport.name == "ipc"
-    how = "copied by the engine out of" if weights == "copy" else "staged through two buckets, as was asked for"
+    how = (
+        "copied by the engine out of"
+        if weights == "copy"
+        else "staged through a buffer in two halves, as was asked for"
+    )
     assert how in transport.reason and transport.reason.startswith("a copy each was asked for")
     transport.transfer()
     assert torch.equal(engine.memory["qk"], torch.cat([model.q, model.k]))

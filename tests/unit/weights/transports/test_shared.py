@@ -15,13 +15,13 @@ CPU = torch.device("cpu")
 
 
 class Source(ModuleSource):
-    """Counts how often it is asked for every weight by name, which takes long for a large model."""
+    """Counts how often it looks for every weight by name, which takes long for a large model."""
 
     listed = 0
 
-    def tensors(self):
+    def _found(self):
         self.listed += 1
-        return super().tensors()
+        return super()._found()
 
 
 @pytest.fixture
@@ -43,10 +43,17 @@ def test_nothing_is_sent(shared):
     assert shared.is_current()
 
 
-def test_weights_that_stay_where_they_are_are_compared_by_name_once(shared):
+def test_weights_that_stay_where_they_are_are_found_once(model, shared):
     for _ in range(3):
         shared.verify()
     assert shared.source.listed == 1
+    model[1].weight.data.add_(1)
+    shared.verify()
+    assert shared.source.listed == 1
+    model[1].weight = model[1].bias
+    with pytest.raises(StaleWeights):
+        shared.verify()
+    assert shared.source.listed == 2
 
 
 def assign(model):

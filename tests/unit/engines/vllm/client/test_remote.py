@@ -16,7 +16,7 @@ from colo.engine import Engine, EngineState, SamplingParams
 from colo.engines.vllm.client.remote import base_url
 from colo.engines.vllm.client.remote import connect as colo_connect
 from colo.errors import BudgetError, EngineLost, PhaseError, StaleWeights, TransferError, Unsupported
-from colo.memory.shared_memory import open_shared_memory
+from colo.memory.share import open_shared_memory
 from colo.phases.phase import Residency
 from colo.weights.transports.ipc.sender import Peer
 from tests.workers import worker_info

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from colo.engines.vllm.client.weights import WorkerWeights
-from colo.memory.shared_memory import SharedMemory
-from colo.weights.manifest import TensorSpec
-from colo.weights.place import CopySpec, Place
+from colo.memory.share import SharedMemory
+from colo.memory.specs import CopySpec, Place, TensorSpec
 
 CPU = torch.device("cpu")
 SOURCE = {"a.weight": torch.zeros(2, 3)}

@@ -8,7 +8,7 @@ import torch
 from colo.engines.base import EngineStatus
 from colo.engines.vllm.client.link import answers_of
 from colo.errors import BudgetError, EngineLost, PhaseError, TransferError
-from colo.memory.shared_memory import SharedMemory
+from colo.memory.share import SharedMemory
 
 # torch's own, from modules that vLLM imports
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from colo.errors import PhaseError, TransferError, Unsupported
+from colo.memory.specs import TensorSpec
 from colo.weights.transports.ipc import receiver
 
 # torch's own, from modules that vLLM imports
@@ -58,7 +59,7 @@ def test_a_step_does_not_wait_for_the_device(transfer, monkeypatch):
 
 
 def test_steps_go_to_the_call_they_belong_to(transfer):
-    with pytest.raises(TransferError, match="'bind' is no step of this call, which takes begin, copy, take, take_all"):
+    with pytest.raises(TransferError, match="'bind' is no step of this call, which takes begin, copy, finish"):
         transfer.update_weights({"step": "bind"})
     with pytest.raises(TransferError, match="'begin' is no step of this call, which takes bind, stage"):
         transfer.init_transfer_engine(transfer.parse_init_info({"step": "begin"}))
@@ -67,7 +68,7 @@ def test_steps_go_to_the_call_they_belong_to(transfer):
 
 
 def test_a_model_that_cannot_be_copied_to_is_refused_with_the_reason(transfer):
-    info = {"step": "bind", "arguments": {"parameters": [["weight", "float32", [2, 2], [2, 1]]]}}
+    info = {"step": "bind", "arguments": {"tensors": [TensorSpec("weight", "float32", (2, 2), (2, 1)).to_wire()]}}
     with pytest.raises(Unsupported, match="weight cannot be copied: the engine quantizes its weights .fp8."):
         transfer.init_transfer_engine(transfer.parse_init_info(info))
 

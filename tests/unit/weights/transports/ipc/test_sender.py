@@ -1,4 +1,4 @@
-"""Weights from one side's memory into another's by recorded copies, direct and in buckets, and every way to fail."""
+"""Weights from one side's memory into another's by recorded copies, direct and by a buffer, and every way to fail."""
 
 import gc
 import time
@@ -13,10 +13,9 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from colo.errors import EngineLost, TransferError, Unsupported
 from colo.memory.load_plan import LoadPlan
-from colo.weights.manifest import TensorSpec
-from colo.weights.place import NOWHERE, Place
+from colo.memory.share import Exported, Opened
+from colo.memory.specs import NOWHERE, Place, TensorSpec
 from colo.weights.sources.module import ModuleSource
-from colo.weights.transports.ipc.export import Exported, open_places
 from colo.weights.transports.ipc.receiver import Receiver
 from colo.weights.transports.ipc.sender import IpcTransport
 
@@ -74,7 +73,7 @@ class Engine:
 
 
 class Workers:
-    """As many workers as one, reached by calls; `take` changes how buckets are taken."""
+    """As many workers as one, reached by calls; `take` changes how groups are taken."""
 
     device = CPU
     model_type = None
@@ -87,9 +86,9 @@ class Workers:
         self.asked = []
 
     def take(self, how=lambda take, index: take(index)):
-        """Let `how(take, index)` stand between the sender and the receiver's own taking of a bucket."""
-        self.receiver.take = lambda index, verify: how(
-            lambda index: Receiver.take(self.receiver, index, verify=verify), index
+        """Let `how(take, index)` stand between the sender and the receiver's own copying of a group."""
+        self.receiver._copy = lambda index, verify: how(
+            lambda index: Receiver._copy(self.receiver, index, verify=verify), index
         )
 
     def _record(self, source, model_type):
@@ -116,9 +115,9 @@ def workers():
 
 WAYS = {
     "direct": {},
-    "one bucket": {"staged": True},
-    "buckets smaller than tensors": {"staged": True, "bucket_bytes": 256},
-    "buckets that are copied from host memory": {"ipc_refusal": "it cannot map this", "bucket_bytes": 256},
+    "one group": {"staged": True},
+    "groups smaller than tensors": {"staged": True, "bucket_bytes": 256},
+    "groups that are copied from host memory": {"ipc_refusal": "it cannot map this", "bucket_bytes": 256},
 }
 
 
@@ -154,7 +153,7 @@ def test_every_byte_arrives_again_and_again(model, workers, way, verify):
 
 
 @pytest.mark.parametrize("bucket_bytes", [256, 1 << 20])
-def test_sharded_weights_are_gathered_into_buckets(workers, bucket_bytes, tmp_path):
+def test_sharded_weights_are_gathered_into_groups(workers, bucket_bytes, tmp_path):
     distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
     try:
         mesh = init_device_mesh("cpu", (1,))
@@ -163,7 +162,7 @@ def test_sharded_weights_are_gathered_into_buckets(workers, bucket_bytes, tmp_pa
             placements = [Shard(0)] if parameter.dim() else [Replicate()]
             model.register_parameter(name, nn.Parameter(distribute_tensor(parameter.detach(), mesh, placements)))
         transport = connect(model, workers, bucket_bytes=bucket_bytes)
-        assert transport.reason.endswith("staged through two buckets, since q is sharded over ranks")
+        assert transport.reason.endswith("staged through a buffer in two halves, since q is sharded over ranks")
         assert transport.working_bytes == 2 * 8 * 6 * 4
         for _ in range(3):
             with torch.no_grad():
@@ -189,12 +188,12 @@ def test_workers_that_cannot_map_the_senders_gpu_read_copies_of_host_memory_and_
     assert "in host memory, since a worker says: CUDA IPC does not map" in transport.reason
     assert "copied by the engine out of" not in transport.reason
     transport.transfer()
-    assert [window.is_copy for window in workers.receiver._windows] == [True, True]
+    assert workers.receiver._buffer._window.is_copy
     assert same(workers.engine.memory, workers.engine.expected(model))
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_tensor_of_kibibytes_is_split_where_buckets_are_small(workers, way):
+def test_a_tensor_of_kibibytes_is_split_where_groups_are_small(workers, way):
     model = Trainer()
     model.q = nn.Parameter(torch.randn(800, 6))
     workers.engine.memory["qk"] = torch.zeros(804, 6)
@@ -273,7 +272,9 @@ def test_parameters_with_gaps_arrive(model, workers, way):
 
 
 def test_a_tensor_without_elements_needs_no_memory():
-    (empty,) = open_places([Place(TensorSpec("none", "bfloat16", (0, 4), (4, 1)), NOWHERE, 0)], [], CPU).values()
+    opened, place = Opened(CPU), Place(TensorSpec("none", "bfloat16", (0, 4), (4, 1)), NOWHERE, 0)
+    opened.open({"tensors": [place.to_wire()], "memory": []})
+    (empty,) = opened.tensors.values()
     assert (empty.dtype, empty.shape) == (torch.bfloat16, (0, 4))
 
 
@@ -282,8 +283,8 @@ def test_what_is_released_is_gone_at_once(model, workers, way):
     transport = connect(model, workers, **WAYS[way])
     transport.transfer()
     receiver = workers.receiver
-    mapped = [weakref.ref(window.bytes.untyped_storage()) for window in receiver._windows]
-    mapped += [weakref.ref(bucket) for bucket in receiver._buckets]
+    mapped = [weakref.ref(tensor) for group in receiver._groups for tensor in group.tensors.values()]
+    mapped += [weakref.ref(group) for group in receiver._groups] + [weakref.ref(receiver._opened)]
     gc.collect()
     gc.disable()
     try:
@@ -297,7 +298,9 @@ def test_what_is_exported_is_the_same_memory(model):
     tensors = dict(model.named_parameters())
     values = {name: p.detach().clone() for name, p in tensors.items()}
     exported = Exported(tensors)
-    mapped = open_places(exported.places, exported.memory, CPU)
+    opened = Opened(CPU)
+    opened.open(exported.wire)
+    mapped = opened.tensors
     assert same(mapped, values)
     mapped["q"][2, 3] = 42
     assert model.q[2, 3] == 42
@@ -308,9 +311,9 @@ def test_what_is_exported_is_the_same_memory(model):
 
 def test_memory_of_a_process_that_has_ended_is_said_to_be_gone(model):
     exported = Exported(dict(model.named_parameters()))
-    gone = [exported.memory[0] | {"path": "/proc/999999/fd/3", "pid": 999999}]
+    gone = exported.wire["memory"][0] | {"path": "/proc/999999/fd/3", "pid": 999999}
     with pytest.raises(TransferError, match="cannot map .* of process 999999"):
-        open_places(exported.places, gone, CPU)
+        Opened(CPU).open({"tensors": exported.wire["tensors"], "memory": [gone]})
 
 
 # ---- failures --------------------------------------------------------------------------------------------------------
@@ -318,32 +321,32 @@ def test_memory_of_a_process_that_has_ended_is_said_to_be_gone(model):
 SMALL = {"staged": True, "bucket_bytes": 256}
 
 
-def bucket_of(transport, name):
-    buckets = transport._staging._buckets
-    return next(i for i, b in enumerate(buckets) if any(p.name == name for p in b.pieces))
+def group_of(transport, name):
+    groups = transport._buffer.groups
+    return next(i for i, group in enumerate(groups) if any(piece.name == name for piece in group))
 
 
-def test_a_bucket_that_never_came_is_named(model, workers):
+def test_a_group_that_never_came_is_named(model, workers):
     transport = connect(model, workers, **SMALL)
-    workers.take(lambda take, index: take(index) if index != bucket_of(transport, "down") else None)
+    workers.take(lambda take, index: take(index) if index != group_of(transport, "down") else None)
     with pytest.raises(TransferError, match="missing: down"):
         transport.transfer()
 
 
-def test_a_bucket_that_came_twice_is_named(model, workers):
+def test_a_group_that_came_twice_is_named(model, workers):
     transport = connect(model, workers, **SMALL)
-    workers.take(lambda take, index: [take(index) for _ in range(2 if index == bucket_of(transport, "k") else 1)])
+    workers.take(lambda take, index: [take(index) for _ in range(2 if index == group_of(transport, "k") else 1)])
     with pytest.raises(TransferError, match=r"doubled: .*k \(2 times\)"):
         transport.transfer()
 
 
 def test_bytes_that_change_on_their_way_are_noticed(model, workers):
     transport = connect(model, workers, **SMALL)
-    hit = bucket_of(transport, "k")
+    hit = group_of(transport, "k")
 
     def flip(take, index):
         if index == hit:
-            transport._staging._slabs[hit % 2].bytes[1] ^= 1
+            transport._buffer._halves[hit % 2][1] ^= 1
         take(index)
 
     workers.take(flip)
@@ -377,39 +380,56 @@ def test_an_engine_that_does_not_keep_what_it_was_given_is_noticed(model, worker
 def test_what_was_summed_is_attested_with_checksums_only(model, workers):
     transport = connect(model, workers, **SMALL)
     receive = workers.receive
-    for forgotten in (None, [1, 2]):
+    for forgotten in (None, [[1], [2]]):
         workers.receive = lambda step, forgotten=forgotten, **arguments: receive(
             step, **(arguments | ({"checksums": forgotten} if step == "finish" else {}))
         )
-        with pytest.raises(TransferError, match=r"\d+ pieces were summed, and [02] checksums were given"):
+        with pytest.raises(TransferError, match=r"\d+ groups were summed, and checksums of [02] were given"):
             transport.transfer()
         assert not transport.is_current()
 
 
-def test_places_that_are_not_whole_words_are_refused(model, workers):
+def test_a_group_whose_checksums_are_too_few_is_named(model, workers):
+    transport = connect(model, workers, staged=True)
     receive = workers.receive
-
-    def shifted(step, **arguments):
-        if step == "stage":
-            arguments["buckets"][0][0][3] = 2
-        return receive(step, **arguments)
-
-    workers.receive = shifted
-    with pytest.raises(TransferError, match="must be multiples of 4 bytes"):
-        connect(model, workers, **SMALL)
+    workers.receive = lambda step, **arguments: receive(
+        step, **(arguments | ({"checksums": [arguments["checksums"][0][1:]]} if step == "finish" else {}))
+    )
+    with pytest.raises(TransferError, match="group 0 has 8 pieces, and 7 checksums were given"):
+        transport.transfer()
 
 
-def test_pieces_of_a_tensor_that_was_described_with_gaps_are_refused(model, workers):
+@pytest.mark.parametrize("options", [SMALL, {"ipc_refusal": "it cannot map this"}])
+def test_tensors_that_were_described_with_gaps_are_refused_and_nothing_stays_mapped(model, workers, options):
     receive = workers.receive
 
     def gaps(step, **arguments):
         if step == "bind":
-            arguments["parameters"][0][3] = [12, 1]
+            arguments["tensors"][0]["strides"] = [12, 1]
         return receive(step, **arguments)
 
     workers.receive = gaps
-    with pytest.raises(TransferError, match=r"q was described with strides \(12, 1\): pieces have no gaps"):
-        connect(model, workers, **SMALL)
+    with pytest.raises(Unsupported, match=r"strides \(12, 1\), with gaps"):
+        connect(model, workers, **options)
+    assert workers.receiver._buffer is None and workers.asked[-1] == "release"
+
+
+def test_who_takes_turns_by_calls_copies_group_by_group(model, workers):
+    transport = connect(model, workers, **SMALL)
+    tensors = dict(model.named_parameters())
+    description = transport._buffer.describe() | {"turns": None}
+    workers.receive("stage", **description)
+    for version in range(2):
+        with torch.no_grad():
+            model.q.add_(1)
+        workers.receive("begin", version=version, digest=transport._manifest_of(tensors).digest)
+        sums = transport._buffer.checksums(tensors)  # leaves the last two groups in the halves
+        for group in range(len(sums)):
+            transport._buffer._fill(group, tensors)
+            workers.receive("copy", verify=True, group=group)
+        (attested,) = workers.receive("finish", checksums=sums)
+        assert attested["num_tensors"] == 8
+        assert same(workers.engine.memory, workers.engine.expected(model))
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -481,44 +501,45 @@ def test_an_exception_in_a_worker_reaches_the_trainer_and_the_next_transfer_is_w
 
 def test_a_sender_that_fails_on_its_way_lets_the_workers_go(model, workers):
     transport = connect(model, workers, **SMALL)
-    fill, ended = transport._staging._fill, []
-    take_all = workers.receiver.take_all
+    fill, ended = transport._buffer._fill, []
+    copy = workers.receiver.copy
 
     def watched(**arguments):
         try:
-            take_all(**arguments)
+            copy(**arguments)
         except TransferError as error:
             ended.append(str(error))
             raise
 
-    def broken(bucket, slab, tensors):
-        if bucket is transport._staging._buckets[2]:
+    def broken(index, tensors):
+        if index == 2:
             raise MemoryError("the sender stumbled")
-        fill(bucket, slab, tensors)
+        fill(index, tensors)
 
-    workers.receiver.take_all = watched
-    transport._staging._fill = broken
+    workers.receiver.copy = watched
+    transport._buffer._fill = broken
     with pytest.raises(MemoryError, match="stumbled"):
         transport.transfer()
-    assert ended == ["the sender has stopped before bucket 3"]
-    transport._staging._fill = fill
+    assert ended == ["the sender has stopped before group 3"]
+    transport._buffer._fill = fill
     transport.transfer()
     assert same(workers.engine.memory, workers.engine.expected(model))
 
 
-def test_nothing_is_taken_before_it_is_known_whose_turn_it_is(model, workers):
-    transport = connect(model, workers)
-    workers.receiver.begin(0, transport._manifest_of(dict(model.named_parameters())).digest)
-    with pytest.raises(TransferError, match="nothing was said about turns"):
-        workers.receiver.take_all(verify=True)
+def test_nothing_is_copied_before_memory_was_described(model, workers):
+    transport = connect(model, workers, **SMALL)
+    specs = transport._manifest_of(dict(model.named_parameters())).specs
+    workers.receiver.bind([spec.to_wire() | {"strides": None} for spec in specs], None)
+    with pytest.raises(TransferError, match="no memory of the sender is mapped"):
+        workers.receiver.copy(verify=True)
 
 
-def test_workers_that_die_between_two_buckets_end_the_transfer(model, workers):
+def test_workers_that_die_between_two_groups_end_the_transfer(model, workers):
     transport = connect(model, workers, **SMALL)
     receive = workers.receive
 
     def dies(step, **arguments):
-        if step == "take_all":
+        if step == "copy":
             raise EngineLost("its process ended during receive")
         return receive(step, **arguments)
 
@@ -555,20 +576,20 @@ def test_one_failing_worker_of_two_is_told_at_once(model, failing):
     engines = [Engine(), Engine()]
     workers = TwoWorkers(engines)
     transport = connect(model, workers, **SMALL)
-    take = workers.receivers[failing].take
+    take = workers.receivers[failing]._copy
 
     def stumble(index, verify):
         if index == 1:
             raise RuntimeError("the worker stumbled")
         take(index, verify=verify)
 
-    workers.receivers[failing].take = stumble
+    workers.receivers[failing]._copy = stumble
     start_s = time.monotonic()
     with pytest.raises(RuntimeError, match="the worker stumbled"):
         transport.transfer()
     assert time.monotonic() - start_s < 10
     assert not transport.is_current()
-    workers.receivers[failing].take = take
+    workers.receivers[failing]._copy = take
     transport.transfer()
     assert all(same(engine.memory, engine.expected(model)) for engine in engines)
 
@@ -623,7 +644,8 @@ def test_both_places_that_a_tensor_goes_to_are_compared(model, workers):
                     transport.transfer()
 
 
-def test_buckets_that_cannot_be_staged_leave_nothing_mapped(model, workers):
+@pytest.mark.parametrize("way", WAYS)
+def test_regions_that_are_not_rows_arrive_in_pieces_too(model, workers, way):
     load = workers.engine.load_weights
     workers.engine.memory["down"] = torch.zeros(8, 6)
     del workers.engine.memory["rest"]
@@ -636,9 +658,13 @@ def test_buckets_that_cannot_be_staged_leave_nothing_mapped(model, workers):
                 load([(name, tensor)])
 
     workers.engine.load_weights = transposed
-    with pytest.raises(Unsupported, match="not copied by rows"):
-        connect(model, workers, **SMALL)
-    assert workers.receiver._windows == [] and workers.asked[-1] == "release"
+    transport = connect(model, workers, **WAYS[way])
+    for _ in range(2):
+        with torch.no_grad():
+            model.down.add_(1)
+        transport.transfer()
+        assert torch.equal(workers.engine.memory["down"], model.down.T)
+        assert transport.is_current()
 
 
 def test_two_workers_read_the_same_host_memory(model):
@@ -673,7 +699,7 @@ def test_one_worker_of_two_that_holds_something_else_is_noticed(model):
     assert not transport.is_current()
 
 
-def test_a_bucket_is_not_overwritten_while_a_slow_worker_reads_it(model, workers):
+def test_a_group_is_not_overwritten_while_a_slow_worker_reads_it(model, workers):
     transport = connect(model, workers, **SMALL, verify=False)
 
     def slowly(take, index):
@@ -685,14 +711,14 @@ def test_a_bucket_is_not_overwritten_while_a_slow_worker_reads_it(model, workers
     assert same(workers.engine.memory, workers.engine.expected(model))
 
 
-def test_a_bucket_is_not_read_before_a_slow_sender_has_filled_it(model, workers):
+def test_a_group_is_not_read_before_a_slow_sender_has_filled_it(model, workers):
     transport = connect(model, workers, **SMALL, verify=False)
-    fill = transport._staging._fill
+    fill = transport._buffer._fill
 
     def slowly(*args):
         time.sleep(0.02)
         fill(*args)
 
-    transport._staging._fill = slowly
+    transport._buffer._fill = slowly
     transport.transfer()
     assert same(workers.engine.memory, workers.engine.expected(model))

@@ -1,4 +1,4 @@
-"""What a set of weights consists of: names, dtypes and shapes, and whether all of it arrived.
+"""Tensors in words: names, dtypes, shapes, where they lie and what is copied there. All of it travels as JSON.
 
 Imports no torch: dtypes are torch's own short names (`str(tensor.dtype).removeprefix("torch.")`).
 """
@@ -9,7 +9,7 @@ import hashlib
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -31,12 +31,17 @@ DTYPE_BYTES: Mapping[str, int] = MappingProxyType(
 )
 """Bytes of one element by torch's short dtype name. `float4_e2m1fn_x2` holds two values in an element, as in torch."""
 
+NOWHERE = -1
+"""Index of the memory of a tensor without elements."""
+
 _NUM_SHOWN = 5
+
+Wire = Mapping[str, Any]
 
 
 @contextmanager
 def arriving(kind: type) -> Iterator[None]:
-    """Raise `TransferError`, with what is wrong, unless what another process has sent makes a `kind`."""
+    """Raise `TransferError`, with the reason, unless what another process has sent makes a `kind`."""
     try:
         yield
     except (TypeError, ValueError, KeyError, AttributeError) as error:
@@ -67,31 +72,22 @@ class TensorSpec:
             raise ValueError("a TensorSpec needs a name")
         if self.dtype not in DTYPE_BYTES:
             raise ValueError(f"{self.name}: unknown dtype {self.dtype!r}; known are {', '.join(sorted(DTYPE_BYTES))}")
-        object.__setattr__(self, "shape", self._sizes("sizes of a shape", self.shape))
+        object.__setattr__(self, "shape", _sizes(f"{self.name}: the sizes of a shape", self.shape))
         if self.strides is not None:
-            object.__setattr__(self, "strides", self._sizes("strides", self.strides))
+            object.__setattr__(self, "strides", _sizes(f"{self.name}: the strides", self.strides))
             if len(self.strides) != len(self.shape):
                 raise ValueError(f"{self.name}: {len(self.shape)} dimensions have {len(self.strides)} strides")
 
-    def _sizes(self, what: str, given: Iterable[int]) -> tuple[int, ...]:
-        sizes = tuple(given)
-        for size in sizes:
-            if isinstance(size, bool) or not isinstance(size, int):
-                raise TypeError(f"{self.name}: the {what} are integers, not {size!r} in {sizes}")
-            if size < 0:
-                raise ValueError(f"{self.name}: the {what} are not negative, as {size} in {sizes} is")
-        return sizes
-
-    def to_wire(self) -> list[Any]:
-        """[name, dtype, shape, strides], to travel as JSON."""
-        return [self.name, self.dtype, list(self.shape), None if self.strides is None else list(self.strides)]
+    def to_wire(self) -> dict[str, Any]:
+        """Fields by name, to travel as JSON."""
+        strides = None if self.strides is None else list(self.strides)
+        return {"name": self.name, "dtype": self.dtype, "shape": list(self.shape), "strides": strides}
 
     @classmethod
-    def from_wire(cls, wire: Sequence[Any]) -> TensorSpec:
-        """Raises: `TransferError` with what is wrong."""
+    def from_wire(cls, wire: Wire) -> TensorSpec:
+        """Raises: `TransferError` with the reason."""
         with arriving(cls):
-            name, dtype, shape, strides = wire
-            return cls(name, dtype, tuple(shape), None if strides is None else tuple(strides))
+            return cls(wire["name"], wire["dtype"], wire["shape"], wire.get("strides"))
 
     @property
     def num_elements(self) -> int:
@@ -102,6 +98,77 @@ class TensorSpec:
     def size_bytes(self) -> int:
         """Bytes of the tensor when contiguous."""
         return self.num_elements * DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A tensor in one of several pieces of memory that another process maps."""
+
+    tensor: TensorSpec
+    """Name, dtype, shape and strides."""
+
+    memory: int
+    """Index of the piece of memory, or `NOWHERE`."""
+
+    offset_bytes: int
+    """Where the tensor begins in it."""
+
+    def __post_init__(self) -> None:
+        _check_whole("Place", memory=self.memory, offset_bytes=self.offset_bytes)
+        if self.memory < NOWHERE or self.offset_bytes < 0:
+            raise ValueError(f"{self.tensor.name} cannot lie in memory {self.memory} at {self.offset_bytes}")
+        if self.tensor.strides is None:
+            raise ValueError(f"{self.tensor.name} needs strides to be found in memory")
+
+    def to_wire(self) -> dict[str, Any]:
+        """Fields by name, to travel as JSON."""
+        return {"tensor": self.tensor.to_wire(), "memory": self.memory, "offset_bytes": self.offset_bytes}
+
+    @classmethod
+    def from_wire(cls, wire: Wire) -> Place:
+        """Raises: `TransferError` with the reason."""
+        with arriving(cls):
+            return cls(TensorSpec.from_wire(wire["tensor"]), wire["memory"], wire["offset_bytes"])
+
+
+@dataclass(frozen=True, slots=True)
+class CopySpec:
+    """A copy that a loader makes: elements of a parameter, to a place in the engine's memory."""
+
+    shape: tuple[int, ...]
+    """Shape of the elements that are read."""
+
+    strides: tuple[int, ...]
+    """Their strides in the parameter."""
+
+    offset: int
+    """The first of them, counted in elements."""
+
+    target: Place
+    """Where they go; `target.tensor.name` is that of the parameter."""
+
+    def __post_init__(self) -> None:
+        _check_whole("CopySpec", offset=self.offset, **{f"size {n}": size for n, size in enumerate(self.shape)})
+        _check_whole("CopySpec", **{f"stride {n}": stride for n, stride in enumerate(self.strides)})
+        if len(self.shape) != len(self.strides) or self.offset < 0:
+            raise ValueError(f"{self.name} cannot be read as {self.shape}, {self.strides} from {self.offset}")
+
+    @property
+    def name(self) -> str:
+        """Name of the parameter."""
+        return self.target.tensor.name
+
+    def to_wire(self) -> dict[str, Any]:
+        """Fields by name, to travel as JSON."""
+        target = self.target.to_wire()
+        return {"shape": list(self.shape), "strides": list(self.strides), "offset": self.offset, "target": target}
+
+    @classmethod
+    def from_wire(cls, wire: Wire) -> CopySpec:
+        """Raises: `TransferError` with the reason."""
+        with arriving(cls):
+            shape, strides = tuple(wire["shape"]), tuple(wire["strides"])
+            return cls(shape, strides, wire["offset"], Place.from_wire(wire["target"]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,6 +220,23 @@ class Manifest:
                 f"weights version {version} did not arrive as its manifest says ({len(self.specs)} tensors, "
                 f"{self.total_bytes} bytes): {'; '.join(problems)}. Nothing may be generated from them; send all again"
             )
+
+
+def _sizes(what: str, given: Iterable[int]) -> tuple[int, ...]:
+    sizes = tuple(given)
+    for size in sizes:
+        if isinstance(size, bool) or not isinstance(size, int):
+            raise TypeError(f"{what} are integers, not {size!r} in {sizes}")
+        if size < 0:
+            raise ValueError(f"{what} are not negative, as {size} in {sizes} is")
+    return sizes
+
+
+def _check_whole(owner: str, **numbers: object) -> None:
+    """Raise `TypeError` unless all of `numbers` are integers."""
+    for name, number in numbers.items():
+        if isinstance(number, bool) or not isinstance(number, int):
+            raise TypeError(f"{name} of a {owner} is an integer, not {number!r}")
 
 
 def _some(items: list[str]) -> str:

