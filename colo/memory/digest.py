@@ -61,14 +61,14 @@ class Digest:
 
 
 def _places(tensors: Mapping[str, torch.Tensor]) -> dict[str, Hashable]:
-    """Where each tensor, or its local shard, lies."""
+    """Address, dtype, shape and strides of each tensor, or of its local shard."""
     if set(map(type, tensors.values())) <= _PLAIN:
         return places_of(tensors)
     return places_of({name: local_shard(tensor) for name, tensor in tensors.items()})
 
 
 class _Prepared:
-    """Where a set of tensors lies, ready to be read again and again."""
+    """A set of tensors ready to be read again and again, and the places that they lie in."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self.places = _places(tensors)

@@ -37,7 +37,7 @@ Wire = Mapping[str, Any]
 """A set of tensors for a peer: `tensors`, each as `Place.to_wire` gives it, and the `memory` that they lie in."""
 
 GROUP_BYTES = 256 * MIB
-"""How much is staged at once, unless a single tensor is larger."""
+"""Bytes that are staged at once, unless a single tensor is larger."""
 
 _PROBE_BYTES = 512
 _CPU = torch.device("cpu")
@@ -60,7 +60,7 @@ class Exported:
         self._places = places_of(tensors)
 
     def is_current(self, tensors: Mapping[str, torch.Tensor]) -> bool:
-        """Whether `tensors` are still where they were exported from."""
+        """True if `tensors` are still where they were exported from."""
         return places_of(tensors) == self._places
 
     def close(self) -> None:
@@ -177,7 +177,7 @@ class Opened:
         self.refresh()
 
     def refresh(self) -> None:
-        """Have what the owner has written since, where this process reads a copy. Queued."""
+        """Copy what the owner has written since, if this process reads a copy. Queued."""
         for buffer in self._memory.values():
             buffer.refresh()
 

@@ -111,7 +111,7 @@ class Place:
     """Index of the piece of memory, or `NOWHERE`."""
 
     offset_bytes: int
-    """Where the tensor begins in it."""
+    """Start of the tensor in it."""
 
     def __post_init__(self) -> None:
         _check_whole("Place", memory=self.memory, offset_bytes=self.offset_bytes)
@@ -145,7 +145,7 @@ class CopySpec:
     """The first of them, counted in elements."""
 
     target: Place
-    """Where they go; `target.tensor.name` is that of the parameter."""
+    """Their destination; `target.tensor.name` is the name of the parameter."""
 
     def __post_init__(self) -> None:
         _check_whole("CopySpec", offset=self.offset, **{f"size {n}": size for n, size in enumerate(self.shape)})

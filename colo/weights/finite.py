@@ -1,4 +1,4 @@
-"""Which tensor is to blame for log-probabilities that are not numbers. Looked for only when there are some."""
+"""The tensor to blame for log-probabilities that are not numbers. Looked for only when there are some."""
 
 from __future__ import annotations
 

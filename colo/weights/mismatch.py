@@ -1,4 +1,4 @@
-"""How far the engine's log-probabilities are from the trainer's, on the same weights and the same tokens.
+"""The gap between the engine's log-probabilities and the trainer's, on the same weights and the same tokens.
 
 Two implementations of one model never agree to the last bit; a gap that grows tells of a numerical setting, or of
 weights, that differ.
@@ -51,7 +51,7 @@ def logprob_difference(
 
 
 def _passes(completions: Sequence[Completion], most_tokens: int) -> list[list[_Compared]]:
-    """What is compared, in groups of equal lengths and at most `most_tokens` tokens, or one."""
+    """Group what is compared: equal lengths, and at most `most_tokens` tokens or one sequence a group."""
     passes: list[list[_Compared]] = []
     for completion in completions:
         num_tokens = min(len(completion.token_ids), len(completion.logprobs), MAX_TOKENS)
@@ -71,17 +71,17 @@ def _passes(completions: Sequence[Completion], most_tokens: int) -> list[list[_C
 
 @dataclass(frozen=True, slots=True)
 class _Compared:
-    """What is compared of a completion."""
+    """The part of a completion that is compared."""
 
     token_ids: list[int]
     """The prompt's, then the first of what was sampled."""
 
     logprobs: tuple[float, ...]
-    """What the engine says of the sampled tokens."""
+    """The engine's log-probabilities of the sampled tokens."""
 
     @property
     def lengths(self) -> tuple[int, int]:
-        """How many tokens there are, and how many of them were sampled."""
+        """Number of tokens, and number of sampled ones among them."""
         return len(self.token_ids), len(self.logprobs)
 
 
@@ -100,7 +100,7 @@ def _differences(model: Any, same: Sequence[_Compared], temperature: float, devi
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """How far an engine was from the trainer."""
+    """The gap of one comparison."""
 
     mean: float
     """Mean |log p(engine) - log p(trainer)| of a token."""
@@ -120,7 +120,7 @@ class MismatchCheck:
 
     @property
     def has_noted(self) -> bool:
-        """Whether there is something to compare."""
+        """True if there is something to compare."""
         return self._noted is not None and bool(self._noted[1])
 
     def note(self, temperature: float, completions: Sequence[Completion]) -> None:
@@ -146,7 +146,7 @@ class MismatchCheck:
         return None if difference is None else Mismatch(difference, temperature)
 
     def why_too_large(self, mismatch: Mismatch) -> str | None:
-        """Why the engine is not to be trained on, with what to do; `None` where it may be."""
+        """The reason not to train on this engine's samples, and the remedy; `None` if the gap is allowed."""
         most = self._max_mismatch
         difference, temperature = mismatch.mean, mismatch.temperature
         if most is None or difference * min(1.0, temperature) <= most:  # which divides logits, and so differences

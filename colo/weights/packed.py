@@ -33,7 +33,7 @@ class PackedWeight:
 
 
 def is_packed(parameter: torch.Tensor) -> bool:
-    """Whether bitsandbytes has packed it, without importing bitsandbytes."""
+    """True if bitsandbytes has packed it. Does not import bitsandbytes."""
     return type(parameter).__name__ in _KINDS
 
 

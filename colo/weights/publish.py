@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from colo.weights.transports.base import Transport
 
 MOST_PUBLICATIONS = 10_000
-"""How many publications are remembered one by one."""
+"""Publications that are remembered one by one."""
 
 ADAPTER = "policy"
 """Adapters are called `policy@N` in the engine: prefix caches are keyed by name, so every version has its own."""
@@ -35,7 +35,7 @@ ADAPTER = "policy"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Publication:
-    """What one publication did."""
+    """One publication: version, transport, bytes and seconds."""
 
     version: int
     transport: str
@@ -93,16 +93,16 @@ class Publisher:
 
     @property
     def is_current(self) -> bool:
-        """Whether the engine holds the trainer's version."""
+        """True if the engine holds the trainer's version."""
         return self._engine.weights_version == self.version
 
     @property
     def replaces_everything(self) -> bool:
-        """Whether a publication writes all of the engine's weights: not those under an adapter, sent once."""
+        """True if a publication writes all of the engine's weights; those under an adapter are sent once."""
         return self._transport.replaces_all and self._adapter is None
 
     def has_adapter(self) -> bool:
-        """Whether the engine holds the adapter as it is now; true where there is none, or none that can be read."""
+        """True if the engine holds the adapter as it is now, or there is none, or none that can be read."""
         if self._adapter is None or self._adapter_digest is None:
             return True
         try:
@@ -119,7 +119,7 @@ class Publisher:
             self._base_digest = (self.version, Digest.of(self._transport.source.held(), earlier))
 
     def has_other_contents(self) -> bool:
-        """Whether base weights or adapter were written to since `note_contents` was called for this version."""
+        """True if base weights or adapter were written to since `note_contents` was called for this version."""
         if self._base_digest is None or self._base_digest[0] != self.version:
             return False
         _, noted = self._base_digest
@@ -127,7 +127,7 @@ class Publisher:
         return bool(noted.differs(self._base_digest[1])) or not self.has_adapter()
 
     def has_changed_shard(self) -> bool:
-        """Whether this rank's part of sharded weights, or of an adapter, was written to since its publication.
+        """True if this rank's part of sharded weights, or of an adapter, was written to since its publication.
 
         False if unknown.
         """
@@ -235,7 +235,7 @@ class Publisher:
         return num_bytes + meter.num_bytes
 
     def _has_base(self) -> bool:
-        """Whether the engine still holds the frozen weights under an adapter, which are sent once."""
+        """True if the engine still holds the frozen weights under an adapter, which are sent once."""
         lacks = (
             self._sent is None
             or self._engine.weights_version != self.published[-1].version

@@ -36,7 +36,7 @@ class WriteWatch:
         self._seen = self._state()
 
     def has_changed(self) -> bool:
-        """Whether something has changed since it was last asked, or accepted."""
+        """True if something has changed since the last call, or `accept`."""
         (tensors, counts, adapter), self._seen = self._seen, self._state()
         is_same = len(tensors) == len(self._seen[0]) and all(map(operator.is_, tensors, self._seen[0]))
         return not is_same or (counts, adapter) != self._seen[1:]

@@ -9,10 +9,10 @@ WITHOUT_A_SUBJECT = re.compile(r"(Of|As|With|None|And|Or|But)\b")
 CLAUSES = {
     "assembly": 8,
     "config": 4,
-    "engines": 123,
+    "engines": 102,
     "errors": 2,
     "grpo": 1,
-    "integrations": 6,
+    "integrations": 4,
     "log": 1,
     "memory": 3,
     "misfits": 1,
@@ -22,11 +22,11 @@ CLAUSES = {
     "runtime": 17,
     "testing": 1,
     "trainer": 38,
-    "weights": 114,
+    "weights": 38,
 }
 """Docstrings that open with a clause, by folder: these numbers may only fall, and a folder that has none is dropped."""
 
-MOST_SMALL_MODULES = 31
+MOST_SMALL_MODULES = 23
 """Modules with one importer and under 120 lines: this number may only fall."""
 
 

@@ -1,4 +1,4 @@
-"""What a runtime needs of a trainer's weights, wherever they lie: whole on every rank, sharded, or placed by layers."""
+"""The protocol of a trainer's weights, wherever they lie: whole on every rank, sharded, or placed by layers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class WeightSource(Protocol):
 
     @property
     def is_sharded(self) -> bool:
-        """Whether some weights are not whole on every rank."""
+        """True if some weights are not whole on every rank."""
 
     @property
     def modules(self) -> Sequence[nn.Module]:
@@ -50,7 +50,7 @@ class WeightSource(Protocol):
         """Every weight, whole and without data, with strides, in the order in which they travel."""
 
     def parts(self) -> list[PlacedPart]:
-        """What lies on this rank, the live tensors. The parts of all ranks are the weights."""
+        """Live tensors of this rank. The parts of all ranks are the weights."""
 
     def memory(self) -> list[torch.Tensor]:
         """The live parameters and buffers that hold what lies on this rank."""
@@ -80,7 +80,7 @@ class WeightSource(Protocol):
         """Raise `StaleWeights` when there are other weights, by name, than when the engine was given them."""
 
     def reshard(self) -> None:
-        """Have the model hold parts again where a pass has left whole weights."""
+        """Make the model hold parts again where a pass has left whole weights."""
 
     def outermost_sharded(self) -> list[nn.Module]:
         """Modules in which backward passes of a sharded model begin."""

@@ -1,4 +1,4 @@
-"""What trains along with a causal language model and is not the engine's: value heads, in the model or around it."""
+"""Value heads in a causal language model or around it, which train along and are not the engine's."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from colo.errors import Unsupported
 
 
 def is_peft_model(model: nn.Module) -> bool:
-    """Whether PEFT has wrapped this model, or transformers' `add_adapter` has added one. Does not import PEFT."""
+    """True if PEFT has wrapped this model, or transformers' `add_adapter` has added one. Does not import PEFT."""
     return hasattr(model, "peft_config") and hasattr(model, "base_model")
 
 

@@ -40,7 +40,7 @@ _ADAPTER_PARTS = (".lora_", ".modules_to_save.", ".lora_magnitude_vector.")
 
 
 _UNKNOWN = ("KeyError", "no module or parameter named", "has no parameter")
-"""What loaders say of a name that they do not know: vLLM's, in two ways, and the embedded engine's."""
+"""Words of loaders about a name that they do not know: vLLM's, in two ways, and the embedded engine's."""
 
 
 class ModuleSource:
@@ -69,7 +69,7 @@ class ModuleSource:
         """The ranks that weights are sharded over."""
 
         self.is_sharded = not self.ranks.is_alone
-        """Whether some are sharded over ranks."""
+        """True if some are sharded over ranks."""
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Give the same items again while the model has the same tensors under the same names: finding them is slow."""
@@ -99,7 +99,7 @@ class ModuleSource:
         return [TensorSpec(name, dtype_name(t), tuple(t.shape), tuple(t.stride())) for name, t in self]
 
     def parts(self) -> list[PlacedPart]:
-        """What lies on this rank of every base weight: all of it, or the boxes of a `DTensor`."""
+        """Parts of every base weight on this rank: all of it, or the boxes of a `DTensor`."""
         return [part for name, tensor in self for part in parts_of(name, tensor)]
 
     def memory(self) -> list[torch.Tensor]:
@@ -111,7 +111,7 @@ class ModuleSource:
         return in_layers(name for name, _ in self)
 
     def reshard(self) -> None:
-        """Have the model hold parts again where FSDP2 has left whole weights, after a pass without a backward one."""
+        """Make the model hold parts again where FSDP2 has left whole weights, after a pass without a backward one."""
         for module in self._fsdp:
             module.reshard()
 

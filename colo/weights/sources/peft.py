@@ -72,7 +72,7 @@ _REASONS = {
 
 
 TIED_WARNING = "Model has `tie_word_embeddings=True`"
-"""How PEFT's warning of an adapter on tied weights begins, which says nothing of logits."""
+"""Start of PEFT's warning of an adapter on tied weights, which says nothing of logits."""
 
 
 def check_lora_config(config: LoraConfig) -> None:
@@ -87,7 +87,7 @@ def check_lora_config(config: LoraConfig) -> None:
 
 
 def has_adapted_head(model: nn.Module) -> bool:
-    """Whether an adapter is on the output layer."""
+    """True if an adapter is on the output layer."""
     head: Any = getattr(model, "get_output_embeddings", lambda: None)()
     return head is not None and "lora_A" in head._modules
 
@@ -104,13 +104,13 @@ def warn_of_tied_head(model: Any) -> None:
 
 
 def is_disabled(model: nn.Module) -> bool:
-    """Whether adapters are switched off in every layer, as within PEFT's `disable_adapter()`."""
+    """True if adapters are switched off in every layer, as within PEFT's `disable_adapter()`."""
     layers = _lora_layers(model)
     return bool(layers) and all(layer.disable_adapters for _, layer in layers)
 
 
 def adds_nothing(model: nn.Module) -> bool:
-    """Whether a PEFT model computes what it does without its adapter: in each pair of LoRA's, A or B is zero.
+    """True if a PEFT model computes what it does without its adapter: in each pair of LoRA's, A or B is zero.
 
     Not so where the adapter's initialization rewrites the base and adds the rest back (PiSSA, OLoRA, CorDA, LoftQ,
     LoRA-GA), where it is random, or was trained before. Any other tensor that trains counts as adding something.
@@ -140,7 +140,7 @@ def active_adapter(model: PeftModel) -> str:
 
 
 def adapter_settings(model: PeftModel) -> Hashable:
-    """What changes when an adapter is activated, a scaling is set, or one layer's adapter is switched on or off."""
+    """A value that changes with the active adapter, with a scaling, and as a layer's adapter is switched on or off."""
     adapter = active_adapter(model)
     layers = [layer for _, layer in _lora_layers(model) if _has_adapter(layer, adapter)]
     off = [_is_off(layer, adapter) for layer in layers]
@@ -210,7 +210,7 @@ def _has_adapter(layer: Any, adapter: str) -> bool:
 
 
 def _is_off(layer: Any, adapter: str) -> bool:
-    """Whether a layer computes without `adapter`. Raises: `Unsupported` where it computes with another one."""
+    """True if a layer computes without `adapter`. Raises: `Unsupported` if it computes with another one."""
     others = [name for name in layer.active_adapters if name != adapter and _has_adapter(layer, name)]
     if others and not layer.disable_adapters:
         raise Unsupported(

@@ -1,4 +1,4 @@
-"""How weights get from the trainer to an engine: what every transport can do."""
+"""The protocol of transports, which bring weights from the trainer to an engine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Transport(Protocol):
 
     @property
     def reason(self) -> str:
-        """Why this transport was chosen, in a sentence for the user."""
+        """The reason why this transport was chosen, in a sentence for the user."""
 
     @property
     def source(self) -> WeightSource:
@@ -27,11 +27,11 @@ class Transport(Protocol):
 
     @property
     def shares(self) -> bool:
-        """Whether trainer and engine have one copy of the weights, so that a publication copies nothing."""
+        """True if trainer and engine have one copy of the weights, so that a publication copies nothing."""
 
     @property
     def replaces_all(self) -> bool:
-        """Whether a transfer writes every weight of the engine, so that what those held before does not matter."""
+        """True if a transfer writes every weight of the engine, so that their earlier contents do not matter."""
 
     @property
     def working_bytes(self) -> int:
@@ -50,10 +50,10 @@ class Transport(Protocol):
         """Raise `StaleWeights` when names or memory of the model's weights have changed. Looks at no contents."""
 
     def is_current(self) -> bool:
-        """Whether the engine's weights are the trainer's at this moment, as far as can be told. Sends nothing."""
+        """True if the engine's weights are the trainer's at this moment, as far as can be told. Sends nothing."""
 
     def reconnect(self) -> None:
-        """Know that the engine has been started again, and has forgotten what it was told."""
+        """Tell an engine that has been started again whatever the lost one was told."""
 
     def move_out(self, device: torch.device) -> None:
         """Give parameters that lie in the engine's memory memory of their own on `device`, if there are any."""
@@ -63,7 +63,7 @@ class Transport(Protocol):
 
 
 class CopyingTransport:
-    """What transports have in common where trainer and engine have a copy each. It holds nothing for the engine."""
+    """The common part of transports with a copy each for trainer and engine. It holds nothing for the engine."""
 
     shares = False
     replaces_all = False

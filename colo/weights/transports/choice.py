@@ -1,4 +1,4 @@
-"""Which transport brings weights from a model to an engine: none where they can be one memory."""
+"""The choice of a transport from a model to an engine: none where their weights can be one memory."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def _check_packed(tensors: Mapping[str, torch.Tensor], engine: Engine) -> None:
 
 
 def why_not_shared(plan: LoadPlan, tensors: Mapping[str, torch.Tensor], config: RuntimeConfig) -> str | None:
-    """Why some parameter is not to be the engine's memory, or `None` when all can be."""
+    """The reason why some parameter is not to be the engine's memory, or `None` when all can be."""
     if config.weights is not Weights.AUTO:
         return f"a copy each was asked for (weights={config.weights.value!r})"
     for name, tensor in tensors.items():

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 GATHERED_BYTES = 256 * MIB
-"""How much of a model that is sharded over ranks is whole at a time, or one tensor if that is larger."""
+"""Bytes of a model sharded over ranks that are whole at a time, or one tensor if that is larger."""
 
 
 class LocalTransport(CopyingTransport):
@@ -77,7 +77,7 @@ class LocalTransport(CopyingTransport):
             raise TransferError(f"{len(different)} tensors differ after the transfer, {different[0]} for one")
 
     def is_current(self) -> bool:
-        """Whether every byte that the plan copies is equal or, where the engine's loader is used, what it was given."""
+        """True if every byte that the plan copies is equal or, if the engine's loader is used, was given to it."""
         tensors = self.source.tensors()
         if not self._plan.fallbacks:
             differs = bool(self._differences(tensors))
@@ -96,7 +96,7 @@ class LocalTransport(CopyingTransport):
     def _each(
         self, tensors: Mapping[str, torch.Tensor], do: Callable[[LoadPlan, Mapping[str, torch.Tensor]], T]
     ) -> list[T]:
-        """What `do` returns for the plan or, where weights have to be gathered, for each part of it in turn."""
+        """Call `do` for the plan or, if weights have to be gathered, for each part of it in turn."""
         if not self.source.is_sharded:
             return [do(self._plan, tensors)]
         with self.source.gathered({name: tensors[name] for name in self._plan.sources}) as whole:

@@ -82,7 +82,7 @@ class SharedTransport:
 
 
 def is_same_memory(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Whether two tensors are the same elements at the same addresses."""
+    """True if two tensors are the same elements at the same addresses."""
     return (
         left.data_ptr() == right.data_ptr()
         and left.dtype == right.dtype

@@ -26,7 +26,7 @@ _FIRST = 1 << 20
 """Adapters are numbered from here, out of the way of those that a user loads by hand."""
 
 _PREFIX = "base_model.model."
-"""What PEFT puts before the names of modules, and vLLM takes off."""
+"""PEFT's prefix of module names, which vLLM takes off."""
 
 _MOST_NAMES = 64
 
@@ -40,7 +40,7 @@ class AdapterRegistry:
     def __init__(self, link: WorkerLink) -> None:
         self.numbers: dict[str, int] = {}
         self.why_staged: str | None = None
-        """Why the adapter that was sent last was copied on its way; `None` where workers have read it in place."""
+        """The reason why the adapter sent last was copied on its way; `None` if workers have read it in place."""
 
         self._link = link
         self._last = _FIRST
@@ -50,7 +50,7 @@ class AdapterRegistry:
 
     @property
     def refusal(self) -> str | None:
-        """Why the adapter that was loaded last is loaded anew for each version; `None` where it is written in place."""
+        """The reason why the adapter loaded last is loaded anew for each version; `None` if it is written in place."""
         refusals: list[str | None] = self._link.call("adapter_refusal")
         return next(filter(None, refusals), None)
 
@@ -121,7 +121,7 @@ class AdapterRegistry:
 
     @torch.inference_mode(False)
     def _send(self, number: int, adapter: AdapterWeights) -> None:
-        """Have workers take an adapter, once all is there that the trainer has queued."""
+        """Let workers take an adapter, once all is there that the trainer has queued."""
         tensors = _tensors(adapter)
         scalings = {_PREFIX + module: float(scaling) for module, scaling in adapter.scalings.items()}
         if self._link.same_process:
@@ -154,7 +154,7 @@ class _Sent:
     def put(
         self, adapter: AdapterWeights, tensors: Mapping[str, torch.Tensor], link: WorkerLink
     ) -> tuple[Wire, str | None]:
-        """Where the workers find the tensors, the same object while they need not be told again, and why in copies."""
+        """Description of the tensors, the same object while workers need not be told again, and why they are copies."""
         last = self.memory[-1] if self.memory else None
         why_staged = link.ipc_refusal
         if why_staged is None and isinstance(last, Exported) and last.is_current(tensors):

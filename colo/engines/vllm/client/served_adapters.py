@@ -61,14 +61,14 @@ class ServedAdapters:
         return number
 
     def release(self, number: int) -> None:
-        """Have the server forget a name. Idempotent."""
+        """Let the server forget a name. Idempotent."""
         name = self._names.pop(number, None)
         if name is not None:
             with suppress(TransferError):
                 self._post("/v1/unload_lora_adapter", {"lora_name": name})
 
     def name(self, number: int) -> str:
-        """What a request calls the model with this adapter."""
+        """The model name that requests give to have this adapter."""
         return self._names[number]
 
 

@@ -33,10 +33,10 @@ from colo.units import align_up
 from colo.weights.boxes import Box
 
 ALIGNMENT_BYTES = 256
-"""What `cudaMalloc` guarantees for an address, so that every dtype and every vectorized kernel can work in place."""
+"""Alignment that `cudaMalloc` guarantees, so that every dtype and every vectorized kernel can work in place."""
 
 DEADLINE_S = 60.0
-"""How long a worker waits for the next group."""
+"""Seconds that a worker waits for the next group."""
 
 _CPU = torch.device("cpu")
 _WORD_BYTES = 8
@@ -61,7 +61,7 @@ class Piece:
     """Elements of it."""
 
     offset_bytes: int
-    """Where the piece begins in its half; a multiple of `ALIGNMENT_BYTES`."""
+    """Start of the piece in its half; a multiple of `ALIGNMENT_BYTES`."""
 
     def to_wire(self) -> dict[str, Any]:
         """Fields by name, to travel as JSON."""
@@ -143,7 +143,7 @@ class SenderBuffer:
         self._slab = SharedMemory(2 * self._half_bytes, place)
         self._halves = list(self._slab.bytes.split(self._half_bytes))
         self._filled = self._halves
-        """Where groups are put together and digested: the halves or, where those are the host's, one on the device."""
+        """Memory that groups are put together in: the halves or, if those are the host's, one on the device."""
 
         self._unlock: Callable[[], Any] | None = None
         if in_host_memory:
@@ -283,7 +283,7 @@ class ReaderBuffer:
         return self._tensors[index]
 
     def take(self, index: int, read: Callable[[], None]) -> bool:
-        """Have `read` queue copies out of a group once it is filled; false when another worker has failed before.
+        """Let `read` queue copies out of a group once it is filled; false when another worker has failed before.
 
         Raises: `TransferError` when the sender has stopped or ended, or says nothing for too long; what `read` raises.
         The sender, and other workers, then wait no longer.

@@ -32,7 +32,7 @@ from colo.weights.boxes import Landing, landings
 from colo.weights.transports.ipc.buffer import Piece, ReaderBuffer, keyed
 
 Record = Callable[[dict[str, torch.Tensor], str | None], LoadPlan]
-"""How a worker's model loads parameters of a model type."""
+"""Records the plan of a worker's model for parameters of a model type."""
 
 
 class Receiver:

@@ -143,7 +143,7 @@ class IpcTransport(CopyingTransport):
         """Do nothing: `transfer` returns when every worker has attested what it holds."""
 
     def is_current(self) -> bool:
-        """Whether the engine holds the trainer's weights as they are now; reads all of them."""
+        """True if the engine holds the trainer's weights as they are now; reads all of them."""
         tensors = self.source.tensors()
         if self._buffer is not None or self.source.is_sharded:  # where ranks ask together, whatever they have
             buffer = self._buffer
@@ -169,7 +169,7 @@ class IpcTransport(CopyingTransport):
         self._bind(self.source.tensors())
 
     def close(self) -> None:
-        """Have the workers unmap everything, then let go of it. Idempotent."""
+        """Let the workers unmap everything, then let go of it. Idempotent."""
         if self._exported is not None or self._buffer is not None:
             with suppress(EngineLost, TransferError):  # whose mappings have ended, or are another client's by now
                 self._peer.receive("release")
