@@ -28,7 +28,7 @@ from colo.memory.region import Region, allocate_region, close_all
 from colo.memory.uninterrupted import uninterrupted
 from colo.phases.phase import ENGINE_KV_CACHE, ENGINE_WEIGHTS, Residency
 from colo.phases.segment import Move, Segment
-from colo.weights.finite import first_not_finite, not_numbers
+from colo.weights.mismatch import first_not_finite, not_numbers
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

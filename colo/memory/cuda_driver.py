@@ -160,7 +160,9 @@ def _tensor(address: int, size_bytes: int, device: torch.device, release: str) -
 def _release(call: str, address: int, device_index: int) -> None:
     with torch.cuda.device(device_index):
         torch.cuda.synchronize()
-        getattr(_driver(), call)(ctypes.c_uint64(address))
+        code = getattr(_driver(), call)(ctypes.c_uint64(address))
+    if code != 0:
+        warnings.warn(f"{call} failed, memory is lost: {_name_of(code)} ({code})", RuntimeWarning, stacklevel=2)
 
 
 def _ensure_context() -> None:

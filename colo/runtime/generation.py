@@ -13,8 +13,7 @@ from colo.phases.phase import Phase
 from colo.phases.scheduler import Scheduler
 from colo.runtime.turns import Turns
 from colo.runtime.versions import WeightVersions
-from colo.weights.finite import first_not_finite, not_numbers
-from colo.weights.mismatch import MismatchCheck
+from colo.weights.mismatch import MismatchCheck, first_not_finite, not_numbers
 from colo.weights.sources.peft import adapter_weights, is_disabled, is_peft_model
 
 if TYPE_CHECKING:

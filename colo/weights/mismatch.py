@@ -1,12 +1,12 @@
 """The gap between the engine's log-probabilities and the trainer's, on the same weights and the same tokens.
 
 Two implementations of one model never agree to the last bit; a gap that grows tells of a numerical setting, or of
-weights, that differ.
+weights, that differ. Where they are no numbers at all, the tensor to blame is looked for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,12 +14,15 @@ import torch
 from torch import nn
 
 from colo.engine import Completion
-from colo.memory.dtensor import is_dtensor
+from colo.memory.dtensor import is_dtensor, local_shard
 from colo.weights.sources.base import WeightSource
 
 MAX_TOKENS = 64
 """Tokens of a completion that are compared; bounds the logits."""
 
+
+_CHUNK_ELEMENTS = 1 << 24
+"""Elements that are looked at in one go for values that are no numbers."""
 
 PASS_TOKENS = 4096
 """The most tokens of one pass over several completions: a small model's pass waits for its host, not for the GPU."""
@@ -156,3 +159,27 @@ class MismatchCheck:
             f"{temperature:g}, and max_mismatch allows {most:g}: the engine samples from another model. Compare "
             "dtypes, quantization, rope settings and chat templates of the two, or raise RuntimeConfig.max_mismatch"
         )
+
+
+def first_not_finite(tensors: Iterable[tuple[str, torch.Tensor]]) -> str | None:
+    """The first tensor, or this rank's part of it, with NaN or infinite values and how many; `None` without any."""
+    for name, tensor in tensors:
+        values = local_shard(tensor.detach())
+        if not values.is_floating_point() or not values.numel():
+            continue
+        chunks = values.reshape(-1).split(_CHUNK_ELEMENTS)
+        count = sum(int((~chunk.float().isfinite()).sum()) for chunk in chunks)
+        if count:
+            return f"{name} {tuple(tensor.shape)} has {count} values that are NaN or infinite"
+    return None
+
+
+def not_numbers(culprit: str | None) -> str:
+    """The message for log-probabilities that are not numbers, with what `first_not_finite` has found."""
+    return "the log-probabilities of what was sampled are not numbers: " + (
+        f"{culprit}. Load weights that are finite, and look for the step that made them so (a norm of the gradients "
+        "that is not finite, a learning rate too high)"
+        if culprit
+        else "every weight is finite, so that an activation has overflowed (use another dtype, bfloat16 or float32), "
+        "or vLLM's KV cache still holds what earlier weights, not finite, have left in it (start vLLM anew)"
+    )

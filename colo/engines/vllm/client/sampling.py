@@ -11,7 +11,7 @@ from colo.engine import Completion, SamplingParams
 from colo.engines.sampling import check_seeds, completion_seed, distorting, without_neutral
 from colo.engines.text import continuation
 from colo.errors import StaleWeights, Unsupported
-from colo.weights.finite import not_numbers
+from colo.weights.mismatch import not_numbers
 
 
 def sampling_params(params: Any, sampling: Mapping[str, Any]) -> Any:

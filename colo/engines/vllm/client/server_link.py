@@ -34,7 +34,7 @@ from colo.engines.vllm.wire import WorkerInfo
 from colo.errors import EngineLost, PhaseError, TransferError, Unsupported
 from colo.memory.probe import device_id
 from colo.memory.share import SharedMemory
-from colo.weights.finite import not_numbers
+from colo.weights.mismatch import not_numbers
 
 HOW_TO_START = (
     f"start it on this machine as `VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --host 127.0.0.1 --load-format {COLO} "

@@ -19,12 +19,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from colo.engines.vllm.client.options import rank_limit
 from colo.errors import Unsupported
+from colo.memory.copy_plan import CopyPlan
+from colo.memory.storage import storage_key
 
 _A, _B = ".lora_A.weight", ".lora_B.weight"
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
 _Copy = tuple[torch.Tensor, torch.Tensor]
-"""Destination and source."""
+"""Source and target."""
 
 
 class WorkerAdapters:
@@ -34,11 +34,11 @@ class WorkerAdapters:
         self._worker = worker
         self._loaded: dict[int, _Loaded] = {}
         self.plan_refusal: str | None = None
-        """Why the adapter that was activated last cannot be updated in place; `None` when it can."""
+        """The reason why the adapter activated last cannot be updated in place; `None` when it can."""
 
     @property
     def capacity(self) -> int:
-        """How many adapters can be used at once; 0 without LoRA."""
+        """Number of adapters that can be used at once; 0 without LoRA."""
         manager = self._manager
         return int(manager.lora_config.max_loras) if manager is not None else 0
 
@@ -99,11 +99,11 @@ class WorkerAdapters:
         return self._manager._adapter_manager
 
     def _is_registered(self, number: int, loaded: _Loaded) -> bool:
-        """Whether vLLM still has what was added: it forgets adapters past its capacity and in some reloads."""
+        # vLLM forgets adapters past its capacity, and in some reloads.
         return self._adapter_manager.get_adapter(number) is loaded.model
 
     def _activate(self, number: int, model: Any, matrices: _Matrices) -> None:
-        """Have vLLM copy an adapter into a slot, and keep how, unless copies are not all that it does."""
+        """Let vLLM copy an adapter into a slot, and keep the copies, unless it does more than copy."""
         adapters = self._adapter_manager
         self._loaded.pop(number, None)
         adapters.deactivate_adapter(number)
@@ -158,33 +158,27 @@ class WorkerAdapters:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SlotPlan:
-    """What activating an adapter does: zeros in its slot, then copies of its matrices, or of a rank's part of them."""
+    """An activation to be done again: zeros in a slot, then copies of an adapter's matrices, or of a rank's part."""
 
     slot: int
     zeroed: list[torch.Tensor]
     """Without those that a copy covers as a whole."""
 
-    copies: list[tuple[list[torch.Tensor], list[torch.Tensor]]]
-    """Destinations and sources. Two lists, since torch copies one in a few kernels where both sides are dense and laid
-    out alike, and tensor by tensor where a single pair is not."""
+    copies: CopyPlan
 
     @classmethod
     def of(cls, slot: int, zeroed: list[torch.Tensor], copies: Sequence[_Copy]) -> SlotPlan:
-        """A plan of what was recorded."""
-        covered = {(t.data_ptr(), t.numel()) for t, _ in copies if t.is_contiguous()}
-        zeroed = [t for t in zeroed if not (t.is_contiguous() and (t.data_ptr(), t.numel()) in covered)]
-        alike = [(t, s) for t, s in copies if _is_dense(t, s)]
-        others = [(t, s) for t, s in copies if not _is_dense(t, s)]
-        lists = [([t for t, _ in pairs], [s for _, s in pairs]) for pairs in (alike, others) if pairs]
-        return cls(slot=slot, zeroed=zeroed, copies=lists)
+        """Make a plan of what was recorded."""
+        covered = {(target.data_ptr(), target.numel()) for _, target in copies if target.is_contiguous()}
+        left = [t for t in zeroed if not (t.is_contiguous() and (t.data_ptr(), t.numel()) in covered)]
+        return cls(slot=slot, zeroed=left, copies=CopyPlan(copies))
 
     @torch.no_grad()
     def replay(self) -> None:
         """Write zeros and copies again, on the current stream. A level-2 sleep leaves anything in the buffers."""
         if self.zeroed:
             torch._foreach_zero_(self.zeroed)
-        for targets, sources in self.copies:
-            torch._foreach_copy_(targets, sources)
+        self.copies.replay()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -206,7 +200,7 @@ class _Matrices:
         self.by_name = {name: torch.empty(self._shapes[name], dtype=dtype, device=device) for name in names}
 
     def fit(self, tensors: Mapping[str, torch.Tensor]) -> bool:
-        """Whether `tensors` have the same names and shapes."""
+        """True if `tensors` have the same names and shapes."""
         return {name: t.shape for name, t in tensors.items()} == self._shapes
 
     @torch.no_grad()
@@ -222,17 +216,17 @@ class _Matrices:
             torch._foreach_copy_(mine, [*a, *torch._foreach_mul(b, factors)])
 
     def why_not_covered(self, copies: Sequence[_Copy], shards: int) -> str | None:
-        """Why `copies`, with every matrix or one of its `shards` in them, are not all that activating does."""
+        """The reason why `copies`, of every matrix or one of its `shards`, are not all that activating does."""
         parts: dict[int, set[tuple[int, torch.Size, tuple[int, ...]]]] = {}
-        for _, source in copies:
+        for source, _ in copies:
             part = (int(source.storage_offset()), source.shape, source.stride())
-            parts.setdefault(_address(source), set()).add(part)
+            parts.setdefault(storage_key(source), set()).add(part)
         for name, tensor in self.by_name.items():
-            num_copied = sum(math.prod(shape) for _, shape, _ in parts.get(_address(tensor), ()))
+            num_copied = sum(math.prod(shape) for _, shape, _ in parts.get(storage_key(tensor), ()))
             if num_copied > tensor.numel() or num_copied * shards < tensor.numel():
                 return f"activating copies {num_copied} of the {tensor.numel()} elements of {name}"
-        same = torch.stack([(_bits(target) == _bits(source)).all() for target, source in copies])
-        return None if bool(same.all()) else "what activating leaves is not what it copied last"
+        differs = bool(CopyPlan(copies).flags().any())
+        return "what activating leaves is not what it copied last" if differs else None
 
 
 class _Recorder(TorchDispatchMode):
@@ -243,9 +237,8 @@ class _Recorder(TorchDispatchMode):
         self.zeroed: list[torch.Tensor] = []
         self.copies: list[_Copy] = []
         self.refusal: str | None = None
-        self._known = {_address(tensor) for tensor in known}
-        self._targets: dict[int, list[torch.Tensor]] = {}
-        """Where the copies go, by their memory."""
+        self._known = set(map(storage_key, known))
+        self._copied_to: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -254,47 +247,22 @@ class _Recorder(TorchDispatchMode):
         return result
 
     def _note(self, func: Any, args: Any) -> bool:
-        if func is torch.ops.aten.copy_.default and _address(args[1]) in self._known:
-            self.copies.append((args[0], args[1]))
-            self._targets.setdefault(_address(args[0]), []).append(args[0])
+        if func is torch.ops.aten.copy_.default and storage_key(args[1]) in self._known:
+            self.copies.append((args[1], args[0]))
+            self._copied_to.add(storage_key(args[0]))
             return True
-        if func.overloadpacket is torch.ops.aten.fill_ and float(args[1]) == 0 and not self._is_copied_to(args[0]):
+        # Zeros come first when it is all done again, so none may follow a copy to the same buffer.
+        is_zero = func.overloadpacket is torch.ops.aten.fill_ and float(args[1]) == 0
+        if is_zero and storage_key(args[0]) not in self._copied_to:
             self.zeroed.append(args[0])
             return True
         return False
 
-    def _is_copied_to(self, zeroed: torch.Tensor) -> bool:
-        """Whether an earlier copy may have written there: zeros come first when it is all done again."""
-        return any(_overlap(zeroed, target) for target in self._targets.get(_address(zeroed), ()))
-
 
 def _is_power_of_two(factor: float) -> bool:
-    """Whether multiplying by `factor` rounds in no dtype: a power of two that all of them can hold."""
+    """True if multiplying by `factor` rounds in no dtype: a power of two that all of them can hold."""
     mantissa, exponent = math.frexp(factor)
     return mantissa == 0.5 and abs(exponent) < 14
-
-
-def _is_dense(target: torch.Tensor, source: torch.Tensor) -> bool:
-    return target.is_contiguous() and source.is_contiguous() and target.stride() == source.stride()
-
-
-def _address(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
-
-
-def _overlap(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Whether the memory from the first to the last element of one meets that of the other."""
-    (a, b), (c, d) = ((t.data_ptr(), t.data_ptr() + _span_bytes(t)) for t in (left, right))
-    return a < d and c < b
-
-
-def _span_bytes(tensor: torch.Tensor) -> int:
-    steps = ((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return (1 + sum(steps)) * tensor.element_size() if tensor.numel() else 0
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(_BITS[tensor.element_size()])
 
 
 def _rank(tensors: Mapping[str, torch.Tensor], limit: int) -> int:
@@ -313,7 +281,7 @@ def _rank(tensors: Mapping[str, torch.Tensor], limit: int) -> int:
 
 
 def _is_adapted(name: str, adapters: Any) -> bool:
-    """Whether a module of an adapter is one that the engine adapts, by itself or as a part of a fused one."""
+    """True if the engine adapts a module of an adapter, by itself or as a part of a fused one."""
     if name in adapters.modules:
         return True
     parent, _, own = name.rpartition(".")

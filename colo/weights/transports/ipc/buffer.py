@@ -14,6 +14,7 @@ filled and read several times. The halves are on the GPU, or in host memory for 
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -39,6 +40,7 @@ DEADLINE_S = 60.0
 """Seconds that a worker waits for the next group."""
 
 _CPU = torch.device("cpu")
+_lock = threading.Lock()
 _WORD_BYTES = 8
 _FILLED, _STOPPED, _FIRST_READER = 0, 1, 2
 """Places of the counts, in words."""
@@ -184,6 +186,7 @@ class SenderBuffer:
                 if not self._wait_read(index - 1, taken):
                     self._stop()
                     break  # and `result` says why
+                _fence()
                 if self._events and index > 1:  # by now the workers have recorded it
                     torch.cuda.current_stream(self._device).wait_event(self._events[index % 2][1])
                 self._fill(index, tensors)
@@ -239,6 +242,7 @@ class SenderBuffer:
             wait_for_queued(self._device)
         if self._events:
             self._events[index % 2][0].record(torch.cuda.current_stream(self._device))
+        _fence()
         self._words[_FILLED] = index + 1
 
     def _stop(self) -> None:
@@ -291,6 +295,7 @@ class ReaderBuffer:
         try:
             if not self._wait_filled(index + 1):
                 return False
+            _fence()
             start_bytes = index % 2 * self._half_bytes
             stream = torch.cuda.current_stream(self._device) if self._events else None
             if stream is not None:
@@ -302,6 +307,7 @@ class ReaderBuffer:
             else:
                 wait_for_queued(self._device)
             if self._turns is not None:
+                _fence()
                 self._turns[self._place] = index + 1
         except BaseException:
             if self._turns is not None:
@@ -355,6 +361,13 @@ def _until(holds: Callable[[], bool], gives_up: Callable[[], bool]) -> bool:
         else:
             time.sleep(_SLEEP_S)
     return True
+
+
+def _fence() -> None:
+    """Keep memory accesses of before and after apart. ARM reorders them, and Python has no barrier but its locks."""
+    for _ in range(2):  # the release of the first time orders what came before, the second acquisition what follows
+        with _lock:
+            pass
 
 
 def _event() -> torch.cuda.Event:

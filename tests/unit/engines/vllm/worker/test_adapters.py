@@ -13,7 +13,7 @@ def test_a_slot_ends_as_activating_leaves_it_whatever_was_in_it(rank, zeroed):
     slots = torch.full((2, 1, 4, 6), 7.0)  # as vLLM stacks them: slot, 1, rank, inputs
     of_no_module = torch.full((2, 1, 6, 4), 7.0)
     matrix = torch.randn(rank, 6)
-    plan = SlotPlan.of(1, [slots[1], of_no_module[1]], [(slots[1, 0, :rank, :6], matrix)])
+    plan = SlotPlan.of(1, [slots[1], of_no_module[1]], [(matrix, slots[1, 0, :rank, :6])])
     assert len(plan.zeroed) == zeroed  # what a copy covers is not written twice
     plan.replay()
     assert torch.equal(slots[1, 0, :rank], matrix)
