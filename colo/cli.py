@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from colo.cli_grpo import grpo
-from colo.cli_options import device_option, file_option, json_option, require_vllm, size_option
+from colo.cli_options import device_option, file_option, json_option, require_vllm
 from colo.errors import ColoError
 
 out = Console()
@@ -115,7 +115,11 @@ def demo(
 
 @app.command()
 @click.argument("model")
-@size_option("--gpu-memory", default="80GiB", help="Of one GPU: 24GiB, or 24G, which is the same; 24GB is decimal.")
+@click.option(
+    "--gpu-memory",
+    metavar="SIZE|CARD",
+    help="Of one GPU: 24GiB (24GB is decimal), or a card such as L4; by default the GPU that is here, or an H100.",
+)
 @click.option("--mode", type=click.Choice(["full", "lora", "qlora"]), default="full", help="What is trained.")
 @click.option("--optimizer", type=click.Choice(["adamw", "sgd-momentum", "adafactor"]), default="adamw")
 @click.option(
@@ -130,7 +134,7 @@ def demo(
 @json_option
 def plan(
     model: str,
-    gpu_memory: int,
+    gpu_memory: str | None,
     mode: str,
     optimizer: str,
     state: str,
@@ -141,14 +145,20 @@ def plan(
 ) -> int:
     """Say what fits, before anything is allocated.
 
-    MODEL is a hub id, or a folder with a config.json. Exits with 1 when what is asked for does not fit.
+    MODEL is a hub id, or a folder with a config.json; Qwen3-0.6B to Qwen3-32B need no hub. Exits with 1 when what is
+    asked for does not fit.
     """
+    from colo.planning.cards import read_card
     from colo.planning.estimate import plan as estimated
     from colo.planning.table import plan_tables
 
+    try:
+        card = read_card(gpu_memory)
+    except ValueError as error:
+        raise click.BadParameter(f"{error}.", param_hint="'--gpu-memory'") from None
     found = estimated(
         model,
-        gpu_memory=gpu_memory,
+        gpu_memory=card.memory_bytes,
         mode=mode,
         optimizer=optimizer,
         state=state,
@@ -156,7 +166,7 @@ def plan(
         context=context,
         generations=generations,
     )
-    for table in plan_tables(found, model=model):
+    for table in plan_tables(found, model=model, card=card.name):
         out.print(table)
     _write_json(json_path, found.to_json())
     return int(not found.fits)

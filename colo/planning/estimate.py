@@ -15,13 +15,14 @@ from typing import Any
 
 from colo.config import OptimizerState
 from colo.phases import phase as names
+from colo.planning.cards import Card, read_card, smallest_card
 from colo.planning.model_shape import ModelShape as ModelShape
 from colo.planning.model_shape import load_model_config
-from colo.planning.trainer_state import trainer_state, window_bytes
 from colo.planning.workload import Mode as Mode
 from colo.planning.workload import Optimizer as Optimizer
 from colo.planning.workload import Workload as Workload
-from colo.units import MIB, format_bytes, parse_bytes
+from colo.planning.workload import trainer_state, window_bytes
+from colo.units import MIB, format_bytes
 
 ACTIVATIONS, LOGITS, RESIDUAL = "activations", "logits", "residual"
 STEP = "step"
@@ -99,17 +100,26 @@ class Estimate:
     @property
     def kv_bytes_per_token(self) -> int:
         """KV cache of one token while every layer still keeps it; beyond a sliding window it is less."""
-        return self.shape.kv_bytes(1, tp=self.workload.tp, dtype_bytes=self.workload.dtype_bytes)
+        return self._kv_bytes(1) - self._kv_bytes(0)
+
+    @property
+    def kv_bytes_per_sequence(self) -> int:
+        """Recurrent states of one sequence, however long it is: of Mamba and linear attention."""
+        return self._kv_bytes(0)
 
     @property
     def logits_bytes(self) -> int:
         """Bytes of the whole logits of one training micro-batch, which colo never holds at once."""
         return self.workload.micro_batch * self.workload.context * self.shape.vocab_size * self.workload.dtype_bytes
 
+    def _kv_bytes(self, context: int) -> int:
+        return self.shape.kv_bytes(context, tp=self.workload.tp, dtype_bytes=self.workload.dtype_bytes)
+
     def to_json(self) -> dict[str, object]:
-        """The estimate as plain values: bytes as integers, phases and segments by name."""
-        sizes = ("peak_bytes", "naive_peak_bytes", "kv_bytes_per_token", "logits_bytes", "host_bytes")
-        numbers = (*sizes, "fits", "streamed", "step_wait_s")
+        """Return the estimate as plain values: bytes as integers, phases and segments by name."""
+        sizes = ("peak_bytes", "needed_bytes", "naive_peak_bytes", "logits_bytes", "host_bytes")
+        caches = ("kv_bytes_per_token", "kv_bytes_per_sequence")
+        numbers = (*sizes, *caches, "fits", "streamed", "step_wait_s")
         return {
             "segments": dict(self.segments),
             "phases": {phase: dict(held) for phase, held in self.phases.items()},
@@ -145,7 +155,7 @@ def estimate(
 def plan(
     model: str,
     *,
-    gpu_memory: str | int = "80GiB",
+    gpu_memory: str | int | None = None,
     mode: Mode | str = Mode.FULL,
     context: int = 4096,
     generations: int = 8,
@@ -153,13 +163,14 @@ def plan(
 ) -> Estimate:
     """Estimate a run before anything is allocated: `estimate` for a hub id or a folder with a `config.json`.
 
-    `gpu_memory` is a size such as `80GiB`, or a number of bytes, 1 MiB at least; `options` are the other fields of
-    `Workload`, such as `optimizer` or `tp`.
+    `gpu_memory` is a size such as `80GiB`, a number of bytes, 1 MiB at least, or the name of a card, such as `L4`
+    (`colo.planning.cards.CARDS`); by default the GPU that is there, without one an H100. `options` are the other
+    fields of `Workload`, such as `optimizer` or `tp`.
 
     Raises: as `load_model_config`, `ModelShape.from_config` and `estimate`.
     """
     shape = ModelShape.from_config(load_model_config(model))
-    gpu_memory_bytes = parse_bytes(gpu_memory, least_bytes=MIB)
+    gpu_memory_bytes = read_card(gpu_memory).memory_bytes
     return estimate(
         shape, gpu_memory_bytes=gpu_memory_bytes, mode=mode, context=context, generations=generations, **options
     )
@@ -193,9 +204,6 @@ def what_fits(shape: ModelShape, contexts: Iterable[int], **workload: Any) -> li
     ]
 
 
-CARDS = {"24 GB": 24_564 * MIB, "48 GB": 49_140 * MIB, "80 GB": 81_559 * MIB, "141 GB": 143_771 * MIB}
-"""Usual GPUs by their memory, as nvidia-smi shows that of an RTX 4090, an L40S, an H100 and an H200."""
-
 WAYS: Mapping[str, tuple[Mode, OptimizerState, bool]] = {
     "QLoRA": (Mode.QLORA, OptimizerState.RESIDENT, False),
     "LoRA": (Mode.LORA, OptimizerState.RESIDENT, False),
@@ -206,13 +214,13 @@ WAYS: Mapping[str, tuple[Mode, OptimizerState, bool]] = {
 """Ways to train a model: what is trained, where the optimizer's state is, whether gradients are released."""
 
 
-def smallest_cards(shape: ModelShape, workload: Workload) -> dict[str, tuple[int, str | None]]:
-    """Bytes of a GPU that each of `WAYS` needs for the work, and the smallest of `CARDS` that has them."""
-    found: dict[str, tuple[int, str | None]] = {}
+def smallest_cards(shape: ModelShape, workload: Workload) -> dict[str, tuple[int, Card | None]]:
+    """Return what each of `WAYS` needs at least for the work, in bytes, and the smallest card that has them."""
+    found: dict[str, tuple[int, Card | None]] = {}
     for way, (mode, state, release) in WAYS.items():
         changed = replace(workload, mode=mode, state=state, release_gradients=release)
         needed_bytes = _evaluate(shape, changed).needed_bytes
-        found[way] = needed_bytes, next((card for card, size in CARDS.items() if size >= needed_bytes), None)
+        found[way] = needed_bytes, smallest_card(needed_bytes)
     return found
 
 

@@ -26,6 +26,7 @@ from colo.planning.architecture import (
     packed_experts,
     tensor_groups,
 )
+from colo.planning.cards import MODELS, known_config
 from colo.planning.kv_cache import LayerCache, decoder_layers, layer_caches
 
 CONFIG_FILE = "config.json"
@@ -177,8 +178,9 @@ def _hub_file(model: str, file_name: str) -> str:
 
 
 def load_model_config(model: str, *, download: Callable[[str, str], str] = _hub_file) -> dict[str, object]:
-    """The `config.json` of a model: a folder that holds one, or the name of a model on the Hugging Face hub.
+    """Return the `config.json` of a model: a folder that holds one, or a name on the Hugging Face hub.
 
+    Those of `colo.planning.cards.MODELS` come along and are not asked for.
     `download(model, file_name)` returns the path of a file of a hub model; by default through `huggingface_hub`,
     which looks into its cache first.
     Raises: `ValueError` when there is no such folder, model or file, or it holds no JSON object.
@@ -186,6 +188,9 @@ def load_model_config(model: str, *, download: Callable[[str, str], str] = _hub_
     folder = Path(model).expanduser()
     if folder.is_file():
         raise ValueError(f"{model} is a file: pass the folder that holds the model's {CONFIG_FILE}")
+    known = known_config(model)
+    if known is not None and not folder.is_dir():
+        return known
     path = folder / CONFIG_FILE if folder.is_dir() else _fetch(model, download)
     if not path.is_file():
         raise ValueError(f"the folder {folder} has no {CONFIG_FILE}: pass the folder of a Hugging Face model")
@@ -205,5 +210,6 @@ def _fetch(model: str, download: Callable[[str, str], str]) -> Path:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ValueError(
             f"found no folder {model!r} and could not read its {CONFIG_FILE} from the Hugging Face hub ({reason}): "
-            f"pass a folder with a {CONFIG_FILE}, or check the name and the network"
+            f"pass a folder with a {CONFIG_FILE}, or check the name and the network; known without it: "
+            f"{', '.join(MODELS)}"
         ) from error

@@ -43,13 +43,14 @@ _SEGMENTS = {
 }
 
 
-def plan_tables(estimate: Estimate, *, model: str | None = None) -> list[RenderableType]:
-    """Renderables for an estimate, from top to bottom: what was asked, bytes by segment and phase, the verdict with
-    what would change it, how many generations fit at contexts up to the longest the model was made for, and the
-    smallest GPU for each way to train it.
+def plan_tables(estimate: Estimate, *, model: str | None = None, card: str = "") -> list[RenderableType]:
+    """Render an estimate, from top to bottom.
+
+    What was asked, of a GPU that `card` may name; bytes by segment and phase; the verdict with what would change it;
+    generations that fit at contexts up to the longest the model was made for; the smallest GPU for each way to train.
     """
     return [
-        _asked(estimate, model or estimate.shape.model_type),
+        _asked(estimate, model or estimate.shape.model_type, card),
         _segment_table(estimate),
         Padding(_verdict(estimate), (1, 0)),
         _fit_table(estimate, _rows(estimate)),
@@ -57,13 +58,14 @@ def plan_tables(estimate: Estimate, *, model: str | None = None) -> list[Rendera
     ]
 
 
-def _asked(estimate: Estimate, model: str) -> Text:
+def _asked(estimate: Estimate, model: str, card: str) -> Text:
     shape, asked = estimate.shape, estimate.workload
     rank = "" if asked.mode is Mode.FULL else f" of rank {asked.lora_rank}"
     gpus = "one GPU" if asked.tp == 1 else f"each of {asked.tp} GPUs"
     lines = [
         f"{model}: {shape.num_parameters / 1e9:.2f} billion parameters",
-        f"{_TRAINED[asked.mode]}{rank} with {asked.optimizer}, on {gpus} of {format_bytes(asked.gpu_memory_bytes)}",
+        f"{_TRAINED[asked.mode]}{rank} with {asked.optimizer}, on {gpus} of {format_bytes(asked.gpu_memory_bytes)}"
+        + (f" ({card})" if card else ""),
         f"{asked.generations} x {asked.context} tokens in a rollout, "
         f"{asked.micro_batch} x {asked.context} in a training pass",
     ]
@@ -107,6 +109,8 @@ def _verdict(estimate: Estimate) -> Text:
     text = Text(f"Peak {format_bytes(peak)} of {format_bytes(limit)}: ")
     if estimate.fits:
         text.append(f"fits, {format_bytes(limit - peak)} to spare", style="bold green")
+        if estimate.needed_bytes < peak:  # a smaller GPU runs it, too, and parks more
+            text.append(f"; {format_bytes(estimate.needed_bytes)} would do, with more parked")
     else:
         text.append(f"does not fit, {format_bytes(peak - limit)} missing", style="bold red")
     text.append(f"\nWithout taking turns, a copy of the weights each: {format_bytes(estimate.naive_peak_bytes)}\n")
@@ -121,7 +125,8 @@ def _verdict(estimate: Estimate) -> Text:
         text.append(f"Parked during rollouts, {format_bytes(estimate.host_bytes)} of host memory: {moved}\n")
     else:
         text.append("Nothing has to be parked on the host\n")
-    text.append(f"KV cache: {format_bytes(estimate.kv_bytes_per_token)} a token. ")
+    caches = [(estimate.kv_bytes_per_token, "token"), (estimate.kv_bytes_per_sequence, "sequence")]
+    text.append(f"KV cache: {' and '.join(f'{format_bytes(size)} a {of}' for size, of in caches if size)}. ")
     text.append(f"Logits, if they were held whole: {format_bytes(estimate.logits_bytes)}")
     return text if estimate.fits else text.append(_advice(estimate))
 
@@ -157,8 +162,9 @@ def _fit_table(estimate: Estimate, rows: Sequence[FitRow]) -> Table:
 def _card_table(estimate: Estimate) -> Table:
     table = Table(title="The smallest card for this work, by what is trained", title_justify="left", box=SIMPLE_HEAD)
     table.add_column("trained")
-    for heading in ("needs", "card"):
+    for heading in ("needs at least", "card", "which gives"):
         table.add_column(heading, justify="right")
     for way, (needed_bytes, card) in smallest_cards(estimate.shape, estimate.workload).items():
-        table.add_row(way, format_bytes(needed_bytes), card or "none")
+        given = (card.name, format_bytes(card.memory_bytes)) if card else ("none", "")
+        table.add_row(way, format_bytes(needed_bytes), *given)
     return table

@@ -17,7 +17,6 @@ CLAUSES = {
     "memory": 3,
     "misfits": 1,
     "phases": 17,
-    "planning": 1,
     "rl": 6,
     "runtime": 17,
     "testing": 1,

@@ -365,12 +365,12 @@ def test_a_file_that_is_no_config_is_refused(tmp_path, text, message):
 
 def test_a_hub_model_is_downloaded(tmp_path):
     def download(model: str, file_name: str) -> str:
-        assert (model, file_name) == ("Qwen/Qwen3-8B", "config.json")
+        assert (model, file_name) == ("Qwen/Qwen3-8B-Base", "config.json")
         path = Path(tmp_path, "blob")
         path.write_text(json.dumps(QWEN3_8B))
         return str(path)
 
-    assert load_model_config("Qwen/Qwen3-8B", download=download) == QWEN3_8B
+    assert load_model_config("Qwen/Qwen3-8B-Base", download=download) == QWEN3_8B
 
 
 def test_a_model_that_cannot_be_reached_says_to_pass_a_folder():

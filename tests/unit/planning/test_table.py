@@ -84,10 +84,41 @@ def test_streamed_state_says_where_it_is_and_what_a_step_waits_for():
 
 def test_the_smallest_card_is_named_for_each_way_to_train():
     text = render(plan(context=4096, generations=8))
-    assert row(text, "LoRA") == ["23.18 GiB", "24 GB"]
-    assert row(text, "full, resident") == ["112.84 GiB", "141 GB"]
-    assert row(text, "full, streamed") == ["44.85 GiB", "48 GB"]
-    assert row(render(plan(context=4096, generations=800)), "full, resident")[1] == "none"
+    assert row(text, "LoRA") == ["23.18 GiB", "RTX 4090", "23.50 GiB"]
+    assert row(text, "full, resident") == ["112.84 GiB", "H200", "139.70 GiB"]
+    assert row(text, "full, streamed") == ["44.85 GiB", "A6000", "47.40 GiB"]
+    assert row(render(plan(context=4096, generations=1600)), "full, resident")[1] == "none"
+
+
+def test_a_peak_above_what_a_smaller_gpu_needs_says_both():
+    lora = {"mode": "lora", "context": 4096, "generations": 8}
+    text = render(plan(**lora, gpu_memory_bytes=24 * GIB))
+    assert "Peak 23.67 GiB of 24.00 GiB: fits, 338.56 MiB to spare; 23.18 GiB would do, with" in text
+    assert row(text, "LoRA")[0] == "23.18 GiB"
+    tight = render(plan(**lora, gpu_memory_bytes=int(23.5 * GIB)))
+    assert "Peak 23.18 GiB of 23.50 GiB" in tight and "would do" not in tight
+
+
+def test_a_gpu_with_a_name_is_called_by_it():
+    assert "on one GPU of 120.00 GiB (H100 of old)" in render(plan(), card="H100 of old")
+
+
+MAMBA = {"model_type": "mamba", "hidden_size": 256, "num_hidden_layers": 4, "state_size": 16, "intermediate_size": 512}
+
+
+def test_a_recurrent_state_counts_by_the_sequence_and_not_by_the_token():
+    states = ModelShape.from_config(MAMBA | {"vocab_size": 1000})
+    for context in (128, 65_536):
+        found = plan(shape=states, context=context)
+        assert found.kv_bytes_per_token == 0
+        assert found.segments["engine.kv_cache"] == 32 * found.kv_bytes_per_sequence > 0
+        assert f"KV cache: {format_bytes(found.kv_bytes_per_sequence)} a sequence. Logits" in render(found)
+    both = ModelShape.from_config(
+        {"model_type": "qwen3_next", "num_hidden_layers": 4, "num_experts": 4, "vocab_size": 1000}
+    )
+    found = plan(shape=both)
+    assert found.kv_bytes_per_token == 2 * 2 * 256 * 2  # one layer of attention in four
+    assert " a token and " in render(found) and "a sequence. Logits" in render(found)
 
 
 def test_what_does_not_fit_says_what_would():
