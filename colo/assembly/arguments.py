@@ -15,7 +15,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from colo.config import RuntimeConfig
 from colo.engines.vllm import compat
 from colo.errors import Unsupported
-from colo.weights.sources.peft import check_lora_config
+from colo.weights.sources.peft import check_adapter_config, check_lora_config
 
 ADAPTER_FILE = "adapter_config.json"
 """What PEFT writes beside an adapter."""
@@ -218,6 +218,8 @@ def _check_wrapper(model: nn.Module, advice: str) -> None:
 def _check_lora(lora: Any) -> None:
     from peft import LoraConfig
 
+    if hasattr(lora, "peft_type"):
+        check_adapter_config(lora, "the adapter")
     if not isinstance(lora, LoraConfig):
         raise TypeError(f"lora is a peft.LoraConfig, such as LoraConfig(r=16), not {_named(lora)}")
     check_lora_config(lora)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,7 +19,7 @@ from colo.memory.offload import Mover
 from colo.weights.packed import is_packed
 from colo.weights.ranks import RankGroup
 from colo.weights.sources.module import ModuleSource
-from colo.weights.sources.peft import is_peft_model
+from colo.weights.sources.peft import active_adapter, is_peft_model
 from colo.weights.transports.choice import move_in, record_plan, why_not_shared
 
 
@@ -43,7 +43,8 @@ def start_for(
     Raises: `Unsupported` for a model that is no transformers model, or packed to 4 bits; `BudgetError` when the weights
     and the KV cache do not fit; whatever the engine raises. The model is as it was then.
     """
-    base: Any = cast("Any", model).get_base_model() if is_peft_model(model) else model
+    # An adapter that transformers has added (`add_adapter`) is within the model, without a wrapper.
+    base: Any = getattr(model, "get_base_model", lambda: model)() if is_peft_model(model) else model
     if not hasattr(base, "config") or not hasattr(base, "get_output_embeddings"):
         raise Unsupported(f"an engine can be started for a transformers model, and this is {type(base).__name__}")
     packed = [name for name, parameter in base.named_parameters() if is_packed(parameter)]
@@ -87,7 +88,7 @@ def _dtype(base: nn.Module, given: torch.dtype | str | None, device: torch.devic
 
 def _lora(model: Any) -> Any:
     """The config of the adapter that is trained, or `None`."""
-    return model.peft_config[model.active_adapter] if is_peft_model(model) else None
+    return model.peft_config[active_adapter(model)] if is_peft_model(model) else None
 
 
 def _bytes_of_copy(base: nn.Module, dtype: torch.dtype) -> int:

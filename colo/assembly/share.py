@@ -32,7 +32,7 @@ from colo.weights.ranks import RankGroup
 from colo.weights.sources.base import WeightSource
 from colo.weights.sources.heads import causal_lm
 from colo.weights.sources.module import ModuleSource
-from colo.weights.sources.peft import adapter_weights, is_peft_model, warn_of_tied_head, whole_adapter
+from colo.weights.sources.peft import adapter_weights, check_adapter, is_peft_model, warn_of_tied_head, whole_adapter
 from colo.weights.sources.spread import PlacedWeights
 from colo.weights.transports.base import Transport
 from colo.weights.transports.choice import transport_for
@@ -95,6 +95,7 @@ def share(
     placed, module = placed_or_none(model), as_module(model)
     check_share(module, optimizer, tokenizer=tokenizer, config=config)
     model, config = causal_lm(module), config or RuntimeConfig()
+    check_adapter(model)
     check_free({"model": model, "optimizer": unwrapped(optimizer), "engine": engine})
     if engine in ("torch", "vllm"):
         check_engine(engine, engine_options)

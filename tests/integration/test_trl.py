@@ -2,11 +2,13 @@
 
 import asyncio
 import re
+from pathlib import Path
 
 import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig, PeftModel
+from torch._dynamo.utils import clear_compilation_metrics, counters, get_compilation_metrics
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOTrainer, RLOOConfig, RLOOTrainer
 
@@ -346,6 +348,49 @@ def test_a_rollout_function_of_two_turns_stays_in_one_phase(make):
     trainer.train()
     assert_trained_on_what_was_sampled(trainer)
     assert entered[0] == entered[1] < entered[2] == entered[3]  # no phase has ended between two turns
+
+
+def frames_compiled(make, attach):
+    """How many frames `torch.compile` looks at in three steps, those of files of colo's among them, and the weights."""
+
+    def rollout(prompts, trainer):
+        ids = [trainer.processing_class(prompt)["input_ids"] for prompt in prompts]
+        if attach:
+            trainer.vllm_generation.generate(ids, None, 1)
+        drawn = torch.Generator().manual_seed(trainer.state.global_step)
+        made = torch.randint(0, 12, (len(ids), 4), generator=drawn).tolist()
+        return {"prompt_ids": ids, "completion_ids": made, "logprobs": [[-2.5] * 4] * len(ids)}
+
+    torch._dynamo.reset()
+    counters.clear()
+    clear_compilation_metrics()
+    trainer = make(
+        attach=attach,
+        made_with={"rollout_func": rollout},
+        torch_compile=True,
+        torch_compile_backend="eager",
+        vllm_importance_sampling_correction=False,
+        max_steps=3,
+        gradient_accumulation_steps=1,
+        rt_config=RuntimeConfig(kv_cache_bytes=1 << 20, offload="always"),
+    )
+    trainer.train()
+    files = [metrics.co_filename or "" for metrics in get_compilation_metrics()]
+    folder = str(Path(colo.__file__).parent)
+    return counters["frames"]["total"], [name for name in files if name.startswith(folder)], trained(trainer.model)
+
+
+@pytest.mark.filterwarnings("ignore")  # of the compiler's and of TRL's, on their own features
+def test_the_compiler_is_not_sent_through_colos_own_code(make, monkeypatch):
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+    try:
+        plain, _, expected = frames_compiled(make, False)
+        found, of_colo, weights = frames_compiled(make, True)
+    finally:
+        torch._dynamo.reset()
+    assert of_colo == []
+    assert 0 < found <= 2 * plain + 20  # a hook is where a graph ends
+    assert_same(weights, expected)
 
 
 def _phases(trainer, phase):

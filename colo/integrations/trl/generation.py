@@ -19,6 +19,7 @@ from colo.errors import EngineLost, Unsupported
 from colo.integrations.trl.reference import as_policy
 from colo.phases.phase import Phase
 from colo.runtime import Runtime
+from colo.trainer.attached_state import untraced
 from colo.units import GIB
 
 Generated = tuple[list[list[int]], list[list[int]], list[list[list[float]]], list[list[list[int]]]]
@@ -157,8 +158,9 @@ def watch_forwards(model: Any, runtime: Runtime) -> list[Any]:
             with as_policy(model):
                 runtime.enter(Phase.TRAIN)
 
+    hook = untraced(before_forward)  # else torch.compile would trace the runtime with the model
     watched = (model, model.get_input_embeddings())
-    return [module.register_forward_pre_hook(before_forward, prepend=True) for module in watched]
+    return [module.register_forward_pre_hook(hook, prepend=True) for module in watched]
 
 
 class PhaseCallback(TrainerCallback):  # type: ignore[misc]

@@ -125,6 +125,30 @@ def adds_nothing(model: nn.Module) -> bool:
     )
 
 
+def check_adapter(model: Any) -> None:
+    """Raise `Unsupported`, by PEFT's name of it, for an active adapter that is not one plain LoRA.
+
+    Looks at configs and classes alone, so that it can be called before anything is started.
+    """
+    if not hasattr(model, "peft_config"):
+        return
+    if not is_peft_model(model) or type(model).__name__ == "PeftMixedModel":
+        raise Unsupported(f"a {type(model).__name__} mixes adapters, and {_ONLY_LORA}")
+    check_lora_config(model.peft_config[active_adapter(model)])
+
+
+def check_adapter_config(config: Any, subject: str) -> None:
+    """Raise `Unsupported`, by PEFT's name of it, for an adapter that is not a LoRA."""
+    kind = str(getattr(config.peft_type, "value", config.peft_type))
+    if kind != "LORA":
+        raise Unsupported(f"{subject} is {kind} ({type(config).__name__}), and {_ONLY_LORA}")
+
+
+_ONLY_LORA = (
+    "engines apply LoRA only, W x + scaling * B (A x): train a peft.LoraConfig, or the whole model without an adapter"
+)
+
+
 def active_adapter(model: PeftModel) -> str:
     """The one active adapter. Raises: `Unsupported` when there are several, or another kind than LoRA."""
     active: Any = getattr(model, "active_adapters", None)
@@ -133,9 +157,7 @@ def active_adapter(model: PeftModel) -> str:
     names = list(active or [model.active_adapter])
     if len(names) != 1:
         raise Unsupported(f"{len(names)} adapters are active ({', '.join(names)}): activate one with set_adapter")
-    kind = str(getattr(model.peft_config[names[0]].peft_type, "value", model.peft_config[names[0]].peft_type))
-    if kind != "LORA":
-        raise Unsupported(f"adapter {names[0]} is {kind}: only LoRA reaches an engine")
+    check_adapter_config(model.peft_config[names[0]], f"adapter {names[0]}")
     return str(names[0])
 
 
