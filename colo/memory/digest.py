@@ -77,26 +77,22 @@ class _Prepared:
             shard = local_shard(tensor).detach()
             on_device.setdefault(shard.device, {})[name] = shard
         on_host = on_device.pop(torch.device("cpu"), {})
-        self.names = [*on_host, *(name for parts in on_device.values() for name in parts)]
+        rows = {name: _bytes_of(part) for name, part in on_host.items() if part.is_contiguous()}
+        others = {name: part for name, part in on_host.items() if name not in rows}
+        self.names = [*rows, *others, *(name for parts in on_device.values() for name in parts)]
         """Names in the order in which `compute` gives their sums."""
 
-        self._on_host = list(map(_bytes_of, on_host.values()))
+        self._rows, self._others = list(rows.values()), list(others.values())
         self._plans = [CopyPlan([(part, part) for part in parts.values()]) for parts in on_device.values()]
 
     def compute(self) -> tuple[list[int], list[torch.Tensor]]:
         """Sums of what is read at once, then those of each GPU, queued and not waited for."""
-        return [_crc(part) for part in self._on_host], [plan.digests() for plan in self._plans]
+        on_host = [*map(zlib.crc32, self._rows), *(zlib.crc32(_bytes_of(part.contiguous())) for part in self._others)]
+        return on_host, [plan.digests() for plan in self._plans]
 
 
-def _bytes_of(tensor: torch.Tensor) -> memoryview | torch.Tensor:
-    """A contiguous tensor's memory; any other tensor itself."""
-    return flat(tensor).view(torch.uint8).numpy().data if tensor.is_contiguous() else tensor
-
-
-def _crc(part: memoryview | torch.Tensor) -> int:
-    while isinstance(part, torch.Tensor):
-        part = _bytes_of(part.contiguous())
-    return zlib.crc32(part)
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    return flat(tensor).view(torch.uint8).numpy().data
 
 
 def values(sums: Iterable[torch.Tensor]) -> list[int]:

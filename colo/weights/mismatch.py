@@ -93,7 +93,7 @@ def _differences(model: Any, same: Sequence[_Compared], temperature: float, devi
     num_tokens = len(same[0].logprobs)
     ids = torch.tensor([one.token_ids for one in same], device=device)  # (sequences, tokens)
     # Hooks of the root module are the user's, and this pass is not; FSDP2 gathers weights in a hook of its own.
-    run = model if any(is_dtensor(p) for p in model.parameters()) else model.forward
+    run = model if any(map(is_dtensor, {type(p): p for p in model.parameters()}.values())) else model.forward
     logits = run(input_ids=ids, logits_to_keep=num_tokens + 1, use_cache=False).logits[:, -num_tokens - 1 : -1]
     tokens = ids[:, -num_tokens:, None]
     logprobs: torch.Tensor = (logits.float() / temperature).log_softmax(-1).gather(-1, tokens)[:, :, 0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
@@ -164,8 +164,8 @@ def active_adapter(model: PeftModel) -> str:
 def adapter_settings(model: PeftModel) -> Hashable:
     """A value that changes with the active adapter, with a scaling, and as a layer's adapter is switched on or off."""
     adapter = active_adapter(model)
-    layers = [layer for _, layer in _lora_layers(model) if _has_adapter(layer, adapter)]
-    off = [_is_off(layer, adapter) for layer in layers]
+    layers = [layer for _, layer in _adapted_layers(model, adapter)]
+    off = _are_off(layers, adapter)
     partly = any(off) and not all(off)
     return adapter, tuple(layer.scaling[adapter] for layer in layers), tuple(off) if partly else ()
 
@@ -182,9 +182,10 @@ def adapter_weights(model: PeftModel) -> AdapterWeights:
     a: dict[str, torch.Tensor] = {}
     b: dict[str, torch.Tensor] = {}
     scalings: dict[str, float] = {}
-    takes_all = is_disabled(model)
-    for name, module in _lora_layers(model):
-        if not _has_adapter(module, adapter) or (not takes_all and _is_off(module, adapter)):
+    layers = _adapted_layers(model, adapter)
+    off = [False] * len(layers) if is_disabled(model) else _are_off([layer for _, layer in layers], adapter)
+    for (name, module), is_off in zip(layers, off, strict=True):
+        if is_off:
             continue
         plain = plain_name(name)
         if module.merged:
@@ -210,7 +211,7 @@ def whole_adapter(adapter: AdapterWeights) -> AdapterWeights:
     Raises: `TransferError` on every rank when gathering has failed on another.
     """
     tensors = dict(adapter.named_tensors())
-    if not any(map(is_dtensor, tensors.values())):
+    if not any(map(is_dtensor, {type(tensor): tensor for tensor in tensors.values()}.values())):
         return adapter
     with Gathered(tensors) as gathered:
         whole = {name: gathered[name].detach() for name in tensors}
@@ -227,16 +228,26 @@ def _lora_layers(model: nn.Module) -> list[tuple[str, Any]]:
     return [(name, module) for name, module in model.named_modules() if "lora_A" in module._modules]
 
 
-def _has_adapter(layer: Any, adapter: str) -> bool:
-    return adapter in layer._modules["lora_A"] or adapter in layer.lora_embedding_A
+def _adapted_layers(model: nn.Module, adapter: str) -> list[tuple[str, Any]]:
+    return [
+        (name, layer)
+        for name, layer in _lora_layers(model)
+        if adapter in layer._modules["lora_A"]._modules or adapter in layer.lora_embedding_A
+    ]
 
 
-def _is_off(layer: Any, adapter: str) -> bool:
-    """True if a layer computes without `adapter`. Raises: `Unsupported` if it computes with another one."""
-    others = [name for name in layer.active_adapters if name != adapter and _has_adapter(layer, name)]
-    if others and not layer.disable_adapters:
-        raise Unsupported(
-            f"a layer of the model computes with adapter {others[0]}, where {adapter} is the model's: activate one for "
-            "all layers with set_adapter"
-        )
-    return layer.disable_adapters or adapter not in layer.active_adapters
+def _are_off(layers: Iterable[Any], adapter: str) -> list[bool]:
+    """For each layer, true if it computes without `adapter`. Raises: `Unsupported` if one computes with another."""
+    off = []
+    for layer in layers:
+        active, is_disabled = layer.active_adapters, layer.disable_adapters
+        for name in () if is_disabled or active == [adapter] else active:
+            if name == adapter:
+                continue
+            if name in layer._modules["lora_A"]._modules or name in layer.lora_embedding_A:
+                raise Unsupported(
+                    f"a layer of the model computes with adapter {name}, where {adapter} is the model's: activate one "
+                    "for all layers with set_adapter"
+                )
+        off.append(is_disabled or adapter not in active)
+    return off
