@@ -6,6 +6,7 @@ The same plan digests what it copies and compares both sides. Bits are kept, pay
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -40,8 +41,8 @@ class CopyPlan:
 
         self._count = len(pairs)
         self._kernels = triton_kernels.kernels(self.device)
-        self._others: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        """Pairs that are torch's, by number."""
+        self._others: dict[int, tuple[torch.Tensor, torch.Tensor | Strided]] = {}
+        """Pairs that are torch's, by number; a target that is no tensor only says how to digest."""
 
         fused: list[list[CopyRows]] = []
         numbers = iter(range(len(pairs)))
@@ -51,19 +52,18 @@ class CopyPlan:
                 if tuple(source.shape) != tuple(target.shape):
                     raise ValueError(f"cannot copy {tuple(source.shape)} to {tuple(target.shape)}")
                 number = next(numbers)
-                if self._kernels is not None and _is_fusable(source, target, self.device):
+                if self._kernels is not None and is_fusable(source, target, self.device):
                     fused[-1] += runs(
                         Strided.of(source), target if isinstance(target, Strided) else Strided.of(target), number
                     )
                 else:
-                    assert isinstance(target, torch.Tensor), "torch copies between tensors"
-                    self._others[number] = source.detach(), target.detach()
+                    self._others[number] = source.detach(), target
         self._table = _spread([cut(group) for group in fused]).to(self.device)
         self._others_there = torch.tensor(list(self._others), dtype=torch.int64).to(self.device)
 
     @property
     def holds_tensors(self) -> bool:
-        """Whether it keeps memory alive, as where torch copies; otherwise it knows addresses only."""
+        """True where it keeps memory alive, as for pairs that torch copies; otherwise it knows addresses only."""
         return bool(self._others)
 
     @torch.no_grad()
@@ -92,9 +92,11 @@ class CopyPlan:
         return self._found("compare", differ).bool()
 
     def _copy_others(self) -> None:
-        copy_all([target for _, target in self._others.values()], [source for source, _ in self._others.values()])
+        pairs = [(source, target) for source, target in self._others.values() if isinstance(target, torch.Tensor)]
+        assert len(pairs) == len(self._others), "torch copies between tensors"
+        copy_all([target for _, target in pairs], [source for source, _ in pairs])
 
-    def _found(self, doing: str, by_torch: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    def _found(self, doing: str, by_torch: Callable[[torch.Tensor, Any], torch.Tensor]) -> torch.Tensor:
         """Queue a launch that writes a number for each pair (int64), and torch's part of it."""
         found = torch.zeros(self._count, dtype=torch.int64, device=self.device)
         self._launch(doing, found)
@@ -134,6 +136,7 @@ def _spread(groups: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat(every)[places.argsort(stable=True)]
 
 
-def _is_fusable(source: torch.Tensor, target: torch.Tensor | Strided, device: torch.device) -> bool:
+def is_fusable(source: torch.Tensor, target: torch.Tensor | Strided, device: torch.device) -> bool:
+    """True if the kernel of `device` copies from the one to the other."""
     is_here = source.device == device and (isinstance(target, Strided) or target.device == device)
     return is_here and (source.dtype == target.dtype or (source.dtype, target.dtype) in CASTS)

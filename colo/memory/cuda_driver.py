@@ -112,6 +112,28 @@ def open_exported(handle: bytes, size_bytes: int, device: torch.device) -> torch
     return _tensor(address.value, size_bytes, device, "cuIpcCloseMemHandle")
 
 
+class Mapped:
+    """Memory that another process exported, maybe another GPU's, at an address of this process.
+
+    Lifetime: mapped until this dies. Kernels of `device` read and write it, over NVLink where it is another's; torch,
+    which takes memory for its GPU's own, does not see it.
+    """
+
+    def __init__(self, handle: bytes, device: torch.device) -> None:
+        """Map a whole allocation. Raises: `TransferError` when it cannot be mapped."""
+        address = ctypes.c_uint64()
+        with torch.cuda.device(device):
+            _ensure_context()
+            code = _driver().cuIpcOpenMemHandle_v2(
+                ctypes.byref(address), _Handle.from_buffer_copy(handle), ctypes.c_uint(_LAZY_PEER_ACCESS)
+            )
+        if code != 0:
+            raise TransferError(f"CUDA IPC does not map memory of another process here ({_name_of(code)}, {code})")
+        self.address: int = address.value
+        unmap = weakref.finalize(self, _release, "cuIpcCloseMemHandle", self.address, device.index or 0)
+        unmap.atexit = False  # the driver unmaps what a process leaves behind
+
+
 def page_lock(owner: object, data: torch.Tensor, device: torch.device) -> weakref.finalize[..., Any] | None:
     """Pin the host memory of `data`, uint8, for copies to and from a GPU, until `owner` dies or the result is called.
 

@@ -43,6 +43,8 @@ _PROBE_BYTES = 512
 _CPU = torch.device("cpu")
 _local: weakref.WeakValueDictionary[int, SharedMemory] = weakref.WeakValueDictionary()
 _keys = itertools.count()
+_opened: dict[int, tuple[weakref.ref[torch.Tensor], Description]] = {}
+"""Memory of other processes that this one has mapped, by address."""
 
 
 class Exported:
@@ -240,11 +242,44 @@ class SharedMemory:
             self._file = None
 
 
+def description_of(tensor: torch.Tensor) -> tuple[Description, int]:
+    """The memory that a tensor lies in, for `open_shared_memory` of any other process, and its offset there in bytes.
+
+    Lifetime: the memory must not be freed while another process maps it.
+    Raises: `Unsupported` for memory that no other process can map.
+    """
+    for address, (mapped, description) in list(_opened.items()):
+        memory = mapped()
+        if memory is None:
+            del _opened[address]
+        elif (offset := _offset_in(memory, tensor)) is not None:
+            return description, offset
+    for owner in list(_local.values()):
+        if (offset := _offset_in(owner.bytes, tensor)) is not None:
+            return owner.describe(to_pid=0), offset
+    if tensor.device.type != "cuda":
+        raise Unsupported("ordinary host memory cannot be mapped by another process")
+    handle, size_bytes, offset = cuda_driver.export_range(tensor)
+    return _of_gpu(handle, tensor.device) | {"size_bytes": size_bytes, "pid": os.getpid()}, offset
+
+
+def _offset_in(memory: torch.Tensor, tensor: torch.Tensor) -> int | None:
+    offset = tensor.data_ptr() - memory.data_ptr()
+    return offset if memory.device == tensor.device and 0 <= offset < memory.numel() else None
+
+
 def open_shared_memory(description: Description, device: torch.device) -> torch.Tensor:
     """Map memory that `SharedMemory.describe` described to this process: uint8, shape [size_bytes].
 
     Raises: `TransferError` when the owner has gone, the memory is another GPU's, or it cannot be mapped.
     """
+    memory = _open(description, device)
+    if description["kind"] != "local" and isinstance(memory, torch.Tensor):
+        _opened[memory.data_ptr()] = weakref.ref(memory), description
+    return memory
+
+
+def _open(description: Description, device: torch.device) -> torch.Tensor:
     kind, size_bytes = description["kind"], int(description["size_bytes"])
     if kind == "local":
         memory = _local.get(description["number"])

@@ -225,7 +225,7 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
-def digest_of(source: torch.Tensor, target: torch.Tensor | None = None) -> torch.Tensor:
+def digest_of(source: torch.Tensor, target: torch.Tensor | Strided | None = None) -> torch.Tensor:
     """The digest of a source, cast to the dtype of `target`: int64, a scalar."""
     cast = source.detach().to(source.dtype if target is None else target.dtype)
     words = in_words(cast)

@@ -21,7 +21,7 @@ class Box:
     """The first index in each dimension."""
 
     shape: tuple[int, ...]
-    """How many there are."""
+    """Number of indices in each dimension."""
 
     @property
     def num_elements(self) -> int:
@@ -62,7 +62,7 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class Landing:
-    """Where a box of a tensor goes: to elements of some memory, `stride` apart from `offset` on."""
+    """The way of a box of a tensor to elements of some memory, `stride` apart from `offset` on."""
 
     box: Box
     offset: int

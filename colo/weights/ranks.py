@@ -31,6 +31,7 @@ class RankGroup:
         sharded: list[Any] = [tensor for tensor in tensors if is_dtensor(tensor)]
         self._meshes = list(dict.fromkeys(tensor.device_mesh for tensor in sharded))
         self._group: Any = None
+        self._order: torch.Tensor | None = None
         self._device = _device_of(self._meshes[0]) if sharded else torch.device("cpu")
 
     @classmethod
@@ -42,7 +43,7 @@ class RankGroup:
 
     @property
     def is_alone(self) -> bool:
-        """Whether there are no other ranks to agree with."""
+        """True if there are no other ranks to agree with."""
         return not self._meshes and self._group is None
 
     @property
@@ -52,7 +53,7 @@ class RankGroup:
 
     @property
     def device(self) -> torch.device:
-        """Where the numbers are that ranks compare."""
+        """Device of the numbers that ranks compare."""
         return self._device
 
     @property
@@ -83,17 +84,8 @@ class RankGroup:
             )
         return int(found)
 
-    def lowest(self, numbers: torch.Tensor) -> torch.Tensor:
-        """The smallest of all ranks for each of some numbers, which are on `device`. Written in place, and returned."""
-        from torch import distributed
-
-        for group in self.groups():
-            with self._named("comparing numbers"):
-                _wait(distributed.all_reduce(numbers, distributed.ReduceOp.MIN, group=group, async_op=True))
-        return numbers
-
     def any(self, flag: bool, at: str = "") -> bool:
-        """Whether `flag` is true on at least one rank; `at` as in `min`."""
+        """True if `flag` is, on at least one rank; `at` as in `min`."""
         return self.min(int(not flag), at) == 0
 
     def gather(self, value: T) -> dict[int, T]:
@@ -109,6 +101,25 @@ class RankGroup:
                 distributed.all_gather_object(told, known, group=group)
             known = {rank: theirs for part in told for rank, theirs in part.items()}
         return dict(sorted(known.items()))
+
+    def rows(self, row: torch.Tensor) -> torch.Tensor:
+        """A row of numbers of each rank, in the order of ranks: shape [num_ranks, len(row)]. Rows are on `device`."""
+        if self._order is None:
+            told = self._all_rows(torch.tensor([self.rank], device=self._device)).flatten().tolist()
+            self._order = torch.tensor([told.index(rank) for rank in sorted(set(told))], device=self._device)
+        return self._all_rows(row)[self._order]
+
+    def _all_rows(self, row: torch.Tensor) -> torch.Tensor:
+        """Rows as they come; those of ranks that are in several groups with this one come several times."""
+        from torch import distributed
+
+        found = row[None]
+        for group in self.groups():
+            told = [torch.empty_like(found) for _ in range(distributed.get_world_size(group))]
+            with self._named("comparing numbers"):
+                _wait(distributed.all_gather(told, found, group=group, async_op=True))
+            found = torch.cat(told)
+        return found
 
     def connect(self, num_ranks: int) -> None:
         """Set up the group that ranks send in, where it has only these ranks: on NCCL all of a group do that together.

@@ -2,40 +2,42 @@
 
     pack 0 | send 0 | pack 1 | send 1 | wait 0, unpack 0 | pack 2 | send 2 | wait 1, unpack 1 | ...
 
-Elements are cast to the engine's dtype as they are packed. What a rank holds itself is copied without a buffer. A rank
-that fails goes on sending and receiving to the end, since the others wait for it, and tells them then.
+For several hosts, and for engines whose memory others cannot map (`peers.py` beside this). Elements are cast to the
+engine's dtype as they are packed. What a rank holds itself is copied without a buffer. A rank that fails goes on
+sending and receiving to the end, since the others wait for it, and tells them then.
 """
 
 from __future__ import annotations
 
 import time
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
 
 from colo.errors import TransferError
-from colo.memory.copy_plan import CopyPlan, copy_all
-from colo.memory.digest import Checksums
-from colo.memory.tiles import WORD_BYTES, in_words
+from colo.memory.copy_plan import copy_all
+from colo.memory.specs import DTYPE_BYTES
 from colo.units import align_up
-from colo.weights.exchange.parcels import Parcel, Round, Target, bucket_of, held_view
+from colo.weights.boxes import Box, Landing
 from colo.weights.exchange.plan import Delivery, ExchangePlan
 from colo.weights.ranks import RankGroup
-from colo.weights.sources.parts import PlacedPart
+from colo.weights.sources.placed import PlacedPart
 
 _NUM_BUFFERS = 2
 
 _View = Callable[[Delivery], torch.Tensor]
-_Flying = tuple[Round, torch.Tensor, list[Any], str]
+_Flying = tuple["Round", torch.Tensor, list[Any], str]
 """A bucket, its buffer, what is waited for, and words for errors."""
 
 
 class Exchange:
-    """One rank's end of a plan. `send` and `differences` are collectives. Run on gloo so far, not on NCCL.
+    """One rank's end of a plan. `send` is a collective.
 
     After an interrupt, or when a send fails rather than what is done here, a rank takes part in nothing that follows:
     the others wait until its process ends, or for the group's deadline.
@@ -51,11 +53,7 @@ class Exchange:
         self._buckets = [bucket_of(ranks.rank, deliveries) for deliveries in plan.buckets]
         self._local = [delivery for delivery in plan.local if delivery.receiver == ranks.rank]
         self._error: Exception | None = None
-        self.received_bytes = 0
-        """Bytes that have come from other ranks, in all calls of `send`."""
-
-        self.seconds: defaultdict[str, float] = defaultdict(float)
-        """Seconds of this process by stage, in all calls of `send`; on a GPU they are those of queueing."""
+        self._seconds: MutableMapping[str, float] = {}
 
     @property
     def working_bytes(self) -> int:
@@ -67,11 +65,13 @@ class Exchange:
         return max((bucket.num_bytes for bucket in self._buckets), default=0)
 
     @torch.no_grad()
-    def send(self, parts: Sequence[PlacedPart]) -> None:
+    def send(self, parts: Sequence[PlacedPart], seconds: MutableMapping[str, float] | None = None) -> None:
         """Bring what this rank holds, in the plan's order, to where engines take it.
 
+        `seconds` grows by the seconds of this process by stage; on a GPU they are those of queueing.
         Raises: `TransferError` on every rank when one has failed, with rank and cause there; what has failed, here.
         """
+        self._seconds = {} if seconds is None else seconds
         held = partial(_held, parts)
         with self._stage("own"):
             self._attempt(self._copy_own, held)
@@ -94,25 +94,6 @@ class Exchange:
             self._land(*flying.popleft())
         self._end("sending slices of the weights")
 
-    @torch.no_grad()
-    def differences(self, parts: Sequence[PlacedPart]) -> list[int]:
-        """Indices of targets that do not hold what `parts` do, cast to their dtype. Sends checksums only.
-
-        Raises: as `send`.
-        """
-        held, different = partial(_held, parts), set[int]()
-        self._attempt(self._compare_own, held, different)
-        sent = [(m, self._sums(m, held)) for bucket in self._buckets for m in bucket.sends]
-        here = [(m, self._sums(m, self._place)) for bucket in self._buckets for m in bucket.receives]
-        told = [(parcel, torch.empty_like(sums)) for parcel, sums in here]
-        said = "comparing slices of the weights"
-        _wait(self._start([(m.peer, s) for m, s in sent], [(m.peer, s) for m, s in told], said), said)
-        for (parcel, own), (_, theirs) in zip(here, told, strict=True):
-            flags = (own != theirs).tolist()
-            different |= {d.taken for d, is_other in zip(parcel.deliveries, flags, strict=True) if is_other}
-        self._end(said)
-        return sorted(different)
-
     def _attempt(self, action: Callable[..., None], *arguments: Any) -> None:
         """Do it, unless something has failed before; keep what it raises for `_end`."""
         if self._error is None:
@@ -133,10 +114,6 @@ class Exchange:
     def _copy_own(self, held: _View) -> None:
         copy_all([self._place(d) for d in self._local], [held(d) for d in self._local])
 
-    def _compare_own(self, held: _View, different: set[int]) -> None:
-        flags = CopyPlan([(held(d), self._place(d)) for d in self._local]).flags().tolist()
-        different |= {d.taken for d, is_other in zip(self._local, flags, strict=True) if is_other}
-
     def _start(
         self, sends: Sequence[tuple[int, torch.Tensor]], receives: Sequence[tuple[int, torch.Tensor]], said: str
     ) -> list[Any]:
@@ -156,7 +133,6 @@ class Exchange:
             _wait(works, said)
         with self._stage("unpack"):
             for parcel in bucket.receives:
-                self.received_bytes += parcel.num_bytes
                 self._attempt(self._unpack, parcel, buffer)
 
     @contextmanager
@@ -165,23 +141,10 @@ class Exchange:
         try:
             yield
         finally:
-            self.seconds[name] += time.perf_counter() - start_s
+            self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start_s
 
     def _unpack(self, parcel: Parcel, buffer: torch.Tensor) -> None:
         copy_all([self._place(d) for d in parcel.deliveries], parcel.fields(buffer))
-
-    def _sums(self, parcel: Parcel, view: _View) -> torch.Tensor:
-        """A checksum of each delivery as the engine holds it (int64); zeros when that has failed."""
-        sums = torch.zeros(len(parcel.deliveries), dtype=torch.int64, device=self._device)
-        self._attempt(self._add_sums, parcel, view, sums)
-        return sums
-
-    def _add_sums(self, parcel: Parcel, view: _View, sums: torch.Tensor) -> None:
-        tensors = [view(delivery) for delivery in parcel.deliveries]
-        dtypes = [getattr(torch, delivery.lands_as) for delivery in parcel.deliveries]
-        words = [_in_words(tensor, dtype, self._device) for tensor, dtype in zip(tensors, dtypes, strict=True)]
-        parts = [(number, 0, of_one) for number, of_one in enumerate(words)]
-        sums += Checksums(parts, len(parts), self._device).compute()
 
 
 def _held(parts: Sequence[PlacedPart], delivery: Delivery) -> torch.Tensor:
@@ -190,16 +153,6 @@ def _held(parts: Sequence[PlacedPart], delivery: Delivery) -> torch.Tensor:
 
 def _pack(parcel: Parcel, buffer: torch.Tensor, held: _View) -> None:
     copy_all(parcel.fields(buffer), [held(delivery) for delivery in parcel.deliveries])
-
-
-def _in_words(tensor: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A copy of a tensor's elements in `dtype`, in a row, with zeros up to whole words."""
-    size_bytes = tensor.numel() * dtype.itemsize
-    memory = torch.zeros(align_up(size_bytes, WORD_BYTES), dtype=torch.uint8, device=device)
-    memory[:size_bytes].view(dtype).view(tensor.shape).copy_(tensor)
-    words = in_words(memory)
-    assert words is not None
-    return words
 
 
 def _wait(works: Sequence[Any], said: str) -> None:
@@ -215,3 +168,94 @@ def _broken(said: str, error: RuntimeError) -> TransferError:
         f"the ranks' exchange of weights broke off at {said}: {error}. Another rank has ended or is too late; its own "
         "output says why"
     )
+
+
+# ---- parcels ------------------------------------------------------------------------------------------------------
+
+ALIGNMENT_BYTES = 16
+"""Alignment of parcels in their buffer, so that elements of every width can be read there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A box of a weight in the engine's memory."""
+
+    memory: torch.Tensor
+    landing: Landing
+    """Its elements there; offset and strides are those in the storage of `memory`."""
+
+    def view(self, box: Box) -> torch.Tensor:
+        """The memory of the elements of `box`."""
+        offset, shape, stride = self.landing.of(box)
+        return self.memory.as_strided(shape, stride, offset)
+
+
+def held_view(part: PlacedPart, box: Box) -> torch.Tensor:
+    """The elements of `box` in the part that holds them."""
+    view = part.tensor
+    assert view is not None, "a rank has the tensors of its own parts"
+    for dim, (start, own, size) in enumerate(zip(box.offset, part.offset, box.shape, strict=True)):
+        view = view.narrow(dim, start - own, size)
+    return view
+
+
+@dataclass(frozen=True, slots=True)
+class Parcel:
+    """Data of one rank for another in a bucket: elements in a row, the widest first, so that there are no gaps."""
+
+    peer: int
+    deliveries: tuple[Delivery, ...]
+    offset: int
+    """Offset in the bucket's buffer, in bytes."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that travel."""
+        return sum(delivery.num_bytes for delivery in self.deliveries)
+
+    def within(self, buffer: torch.Tensor) -> torch.Tensor:
+        """Its bytes in the bucket's buffer."""
+        return buffer[self.offset : self.offset + self.num_bytes]
+
+    def fields(self, buffer: torch.Tensor) -> list[torch.Tensor]:
+        """Views of its deliveries in the bucket's buffer."""
+        sizes = [delivery.num_bytes for delivery in self.deliveries]
+        return [
+            buffer[start : start + size].view(getattr(torch, delivery.dtype)).view(delivery.box.shape)
+            for delivery, size, start in zip(
+                self.deliveries, sizes, accumulate(sizes, initial=self.offset), strict=False
+            )
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """This rank's parcels of one bucket."""
+
+    sends: tuple[Parcel, ...]
+    receives: tuple[Parcel, ...]
+    num_bytes: int
+    """Bytes of a buffer for all of them."""
+
+
+def bucket_of(rank: int, deliveries: Iterable[Delivery]) -> Round:
+    """The parcels that `rank` sends and receives, one for each peer; both ends put them together alike."""
+    outgoing: dict[int, list[Delivery]] = {}
+    incoming: dict[int, list[Delivery]] = {}
+    for delivery in deliveries:
+        if delivery.sender == rank:
+            outgoing.setdefault(delivery.receiver, []).append(delivery)
+        elif delivery.receiver == rank:
+            incoming.setdefault(delivery.sender, []).append(delivery)
+    sends, end = _laid_out(outgoing, 0)
+    receives, end = _laid_out(incoming, end)
+    return Round(sends, receives, end)
+
+
+def _laid_out(by_peer: dict[int, list[Delivery]], offset: int) -> tuple[tuple[Parcel, ...], int]:
+    parcels: list[Parcel] = []
+    for peer, deliveries in sorted(by_peer.items()):
+        widest_first: Sequence[Delivery] = sorted(deliveries, key=lambda delivery: -DTYPE_BYTES[delivery.dtype])
+        parcels.append(Parcel(peer, tuple(widest_first), offset))
+        offset = align_up(offset + parcels[-1].num_bytes, ALIGNMENT_BYTES)
+    return tuple(parcels), offset

@@ -1,6 +1,7 @@
 """Who sends which elements of which weight to whom: from what every rank holds and what every rank's engine takes.
 
-The plan is a function of its arguments alone, so that every rank makes the same one. Imports no torch.
+Ranks tell each other both once (`agree`). The plan is a function of that alone, so that every rank makes the same one,
+and finds the same thing wrong with it.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from colo.errors import TransferError
-from colo.memory.specs import DTYPE_BYTES
+from colo.memory.specs import DTYPE_BYTES, Manifest, TensorSpec
 from colo.weights.boxes import Box
+from colo.weights.ranks import RankGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +40,7 @@ class Delivery:
 
     box: Box
     dtype: str
-    """What travels: the engine's dtype, or the trainer's where that is narrower."""
+    """Dtype that travels: the engine's dtype, or the trainer's where that is narrower."""
 
     lands_as: str
     """The engine's dtype."""
@@ -59,6 +61,11 @@ class ExchangePlan:
     local: tuple[Delivery, ...]
     """Deliveries within a rank."""
 
+    @property
+    def every(self) -> list[Delivery]:
+        """All of them, those within ranks first."""
+        return [*self.local, *(delivery for bucket in self.buckets for delivery in bucket)]
+
     def received_bytes(self, rank: int) -> int:
         """Bytes that `rank` receives of others."""
         return sum(delivery.num_bytes for bucket in self.buckets for delivery in bucket if delivery.receiver == rank)
@@ -71,6 +78,29 @@ class ExchangePlan:
         """The most bytes that `rank` sends and receives in one bucket."""
         loads = (sum(m.num_bytes for m in bucket if rank in (m.sender, m.receiver)) for bucket in self.buckets)
         return max(loads, default=0)
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """One rank's words about itself."""
+
+    specs: tuple[TensorSpec, ...]
+    """All weights, whole, in the order in which they travel."""
+
+    held: tuple[Slice, ...]
+    taken: tuple[Slice, ...]
+
+
+def agree(ranks: RankGroup, words: Told) -> dict[int, Told]:
+    """Tell every rank; return the words of all, by rank in order. A collective.
+
+    Raises: `TransferError`, on every rank the same, where ranks have other weights than the first, or hold what is no
+    part of them.
+    """
+    told = ranks.gather(words)
+    check_told(told)
+    ranks.connect(len(told))
+    return told
 
 
 def make_plan(
@@ -159,3 +189,45 @@ class _Buckets:
         self.deliveries[-1].append(delivery)
         for rank in ranks:
             self._loads[rank] = self._loads.get(rank, 0) + delivery.num_bytes
+
+
+def check_told(told: Mapping[int, Told]) -> None:
+    """Raise `TransferError`, naming rank and weight, where what ranks say does not fit together."""
+    first, reference = next(iter(told.items()))
+    try:
+        manifest = Manifest(specs=reference.specs)
+    except ValueError as error:
+        raise TransferError(f"the weights of rank {first} cannot travel: {error}") from error
+    expected = {spec.name: spec for spec in manifest.specs}
+    for rank, words in told.items():
+        if words.specs != reference.specs:
+            raise TransferError(f"rank {rank} has other weights than rank {first}: {_difference(expected, words)}")
+        for part in words.held:
+            spec = expected.get(part.name)
+            if spec is None:
+                raise TransferError(f"rank {rank} holds a part of {part.name}, which is no weight of the trainer")
+            is_within = len(part.box.shape) == len(spec.shape) and all(
+                start + size <= whole
+                for start, size, whole in zip(part.box.offset, part.box.shape, spec.shape, strict=True)
+            )
+            if part.dtype != spec.dtype or not is_within:
+                raise TransferError(
+                    f"rank {rank} holds {part.box.shape} of {part.name} at {part.box.offset} in {part.dtype}, which is "
+                    f"{spec.shape} in {spec.dtype}"
+                )
+
+
+def _difference(expected: Mapping[str, TensorSpec], words: Told) -> str:
+    """The first difference in words."""
+    found = {spec.name: spec for spec in words.specs}
+    for name, spec in expected.items():
+        if name not in found:
+            return f"{name} is missing"
+        if found[name] != spec:
+            other = found[name]
+            return f"{name} is {other.shape} in {other.dtype}, not {spec.shape} in {spec.dtype}"
+    if extra := [name for name in found if name not in expected]:
+        return f"{extra[0]} is one more"
+    if len(words.specs) != len(found):
+        return "a weight is named twice"
+    return "they are in another order"

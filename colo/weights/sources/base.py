@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from colo.memory.specs import TensorSpec
     from colo.weights.ranks import RankGroup
-    from colo.weights.sources.parts import PlacedPart
+    from colo.weights.sources.placed import PlacedPart
 
 T = TypeVar("T")
 
@@ -54,6 +54,9 @@ class WeightSource(Protocol):
 
     def memory(self) -> list[torch.Tensor]:
         """The live parameters and buffers that hold what lies on this rank."""
+
+    def places(self) -> tuple[list[torch.Tensor], list[Hashable]]:
+        """Where the parts lie, quickly: tensors that are others, and numbers that differ, once one has moved."""
 
     def groups(self) -> list[list[str]]:
         """Names in order, those of a layer together."""

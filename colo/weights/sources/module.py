@@ -23,8 +23,7 @@ from colo.weights.ranks import RankGroup
 from colo.weights.sources.base import in_layers
 from colo.weights.sources.gathered import Gathered
 from colo.weights.sources.heads import added_heads
-from colo.weights.sources.parts import PlacedPart
-from colo.weights.sources.placed import dtype_name, parts_of
+from colo.weights.sources.placed import PlacedPart, dtype_name, parts_of
 
 T = TypeVar("T")
 _parameters_of, _buffers_of = operator.attrgetter("_parameters"), operator.attrgetter("_buffers")
@@ -105,6 +104,13 @@ class ModuleSource:
     def memory(self) -> list[torch.Tensor]:
         """The base weights themselves."""
         return [tensor for _, tensor in self]
+
+    def places(self) -> tuple[list[torch.Tensor], list[Hashable]]:
+        """Parameters and buffers, also those that are no weights, and the addresses of what lies of them here."""
+        self.reshard()
+        modules = all_modules(self.model)
+        tensors = [t for m in modules for of in (m._parameters, m._buffers) for t in of.values() if t is not None]
+        return tensors, [local_shard(tensor).data_ptr() for tensor in tensors]
 
     def groups(self) -> list[list[str]]:
         """Names in order, those of a layer together."""

@@ -1,9 +1,10 @@
-"""What a rank holds of a tensor: all of it, or its parts of a `DTensor`."""
+"""Parts of weights that are spread over ranks: which elements of which tensor lie where, and those of a `DTensor`."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,10 +14,35 @@ from colo.memory.dtensor import is_dtensor, local_shard
 from colo.weights.boxes import Box
 from colo.weights.exchange.plan import Slice
 from colo.weights.ranks import own_rank
-from colo.weights.sources.parts import PlacedPart
 
 Run = tuple[int, int]
 """The first index of some that follow one another, and the one after the last."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedPart:
+    """A box of elements of one weight, on one rank."""
+
+    name: str
+    """Hugging Face name of the weight."""
+
+    offset: tuple[int, ...]
+    """First element of the box in the whole weight, an index for each dimension."""
+
+    shape: tuple[int, ...]
+    """Its size in each dimension; a zero anywhere is a part without elements."""
+
+    rank: int
+    """Global rank of the process that holds it."""
+
+    tensor: torch.Tensor | None = None
+    """The elements, of shape `shape`, with the trainer's dtype and its memory; `None` for a part of another rank."""
+
+    def __post_init__(self) -> None:
+        if len(self.offset) != len(self.shape) or min((*self.offset, *self.shape), default=0) < 0:
+            raise ValueError(f"{self.name} has no part of shape {self.shape} at {self.offset}")
+        if self.tensor is not None and tuple(self.tensor.shape) != self.shape:
+            raise ValueError(f"a part of {self.name} has shape {tuple(self.tensor.shape)}, its place {self.shape}")
 
 
 def parts_of(name: str, tensor: torch.Tensor) -> list[PlacedPart]:
@@ -30,7 +56,7 @@ def parts_of(name: str, tensor: torch.Tensor) -> list[PlacedPart]:
 
 
 def slices_of(parts: Iterable[PlacedPart]) -> list[Slice]:
-    """What a rank tells others of its parts."""
+    """A rank's words about its parts, for others."""
     return [Slice(p.name, Box(p.offset, p.shape), dtype_name(p.tensor)) for p in parts if p.tensor is not None]
 
 
@@ -95,6 +121,6 @@ def _parts(name: str, tensor: Any) -> Iterator[PlacedPart]:
 
 
 def _with_places(runs: Sequence[Run]) -> list[tuple[int, int, int]]:
-    """Where each run lies in the local tensor, and the run."""
+    """Each run, and before it its place in the local tensor."""
     places = itertools.accumulate((stop - start for start, stop in runs), initial=0)
     return [(place, start, stop) for place, (start, stop) in zip(places, runs, strict=False)]

@@ -10,12 +10,19 @@ import torch
 from torch import nn
 
 from colo.memory.specs import TensorSpec
-from colo.weights.exchange.assembled import Assembled
+from colo.units import MIB
+from colo.weights.boxes import Box, Landing
+from colo.weights.exchange.exchange import Exchange, Target
+from colo.weights.exchange.plan import Slice, Told, agree, make_plan
 from colo.weights.ranks import RankGroup
+from colo.weights.sources.gathered import InTurn
 from colo.weights.sources.module import saved_buffers
-from colo.weights.sources.parts import PlacedPart
+from colo.weights.sources.placed import PlacedPart, slices_of
 
 T = TypeVar("T")
+
+BUCKET_BYTES = 128 * MIB
+"""Bytes that travel at a time to a weight that is put together."""
 
 
 @runtime_checkable
@@ -43,7 +50,7 @@ class PlacedWeights(Protocol):
         """The process group of the ranks."""
 
     def parts(self) -> Sequence[PlacedPart]:
-        """What this rank holds, the live tensors. Every rank asks."""
+        """Parts that this rank holds, the live tensors. Every rank asks."""
 
     def fingerprint(self) -> Hashable:
         """Changes when a weight of this rank is written to or replaced, except through `.data`."""
@@ -74,13 +81,18 @@ class SpreadSource:
         return [spec for spec in self._placed.specs if spec.name not in self._placed.left_out]
 
     def parts(self) -> list[PlacedPart]:
-        """What lies of them on this rank."""
+        """Parts of them on this rank."""
         return [part for part in self._placed.parts() if part.name not in self._placed.left_out]
 
     def memory(self) -> list[torch.Tensor]:
         """Parameters and saved buffers of the stages, with whatever pads them."""
         stages = self._placed.stages
         return [t for stage in stages for t in (*stage.parameters(), *(buffer for _, buffer in saved_buffers(stage)))]
+
+    def places(self) -> tuple[list[torch.Tensor], list[Hashable]]:
+        """No tensors, and where each part lies."""
+        parts = ((part.offset, part.tensor) for part in self.parts() if part.tensor is not None)
+        return [], [(offset, t.data_ptr(), t.dtype, t.shape, t.stride()) for offset, t in parts]
 
     def groups(self) -> list[list[str]]:
         """Names in order, those of a layer together."""
@@ -119,6 +131,32 @@ class SpreadSource:
     def outermost_sharded(self) -> list[nn.Module]:
         """Name none: backward passes begin as those of any module."""
         return []
+
+
+class Assembled(InTurn):
+    """Weights by name, whole in turn in the order of `specs`, for loaders that compute with them; a collective."""
+
+    def __init__(
+        self, specs: Sequence[TensorSpec], parts: Sequence[PlacedPart], ranks: RankGroup, *, device: torch.device
+    ) -> None:
+        names = [spec.name for spec in specs]
+        super().__init__(names, ranks, order=names, doing="putting the weights together")
+        self._specs = {spec.name: spec for spec in specs}
+        self._parts = [part for part in parts if part.tensor is not None]
+        self._device = device
+        self._told = agree(ranks, Told(tuple(specs), tuple(slices_of(self._parts)), ()))
+
+    def _whole(self, name: str) -> torch.Tensor:
+        spec = self._specs[name]
+        whole = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=self._device)
+        box = Box((0,) * whole.dim(), spec.shape)
+        held = {rank: [s for s in words.held if s.name == name] for rank, words in self._told.items()}
+        taken = {rank: [Slice(name, box, spec.dtype)] for rank in held}
+        plan = make_plan(held, taken, order=[name], bucket_bytes=BUCKET_BYTES)
+        targets = [Target(whole, Landing(box, 0, tuple(whole.stride())))]
+        exchange = Exchange(plan, self._ranks, targets, device=self._device)
+        exchange.send([part for part in self._parts if part.name == name])
+        return whole
 
 
 def _empty(spec: TensorSpec) -> torch.Tensor:

@@ -1,41 +1,50 @@
 """The transport of a trainer that is spread over ranks, each with an engine: slices go where engines take them.
 
-What a rank's engine takes is a recorded load plan, what ranks hold are placed parts. Where the two meet travels, once,
-and only if another rank holds it. No tensor is ever whole.
+What a rank's engine takes is a recorded load plan, what ranks hold are placed parts. Where the two meet is copied, once
+and as a slice; no tensor is ever whole. All copies of a rank are recorded once and made in one launch, into its own
+engine and straight into those of the other ranks of the host, whose memory it maps. Ranks meet before, when all engines
+are paused, and after, when all has been written; then digests of everything are compared. Across hosts, and where
+memory cannot be mapped, slices travel through buffers (`colo.weights.exchange.exchange`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import operator
+import time
+from collections import defaultdict
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 
 from colo.errors import TransferError, Unsupported
+from colo.memory.copy_plan import CopyPlan, Pair
 from colo.memory.fence import wait_for_queued
 from colo.memory.load_plan import LoadPlan
 from colo.memory.specs import TensorSpec
+from colo.memory.tiles import Strided
 from colo.units import MIB, format_bytes
 from colo.weights.boxes import landings
-from colo.weights.exchange.agreement import agree
-from colo.weights.exchange.exchange import Exchange
-from colo.weights.exchange.parcels import Target
-from colo.weights.exchange.plan import ExchangePlan, Slice
+from colo.weights.exchange.compared import Comparison, Differences
+from colo.weights.exchange.exchange import Exchange, Target, held_view
+from colo.weights.exchange.peers import Peers, reach
+from colo.weights.exchange.plan import Delivery, ExchangePlan, Slice, Told, agree, make_plan
+from colo.weights.ranks import RankGroup
 from colo.weights.sources.base import WeightSource
-from colo.weights.sources.parts import PlacedPart
-from colo.weights.sources.placed import dtype_name, slices_of
+from colo.weights.sources.placed import PlacedPart, dtype_name, slices_of
 from colo.weights.transports.base import CopyingTransport
 
 _NAMED_RANKS = 8
 """Reports name so many ranks at most."""
 
 BUCKET_BYTES = 128 * MIB
-"""What a rank sends and receives at a time. Two are under way."""
+"""Bytes that a rank sends and receives at a time, through buffers. Two are under way."""
 
 
 class SlicesTransport(CopyingTransport):
     """Copies every recorded region out of the parts that hold it, on this rank and others. Each method is a collective.
 
-    The exchange is planned once, and again when a rank holds other parts.
+    Everything is planned once, and again when a rank's weights, or its engine's, lie elsewhere.
     """
 
     name = "slices"
@@ -60,20 +69,29 @@ class SlicesTransport(CopyingTransport):
         self._device = device
         self._bucket_bytes = BUCKET_BYTES if bucket_bytes is None else bucket_bytes
         self._why_not_shared = why_not_shared
-        self._exchange, self._planned, self._held = self._connect()
+        self.received_bytes = 0
+        """Bytes that have come to this rank from others."""
+
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        """Seconds of this process by stage: looking for what has moved, meeting, copying; see also `Exchange`."""
+
+        self._devices = {copy.target.device for copy in plan.copies} | {device}
+        self._where: tuple[list[torch.Tensor], list[Hashable]] = ([], [])
+        self._route = self._connect()
+        self._sent: torch.Tensor | None = None
 
     @property
     def reason(self) -> str:
-        """Why not one memory, and how many bytes come from where."""
-        own = sum(d.num_bytes for d in self._planned.local if d.receiver == self.source.ranks.rank)
+        """The reason why there is not one memory, how many bytes come from where, and which way they take."""
+        own = sum(d.num_bytes for d in self._route.plan.local if d.receiver == self.source.ranks.rank)
         return (
             f"{self._why_not_shared}; of {len(self._plan.copies)} recorded copies {own} bytes are this rank's own and "
-            f"{self.bytes_to_receive} come from other ranks, as slices ({self._by_rank()})"
+            f"{self.bytes_to_receive} come from other ranks, as slices ({self._by_rank()}), {self._route.how}"
         )
 
     def _by_rank(self) -> str:
-        """What a transfer brings to each rank, and of many ranks the least and the most."""
-        received = {rank: self._planned.received_bytes(rank) for rank in self._all_ranks}
+        """Bytes that a transfer brings to each rank, and of many ranks the least and the most."""
+        received = {rank: self._route.plan.received_bytes(rank) for rank in self._route.ranks}
         if len(received) > _NAMED_RANKS:
             least, most = (format_bytes(of(received.values())) for of in (min, max))
             return f"{len(received)} ranks receive {least} to {most} each"
@@ -82,80 +100,190 @@ class SlicesTransport(CopyingTransport):
     @property
     def bytes_to_receive(self) -> int:
         """Bytes that each transfer brings to this rank from others, by the plan."""
-        return self._planned.received_bytes(self.source.ranks.rank)
-
-    @property
-    def received_bytes(self) -> int:
-        """Bytes that have come to this rank since the exchange was planned."""
-        return self._exchange.received_bytes
-
-    @property
-    def seconds(self) -> Mapping[str, float]:
-        """Seconds of this process in transfers by stage; see `Exchange`."""
-        return self._exchange.seconds
+        return self._route.plan.received_bytes(self.source.ranks.rank)
 
     @property
     def working_bytes(self) -> int:
-        """Memory of two buckets."""
-        return self._exchange.working_bytes
+        """Memory of two buckets, where slices travel through buffers."""
+        return self._route.exchange.working_bytes if self._route.exchange is not None else 0
 
     def transfer(self, version: int = 0) -> int:
         """Bring every slice to where it goes, and return the bytes written to this rank's engine."""
-        parts = self._parts()
-        self._exchange.send(parts)
-        for device in {copy.target.device for copy in self._plan.copies}:
-            wait_for_queued(device)  # what goes to another GPU ends in that one's stream
-        return sum(copy.num_bytes for copy in self._plan.copies)
+        self._meet()
+        route = self._route
+        if route.exchange is not None:
+            route.exchange.send(self.source.parts(), self.seconds)
+            self._sent = None
+        else:
+            self._sent = self._write(route)
+        self.received_bytes += self.bytes_to_receive
+        return route.num_bytes
+
+    def _write(self, route: _Route) -> torch.Tensor | None:
+        """Write to all engines; returns digests of what was read. The others may read when all ranks have returned."""
+        error: Exception | None = None
+        sums: torch.Tensor | None = None
+        with self._stage("copy"):
+            try:
+                sums = route.copies.replay_digested()
+                for device in self._devices:
+                    wait_for_queued(device)  # what goes to another GPU ends in that one's stream
+            except Exception as caught:  # noqa: BLE001 - the others wait for an answer
+                error = caught
+        with self._stage("meet"):
+            self.source.ranks.report_failure("sending slices of the weights", error)
+        if error is not None:
+            raise error
+        return sums
 
     def verify(self) -> None:
-        """Compare every byte, by checksums where it came from another rank, and parts that several ranks hold.
+        """Compare every byte by its digest, and parts that several ranks hold.
 
         Raises: `TransferError` with a name.
         """
-        different = self._differences()
-        apart = self._replicas.apart(self._parts(), self.source.ranks.device)
+        different, found = self._differences()
         if different:
             raise TransferError(f"{len(different)} tensors differ after the transfer, {different[0]} for one")
-        if apart:
+        if found.apart:
             raise TransferError(
-                f"ranks that hold the same parts of weights have different values of {len(apart)}, {apart[0]} for one, "
-                "and their engines would too: reduce gradients of replicas alike, as Megatron's finalize_model_grads "
-                "does for norms and tied embeddings, and step on every rank"
+                f"ranks that hold the same parts of weights have different values of {len(found.apart)}, "
+                f"{found.apart[0]} for one, and their engines would too: reduce gradients of replicas alike, as "
+                "Megatron's finalize_model_grads does for norms and tied embeddings, and step on every rank"
             )
 
     def is_current(self) -> bool:
-        """Whether the engines of all ranks hold what the trainer does, by checksums."""
-        return not self.source.ranks.any(bool(self._differences()), "comparing weights")
+        """True if the engines of all ranks hold what the trainer does, by digests."""
+        self._sent = None
+        return not self._differences()[1].anywhere
 
-    def _differences(self) -> list[str]:
-        found = self._exchange.differences(self._parts())
-        return list(dict.fromkeys(self._names[index] for index in found))
+    def close(self) -> None:
+        """Let go of what is mapped and recorded. Ordering: no rank writes any more."""
+        self._route.let_go()
+        self._where = ([], [])
 
-    def _parts(self) -> list[PlacedPart]:
-        """What this rank holds now; planned for anew, on every rank, when it is not what was planned for on one."""
+    def _differences(self) -> tuple[list[str], Differences]:
+        """Names of what differs in this rank's engine, and what all ranks have found."""
+        if self._sent is None:
+            self._meet()
+        route, digests, error = self._route, None, None
+        try:
+            sent, self._sent = self._sent, None
+            digests = [route.copies.digests() if sent is None else sent, route.kept.digests()]
+        except Exception as caught:  # noqa: BLE001 - the others wait for this rank's row
+            error = caught
+        found = route.comparison.of(digests)
+        if found.failed:
+            self.source.ranks.report_failure("comparing slices of the weights", error)
+        if error is not None:
+            raise error
+        return list(dict.fromkeys(self._names[index] for index in found.taken)), found
+
+    def _meet(self) -> None:
+        """Wait until every rank is here, and plan anew, on every rank, where tensors of one have moved."""
         ranks = self.source.ranks
-        with ranks.fail_together("looking for slices of the weights"):
-            parts = self.source.parts()
-            for spec in self.source.specs():
-                _check_spec(spec, self._plan)
-        if ranks.any(slices_of(parts) != self._held, "looking for slices of the weights"):
-            self._exchange, self._planned, self._held = self._connect()
-        return parts
+        with self._stage("look"):
+            try:
+                where = self._whereabouts()
+                has_moved = not _is_same(where, self._where)
+            except Exception:  # noqa: BLE001 - planning raises it on every rank
+                has_moved = True
+        with self._stage("meet"):
+            wait_for_queued(self._device)
+            has_moved = ranks.any(has_moved, "looking for slices of the weights")
+        if has_moved:
+            self._route = self._connect()
 
-    def _connect(self) -> tuple[Exchange, ExchangePlan, list[Slice]]:
+    def _whereabouts(self) -> tuple[list[torch.Tensor], list[Hashable]]:
+        tensors, places = self.source.places()
+        return tensors, [*places, *[copy.target.data_ptr() for copy in self._plan.copies]]
+
+    def _connect(self) -> _Route:
         ranks = self.source.ranks
         with ranks.fail_together("planning slices of the weights"):
-            specs, held = self.source.specs(), slices_of(self.source.parts())
-            targets = _targets(self._plan)
-            taken = [Slice(name, target.landing.box, dtype_name(target.memory)) for name, target in targets]
-        self._names = [name for name, _ in targets]
-        plan, self._replicas, self._all_ranks = agree(ranks, specs, held, taken, bucket_bytes=self._bucket_bytes)
-        exchange = Exchange(plan, ranks, [target for _, target in targets], device=self._device)
-        return exchange, plan, held
+            self._where = self._whereabouts()
+            specs, parts = self.source.specs(), self.source.parts()
+            for spec in specs:
+                _check_spec(spec, self._plan)
+            held, named = slices_of(parts), _targets(self._plan)
+            taken = [Slice(name, target.landing.box, dtype_name(target.memory)) for name, target in named]
+        self._names, self._sent = [name for name, _ in named], None
+        told = agree(ranks, Told(tuple(specs), tuple(held), tuple(taken)))
+        plan = make_plan(
+            {rank: words.held for rank, words in told.items()},
+            {rank: words.taken for rank, words in told.items()},
+            order=[spec.name for spec in specs],
+            bucket_bytes=self._bucket_bytes,
+        )
+        return _Route(ranks, told, plan, [target for _, target in named], parts, self._device)
+
+    @contextmanager
+    def _stage(self, name: str) -> Iterator[None]:
+        start_s = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] += time.perf_counter() - start_s
+
+
+class _Route:
+    """The way that slices take, recorded: straight into engines, or through buffers. To make one is a collective."""
+
+    def __init__(
+        self,
+        ranks: RankGroup,
+        told: Mapping[int, Told],
+        plan: ExchangePlan,
+        targets: Sequence[Target],
+        parts: Sequence[PlacedPart],
+        device: torch.device,
+    ) -> None:
+        self.plan, self.ranks = plan, tuple(told)
+        self.comparison = Comparison(plan, {rank: words.held for rank, words in told.items()}, ranks)
+        self.num_bytes = sum(target.landing.box.num_elements * target.memory.element_size() for target in targets)
+        """Bytes of this rank's engine."""
+
+        self.exchange: Exchange | None = None
+        sent = [(d, held_view(parts[d.held], d.box)) for d in plan.every if d.sender == ranks.rank]
+        local: list[Pair] = [(part, targets[d.taken].view(d.box)) for d, part in sent if d.receiver == ranks.rank]
+        others = [(d, part) for d, part in sent if d.receiver != ranks.rank]
+        remote: list[Pair] = []
+        self.how = "copied within each rank"
+        self._peers: Peers | None = None
+        if any(plan.buckets):
+            reached = reach(ranks, plan.every, targets, others, device)
+            if isinstance(reached, Peers):
+                self._peers, self.how = reached, "written straight into every rank's engine"
+                remote = [(part, reached.target(d)) for d, part in others]
+            else:
+                self.how = f"through buffers: {reached}"
+                self.exchange = Exchange(plan, ranks, targets, device=device)
+                remote = [(part, _nowhere(d)) for d, part in others]
+        with ranks.fail_together("planning slices of the weights"):
+            landed = [targets[d.taken].view(d.box) for d in plan.every if d.receiver == ranks.rank]
+            shared = [part for part in (parts[index].tensor for index in self.comparison.shared) if part is not None]
+            self.copies = CopyPlan(local, remote, device=device)
+            """Copies of all that this rank sends; where there is an exchange, digests alone of what goes to others."""
+
+            self.kept = CopyPlan([(view, view) for view in landed], [(part, part) for part in shared], device=device)
+            """For digests of what this rank's engine has taken, and of parts that other ranks hold too."""
+
+    def let_go(self) -> None:
+        """Unmap other ranks' engines, and forget what is recorded."""
+        self._peers, self.copies, self.kept = None, CopyPlan([]), CopyPlan([])
+
+
+def _nowhere(delivery: Delivery) -> Strided:
+    """A target for digests alone: of the engine's dtype, and at no address."""
+    shape, dtype = delivery.box.shape, getattr(torch, delivery.lands_as)
+    return Strided(0, shape, tuple(torch.empty(shape, dtype=dtype, device="meta").stride()), dtype)
+
+
+def _is_same(here: tuple[list[torch.Tensor], list[Hashable]], there: tuple[list[torch.Tensor], list[Hashable]]) -> bool:
+    return here[1] == there[1] and len(here[0]) == len(there[0]) and all(map(operator.is_, here[0], there[0]))
 
 
 def why_not_sliced(plan: LoadPlan) -> str | None:
-    """Why weights have to travel whole to this rank's engine, `None` when slices will do."""
+    """The reason why weights have to travel whole to this rank's engine, `None` when slices will do."""
     if plan.fallbacks:
         name, cause = next(iter(plan.fallbacks.items()))
         return f"{name}: {cause}"

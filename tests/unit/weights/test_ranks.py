@@ -110,11 +110,13 @@ def test_what_ranks_gather_comes_by_rank_along_every_dimension(both):
     assert RankGroup().gather("mine") == {0: "mine"}
 
 
-def test_the_lowest_of_all_ranks_is_found_for_each_of_several_numbers(both):
+def test_rows_of_numbers_come_by_rank_once_each_along_every_dimension(both):
     def body(rank):
-        return group_of_two(square=True).lowest(torch.tensor([3 - rank, rank, -5])).tolist()
+        group = group_of_two(square=True)
+        return [group.rows(torch.tensor([3 - rank, n])).tolist() for n in (0, 1)]
 
-    assert both(body) == [[2, 0, -5]] * 2
+    assert both(body) == [[[[3, 0], [2, 0]], [[3, 1], [2, 1]]]] * 2
+    assert RankGroup().rows(torch.tensor([7])).tolist() == [[7]]
 
 
 def test_a_rank_that_has_ended_is_told_by_where_the_others_were(both):

@@ -17,7 +17,7 @@ from colo.weights.sources.megatron.names import QKV, VOCABULARY, Named, Names, T
 from colo.weights.sources.megatron.rows import Run, num_rows, qkv_rows, same_rows, within
 from colo.weights.sources.megatron.stages import HeldTensor, bare, held_by
 from colo.weights.sources.module import saved_buffers
-from colo.weights.sources.parts import PlacedPart
+from colo.weights.sources.placed import PlacedPart
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,7 @@ import pytest
 from colo.errors import TransferError
 from colo.memory.specs import TensorSpec
 from colo.weights.boxes import Box
-from colo.weights.exchange.agreement import Told, check_told
-from colo.weights.exchange.plan import Slice
+from colo.weights.exchange.plan import Slice, Told, check_told
 
 A, B, C = (TensorSpec(name, "float32", (4, 2)) for name in "abc")
 

@@ -181,7 +181,8 @@ def test_sharded_weights_are_copied(mesh):
     assert transport.name == "slices"
     assert transport.reason.startswith("q cannot be shared: it is sharded over the trainer's ranks")
     assert transport.reason.endswith(
-        "of 2 recorded copies 48 bytes are this rank's own and 0 come from other ranks, as slices (rank 0 receives 0 B)"
+        "of 2 recorded copies 48 bytes are this rank's own and 0 come from other ranks, as slices (rank 0 receives "
+        "0 B), copied within each rank"
     )
     assert transport.transfer() == 48
     assert torch.equal(engine.memory["qk"], torch.cat([model.q.full_tensor(), model.k]))

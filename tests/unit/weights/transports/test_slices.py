@@ -1,7 +1,9 @@
 """Slices of weights from ranks that hold parts to ranks whose engines take others; each rank is a process."""
 
+import gc
 import os
 import signal
+import sys
 import time
 import weakref
 
@@ -15,8 +17,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from colo.errors import TransferError, Unsupported
+from colo.memory.copy_plan import CopyPlan
 from colo.memory.load_plan import LoadPlan
-from colo.weights.exchange import exchange
+from colo.memory.region import carve, carved_bytes
+from colo.memory.share import SharedMemory
+from colo.weights.exchange import exchange, peers
 from colo.weights.sources.module import ModuleSource
 from colo.weights.transports import slices as transport_module
 from colo.weights.transports.slices import SlicesTransport, why_not_sliced
@@ -59,20 +64,30 @@ def loaded(weights, rank, size, memory):
             memory[name].copy_(tensor)
 
 
-def engine_memory(rank, size, dtype):
+def engine_memory(rank, size, dtype, is_mapped=False):
+    """A rank's engine, in ordinary memory or in a file that other ranks map."""
     rows = len(torch.arange(ROWS).chunk(size)[rank])
     shapes = {"qk": (2 * rows, COLUMNS), "qk_bias": (2 * rows,), "down": (COLUMNS, rows), "experts": (3, 4, 8)}
-    return {name: torch.zeros(shape, dtype=dtype) for name, shape in {**shapes, "bias": (5,)}.items()}
+    shapes |= {"bias": (5,)}
+    if not is_mapped:
+        return {name: torch.zeros(shape, dtype=dtype) for name, shape in shapes.items()}
+    specs = [(shape, dtype) for shape in shapes.values()]
+    slab = SharedMemory(carved_bytes(specs), CPU)
+    FILES.append(slab)
+    return dict(zip(shapes, carve(slab.bytes, specs), strict=True))
 
 
-def world(rank, size, shard, *, tp=1, dtype=torch.float32, engines=torch.float32, bucket_bytes=200):
+FILES = []
+
+
+def world(rank, size, shard, *, tp=1, dtype=torch.float32, engines=torch.float32, bucket_bytes=200, is_mapped=False):
     """The same model whole and sharded, a rank's engine memory, and the transport between."""
     torch.manual_seed(0)
     whole = Net(dtype)
     torch.manual_seed(0)
     model = Net(dtype)
     shard(model, size)
-    source, memory = ModuleSource(model), engine_memory(rank % tp, tp, engines)
+    source, memory = ModuleSource(model), engine_memory(rank % tp, tp, engines, is_mapped)
 
     def load(weights):
         loaded(weights, rank % tp, tp, memory)
@@ -125,13 +140,18 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.parametrize("is_mapped", [False, True])
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_byte_of_every_engine_is_the_whole_models(ranks, layout, tp):
+def test_every_byte_of_every_engine_is_the_whole_models(ranks, layout, tp, is_mapped):
     size, shard = LAYOUTS[layout]
 
     def body(rank):
-        _, memory, expected, transport = world(rank, size, shard, tp=tp)
+        _, memory, expected, transport = world(rank, size, shard, tp=tp, is_mapped=is_mapped)
+        way = "written straight into every rank's engine" if is_mapped else "ordinary host memory cannot be mapped"
+        if transport.reason.endswith("copied within each rank"):
+            way = f"rank {rank} receives 0 B"
+        assert way in transport.reason
         before = transport.is_current()
         num_bytes = transport.transfer()
         transport.verify()
@@ -173,7 +193,7 @@ def test_an_engine_that_is_cut_like_the_trainer_receives_next_to_nothing(both):
         assert (received, same) == (0, True)
         assert reason == (
             "tested; of 1 recorded copies 64 bytes are this rank's own and 0 come from other ranks, as slices (rank 0 "
-            "receives 0 B, rank 1 receives 0 B)"
+            "receives 0 B, rank 1 receives 0 B), copied within each rank"
         )
 
 
@@ -182,19 +202,20 @@ def test_of_many_ranks_the_reason_says_what_comes_to_each_at_least_and_at_most(b
 
     def body(rank):
         *_, transport = world(rank, 2, flat)
-        bytes_of = sorted(transport._planned.received_bytes(one) for one in range(2))
-        return transport.reason.rpartition("(")[2] == f"2 ranks receive {bytes_of[0]} B to {bytes_of[1]} B each)"
+        bytes_of = sorted(transport.source.ranks.gather(transport.bytes_to_receive).values())
+        return f"(2 ranks receive {bytes_of[0]} B to {bytes_of[1]} B each), through buffers: " in transport.reason
 
     assert both(body) == [True, True]
 
 
+@pytest.mark.parametrize("is_mapped", [False, True])
 @pytest.mark.parametrize(
     ("trainers", "engines", "width"),
     [(torch.float32, torch.bfloat16, 2), (torch.bfloat16, torch.float32, 2), (torch.bfloat16, torch.float16, 2)],
 )
-def test_what_travels_is_as_narrow_as_trainer_and_engine_allow(both, trainers, engines, width):
+def test_what_travels_is_as_narrow_as_trainer_and_engine_allow(both, trainers, engines, width, is_mapped):
     def body(rank):
-        model, memory, expected, transport = world(rank, 2, flat, dtype=trainers, engines=engines)
+        model, memory, expected, transport = world(rank, 2, flat, dtype=trainers, engines=engines, is_mapped=is_mapped)
         transport.transfer()
         transport.verify()
         lacking = sum(p.numel() - p.to_local().numel() for p in model.parameters())
@@ -279,9 +300,10 @@ def test_the_peak_beyond_the_shards_is_two_buckets_also_where_weights_are_cast_a
         assert 0 < comparing <= 3 * BUCKET  # a bucket of words and, on a CPU, their products in 64 bits
 
 
-def test_a_changed_byte_of_any_engine_is_seen_on_every_rank_and_named_where_it_is(both):
+@pytest.mark.parametrize("is_mapped", [False, True])
+def test_a_changed_byte_of_any_engine_is_seen_on_every_rank_and_named_where_it_is(both, is_mapped):
     def body(rank):
-        _, memory, _, transport = world(rank, 2, flat)
+        _, memory, _, transport = world(rank, 2, flat, is_mapped=is_mapped)
         transport.transfer()
         said = []
         for name in ("qk", "bias", "experts"):
@@ -329,9 +351,10 @@ def test_an_elements_low_bits_are_compared_too_where_the_engine_is_wider_than_th
     assert both(body) == [False, False]
 
 
-def test_replaced_parameters_are_sent_and_other_parts_planned_for_anew(both):
+@pytest.mark.parametrize("is_mapped", [False, True])
+def test_replaced_parameters_are_sent_and_other_parts_planned_for_anew(both, is_mapped):
     def body(rank):
-        model, memory, _, transport = world(rank, 2, flat)
+        model, memory, _, transport = world(rank, 2, flat, is_mapped=is_mapped)
         transport.transfer()
         mesh = init_device_mesh("cpu", (2,))
         value = torch.arange(float(COLUMNS * ROWS)).view(COLUMNS, ROWS)
@@ -344,13 +367,137 @@ def test_replaced_parameters_are_sent_and_other_parts_planned_for_anew(both):
     assert both(body) == [True, True]
 
 
+def test_a_parameter_whose_memory_is_another_is_sent_from_there(both):
+    def body(rank):
+        model, memory, expected, transport = world(rank, 2, flat, is_mapped=True)
+        transport.transfer()
+        shard = model.q.weight._local_tensor
+        shard.data = shard.clone().mul_(2)
+        transport.transfer()
+        transport.verify()
+        return torch.equal(memory["qk"][:ROWS], 2 * expected["qk"][:ROWS])
+
+    assert both(body) == [True, True]
+
+
+def test_an_engine_whose_memory_is_another_on_one_rank_is_written_to_there(both):
+    def body(rank):
+        *_, expected, transport = world(rank, 2, flat, is_mapped=True)
+        transport.transfer()
+        if rank:  # as where an engine's memory has been released and is back
+            for copy in transport._plan.copies:
+                copy.target.set_(copy.target.clone().zero_())
+        transport.transfer()
+        transport.verify()
+        copied = {copy.name: copy.target for copy in transport._plan.copies}
+        return torch.equal(copied["bias"], expected["bias"]), transport.reason.partition("), ")[2]
+
+    (here, way), (there, _) = both(body)
+    assert here and there
+    assert way == "through buffers: of rank 1: ordinary host memory cannot be mapped by another process"
+
+
+def test_verifying_again_reads_the_weights_again(both):
+    def body(rank):
+        model, *_, transport = world(rank, 2, flat, is_mapped=True)
+        transport.transfer()
+        transport.verify()
+        transport.verify()
+        with torch.no_grad():
+            model.down.weight._local_tensor.add_(1 - rank)
+        return outcome(transport.verify)
+
+    here, there = both(body)
+    said = "TransferError: 1 tensors differ after the transfer, down.weight for one"
+    assert (here, there) == (said, said)
+
+
+def test_of_a_transfer_after_the_first_nothing_is_done_tensor_by_tensor(both):
+    """In Python, that is: 24 more layers make two calls a tensor, which look where it is."""
+
+    def body(rank):
+        counts = []
+        for num_layers in (8, 32):
+            torch.manual_seed(0)
+            model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(num_layers)))
+            flat(model, 2)
+            FILES.append(SharedMemory(num_layers * 512, CPU))
+            memory = carve(FILES[-1].bytes, [((8, 8), torch.float32)] * num_layers)
+            source = ModuleSource(model)
+            names = [name for name, _ in source]
+
+            def load(weights, names=names, memory=memory):
+                for name, tensor in weights:
+                    memory[names.index(name)].copy_(tensor)
+
+            plan = LoadPlan.record(load, source.tensors(), dict(zip(names, memory, strict=True)))
+            transport = SlicesTransport(source, plan, device=CPU, why_not_shared="tested")
+            transport.transfer()
+            calls = 0
+
+            def count(frame, event, argument):
+                nonlocal calls
+                calls += event == "call" and "/colo/weights/" in frame.f_code.co_filename
+
+            sys.setprofile(count)
+            transport.transfer()
+            sys.setprofile(None)
+            counts.append(calls)
+        return counts
+
+    for few, many in both(body):
+        assert many - few <= 24 * 3
+
+
+def test_a_rank_that_cannot_map_another_is_named_and_slices_take_the_other_way(both, monkeypatch):
+    def body(rank):
+        if rank:
+            monkeypatch.setattr(peers, "open_shared_memory", fail)
+        _, memory, expected, transport = world(rank, 2, flat, is_mapped=True)
+        transport.transfer()
+        transport.verify()
+        return transport.reason.partition("), ")[2], is_same(memory, expected)
+
+    def fail(*_):
+        raise TransferError("tested")
+
+    assert both(body) == [("through buffers: on rank 1: tested", True)] * 2
+
+
+def test_ranks_of_several_hosts_send_through_buffers(both, monkeypatch, tmp_path):
+    def body(rank):
+        host = tmp_path / f"{rank}"
+        host.write_text(f"boot {rank}")
+        monkeypatch.setattr(peers, "_BOOT", host)
+        _, memory, expected, transport = world(rank, 2, flat, is_mapped=True)
+        transport.transfer()
+        transport.verify()
+        return transport.reason.partition("), ")[2], is_same(memory, expected)
+
+    assert both(body) == [("through buffers: ranks are on 2 hosts", True)] * 2
+
+
+def test_a_closed_transport_keeps_no_weights(both):
+    def body(rank):
+        model, *_, transport = world(rank, 2, flat, is_mapped=True)
+        transport.transfer()
+        seen = weakref.ref(model.q.weight._local_tensor.untyped_storage())
+        transport.close()
+        transport.source = None
+        del model
+        gc.collect()
+        return seen() is None
+
+    assert both(body) == [True, True]
+
+
 # ---- what goes wrong -------------------------------------------------------------------------------------------------
 
 
 def outcome(call):
     try:
         call()
-    except (ValueError, RuntimeError, TransferError, Unsupported) as error:
+    except (ArithmeticError, ValueError, RuntimeError, TransferError, Unsupported) as error:
         return f"{type(error).__name__}: {error}"
     return "done"
 
@@ -402,6 +549,39 @@ def test_a_bucket_that_is_not_what_it_should_be_is_found_by_its_contents(both, m
     here, there = both(body)
     assert there == "done"
     assert "tensors differ after the transfer" in here
+
+
+def test_a_rank_whose_writing_fails_is_named_on_all_and_the_next_transfer_succeeds(both, monkeypatch):
+    def body(rank):
+        _, memory, expected, transport = world(rank, 2, flat, is_mapped=True)
+        with monkeypatch.context() as patch:
+            if rank:
+                patch.setattr(CopyPlan, "replay_digested", lambda plan: 1 / 0)
+            said = outcome(transport.transfer)
+        transport.transfer()
+        transport.verify()
+        return said, is_same(memory, expected)
+
+    here, there = both(body)
+    assert there == ("ZeroDivisionError: division by zero", True)
+    assert here[0].startswith("TransferError: sending slices of the weights failed on rank 1: ZeroDivisionError")
+    assert here[1]
+
+
+def test_a_rank_that_cannot_compare_is_named_on_all(both, monkeypatch):
+    def body(rank):
+        *_, transport = world(rank, 2, flat, is_mapped=True)
+        transport.transfer()
+        with monkeypatch.context() as patch:
+            if rank:
+                patch.setattr(CopyPlan, "digests", lambda plan: 1 / 0)
+            said = outcome(transport.verify)
+        return said, outcome(transport.verify)
+
+    here, there = both(body)
+    assert there == ("ZeroDivisionError: division by zero", "done")
+    assert here[0].startswith("TransferError: comparing slices of the weights failed on rank 1: ZeroDivisionError")
+    assert here[1] == "done"
 
 
 def test_a_rank_that_is_killed_within_a_bucket_ends_the_transfer_of_the_others_with_its_bucket_named(both, monkeypatch):
@@ -484,7 +664,7 @@ def test_a_weight_that_has_changed_its_shape_on_one_rank_is_named_on_all(both):
     here, there = both(body)
     said = "TransferError: experts has shape (3, 8, 5), but (3, 8, 4) was recorded"
     assert there == said
-    assert here == f"TransferError: looking for slices of the weights failed on rank 1: {said}"
+    assert here == f"TransferError: planning slices of the weights failed on rank 1: {said}"
 
 
 def test_a_part_that_cannot_travel_on_one_rank_is_named_on_all(both):
