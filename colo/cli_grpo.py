@@ -1,95 +1,147 @@
-"""`colo grpo` on the command line: options with TRL's names, lines of progress or of JSON."""
+"""`colo grpo` on the command line: every option of TRL's configs, lines of progress or of JSON."""
 
 from __future__ import annotations
 
+import difflib
 import json
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
-from pathlib import Path
+from importlib.util import find_spec
 from typing import Any, TextIO
 
 import click
 from rich.console import Console
 
-from colo.cli_options import Command, device_option, require_vllm
+from colo.cli_options import require_vllm
 
-_POSITIVE = click.IntRange(min=1)
-_OF_TRAINING = ("step", "max_steps", "epoch", "learning_rate", "seconds")
+_NOW = {"engine": "colo_engine", "kv_cache_mib": "colo_kv_cache_mib"}
+"""Options that were `colo grpo`'s own, and the flag's names for them."""
 
-
-def _option(name: str, **options: Any) -> Callable[[Command], Command]:
-    """An option that may be written with underscores, as TRL has it, or with dashes."""
-    names = dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}"))
-    return click.option(*names, name, **options)
+_REQUIRED = ("model_name_or_path", "dataset_name", "output_dir")
+_SHOWN = ("reward", "rewards/*/mean", "kl", "loss", "completions/mean_length", "colo/mismatch", "step_time", "eval_*")
+"""Metrics in a line of progress; `--json` has all that are logged."""
 
 
-@click.command()
-@_option("model_name_or_path", required=True, help="A folder or hub id with a checkpoint.")
-@_option("dataset_name", required=True, help="A file of JSON lines, or a dataset of Hugging Face.")
-@_option("dataset_config", help="Configuration of that dataset.")
-@_option("dataset_train_split", default="train", help="Split of that dataset.")
-@_option("reward_funcs", required=True, multiple=True, help="module:function or path.py:function; may be repeated.")
-@_option("reward_weights", multiple=True, type=float, help="One for each reward.")
-@_option("output_dir", required=True, type=click.Path(file_okay=False, path_type=Path), help="Where to save.")
-@_option("overwrite_output_dir", is_flag=True, help="Also over another run's checkpoint.")
-@_option("max_steps", type=int, default=-1, help="Optimizer steps; -1 for num_train_epochs.")
-@_option("num_train_epochs", type=float, default=3.0)
-@_option("learning_rate", type=float, default=1e-6, help="Constant.")
-@_option("per_device_train_batch_size", type=_POSITIVE, default=8, help="Completions of one pass.")
-@_option("gradient_accumulation_steps", type=_POSITIVE, default=1, help="Passes for each optimizer step.")
-@_option("num_generations", type=int, default=8, help="Completions of each prompt.")
-@_option("max_completion_length", type=_POSITIVE, default=512, help="Tokens.")
-@_option("temperature", type=float, default=1.0)
-@_option("beta", type=float, default=0.0, help="Weight of the KL term.")
-@_option("use_peft", is_flag=True, help="Train a LoRA adapter.")
-@_option("lora_r", type=_POSITIVE, default=16)
-@_option("lora_alpha", type=_POSITIVE, default=32)
-@_option("lora_target_modules", multiple=True, default=["all-linear"], help="May be repeated.")
-@_option("logging_steps", type=_POSITIVE, default=1, help="Steps of which the means are printed.")
-@_option("seed", type=click.IntRange(0, 2**31 - 1), default=42)
-@_option(
-    "dtype", type=click.Choice(["auto", "bfloat16", "float16", "float32"]), help="By default what suits the device."
+@click.command(
+    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False}, add_help_option=False
 )
-@_option("engine", type=click.Choice(["torch", "vllm"]), default="torch", help="The embedded engine, or vLLM.")
-@_option("kv_cache_mib", type=_POSITIVE, help="Size of the KV cache; by default what fits.")
-@device_option
-@click.option("--json", "as_json", is_flag=True, help="One JSON line a step, and nothing else on standard output.")
-def grpo(logging_steps: int, as_json: bool, **options: Any) -> None:
-    """Train a checkpoint by GRPO.
+@click.argument("words", nargs=-1, type=click.UNPROCESSED)
+def grpo(words: tuple[str, ...]) -> None:
+    """Train a checkpoint by GRPO: TRL's trainer, on one copy of the weights.
 
-    Rows have a `prompt`, a text or a list of messages; the other columns go to the rewards, functions
-    f(prompts, completions, **columns) that return one number for each completion. Options are named as in `trl grpo`.
-
-    Model and tokenizer are saved at the end, on Ctrl-C, and when an error ends the run.
+    Takes every option of TRL's GRPOConfig and ModelConfig: colo grpo --help.
     """
-    if options["engine"] == "vllm":
-        require_vllm("--engine vllm")
-    from colo.rl.output import OutputFolder
-
-    try:
-        OutputFolder(options["output_dir"], overwrite=options["overwrite_output_dir"])
-    except OSError as error:
-        raise click.BadParameter(f"{error}.", param_hint="--output_dir") from None
-    from colo.grpo import GRPORun, train
-
-    try:
-        run = GRPORun(**options)
-    except ValueError as error:
-        raise click.UsageError(f"{error}.") from None
+    if find_spec("trl") is None or find_spec("datasets") is None:
+        raise click.UsageError("colo grpo needs TRL: pip install 'colo-rl[trl]'.")
     err = Console(stderr=True)
+    given, as_json = _translated(list(words), err)
+    if "--colo_engine=vllm" in given:
+        require_vllm("--colo_engine vllm")
+    run, args, model = _parsed(given)
+    from colo.grpo import train
+
     with _own_stdout(as_json) as stdout:
         train(
             run,
+            args,
+            model,
             tell=lambda text: err.print(text, highlight=False, soft_wrap=True),
-            on_step=_JSONLines(stdout) if as_json else _Table(stdout, logging_steps),
+            on_log=_JSONLines(stdout) if as_json else _Lines(stdout),
         )
 
 
+def _translated(words: list[str], err: Console) -> tuple[list[str], bool]:
+    """The words as TRL's parser takes them, and whether JSON is wanted.
+
+    Names get underscores, what `colo grpo` called otherwise its name of now, and lists that are given word by word, as
+    in `--reward_funcs a --reward_funcs b`, are put together.
+    """
+    given: dict[str, list[str]] = {}
+    name = ""
+    for word in words:
+        if word.startswith("--") and len(word) > 2:
+            name, equals, value = word[2:].partition("=")
+            name = name.replace("-", "_")
+            if name in _NOW:
+                err.print(f"--{name} is --{_NOW[name]} now, as in ColoGRPOConfig", highlight=False)
+                name = _NOW[name]
+            given.setdefault(name, []).extend([value] if equals else [])
+        elif word == "-h":
+            given["help"] = []
+        elif not name:
+            raise click.UsageError(f"Got unexpected extra argument ({word}).")
+        else:
+            given[name].append(word)
+    as_json = given.pop("json", None) is not None
+    if (device := given.pop("device", None)) is not None:
+        if device[-1:] not in (["cpu"], ["cuda"]):
+            raise click.UsageError(f"--device {device[-1:] or ''} is not one of cpu and cuda.")
+        given |= {"use_cpu": [str(device[-1] == "cpu")]}
+        err.print("--device cpu is --use_cpu now, as in GRPOConfig", highlight=False)
+    lists = _lists()
+    found = []
+    for name, values in given.items():
+        if name in lists or not values:
+            found += [f"--{name}", *values]
+        else:
+            found.append(f"--{name}={values[-1]}")  # the last one counts, as ever
+    return found, as_json
+
+
+def _parser() -> Any:
+    """TRL's parser, whose errors are click's."""
+    from trl import TrlParser
+
+    from colo.grpo import GRPOModelConfig, GRPORunConfig, RunArguments
+
+    parser = TrlParser(
+        (RunArguments, GRPORunConfig, GRPOModelConfig),
+        prog="colo grpo",
+        allow_abbrev=False,
+        description="Train a checkpoint by GRPO. Rows have a `prompt`, a text or a list of messages; the other columns "
+        "go to the rewards, functions f(prompts, completions, **columns) that return one number for each completion. "
+        "Options are those of TRL's GRPOConfig and ModelConfig; --config takes them from a YAML file. --json prints "
+        "what is logged as lines of JSON, and nothing else, on standard output. Model and tokenizer are saved at the "
+        "end, on Ctrl-C, and when an error ends the run.",
+    )
+
+    def error(message: str) -> None:
+        raise click.UsageError(f"{message}.")
+
+    parser.error = error
+    for action in parser._actions:
+        action.required = action.required or action.dest in _REQUIRED
+    return parser
+
+
+def _lists() -> set[str]:
+    return {action.dest for action in _parser()._actions if action.nargs in ("+", "*")}
+
+
+def _parsed(given: Sequence[str]) -> tuple[Any, Any, Any]:
+    """The three configs. Raises: `click.UsageError` for options that there are not, or that exclude each other."""
+    parser = _parser()
+    known = {name.lstrip("-") for action in parser._actions for name in action.option_strings} | {"config"}
+    for word in given:
+        name = word[2:].partition("=")[0]
+        if word.startswith("--") and name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            raise click.UsageError(f"No such option: --{name}." + (f" Did you mean --{near[0]}?" if near else ""))
+    words = [part for word in given for part in (word.split("=", 1) if word.startswith("--config=") else [word])]
+    try:
+        run, args, model = parser.parse_args_and_config(args=words)
+    except (ValueError, TypeError) as error:
+        raise click.UsageError(f"{str(error).rstrip('.')}.") from None
+    if not run.reward_funcs and not run.reward_model_name_or_path:
+        raise click.UsageError("Missing option --reward_funcs, or --reward_model_name_or_path.")
+    return run, args, model
+
+
 class _JSONLines:
-    """Writes the metrics of each step as a line."""
+    """Writes what is logged as a line."""
 
     def __init__(self, file: TextIO) -> None:
         self._file = file
@@ -99,24 +151,25 @@ class _JSONLines:
         self._file.flush()
 
 
-class _Table:
-    """Prints the means of so many steps in a line."""
+class _Lines:
+    """Prints the few of what is logged that tell how a run goes."""
 
-    def __init__(self, file: TextIO, every: int) -> None:
+    def __init__(self, file: TextIO) -> None:
         self._console = Console(file=file)
-        self._every = every
-        self._steps: list[dict[str, float]] = []
 
     def __call__(self, metrics: dict[str, float]) -> None:
-        self._steps.append(metrics)
-        step, last = int(metrics["step"]), int(metrics["max_steps"])
-        if step % self._every and step != last:
-            return
-        names = [name for name in metrics if name not in _OF_TRAINING]
-        means = {name: sum(each[name] for each in self._steps) / len(self._steps) for name in (*names, "seconds")}
-        words = "  ".join(f"{name} {value:.4g}" for name, value in means.items())
-        self._console.print(f"step {step}/{last}  {words}", highlight=False, soft_wrap=True)
-        self._steps.clear()
+        names = [name for shown in _SHOWN for name in _matching(shown, metrics)]
+        words = "  ".join(f"{name} {metrics[name]:.4g}" for name in names)
+        self._console.print(
+            f"step {metrics['step']:.0f}/{metrics['max_steps']:.0f}  {words}", highlight=False, soft_wrap=True
+        )
+
+
+def _matching(shown: str, metrics: dict[str, float]) -> list[str]:
+    before, star, after = shown.partition("*")
+    if not star:
+        return [shown] if shown in metrics else []
+    return [name for name in metrics if name.startswith(before) and name.endswith(after)]
 
 
 @contextmanager

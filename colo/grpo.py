@@ -1,207 +1,385 @@
-"""`colo grpo`: a checkpoint and a dataset in, a trained checkpoint out. The loop itself is `colo.rl.loop`.
+"""`colo grpo`: a checkpoint and a dataset in, a trained checkpoint out, by TRL's trainer under colo's flag.
 
-Everything that can be wrong with what was given is found before the model is loaded.
+Everything that can be wrong with what was given is found before a model is loaded.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import inspect
 import math
+import shutil
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from tempfile import TemporaryFile
+from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoTokenizer
+import trl.rewards
+from transformers import AutoConfig, ProgressCallback, TrainerCallback
+from transformers.trainer_callback import PrinterCallback
+from transformers.trainer_utils import get_last_checkpoint
+from trl import ModelConfig, ScriptArguments, get_peft_config, get_quantization_config
+from trl.trainer.utils import get_callable_name
 
 from colo.assembly.arguments import check_path
-from colo.assembly.launch import launch
 from colo.assembly.starting import refuse_adapted_head
-from colo.config import RuntimeConfig
 from colo.engines.embedded.waves import positions_of
-from colo.engines.text import check_prompts, encode_prompts
-from colo.errors import Unsupported
-from colo.rl.dataset import Dataset, load_rows, shuffled
-from colo.rl.loop import GRPOConfig, grpo
-from colo.rl.loss import GRPOLossConfig
-from colo.rl.output import OutputFolder
-from colo.rl.problems import Problem
-from colo.rl.rewards import RewardFunction, check_columns, named_rewards
-from colo.runtime import Runtime
-from colo.trainer.master_weights import MasterWeights
-from colo.units import MIB
+from colo.integrations.trl import ColoGRPOConfig, ColoGRPOTrainer
+from colo.integrations.trl.checks import check_args, check_columns
+from colo.integrations.trl.rows import check_rows, load_rows
+from colo.memory.uninterrupted import uninterrupted
+from colo.rl.rewards import RewardFunction, call_reward, named_rewards
+from colo.weights.sources.peft import check_lora_config
 
 Tell = Callable[[str], None]
-OnStep = Callable[[dict[str, float]], None]
+OnLog = Callable[[dict[str, float]], None]
+
+_OF_A_CHECKPOINT = ("config.json", "adapter_config.json", "*.safetensors", "*.safetensors.index.json", "*.bin")
+_OF_TRL = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GRPORun:
-    """What `colo grpo` is given. Names are those of `trl grpo`, and so are defaults where not said otherwise."""
+@dataclass
+class RunArguments(ScriptArguments):  # type: ignore[misc]
+    """Arguments beside TRL's configs: those of its `grpo` script, and `colo grpo`'s own."""
 
-    model_name_or_path: str
-    dataset_name: str
-    """A file of JSON lines, a folder, or a dataset on the hub."""
+    reward_funcs: list[str] = field(
+        default_factory=list,
+        metadata={"help": "`path.py:function`, `module:function`, or a reward function of TRL by its name."},
+    )
+    reward_model_name_or_path: str | None = field(
+        default=None, metadata={"help": "A checkpoint of a reward model, beside or instead of functions."}
+    )
+    dataset_columns: list[str] = field(
+        default_factory=list,
+        metadata={"help": "Columns to rename, `prompt=question`: the new name, then the dataset's."},
+    )
+    eval_dataset_name: str | None = field(
+        default=None, metadata={"help": "What to evaluate on, where that is not a split of the dataset."}
+    )
+    overwrite_output_dir: bool = field(
+        default=False, metadata={"help": "Train also where another run has left checkpoints, and remove those."}
+    )
 
-    reward_funcs: tuple[str, ...]
-    """`module:function` or `path.py:function` each."""
 
-    output_dir: Path
-    dataset_config: str | None = None
-    dataset_train_split: str = "train"
-    reward_weights: tuple[float, ...] = ()
-    """One for each reward, or none for 1 each."""
+@dataclass
+class GRPORunConfig(ColoGRPOConfig):
+    """`ColoGRPOConfig` with the flag on, the engine that is there, and a log of every step."""
 
-    overwrite_output_dir: bool = False
-    max_steps: int = -1
-    """Optimizer steps; -1 for `num_train_epochs`."""
-
-    num_train_epochs: float = 3.0
-    learning_rate: float = 1e-6
-    """Constant: there is no schedule."""
-
-    per_device_train_batch_size: int = 8
-    """Completions of one forward and backward pass."""
-
-    gradient_accumulation_steps: int = 1
-    """Passes for each optimizer step."""
-
-    num_generations: int = 8
-    max_completion_length: int = 512
-    temperature: float = 1.0
-    beta: float = 0.0
-    """Weight of the KL term."""
-
-    use_peft: bool = False
-    lora_r: int = 16
-    lora_alpha: int = 32
-    lora_target_modules: tuple[str, ...] = ("all-linear",)
-    seed: int = 42
-    engine: Literal["torch", "vllm"] = "torch"
-    kv_cache_mib: int | None = None
-    """Size of the KV cache; by default what fits."""
-
-    device: str | None = None
-    dtype: str | None = None
-    """The weights' own; by default bfloat16 on a GPU and float32 on a CPU."""
+    fast_inference: bool = field(default=True, metadata={"help": "Generate with an engine on the trainer's weights."})
+    colo_engine: str = field(
+        default="auto", metadata={"help": "`vllm`, or `torch` for the embedded one; vLLM on a GPU where it is there."}
+    )
+    use_cpu: bool = field(default=False, metadata={"help": "Train on the CPU, as where there is no GPU."})
+    bf16: bool | None = field(default=None, metadata={"help": "Autocast to bfloat16; by default on a GPU."})
+    disable_tqdm: bool | None = field(default=None, metadata={"help": "No progress bars; by default none."})
+    logging_steps: float = field(default=1, metadata={"help": "Steps of which means are logged."})
 
     def __post_init__(self) -> None:
-        if self.num_generations < 2:
-            raise ValueError(
-                f"num_generations must be at least 2, but is {self.num_generations}: advantages compare the "
-                "completions of one prompt"
-            )
-        if self.num_completions % self.num_generations:
-            raise ValueError(
-                f"per_device_train_batch_size {self.per_device_train_batch_size} times gradient_accumulation_steps "
-                f"{self.gradient_accumulation_steps} is {self.num_completions} completions a step, which are not whole "
-                f"groups of num_generations {self.num_generations}: change one of them"
-            )
-        if self.reward_weights and len(self.reward_weights) != len(self.reward_funcs):
-            raise ValueError(
-                f"there are {len(self.reward_weights)} reward_weights for {len(self.reward_funcs)} reward_funcs: give "
-                "one for each, in their order"
-            )
-        for name in ("learning_rate", "temperature", "num_train_epochs"):
-            if not (getattr(self, name) > 0 and math.isfinite(getattr(self, name))):
-                raise ValueError(f"{name} must be positive and finite, but is {getattr(self, name)}")
-        if self.max_steps < 1 and self.max_steps != -1:
-            raise ValueError(f"max_steps must be at least 1, or -1 for num_train_epochs, but is {self.max_steps}")
-        self.loop_config()
-
-    @property
-    def num_completions(self) -> int:
-        """Completions for each optimizer step."""
-        return self.per_device_train_batch_size * self.gradient_accumulation_steps
-
-    @property
-    def prompts_per_step(self) -> int:
-        """Prompts for each optimizer step."""
-        return self.num_completions // self.num_generations
-
-    def num_steps(self, num_rows: int) -> int:
-        """Optimizer steps for a dataset of so many rows."""
-        if self.max_steps > 0:
-            return self.max_steps
-        return max(1, math.ceil(self.num_train_epochs * num_rows / self.prompts_per_step))
-
-    def loop_config(self) -> GRPOConfig:
-        """Settings of the loop. Raises: `ValueError` for numbers that it does not take."""
-        return GRPOConfig(
-            group_size=self.num_generations,
-            max_tokens=self.max_completion_length,
-            temperature=self.temperature,
-            micro_batch_size=self.per_device_train_batch_size,
-            loss=GRPOLossConfig(kl_coefficient=self.beta),
-            seed=self.seed,
-        )
+        has_cuda = torch.cuda.is_available()
+        self.use_cpu = self.use_cpu or not has_cuda
+        if self.bf16 is None and self.use_cpu:
+            self.bf16 = False
+        if self.colo_engine == "auto":
+            has_vllm = importlib.util.find_spec("vllm") is not None
+            self.colo_engine = "vllm" if has_vllm and not self.use_cpu else "torch"
+        # Free for the embedded engine: a seed repeats a run then, and a resumed one draws what the first would have.
+        self.colo_seeded = self.colo_seeded or self.colo_engine == "torch"
+        self.disable_tqdm = True if self.disable_tqdm is None else self.disable_tqdm
+        super().__post_init__()
 
 
-def train(run: GRPORun, *, tell: Tell = lambda text: None, on_step: OnStep = lambda metrics: None) -> Path:
+@dataclass
+class GRPOModelConfig(ModelConfig):  # type: ignore[misc]
+    """`ModelConfig` with weights of a dtype that suits the device, and adapters on every linear layer."""
+
+    dtype: str | None = field(
+        default=None,
+        metadata={
+            "help": "Of the weights; by default bfloat16 on a GPU and float32 on a CPU.",
+            "choices": ["auto", "bfloat16", "float16", "float32"],
+        },
+    )
+    lora_target_modules: list[str] | None = field(
+        default_factory=lambda: ["all-linear"], metadata={"help": "LoRA target modules."}
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        modules: Any = self.lora_target_modules
+        if isinstance(modules, str) and modules != "all-linear" and modules.replace(".", "_").isidentifier():
+            self.lora_target_modules = [modules]  # which TRL makes a pattern that no whole name matches
+
+
+def train(
+    run: RunArguments,
+    args: GRPORunConfig,
+    model: GRPOModelConfig,
+    *,
+    tell: Tell = lambda text: None,
+    on_log: OnLog = lambda metrics: None,
+) -> Path:
     """Train, and save model (or adapter) and tokenizer: the folder that they are in.
 
-    `on_step` gets the metrics of each step with `step`, `max_steps`, `epoch` and `seconds`. What was trained before an
+    `on_log` gets what TRL logs, of steps and evaluations, with `step` and `max_steps`. What was trained before an
     interrupt or an error is saved too, which `tell` says, and both are raised.
 
-    Raises: `ValueError` and `OSError` for what was given, before the model is loaded; as `launch` and `grpo`.
+    Raises: `ValueError` and `OSError` for what was given, before the model is loaded; as `ColoGRPOTrainer`.
     """
-    output = OutputFolder(run.output_dir, overwrite=run.overwrite_output_dir)
-    check_path(run.model_name_or_path)
-    if run.use_peft:
-        refuse_adapted_head(run.model_name_or_path, _lora(run))
-    rewards = named_rewards([load_function(name) for name in run.reward_funcs])
-    weights = dict(zip(rewards, run.reward_weights, strict=True)) if run.reward_weights else None
-    dataset = load_rows(run.dataset_name, config=run.dataset_config, split=run.dataset_train_split)
-    for name, function in rewards.items():
-        check_columns(name, function, dataset.columns)
-    plan = shuffled(len(dataset.rows), run.prompts_per_step, run.num_steps(len(dataset.rows)), run.seed)
-    tokenizer = AutoTokenizer.from_pretrained(run.model_name_or_path)
-    longest = check_rows(dataset, sorted({row for rows in plan for row in rows}), run, tokenizer)
-    tell(f"loading {run.model_name_or_path}: {len(plan)} steps of {run.prompts_per_step} prompts")
-    torch.manual_seed(run.seed)
-    with _launch(run, tokenizer, longest) as rt:
-        batches = ([dataset.problem(row) for row in rows] for rows in plan)
-        try:
-            _train(rt, batches, rewards, weights, run, len(dataset.rows), len(plan), on_step)
-        except BaseException as error:
-            if rt.weights_version and not isinstance(error, GeneratorExit):
-                _save_what_there_is(output, rt, tokenizer, tell)
-            raise
-        path = output.save(rt.model, tokenizer)
-    tell(f"saved to {path}")
-    return path
-
-
-def check_rows(dataset: Dataset, rows: list[int], run: GRPORun, tokenizer: Any) -> int:
-    """Tokens of the longest prompt. Raises: `ValueError` for the first row that cannot be sampled for."""
-    config = AutoConfig.from_pretrained(run.model_name_or_path)
-    vocab_size, num_positions = config.get_text_config().vocab_size, positions_of(config).count
+    checkpoint = _check_output(run, args)
+    check_args(args)
+    lora = _check_model(model)
+    rewards = _rewards(run, args)
+    dataset = _rows(run.dataset_name, run, run.dataset_train_split)
+    evaluation = _evaluation(run, args)
     longest = 0
-    for row in rows:
-        prompt = dataset.rows[row]["prompt"]
-        try:
-            if isinstance(prompt, Mapping):
-                raise ValueError("prompt 0 is a single message: give a list of messages")
-            (token_ids,) = encode_prompts([prompt], tokenizer)
-            check_prompts([token_ids], vocab_size, num_positions)
-        except (TypeError, ValueError, Unsupported) as error:
-            words = str(error).replace("prompt 0", "its prompt")
-            raise ValueError(f"row {row + 1} of {dataset.name}: {words}") from error
-        longest = max(longest, len(token_ids))
-    return longest
+    for rows, name in ((dataset, run.dataset_name), (evaluation, run.eval_dataset_name or run.dataset_test_split)):
+        if rows is not None:
+            check_columns(rewards, rows)
+            tokens = check_rows(
+                rows,
+                name,
+                model.model_name_or_path,
+                revision=model.model_revision,
+                trust_remote_code=args.trust_remote_code,
+            )
+            longest = max(longest, tokens)
+    _check_batch(args, dataset)
+    if args.colo_engine == "vllm" and args.vllm_max_model_length is None and longest:
+        most = positions_of(AutoConfig.from_pretrained(model.model_name_or_path)).count
+        needed = longest + args.max_completion_length  # a whole context would ask for a KV cache as large
+        args.vllm_max_model_length = needed if most is None else min(needed, most)
+    args.model_init_kwargs = _init_options(model) | dict(args.model_init_kwargs or {})
+    tell(f"loading {model.model_name_or_path} for the engine {args.colo_engine!r}")
+    whole = WholeSteps()
+    trainer = ColoGRPOTrainer(
+        model.model_name_or_path,
+        rewards,
+        args,
+        train_dataset=dataset,
+        eval_dataset=evaluation,
+        quantization_config=get_quantization_config(model),
+        peft_config=lora,
+        callbacks=[whole],
+    )
+    for kind in (PrinterCallback, ProgressCallback):
+        trainer.remove_callback(kind)
+    trainer.add_callback(_Logs(on_log, trainer.is_world_process_zero()))
+    try:
+        _train(trainer, checkpoint, whole, run.overwrite_output_dir, tell)
+    finally:
+        if args.fast_inference:
+            trainer.colo.close()
+    return Path(args.output_dir)
+
+
+def _train(trainer: Any, checkpoint: str | None, whole: WholeSteps, overwrite: bool, tell: Tell) -> None:
+    output = Path(trainer.args.output_dir)
+    if overwrite:
+        for folder in output.glob("checkpoint-*"):  # TRL would count those of another run among its own
+            shutil.rmtree(folder)
+    began = trainer.state.global_step
+    try:
+        trainer.train(resume_from_checkpoint=checkpoint)
+    except BaseException as error:
+        whole.end()
+        if trainer.state.global_step > began and not isinstance(error, GeneratorExit):
+            _save_what_there_is(trainer, tell)
+        raise
+    _save(trainer)
+    tell(f"saved to {output}")
+
+
+def _save_what_there_is(trainer: Any, tell: Tell) -> None:
+    """Save after an error, which is raised whether that is possible or not."""
+    try:
+        if trainer.args.fast_inference:
+            with suppress(Exception):
+                trainer.colo.enter(None)
+        tell(f"saving what was trained in {trainer.state.global_step} steps")
+        _save(trainer)
+        tell(f"saved to {trainer.args.output_dir}")
+    except Exception as error:  # noqa: BLE001 - the first error is the one to raise
+        tell(f"nothing could be saved: {error}")
+
+
+def _save(trainer: Any) -> None:
+    if trainer.is_world_process_zero():
+        for name in _checkpoint_files(Path(trainer.args.output_dir)):  # those of another model may have other names
+            Path(trainer.args.output_dir, name).unlink()
+    trainer.save_model()
+
+
+class WholeSteps(TrainerCallback):  # type: ignore[misc]
+    """Holds Ctrl-C back within an optimizer step, so that what is saved then is not half of one."""
+
+    def __init__(self) -> None:
+        self._held: AbstractContextManager[Any] | None = None
+
+    def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+        """Hold an interrupt back."""
+        self._held = uninterrupted()
+        self._held.__enter__()
+
+    def on_optimizer_step(self, *_: Any, **__: Any) -> None:
+        """Let it through."""
+        self.end()
+
+    def end(self) -> None:
+        """Let interrupts through also where a step has failed."""
+        held, self._held = self._held, None
+        if held is not None:
+            held.__exit__(None, None, None)
+
+
+class _Logs(TrainerCallback):  # type: ignore[misc]
+    """Passes on what the trainer logs, on the first rank."""
+
+    def __init__(self, on_log: OnLog, is_first: bool) -> None:
+        self._on_log, self._is_first = on_log, is_first
+
+    def on_log(self, _: Any, state: Any, __: Any, logs: Mapping[str, Any] | None = None, **___: Any) -> None:
+        """Pass on numbers, with the step."""
+        if self._is_first and logs and "train_runtime" not in logs:
+            place = {"step": state.global_step, "max_steps": state.max_steps}
+            self._on_log(place | {name: value for name, value in logs.items() if isinstance(value, int | float)})
+
+
+# ---- what was given --------------------------------------------------------------------------------------------------
+
+
+def _check_output(run: RunArguments, args: GRPORunConfig) -> str | None:
+    """Make the output folder and try it; return the checkpoint to resume from.
+
+    Raises: `OSError` for a folder that cannot be written to, or has the checkpoint of another run; `ValueError` where
+    there is nothing to resume from.
+    """
+    path = Path(args.output_dir)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=path) as file:
+            file.write(b"0")
+    except OSError as error:
+        raise OSError(f"output_dir {path} cannot be written to ({error.strerror or error}): choose another") from error
+    given = args.resume_from_checkpoint
+    if given and str(given).lower() not in ("false", "no", "0"):
+        if str(given).lower() not in ("true", "yes", "1"):
+            if not Path(given, "trainer_state.json").is_file():
+                raise ValueError(
+                    f"resume_from_checkpoint {given} has no trainer_state.json: give a checkpoint-N folder"
+                )
+            return str(given)
+        last = get_last_checkpoint(path)
+        if last is None:
+            raise ValueError(f"there is no checkpoint in {path} to resume from: leave resume_from_checkpoint out")
+        return str(last)
+    found = [*_checkpoint_files(path), *sorted(folder.name for folder in path.glob("checkpoint-*"))]
+    if found and not run.overwrite_output_dir:
+        raise FileExistsError(
+            f"{path} has the checkpoint of another run ({', '.join(found[:3])}): choose another folder, go on with "
+            "--resume_from_checkpoint true, or pass --overwrite_output_dir"
+        )
+    return None
+
+
+def _checkpoint_files(path: Path) -> list[str]:
+    return sorted({file.name for pattern in _OF_A_CHECKPOINT for file in path.glob(pattern)})
+
+
+def _check_model(model: GRPOModelConfig) -> Any:
+    """The adapter's config, or `None`. Raises: as `check_path`, and `Unsupported` for an adapter that cannot be."""
+    check_path(model.model_name_or_path)
+    lora = get_peft_config(model)
+    if lora is not None:
+        check_lora_config(lora)
+        refuse_adapted_head(model.model_name_or_path, lora, model.model_revision)
+    return lora
+
+
+def _init_options(model: GRPOModelConfig) -> dict[str, Any]:
+    """Options of the model's start that were given."""
+    revision = None if model.model_revision == "main" else model.model_revision
+    given = {"dtype": model.dtype, "attn_implementation": model.attn_implementation, "revision": revision}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _rows(name: str, run: RunArguments, split: str) -> Any:
+    columns = run.dataset_columns
+    return load_rows(name, split, config=run.dataset_config, streaming=run.dataset_streaming, columns=columns)
+
+
+def _evaluation(run: RunArguments, args: GRPORunConfig) -> Any:
+    """Rows to evaluate on, `None` for no evaluation. Raises: `ValueError` where a file has no other split."""
+    if args.eval_strategy == "no":
+        return None
+    if run.eval_dataset_name:
+        return _rows(run.eval_dataset_name, run, run.dataset_test_split)
+    if Path(run.dataset_name).is_file():
+        raise ValueError(f"{run.dataset_name} has no split to evaluate on: pass --eval_dataset_name")
+    return _rows(run.dataset_name, run, run.dataset_test_split)
+
+
+def _check_batch(args: GRPORunConfig, dataset: Any) -> None:
+    """Raise `ValueError` for a dataset with fewer prompts than a rollout takes, of which TRL makes no step."""
+    prompts = args.generation_batch_size // args.num_generations
+    with suppress(TypeError):  # of a stream, which has no length
+        if len(dataset) < prompts:
+            raise ValueError(
+                f"the dataset has {len(dataset)} rows, and a rollout takes {prompts} prompts (generation_batch_size "
+                f"{args.generation_batch_size} / num_generations {args.num_generations}): give more rows, or lower "
+                "per_device_train_batch_size, gradient_accumulation_steps or steps_per_generation"
+            )
+
+
+def _rewards(run: RunArguments, args: GRPORunConfig) -> list[Any]:
+    """Reward functions and models. Raises: `ValueError` for what cannot be loaded, or other weights than rewards."""
+    functions = [_called_with_what_it_takes(load_function(name)) for name in run.reward_funcs]
+    models = [run.reward_model_name_or_path] if run.reward_model_name_or_path else []
+    if functions or not models:
+        named_rewards(functions)
+    if models:
+        check_path(models[0])
+    rewards = [*models, *functions]
+    if args.reward_weights is not None and len(args.reward_weights) != len(rewards):
+        raise ValueError(
+            f"there are {len(args.reward_weights)} reward_weights for {len(rewards)} rewards: give one for each, that "
+            "of a reward model first"
+        )
+    return rewards
+
+
+def _called_with_what_it_takes(function: RewardFunction) -> RewardFunction:
+    """A function for TRL, which gives all columns to each and takes any value; errors name reward, step and line."""
+    if inspect.iscoroutinefunction(function):
+        return function
+    name = get_callable_name(function)
+
+    @functools.wraps(function)
+    def call(prompts: Any, completions: Any, **columns: Any) -> list[float | None]:
+        step = getattr(columns.get("trainer_state"), "global_step", 0) + 1
+        values = call_reward(
+            name, function, prompts=prompts, completions=completions, columns=columns, step=step, allow_none=True
+        )
+        return [None if math.isnan(value) else value for value in values]
+
+    return call
 
 
 def load_function(name: str) -> RewardFunction:
-    """A function by `module:function` or `path.py:function`. Raises: `ValueError` where there is none."""
-    place, _, wanted = name.rpartition(":")
-    if not place or not wanted:
-        raise ValueError(f"{name!r} names no reward: give module:function, or path.py:function")
+    """A function by `module:function`, `path.py:function`, or TRL's name for it. Raises: `ValueError` without one."""
+    if name in _OF_TRL and hasattr(trl.rewards, name):
+        of_trl: RewardFunction = getattr(trl.rewards, name)
+        return of_trl
+    place, _, wanted = name.rpartition(":" if ":" in name else ".")
+    if not place or not wanted or (":" not in name and name.endswith(".py")):
+        raise ValueError(
+            f"{name!r} names no reward: give module:function, path.py:function, or one of TRL's, {', '.join(_OF_TRL)}"
+        )
     try:
         module = _load_file(Path(place)) if place.endswith(".py") else _load_module(place)
     except (Exception, SystemExit) as error:
@@ -237,72 +415,3 @@ def _load_file(path: Path) -> Any:
         del sys.modules[name]
         raise
     return module
-
-
-def _launch(run: GRPORun, tokenizer: Any, longest: int) -> Runtime:
-    options: dict[str, Any] = {}
-    if run.engine == "vllm":  # a whole context would ask for a KV cache as large
-        config = AutoConfig.from_pretrained(run.model_name_or_path)
-        needed, most = longest + run.max_completion_length, positions_of(config).count
-        options["max_model_len"] = needed if most is None else min(needed, most)
-    kv_cache_bytes = None if run.kv_cache_mib is None else run.kv_cache_mib * MIB
-    return launch(
-        run.model_name_or_path,
-        engine=run.engine,
-        engine_options=options,
-        lora=_lora(run) if run.use_peft else None,
-        optimizer=lambda params: _optimizer(list(params), run.learning_rate),
-        device=run.device,
-        dtype=run.dtype,
-        tokenizer=tokenizer,
-        config=RuntimeConfig(kv_cache_bytes=kv_cache_bytes),
-    )
-
-
-def _lora(run: GRPORun) -> Any:
-    from peft import LoraConfig
-
-    modules = list(run.lora_target_modules)
-    return LoraConfig(
-        r=run.lora_r,
-        lora_alpha=run.lora_alpha,
-        target_modules="all-linear" if modules == ["all-linear"] else modules,
-        task_type="CAUSAL_LM",
-    )
-
-
-def _optimizer(params: list[torch.nn.Parameter], learning_rate: float) -> torch.optim.Optimizer:
-    def adamw(trained: Any) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(trained, lr=learning_rate, weight_decay=0.0)
-
-    return MasterWeights(adamw)(params) if any(p.element_size() < 4 for p in params) else adamw(params)
-
-
-def _train(
-    rt: Runtime,
-    batches: Iterator[list[Problem]],
-    rewards: Mapping[str, RewardFunction],
-    weights: Mapping[str, float] | None,
-    run: GRPORun,
-    num_rows: int,
-    num_steps: int,
-    on_step: OnStep,
-) -> None:
-    start_s = time.perf_counter()
-    steps = grpo(rt, batches, rewards, run.loop_config(), reward_weights=weights)
-    for step, metrics in enumerate(steps, start=1):
-        end_s = time.perf_counter()
-        place = {"step": step, "max_steps": num_steps, "epoch": step * run.prompts_per_step / num_rows}
-        on_step({**place, **metrics, "learning_rate": run.learning_rate, "seconds": end_s - start_s})
-        start_s = end_s
-
-
-def _save_what_there_is(output: OutputFolder, rt: Runtime, tokenizer: Any, tell: Tell) -> None:
-    """Save after an error, which is raised whether that is possible or not."""
-    try:
-        with suppress(Exception):
-            rt.enter(None)
-        tell(f"saving what was trained in {rt.weights_version} steps")
-        tell(f"saved to {output.save(rt.model, tokenizer)}")
-    except Exception as error:  # noqa: BLE001 - the first error is the one to raise
-        tell(f"nothing could be saved: {error}")

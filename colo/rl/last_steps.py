@@ -31,7 +31,7 @@ class SeenPass:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Have hooks see the passes within; the head computes the last position only then."""
+        """Put hooks on the head for the passes within, in which it computes the last position only."""
         handles = [
             self._head.register_forward_pre_hook(self._before_head),
             self._head.register_forward_hook(self._after_head),
@@ -151,7 +151,7 @@ def _number(args: tuple[Any, ...], kwargs: dict[str, Any]) -> float | None:
 
 
 def _keeps_the_first(index: Any) -> bool:
-    """Whether an index takes the first entries of the last dimension, and all of the others."""
+    """Say if an index takes the first entries of the last dimension, and all of the others."""
     *others, last = index if isinstance(index, tuple) else (index,)
     plain = all(other is Ellipsis or other == slice(None) for other in others)
     return plain and bool(others) and isinstance(last, slice) and last.start in (None, 0) and last.step in (None, 1)

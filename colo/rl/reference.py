@@ -53,7 +53,7 @@ class Reference:
 
     @torch.no_grad()
     def run(self, compute: Callable[[Any], T]) -> T:
-        """What `compute` makes of the frozen model, in evaluation mode and without gradients.
+        """Call `compute` with the frozen model, in evaluation mode and without gradients.
 
         Raises: `BudgetError` where the device has no room for its weights.
         """

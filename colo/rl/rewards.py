@@ -1,4 +1,4 @@
-"""What rewards a step, checked before anything is trained on it: functions of all prompts and completions at once.
+"""Rewards of a step, checked before anything is trained on them: functions of all prompts and completions at once.
 
     def brevity(prompts, completions, **columns) -> list[float]: ...
 
@@ -79,16 +79,19 @@ def call_reward(
     completions: Sequence[Any],
     columns: Mapping[str, Sequence[Any]],
     step: int | None = None,
+    allow_none: bool = False,
 ) -> list[float]:
     """One number for each completion. Raises: `ValueError` as `check_rewards`, and where the function raises."""
     given = {"prompts": prompts, "completions": completions, **columns}
     parameters = _parameters(function)
     if parameters and not any(p.kind is p.VAR_KEYWORD for p in parameters):
         given = {p.name: given[p.name] for p in parameters if p.name in given}
-    return checked_call(name, lambda: function(**given), len(completions), step=step)
+    return checked_call(name, lambda: function(**given), len(completions), step=step, allow_none=allow_none)
 
 
-def checked_call(name: str, call: Callable[[], Any], expected: int, *, step: int | None = None) -> list[float]:
+def checked_call(
+    name: str, call: Callable[[], Any], expected: int, *, step: int | None = None, allow_none: bool = False
+) -> list[float]:
     """The rewards that `call` returns. Raises: `ValueError` as `check_rewards`, and where it raises: at which line."""
     try:
         values = call()
@@ -98,7 +101,7 @@ def checked_call(name: str, call: Callable[[], Any], expected: int, *, step: int
             f"reward {name!r} raised {type(error).__name__}{_at(step)}: {error} ({Path(last.filename).name}, line "
             f"{last.lineno}). Mend it, or have it return a number for what it cannot score"
         ) from error
-    return check_rewards(name, values, expected, step=step)
+    return check_rewards(name, values, expected, step=step, allow_none=allow_none)
 
 
 def check_rewards(
@@ -138,7 +141,7 @@ _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_O
 
 
 def _parameters(function: RewardFunction) -> list[inspect.Parameter]:
-    """What a function takes; nothing where that cannot be found out."""
+    """Parameters of a function; none where that cannot be found out."""
     try:
         return list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):

@@ -81,7 +81,7 @@ def test_a_checkpoint_is_trained_with_vllm_and_only_json_is_on_standard_output(t
     out = colo("grpo", *given, "--engine", "vllm", "--max_steps", 2, cwd=tmp_path)
     lines = [json.loads(line) for line in out.splitlines()]
     assert [line["step"] for line in lines] == [1, 2]
-    assert all(line["mismatch"] < 1e-3 and -8 <= line["rewards/short"] <= 0 for line in lines)
+    assert all(line["colo/mismatch"] < 1e-3 and -8 <= line["rewards/short/mean"] <= 0 for line in lines)
     before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("checkpoint", "out"))
     assert any(not torch.equal(before[name], after[name]) for name in before)
 

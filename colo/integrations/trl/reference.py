@@ -68,7 +68,7 @@ def keep_initial_adapter(trainer: Any) -> Callable[[], None]:
 
 @contextmanager
 def as_policy(model: Any) -> Iterator[None]:
-    """Have a PEFT model compute with the adapter that trains, within a pass of TRL's reference too.
+    """Switch a PEFT model to the adapter that trains, within a pass of TRL's reference too.
 
     That pass may be the first after a rollout, whose log-probabilities are compared with the policy's then.
     """
