@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from difflib import get_close_matches
 from enum import StrEnum
+from functools import wraps
+from typing import Any
 
-from colo.units import GIB, MIB
+from colo.units import GIB, MIB, parse_bytes
 
 
 class Offload(StrEnum):
@@ -52,12 +56,20 @@ _CHOICES: dict[str, type[Offload] | type[Weights] | type[OptimizerState]] = {
     "weights": Weights,
     "optimizer": OptimizerState,
 }
+_ELSEWHERE = {
+    "kv_cache_mib": 'pass kv_cache_bytes="512MiB"',
+    "kv_cache_size": 'pass kv_cache_bytes="4GiB"',
+    "gpu_memory_utilization": 'pass kv_cache_bytes="4GiB", or device_limit_bytes for everything together',
+    "lr": "pass optimizer=lambda params: AdamW(params, lr=...) to launch",
+}
+"""What takes the place of names that others have for such settings."""
+
 _SWITCHES = ("verify", "release_gradients", "suspend_nccl")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RuntimeConfig:
-    """How a runtime uses its device and its host."""
+    """Settings of how a runtime uses its device and its host. Sizes in bytes may be texts, such as `"4GiB"`."""
 
     offload: Offload = Offload.AUTO
     """`auto` moves only what would not fit, `always` parks all trainer state on every rollout, `never` refuses to."""
@@ -137,10 +149,13 @@ class RuntimeConfig:
             value = getattr(self, entry.name)
             if entry.name in (*_CHOICES, *_SWITCHES, "max_mismatch"):
                 continue
+            if isinstance(value, str) and entry.name.endswith("_bytes"):
+                value = _read_size(entry.name, value)
+                object.__setattr__(self, entry.name, value)
             if value is None and entry.default is None:
                 continue
             if not isinstance(value, int) or isinstance(value, bool):
-                size = " of bytes, such as 4 * 2**30" if entry.name.endswith("_bytes") else ""
+                size = " of bytes, such as 4 * 2**30, or a text such as '4GiB'" if entry.name.endswith("_bytes") else ""
                 raise TypeError(f"{entry.name} must be a whole number{size}, not {value!r}")
         if self.max_mismatch is not None and not self.max_mismatch > 0:
             raise ValueError(f"max_mismatch must be positive or None, not {self.max_mismatch}")
@@ -154,3 +169,32 @@ class RuntimeConfig:
         for name, least in (("region_bytes", 256), ("chunk_bytes", 4096), ("accumulation_steps", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, but is {getattr(self, name)}")
+
+
+def _read_size(name: str, text: str) -> int:
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+
+
+def unknown_name(call: str, name: str, valid: Sequence[str], elsewhere: Mapping[str, str]) -> TypeError:
+    """Make the error for a `name` that a call does not take: what does, `elsewhere`, or which names it has."""
+    close = get_close_matches(name, valid, n=1)
+    advice = elsewhere.get(name) or (f"did you mean {close[0]}?" if close else f"it takes {', '.join(valid)}")
+    return TypeError(f"{call} takes no {name!r}: {advice}")
+
+
+_SETTINGS = tuple(entry.name for entry in fields(RuntimeConfig))
+_init = RuntimeConfig.__init__
+
+
+@wraps(_init)
+def _checked_init(self: RuntimeConfig, *args: Any, **settings: Any) -> None:
+    for name in settings:
+        if name not in _SETTINGS:
+            raise unknown_name("RuntimeConfig", name, _SETTINGS, _ELSEWHERE)
+    _init(self, *args, **settings)
+
+
+RuntimeConfig.__init__ = _checked_init  # type: ignore[method-assign]  # dataclasses name no valid ones

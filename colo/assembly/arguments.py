@@ -2,25 +2,57 @@
 
 from __future__ import annotations
 
+import inspect
+import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields
+from functools import wraps
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
 import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from colo.config import RuntimeConfig
+from colo.config import RuntimeConfig, unknown_name
 from colo.engines.vllm import compat
 from colo.errors import Unsupported
-from colo.weights.sources.peft import check_adapter_config, check_lora_config
+from colo.memory.dtensor import is_dtensor
+from colo.trainer.gradients import parameters_of
+from colo.trainer.megatron import MegatronOptimizers, as_torch
+from colo.trainer.optimizer_state import unwrapped
+from colo.weights.sources.peft import adapter_weights, check_adapter_config, check_lora_config, is_peft_model
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+
+logger = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 ADAPTER_FILE = "adapter_config.json"
 """What PEFT writes beside an adapter."""
 
+_HOST = torch.device("cpu")
+
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+_SHORT_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
+
+_OPTIMIZER = "pass optimizer=lambda params: AdamW(params, lr=1e-6)"
+_ELSEWHERE = {
+    **dict.fromkeys(("lr", "learning_rate", "weight_decay", "betas", "optim"), _OPTIMIZER),
+    **dict.fromkeys(("lora_config", "peft_config"), "pass lora=LoraConfig(...)"),
+    **dict.fromkeys(("torch_dtype", "precision"), "pass dtype='bfloat16'"),
+    **dict.fromkeys(("model_name", "model_name_or_path", "model_id", "pretrained_model_name_or_path"), "pass it first"),
+    **{f.name: f"pass config=colo.RuntimeConfig({f.name}=...)" for f in fields(RuntimeConfig)},
+    "optimizer": "launch takes a function that makes one, and share takes one",
+}
+"""Where settings of a runtime are given that are no arguments of `launch` and `share`."""
 
 _TAKEN_BY_LAUNCH = {
     "model": "it first, launch(model, ...)",
@@ -28,6 +60,42 @@ _TAKEN_BY_LAUNCH = {
     "device": "launch(model, device=...)",
     "kv_cache_bytes": "config=colo.RuntimeConfig(kv_cache_bytes=...)",
 }
+
+
+def names_checked(function: Callable[P, T]) -> Callable[P, T]:
+    """Have a function name what it takes, and where the rest goes, in a `TypeError` for anything else by name."""
+    valid = tuple(inspect.signature(function).parameters)
+
+    @wraps(function)
+    def checked(*args: P.args, **given: P.kwargs) -> T:
+        for name in given:
+            if name not in valid:
+                raise unknown_name(f"{function.__name__}()", name, valid, _elsewhere(valid))
+        return function(*args, **given)
+
+    return checked
+
+
+def _elsewhere(valid: Sequence[str]) -> Mapping[str, str]:
+    known = {name: advice for name, advice in _ELSEWHERE.items() if advice != _OPTIMIZER or "optimizer" in valid}
+    if "engine_options" in valid:
+        options = ("max_model_len", "enforce_eager", "quantization", "tensor_parallel_size", "max_num_seqs", "seed")
+        known |= {name: f"pass engine_options={{{name!r}: ...}}" for name in (*options, "own_process", "revision")}
+    return known
+
+
+def default_engine(device: torch.device) -> str:
+    """Return the engine of every way in that is not told one: vLLM on a GPU where it is installed, else the embedded.
+
+    It says which on the log.
+    """
+    try:
+        chosen = "vllm" if device.type == "cuda" and compat.vllm_version() else "torch"
+    except Unsupported:
+        chosen = "torch"
+    others = "'torch' for the embedded one" if chosen == "vllm" else "'vllm' for vLLM, the default on a GPU that has it"
+    logger.info("engine=%r, since none was named (%s)", chosen, others)
+    return chosen
 
 
 def check_launch(
@@ -128,7 +196,8 @@ def chosen_dtype(
     """
     found: object = dtype
     if isinstance(dtype, str):
-        found = of_checkpoint() if dtype == "auto" else getattr(torch, dtype.removeprefix("torch."), dtype)
+        name = dtype.removeprefix("torch.").lower()
+        found = of_checkpoint() if name == "auto" else _SHORT_DTYPES.get(name) or getattr(torch, name, dtype)
     if found is None:
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     if not isinstance(found, torch.dtype) or found not in _DTYPES:
@@ -239,3 +308,67 @@ def _named(value: object) -> str:
         return repr(value) if len(repr(value)) < 80 else f"a {type(value).__name__}"
     article = "an" if type(value).__name__[0] in "AEIOUaeiou" else "a"
     return f"{article} {type(value).__name__}"
+
+
+def check_trainer(model: nn.Module, optimizer: Any, device: torch.device | None = None) -> None:
+    """Raise `Unsupported` unless a runtime can drive a model, its adapter and its optimizer, beside an engine's device.
+
+    Also `StaleWeights` for an adapter that is merged.
+    """
+    _check_sharding(model)
+    check_optimizer(optimizer, model)
+    if device is not None:
+        _check_devices(model, device)
+    if is_peft_model(model):
+        adapter_weights(cast("PeftModel", model))
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    """Raise `Unsupported` for an optimizer without torch's hooks, or one that trains something else.
+
+    It may train other parameters along, such as those of a value head, which no logits depend on.
+    """
+    stepped = as_torch(unwrapped(optimizer))
+    if not hasattr(stepped, "_optimizer_step_pre_hooks") and not isinstance(stepped, MegatronOptimizers):
+        raise Unsupported(
+            f"{type(stepped).__name__} wraps an optimizer without torch's own hooks: pass the wrapped one "
+            "(optimizer.optimizer)"
+        )
+    trained = {id(p): p for p in parameters_of(stepped)}
+    own = {id(p): p for p in model.parameters()}
+    others = [p for key, p in trained.items() if key not in own]
+    # One that the model had before, and that was replaced, would be trained in vain.
+    untrained = {p.shape for key, p in own.items() if p.requires_grad and key not in trained}
+    foreign = others if len(others) == len(trained) else [p for p in others if p.shape in untrained]
+    if foreign:
+        raise Unsupported(
+            f"{len(foreign)} parameters of the optimizer are not the model's, one with shape "
+            f"{tuple(foreign[0].shape)}: build the optimizer from this model's parameters"
+        )
+    device = next(model.parameters()).device
+    elsewhere = [p for p in others if p.device != device]
+    if elsewhere:
+        raise Unsupported(
+            f"the optimizer trains {len(elsewhere)} parameters on {elsewhere[0].device} along with a model on "
+            f"{device}: the runtime moves state of one device"
+        )
+
+
+def _check_devices(model: nn.Module, device: torch.device) -> None:
+    """Raise `Unsupported` unless the model is where the engine is, or FSDP2 keeps its parts in host memory."""
+    devices = {p.device for p in model.parameters()}
+    if devices == {device} or (devices == {_HOST} and all(map(is_dtensor, model.parameters()))):
+        return
+    names = ", ".join(sorted(map(str, devices)))
+    raise Unsupported(f"the engine is on {device} and the model on {names}: they share one device")
+
+
+def _check_sharding(model: nn.Module) -> None:
+    """Raise `Unsupported` for a model that FSDP's first version has flattened: its parameters are no weights."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # without which none is
+    kind = getattr(fsdp, "FullyShardedDataParallel", None)
+    if kind is not None and any(isinstance(module, kind) for module in model.modules()):
+        raise Unsupported(
+            "FullyShardedDataParallel keeps weights flattened, which cannot be gathered one by one: shard the model "
+            "with fully_shard (FSDP2; fsdp_version: 2 in accelerate)"
+        )

@@ -6,7 +6,6 @@ import copy
 import os
 import warnings
 from collections.abc import Mapping
-from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -14,12 +13,21 @@ import torch
 from torch import nn
 from transformers import AutoTokenizer, PretrainedConfig, PreTrainedModel
 
-from colo.assembly.arguments import check_launch, check_optimizer_type, chosen_device, chosen_dtype
-from colo.assembly.share import assemble, capacity, check_optimizer
+from colo.assembly.arguments import (
+    check_launch,
+    check_optimizer,
+    check_optimizer_type,
+    chosen_device,
+    chosen_dtype,
+    default_engine,
+    names_checked,
+)
+from colo.assembly.share import assemble, capacity, told_of_others
 from colo.assembly.starting import (
     Checkpoint,
     LaunchRequest,
     Start,
+    Undo,
     check_adapter,
     dtype_of,
     revision_of,
@@ -28,11 +36,11 @@ from colo.assembly.starting import (
 )
 from colo.config import RuntimeConfig
 from colo.engine import Engine
-from colo.memory.offload import Mover
 from colo.misfits import named_misfits
 from colo.runtime import Runtime
 from colo.trainer.master_weights import MakeOptimizer, MasterWeights
 from colo.weights.sources.heads import refuse_heads
+from colo.weights.sources.module import ModuleSource
 from colo.weights.sources.peft import TIED_WARNING, check_lora_config
 
 if TYPE_CHECKING:
@@ -42,12 +50,13 @@ FULL_LEARNING_RATE = 1e-6
 LORA_LEARNING_RATE = 1e-5
 
 
+@names_checked
 @named_misfits()
 @torch.inference_mode(False)
 def launch(
     model: Checkpoint,
     *,
-    engine: Literal["torch", "vllm"] = "torch",
+    engine: Literal["torch", "vllm"] | None = None,
     engine_options: Mapping[str, Any] | None = None,
     lora: LoraConfig | None = None,
     optimizer: MakeOptimizer | None = None,
@@ -59,8 +68,9 @@ def launch(
     """Start an engine and build a model to train on one copy of the weights.
 
     `model` is a folder or a hub id with a checkpoint, a transformers config for random weights, or a transformers model
-    whose weights are copied and which is otherwise left alone. `engine` is the embedded one, or vLLM, which runs in its
-    own process unless `engine_options` has `own_process=False`; the rest of `engine_options` are those of `vllm.LLM`.
+    whose weights are copied and which is otherwise left alone. `engine` is "vllm", the default on a GPU that has it, or
+    "torch", the embedded one. vLLM runs in its own process unless `engine_options` has `own_process=False`; the rest of
+    `engine_options` are those of `vllm.LLM`.
     With `lora` the base is frozen and shared, and an adapter is trained; with `quantization="bitsandbytes"` among the
     `engine_options`, or a checkpoint that bitsandbytes has packed, that base is in 4 bits, and vLLM in this process.
     `optimizer` builds the optimizer from the trainable parameters; by default see `default_optimizer`. `dtype`, one of
@@ -74,13 +84,15 @@ def launch(
     request, begin = _request(
         model, engine, engine_options, lora, device, dtype, config, optimizer=optimizer, tokenizer=tokenizer
     )
-    with ExitStack() as undo:
+    with Undo() as undo:
         started, trained = _begin(request, begin, undo)
         rt = assemble(
             started,
             trained,
             _made_optimizer(optimizer or default_optimizer, trained),
             request.config,
+            undo,
+            source=ModuleSource(trained),
             tokenizer=tokenizer if tokenizer is not None else tokenizer_of(request.model, request.revision),
             owns_model=True,
         )
@@ -88,11 +100,12 @@ def launch(
     return rt
 
 
+@names_checked
 @torch.inference_mode(False)
 def start(
     model: Checkpoint,
     *,
-    engine: Literal["torch", "vllm"] = "torch",
+    engine: Literal["torch", "vllm"] | None = None,
     engine_options: Mapping[str, Any] | None = None,
     lora: LoraConfig | None = None,
     device: str | int | torch.device | None = None,
@@ -105,7 +118,7 @@ def start(
     the runtime then. Arguments and errors are those of `launch`. Where no runtime is made, close the engine.
     """
     request, begin = _request(model, engine, engine_options, lora, device, dtype, config)
-    with ExitStack() as undo:
+    with Undo() as undo:
         started, trained = _begin(request, begin, undo)
         undo.pop_all()
     return started, trained
@@ -113,7 +126,7 @@ def start(
 
 def _request(
     model: Checkpoint,
-    engine: str,
+    engine: str | None,
     engine_options: Mapping[str, Any] | None,
     lora: LoraConfig | None,
     device: str | int | torch.device | None,
@@ -124,6 +137,8 @@ def _request(
     tokenizer: Any = None,
 ) -> tuple[LaunchRequest, Start]:
     """What was asked for, checked, and what starts the engine."""
+    target = chosen_device(device)
+    engine = default_engine(target) if engine is None else engine
     check_launch(
         model,
         engine=engine,
@@ -135,7 +150,7 @@ def _request(
     )
     if isinstance(model, PreTrainedModel):
         refuse_heads(model)
-    config, options, target = config or RuntimeConfig(), dict(engine_options or {}), chosen_device(device)
+    config, options = config or RuntimeConfig(), dict(engine_options or {})
     weights_dtype = chosen_dtype(dtype, target, lambda: dtype_of(model, revision_of(options)))
     if isinstance(model, PretrainedConfig):
         model = copy.deepcopy(model)  # in which transformers notes the dtype of what it builds
@@ -144,13 +159,11 @@ def _request(
     return request, start_vllm if engine == "vllm" else start_torch
 
 
-def _begin(request: LaunchRequest, start: Start, undo: ExitStack) -> tuple[Engine, Any]:
-    """The engine, which `undo` closes, and the model, with an adapter where one is asked for."""
+def _begin(request: LaunchRequest, start: Start, undo: Undo) -> tuple[Engine, Any]:
+    """Start the engine, which `undo` closes, and make the model, with an adapter where one is asked for."""
     check_adapter(request)
-    config = request.config
-    mover = Mover(request.device, host_limit_bytes=config.host_limit_bytes, chunk_bytes=config.chunk_bytes)
-    undo.callback(mover.close)
-    engine, trained = start(request, mover, undo)
+    with told_of_others():
+        engine, trained = start(request, undo)
     return engine, trained if request.lora is None else _adapted(trained, request.lora)
 
 

@@ -1,39 +1,42 @@
-"""`share`: a runtime of an engine, a model and an optimizer that exist, or of an engine started for the other two."""
+"""`share`: a runtime of an engine, a model and an optimizer that exist, or of an engine started for the other two.
+
+`resolve` finds or starts the engine, `assemble` builds the runtime; `launch` ends in `assemble` too.
+"""
 
 from __future__ import annotations
 
-import sys
 import warnings
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from colo.assembly.arguments import check_engine, check_share
-from colo.assembly.existing import model_device, start_for
-from colo.assembly.stages import as_module, placed_or_none, refuse_stages, source_of
+from colo.assembly.arguments import check_engine, check_share, check_trainer, names_checked
+from colo.assembly.starting import Undo, model_device, start_for
 from colo.config import RuntimeConfig
 from colo.engine import Engine, EngineState, adapters_of
-from colo.errors import Unsupported
-from colo.memory.dtensor import is_dtensor, local_bytes, local_shard
+from colo.errors import BudgetError, Unsupported
+from colo.memory.dtensor import local_bytes, local_shard
 from colo.memory.probe import free_device_bytes
 from colo.memory.storage import storage_key
 from colo.phases.phase import ENGINE_KV_CACHE
 from colo.phases.segment import Segment
 from colo.runtime import Runtime
-from colo.runtime.registry import check_free
+from colo.runtime.registry import check_free, collect_dropped
 from colo.trainer.gradients import parameters_of
 from colo.trainer.megatron import MegatronOptimizers, as_torch
 from colo.trainer.optimizer_state import unwrapped
 from colo.weights.ranks import RankGroup
 from colo.weights.sources.base import WeightSource
 from colo.weights.sources.heads import causal_lm
+from colo.weights.sources.megatron.source import MegatronSource
+from colo.weights.sources.megatron.stages import bare, is_megatron
 from colo.weights.sources.module import ModuleSource
 from colo.weights.sources.peft import adapter_weights, check_adapter, is_peft_model, warn_of_tied_head, whole_adapter
-from colo.weights.sources.spread import PlacedWeights
+from colo.weights.sources.spread import PlacedWeights, SpreadSource
 from colo.weights.transports.base import Transport
 from colo.weights.transports.choice import transport_for
 
@@ -43,12 +46,11 @@ if TYPE_CHECKING:
 _UNPLANNED_FRACTION = 0.03
 """Share of a GPU left to workspaces and fragmentation when no limit is given."""
 
-_HOST = torch.device("cpu")
-
 _TRIAL = "colo.trial"
 """Name of an adapter that is loaded to see whether it can be."""
 
 
+@names_checked
 @torch.inference_mode(False)
 def share(
     engine: Engine | Any | Literal["torch", "vllm"],
@@ -92,125 +94,142 @@ def share(
     then, but where weights go through the engine's own loader: what is missing is known only when the others have been
     loaded. `BudgetError`, and whatever fails as the first version is published: the engine may hold the weights then.
     """
-    placed, module = placed_or_none(model), as_module(model)
+    placed, module = _placed_or_none(model), as_module(model)
     check_share(module, optimizer, tokenizer=tokenizer, config=config)
     model, config = causal_lm(module), config or RuntimeConfig()
     check_adapter(model)
     check_free({"model": model, "optimizer": unwrapped(optimizer), "engine": engine})
+    with Undo() as undo:
+        resolved = resolve(engine, model, optimizer, placed, engine_options, dtype, config, undo)
+        source = source_of(model, placed, resolved)
+        with source.ranks.fail_together("checking the model and its optimizer"):
+            check_trainer(model, optimizer, resolved.device)
+        _try_adapter(resolved, model)
+        _warn_of_kv_cache(resolved)
+        if tokenizer is None and resolved is not engine and hasattr(engine, "llm_engine"):
+            tokenizer = _tokenizer_of(engine)
+        rt = assemble(resolved, model, optimizer, config, undo, source=source, tokenizer=tokenizer, owns_model=False)
+        undo.pop_all()
+    return rt
+
+
+def as_module(model: Any) -> Any:
+    """The stages of a list, or of placed weights, as one module; anything else as it is.
+
+    Raises: `Unsupported` for a list of other modules than Megatron's.
+    """
+    if not isinstance(model, nn.Module) and isinstance(model, PlacedWeights):
+        return nn.ModuleList(model.stages)
+    if isinstance(model, (list, tuple)) and all(isinstance(stage, nn.Module) for stage in model):
+        bare(model)
+        return nn.ModuleList(model)
+    return model
+
+
+def resolve(
+    engine: Engine | Any,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    placed: PlacedWeights | None,
+    engine_options: Mapping[str, Any] | None,
+    dtype: torch.dtype | str | None,
+    config: RuntimeConfig,
+    undo: Undo,
+) -> Engine:
+    """Return the engine that is meant: one that runs, one around a `vllm.LLM`, or one that is started for the model.
+
+    `undo` ends it, or leaves it as it was. Raises: as `share`.
+    """
     if engine in ("torch", "vllm"):
         check_engine(engine, engine_options)
-        refuse_stages(model, placed, engine)
-        return _share_started(engine, model, optimizer, engine_options, dtype, tokenizer=tokenizer, config=config)
+        _refuse_stages(model, placed, engine)
+        warn_of_tied_head(model)
+        with RankGroup(model.parameters()).fail_together("checking the model and its optimizer"):
+            check_trainer(model, optimizer)
+        held_bytes = _held_bytes([], model, optimizer)
+        with told_of_others():
+            capacity_bytes = capacity(config, model_device(model), held_bytes=held_bytes)
+            return start_for(model, engine, dict(engine_options or {}), dtype, config, capacity_bytes, undo)
     if engine_options is not None or dtype is not None:
         raise TypeError("engine_options and dtype are for an engine that share() starts by name: this one runs already")
     if isinstance(engine, Engine):
-        return _share_running(engine, model, optimizer, placed, tokenizer=tokenizer, config=config)
-    if hasattr(engine, "llm_engine"):
-        return _share_llm(engine, model, optimizer, placed, tokenizer=tokenizer, config=config)
-    raise TypeError(
-        "share() takes a vllm.LLM, an engine of colo's or colo.connect(url) first, or 'torch' or 'vllm', not "
-        + (repr(engine) if isinstance(engine, str) else type(engine).__name__)
-    )
+        if engine.state is EngineState.AWAKE:
+            undo.add(lambda: engine.resume() if engine.state is EngineState.PAUSED else None)
+        resolved = engine
+    elif hasattr(engine, "llm_engine"):
+        from colo.engines.vllm.client.engine import VLLMEngine
+
+        warn_of_tied_head(model)
+        resolved = VLLMEngine.around(engine)
+        undo.add(resolved.close)  # which leaves the `vllm.LLM` awake
+    else:
+        raise TypeError(
+            "share() takes a vllm.LLM, an engine of colo's or colo.connect(url) first, or 'torch' or 'vllm', not "
+            + (repr(engine) if isinstance(engine, str) else type(engine).__name__)
+        )
+    resolved.mover.chunk_bytes = config.chunk_bytes
+    if config.host_limit_bytes is not None:
+        resolved.mover.arena.limit_bytes = config.host_limit_bytes
+    return resolved
 
 
-def _share_started(
-    kind: str,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    engine_options: Mapping[str, Any] | None,
-    dtype: torch.dtype | str | None,
-    *,
-    tokenizer: Any,
-    config: RuntimeConfig,
-) -> Runtime:
-    warn_of_tied_head(model)
-    with RankGroup(model.parameters()).fail_together("checking the model and its optimizer"):
-        check_optimizer(optimizer, model)
-        check_sharding(model)
-    capacity_bytes = capacity(config, model_device(model), held_bytes=_held_bytes([], model, optimizer))
-    engine = start_for(model, kind, dict(engine_options or {}), dtype, config, capacity_bytes)
-    try:
-        return _share(engine, model, optimizer, None, tokenizer=tokenizer, config=config)
-    except BaseException:
-        with suppress(Exception):  # of which the first is raised
-            engine.close()
-            engine.mover.close()
-        raise
+def _placed_or_none(model: Any) -> PlacedWeights | None:
+    """Return the given weights where they say themselves what lies on which rank."""
+    return model if not isinstance(model, nn.Module) and isinstance(model, PlacedWeights) else None
 
 
-def _share_running(
-    engine: Engine,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    placed: PlacedWeights | None,
-    *,
-    tokenizer: Any,
-    config: RuntimeConfig,
-) -> Runtime:
-    was_awake = engine.state is EngineState.AWAKE
-    try:
-        return _share(engine, model, optimizer, placed, tokenizer=tokenizer, config=config)
-    except BaseException:
-        if was_awake and engine.state is EngineState.PAUSED:
-            with suppress(Exception):  # of which the first is raised
-                engine.resume()
-        raise
+def _refuse_stages(model: nn.Module, placed: PlacedWeights | None, kind: str) -> None:
+    """Raise `Unsupported` for weights whose places no tensor of torch's describes: no engine starts for them."""
+    if placed is not None or is_megatron(_stages(model)):
+        raise Unsupported(
+            f"{kind!r} is started for a transformers model, and stages have Megatron's config: start the engine on the "
+            f"checkpoint, engine, _ = colo.start(folder, engine={kind!r}), or give a vllm.LLM"
+        )
 
 
-def _share_llm(
-    llm: Any,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    placed: PlacedWeights | None,
-    *,
-    tokenizer: Any,
-    config: RuntimeConfig,
-) -> Runtime:
-    from colo.engines.vllm.client.engine import VLLMEngine
+def source_of(model: nn.Module, placed: PlacedWeights | None, engine: Engine) -> WeightSource:
+    """The source of the weights of what was given. A collective for Megatron's stages.
 
-    warn_of_tied_head(model)
-    engine = VLLMEngine.around(llm)
-    try:
-        if tokenizer is None and not llm.llm_engine.vllm_config.model_config.skip_tokenizer_init:
-            tokenizer = llm.get_tokenizer()
-        return _share(engine, model, optimizer, placed, tokenizer=tokenizer, config=config)
-    except BaseException:
-        with suppress(Exception):
-            engine.close()  # which leaves it awake
-        raise
+    Names are those of the engine's family, and rows that pad the vocabulary are cut to the engine's.
+    Raises: as `MegatronSource`.
+    """
+    if placed is None and not is_megatron(_stages(model)):
+        return ModuleSource(model)
+    if placed is None:
+        if engine.model_type is None:
+            raise Unsupported(
+                "the engine does not say of which family its model is: pass MegatronSource(stages, "
+                "family='qwen3', vocab_size=...) (colo/weights/sources/megatron/source.py) in place of the stages"
+            )
+        placed = MegatronSource(_stages(model), family=engine.model_type, vocab_size=engine.vocab_size)
+    return SpreadSource(placed, device=next(model.parameters()).device)
 
 
-def _share(
-    engine: Engine,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    placed: PlacedWeights | None,
-    *,
-    tokenizer: Any,
-    config: RuntimeConfig,
-) -> Runtime:
-    source = source_of(model, placed, engine)
-    with source.ranks.fail_together("checking the model and its optimizer"):
-        check_sharding(model)
-        check_optimizer(optimizer, model)
-        _check_devices(model, engine.device)
+def _stages(model: nn.Module) -> list[nn.Module]:
+    return list(model) if isinstance(model, nn.ModuleList) else [model]
+
+
+def _try_adapter(engine: Engine, model: nn.Module) -> None:
+    """Load the adapter and remove it again, before any weights have moved. Raises: as `Engine.load_adapter`."""
+    if is_peft_model(model):
+        takes = adapters_of(engine)
+        takes.load_adapter(_TRIAL, whole_adapter(adapter_weights(cast("PeftModel", model))))
+        takes.remove_adapter(_TRIAL)
+
+
+def _warn_of_kv_cache(engine: Engine) -> None:
     kv_cache = next((segment for segment in engine.segments if segment.name == ENGINE_KV_CACHE), None)
     if kv_cache is not None and kv_cache.away is None and engine.device.type == "cuda":
         warnings.warn(
             "the engine's KV cache stays on the device while the trainer works: start vLLM with enable_sleep_mode=True "
             "(a server with --enable-sleep-mode) to let it go",
-            stacklevel=4,
+            stacklevel=5,
         )
-    if is_peft_model(model):  # before any weights have moved
-        with source.ranks.fail_together("reading the adapter"):
-            adapter = adapter_weights(cast("PeftModel", model))
-        takes = adapters_of(engine)
-        takes.load_adapter(_TRIAL, whole_adapter(adapter))
-        takes.remove_adapter(_TRIAL)
-    engine.mover.chunk_bytes = config.chunk_bytes
-    if config.host_limit_bytes is not None:
-        engine.mover.arena.limit_bytes = config.host_limit_bytes
-    return assemble(engine, model, optimizer, config, tokenizer=tokenizer, owns_model=False, source=source)
+
+
+def _tokenizer_of(llm: Any) -> Any:
+    """Return the tokenizer of a `vllm.LLM`, or `None` where it was started without."""
+    return None if llm.llm_engine.vllm_config.model_config.skip_tokenizer_init else llm.get_tokenizer()
 
 
 def assemble(
@@ -218,15 +237,21 @@ def assemble(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     config: RuntimeConfig,
+    undo: Undo,
     *,
+    source: WeightSource,
     tokenizer: Any,
     owns_model: bool,
-    source: WeightSource | None = None,
 ) -> Runtime:
-    """Make a runtime of parts that have been checked. Raises: as `share`; the model has memory of its own then."""
-    transport = transport_for(source or ModuleSource(model), engine, config)
-    try:
-        held_bytes = _held_bytes(engine.segments, model, optimizer, transport)
+    """Build the runtime of parts that have been checked; every way in ends here. Raises: as `share`.
+
+    `undo` gives the model memory of its own again.
+    """
+    transport = transport_for(source, engine, config)
+    undo.add(transport.close)
+    undo.callback(transport.move_out, engine.device)
+    held_bytes = _held_bytes(engine.segments, model, optimizer, transport)
+    with told_of_others():
         return Runtime(
             engine=engine,
             model=model,
@@ -238,10 +263,20 @@ def assemble(
             tokenizer=tokenizer,
             owns_model=owns_model,
         )
-    except BaseException:
-        transport.move_out(engine.device)
-        with suppress(Exception):
-            transport.close()
+
+
+@contextmanager
+def told_of_others() -> Iterator[None]:
+    """Free runtimes that were dropped first, and name those that are open in a `BudgetError`: they hold memory."""
+    others = collect_dropped()
+    try:
+        yield
+    except BudgetError as error:
+        if others:
+            error.add_note(
+                f"{others} other runtime{'s are' if others > 1 else ' is'} open in this process, with memory of the "
+                "device: close() what a notebook cell has started before it is run again"
+            )
         raise
 
 
@@ -260,57 +295,6 @@ def _held_bytes(
         state += [leaf for leaf in pytree.tree_leaves(stepped.gradients.state) if isinstance(leaf, torch.Tensor)]
     storages = {storage_key(local_shard(t)): local_bytes(t) for t in [*found, *state] if t.device == device}
     return sum(segment.device_bytes for segment in segments) + sum(storages.values())
-
-
-def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    """Raise `Unsupported` for an optimizer without torch's hooks, or one that trains something else.
-
-    It may train other parameters along, such as those of a value head, which no logits depend on.
-    """
-    stepped = as_torch(unwrapped(optimizer))
-    if not hasattr(stepped, "_optimizer_step_pre_hooks") and not isinstance(stepped, MegatronOptimizers):
-        raise Unsupported(
-            f"{type(stepped).__name__} wraps an optimizer without torch's own hooks: pass the wrapped one "
-            "(optimizer.optimizer)"
-        )
-    trained = {id(p): p for p in parameters_of(stepped)}
-    own = {id(p): p for p in model.parameters()}
-    others = [p for key, p in trained.items() if key not in own]
-    # One that the model had before, and that was replaced, would be trained in vain.
-    untrained = {p.shape for key, p in own.items() if p.requires_grad and key not in trained}
-    foreign = others if len(others) == len(trained) else [p for p in others if p.shape in untrained]
-    if foreign:
-        raise Unsupported(
-            f"{len(foreign)} parameters of the optimizer are not the model's, one with shape "
-            f"{tuple(foreign[0].shape)}: build the optimizer from this model's parameters"
-        )
-    device = next(model.parameters()).device
-    elsewhere = [p for p in others if p.device != device]
-    if elsewhere:
-        raise Unsupported(
-            f"the optimizer trains {len(elsewhere)} parameters on {elsewhere[0].device} along with a model on "
-            f"{device}: the runtime moves state of one device"
-        )
-
-
-def _check_devices(model: nn.Module, device: torch.device) -> None:
-    """Raise `Unsupported` unless the model is where the engine is, or FSDP2 keeps its parts in host memory."""
-    devices = {p.device for p in model.parameters()}
-    if devices == {device} or (devices == {_HOST} and all(map(is_dtensor, model.parameters()))):
-        return
-    names = ", ".join(sorted(map(str, devices)))
-    raise Unsupported(f"the engine is on {device} and the model on {names}: they share one device")
-
-
-def check_sharding(model: nn.Module) -> None:
-    """Raise `Unsupported` for a model that FSDP's first version has flattened: its parameters are no weights."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # without which none is
-    kind = getattr(fsdp, "FullyShardedDataParallel", None)
-    if kind is not None and any(isinstance(module, kind) for module in model.modules()):
-        raise Unsupported(
-            "FullyShardedDataParallel keeps weights flattened, which cannot be gathered one by one: shard the model "
-            "with fully_shard (FSDP2; fsdp_version: 2 in accelerate)"
-        )
 
 
 def capacity(config: RuntimeConfig, device: torch.device, *, held_bytes: int) -> int:

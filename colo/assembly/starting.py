@@ -6,8 +6,8 @@ import copy
 import logging
 import os
 import warnings
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -15,21 +15,30 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from colo.assembly.arguments import adapter_alone
+from colo.assembly.arguments import adapter_alone, chosen_dtype
 from colo.config import RuntimeConfig, Weights
 from colo.engine import Engine, PacksWeights
 from colo.engines.embedded.layout import bind, empty_model
 from colo.engines.embedded.waves import positions_of
 from colo.engines.torch import TorchEngine
 from colo.errors import BudgetError, Unsupported
+from colo.memory.dtensor import is_dtensor, local_bytes
 from colo.memory.offload import Mover
 from colo.memory.storage import with_own_storage
 from colo.planning.kv_cache import layer_caches
 from colo.units import GIB, MIB, format_bytes
-from colo.weights.packed import pack
+from colo.weights.packed import is_packed, pack
+from colo.weights.ranks import RankGroup
 from colo.weights.sources.module import ModuleSource
-from colo.weights.sources.peft import TIED_WARNING, check_lora_config, has_adapted_head, warn_of_tied_head
-from colo.weights.transports.choice import record_plan, why_not_shared
+from colo.weights.sources.peft import (
+    TIED_WARNING,
+    active_adapter,
+    check_lora_config,
+    has_adapted_head,
+    is_peft_model,
+    warn_of_tied_head,
+)
+from colo.weights.transports.choice import move_in, record_plan, why_not_shared
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -46,9 +55,21 @@ DEFAULT_SEQUENCES, DEFAULT_LENGTH = 64, 4096
 _PACKED_BYTES = 0.5 + 4 / 64
 """Bytes of an element in 4 bits, with its share of a scale for every 64."""
 
-
-Start: TypeAlias = Callable[["LaunchRequest", Mover, ExitStack], tuple[Engine, Any]]
+Start: TypeAlias = Callable[["LaunchRequest", "Undo"], tuple[Engine, Any]]
 """Starts an engine, which the stack closes if something fails later, and makes a model to train over its memory."""
+
+
+class Undo(ExitStack):
+    """Ends what has been started, the last first, when something fails later."""
+
+    def add(self, end: Callable[[], object]) -> None:
+        """End something with `end`, whose own errors are dropped: what failed first is raised."""
+
+        def quietly() -> None:
+            with suppress(Exception):
+                end()
+
+        self.callback(quietly)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +88,12 @@ class LaunchRequest:
     def revision(self) -> str:
         """The revision of a checkpoint on the hub."""
         return revision_of(self.engine_options)
+
+    def make_mover(self, undo: Undo) -> Mover:
+        """Make what moves memory, which `undo` closes after the engine."""
+        mover = Mover(self.device, host_limit_bytes=self.config.host_limit_bytes, chunk_bytes=self.config.chunk_bytes)
+        undo.add(mover.close)
+        return mover
 
     def kv_cache_bytes(self, model: nn.Module, *, packed: bool = False, beside_bytes: int = 0) -> int:
         """Size of the KV cache beside `model` and `beside_bytes` of a copy of its weights.
@@ -95,11 +122,11 @@ def dtype_of(model: Checkpoint, revision: str) -> torch.dtype | None:
     return found if isinstance(found, torch.dtype) else None
 
 
-def start_torch(request: LaunchRequest, mover: Mover, undo: ExitStack) -> tuple[Engine, Any]:
+def start_torch(request: LaunchRequest, undo: Undo) -> tuple[Engine, Any]:
     """The embedded engine, and a model over its memory."""
     checkpoint = _load_checkpoint(request.model, request.dtype, request.revision)
-    engine = make_torch_engine(checkpoint, request, mover, request.kv_cache_bytes(checkpoint))
-    undo.callback(engine.close)
+    engine = make_torch_engine(checkpoint, request, request.make_mover(undo), request.kv_cache_bytes(checkpoint))
+    undo.add(engine.close)
     engine.load_weights(ModuleSource(checkpoint))
     if request.config.weights is not Weights.AUTO:
         return engine, _own(checkpoint, request.model).to(request.device).requires_grad_(True).train()
@@ -146,15 +173,16 @@ def add_lora_options(request: LaunchRequest, config: PretrainedConfig) -> None:
         options.setdefault("lora_target_modules", _adapted_modules(config, request.lora))
 
 
-def start_vllm(request: LaunchRequest, mover: Mover, undo: ExitStack) -> tuple[Engine, Any]:
+def start_vllm(request: LaunchRequest, undo: Undo) -> tuple[Engine, Any]:
     """vLLM, which reads the checkpoint itself, and a model over its memory, or one of its own where that cannot be."""
     packs, config = _is_packed_by_vllm(request), config_of(request.model, request.revision)
     add_lora_options(request, config)
     if not packs:
         _check_complete(request.model, request.dtype, request.revision)
     model = empty_model(config, dtype=request.dtype, attn_implementation=None)
-    engine = make_vllm_engine(request, mover, request.kv_cache_bytes(model, packed=packs))
-    undo.callback(engine.close)
+    kv_cache_bytes = request.kv_cache_bytes(model, packed=packs)
+    engine = make_vllm_engine(request, request.make_mover(undo), kv_cache_bytes)
+    undo.add(engine.close)
     packed = engine.packed_weights() if isinstance(engine, PacksWeights) else {}
     pack(model, packed, compute_dtype=request.dtype)
     tensors, plan = record_plan(engine, ModuleSource(model))
@@ -222,11 +250,9 @@ def config_of(model: Checkpoint, revision: str) -> PretrainedConfig:
     """The config of a checkpoint, read if need be, or of a model."""
     if isinstance(model, PretrainedConfig):
         return model
-    return (
-        model.config
-        if isinstance(model, PreTrainedModel)
-        else AutoConfig.from_pretrained(os.fspath(model), revision=revision)
-    )
+    if isinstance(model, PreTrainedModel):
+        return model.config
+    return AutoConfig.from_pretrained(os.fspath(model), revision=revision)
 
 
 def _rank(lora: LoraConfig) -> int:
@@ -381,3 +407,94 @@ def _admit(weights_bytes: int, kv_cache_bytes: int, capacity_bytes: int) -> None
             needed_bytes=weights_bytes + kv_cache_bytes,
             free_bytes=capacity_bytes,
         )
+
+
+# ---- for a model that exists -----------------------------------------------------------------------------------------
+
+
+def model_device(model: nn.Module) -> torch.device:
+    """The device of a model's first parameter; that of its mesh where FSDP2 keeps parts in host memory."""
+    first = next(model.parameters())
+    return RankGroup([first]).device if is_dtensor(first) else first.device
+
+
+def start_for(
+    model: nn.Module,
+    kind: str,
+    engine_options: dict[str, Any],
+    dtype: torch.dtype | str | None,
+    config: RuntimeConfig,
+    capacity_bytes: int,
+    undo: Undo,
+) -> Engine:
+    """Start the engine "torch" or "vllm" for a causal language model of transformers, or one with PEFT's adapter.
+
+    The weights wait in host memory meanwhile, so that the device never holds them twice. Where the engine's memory can
+    be the model's, they lie there afterwards, under the same `nn.Parameter` objects.
+    Raises: `Unsupported` for a model that is no transformers model, or packed to 4 bits; `BudgetError` when the weights
+    and the KV cache do not fit; whatever the engine raises. The model is as it was then.
+    """
+    # An adapter that transformers has added (`add_adapter`) is within the model, without a wrapper.
+    base: Any = getattr(model, "get_base_model", lambda: model)() if is_peft_model(model) else model
+    if not hasattr(base, "config") or not hasattr(base, "get_output_embeddings"):
+        raise Unsupported(f"an engine can be started for a transformers model, and this is {type(base).__name__}")
+    packed = [name for name, parameter in base.named_parameters() if is_packed(parameter)]
+    if packed:
+        raise Unsupported(
+            f"{len(packed)} weights are quantized by bitsandbytes, {packed[0]} for one, and can only be built together "
+            "with an engine: colo.start(folder, engine='vllm', engine_options={'quantization': 'bitsandbytes'}, "
+            "lora=...)"
+        )
+    device = model_device(model)
+    request = LaunchRequest(
+        base, device, _dtype(base, dtype, device), config, capacity_bytes, _lora(model), dict(engine_options)
+    )
+    mover = request.make_mover(undo)
+    kv_cache_bytes = request.kv_cache_bytes(base, beside_bytes=_bytes_of_copy(base, request.dtype))
+    with _in_host_memory(model):
+        engine: Engine
+        if kind == "vllm":
+            add_lora_options(request, base.config)
+            engine = make_vllm_engine(request, mover, kv_cache_bytes)
+        else:
+            engine = make_torch_engine(base, request, mover, kv_cache_bytes)
+        undo.add(engine.close)
+        tensors, plan = record_plan(engine, ModuleSource(model))
+        if why_not_shared(plan, tensors, config) is None:
+            move_in(tensors, plan.aliases)
+    return engine
+
+
+def _dtype(base: nn.Module, given: torch.dtype | str | None, device: torch.device) -> torch.dtype:
+    """The engine's: the model's own, but bf16 for an fp32 model on CUDA, where vLLM has no fast fp32."""
+    own = next((p.dtype for p in base.parameters() if p.is_floating_point()), torch.float32)
+    if given is None:
+        return torch.bfloat16 if device.type == "cuda" and own not in (torch.float16, torch.bfloat16) else own
+    return chosen_dtype(given, device, lambda: own)
+
+
+def _lora(model: Any) -> Any:
+    """The config of the adapter that is trained, or `None`."""
+    return model.peft_config[active_adapter(model)] if is_peft_model(model) else None
+
+
+def _bytes_of_copy(base: nn.Module, dtype: torch.dtype) -> int:
+    """Bytes that the trainer's own weights take, where the engine's dtype is another or a rank has a shard of them."""
+    own = list(base.parameters())
+    if all(p.dtype == dtype and not is_dtensor(p) for p in own):
+        return 0
+    return sum(map(local_bytes, own))
+
+
+@contextmanager
+def _in_host_memory(model: nn.Module) -> Iterator[None]:
+    """Keep weights in host memory for a while; on the way out those come back that have found no other place."""
+    away = {p: p.device for p in model.parameters() if p.device.type == "cuda" and not is_dtensor(p)}
+    try:
+        for parameter in away:
+            parameter.data = parameter.data.to("cpu")
+        yield
+    finally:
+        for parameter, device in away.items():
+            if parameter.device != device:
+                parameter.data = parameter.data.to(device)

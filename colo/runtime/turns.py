@@ -209,12 +209,10 @@ class Turns:
 
         Where they have no room they stay away, and `train()` and `step()` ask for them again.
         """
-        try:
+        with ExitStack() as left:  # each is done whatever has become of those before it
+            left.callback(self.be_idle)
+            left.callback(self._pause_unless_lost)
             self._communicators.resume()
-            with suppress(EngineLost):  # who has called it has heard of that
-                self._pause()
-        finally:
-            self.be_idle()
         if self._session.has_parked_gradients:
             with suppress(BudgetError, torch.OutOfMemoryError):
                 self._scheduler.require(TRAINER_GRADIENTS)
@@ -264,6 +262,10 @@ class Turns:
     def _pause(self) -> None:
         if self._engine.state is EngineState.AWAKE:
             self._engine.pause()
+
+    def _pause_unless_lost(self) -> None:
+        with suppress(EngineLost):  # who has called it has heard of that
+            self._pause()
 
     def _measure_mismatch(self) -> None:
         """Compare the engine's log-probabilities of the last rollout with the trainer's, on the same weights.

@@ -41,7 +41,9 @@ def fused(params):
 
 def launch(**options):
     settings = RuntimeConfig(kv_cache_bytes=64 * MIB, offload=Offload.ALWAYS, region_bytes=8 * MIB)
-    return colo.launch(config(), **({"optimizer": fused, "device": "cuda", "config": settings} | options))
+    return colo.launch(
+        config(), **({"engine": "torch", "optimizer": fused, "device": "cuda", "config": settings} | options)
+    )
 
 
 def train_step(rt, step):
@@ -77,6 +79,7 @@ def test_training_through_the_runtime_is_bit_equal_to_training_without_it(monkey
 def test_state_leaves_the_device_for_a_rollout_and_the_driver_sees_it():
     rt = colo.launch(
         config(layers=16),
+        engine="torch",
         optimizer=MasterWeights(fused),
         device="cuda",
         config=RuntimeConfig(kv_cache_bytes=GIB, offload=Offload.ALWAYS),

@@ -22,6 +22,7 @@ pytestmark = MARKS
 def embedded():
     return colo.launch(
         config(),
+        engine="torch",
         optimizer=lambda params: AdamW(params, lr=1e-3, fused=True),
         device=CUDA,
         config=RuntimeConfig(kv_cache_bytes=64 * MIB, offload="always"),

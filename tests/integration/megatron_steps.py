@@ -20,7 +20,7 @@ from torch import distributed, nn
 from torch.optim import AdamW
 from torch.utils import _pytree as pytree
 
-from colo.assembly.share import check_optimizer
+from colo.assembly.arguments import check_optimizer
 from colo.memory.offload import Mover
 from colo.phases.phase import Residency
 from colo.trainer.session import TrainerSession

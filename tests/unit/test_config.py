@@ -1,4 +1,5 @@
 import dataclasses
+from dataclasses import fields, replace
 
 import pytest
 
@@ -57,10 +58,36 @@ def test_a_policy_that_does_not_exist_is_answered_with_those_that_do():
         RuntimeConfig(offload="sometimes")
 
 
-@pytest.mark.parametrize("value", [1.5, "4GiB", True])
+@pytest.mark.parametrize("value", [1.5, True])
 def test_bytes_are_whole_numbers(value):
     with pytest.raises(TypeError, match=f"device_limit_bytes must be a whole number of bytes, .* not {value!r}"):
         RuntimeConfig(device_limit_bytes=value)
+
+
+SIZES = [f.name for f in fields(RuntimeConfig) if f.name.endswith("_bytes")]
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_every_size_may_be_a_text_as_in_plan(name):
+    assert getattr(RuntimeConfig(**{name: "1.5 GiB"}), name) == 3 * 2**29
+    assert getattr(replace(RuntimeConfig(), **{name: "2M"}), name) == 2**21
+    with pytest.raises(ValueError, match=f"{name}: cannot read 'much' as a size: write for example 80GiB"):
+        RuntimeConfig(**{name: "much"})
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("kv_cache_mib", 'pass kv_cache_bytes="512MiB"'),
+        ("offlaod", "did you mean offload"),
+        ("gpu_memory_utilization", 'kv_cache_bytes="4GiB"'),
+        ("lr", "to launch"),
+        ("colour", "it takes offload, weights, optimizer, "),
+    ],
+)
+def test_a_setting_that_there_is_not_is_answered_with_what_there_is(name, words):
+    with pytest.raises(TypeError, match=f"RuntimeConfig takes no '{name}': .*{words}"):
+        RuntimeConfig(**{name: 1})
 
 
 def test_only_what_may_be_left_open_is_none():

@@ -15,7 +15,7 @@ from torch.optim.swa_utils import AveragedModel
 from transformers import AutoModel, AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
 import colo
-from colo.assembly.arguments import chosen_device, chosen_dtype
+from colo.assembly.arguments import chosen_device, chosen_dtype, default_engine
 from colo.assembly.starting import dtype_of
 from colo.config import RuntimeConfig
 from colo.engines.torch import TorchEngine
@@ -81,7 +81,7 @@ def train_step(model, optimizer):
         ({"config": CONFIG}, TypeError, "config is a colo.RuntimeConfig, not a Qwen3Config"),
         ({"lora": True}, TypeError, r"lora is a peft.LoraConfig, such as LoraConfig\(r=16\), not True"),
         ({"lora": {"r": 16}}, TypeError, "lora is a peft.LoraConfig.* not a dict"),
-        ({"lora": IA3Config(target_modules=["q_proj"])}, TypeError, "not an IA3Config"),
+        ({"lora": IA3Config(target_modules=["q_proj"])}, colo.Unsupported, "the adapter is IA3 "),
         ({"engine": TorchEngine}, TypeError, "engine=the class TorchEngine .* colo.share"),
         ({"engine": "hf"}, ValueError, "engine must be 'torch' or 'vllm', not 'hf'"),
         (
@@ -97,6 +97,18 @@ def train_step(model, optimizer):
         ({"device": "mps"}, colo.Unsupported, "colo runs on CUDA and on the CPU"),
         ({"dtype": "bf17"}, ValueError, "one of bfloat16, float16, float32, float64, or 'auto', not 'bf17'"),
         ({"dtype": torch.int8}, ValueError, "not torch.int8"),
+        ({"lr": 1e-5}, TypeError, r"launch\(\) takes no 'lr': pass optimizer=lambda params: AdamW\(params, lr=1e-6\)"),
+        ({"learning_rate": 1e-5}, TypeError, "takes no 'learning_rate': pass optimizer=lambda"),
+        ({"kv_cache_bytes": 1}, TypeError, r"pass config=colo.RuntimeConfig\(kv_cache_bytes=...\)"),
+        ({"max_model_len": 8}, TypeError, r"pass engine_options=\{'max_model_len': ...\}"),
+        ({"peft_config": LORA}, TypeError, r"pass lora=LoraConfig\(...\)"),
+        ({"torch_dtype": "auto"}, TypeError, "pass dtype='bfloat16'"),
+        ({"tokeniser": None}, TypeError, "did you mean tokenizer"),
+        (
+            {"batch": 4},
+            TypeError,
+            "it takes model, engine, engine_options, lora, optimizer, device, dtype",
+        ),
         ({"dtype": float}, ValueError, "not <class 'float'>"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
@@ -105,6 +117,33 @@ def test_launch_says_what_to_pass_instead(options, kind, words):
     with pytest.raises(kind, match=words) as caught:
         launch(**options)
     assert "\n" not in str(caught.value)
+
+
+def test_start_and_share_name_what_they_take_too():
+    with pytest.raises(TypeError, match=r"start\(\) takes no 'optimizer': launch takes a function"):
+        colo.start(CONFIG, optimizer=adamw)
+    with pytest.raises(TypeError, match=r"share\(\) takes no 'verify': pass config=colo.RuntimeConfig\(verify=...\)"):
+        colo.share("torch", made(), None, verify=False)
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("bf16", torch.bfloat16), ("FP32", torch.float32), ("half", torch.half)])
+def test_a_dtype_has_short_names(name, dtype):
+    assert chosen_dtype(name, torch.device("cpu"), lambda: None) == dtype
+
+
+@pytest.mark.parametrize("has_vllm", [True, False])
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_the_engine_is_vllm_on_a_gpu_that_has_it_and_the_log_says_so(kind, has_vllm, monkeypatch, caplog):
+    def version():
+        if not has_vllm:
+            raise colo.Unsupported("not installed")
+        return "0.30.0"
+
+    monkeypatch.setattr("colo.engines.vllm.compat.vllm_version", version)
+    expected = "vllm" if kind == "cuda" and has_vllm else "torch"
+    with caplog.at_level("INFO", logger="colo"):
+        assert default_engine(torch.device(kind)) == expected
+    assert f"engine={expected!r}, since none was named" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,21 @@
 """Engines that are started for a model which exists, and pairs of both that wait for an optimizer."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from accelerate import Accelerator
-from peft import LoraConfig, get_peft_model
+from peft import IA3Config, LoraConfig, get_peft_model
 from torch.optim import AdamW
 from transformers import AutoModelForCausalLM
 
 import colo
-from colo.assembly import existing
+from colo.assembly import starting
 from colo.assembly.share import _held_bytes
 from colo.config import RuntimeConfig
+from colo.engine import EngineState
+from colo.engines.torch import TorchEngine
+from colo.memory.offload import Mover
 from colo.trainer.master_weights import MasterWeights
 from colo.units import MIB, format_bytes
 from tests.runtimes import adamw, launch, make_engine, qwen3, train_step
@@ -63,9 +68,9 @@ def test_an_engine_of_another_dtype_has_a_copy_that_is_cast():
 def test_an_fp32_model_has_an_engine_in_bf16_on_a_gpu_unless_told_otherwise():
     cuda, cpu = torch.device("cuda"), torch.device("cpu")
     model = made()
-    assert existing._dtype(model, None, cuda) == torch.bfloat16
-    assert existing._dtype(model, None, cpu) == existing._dtype(model, "float32", cuda) == torch.float32
-    assert existing._dtype(model.half(), None, cuda) == torch.float16
+    assert starting._dtype(model, None, cuda) == torch.bfloat16
+    assert starting._dtype(model, None, cpu) == starting._dtype(model, "float32", cuda) == torch.float32
+    assert starting._dtype(model.half(), None, cuda) == torch.float16
 
 
 @pytest.mark.parametrize(
@@ -139,3 +144,69 @@ def test_room_is_counted_with_everything_that_lies_on_the_device_once():
     with launch() as rt:
         engine_bytes = sum(segment.device_bytes for segment in rt.engine.segments)
         assert _held_bytes(rt.engine.segments, rt.model, rt.optimizer, rt.transport) == engine_bytes, "one copy"
+
+
+class TestUndoing:
+    """What was begun when something fails."""
+
+    def test_an_engine_that_cannot_be_closed_keeps_no_memory_of_the_movers(self, monkeypatch):
+        closed = []
+        monkeypatch.setattr(TorchEngine, "close", lambda _: closed.append("engine") or 1 / 0)
+        monkeypatch.setattr(Mover, "close", lambda _: closed.append("mover"))
+        monkeypatch.setattr("colo.assembly.share.transport_for", lambda *_: (_ for _ in ()).throw(OSError("mine")))
+        model = made()
+        with pytest.raises(OSError, match="mine"):
+            colo.share("torch", model, adamw(model.parameters()), config=CONFIG)
+        assert closed == ["engine", "mover"]
+
+    def test_weights_come_back_to_the_device_where_their_way_to_the_host_fails(self):
+        class Parameter:
+            """A parameter that notes where it is, on a host with little room."""
+
+            def __init__(self, fails):
+                self.device, self.fails, self.requires_grad = torch.device("cuda"), fails, True
+
+            @property
+            def data(self):
+                return self
+
+            @data.setter
+            def data(self, moved):
+                self.device = moved
+
+            def to(self, device):
+                if self.fails and device == "cpu":
+                    raise MemoryError("the host is full")
+                return torch.device(device)
+
+        parameters = [Parameter(False), Parameter(True), Parameter(False)]
+        model = SimpleNamespace(parameters=lambda: parameters)
+        with pytest.raises(MemoryError), starting._in_host_memory(model):
+            pytest.fail("not reached")
+        assert all(p.device.type == "cuda" for p in parameters)
+
+    def test_an_engine_that_was_awake_is_awake_again(self):
+        engine, model = make_engine(), made()
+        with pytest.raises(colo.Unsupported):
+            colo.share(engine, model, AdamW([torch.nn.Parameter(torch.ones(2))]))
+        assert engine.state is EngineState.AWAKE
+
+
+def test_an_adapter_that_no_engine_applies_is_refused_before_one_starts(monkeypatch):
+    monkeypatch.setattr("colo.assembly.share.start_for", lambda *_: pytest.fail("an engine is started"))
+    for config in (IA3Config(target_modules=["k_proj"], feedforward_modules=[]), LoraConfig(r=2, use_dora=True)):
+        model = get_peft_model(made(), config)
+        with pytest.raises(colo.Unsupported, match="IA3|use_dora"):
+            colo.share("torch", model, adamw([p for p in model.parameters() if p.requires_grad]), config=CONFIG)
+
+
+def test_another_runtime_that_is_open_is_named_where_there_is_no_room():
+    tight = RuntimeConfig(kv_cache_bytes=MIB, device_limit_bytes=MIB)
+    with launch() as rt:
+        model = made()
+        optimizer = adamw(model.parameters())
+        for make in (lambda: launch(config=tight), lambda: colo.share("torch", model, optimizer, config=tight)):
+            with pytest.raises(colo.BudgetError) as caught:
+                make()
+            assert "1 other runtime is open in this process" in caught.value.__notes__[0]
+        assert rt.generate([[1, 2]])

@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from colo.assembly.stages import as_module, placed_or_none, refuse_stages, source_of
+from colo.assembly.share import _placed_or_none as placed_or_none
+from colo.assembly.share import _refuse_stages as refuse_stages
+from colo.assembly.share import as_module, source_of
 from colo.errors import Unsupported
 from colo.memory.specs import TensorSpec
 from colo.weights.sources.module import ModuleSource

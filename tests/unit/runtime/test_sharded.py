@@ -17,6 +17,8 @@ from transformers import AutoModelForCausalLM
 
 import colo
 from colo.config import Offload
+from colo.engine import EngineState
+from colo.phases.phase import Phase
 from colo.trainer.master_weights import MasterWeights
 from tests.runtimes import PROMPTS, adamw, make_engine, qwen3, train_step
 
@@ -71,6 +73,11 @@ def test_nccls_memory_is_away_while_the_engine_samples_and_back_before_anything_
         rt.generate(PROMPTS, max_tokens=2)
         assert said == ["suspended awake"]
     assert said == ["suspended awake", "resumed awake"]
+    rt._turns._communicators.resume = lambda: 1 / 0
+    with pytest.raises(ZeroDivisionError), rt.rollout():
+        pass
+    assert rt.engine.state is EngineState.PAUSED and rt.phase is Phase.IDLE, "the engine sleeps all the same"
+    rt._turns._communicators.resume = lambda: None
     rt.close()
 
 

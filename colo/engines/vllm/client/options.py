@@ -119,10 +119,9 @@ def llm_options(
 def check_main_guard() -> None:
     """Raise `RuntimeError` when vLLM's process would import a main script that starts vLLM as it is imported.
 
-    Such processes are spawned once CUDA is in use, and forked before; a fork imports nothing.
+    It is always spawned: on a GPU since CUDA is in use by then, on a CPU since vLLM says so.
     """
-    is_spawned = torch.cuda.is_initialized() or os.environ.get("VLLM_WORKER_MULTIPROCESSING_METHOD") == "spawn"
-    line = _line_of_main() if is_spawned else None
+    line = _line_of_main()
     if line is None:
         return
     path = Path(str(sys.modules["__main__"].__file__))

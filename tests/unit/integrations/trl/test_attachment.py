@@ -174,7 +174,7 @@ def test_completions_without_a_limit_end_with_the_models_positions(make, attach)
 
 
 def test_an_fp32_model_has_an_engine_in_bf16_on_a_gpu_and_the_report_says_what_that_costs(make, attach, monkeypatch):
-    monkeypatch.setattr("colo.assembly.existing._dtype", lambda *_: torch.bfloat16)  # as on a GPU
+    monkeypatch.setattr("colo.assembly.starting._dtype", lambda *_: torch.bfloat16)  # as on a GPU
     trainer = make()
     rt = attach(trainer)
     trainer.train()
