@@ -43,10 +43,9 @@ EXPLAINED = Path(__file__).with_name("mutants.txt")
 WANTED = 0.95
 
 ORDERING = "memory/test_ordering.py"
-SLOTS = "trainer/test_state_slots.py"
-INVENTORY = "trainer/test_inventory.py"
-STATE = "trainer/test_optimizer_state.py"
-STREAMED = "trainer/test_streamed_offloader.py"
+PARKING = "memory/test_parking.py"
+STATE = "trainer/test_state.py"
+STREAMED = "trainer/test_streamed.py"
 
 
 def _runtimes(*names: str) -> tuple[str, ...]:
@@ -71,27 +70,12 @@ EXTRA = {
     "memory/tiles": ("memory/test_copy_plan.py", "memory/test_digest.py"),
     "memory/cuda_driver": ("memory/test_share.py",),
     "memory/kernels": ("memory/test_triton_kernels.py",),
-    "memory/dtensor": (SLOTS, INVENTORY, "trainer/test_gradients.py"),
-    "trainer/gradients": (
-        f"{STATE}::test_gradients_are_whole_when_their_copies_are_interrupted_or_fail",
-        "trainer/test_master_weights.py",
-        ORDERING,
-        "runtime/test_accumulation.py",
-    ),
-    "trainer/optimizer_state": (INVENTORY, SLOTS, ORDERING, "trainer/test_master_weights.py"),
-    "trainer/attached_state": (INVENTORY, SLOTS, STATE, STREAMED),
-    "trainer/expected": (STATE, STREAMED),
-    "trainer/masters": ("trainer/test_master_weights.py", STREAMED),
-    "trainer/state_bucket": (STREAMED,),
-    "trainer/taken": ("trainer/test_master_weights.py", STREAMED),
-    "trainer/streamed_state": (STREAMED, "runtime/test_streaming.py"),
-    "trainer/streamed_step": (STREAMED, "runtime/test_streaming.py"),
-    "trainer/state_segment": (SLOTS, INVENTORY, STATE, "trainer/test_loops.py"),
-    "trainer/inventory": (SLOTS,),
-    "trainer/state_slots": (INVENTORY,),
-    "trainer/stand_ins": (SLOTS, "trainer/test_gradients.py"),
-    "trainer/snapshot": (SLOTS, STATE),
-    "trainer/subclasses": (SLOTS,),
+    "memory/dtensor": (STATE, "trainer/test_gradients.py"),
+    "memory/parking": (ORDERING, STATE),
+    "trainer/gradients": (STATE, "trainer/test_master_weights.py", ORDERING, "runtime/test_accumulation.py"),
+    "trainer/planes": (STREAMED, "runtime/test_streaming.py"),
+    "trainer/state": (PARKING, ORDERING, "trainer/test_master_weights.py"),
+    "trainer/streamed": ("runtime/test_streaming.py",),
     "trainer/session": _runtimes("turns", "accumulation", "parked_state", "end"),
     "weights/publish": ("weights/test_meter.py",),
     "weights/transports/ipc/receiver": ("weights/transports/ipc/test_sender.py",),

@@ -23,7 +23,7 @@ from colo.errors import Unsupported
 from colo.memory.dtensor import is_dtensor
 from colo.trainer.gradients import parameters_of
 from colo.trainer.megatron import MegatronOptimizers, as_torch
-from colo.trainer.optimizer_state import unwrapped
+from colo.trainer.state import unwrapped
 from colo.weights.sources.peft import adapter_weights, check_adapter_config, check_lora_config, is_peft_model
 
 if TYPE_CHECKING:

@@ -28,7 +28,7 @@ from colo.runtime import Runtime
 from colo.runtime.registry import check_free, collect_dropped
 from colo.trainer.gradients import parameters_of
 from colo.trainer.megatron import MegatronOptimizers, as_torch
-from colo.trainer.optimizer_state import unwrapped
+from colo.trainer.state import unwrapped
 from colo.weights.ranks import RankGroup
 from colo.weights.sources.base import WeightSource
 from colo.weights.sources.heads import causal_lm
@@ -292,7 +292,7 @@ def _held_bytes(
     found = [p for key, p in parameters.items() if key not in shared]
     found += [p.grad for p in parameters.values() if p.grad is not None]
     if isinstance(stepped, MegatronOptimizers):
-        state += [leaf for leaf in pytree.tree_leaves(stepped.gradients.state) if isinstance(leaf, torch.Tensor)]
+        state += stepped.gradients()
     storages = {storage_key(local_shard(t)): local_bytes(t) for t in [*found, *state] if t.device == device}
     return sum(segment.device_bytes for segment in segments) + sum(storages.values())
 

@@ -116,6 +116,16 @@ class PinnedArena:
         """The bytes of an extent as a CPU tensor (uint8, shape [size_bytes])."""
         return self._blocks[extent.block].data.narrow(0, extent.offset_bytes, extent.size_bytes)
 
+    def tensor(self, extent: Extent, start_bytes: int, size_bytes: int) -> torch.Tensor:
+        """A part of an extent as a CPU tensor (uint8) with a storage of its own, so that saving it saves nothing else.
+
+        Lifetime: the tensor keeps the memory mapped, also after `close`; nothing keeps the arena from lending it again.
+        """
+        block = self._blocks[extent.block]
+        return torch.frombuffer(
+            block.mapping, dtype=torch.uint8, count=size_bytes, offset=extent.offset_bytes + start_bytes
+        )
+
     def close(self) -> None:
         """Unregister and unmap everything. Idempotent.
 
@@ -163,10 +173,10 @@ class _PinnedBlock:
 
     def __init__(self, size_bytes: int, device: torch.device) -> None:
         self.size_bytes = size_bytes
-        self._map = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self.mapping = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            self._map.madvise(mmap.MADV_HUGEPAGE)
-        self.data = torch.frombuffer(self._map, dtype=torch.uint8)
+            self.mapping.madvise(mmap.MADV_HUGEPAGE)
+        self.data = torch.frombuffer(self.mapping, dtype=torch.uint8)
         self._free: list[tuple[int, int]] = [(0, size_bytes)]  # (offset, size), sorted, never adjacent
         self._unregister: weakref.finalize[..., _PinnedBlock] | None = None
         _touch(self.data, local_cpus(device))
@@ -203,7 +213,7 @@ class _PinnedBlock:
             self._unregister = None
         # The last tensor over the mapping unmaps it.
         self.data = torch.empty(0, dtype=torch.uint8)
-        del self._map
+        del self.mapping
 
     def _register(self, device: torch.device) -> None:
         address = self.data.data_ptr()
@@ -211,8 +221,8 @@ class _PinnedBlock:
             result = torch.cuda.cudart().cudaHostRegister(address, self.size_bytes, 0)
         _check_cuda(result, f"cudaHostRegister of {format_bytes(self.size_bytes)}")
         # Pages that are unmapped while registered make the driver refuse the address for good (checkpoint-engine#67),
-        # so a block that was never closed is unregistered when it is collected; `self._map` stays mapped until then.
-        self._unregister = weakref.finalize(self, _unregister, address, self._map)
+        # so a block that was never closed is unregistered when it is collected; `self.mapping` stays mapped until then.
+        self._unregister = weakref.finalize(self, _unregister, address, self.mapping)
         self._unregister.atexit = False
 
 

@@ -97,6 +97,10 @@ class Mover:
         """
         return self._copy("h2d", [(source, target)], after_queued=after_queued)
 
+    def copy_all_out(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Transfer:
+        """Queue copies of many (source, target) pairs as one `copy_out`."""
+        return self._copy("d2h", pairs, after_queued=True)
+
     def copy_all_in(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], *, after_queued: bool) -> Transfer:
         """Queue copies of many (source, target) pairs as one `copy_in`."""
         return self._copy("h2d", pairs, after_queued=after_queued)
@@ -159,7 +163,7 @@ class RegionSegment:
 
     @property
     def residency(self) -> Residency:
-        """Where the bytes are, or are going while a move is under way."""
+        """Residency of the bytes, or the one they are going to while a move is under way."""
         return self._residency
 
     @property
@@ -230,6 +234,9 @@ class RegionSegment:
     def take_out(self, regions: Sequence[Region]) -> None:
         """Take regions out of the segment as they are, and return their extents to the arena."""
         self.settle()
+        self._take_out(regions)
+
+    def _take_out(self, regions: Sequence[Region]) -> None:
         for region in regions:
             self._regions.remove(region)
             extent = self._extents.pop(region, None)
@@ -238,20 +245,13 @@ class RegionSegment:
         if not self._regions:
             self._residency = Residency.DISCARDED
 
-    def give_away(self, region: Region) -> torch.Tensor:
-        """Close a region of an offloaded segment and hand its bytes over as host memory (uint8), without a copy.
-
-        Ownership: the bytes are the caller's; the arena never lends them again, and they outlive it.
-        Raises: `PhaseError` unless offloaded.
-        """
-        host = self.host_copy(region)
-        del self._extents[region]
-        self.remove([region])
-        return host
-
     def close(self) -> None:
         """Release the regions and the extents. Idempotent."""
         self.remove(list(self._regions))
+
+    def _left(self, region: Region) -> None:
+        """Free a region whose bytes have been copied to the host."""
+        region.release()
 
     def _arrived(self) -> None:
         """Called when the bytes are on the device again, perhaps twice; for subclasses."""
@@ -274,9 +274,9 @@ class RegionSegment:
         try:
             arrival = _Arrival(self, copies=source is Residency.OFFLOADED)
         except BaseException:
-            for region in self._regions:  # the host has complete copies of all
+            for region in list(self._regions):  # the host has complete copies of all
                 if region.resident:
-                    region.release()
+                    self._left(region)
             raise
         self._residency = Residency.RESIDENT
         self._move = arrival
@@ -309,8 +309,8 @@ class _Departure:
         self._segment = segment
         self.moved_bytes = segment.size_bytes
         self._record = _Recorder(segment._mover, f"out {segment.name}", "d2h", self.moved_bytes)
-        copy = segment._mover.copy_out
-        self._pending = [(region, copy(region.bytes, segment._host_view(region))) for region in segment._regions]
+        copy = segment._mover.copy_all_out
+        self._pending = [(region, copy(region.pairs(segment._host_view(region)))) for region in segment._regions]
         self._transfers = [transfer for _, transfer in self._pending]
 
     def wait(self) -> None:
@@ -326,7 +326,7 @@ class _Departure:
             if not transfer.done:
                 return False
             with uninterrupted():
-                region.release()
+                self._segment._left(region)
                 self._pending.pop(0)
         self._finish()
         return True
@@ -359,7 +359,7 @@ class _Arrival:
             region.restore()
         # Copies do not progress while the driver maps memory, so they start after all regions are mapped.
         if copies and regions:
-            pairs = [(segment._host_view(region), region.bytes) for region in regions]
+            pairs = [(h, d) for region in regions for d, h in region.pairs(segment._host_view(region))]
             is_reused = any(region.reuses_memory for region in regions)
             self._transfers.append(segment._mover.copy_all_in(pairs, after_queued=is_reused))
 

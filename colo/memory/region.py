@@ -41,7 +41,7 @@ class Region(ABC):
     """
 
     reuses_memory = False
-    """Whether restored bytes may be memory that kernels in the current stream's queue still use for something else."""
+    """True where restored bytes may be memory that kernels in the current stream's queue still use."""
 
     def __init__(self, name: str, data: torch.Tensor) -> None:
         self.name = name
@@ -83,6 +83,10 @@ class Region(ABC):
     def is_referred_to(self) -> bool:
         """True while tensors outside of the region lie over its bytes, as views or with storages of their own."""
         return num_references(self.bytes) > 1
+
+    def pairs(self, host: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """(device, host) memory of the bytes that move; `host` (uint8) is as large as the region."""
+        return [(self.bytes, host)]
 
     def close(self) -> None:
         """Release the memory for good; bytes that tensors refer to go when the last of them dies. Idempotent."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Container, Hashable, Mapping, Sequence
 from functools import cache
 from operator import attrgetter
 from typing import Any
@@ -38,8 +38,10 @@ def num_references(tensor: torch.Tensor) -> int:
     return int(torch._C._storage_Use_Count(storage._cdata)) - 1
 
 
-def num_others(tensors: Sequence[torch.Tensor]) -> int:
-    """Number of other references to the storage that `tensors` lie in, such as views that a caller holds.
+def num_others(tensors: Sequence[torch.Tensor], owned: Container[int] = ()) -> int:
+    """Count other references to the storage that `tensors` lie in, such as views that a caller holds.
+
+    `owned` are the `id`s of those that a parameter has as its gradient: one owner in C++ more.
 
     These are tensors over the storage, and C++ owners of one of `tensors`, such as an exported DLPack capsule. A tensor
     that only its own views among `tensors` keep alive does not count.
@@ -49,6 +51,7 @@ def num_others(tensors: Sequence[torch.Tensor]) -> int:
     num_views = Counter(id(tensor._base) for tensor in tensors)
     owners = sum(_num_owners(tensor) - 1 - num_views[id(tensor)] for tensor in tensors)
     hidden = sum(_is_base_unheld(view, num_views[base]) for base, view in views.items() if base not in known)
+    owners -= sum(id(tensor) in owned for tensor in tensors)
     return num_references(tensors[0]) - len(tensors) - hidden + owners
 
 

@@ -10,9 +10,9 @@ from math import prod
 from colo.config import OptimizerState
 from colo.phases import phase as names
 from colo.planning.model_shape import ModelShape
-from colo.units import GIB
+from colo.units import GIB, MIB
 
-BUCKET_BYTES = GIB  # of state that a streamed step handles at a time: RuntimeConfig.region_bytes
+RANGE_BYTES, NUM_SLOTS = 64 * MIB, 3  # as colo/trainer/planes.py has them, which imports torch
 # Left resident by vLLM 0.26 asleep (context, CUDA graphs, workspaces), measured: Qwen3-8B on an H200.
 ENGINE_RESIDUAL_BYTES = round(1.4 * GIB)
 TRAINER_RESIDUAL_BYTES = GIB // 2  # an allowance, not measured: cuBLAS workspaces, what the allocator rounds up
@@ -79,29 +79,30 @@ def trainer_state(shape: ModelShape, w: Workload) -> dict[str, int]:
 class Window:
     """Bytes that a streamed step has on the device."""
 
-    state: int  # bytes of three buckets, and of what stepping the largest takes beside it
-    gradients: int  # bytes of the gradients of two buckets
+    state: int  # the slots, and what a range is stepped in
+    gradients: int  # those that are there at once where a range's are dropped as it is stepped
 
 
 def window_bytes(shape: ModelShape, w: Workload) -> Window:
-    """Three buckets, of which the largest is full or the largest tensor's own, and fp32 copies of what it steps.
+    """Size the window: ranges of elements for AdamW and SGD, some whole parameters for others.
 
-    Those are a master and a gradient for each element, where there are masters.
+    A range is stepped over a flat parameter and its gradient, in fp32 where there are masters.
     """
     masters = 2 if w.mode is Mode.FULL and w.dtype_bytes < 4 else 0
+    dtype_bytes = w.dtype_bytes if w.mode is Mode.FULL else 4
     tensors = [(prod(size), count, optimizer_bytes(w.optimizer, size)) for size, count in _trained(shape, w)]
     num_trained = sum(elements * count for elements, count, _ in tensors)
-    total = sum((state + masters * elements) * count for elements, count, state in tensors)
-    bucket = min(BUCKET_BYTES, total)
-    most = [
-        (max(bucket, own), min(num_trained, max(elements, elements * bucket // own)))
-        for elements, own in ((elements, state + masters * elements) for elements, _, state in tensors)
-    ]
-    transient = 8 if masters else 0
-    window = max(size + transient * elements for size, elements in most) + 2 * bucket
+    largest = max(elements for elements, _, _ in tensors)
+    if w.optimizer is Optimizer.ADAFACTOR:
+        held = max(masters * elements + state for elements, _, state in tensors)
+        window = 3 * max(min(RANGE_BYTES, (masters + 1) * num_trained), held) + (8 if masters else 0) * largest
+        return Window(state=window, gradients=2 * largest * dtype_bytes)
+    state_bytes = masters + optimizer_bytes(w.optimizer, (1,))
+    elements = min(num_trained, RANGE_BYTES // state_bytes)
+    flat_bytes = 2 * (4 if masters else dtype_bytes)
     return Window(
-        state=min(window, total + transient * num_trained),
-        gradients=2 * max(elements for _, elements in most) * (w.dtype_bytes if w.mode is Mode.FULL else 4),
+        state=(NUM_SLOTS * state_bytes + flat_bytes) * elements,
+        gradients=2 * max(largest, elements) * dtype_bytes,
     )
 
 

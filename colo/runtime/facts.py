@@ -8,9 +8,9 @@ import torch
 
 from colo.config import RuntimeConfig
 from colo.engine import Engine
+from colo.memory.parking import Kept
 from colo.phases.phase import ENGINE_WEIGHTS, TRAINER_BUCKET, Phase
 from colo.phases.trace import Trace
-from colo.trainer.inventory import Kept
 from colo.units import format_bytes
 from colo.weights.publish import Publisher
 from colo.weights.transports.base import Transport

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from colo.errors import PhaseError
-from colo.trainer.optimizer_state import unwrapped
+from colo.trainer.state import unwrapped
 from colo.weights.sources.heads import causal_lm
 
 _open: weakref.WeakSet[Any] = weakref.WeakSet()

@@ -25,6 +25,7 @@ from colo.config import RuntimeConfig
 from colo.engine import Completion, Engine
 from colo.engines.text import Prompts
 from colo.memory.offload import Mover
+from colo.memory.parking import Kept
 from colo.memory.uninterrupted import uninterrupted
 from colo.phases.phase import Phase
 from colo.phases.trace import Trace
@@ -35,8 +36,7 @@ from colo.runtime.generation import Generation
 from colo.runtime.registry import check_free, collect_dropped, forget, register, runtime_of
 from colo.runtime.states import Verb
 from colo.runtime.turns import PhaseBlock, Turns
-from colo.trainer.inventory import Kept
-from colo.trainer.optimizer_state import unwrapped
+from colo.trainer.state import unwrapped
 from colo.weights.mismatch import MismatchCheck
 from colo.weights.publish import Publication
 from colo.weights.sources.peft import adapter_weights, is_peft_model

@@ -323,26 +323,12 @@ class Turns:
         """Have gradients on the device that others are about to be added to. Raises: `PhaseError` inside a rollout."""
         self.check_process()
         next_turn(Verb.BACKWARD, self.turn)
-        if self._session.has_gradients_on_host:
-            self.on_touch(TRAINER_GRADIENTS)
-
-    def on_touch(self, name: str) -> None:
-        """Bring a segment back that something touches. Raises: `PhaseError` where it cannot be, with what to do."""
-        self.check_process()
-        if self.turn is not Turn.ROLLOUT:
+        if self._session.has_parked_gradients:
             self._pause()
-        try:
-            self._scheduler.require(name)
-        except (BudgetError, torch.OutOfMemoryError) as error:
-            if name != TRAINER_GRADIENTS:
-                raise
-            raise PhaseError(
-                "gradients are in host memory, and have no room on the device now: zero_grad() has its effect all the "
-                "same; for anything else leave the rollout and touch them within `with rt.train():`"
-            ) from error
+            self._scheduler.require(TRAINER_GRADIENTS)
 
     def may_release(self) -> bool:
-        """Whether a backward pass may step now: within `train()`."""
+        """Tell whether a backward pass may step now: within `train()`."""
         return self.turn is Turn.TRAIN
 
     def on_backward(self, number: int) -> None:

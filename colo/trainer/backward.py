@@ -27,7 +27,6 @@ class BackwardWatch:
 
     def __init__(
         self,
-        parameters: Iterable[torch.Tensor],
         *,
         modules: Iterable[nn.Module] = (),
         admit: Callable[[], None],
@@ -44,7 +43,7 @@ class BackwardWatch:
         self._seen = 0
         self._watched: MutableMapping[torch.Tensor, None] = WeakIdKeyDictionary()
         self._hooks: list[RemovableHandle] = []
-        self.watch(parameters)
+        self._every = 1
         for module in modules:  # before the module's own hooks, which begin a pass
             self._hooks.append(module.register_forward_hook(self._on_output, prepend=True))
 

@@ -8,21 +8,28 @@ model's weights are the masters rounded (mixed-precision training, arXiv:1710.03
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
-from math import prod
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 
-from colo.memory.dtensor import is_dtensor, local_shard
+from colo.memory.dtensor import assembly_of, is_dtensor, local_shard
 from colo.memory.region import ALIGNMENT_BYTES
 from colo.memory.uninterrupted import uninterrupted
-from colo.trainer.gradients import parameters_of
-from colo.trainer.inventory import MASTER_REMAINDER, MASTER_WEIGHT, OF_MASTERS
-from colo.trainer.masters import Master, SplitMaster, WholeMaster, can_be_split
+from colo.trainer.gradients import TakenGradients, parameters_of
+from colo.trainer.remainders import (
+    DIGEST_ELEMENTS,
+    MASTER_DIGESTS,
+    MASTER_REMAINDER,
+    MASTER_WEIGHT,
+    OF_MASTERS,
+    block_digests,
+    join,
+    split,
+    written_blocks,
+)
 from colo.trainer.separable import why_not_separable
-from colo.trainer.snapshot import detach_state
-from colo.trainer.taken import TakenGradients
 from colo.units import MIB, align_up, batches
 
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
@@ -67,7 +74,7 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
     Each step hands the hyperparameters of its groups, which schedulers change, to the inner optimizer, and takes over
     what that one writes there, such as a count of steps.
     Each step compares parameters with their masters. A value that anybody has written to a parameter since the last
-    step replaces its master; with remainders, the row in which it lies becomes its master as it is.
+    step replaces its master; with remainders, the block of elements in which it lies becomes its master as it is.
     The inner optimizer gets parameters that are fp32 or wider as they are.
 
     A step handles `bucket_bytes` of fp32 gradients at a time, by calling the inner optimizer's `step` once for each
@@ -93,6 +100,9 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
         self.bucket_bytes = bucket_bytes
         """fp32 gradients that a step handles at a time; `None` for all."""
 
+        self.is_streamed = False
+        """Whether a runtime loads what state dicts have of masters."""
+
         self._taken = TakenGradients()
         self.changes: tuple[torch.Tensor, int] | None = None
         """16-bit elements that the last step changed, and how many there are; `None` where it changed none."""
@@ -110,7 +120,7 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
         self.register_state_dict_pre_hook(lambda _: self._before_save())
         self.register_load_state_dict_pre_hook(lambda _, state_dict: self._before_load(state_dict))
         self.register_load_state_dict_post_hook(lambda _: self._after_load())
-        self._publish_state()
+        self.publish_state()
 
     @property
     def inner(self) -> torch.optim.Optimizer:
@@ -125,9 +135,14 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
         return None if self.changes is None else float(self.changes[0]) / max(1, self.changes[1])
 
     def note_changes(self, changes: Iterable[tuple[torch.Tensor, int]]) -> None:
-        """Take `changes` of several steps, each for some parameters, for those of one."""
+        """Add up change counts of parts into those of the whole step."""
         counts, sizes = zip(*changes, strict=True)
         self.changes = torch.stack([count.to(counts[0].device) for count in counts]).sum(), sum(sizes)
+
+    @property
+    def masters(self) -> Mapping[torch.Tensor, Master]:
+        """The master of each 16-bit parameter."""
+        return self._masters
 
     def master_of(self, parameter: torch.Tensor) -> torch.Tensor:
         """The master of a parameter (fp32, in its shape), as the next step would find it. Raises: `KeyError`."""
@@ -138,7 +153,7 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
         master = self._masters.get(parameter)
         if not isinstance(master, SplitMaster) or master.state or not parameter.requires_grad:
             return 0
-        sizes = 2 * parameter.numel(), 8 * prod(parameter.shape[:-1])
+        sizes = 2 * parameter.numel(), 8 * -(-parameter.numel() // DIGEST_ELEMENTS)
         return sum(align_up(size_bytes, ALIGNMENT_BYTES) for size_bytes in sizes)
 
     def transient_bytes(self, parameter: torch.Tensor) -> int:
@@ -153,7 +168,7 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
         if len(self.param_groups) > len(self._inner.param_groups):
             self._inner.add_param_group(self._with_masters(self.param_groups[-1]))
-            self._publish_state()
+            self.publish_state()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -162,29 +177,32 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._copy_hyperparameters()
+        if self.param_groups:  # none: the runtime has stepped what there is, see colo/trainer/streamed.py
+            self.step_part(parameters_of(self))
+            self._taken.clear()
+        return loss
+
+    def step_part(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Step some parameters, those with gradients, within a step whose end the caller knows."""
+        self.copy_hyperparameters()
         self.changes, self._counted = None, []
         try:
             self._go_on()
-            for bucket in self._buckets():
+            waiting = [p for p in parameters if p.grad is not None and p not in self._taken]
+            for bucket in batches(waiting, lambda parameter: 4 * parameter.numel(), self.bucket_bytes):
                 with uninterrupted():  # masters, gradients and the note of what was taken in change together
                     self._step_bucket(bucket)
         finally:
             with uninterrupted():
-                self._show_hyperparameters()
-                self._publish_state()
+                self.show_hyperparameters()
+                self.publish_state()
                 if self._counted:
                     self.note_changes(self._counted)
+
+    def end_step(self) -> None:
+        """Forget which gradients the parts of a step have used: it has ended."""
         self._taken.clear()
-        return loss
-
-    def consumed(self) -> list[torch.Tensor]:
-        """Parameters whose present gradients a step that failed has taken in; see `StepsInParts`."""
-        return self._taken.present()
-
-    def mark_consumed(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Treat the present gradients of `parameters` as taken in; see `StepsInParts`."""
-        self._taken.note(parameters)
+        self.show_hyperparameters()
 
     def _step_bucket(self, bucket: list[torch.Tensor]) -> None:
         hidden = self._hide_gradients(except_for=bucket)
@@ -195,7 +213,7 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
                 master.prepare()
                 master.tensor.grad = master.parameter.grad.to(torch.float32)
             self._inner.step()
-            self.mark_consumed(bucket)
+            self._taken.note(bucket)
         except BaseException:
             for master in masters:
                 master.abandon()
@@ -228,10 +246,6 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
             parameter.grad = None
         return hidden
 
-    def _buckets(self) -> Iterable[list[torch.Tensor]]:
-        waiting = [p for p in parameters_of(self) if p.grad is not None and p not in self._taken]
-        return batches(waiting, lambda parameter: 4 * parameter.numel(), self.bucket_bytes)
-
     def _with_masters(self, group: dict[str, Any]) -> dict[str, Any]:
         return {**group, "params": [self._master_of(parameter) for parameter in group["params"]]}
 
@@ -242,18 +256,19 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
         master = self._masters[parameter] = SplitMaster(parameter) if is_split else WholeMaster(parameter)
         return master.tensor
 
-    def _copy_hyperparameters(self) -> None:
+    def copy_hyperparameters(self) -> None:
         """Give the inner optimizer the hyperparameters that were written to our groups since the last step."""
         shown = itertools.chain(self._shown, itertools.repeat({}))
         for outer, inner, before in zip(self.param_groups, self._inner.param_groups, shown, strict=False):
             inner.update({k: v for k, v in _without_parameters(outer).items() if k not in before or before[k] is not v})
 
-    def _show_hyperparameters(self) -> None:
+    def show_hyperparameters(self) -> None:
+        """Show what the inner optimizer has written to its groups, such as a count of steps, as our own."""
         for outer, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
             outer.update(_without_parameters(inner))
         self._shown = [_without_parameters(outer) for outer in self.param_groups]
 
-    def _publish_state(self) -> None:
+    def publish_state(self) -> None:
         """Show the inner optimizer's state, by the model's parameters and with the masters, as our own."""
         for outer, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
             for parameter, stepped in zip(outer["params"], inner["params"], strict=True):
@@ -281,10 +296,17 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
         finally:
             for master in split:
                 master.abandon()
-        self._publish_state()
+        self.publish_state()
 
     def _before_load(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Keep the state from torch's own loading, which would round fp32 state to the dtype of the parameters."""
+        if not self.is_streamed:
+            self.check_loaded(state_dict)
+        self._loading = state_dict
+        return {**state_dict, "state": {}}
+
+    def check_loaded(self, state_dict: dict[str, Any]) -> None:
+        """Raise `ValueError` for a state dict without masters."""
         state = state_dict["state"]
         pairs = zip(_numbers(state_dict), parameters_of(self), strict=False)  # torch refuses other groups afterwards
         with_master = [i for i, parameter in pairs if parameter in self._masters and i in state]
@@ -293,8 +315,6 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
                 f"the state of {len(lacking)} parameters, number {lacking[0]} for one, has no {MASTER_WEIGHT}: it was "
                 "saved by an optimizer without master weights"
             )
-        self._loading = detach_state(state_dict, self)
-        return {**state_dict, "state": {}}
 
     @torch.no_grad()
     def _after_load(self) -> None:
@@ -311,7 +331,198 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
         self._inner.load_state_dict({"state": inner_state, "param_groups": loaded["param_groups"]})
         self._shown = [_without_parameters(outer) for outer in self.param_groups]
         self.state.clear()
-        self._publish_state()
+        self.publish_state()
+
+
+class Master(ABC):
+    """One parameter's master. `tensor` is what the inner optimizer works on."""
+
+    def __init__(self, parameter: torch.Tensor, tensor: torch.Tensor) -> None:
+        self.parameter = parameter
+        self.tensor = tensor.requires_grad_(parameter.requires_grad)
+
+    @abstractmethod
+    def prepare(self) -> None:
+        """Have the master in `tensor` for a step. What somebody has written to the parameter since becomes it."""
+
+    @abstractmethod
+    def follow(self) -> None:
+        """After a step that failed before it was rounded: take over what somebody has written since."""
+
+    @abstractmethod
+    def round(self) -> tuple[torch.Tensor, int]:
+        """Make the parameter its master, rounded; the number of elements that changed and of all on this rank."""
+
+    @abstractmethod
+    def abandon(self) -> None:
+        """Drop what a step that failed may have written, where the master is known without it."""
+
+    @property
+    @abstractmethod
+    def state(self) -> dict[str, torch.Tensor]:
+        """What an optimizer's state shows of it, by key."""
+
+    @abstractmethod
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Take over the master from a state of either kind, into new memory."""
+
+    @abstractmethod
+    def value(self) -> torch.Tensor:
+        """The master (fp32)."""
+
+
+class WholeMaster(Master):
+    """A master that is kept in fp32."""
+
+    def __init__(self, parameter: torch.Tensor) -> None:
+        super().__init__(parameter, parameter.detach().to(torch.float32, copy=True))
+        self._unrounded: int | None = None  # with a step under way, the writes to the parameter before it
+
+    def prepare(self) -> None:
+        """See `Master.prepare`. Elements that nobody has written keep the master's precision."""
+        self.follow()
+        self._unrounded = self.parameter._version
+
+    def follow(self) -> None:
+        """See `Master.follow`."""
+        # Where a step has failed, the parameter is not yet its master rounded: then torch's count of writes must do.
+        if self._unrounded != self.parameter._version:
+            master, weight = self.tensor, self.parameter
+            torch.where(self._rounded() == weight, master, weight.to(torch.float32), out=master)
+
+    def round(self) -> tuple[torch.Tensor, int]:
+        """See `Master.round`."""
+        rounded = self._rounded()
+        shard = local_shard(self.parameter)
+        changed = (local_shard(rounded) != shard).sum(dtype=torch.float64)
+        self.parameter.copy_(rounded)
+        self._unrounded = None
+        return changed, shard.numel()
+
+    def abandon(self) -> None:
+        """See `Master.abandon`: there is no other copy."""
+
+    def _rounded(self) -> torch.Tensor:
+        """The master in the parameter's dtype; bf16 as `SplitMaster` rounds it, so that both train alike."""
+        if self.parameter.dtype is not torch.bfloat16:
+            return self.tensor.to(self.parameter.dtype)
+        return assembly_of(self.tensor)(split(local_shard(self.tensor))[0])
+
+    @property
+    def state(self) -> dict[str, torch.Tensor]:
+        """See `Master.state`."""
+        return {MASTER_WEIGHT: self.tensor}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """See `Master.load`."""
+        self._unrounded = None
+        device = self.parameter.device
+        if MASTER_WEIGHT in state:
+            part = local_shard(self.tensor)  # a `DTensor` would ignore new data
+            part.data = local_shard(state[MASTER_WEIGHT]).to(device, torch.float32, copy=True)
+        elif is_dtensor(self.parameter):
+            raise ValueError(
+                f"the state has {MASTER_REMAINDER} of a whole weight, and this one is sharded: save it by an optimizer "
+                "with MasterWeights(..., remainders=False)"
+            )
+        else:
+            self.tensor.data = _joined(self.parameter, state[MASTER_REMAINDER], state[MASTER_DIGESTS])
+
+    def value(self) -> torch.Tensor:
+        """See `Master.value`."""
+        return self.tensor.detach()
+
+
+class SplitMaster(Master):
+    """A master of which 16 bits are the bf16 weight, and a remainder has the other 16.
+
+    The fp32 tensor exists while it is stepped. Whether somebody has written to the weights since, digests of their
+    blocks tell; a block that was written to becomes its master, without a remainder.
+    """
+
+    def __init__(self, parameter: torch.Tensor) -> None:
+        super().__init__(parameter, _placeholder(parameter))
+        self._state: dict[str, torch.Tensor] = {}
+        self._is_open = False
+
+    def prepare(self) -> None:
+        """See `Master.prepare`."""
+        if not self._is_open:
+            self.tensor.data = self.value()
+            self._is_open = True
+
+    def follow(self) -> None:
+        """See `Master.follow`."""
+        if self._is_open and self._state:
+            weight = self.parameter.detach()
+            flat = self.tensor.detach().view(-1)
+            changed = written_blocks(weight, self._state[MASTER_DIGESTS])
+            torch.where(changed, weight.reshape(-1).to(torch.float32), flat, out=flat)
+
+    def round(self) -> tuple[torch.Tensor, int]:
+        """See `Master.round`."""
+        if not self._is_open:
+            return torch.zeros((), dtype=torch.float64, device=self.parameter.device), 0
+        weight, remainder = split(self.tensor)
+        changed = (weight != self.parameter).sum(dtype=torch.float64)
+        found = {MASTER_REMAINDER: remainder, MASTER_DIGESTS: block_digests(weight)}
+        self.parameter.copy_(weight)
+        for key, value in found.items():
+            if key in self._state:  # in memory of the runtime's
+                self._state[key].copy_(value)
+            else:
+                self._state[key] = value
+        self.abandon()
+        return changed, self.parameter.numel()
+
+    def abandon(self) -> None:
+        """See `Master.abandon`: weight and remainder are as before the step."""
+        self.tensor.data = _placeholder(self.parameter)
+        self._is_open = False
+
+    @property
+    def state(self) -> dict[str, torch.Tensor]:
+        """See `Master.state`. There is none before the first step, whose masters are the weights."""
+        return self._state
+
+    def adopt(self, state: dict[str, torch.Tensor]) -> None:
+        """Keep the tensors of `state` from now on; they hold what a step has made."""
+        self._state = state
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """See `Master.load`."""
+        self.abandon()
+        device = self.parameter.device
+        if MASTER_WEIGHT in state:
+            weight, remainder = split(state[MASTER_WEIGHT].to(device, torch.float32))
+            self._state = {MASTER_REMAINDER: remainder, MASTER_DIGESTS: block_digests(weight)}
+        else:
+            self._state = {key: state[key].to(device, copy=True) for key in (MASTER_REMAINDER, MASTER_DIGESTS)}
+
+    def value(self) -> torch.Tensor:
+        """See `Master.value`."""
+        if self._is_open:
+            return self.tensor.detach()
+        if not self._state:
+            return self.parameter.detach().to(torch.float32)
+        return _joined(self.parameter, self._state[MASTER_REMAINDER], self._state[MASTER_DIGESTS])
+
+
+def can_be_split(parameter: torch.Tensor) -> bool:
+    """Tell whether a master can be a weight and a remainder: of bf16, and not sharded over ranks."""
+    return parameter.dtype is torch.bfloat16 and not is_dtensor(parameter)
+
+
+def _placeholder(parameter: torch.Tensor) -> torch.Tensor:
+    """A tensor of a parameter's shape in fp32, with the memory of one element."""
+    return torch.zeros(1, device=parameter.device).expand(parameter.shape)
+
+
+def _joined(parameter: torch.Tensor, remainder: torch.Tensor, digests: torch.Tensor) -> torch.Tensor:
+    """Join a weight with what is kept of its master, which may be in host memory."""
+    device, weight = parameter.device, parameter.detach().reshape(-1)
+    kept = remainder.to(device).reshape(-1).masked_fill(written_blocks(weight, digests.to(device)), 0)
+    return join(weight, kept).view(parameter.shape)
 
 
 def _numbers(state_dict: dict[str, Any]) -> list[int]:

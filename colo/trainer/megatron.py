@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from colo.errors import Unsupported
+from colo.memory.parking import Kept
 from colo.memory.storage import storage_key
-from colo.trainer.inventory import MASTER_WEIGHT, Kept
-from colo.trainer.stand_ins import ParkedTensor
+from colo.trainer.remainders import MASTER_WEIGHT
 
 
 def as_torch(optimizer: Any) -> Any:
@@ -27,7 +27,7 @@ def as_torch(optimizer: Any) -> Any:
 
 
 def is_megatron_optimizer(optimizer: object) -> bool:
-    """Whether this is one of Megatron's optimizers. Does not import Megatron."""
+    """Tell whether this is one of Megatron's optimizers. Does not import Megatron."""
     module = sys.modules.get("megatron.core.optimizer.optimizer")  # without which there are none
     return module is not None and isinstance(optimizer, module.MegatronOptimizer)
 
@@ -81,18 +81,16 @@ class MegatronOptimizers:
 
     @property
     def has_buffers(self) -> bool:
-        """Whether gradients are in buffers of Megatron's wrapper."""
+        """True where gradients are in buffers of Megatron's wrapper."""
         return any(hasattr(parameter, "main_grad") for parameter in self.param_groups[0]["params"])
 
-    @property
-    def gradients(self) -> Any:
-        """The buffers of gradients, as if they were the state of an optimizer: each with what Megatron has of it."""
-        parameters = self.param_groups[0]["params"]
-        state = {"gradients": {"of parameters": [p.main_grad for p in parameters if hasattr(p, "main_grad")]}}
-        for number, chunk in enumerate(self._chunks()):
+    def gradients(self) -> list[torch.Tensor]:
+        """List the buffers of gradients and every tensor over them that Megatron has."""
+        found = [p.main_grad for p in self.param_groups[0]["params"] if hasattr(p, "main_grad")]
+        for chunk in self._chunks():
             if not chunk.ddp_config.nccl_ub:  # NCCL knows their addresses
-                state[f"gradients {number}"] = _views_of(chunk)
-        return SimpleNamespace(param_groups=self.param_groups, state=state)
+                found += pytree.tree_leaves(_views_of(chunk))
+        return [tensor for tensor in found if isinstance(tensor, torch.Tensor) and tensor.numel()]
 
     def kept(self) -> list[Kept]:
         """Gradients of main parameters, which the last step has left, unless they lie in buffers."""
@@ -118,10 +116,6 @@ class MegatronOptimizers:
 
         return self.inner[-1].register_step_post_hook(stepped)
 
-    def register_state_dict_post_hook(self, hook: Callable[..., Any]) -> _Handles:
-        """Call `hook` with the state dict of each optimizer."""
-        return _Handles([optimizer.register_state_dict_post_hook(hook) for optimizer in self.inner])
-
     def register_load_state_dict_pre_hook(self, hook: Callable[..., Any]) -> _Handles:
         """Call `hook` before a state dict is loaded into any of them."""
         return _Handles([optimizer.register_load_state_dict_pre_hook(hook) for optimizer in self.inner])
@@ -136,7 +130,7 @@ class MegatronOptimizers:
 
     def _state_of(self, optimizer: torch.optim.Optimizer, main: torch.Tensor, own: set[int]) -> dict[str, Any]:
         state = optimizer.state.get(main, {})
-        is_copy = isinstance(main, ParkedTensor) or storage_key(main) not in own  # else a view of the model's
+        is_copy = storage_key(main) not in own  # else a view of the model's
         return {**state, MASTER_WEIGHT: main} if is_copy else {**state}
 
 
@@ -189,5 +183,5 @@ def _views_of(chunk: Any) -> dict[str, list[Any]]:
 
 
 def _bytes_by_storage(tensors: Iterable[torch.Tensor | None]) -> dict[int, int]:
-    present = (tensor for tensor in tensors if tensor is not None and not isinstance(tensor, ParkedTensor))
+    present = (tensor for tensor in tensors if tensor is not None)
     return {storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in present}

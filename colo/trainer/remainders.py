@@ -17,6 +17,18 @@ import torch
 
 from colo.memory.triton_kernels import kernels
 
+MASTER_WEIGHT = "master_weight"
+"""Key under which an optimizer's state keeps a parameter's fp32 master (`colo.optim.MasterWeights`)."""
+
+MASTER_REMAINDER, MASTER_DIGESTS = "master_remainder", "master_digests"
+"""Keys of what a bf16 weight is short of its master (int16), and of digests of the weight's blocks (int64)."""
+
+OF_MASTERS = (MASTER_WEIGHT, MASTER_REMAINDER, MASTER_DIGESTS)
+"""Keys of everything that is kept of a master."""
+
+DIGEST_ELEMENTS = 1024
+"""Elements of a weight, in their order in memory, that one digest covers."""
+
 _SIGN_AND_QUIET_NAN = (-64, 0x7FC0)  # as int16, of a negative and of a positive NaN
 _INFINITY = 0x7F800000
 _HALF = 0x8000
@@ -47,16 +59,28 @@ def join(weight: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
     return (upper.to(torch.int32) << 16).add_(remainder).view(torch.float32)
 
 
-def row_digests(weight: torch.Tensor) -> torch.Tensor:
-    """A number (int64) for each row along the last dimension of `weight` (bf16), shape [num_rows].
+def block_digests(weight: torch.Tensor) -> torch.Tensor:
+    """Digest a weight (bf16): a number (int64) for each `DIGEST_ELEMENTS` elements in order, shape [num_blocks].
 
-    A row in which one element has changed always has another; one with several changes has the same with a probability
-    of about 2**-32.
+    A block in which one element has changed always has another; one with several changes has the same with a
+    probability of about 2**-32. Blocks are of elements rather than rows, so that a part of a weight that begins at a
+    block can be digested by itself.
     """
-    rows: torch.Tensor = torch.atleast_1d(weight.detach()).contiguous().view(torch.int16)
-    mixed = rows.to(torch.int32).mul_(_odd_numbers(rows.shape[-1], rows.device))
-    digests: torch.Tensor = mixed.sum(-1, dtype=torch.int64).flatten()
-    return digests
+    flat = weight.detach().reshape(-1).view(torch.int16)
+    size, rest = flat.numel(), -flat.numel() % DIGEST_ELEMENTS
+    if rest:
+        flat = torch.nn.functional.pad(flat, (0, rest))
+    blocks = flat.view(-1, DIGEST_ELEMENTS) if size else flat.view(0, DIGEST_ELEMENTS)
+    mixed = blocks.to(torch.int32).mul_(_odd_numbers(DIGEST_ELEMENTS, blocks.device))
+    return mixed.sum(-1, dtype=torch.int64)
+
+
+def written_blocks(weight: torch.Tensor, digests: torch.Tensor) -> torch.Tensor:
+    """Tell for each element of `weight`, in order, whether its block is another than `digests` were made of; shape [n].
+
+    A part of a weight has to begin at a block, and `digests` to be those of the part.
+    """
+    return (block_digests(weight) != digests).repeat_interleave(DIGEST_ELEMENTS)[: weight.numel()]
 
 
 @lru_cache(maxsize=16)

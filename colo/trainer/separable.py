@@ -20,6 +20,11 @@ _KNOWN: dict[str, frozenset[str]] = {
 }
 """By package, the classes that define such a `step`. `tests/zoo/test_streamed.py` trains with each."""
 
+_ELEMENTWISE = frozenset(
+    {"Adadelta", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"}
+)
+"""Classes of torch whose update of an element reads that element's gradient and state alone."""
+
 _REGISTERED: set[type] = set()
 
 
@@ -36,7 +41,7 @@ def register_separable(kind: type[torch.optim.Optimizer]) -> type[torch.optim.Op
 
 
 def why_not_separable(optimizer: Any) -> str | None:
-    """Why an optimizer has to have all of its state at once; `None` when it can be stepped in parts."""
+    """Say why an optimizer has to have all of its state at once; `None` when it can be stepped in parts."""
     name = type(optimizer).__name__
     if isinstance(optimizer, MegatronOptimizers):
         return "Megatron's optimizers step all of their buffers at once"
@@ -47,8 +52,8 @@ def why_not_separable(optimizer: Any) -> str | None:
         if optimizer.bucket_bytes is None:
             return "MasterWeights(bucket_bytes=None) asks for one step of all parameters"
         return why_not_separable(inner)
-    step = _own_step(type(optimizer))
-    if any(step is _own_step(kind) for kind in _REGISTERED):
+    step = own_step(type(optimizer))
+    if any(step is own_step(kind) for kind in _REGISTERED):
         return None
     for package, names in _KNOWN.items():
         if step.__module__.startswith(package) and step.__qualname__ in {f"{known}.step" for known in names}:
@@ -59,7 +64,13 @@ def why_not_separable(optimizer: Any) -> str | None:
     )
 
 
-def _own_step(kind: type) -> Any:
+def is_elementwise(optimizer: Any) -> bool:
+    """Tell whether an optimizer updates each element by itself, so that a step may be cut anywhere."""
+    step = own_step(type(optimizer))
+    return step.__module__.startswith("torch.optim") and step.__qualname__ in {f"{name}.step" for name in _ELEMENTWISE}
+
+
+def own_step(kind: type) -> Any:
     """The `step` of an optimizer's class, or of the base that it has it from, without torch's hooks around it."""
     step: Any = kind.step  # type: ignore[attr-defined]
     while getattr(step, "hooked", False):  # once for each class that there was an instance of

@@ -10,17 +10,15 @@ from torch import distributed, nn
 
 from colo.errors import Unsupported
 from colo.memory.offload import Mover
+from colo.memory.parking import Kept
 from colo.memory.probe import PeakMeter
 from colo.phases.phase import TRAINER_MASTER_WEIGHTS, TRAINER_OPTIMIZER, Residency
 from colo.phases.segment import Segment
-from colo.trainer.attached_state import AttachedState
 from colo.trainer.backward import BackwardWatch
-from colo.trainer.gradients import parameters_of
-from colo.trainer.inventory import Kept
+from colo.trainer.gradients import parameters_of, unreduced
 from colo.trainer.megatron import MegatronOptimizers, as_torch
-from colo.trainer.optimizer_state import StateOffloader
-from colo.trainer.streamed_offloader import StreamedOffloader
-from colo.trainer.unreduced import unreduced
+from colo.trainer.state import TrainerState
+from colo.trainer.streamed import StreamedState
 
 LATE = (TRAINER_OPTIMIZER, TRAINER_MASTER_WEIGHTS)
 """Segments that a training phase needs only when the optimizer steps."""
@@ -45,10 +43,7 @@ class TrainerEvents(Protocol):
         """The optimizer has stepped."""
 
     def may_release(self) -> bool:
-        """Whether a backward pass may step now, and drop gradients."""
-
-    def on_touch(self, name: str) -> None:
-        """A tensor of segment `name` is read or written while its bytes are in host memory."""
+        """Tell whether a backward pass may step now, and drop gradients."""
 
 
 class TrainerSession:
@@ -70,9 +65,9 @@ class TrainerSession:
     ) -> None:
         """`sharded_modules` are FSDP2's, whose backward passes begin before any hook of a parameter runs.
 
-        `streamed` state passes through the device in buckets of `region_bytes`, and with `release_gradients` does so
-        within the backward pass, as gradients are complete.
-        Raises: as `AttachedState`.
+        `streamed` state passes through the device in ranges of at most `region_bytes`, and with `release_gradients`
+        does so within the backward pass, as gradients are complete.
+        Raises: as `TrainerState`.
         """
         modules = tuple(sharded_modules)
         if release_gradients and (modules or _has_other_ranks()):
@@ -82,7 +77,7 @@ class TrainerSession:
             )
         self.optimizer = as_torch(optimizer)
         self.has_stepped = False
-        """Whether there was a step since `begin_training`."""
+        """True after a step since `begin_training`."""
 
         self._gradients_before = 0
         self._events = events
@@ -90,58 +85,49 @@ class TrainerSession:
         told: dict[str, Any] = {
             "before_step": events.before_step,
             "after_step": events.after_step,
-            "on_touch": events.on_touch,
             "other_gradients": lambda: unreduced(modules),
         }
-        self._offloader: AttachedState
+        self._state: TrainerState
         if streamed:
-            self._offloader = StreamedOffloader(
+            self._state = StreamedState(
                 self.optimizer,
                 mover,
-                bucket_bytes=region_bytes,
-                on_bucket=events.on_progress,
+                region_bytes=region_bytes,
+                on_progress=events.on_progress,
                 may_release=events.may_release if release_gradients else None,
                 **told,
             )
         else:
-            self._offloader = StateOffloader(self.optimizer, mover, region_bytes=region_bytes, **told)
+            self._state = TrainerState(self.optimizer, mover, region_bytes=region_bytes, **told)
+        self._backward = BackwardWatch(
+            modules=modules, admit=events.on_gradient, on_pass=self._on_backward, on_progress=self._on_progress
+        )
         try:
-            self._backward = BackwardWatch(
-                parameters_of(self.optimizer),
-                modules=modules,
-                admit=events.on_gradient,
-                on_pass=self._on_backward,
-                on_progress=self._on_progress,
-            )
+            self._backward.watch(parameters_of(self.optimizer))
             self._finish_step()
         except BaseException:
-            self._offloader.close()
+            self.close()
             raise
 
     @property
     def segments(self) -> Sequence[Segment]:
         """`trainer.optimizer`, `trainer.master_weights`, `trainer.gradients` and, which never moves, `trainer.kept`."""
-        return (*self._offloader.segments, self._offloader.kept)
+        return (*self._state.segments, self._state.kept)
 
     @property
     def kept(self) -> Sequence[Kept]:
         """State that stays on the device in every phase, and why."""
-        return tuple(self._offloader.kept.items)
+        return tuple(self._state.kept.items)
 
     @property
     def has_state_on_host(self) -> bool:
-        """Whether any state or gradient is in host memory."""
-        return any(segment.host_bytes for segment in self._offloader.segments)
+        """True while any state or gradient is in host memory."""
+        return any(segment.host_bytes for segment in self._state.segments)
 
     @property
     def has_parked_gradients(self) -> bool:
-        """Whether gradients that the loop still has are in host memory."""
-        return self._offloader.gradients.residency is Residency.OFFLOADED
-
-    @property
-    def has_gradients_on_host(self) -> bool:
-        """Whether gradients are in host memory, including any that the loop has dropped or replaced since."""
-        return self._offloader.gradients.host_bytes > 0
+        """True while gradients are in host memory."""
+        return self._state.gradients.residency is Residency.OFFLOADED
 
     def look_again(self, *, parameters: bool = True) -> None:
         """Take in new state before it is asked to leave, and watch parameters that have begun to train.
@@ -151,7 +137,7 @@ class TrainerSession:
         self._finish_step()
         if parameters:
             self._backward.watch(parameters_of(self.optimizer))
-        self._offloader.refresh()
+        self._state.refresh()
 
     def _finish_step(self) -> None:
         if isinstance(self.optimizer, MegatronOptimizers):
@@ -160,7 +146,7 @@ class TrainerSession:
     def begin_training(self) -> None:
         """Begin to measure a training phase."""
         self.has_stepped = False
-        self._gradients_before = self._offloader.gradients.device_bytes
+        self._gradients_before = self._state.gradients.device_bytes
         self._meter.start()
 
     def end_training(self) -> int | None:
@@ -169,7 +155,7 @@ class TrainerSession:
         if peak_bytes is None:
             return None
         # Gradients are a segment of their own and do not count, even where the loop has dropped them.
-        return peak_bytes - (self._offloader.gradients.size_bytes - self._gradients_before)
+        return peak_bytes - (self._state.gradients.size_bytes - self._gradients_before)
 
     def _on_backward(self, number: int) -> None:
         self._meter.sample()
@@ -186,16 +172,16 @@ class TrainerSession:
 
     def bring_back(self) -> None:
         """Bring everything to the device. Raises: `BudgetError` when it has no room."""
-        self._offloader.bring_back()
+        self._state.bring_back()
 
     def stop_watching(self) -> None:
         """Take back the hooks of backward passes. Idempotent."""
         self._backward.remove()
 
     def close(self, device: torch.device | None = None) -> None:
-        """Return the state to ordinary memory of `device`, and the hooks with it; see `AttachedState.close`."""
+        """Return the state to ordinary memory of `device`, and the hooks with it; see `TrainerState.close`."""
         self.stop_watching()
-        self._offloader.close(device)
+        self._state.close(device)
 
 
 def _has_other_ranks() -> bool:

@@ -6,6 +6,8 @@ import textwrap
 
 import pytest
 import torch
+from colo.trainer.optimizer_state import StateOffloader
+from colo.trainer.stand_ins import ParkedTensor
 
 from colo.errors import BudgetError, PhaseError
 from colo.memory.offload import Mover, RegionSegment
@@ -13,8 +15,6 @@ from colo.memory.probe import free_device_bytes
 from colo.memory.region import allocate_region
 from colo.phases.phase import Residency
 from colo.trainer.master_weights import MasterWeights
-from colo.trainer.optimizer_state import StateOffloader
-from colo.trainer.stand_ins import ParkedTensor
 from colo.units import GIB, MIB
 
 pytestmark = pytest.mark.gpu

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from accelerate import Accelerator
+from colo.trainer.stand_ins import ParkedTensor
 from safetensors.torch import load_file, save_model
 from tiny_vllm import CUDA, MARKS, config
 from tiny_vllm import launch as launch_vllm
@@ -13,7 +14,6 @@ from torch.optim import AdamW
 import colo
 from colo.config import RuntimeConfig
 from colo.memory.probe import free_device_bytes
-from colo.trainer.stand_ins import ParkedTensor
 from colo.units import MIB
 
 pytestmark = MARKS

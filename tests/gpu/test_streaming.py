@@ -4,12 +4,12 @@ import time
 
 import pytest
 import torch
+from colo.trainer.optimizer_state import StateOffloader
+from colo.trainer.streamed_offloader import StreamedOffloader
 
 from colo.memory.offload import Mover
 from colo.trainer.master_weights import MasterWeights
-from colo.trainer.optimizer_state import StateOffloader
 from colo.trainer.remainders import join, split
-from colo.trainer.streamed_offloader import StreamedOffloader
 from colo.units import GIB, MIB
 
 pytestmark = pytest.mark.gpu

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from colo.errors import Unsupported
 from colo.phases.phase import Residency
-from colo.trainer.optimizer_state import StateOffloader
+from colo.trainer.state import TrainerState
 from tests.zoo.trained import STEPS, Trained, assert_same, park
 
 with warnings.catch_warnings(), redirect_stdout(io.StringIO()):  # the packages have something to say when imported
@@ -58,7 +58,7 @@ def test_training_with_parked_state_is_training_without_colo(name, mover):
         pytest.skip(refusal)
     twin, ours = Trained(ZOO[name]), Trained(ZOO[name])
     try:
-        offloader = StateOffloader(ours.optimizer, mover, region_bytes=1024)
+        state = TrainerState(ours.optimizer, mover, region_bytes=1024)
     except Unsupported as error:
         OUTCOMES[name] = "is refused"
         assert type(ours.optimizer).__name__ in str(error) and "\n" not in str(error)
@@ -66,17 +66,17 @@ def test_training_with_parked_state_is_training_without_colo(name, mover):
     for number in range(STEPS):
         for trained in (twin, ours):
             trained.step(number, way)
-        park(offloader)
-        assert offloader.state.residency is not Residency.RESIDENT and offloader.state.device_bytes == 0
+        park(state)
+        assert state.parkings[0].residency is not Residency.RESIDENT and state.parkings[0].device_bytes == 0
         assert_same(twin.values(), ours.values())
     expected = copy.deepcopy(dict(enumerate(twin.optimizer.state.values())))
     found = copy.deepcopy(dict(enumerate(ours.optimizer.state.values())))
     assert len(pytree.tree_leaves(expected)) == len(pytree.tree_leaves(found))
-    offloader.close()
+    state.close()
     for trained in (twin, ours):
         trained.step(STEPS, way)
     assert_same(twin.values(), ours.values())
-    OUTCOMES[name] = "keeps some of its state on the device" if offloader.kept.loose else "works"
+    OUTCOMES[name] = "keeps some of its state on the device" if state.kept.items else "works"
 
 
 @pytest.mark.slow
@@ -87,14 +87,14 @@ def test_a_step_that_torchao_compiles_finds_its_state(mover):
         pytest.skip("torchao is not installed")
     torch.compiler.set_stance("default")
     twin, ours = Trained(ZOO[name]), Trained(ZOO[name])
-    offloader = StateOffloader(ours.optimizer, mover, region_bytes=1024)
+    state = TrainerState(ours.optimizer, mover, region_bytes=1024)
     for number in range(STEPS):
         for trained in (twin, ours):
             trained.step(number, "loop")
-        park(offloader)
-        assert offloader.state.device_bytes == 0 and not offloader.kept.items
+        park(state)
+        assert state.parkings[0].device_bytes == 0 and not state.kept.items
         assert_same(twin.values(), ours.values())
-    offloader.close()
+    state.close()
 
 
 def test_how_many_of_the_zoo_work():

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from colo.phases.phase import Residency
-from colo.trainer.separable import why_not_separable
-from colo.trainer.streamed_offloader import StreamedOffloader
+from colo.trainer.separable import is_elementwise, why_not_separable
+from colo.trainer.streamed import Bucket, Range, StreamedState
 from tests.zoo.trained import STEPS, Trained, assert_same
 
 with warnings.catch_warnings(), redirect_stdout(io.StringIO()):  # the packages have something to say when imported
@@ -25,6 +25,12 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # of the optimizers
 OUTCOMES: dict[str, str] = {}
 
 
+class Wide(Trained):
+    """The same, wide enough for a weight to be cut into several ranges."""
+
+    SIZES = (67, 33)
+
+
 @pytest.fixture(autouse=True)
 def steps_are_not_compiled():
     torch.compiler.set_stance("force_eager")  # torchao's, twenty seconds each
@@ -32,26 +38,31 @@ def steps_are_not_compiled():
     torch.compiler.set_stance("default")
 
 
+@pytest.mark.parametrize("region_bytes", [1, 20_000])
 @pytest.mark.parametrize("name", ZOO)
-def test_streamed_training_is_training_without_colo(name, mover):
+def test_streamed_training_is_training_without_colo(name, region_bytes, mover):
     try:
-        reason = why_not_separable(Trained(ZOO[name]).optimizer)
-        Trained(ZOO[name]).step(0, "loop")
+        reason = why_not_separable(Wide(ZOO[name]).optimizer)
+        Wide(ZOO[name]).step(0, "loop")
     except Exception as error:  # noqa: BLE001 - whatever it raises, it does not run here
         pytest.skip(f"does not run here: {error}")
     if reason is not None:
         OUTCOMES[name] = "resident"
         pytest.skip(reason)
     OUTCOMES[name] = "streamed"
-    twin, ours = Trained(ZOO[name]), Trained(ZOO[name])
-    offloader = StreamedOffloader(ours.optimizer, mover, bucket_bytes=1)  # a parameter each
-    assert len(offloader.state.buckets) == sum(len(group["params"]) for group in ours.optimizer.param_groups)
+    twin, ours = Wide(ZOO[name]), Wide(ZOO[name])
+    state = StreamedState(ours.optimizer, mover, region_bytes=region_bytes)
+    work = list(state.window.work())
+    assert len(work) > 1 or region_bytes > 1
+    assert {type(each) for each in work} == {Range if is_elementwise(ours.optimizer) else Bucket}
     for number in range(STEPS):
         for trained in (twin, ours):
             trained.step(number, "closure" if number == 1 else "loop")
-        assert offloader.state.residency is Residency.OFFLOADED and offloader.state.device_bytes == 0
+        state.window.begin(Residency.OFFLOADED).wait()
+        assert state.window.device_bytes == 0
+        assert {kept.reason for kept in state.window.kept} <= {"several parameters share it"}
         assert_same(twin.values(), ours.values())
-    offloader.close()
+    state.close()
     for trained in (twin, ours):
         trained.step(STEPS, "loop")
     assert_same(twin.values(), ours.values())

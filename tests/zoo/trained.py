@@ -3,9 +3,9 @@
 import numpy as np
 import torch
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from colo.phases.phase import Residency
-from colo.trainer.subclasses import is_wrapper
 
 STEPS = 3
 
@@ -13,9 +13,12 @@ STEPS = 3
 class Trained:
     """A small network, its optimizer, and the way in which that one steps."""
 
+    SIZES = (12, 16)
+
     def __init__(self, make):
         torch.manual_seed(1)
-        self.net = torch.nn.Sequential(torch.nn.Linear(12, 16), torch.nn.Tanh(), torch.nn.Linear(16, 4))
+        size, inner = self.SIZES
+        self.net = torch.nn.Sequential(torch.nn.Linear(size, inner), torch.nn.Tanh(), torch.nn.Linear(inner, 4))
         self.optimizer = make(self.net)
 
     def step(self, number, way):
@@ -43,7 +46,7 @@ class Trained:
 
     def loss(self, number):
         generator = torch.Generator().manual_seed(number)
-        return self.net(torch.randn(5, 12, generator=generator)).square().mean()
+        return self.net(torch.randn(5, self.SIZES[0], generator=generator)).square().mean()
 
     def values(self):
         saved = pytree.tree_leaves([self.optimizer.state_dict()["state"], list(self.net.parameters())])
@@ -52,7 +55,8 @@ class Trained:
 
 def _plain(leaf):
     if isinstance(leaf, torch.Tensor):
-        return (leaf.dequantize() if is_wrapper(leaf) and hasattr(leaf, "block_size") else leaf).detach().cpu()
+        is_quantized = is_traceable_wrapper_subclass(leaf) and hasattr(leaf, "block_size")
+        return (leaf.dequantize() if is_quantized else leaf).detach().cpu()
     return torch.tensor(leaf) if isinstance(leaf, (int, float)) else leaf
 
 
@@ -62,8 +66,8 @@ def assert_same(left, right):
         assert torch.equal(torch.nan_to_num(a), torch.nan_to_num(b)) if isinstance(a, torch.Tensor) else a == b
 
 
-def park(offloader):
-    offloader.refresh()
-    for segment in offloader.segments:
+def park(trainer_state):
+    trainer_state.refresh()
+    for segment in trainer_state.segments:
         if segment.residency is Residency.RESIDENT:
             segment.begin(Residency.OFFLOADED).wait()

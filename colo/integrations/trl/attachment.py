@@ -24,7 +24,7 @@ from colo.integrations.trl.reference import keep_initial_adapter
 from colo.memory.dtensor import local_shard
 from colo.runtime import Runtime
 from colo.trainer.master_weights import MasterWeightsOptimizer
-from colo.trainer.optimizer_state import unwrapped
+from colo.trainer.state import unwrapped
 from colo.weights.ranks import RankGroup
 
 logger = logging.getLogger(__name__)

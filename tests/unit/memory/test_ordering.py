@@ -15,7 +15,7 @@ from colo.phases.scheduler import Budget, Scheduler
 from colo.phases.segment import FixedSegment
 from colo.phases.trace import Trace
 from colo.testing import FakeDevice, ForgetfulRegion, IllegalAccess, LateMover
-from colo.trainer.gradients import GradientSegment
+from colo.trainer.gradients import ParameterGradients
 from colo.units import KIB, MIB
 
 R, O, D = Residency.RESIDENT, Residency.OFFLOADED, Residency.DISCARDED  # noqa: E741
@@ -339,7 +339,7 @@ def test_any_order_of_moves_and_waits_keeps_every_byte(sizes, actions, seed, spe
 
 def test_gradients_are_parked_and_back_when_the_moves_return(mover):
     parameters = [torch.nn.Parameter(torch.zeros(shape)) for shape in ((700,), (3, 5), (1,))]
-    segment = GradientSegment(torch.optim.SGD(parameters, lr=0.1), mover=mover)
+    segment = ParameterGradients(torch.optim.SGD(parameters, lr=0.1), mover=mover)
     expected = [torch.randn(p.shape) for p in parameters]
     for parameter, gradient in zip(parameters, expected, strict=True):
         parameter.grad = torch.zeros_like(parameter)

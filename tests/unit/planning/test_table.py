@@ -76,7 +76,7 @@ def test_peak_is_compared_with_the_gpu_and_with_not_taking_turns():
 def test_streamed_state_says_where_it_is_and_what_a_step_waits_for():
     text = render(plan(gpu_memory_bytes=48 * GIB, state="auto", context=4096, generations=8))
     assert row(text, "segment") == ["rollout", "sync", "train", "step"]
-    assert row(text, "trainer.optimizer") == ["host", "host", "host", "12.43 GiB"]
+    assert row(text, "trainer.optimizer") == ["host", "host", "host", "243.20 MiB"]
     assert row(text, "trainer.master_weights") == ["host"] * 4
     assert "The optimizer's state, 76.28 GiB, is streamed: in host memory" in text
     assert "A step waits 1.50 s for it at 54.6 GB/s" in text
@@ -86,7 +86,7 @@ def test_the_smallest_card_is_named_for_each_way_to_train():
     text = render(plan(context=4096, generations=8))
     assert row(text, "LoRA") == ["23.18 GiB", "RTX 4090", "23.50 GiB"]
     assert row(text, "full, resident") == ["112.84 GiB", "H200", "139.70 GiB"]
-    assert row(text, "full, streamed") == ["44.85 GiB", "A6000", "47.40 GiB"]
+    assert row(text, "full, streamed") == ["36.56 GiB", "A100 40GB", "39.40 GiB"]
     assert row(render(plan(context=4096, generations=1600)), "full, resident")[1] == "none"
 
 

@@ -8,6 +8,7 @@ import colo
 from colo.engine import EngineState
 from colo.engines.torch import TorchEngine
 from colo.errors import BudgetError, EngineLost, PhaseError
+from colo.memory.offload import Transfer
 from colo.phases.phase import Phase, Residency
 from tests.runtimes import ALWAYS, PROMPTS, adamw, launch, make_engine, qwen3, segment, train_step
 
@@ -43,6 +44,8 @@ def test_the_cache_goes_when_nothing_is_on_its_way_any_more(monkeypatch):
         seen.append(segment(rt, "trainer.optimizer").device_bytes)
         original(engine, level)
 
+    monkeypatch.setattr(Transfer, "done", property(lambda transfer: hasattr(transfer, "waited")))
+    monkeypatch.setattr(Transfer, "wait", lambda transfer: setattr(transfer, "waited", True))
     rt = launch(config=ALWAYS)
     with rt.train():
         train_step(rt)

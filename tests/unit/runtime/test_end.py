@@ -51,9 +51,11 @@ def test_closing_without_room_for_the_state_loses_nothing_and_can_be_repeated(mo
         opt.zero_grad()
 
     step(twin, other)
-    with rt.train():
-        step(model, optimizer)
-    rt.generate(PROMPTS)
+    for _ in range(2):  # the state is in a region from the second step on
+        with rt.train():
+            step(model, optimizer)
+        rt.generate(PROMPTS)
+    step(twin, other)
     assert rt.scheduler.segments["trainer.optimizer"].residency is Residency.OFFLOADED
 
     def full(region):
@@ -62,7 +64,7 @@ def test_closing_without_room_for_the_state_loses_nothing_and_can_be_repeated(mo
     with monkeypatch.context() as patch, pytest.raises(colo.BudgetError, match="no room"):
         patch.setattr(regions.ResizedRegion, "_restore", full)
         rt.close()
-    assert rt.generate(PROMPTS)[0].weights_version == 1, "it is open as before"
+    assert rt.generate(PROMPTS)[0].weights_version == 2, "it is open as before"
     rt.close()
     step(twin, other)
     step(model, optimizer)

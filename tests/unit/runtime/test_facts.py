@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from colo.config import RuntimeConfig
+from colo.memory.parking import Kept
 from colo.phases.phase import Phase
 from colo.phases.trace import MemorySample, Trace
 from colo.runtime.facts import facts_of
-from colo.trainer.inventory import Kept
 from colo.units import GIB, MIB
 
 

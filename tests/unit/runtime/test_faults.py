@@ -20,7 +20,7 @@ from colo.memory.offload import Mover
 from colo.memory.region import ResizedRegion
 from colo.phases.phase import Phase, Residency
 from colo.runtime.states import Turn
-from colo.trainer.gradients import GradientSegment
+from colo.trainer.gradients import ParameterGradients
 from colo.units import MIB
 from tests.runtimes import qwen3
 
@@ -146,7 +146,7 @@ def test_an_error_of_yours_is_raised_though_the_rollout_cannot_be_left_in_order(
         raise error
 
     with monkeypatch.context() as patch:
-        patch.setattr(GradientSegment, "_unpark", fail)
+        patch.setattr(ParameterGradients, "_arrive", fail)
         with pytest.raises(Mine) as raised, rt.rollout():
             raise Mine
         assert str(error) in raised.value.__notes__[0]
@@ -318,6 +318,9 @@ def test_the_cache_goes_before_the_state_comes_home(monkeypatch):
         backward(model)
         rt.optimizer.step()
         rt.optimizer.zero_grad()
+    generate(rt)
+    with rt.train():  # the state is in a region from here on
+        rt.scheduler.require("trainer.optimizer")
     generate(rt)
     order = []
     for change in ("_release", "_restore"):

@@ -23,7 +23,7 @@ from transformers import (
 )
 
 import colo
-from colo.engines.embedded.layout import Adapters
+from colo.engines.embedded.layout import LoadedAdapters
 from colo.engines.torch import TorchEngine
 from colo.memory.offload import Mover
 from colo.units import MIB
@@ -388,7 +388,7 @@ def test_an_interrupt_wherever_an_adapter_is_added_or_applied_leaves_it_to_count
         register(module, hook, **options)
         raise KeyboardInterrupt
 
-    fresh = Adapters(adapted.engine.module)
+    fresh = LoadedAdapters(adapted.engine.module)
     monkeypatch.setattr(nn.Module, "register_forward_hook", interrupted)
     with pytest.raises(KeyboardInterrupt):
         fresh.add("twice", adapter)

@@ -11,7 +11,7 @@ from colo.engine import EngineState
 from colo.errors import BudgetError, StaleWeights
 from colo.phases.phase import TRAINER_GRADIENTS, TRAINER_OPTIMIZER, Phase, Residency
 from colo.runtime.turns import Turns
-from colo.trainer.gradients import GradientSegment
+from colo.trainer.gradients import ParameterGradients
 from colo.units import MIB
 from tests import runtimes
 from tests.runtimes import train_step
@@ -79,7 +79,7 @@ def test_gradients_come_back_from_a_rollout_without_a_training_phase(full):
     assert full.phase is Phase.IDLE
 
 
-def test_state_that_is_touched_outside_a_phase_takes_the_place_of_the_kv_cache(full):
+def test_parked_state_is_read_where_it_is_outside_a_phase(full):
     with full.train():
         train_step(full)
     with full.rollout():
@@ -87,8 +87,8 @@ def test_state_that_is_touched_outside_a_phase_takes_the_place_of_the_kv_cache(f
     assert residency(full, TRAINER_OPTIMIZER) is Residency.OFFLOADED
     state = next(iter(full.optimizer.state.values()))
     assert torch.isfinite(state["exp_avg"] + 0).all()
-    assert residency(full, TRAINER_OPTIMIZER) is Residency.RESIDENT
-    assert residency(full, "engine.kv_cache") is Residency.DISCARDED
+    assert residency(full, TRAINER_OPTIMIZER) is Residency.OFFLOADED
+    assert residency(full, "engine.kv_cache") is Residency.RESIDENT
     with full.rollout():
         assert len(full.generate(PROMPTS, max_tokens=2)) == 2
 
@@ -309,7 +309,7 @@ def test_parked_gradients_that_have_no_room_are_asked_for_again(full, monkeypatc
         raise BudgetError("no room", needed_bytes=1, free_bytes=0)
 
     with monkeypatch.context() as patch:
-        patch.setattr(GradientSegment, "_unpark", roomless)
+        patch.setattr(ParameterGradients, "_arrive", roomless)
         with full.rollout():
             full.generate(PROMPTS, max_tokens=2)
         assert residency(full, TRAINER_GRADIENTS) is Residency.OFFLOADED

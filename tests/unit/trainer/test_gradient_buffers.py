@@ -4,6 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from colo.trainer.gradient_buffers import GradientBuffers
+from colo.trainer.optimizer_state import StateOffloader
+from colo.trainer.stand_ins import ParkedTensor
 from torch import nn
 from torch.optim import AdamW
 
@@ -11,10 +14,7 @@ from colo.errors import BudgetError
 from colo.memory.offload import Mover
 from colo.phases.phase import Residency
 from colo.trainer import state_segment
-from colo.trainer.gradient_buffers import GradientBuffers
 from colo.trainer.megatron import MegatronOptimizers
-from colo.trainer.optimizer_state import StateOffloader
-from colo.trainer.stand_ins import ParkedTensor
 
 CPU = torch.device("cpu")
 

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
+from colo.trainer.stand_ins import ParkedTensor
 
 from colo.errors import PhaseError
 from colo.memory.offload import Mover
 from colo.phases.phase import Residency
 from colo.trainer.gradients import GradientSegment, num_holders
-from colo.trainer.stand_ins import ParkedTensor
 from colo.units import MIB
 
 R, O, D = Residency.RESIDENT, Residency.OFFLOADED, Residency.DISCARDED  # noqa: E741

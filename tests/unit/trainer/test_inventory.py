@@ -6,6 +6,8 @@ from types import MappingProxyType
 
 import pytest
 import torch
+from colo.trainer.optimizer_state import StateOffloader
+from colo.trainer.stand_ins import ParkedTensor
 from transformers import AutoModelForCausalLM
 
 import colo
@@ -13,8 +15,6 @@ from colo.config import Offload, RuntimeConfig
 from colo.errors import Unsupported
 from colo.memory.offload import Mover
 from colo.phases.phase import Residency
-from colo.trainer.optimizer_state import StateOffloader
-from colo.trainer.stand_ins import ParkedTensor
 from colo.units import MIB
 from tests.models import tiny_qwen3
 from tests.runtimes import make_engine

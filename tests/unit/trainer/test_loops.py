@@ -4,9 +4,9 @@ import copy
 
 import pytest
 import torch
+from colo.trainer.optimizer_state import StateOffloader
 
 from colo.phases.phase import Residency
-from colo.trainer.optimizer_state import StateOffloader
 from tests.zoo.trained import STEPS, Trained, assert_same, park
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler.step")  # a test calls it before a step

@@ -2,13 +2,13 @@ from copy import deepcopy
 
 import pytest
 import torch
+from colo.trainer.optimizer_state import StateOffloader
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import Adafactor
 
 from colo.memory.offload import Mover
 from colo.phases.phase import Residency
 from colo.trainer.master_weights import MasterWeights
-from colo.trainer.optimizer_state import StateOffloader
 from colo.trainer.separable import register_separable
 
 

@@ -5,6 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from colo.trainer.optimizer_state import StateOffloader
+from colo.trainer.stand_ins import ParkedTensor
 from torch import nn
 from torch.optim import AdamW
 
@@ -12,8 +14,6 @@ from colo.errors import Unsupported
 from colo.memory.offload import Mover
 from colo.phases.phase import Residency
 from colo.trainer.megatron import MegatronOptimizers, as_torch
-from colo.trainer.optimizer_state import StateOffloader
-from colo.trainer.stand_ins import ParkedTensor
 
 CPU = torch.device("cpu")
 

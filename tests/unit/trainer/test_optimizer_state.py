@@ -7,16 +7,16 @@ from functools import partial
 
 import pytest
 import torch
+from colo.trainer.expected import StateSizes
+from colo.trainer.optimizer_state import StateOffloader
+from colo.trainer.stand_ins import ParkedTensor
 from transformers import Adafactor
 
 from colo.errors import BudgetError, PhaseError
 from colo.memory.offload import Mover
 from colo.phases.phase import Residency
 from colo.trainer import state_segment
-from colo.trainer.expected import StateSizes
 from colo.trainer.master_weights import MasterWeights
-from colo.trainer.optimizer_state import StateOffloader
-from colo.trainer.stand_ins import ParkedTensor
 from colo.units import MIB
 
 R, O, D = Residency.RESIDENT, Residency.OFFLOADED, Residency.DISCARDED  # noqa: E741

@@ -7,6 +7,8 @@ import signal
 
 import pytest
 import torch
+from colo.trainer.optimizer_state import StateOffloader
+from colo.trainer.streamed_offloader import StreamedOffloader
 from torch.optim.lr_scheduler import StepLR
 
 from colo.errors import BudgetError
@@ -14,9 +16,7 @@ from colo.memory.offload import Mover
 from colo.phases.phase import Residency
 from colo.testing import LateMover
 from colo.trainer.master_weights import MasterWeights
-from colo.trainer.optimizer_state import StateOffloader
 from colo.trainer.separable import register_separable
-from colo.trainer.streamed_offloader import StreamedOffloader
 from colo.units import MIB
 
 R, O = Residency.RESIDENT, Residency.OFFLOADED  # noqa: E741

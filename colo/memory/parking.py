@@ -1,0 +1,429 @@
+"""Tensors whose bytes move between the device and pinned host memory, under the same tensor objects.
+
+While it is parked a tensor is an ordinary host tensor: `tensor.data` points to pinned memory, as `Module.cuda()` points
+a parameter. Reading, saving, zeroing it and assigning to its `.data` all work and move nothing; mixing it with tensors
+of the device is torch's own error. On a CPU, where host and device are one, only the note of residency tells.
+
+Tensors move in packs of about a GiB: one mapping, one copy and one event a pack, since those of each tensor would cost
+more than its bytes. A pack that has come back once lies in a region, so that its addresses are the same from then on,
+which captured graphs, fused steps and CUDA IPC handles rely on.
+
+Never for a leaf that takes part in autograd: with data on another device torch makes it a new AccumulateGrad node, and
+hooks on the old node (DDP's, FSDP's, Megatron's) are lost. Masters, moments and gradients are safe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from colo.memory.offload import Mover, RegionSegment
+from colo.memory.region import ALIGNMENT_BYTES, Region, allocate_region
+from colo.memory.storage import num_others, num_references, storage_bytes
+from colo.memory.uninterrupted import uninterrupted
+from colo.phases.phase import Residency
+from colo.phases.segment import Done, Move
+from colo.units import GIB, align_up, batches
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Memory that stays on the device, and why."""
+
+    name: str
+    size_bytes: int
+    reason: str
+
+
+class Parking(RegionSegment):
+    """A segment of the tensors that `look` was last given.
+
+    Ownership: owns the packs' regions and extents of the arena. A tensor over a pack's memory that `look` was not told
+    of, such as a view that a loop holds, keeps that pack on the device, outside of the segment and named in `kept`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        mover: Mover,
+        *,
+        name_of: Callable[[torch.Tensor], str] = lambda _: "a tensor",
+        pack_bytes: int = GIB,
+        keeps_addresses: bool = True,
+    ) -> None:
+        """Without `keeps_addresses` tensors come back into memory of torch's allocator, each by itself."""
+        super().__init__(name, regions=(), away=Residency.OFFLOADED, mover=mover)
+        self.expected_bytes = 0
+        """Size of the segment while it has no tensors."""
+
+        self.kept: list[Kept] = []
+        """Tensors that `look` was given and that must stay, because something else refers to its memory."""
+
+        self._name_of = name_of
+        self._pack_bytes = pack_bytes
+        self._keeps_addresses = keeps_addresses
+        self._loose: list[_Block] = []  # not in a pack yet
+        self._loose_bytes = 0
+        self._aside: list[Pack] = []
+        self._owned: frozenset[int] = frozenset()  # `id`s of tensors that are gradients of parameters
+
+    @property
+    def size_bytes(self) -> int:
+        """Device bytes when resident; without any tensor, what is expected."""
+        return (super().size_bytes + self._loose_bytes) or self.expected_bytes
+
+    @property
+    def device_bytes(self) -> int:
+        """Device bytes held at this moment."""
+        return super().device_bytes + self._loose_bytes
+
+    def look(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Take `tensors` for what the segment consists of: plain ones, strided, on the device or parked here before.
+
+        Tensors that are new join at the next departure. Of those that are gone, bytes that nobody refers to are freed.
+        """
+        if self._residency is Residency.OFFLOADED and self._move is not None and not self._move.poll():
+            return  # on their way to the host: what is new is found when they come back
+        self.settle()
+        by_id = {id(tensor): tensor for tensor in tensors}
+        for pack in (*self._packs(), *self._aside):
+            pack.forget_others(by_id)
+            if not pack.blocks:
+                self._drop(pack)
+        for pack in [pack for pack in self._aside if not pack.num_others(self._owned)]:
+            self._aside.remove(pack)
+            if self.residency is Residency.OFFLOADED:
+                self._drop(pack)  # its tensors are found on the device, among those that are new
+            else:
+                self.add([pack])
+        for pack in self._packs():
+            if pack.resident and pack.num_others(self._owned):
+                self._set_aside(pack)
+        known = {
+            id(tensor) for pack in (*self._packs(), *self._aside) for block in pack.blocks for tensor in block.tensors
+        }
+        groups: dict[int, list[torch.Tensor]] = {}
+        for key, tensor in by_id.items():
+            if key not in known and tensor.device == self._mover.device:
+                groups.setdefault(tensor.untyped_storage()._cdata, []).append(tensor)
+        self.kept = [self._kept_of(pack.blocks, pack.size_bytes, pack.why_it_stays) for pack in self._aside]
+        self._loose = []
+        for group in groups.values():
+            block = _Block(group)
+            if (reason := why_memory_stays(group, self._owned)) is None:
+                self._loose.append(block)
+            else:
+                self.kept.append(self._kept_of([block], block.size_bytes, reason))
+        self._loose_bytes = sum(block.padded_bytes for block in self._loose)
+        if self._residency is not Residency.OFFLOADED or not self._regions:
+            self._residency = Residency.RESIDENT if self._loose or self._regions else Residency.DISCARDED
+
+    def begin(self, target: Residency) -> Move:
+        """Start a move; see `Segment.begin`. Tensors point to where they go once all bytes of their pack are there."""
+        if self._residency is Residency.DISCARDED:
+            return Done()  # nothing is there yet
+        if target is Residency.OFFLOADED and self._residency is Residency.RESIDENT:
+            self.settle()
+            with uninterrupted():
+                self._pack()
+                move = super().begin(target)
+            move.poll()  # on a CPU the copies have been made
+            return move
+        return super().begin(target)
+
+    def hand_over(self, device: torch.device) -> None:
+        """Give every tensor that is on the device memory of torch's allocator, and let go of all. Idempotent.
+
+        Parked tensors keep their host memory, which is theirs then. Without room on the device tensors keep the
+        region's. `device`: of the state, as it is.
+        """
+        self.settle()
+        for pack in (*self._packs(), *self._aside):
+            if pack.resident and pack.region is not None:
+                pack.move_out()
+            self._drop(pack)
+        self._loose, self._loose_bytes = [], 0
+
+    # ---- packs ------------------------------------------------------------------------------------------------------
+
+    def _packs(self) -> list[Pack]:
+        return [region for region in self._regions if isinstance(region, Pack)]
+
+    def _pack(self) -> None:
+        """Put what is loose into packs. Raises: `BudgetError` when the host has no room; nothing has changed then."""
+        made = [
+            Pack(self.name, blocks, self._mover.device, keeps_address=self._keeps_addresses)
+            for blocks in batches(self._loose, lambda block: block.padded_bytes, self._pack_bytes)
+        ]
+        self._mover.arena.reserve(sum(pack.size_bytes for pack in made))
+        self._loose, self._loose_bytes = [], 0
+        self._regions.extend(made)
+
+    def _depart(self) -> Move:
+        for pack in self._packs():
+            pack.note_versions()
+        return super()._depart()
+
+    def _arrive(self) -> Move:
+        for pack in self._packs():
+            if pack.is_at_host:  # of another, which its departure has not reached, that one's count is still good
+                pack.note_versions()
+        return super()._arrive()
+
+    def _left(self, region: Region) -> None:
+        """Point the tensors of a pack to the host; where something else refers to their memory, back to where it is."""
+        assert isinstance(region, Pack)
+        if not region.is_at_host:
+            extent = self._extents[region]
+            region.point_to_host(lambda start, size: self._mover.arena.tensor(extent, start, size))
+            if region.is_referred_to:
+                region.note_versions()
+                region.point_to_device()
+                self._set_aside(region)
+                return
+        was_torchs = region.region is None and region.device.type == "cuda"
+        region.release()
+        if was_torchs and not any(pack.resident and pack.region is None for pack in self._packs()):
+            torch.cuda.empty_cache()  # torch's allocator would keep what they have left
+
+    def _arrived(self) -> None:
+        for pack in self._packs():
+            if pack.is_at_host and pack.resident and pack.point_to_device():
+                self._extents.pop(pack, None)  # somebody holds the host's memory, which is theirs from now on
+        if not self._keeps_addresses:
+            for pack in self._packs():
+                self._loose += pack.blocks
+                self._take_out([pack])
+            self._loose_bytes = sum(block.padded_bytes for block in self._loose)
+            self._residency = Residency.RESIDENT if self._loose else Residency.DISCARDED
+
+    def _set_aside(self, pack: Pack) -> None:
+        pack.why_it_stays = _others(max(1, pack.num_others(self._owned)))
+        self._take_out([pack])
+        self._aside.append(pack)
+        self.kept.append(self._kept_of(pack.blocks, pack.size_bytes, pack.why_it_stays))
+
+    def _drop(self, pack: Pack) -> None:
+        """Let go of a pack: its memory on either side goes with the last tensor over it."""
+        with uninterrupted():
+            if pack in self._aside:
+                self._aside.remove(pack)
+            else:
+                if pack.holds_host:
+                    self._extents.pop(pack, None)
+                self._take_out([pack])
+            pack.close()
+
+    def _kept_of(self, blocks: Sequence[_Block], size_bytes: int, reason: str) -> Kept:
+        tensors = [tensor for block in blocks for tensor in block.tensors]
+        name = self._name_of(tensors[0])
+        return Kept(name if len(tensors) == 1 else f"{name} and {len(tensors) - 1} more", size_bytes, reason)
+
+
+class _Block:
+    """All known tensors over one storage: `size_bytes` bytes at `start` in their pack."""
+
+    __slots__ = ("address", "device", "host", "offsets", "size_bytes", "start", "tensors", "versions")
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        storage = tensors[0].untyped_storage()
+        self.tensors = tensors
+        self.offsets = [tensor.storage_offset() * tensor.element_size() for tensor in tensors]
+        self.size_bytes = storage.nbytes()
+        self.address = storage.data_ptr()
+        """Address of the bytes that the tensors point to."""
+
+        self.start = 0
+        self.host: torch.Tensor | None = None  # uint8, while the tensors point there
+        self.device: torch.Tensor | None = None  # uint8, memory of torch's that they have left or go to
+        self.versions: list[int] = []
+
+    @property
+    def padded_bytes(self) -> int:
+        return align_up(self.size_bytes, ALIGNMENT_BYTES)
+
+    def note_versions(self) -> None:
+        self.versions = _versions(self.tensors)
+
+    @property
+    def was_written(self) -> bool:
+        return _versions(self.tensors) != self.versions
+
+    def point_to(self, memory: torch.Tensor) -> None:
+        """Point the tensors to `memory` (uint8, the block's bytes)."""
+        storage, start = memory.untyped_storage(), memory.storage_offset()
+        for tensor, offset in zip(self.tensors, self.offsets, strict=True):
+            made = torch.empty(0, dtype=tensor.dtype, device=memory.device)
+            at = (start + offset) // tensor.element_size()
+            tensor.data = made.set_(storage, at, tensor.size(), tensor.stride())
+        self.address = memory.data_ptr()
+
+    def keep(self, is_kept: Callable[[torch.Tensor], bool] = lambda _: True) -> None:
+        """Forget tensors that do not lie here any more, since somebody has assigned to their `data`, and other ones."""
+        stays = [
+            tensor.data_ptr() == self.address + offset and is_kept(tensor)
+            for tensor, offset in zip(self.tensors, self.offsets, strict=True)
+        ]
+        if not all(stays):
+            if self.versions:
+                self.versions = [version for version, here in zip(self.versions, stays, strict=True) if here]
+            self.offsets = [offset for offset, here in zip(self.offsets, stays, strict=True) if here]
+            self.tensors = [tensor for tensor, here in zip(self.tensors, stays, strict=True) if here]
+
+
+class Pack(Region):
+    """Tensors that move together: over one region once they have come back, before over memory of torch's allocator."""
+
+    def __init__(self, name: str, blocks: list[_Block], device: torch.device, *, keeps_address: bool) -> None:
+        super().__init__(name, torch.empty(0, dtype=torch.uint8, device=device))
+        self.blocks = blocks
+        self.region: Region | None = None
+        self.why_it_stays = ""
+        self.reuses_memory = True
+        self._keeps_address = keeps_address
+        self._has_lent_host = False  # to tensors that are not the pack's any more
+        start = 0
+        for block in blocks:
+            block.start = start
+            start += block.padded_bytes
+        self.size_bytes = start
+
+    @property
+    def is_at_host(self) -> bool:
+        """True while the tensors point to host memory."""
+        return any(block.host is not None for block in self.blocks)
+
+    @property
+    def holds_host(self) -> bool:
+        """True when tensors lie over the pack's host memory: it must not be lent to anybody else."""
+        return self._has_lent_host or any(
+            block.host is not None and num_references(block.host) > 1 for block in self.blocks
+        )
+
+    def pairs(self, host: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """(device, host) memory of the bytes to copy; see `Region.pairs`."""
+        if self.region is not None:
+            return [(self.region.bytes[: self.size_bytes], host)]
+        return [(self._on_device(block), host[block.start : block.start + block.size_bytes]) for block in self.blocks]
+
+    def note_versions(self) -> None:
+        """Note how often each tensor was written, by torch's count, before its bytes are copied."""
+        for block in self.blocks:
+            block.note_versions()
+
+    def num_others(self, owned: Container[int]) -> int:
+        """Count references to the pack's device memory that are not its tensors'."""
+        if self.region is None:
+            return max((num_others(block.tensors, owned) for block in self.blocks), default=0)
+        tensors = [tensor for block in self.blocks for tensor in block.tensors]
+        counted = num_references(self.region.bytes) - 1 - len(tensors)
+        for tensor in tensors:
+            if tensor._use_count() != 1:  # type: ignore[attr-defined]  # a view's base, or an owner in C++: look closer
+                return num_others([self.region.bytes, *tensors])
+        return counted
+
+    @property
+    def is_referred_to(self) -> bool:
+        """True when something refers to the device memory that the pack's tensors have left."""
+        if self.region is not None:
+            return self.region.is_referred_to
+        return any(block.device is not None and num_references(block.device) > 1 for block in self.blocks)
+
+    def point_to_host(self, host: Callable[[int, int], torch.Tensor]) -> None:
+        """Point every tensor to `host(start, size)`, a storage of its own for each block."""
+        with uninterrupted():
+            for block in self.blocks:
+                block.keep()
+                there = self._on_device(block)
+                block.host = host(block.start, block.size_bytes)
+                if block.was_written:  # while it was copied
+                    block.host.copy_(there)
+                if self.region is None:
+                    block.device = there
+                block.point_to(block.host)
+
+    def point_to_device(self) -> bool:
+        """Point every tensor that is still at the host to the device; true when something else holds host memory."""
+        is_held = self._has_lent_host
+        with uninterrupted():
+            for block in self.blocks:
+                host = block.host
+                assert host is not None
+                block.keep()
+                there = self._on_device(block)
+                if block.was_written:  # on the host, while it was copied
+                    there.copy_(host)
+                block.point_to(there)
+                block.host = block.device = None
+                is_held = is_held or num_references(host) > 1
+            self.blocks = [block for block in self.blocks if block.tensors]
+        self._has_lent_host = False
+        return is_held
+
+    def forget_others(self, by_id: dict[int, torch.Tensor]) -> None:
+        """Forget tensors that are not in `by_id`, or do not lie here any more."""
+        for block in self.blocks:
+            block.keep(lambda tensor: id(tensor) in by_id)
+            if not block.tensors and block.host is not None:
+                self._has_lent_host |= num_references(block.host) > 1
+        self.blocks = [block for block in self.blocks if block.tensors]
+
+    def _on_device(self, block: _Block) -> torch.Tensor:
+        """Device memory of a block (uint8)."""
+        if self.region is not None:
+            return self.region.bytes[block.start : block.start + block.size_bytes]
+        if block.device is not None:
+            return block.device
+        return storage_bytes(block.tensors[0]) if block.tensors else torch.empty(block.size_bytes, dtype=torch.uint8)
+
+    def move_out(self) -> None:
+        """Give the tensors memory of torch's allocator, as far as there is room."""
+        for block in self.blocks:
+            try:
+                made = torch.empty(block.size_bytes, dtype=torch.uint8, device=self.device)
+            except torch.OutOfMemoryError:
+                return  # the region's memory stays with them
+            made.copy_(self._on_device(block))
+            block.point_to(made)
+
+    def close(self) -> None:
+        """Let go of the region. Idempotent."""
+        self.closed = True
+        self.resident = False
+        if self.region is not None:
+            self.region.close()
+
+    def _release(self) -> None:
+        for block in self.blocks:
+            block.device = None
+        if self.region is not None:
+            self.region.release()
+
+    def _restore(self) -> None:
+        if not self._keeps_address:
+            for block in self.blocks:
+                block.device = torch.empty(block.size_bytes, dtype=torch.uint8, device=self.device)
+        elif self.region is None:
+            self.region = allocate_region(self.size_bytes, self.device, name=self.name)
+            self.reuses_memory = self.region.reuses_memory
+        else:
+            self.region.restore()
+
+
+def _versions(tensors: Sequence[torch.Tensor]) -> list[int]:
+    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
+
+
+def why_memory_stays(tensors: Sequence[torch.Tensor], owned: Container[int] = ()) -> str | None:
+    """Say why the storage of `tensors` must stay even after they point elsewhere; `None` if it can be freed."""
+    if count := num_others(tensors, owned):
+        return _others(count)
+    if not tensors[0].untyped_storage().resizable():
+        return "its memory is shared with NumPy or another owner"
+    return None
+
+
+def _others(count: int) -> str:
+    return f"{count} more refer{'s' if count == 1 else ''} to its memory: a view, or a buffer that it is a part of"

@@ -1,0 +1,906 @@
+"""Optimizer state in host memory, and the window on the device that it passes through as it is stepped.
+
+For classes that compute element by element (Adam's kind, SGD, RMSprop, ...) state lies in planes. Each kind of state
+(`exp_avg`, `exp_avg_sq`; `master_remainder`, by which bf16 weights differ from their fp32 masters) is one pinned slab
+over many parameters in order, and a parameter's state is an ordinary host tensor over its stretch of it. A step walks
+the elements in equal ranges, wherever parameters begin and end, through a ring of slots: copy in, step, copy out, each
+in a stream of its own. A slot steps by the user's class, over one flat parameter that never moves. So nothing is
+pointed, hidden or gathered, a large embedding needs no larger window, and Python runs per range, not per parameter.
+
+Classes that look beyond an element but not beyond a parameter (Adafactor, Muon, 8-bit state) step some whole parameters
+at a time, whose state is parked like any other (`colo.memory.parking`), the next ones coming meanwhile.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext, suppress
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from colo.errors import BudgetError
+from colo.memory.arena import Extent
+from colo.memory.dtensor import is_dtensor, local_bytes, local_shard
+from colo.memory.offload import Mover
+from colo.memory.parking import Kept, Parking
+from colo.memory.region import ALIGNMENT_BYTES, Region, allocate_region, carve, carved_bytes
+from colo.memory.storage import storage_key
+from colo.memory.uninterrupted import uninterrupted
+from colo.phases.phase import TRAINER_OPTIMIZER, Residency, check_move
+from colo.phases.segment import Done, Move
+from colo.trainer.gradients import parameters_of
+from colo.trainer.master_weights import MasterWeightsOptimizer, SplitMaster, WholeMaster
+from colo.trainer.remainders import (
+    DIGEST_ELEMENTS,
+    MASTER_DIGESTS,
+    MASTER_REMAINDER,
+    MASTER_WEIGHT,
+    OF_MASTERS,
+    block_digests,
+    join,
+    split,
+    written_blocks,
+)
+from colo.trainer.separable import is_elementwise, own_step
+from colo.trainer.state import Stock, take_stock
+from colo.units import MIB, align_up, batches, format_bytes
+
+NUM_SLOTS = 3
+"""Ranges on the device at once: one comes, one is stepped, one leaves."""
+
+RANGE_BYTES = 64 * MIB
+"""State of a range. On an H100 ranges of 32 to 256 MiB are stepped at the speed of the bus; at 16 MiB Python bounds
+the step, at 512 MiB too few ranges are under way to overlap."""
+
+
+class Work:
+    """Unit of a step: `parameters`, or a range of their elements. `number` is unique."""
+
+    def __init__(self, number: int, parameters: list[torch.Tensor]) -> None:
+        self.number = number
+        self.parameters = parameters
+
+
+class Range(Work):
+    """Elements [first, last) of some planes; `pieces` are (parameter, start, stop, place in the range)."""
+
+    def __init__(self, number: int, planes: Planes, first: int, last: int) -> None:
+        super().__init__(number, [])
+        self.planes, self.first, self.last = planes, first, last
+        self.pieces: list[tuple[torch.Tensor, int, int, int]] = []
+
+
+class Bucket(Work):
+    """Whole parameters, whose state is parked."""
+
+    def __init__(self, number: int, parameters: list[torch.Tensor], parking: Parking) -> None:
+        super().__init__(number, parameters)
+        self.parking = parking
+        self.expected_bytes = 0  # of what a first step makes
+        self.transient_bytes = 0
+
+
+class StateWindow:
+    """Device memory that streamed state passes through, and the host memory that it is in otherwise.
+
+    To the scheduler it is the segment `trainer.optimizer`. Ownership: owns slots, planes and parked state.
+    """
+
+    name = TRAINER_OPTIMIZER
+    away = Residency.OFFLOADED
+
+    def __init__(self, optimizer: Any, mover: Mover, *, range_bytes: int) -> None:
+        self.optimizer = optimizer
+        self.kept: list[Kept] = []
+        self._mover = mover
+        self._range_bytes = range_bytes
+        self._has_masters = isinstance(optimizer, MasterWeightsOptimizer)
+        self.base: Any = optimizer.inner if self._has_masters else optimizer
+        """The optimizer whose class steps, and which keeps the state."""
+
+        self._masters: Mapping[torch.Tensor, Any] = optimizer.masters if self._has_masters else {}
+        if self._has_masters:
+            optimizer.is_streamed = True
+        self._planes: list[Planes] = []
+        self._buckets: list[Bucket] = []
+        self._number = 0
+        self._work_of: dict[int, list[Work]] = {}
+        self._is_open = False
+        self._region: Region | None = None
+        self._slots: list[StateSlot] = []
+        self._turn = 0
+        self._streams: dict[str, torch.cuda.Stream] = {}
+        if mover.device.type == "cuda":
+            self._streams = {lane: torch.cuda.Stream(mover.device) for lane in ("in", "out")}
+        self.stock = take_stock(optimizer)
+
+    # ---- as a segment -----------------------------------------------------------------------------------------------
+
+    @property
+    def residency(self) -> Residency:
+        """`RESIDENT` while the window is on the device, `OFFLOADED` otherwise."""
+        return Residency.RESIDENT if self._is_open else Residency.OFFLOADED
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the window: slots and flat parameters, and what three neighbouring buckets have."""
+        sizes = [0, *(max(b.parking.size_bytes, b.expected_bytes) for b in self._buckets), 0]
+        windows = (
+            before + own + after + bucket.transient_bytes
+            for bucket, before, own, after in zip(self._buckets, sizes, sizes[1:], sizes[2:], strict=False)
+        )
+        return self._slots_bytes() + max(windows, default=0)
+
+    @property
+    def device_bytes(self) -> int:
+        """Device bytes held at this moment."""
+        region_bytes = self._region.device_bytes if self._region is not None else 0
+        return region_bytes + sum(bucket.parking.device_bytes for bucket in self._buckets)
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of the arena held."""
+        return sum(planes.host_bytes for planes in self._planes) + sum(b.parking.host_bytes for b in self._buckets)
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all state, what a first step is expected to make included."""
+        return sum(planes.total_bytes for planes in self._planes) + sum(
+            max(bucket.parking.size_bytes, bucket.expected_bytes) for bucket in self._buckets
+        )
+
+    @property
+    def home_bytes(self) -> int:
+        """Host bytes that the state takes beside those of the window."""
+        return max(0, self.total_bytes - self.size_bytes)
+
+    def begin(self, target: Residency) -> Move:
+        """Open the window, or close it; see `Segment.begin`."""
+        if target is self.residency:
+            return Done()
+        check_move(self.name, self.residency, target)
+        with uninterrupted():
+            if target is Residency.RESIDENT:
+                self._open()
+            else:
+                self._leave()
+        return Done()
+
+    def hand_over(self, device: torch.device) -> None:
+        """See `Parking.hand_over`; `close` has done it."""
+
+    def close(self, *, on_device: bool) -> None:
+        """Give all state memory of its own: on the device as far as there is room, or in host memory, as it is."""
+        self._leave()
+        if self._region is not None:
+            self._region.close()
+            self._region, self._slots = None, []
+        left_bytes = 0
+        for planes in self._planes:
+            left_bytes += planes.let_go(on_device=on_device)
+        for bucket in self._buckets:
+            if on_device:
+                with suppress(BudgetError, torch.OutOfMemoryError):
+                    bucket.parking.begin(Residency.RESIDENT).wait()
+                left_bytes += bucket.parking.host_bytes if bucket.parking.residency is Residency.OFFLOADED else 0
+            bucket.parking.hand_over(self._mover.device)
+        self._planes, self._buckets = [], []
+        if self._has_masters:
+            self.optimizer.is_streamed = False
+            self.publish()
+        if left_bytes:
+            warnings.warn(
+                f"{format_bytes(left_bytes)} of the optimizer's state stay in host memory, since "
+                f"{self._mover.device} has no room for them: it steps again once it is shared with a runtime, or loads "
+                "its state where there is room",
+                stacklevel=6,
+            )
+
+    def _open(self) -> None:
+        """Take the slots' memory. Raises: `BudgetError` when the device has no room."""
+        if size_bytes := self._slots_bytes():
+            if self._region is not None and self._region.size_bytes < size_bytes:
+                self._region.close()
+                self._region, self._slots = None, []
+            if self._region is None:
+                self._region = allocate_region(size_bytes, self._mover.device, name=self.name)
+                size = max(planes.range_elements for planes in self._planes)
+                flat_bytes = max(2 * planes.dtype.itemsize for planes in self._planes) * size
+                flats, rest = self._region.bytes[:flat_bytes], self._region.bytes[flat_bytes:]
+                slot_bytes = rest.numel() // NUM_SLOTS // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+                parts = [rest[i * slot_bytes : (i + 1) * slot_bytes] for i in range(NUM_SLOTS)]
+                self._slots = [StateSlot(flats, part) for part in parts]
+            elif not self._region.resident:
+                self._region.restore()
+        self._is_open = True
+
+    def _leave(self) -> None:
+        for stream in self._streams.values():
+            stream.synchronize()
+        if self._region is not None and self._region.resident:
+            self._region.release()
+        for bucket in self._buckets:
+            bucket.parking.begin(Residency.OFFLOADED)
+        self._is_open = False
+
+    def _slots_bytes(self) -> int:
+        used = [planes for planes in self._planes if planes.ranges]
+        if not used:
+            return 0
+        flat_bytes = max(2 * planes.dtype.itemsize for planes in used) * max(planes.range_elements for planes in used)
+        return align_up(flat_bytes, ALIGNMENT_BYTES) + NUM_SLOTS * max(carved_bytes(planes.specs) for planes in used)
+
+    # ---- what there is to step --------------------------------------------------------------------------------------
+
+    def work(self) -> Iterator[Work]:
+        """Everything that a step handles, in the order in which a slot's neighbours follow each other."""
+        for planes in self._planes:
+            yield from planes.ranges
+        yield from self._buckets
+
+    def work_of(self, parameter: torch.Tensor) -> list[Work]:
+        """The ranges of a parameter, or its bucket."""
+        return self._work_of[id(parameter)]
+
+    def has_planes(self, parameter: torch.Tensor) -> bool:
+        """True for a parameter whose state lies in planes."""
+        return isinstance(next(iter(self._work_of.get(id(parameter), ())), None), Range)
+
+    def released_bytes(self) -> int:
+        """Bytes of gradients at once when those of a range are dropped as it is stepped: the most that two have."""
+        sizes = [sum(local_bytes(p) for p in work.parameters if p.requires_grad) for work in self.work()]
+        return max((one + other for one, other in zip(sizes, [*sizes[1:], 0], strict=True)), default=0)
+
+    def take_in(self) -> None:
+        """Find parameters that are new, and state that somebody has made, replaced or loaded; it goes to the host.
+
+        Raises: `BudgetError` when the host has no room for it.
+        """
+        self._extend()
+        with torch.no_grad():
+            for planes in self._planes:
+                planes.take_in()
+        self.stock = take_stock(self.optimizer)
+        shared = self._park(self.stock)
+        self.kept = [kept for bucket in self._buckets for kept in bucket.parking.kept] + shared
+
+    def prepare(self) -> None:
+        """Reserve host memory for all state. Raises: `BudgetError`; nothing has changed then."""
+        self._extend()
+        with torch.no_grad():
+            for planes in self._planes:
+                planes.take_in()
+                planes.begin_step()
+        self._mover.arena.reserve(sum(max(0, b.expected_bytes - b.parking.host_bytes) for b in self._buckets))
+
+    def load(self, loaded: dict[torch.Tensor, dict[str, Any]]) -> None:
+        """Write loaded state of planes to the host, once torch has loaded the scalars."""
+        for planes in self._planes:
+            planes.load({p: loaded[p] for p in planes.parameters if p in loaded})
+        self.publish()
+
+    def master_of(self, parameter: torch.Tensor) -> Any:
+        """The master of a parameter, or `None`."""
+        return self._masters.get(parameter)
+
+    def publish(self) -> None:
+        """Have an optimizer with masters show the state."""
+        if self._has_masters:
+            self.optimizer.publish_state()
+
+    def _extend(self) -> None:
+        new: list[tuple[dict[str, Any], torch.Tensor]] = []
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                is_new = id(parameter) not in self._work_of
+                if is_new and (parameter.requires_grad or self.optimizer.state.get(parameter)):
+                    new.append((group, parameter))
+        by_kind: dict[Any, list[torch.Tensor]] = {}
+        rest: list[torch.Tensor] = []
+        for group, parameter in new:
+            number = next(n for n, g in enumerate(self.optimizer.param_groups) if g is group)
+            if is_elementwise(self.base) and _has_plain_elements(parameter, self._mover.device):
+                master = self._masters.get(parameter)
+                by_kind.setdefault((number, parameter.dtype, type(master)), []).append(parameter)
+            else:
+                rest.append(parameter)
+        for (number, _, kind), parameters in by_kind.items():
+            planes = Planes(self, number, parameters, kind, self._mover)
+            planes.cut(self._range_bytes, self._number)
+            self._number += len(planes.ranges)
+            self._planes.append(planes)
+            for work in planes.ranges:
+                for parameter in work.parameters:
+                    self._work_of.setdefault(id(parameter), []).append(work)
+        for parameters in batches(rest, lambda p: self._expected_bytes(p) or 8 * p.numel(), self._range_bytes):
+            parking = Parking(self.name, self._mover, name_of=lambda t: self.stock.name_of(t), keeps_addresses=False)
+            bucket = Bucket(self._number, parameters, parking)
+            bucket.expected_bytes = sum(map(self._expected_bytes, parameters))
+            bucket.transient_bytes = (
+                sum(self.optimizer.transient_bytes(p) for p in parameters) if self._has_masters else 0
+            )
+            self._number += 1
+            self._buckets.append(bucket)
+            self._work_of.update({id(p): [bucket] for p in parameters})
+
+    def _expected_bytes(self, parameter: torch.Tensor) -> int:
+        """Bytes that a first step makes for a parameter in a bucket, as far as is known."""
+        if not self._has_masters:
+            return 0
+        num_bytes: int = self.optimizer.expected_master_bytes(parameter)
+        return num_bytes
+
+    def _park(self, stock: Stock) -> list[Kept]:
+        """Give each bucket the tensors of its parameters' state; what several parameters share stays on the device.
+
+        So does what the optimizer itself refers to, such as a table: it may use it for any parameter.
+        """
+        if not self._buckets:
+            return []
+        own = [value for name, value in vars(self.base).items() if name not in ("state", "param_groups")]
+        shared = {id(leaf) for leaf in pytree.tree_leaves(own) if isinstance(leaf, torch.Tensor)}
+        bucket_of = {
+            number: work[0]
+            for number, parameter in enumerate(parameters_of(self.optimizer))
+            if isinstance((work := self._work_of.get(id(parameter), [None]))[0], Bucket)
+        }
+        owners: dict[int, set[int]] = defaultdict(set)
+        for tensor in (*stock.moments, *stock.masters):
+            owners[storage_key(tensor)] |= {
+                bucket_of[key].number if key in bucket_of else -1 for key in stock.keys_of(tensor)
+            }
+        members: dict[int, list[torch.Tensor]] = defaultdict(list)
+        kept = []
+        for tensor in (*stock.moments, *stock.masters):
+            if owners[storage_key(tensor)] == {-1}:
+                continue  # of planes
+            if id(tensor) in shared or len(owners[storage_key(tensor)]) > 1:
+                kept.append(Kept(stock.name_of(tensor), tensor.nbytes, "several parameters share it"))
+            else:
+                members[owners[storage_key(tensor)].copy().pop()].append(tensor)
+        for bucket in self._buckets:
+            self._look(bucket, members[bucket.number])
+        return kept
+
+    def _look(self, bucket: Bucket, tensors: list[torch.Tensor]) -> None:
+        bucket.parking.look(tensors)
+        if tensors:
+            bucket.expected_bytes = 0
+        if not self._is_open:
+            bucket.parking.begin(Residency.OFFLOADED)
+
+    # ---- stepping ---------------------------------------------------------------------------------------------------
+
+    def step(self, work: Work, due: list[torch.Tensor], following: Work | None) -> list[tuple[torch.Tensor, int]]:
+        """Step those of a work's parameters that are due; the changed and all elements of 16-bit weights, by part."""
+        if isinstance(work, Range):
+            return self._step_range(work, due)
+        assert isinstance(work, Bucket)
+        self._step_bucket(work, due, following)
+        changes = getattr(self.optimizer, "changes", None)
+        return [changes] if changes is not None else []
+
+    def _step_bucket(self, bucket: Bucket, due: list[torch.Tensor], following: Work | None) -> None:
+        bucket.parking.begin(Residency.RESIDENT).wait()
+        if isinstance(following, Bucket):
+            following.parking.begin(Residency.RESIDENT)
+        try:
+            if self._has_masters:
+                self.optimizer.step_part(due)
+            else:
+                ids = set(map(id, due))
+                groups = [
+                    {**group, "params": [p for p in group["params"] if id(p) in ids]}
+                    for group in self.base.param_groups
+                ]
+                own_step(type(self.base))(part_of(self.base, groups, self.base.state))
+        finally:
+            self.stock = take_stock(self.optimizer)
+            self._park(self.stock)
+            bucket.parking.begin(Residency.OFFLOADED)
+
+    def _step_range(self, work: Range, due: list[torch.Tensor]) -> list[tuple[torch.Tensor, int]]:
+        """Bring a range's state into a slot, step it there, and have it leave."""
+        planes, slot = work.planes, self._slots[self._turn % NUM_SLOTS]
+        self._turn += 1
+        state = slot.views(planes)
+        with _on(self._streams.get("in")):
+            _wait(slot.left)
+            planes.copy_in(work, state)
+            arrived = _event(self._streams.get("in"))
+        _wait(arrived)
+        ids, leaving, changes = set(map(id, due)), [], []
+        for pieces in planes.intervals(work, ids):
+            names, changed = planes.step(slot, pieces, state)
+            leaving.append((pieces, names))
+            changes += changed
+        stepped = _event(torch.cuda.current_stream(self._mover.device) if self._streams else None)
+        with _on(self._streams.get("out")):
+            _wait(stepped)
+            for pieces, names in leaving:
+                planes.copy_out(work, pieces, names, state)
+            slot.left = _event(self._streams.get("out"))
+        return changes
+
+    def end_step(self) -> None:
+        """Wait until the host's state is whole, and show what a step has counted."""
+        for stream in self._streams.values():
+            stream.synchronize()
+        for planes in self._planes:
+            planes.end_step()
+        if self._has_masters:
+            self.optimizer.end_step()
+        self.publish()
+
+
+class StateSlot:
+    """Device memory for the state of a range."""
+
+    def __init__(self, flats: torch.Tensor, memory: torch.Tensor) -> None:
+        self._flats, self._memory = flats, memory
+        self._views: dict[int, dict[str, torch.Tensor]] = {}
+        self._parameters: dict[tuple[torch.dtype, int, int], torch.nn.Parameter] = {}
+        self.left: torch.cuda.Event | None = None
+
+    def views(self, planes: Planes) -> dict[str, torch.Tensor]:
+        """The slot's memory as state of `planes`, by name."""
+        found = self._views.get(id(planes))
+        if found is None:
+            found = dict(zip(planes.layout, carve(self._memory, planes.specs), strict=True))
+            self._views[id(planes)] = found
+        more = {  # names that the class has begun to use since the window was laid out
+            name: torch.empty(planes.range_elements, dtype=plane.dtype, device=self._memory.device)
+            for name, plane in planes.host.items()
+            if name not in found
+        }
+        return {**found, **more}
+
+    def flat(self, dtype: torch.dtype, start: int, stop: int) -> torch.nn.Parameter:
+        """The elements [start, stop) of the flat parameter of a dtype, with a gradient; all slots share its memory."""
+        key = (dtype, start, stop)
+        found = self._parameters.get(key)
+        if found is None:
+            half = self._flats.numel() // 2
+            weight, gradient = (self._flats[at : at + half].view(dtype)[start:stop] for at in (0, half))
+            found = torch.nn.Parameter(weight)
+            found.grad = gradient
+            self._parameters[key] = found
+        return found
+
+
+class Planes:
+    """The state of some parameters of one group, of one dtype and with one kind of master, over all their elements."""
+
+    def __init__(
+        self, window: StateWindow, group: int, parameters: list[torch.Tensor], kind: type, mover: Mover
+    ) -> None:
+        self.parameters = parameters
+        self.ranges: list[Range] = []
+        self.range_elements = 0
+        self.host: dict[str, torch.Tensor] = {}
+        """Pinned slabs by the name of the state, shape [elements], of digests [blocks]."""
+
+        self._window, self._group, self._mover = window, group, mover
+        self._is_split, self._is_whole = kind is SplitMaster, kind is WholeMaster
+        self.dtype = torch.float32 if self._is_split or self._is_whole else parameters[0].dtype
+        """The dtype that the class steps in."""
+
+        self._is_on_cpu = mover.device.type == "cpu"
+        self._starts: dict[torch.Tensor, int] = {}
+        start = 0
+        for parameter in parameters:
+            self._starts[parameter] = start
+            start += align_up(local_shard(parameter).numel(), DIGEST_ELEMENTS)
+        self._num_elements = start
+        self._extents: dict[str, Extent] = {}
+        self._views: dict[torch.Tensor, dict[str, torch.Tensor]] = {parameter: {} for parameter in parameters}
+        self._tokens: dict[torch.Tensor, object] = {}  # parameters with equal scalars have the same
+        self._noted: dict[torch.Tensor, tuple[Any, ...]] = {}  # identities of the scalars that a token is of
+        self._after: dict[object, tuple[object, dict[str, Any]]] = {}  # token: that after the step, and its scalars
+        self._stepped: dict[torch.Tensor, object] = {}
+        self.layout = self._layout()
+        """The dtype of each kind of state, as it was when the window was laid out."""
+
+    # ---- layout -----------------------------------------------------------------------------------------------------
+
+    def _layout(self) -> dict[str, torch.dtype]:
+        """List the kinds of state that the class keeps of each element: of some parameter, or of a trial."""
+        names: dict[str, torch.dtype] = {}
+        if self._is_split:
+            names |= {MASTER_REMAINDER: torch.int16, MASTER_DIGESTS: torch.int64}
+        if self._is_whole:
+            names[MASTER_WEIGHT] = torch.float32
+        for parameter in self.parameters:
+            state = self._state_of(parameter)
+            for name, value in state.items():
+                if is_plane(value, parameter):
+                    names[name] = value.dtype
+            if state:
+                return names
+        trial = torch.nn.Parameter(torch.zeros(2, dtype=self.dtype, device=self._mover.device))
+        trial.grad = torch.zeros_like(trial)
+        trials: dict[Any, dict[str, Any]] = defaultdict(dict)
+        own_step(type(self._window.base))(part_of(self._window.base, [self._options([trial])], trials))
+        return names | {name: value.dtype for name, value in trials[trial].items() if is_plane(value, trial)}
+
+    def _options(self, parameters: list[torch.nn.Parameter]) -> dict[str, Any]:
+        return {**self._window.base.param_groups[self._group], "params": parameters}
+
+    def count(self, name: str, elements: int) -> int:
+        """Entries of a plane for a number of elements."""
+        return -(-elements // DIGEST_ELEMENTS) if name == MASTER_DIGESTS else elements
+
+    @property
+    def specs(self) -> list[tuple[tuple[int], torch.dtype]]:
+        """Shape and dtype of a range's state, by kind."""
+        return [((self.count(name, self.range_elements),), dtype) for name, dtype in self.layout.items()]
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of the arena held."""
+        return sum(extent.size_bytes for extent in self._extents.values())
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all planes."""
+        return sum(self.count(name, self._num_elements) * dtype.itemsize for name, dtype in self.layout.items())
+
+    def cut(self, range_bytes: int, number: int) -> None:
+        """Cut the elements into ranges of about `range_bytes`, at digests' blocks, numbered from `number` on."""
+        element_bytes = max(1, sum(t.itemsize for n, t in self.layout.items() if n != MASTER_DIGESTS))
+        size = max(DIGEST_ELEMENTS, range_bytes // element_bytes // DIGEST_ELEMENTS * DIGEST_ELEMENTS)
+        self.range_elements = size = min(size, self._num_elements)
+        if not size:
+            return
+        for n, first in enumerate(range(0, self._num_elements, size)):
+            self.ranges.append(Range(number + n, self, first, min(first + size, self._num_elements)))
+        for parameter, start in self._starts.items():
+            stop = start + local_shard(parameter).numel()
+            for work in self.ranges[start // size : max(start, stop - 1) // size + 1]:
+                a, b = max(start, work.first), min(stop, work.last)
+                if a < b:
+                    work.pieces.append((parameter, a - start, b - start, a - work.first))
+                    work.parameters.append(parameter)
+
+    # ---- the host's side --------------------------------------------------------------------------------------------
+
+    def _state_of(self, parameter: torch.Tensor) -> dict[str, Any]:
+        """The state that the stepping class keeps of a parameter, as the optimizer has it."""
+        state: dict[str, Any] = self._window.base.state.get(self._key_of(parameter), {})
+        return state
+
+    def _key_of(self, parameter: torch.Tensor) -> torch.Tensor:
+        master = self._window.master_of(parameter)
+        return parameter if master is None else master.tensor
+
+    def take_in(self) -> None:
+        """Copy state that somebody else has made into the planes, and have the optimizer keep the planes' tensors."""
+        for parameter in self.parameters:
+            state = self._state_of(parameter)
+            if state:
+                self._adopt(parameter, state)
+            master = self._window.master_of(parameter)
+            if master is not None and (kept := master.state) and (self._is_split or state):
+                self._adopt_master(parameter, master, kept)
+
+    def _adopt(self, parameter: torch.Tensor, state: dict[str, Any]) -> None:
+        own = self._views[parameter]
+        for name, value in state.items():
+            if own.get(name) is value and value is not None:
+                continue
+            if is_plane(value, parameter):
+                self._need(name, value.dtype)
+                own = self._views[parameter]
+                local_shard(own[name]).copy_(local_shard(value))
+                state[name] = own[name]
+
+    def _adopt_master(self, parameter: torch.Tensor, master: Any, kept: Mapping[str, torch.Tensor]) -> None:
+        if all(self._views[parameter].get(name) is value for name, value in kept.items()):
+            return
+        for name, value in kept.items():
+            self._need(name, value.dtype)
+            view = self._views[parameter][name]
+            if name == MASTER_WEIGHT:
+                host, local = local_shard(view), local_shard(value)
+                if local.data_ptr() != host.data_ptr():
+                    host.copy_(local)
+                    local.data = host
+            else:
+                view.copy_(value)
+        if self._is_split:
+            master.adopt({name: self._views[parameter][name] for name in kept})
+
+    def _need(self, name: str, dtype: torch.dtype) -> None:
+        """Make the plane `name`, if there is none. Raises: `BudgetError` without host memory for it."""
+        if name in self.host:
+            return
+        count = self.count(name, self._num_elements)
+        extent = self._mover.arena.allocate(count * dtype.itemsize)
+        self._extents[name] = extent
+        self.host[name] = self._mover.arena.tensor(extent, 0, count * dtype.itemsize).view(dtype)
+        for parameter, start in self._starts.items():
+            shard = local_shard(parameter)
+            first = self.count(name, start)
+            length = self.count(name, shard.numel())
+            if not length:
+                continue
+            own = self._mover.arena.tensor(extent, first * dtype.itemsize, length * dtype.itemsize).view(dtype)
+            own = own if name == MASTER_DIGESTS else own.view(shard.shape)
+            self._views[parameter][name] = _like(parameter, own)
+
+    def load(self, loaded: dict[torch.Tensor, dict[str, Any]]) -> None:
+        """Write what a state dict has into the planes; scalars are in the optimizer's state already."""
+        for parameter, given in loaded.items():
+            state = self._state_of(parameter)
+            master = self._window.master_of(parameter)
+            if master is not None:
+                of_master = {name: given[name] for name in OF_MASTERS if name in given}
+                if of_master:
+                    master.load(of_master)
+                    self._adopt_master(parameter, master, master.state)
+            for name, value in given.items():
+                if name not in OF_MASTERS and is_plane(value, parameter):
+                    self._need(name, self.layout.get(name, value.dtype))
+                    local_shard(self._views[parameter][name]).copy_(local_shard(value))
+                    state[name] = self._views[parameter][name]
+
+    def let_go(self, *, on_device: bool) -> int:
+        """Give the state memory of its own: on the device as far as there is room; bytes that stay on the host."""
+        left_bytes = 0
+        for parameter, views in self._views.items():
+            for name, view in views.items():
+                host = local_shard(view)
+                if on_device and local_shard(parameter).device == self._mover.device:
+                    try:
+                        host.data = host.to(self._mover.device, copy=True)
+                        if name == MASTER_WEIGHT:
+                            local_shard(self._window.master_of(parameter).tensor).data = host
+                    except torch.OutOfMemoryError:
+                        left_bytes += host.nbytes
+        return left_bytes
+
+    # ---- a step -----------------------------------------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        """Make the planes, and note which parameters have the same scalars: those are stepped together.
+
+        Raises: `BudgetError` without host memory for the planes.
+        """
+        for name, dtype in self.layout.items():
+            self._need(name, dtype)
+        self._after.clear()
+        self._stepped.clear()
+        for parameter in self.parameters:
+            scalars = self._scalars_of(parameter)
+            if self._noted.get(parameter) != _identities(scalars):  # else no value is read, which would wait for a GPU
+                values = tuple(
+                    (n, v.item() if torch.is_tensor(v) and v.numel() == 1 else repr(v)) for n, v in scalars.items()
+                )
+                self._tokens[parameter] = (bool(self._state_of(parameter)), values)
+                self._noted[parameter] = _identities(scalars)
+
+    def copy_in(self, work: Range, state: dict[str, torch.Tensor]) -> None:
+        """Queue copies of a range's state into a slot."""
+        for name, plane in self.host.items():
+            first, last = self.count(name, work.first), self.count(name, work.last)
+            state[name][: last - first].copy_(plane[first:last], non_blocking=True)
+
+    def copy_out(self, work: Range, pieces: Pieces, names: Iterable[str], state: dict[str, torch.Tensor]) -> None:
+        """Queue copies of the state of some pieces back to the host."""
+        start, stop = _extent_of(pieces)
+        for name in names:
+            first, last, offset = (self.count(name, n) for n in (start, stop, work.first))
+            self.host[name][offset + first : offset + last].copy_(state[name][first:last], non_blocking=True)
+
+    def intervals(self, work: Range, due: set[int]) -> list[Pieces]:
+        """Pieces of a range that are due, those next to each other with equal scalars together."""
+        found: list[Pieces] = []
+        last: object = None
+        for piece in work.pieces:
+            token = self._tokens[piece[0]] if id(piece[0]) in due else None
+            # A CPU's kernels round the last few elements of a tensor otherwise than the rest: one parameter at a time.
+            if token is not None and token == last and not self._is_on_cpu:
+                found[-1].append(piece)
+            elif token is not None:
+                found.append([piece])
+            last = token
+        return found
+
+    def step(
+        self, slot: StateSlot, pieces: Pieces, state: dict[str, torch.Tensor]
+    ) -> tuple[list[str], list[tuple[torch.Tensor, int]]]:
+        """Step pieces next to each other by the user's class.
+
+        Returns the names of the state that has changed, and the 16-bit elements that did with the number of all.
+        """
+        start, stop = _extent_of(pieces)
+        flat = slot.flat(self.dtype, start, stop)
+        gradient = flat.grad
+        assert gradient is not None
+        mine = {name: view[self.count(name, start) : self.count(name, stop)] for name, view in state.items()}
+        places = [slice(at - start, at - start + b - a) for _, a, b, at in pieces]
+        weights = [local_shard(p).detach().view(-1)[a:b] for p, a, b, _ in pieces]
+        self._fill(flat, gradient, weights, places, pieces, mine)
+        gradients = [local_shard(p.grad).reshape(-1)[a:b] for p, a, b, _ in pieces]
+        torch._foreach_copy_([gradient[place] for place in places], gradients)
+        made = self._step_flat(flat, pieces, mine)
+        token = self._tokens[pieces[0][0]]
+        self._after.setdefault(token, (object(), {n: v for n, v in made.items() if not is_plane(v, flat)}))
+        self._stepped.update((piece[0], token) for piece in pieces)
+        names = [name for name, value in made.items() if is_plane(value, flat)]
+        for name in names:
+            if name not in mine:  # the class has begun to use it: the plane is made, and a slot has it from the next on
+                self._need(name, made[name].dtype)
+                state[name] = torch.empty(self.range_elements, dtype=made[name].dtype, device=flat.device)
+                mine[name] = state[name][start:stop]
+            if made[name].data_ptr() != mine[name].data_ptr():
+                mine[name].copy_(made[name])
+        changed = self._empty(flat, gradient, weights, places, mine)
+        return [*names, *(name for name in OF_MASTERS if name in self.layout)], changed
+
+    def _step_flat(self, flat: torch.nn.Parameter, pieces: Pieces, mine: dict[str, torch.Tensor]) -> dict[str, Any]:
+        """Call the class's step for the flat parameter; the state that it has afterwards."""
+        base, known = self._window.base, self._state_of(pieces[0][0])
+        given = {
+            name: mine[name] if name in mine else value.detach().clone() if torch.is_tensor(value) else value
+            for name, value in known.items()
+        }
+        state: dict[Any, dict[str, Any]] = defaultdict(dict)
+        if given:
+            state[flat] = given
+        own_step(type(base))(part_of(base, [self._options([flat])], state))
+        return state.get(flat, {})
+
+    def _fill(
+        self,
+        flat: torch.Tensor,
+        scratch: torch.Tensor,
+        weights: list[torch.Tensor],
+        places: list[slice],
+        pieces: Pieces,
+        state: dict[str, torch.Tensor],
+    ) -> None:
+        """Write the weights that the class steps, or their masters, into the flat parameter."""
+        if not self._is_split and not self._is_whole:
+            torch._foreach_copy_([flat.data[place] for place in places], weights)
+            return
+        old = scratch.view(weights[0].dtype)[: flat.numel()].zero_()
+        torch._foreach_copy_([old[place] for place in places], weights)
+        if self._is_whole:
+            master = state[MASTER_WEIGHT]
+            flat.copy_(torch.where(_rounded(master, old.dtype) == old, master, old.to(torch.float32)))
+        elif all(self._window.master_of(piece[0]).state for piece in pieces):
+            remainder = state[MASTER_REMAINDER].masked_fill(written_blocks(old, state[MASTER_DIGESTS]), 0)
+            flat.copy_(join(old, remainder))
+        else:  # the first step: masters are the weights, unless state of them was loaded
+            flat.copy_(old)
+            for (parameter, *_), place in zip(pieces, places, strict=True):
+                if self._window.master_of(parameter).state:
+                    blocks = slice(place.start // DIGEST_ELEMENTS, -(-place.stop // DIGEST_ELEMENTS))
+                    written = written_blocks(old[place], state[MASTER_DIGESTS][blocks])
+                    flat[place].copy_(join(old[place], state[MASTER_REMAINDER][place].masked_fill(written, 0)))
+
+    def _empty(
+        self,
+        flat: torch.Tensor,
+        scratch: torch.Tensor,
+        weights: list[torch.Tensor],
+        places: list[slice],
+        state: dict[str, torch.Tensor],
+    ) -> list[tuple[torch.Tensor, int]]:
+        """Write what was stepped back to the weights, and into the slot what is kept of masters."""
+        if not self._is_split and not self._is_whole:
+            torch._foreach_copy_(weights, [flat.data[place] for place in places])
+            return []
+        old = scratch.view(weights[0].dtype)[: flat.numel()].zero_()
+        torch._foreach_copy_([old[place] for place in places], weights)
+        if self._is_whole:
+            state[MASTER_WEIGHT].copy_(flat)
+            new = _rounded(flat, old.dtype)
+        else:
+            new, remainder = split(flat)
+            state[MASTER_REMAINDER].copy_(remainder)
+        for before, after in zip(
+            [0, *(place.stop for place in places)], [*(p.start for p in places), None], strict=True
+        ):
+            new[before:after].zero_()  # between parameters, whose digests are of zeros there
+        if self._is_split:
+            state[MASTER_DIGESTS].copy_(block_digests(new))
+        torch._foreach_copy_(weights, [new[place] for place in places])
+        return [((new != old).sum(dtype=torch.float64), sum(weight.numel() for weight in weights))]
+
+    def end_step(self) -> None:
+        """Give every parameter that was stepped its state: the planes' tensors, and the scalars that the class made."""
+        pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for parameter, token in self._stepped.items():
+            after, scalars = self._after[token]
+            state = self._window.base.state[self._key_of(parameter)]
+            for name, value in scalars.items():
+                mine = state.get(name)
+                if torch.is_tensor(value) and torch.is_tensor(mine):
+                    pairs.append((mine, value))
+                else:  # each parameter has a tensor of its own, which a checkpoint may load to elsewhere
+                    state[name] = value.detach().clone() if torch.is_tensor(value) else value
+            views = self._views[parameter]
+            state.update((name, view) for name, view in views.items() if name not in OF_MASTERS)
+            if self._is_split:
+                master = self._window.master_of(parameter)
+                master.adopt({name: views[name] for name in (MASTER_REMAINDER, MASTER_DIGESTS)})
+            self._tokens[parameter] = after
+        if pairs:
+            torch._foreach_copy_([mine for mine, _ in pairs], [value for _, value in pairs])
+        for parameter in self._stepped:
+            self._noted[parameter] = _identities(self._scalars_of(parameter))
+        self._stepped.clear()
+        self._after.clear()
+
+    def _scalars_of(self, parameter: torch.Tensor) -> dict[str, Any]:
+        return {name: v for name, v in self._state_of(parameter).items() if not is_plane(v, parameter)}
+
+
+Pieces = list[tuple[torch.Tensor, int, int, int]]
+"""(parameter, start, stop, place in the range) of elements."""
+
+
+def part_of(optimizer: Any, groups: list[dict[str, Any]], state: Any) -> Any:
+    """An object of the optimizer's class, with all it has but for its parameter groups and its state."""
+    made = object.__new__(type(optimizer))
+    made.__dict__.update(optimizer.__dict__, param_groups=groups, state=state)
+    return made
+
+
+def _extent_of(pieces: Pieces) -> tuple[int, int]:
+    _, start, stop, at = pieces[-1]
+    return pieces[0][3], at + stop - start
+
+
+def _identities(scalars: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What tells whether scalars of a parameter are others, or were written to, without reading any."""
+    return tuple((n, id(v), v._version) if torch.is_tensor(v) else (n, v) for n, v in scalars.items())
+
+
+def is_plane(value: Any, parameter: torch.Tensor) -> bool:
+    """True for state of each element of a parameter. Parameters of no dimension, like counters of steps, have none."""
+    return torch.is_tensor(value) and value.shape == parameter.shape
+
+
+def _has_plain_elements(parameter: torch.Tensor, device: torch.device) -> bool:
+    shard = local_shard(parameter)
+    return (
+        shard.device == device
+        and parameter.dim() > 0
+        and shard.numel() > 0
+        and shard.is_floating_point()
+        and shard.is_contiguous()
+        and not (parameter.grad is not None and parameter.grad.layout is not torch.strided)
+    )
+
+
+def _like(parameter: Any, shard: torch.Tensor) -> torch.Tensor:
+    """A tensor that is sharded as a parameter, of a shard on any device."""
+    if not is_dtensor(parameter):
+        return shard
+    made: torch.Tensor = sys.modules["torch.distributed.tensor"].DTensor(shard, parameter._spec, requires_grad=False)
+    return made
+
+
+def _rounded(master: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return split(master)[0] if dtype is torch.bfloat16 else master.detach().to(dtype)
+
+
+def _on(stream: torch.cuda.Stream | None) -> AbstractContextManager[Any]:
+    return nullcontext() if stream is None else torch.cuda.stream(stream)
+
+
+def _event(stream: torch.cuda.Stream | None) -> torch.cuda.Event | None:
+    return None if stream is None else stream.record_event()
+
+
+def _wait(event: torch.cuda.Event | None) -> None:
+    if event is not None:
+        torch.cuda.current_stream().wait_event(event)

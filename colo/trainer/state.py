@@ -1,0 +1,459 @@
+"""What an optimizer keeps, attached to a runtime through torch's own hooks and moved as sets of tensors.
+
+State is found, not declared: `take_stock` walks `optimizer.state`, after each step and before phases change.
+The tensor objects stay the same, and so do containers and tensor subclasses around them (`DTensor`, quantized state):
+only where the bytes lie changes. Scalars such as step counters stay where optimizers read them, on the host. What colo
+cannot move stays on the device, in `trainer.kept`, and is named in the report.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, Protocol
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from colo.errors import BudgetError, Unsupported
+from colo.memory.dtensor import local_bytes, local_shard
+from colo.memory.offload import Mover
+from colo.memory.parking import Kept, Parking
+from colo.memory.region import ALIGNMENT_BYTES
+from colo.memory.storage import dense_parts
+from colo.phases.phase import TRAINER_KEPT, TRAINER_MASTER_WEIGHTS, TRAINER_OPTIMIZER, Residency, check_move
+from colo.phases.segment import Done, Move, Segment
+from colo.trainer.gradients import Gradients, HoldsGradient, make_gradients, parameters_of
+from colo.trainer.master_weights import MasterWeightsOptimizer
+from colo.trainer.megatron import MegatronOptimizers, as_torch
+from colo.trainer.remainders import OF_MASTERS
+from colo.units import GIB, align_up
+
+StepArguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional and keyword arguments of a `step`, the optimizer first."""
+
+
+class StateSegment(Segment, Protocol):
+    """A segment of an optimizer's state."""
+
+    kept: list[Kept]
+
+    def hand_over(self, device: torch.device) -> None:
+        """Give every tensor memory of its own; see `Parking.hand_over`."""
+
+
+class TrainerState:
+    """The state of an optimizer and its gradients as segments.
+
+    Everything is resident when a step begins; what a step has made is found when it ends. `state_dict()` is torch's
+    own: of parked state it has the host tensors, and it is live, as torch's always are.
+
+    Ownership: owns the segments. `close` leaves an optimizer that works without colo.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        mover: Mover,
+        *,
+        region_bytes: int = GIB,
+        before_step: Callable[[], None] | None = None,
+        after_step: Callable[[], None] | None = None,
+        other_gradients: Callable[[], Sequence[HoldsGradient]] = lambda: (),
+    ) -> None:
+        """Raises: `Unsupported` for an optimizer without torch's hooks, `BudgetError` without room for its state."""
+        self.optimizer: Any = as_torch(optimizer)
+        _check_hooks(self.optimizer)
+        self._mover = mover
+        self._before_step = before_step or self.bring_back
+        self._after_step = after_step or (lambda: None)
+        self._replaced: set[str] = set()  # segments that have left the device for state that is being loaded
+        self._stock = Stock()
+        self.gradients: Gradients = make_gradients(self.optimizer, mover, other_gradients)
+        self.parkings = self._make_parkings(region_bytes)
+        self.kept = KeptSegment(self)
+        self._hooks = [
+            self.optimizer.register_step_pre_hook(untraced(self._pre_hook)),
+            self.optimizer.register_step_post_hook(untraced(lambda *_: self._stepped())),
+            self.optimizer.register_load_state_dict_post_hook(untraced(lambda _: self._after_load())),
+            self._watch_loading(),
+        ]
+        try:
+            self.refresh()
+        except BaseException:
+            with suppress(Exception):  # state that cannot be moved back stays where it is; the optimizer works on
+                self.close()
+            raise
+
+    def _make_parkings(self, region_bytes: int) -> Sequence[StateSegment]:
+        return [
+            Parking(name, self._mover, name_of=self._name_of, pack_bytes=region_bytes)
+            for name in (TRAINER_OPTIMIZER, TRAINER_MASTER_WEIGHTS)
+        ]
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        """`trainer.optimizer`, `trainer.master_weights`, `trainer.gradients`."""
+        return (*self.parkings, self.gradients)
+
+    def refresh(self) -> None:
+        """Look through the state and the gradients: a step or a loop may have made, replaced or shared some."""
+        self.gradients.refresh()
+        self._find_state()
+
+    def _find_state(self) -> None:
+        self._stock = stock = take_stock(self.optimizer)
+        sizes = StateSizes(self.optimizer)
+        state, masters = self.parkings
+        for parking, tensors in ((state, stock.moments), (masters, stock.masters)):
+            assert isinstance(parking, Parking)
+            parking.look(tensors)
+        state.expected_bytes = 0 if self.kept.holds_state else sizes.total  # type: ignore[attr-defined]
+        masters.expected_bytes = sizes.masters_total  # type: ignore[attr-defined]
+
+    def bring_back(self) -> None:
+        """Make everything resident and wait for it. Raises: `BudgetError` when the device has no room."""
+        for move in [segment.begin(Residency.RESIDENT) for segment in self.segments if segment.host_bytes]:
+            move.wait()
+
+    def close(self, device: torch.device | None = None) -> None:
+        """Give the state memory of its own, on the device or where `device` is the host there, and remove the hooks.
+
+        On the host that is the arena's memory, without another copy. Idempotent; may be called again after an error.
+        Raises: `BudgetError` when the device has no room for the state; it is then where it was.
+        """
+        if not self._hooks:
+            return
+        self._return_state(to_host=device is not None and device.type == "cpu")
+        while self._hooks:
+            self._hooks[-1].remove()
+            self._hooks.pop()
+
+    def _return_state(self, *, to_host: bool) -> None:
+        if to_host:
+            self.gradients.begin(Residency.RESIDENT).wait()
+            for parking in self.parkings:
+                with suppress(BudgetError):  # without room in the arena it stays, and the loop may move it
+                    parking.begin(Residency.OFFLOADED).wait()
+        else:
+            self.bring_back()
+        for parking in (*self.parkings, self.gradients):
+            parking.hand_over(self._mover.device)
+
+    def _pre_hook(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepArguments | None:
+        """Step pre-hook: make state resident. Streaming returns new `(args, kwargs)` for `step`.
+
+        Never leave it to torch to notice what is away: a `foreach` step has decayed the weights by then.
+        """
+        self._before_step()
+        return None
+
+    def _stepped(self) -> None:
+        try:
+            self._find_state()
+        finally:  # whatever became of its state, the step has been made
+            self._after_step()
+
+    def _watch_loading(self) -> Any:
+        return self.optimizer.register_load_state_dict_pre_hook(untraced(lambda _, given: self._before_load(given)))
+
+    def _before_load(self, given: dict[str, Any]) -> dict[str, Any]:
+        """Move the present state out of the way of the loaded one, which torch puts into new memory on the device.
+
+        A state dict that does not fit the optimizer changes nothing: the old state is in host memory until then.
+        """
+        for parking in self.parkings:
+            if parking.residency is Residency.RESIDENT:
+                with suppress(BudgetError, torch.OutOfMemoryError):  # the host has no room: both are there for a while
+                    parking.begin(Residency.OFFLOADED).wait()
+                    self._replaced.add(parking.name)
+        return given
+
+    def _after_load(self) -> None:
+        was_away = [p for p in self.parkings if p.residency is Residency.OFFLOADED and p.name not in self._replaced]
+        self._replaced.clear()
+        self._find_state()
+        for parking in was_away:  # the scheduler, which counts bytes, does not know that new ones have come
+            parking.begin(Residency.OFFLOADED).wait()
+
+    def _name_of(self, tensor: torch.Tensor) -> str:
+        return self._stock.name_of(tensor)
+
+
+class KeptSegment:
+    """State and gradients that never leave the device, for example because unknown code refers to their memory."""
+
+    name = TRAINER_KEPT
+    residency = Residency.RESIDENT
+    away = None
+    host_bytes = 0
+
+    def __init__(self, state: TrainerState) -> None:
+        self._state = state
+
+    @property
+    def items(self) -> list[Kept]:
+        """The name, the size and the reason of everything that stays."""
+        state, device = self._state, self._state._mover.device
+        kept = [*state._stock.kept(device), *(kept for parking in state.parkings for kept in parking.kept)]
+        if isinstance(state.optimizer, MegatronOptimizers):
+            kept += state.optimizer.kept()
+        return kept + state.gradients.kept
+
+    @property
+    def holds_state(self) -> bool:
+        """True when state of the optimizer is among it."""
+        return any(parking.kept for parking in self._state.parkings) or bool(self._state._stock.staying)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of everything that stays."""
+        return sum(kept.size_bytes for kept in self.items)
+
+    @property
+    def device_bytes(self) -> int:
+        """The same: it is on the device."""
+        return self.size_bytes
+
+    def begin(self, target: Residency) -> Move:
+        """Refuse every move. Raises: `PhaseError`."""
+        if target is not self.residency:
+            check_move(self.name, Residency.SHARED, target)
+        return Done()
+
+
+# ---- what an optimizer keeps -----------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Found:
+    """A tensor of the state and where it was found."""
+
+    tensor: torch.Tensor
+    key: object  # number of the parameter whose state it is, or another key of `optimizer.state`
+    within: object  # the value of `optimizer.state` under that key
+    attributes: str = ""  # path from the leaf of `within` to the tensor, for a part of a tensor subclass
+    leaf: object = None  # the leaf itself, for such a part
+
+    @property
+    def name(self) -> str:
+        """Such as `state[3]['exp_avg']`."""
+        leaf = self.tensor if self.leaf is None else self.leaf
+        for path, value in pytree.tree_flatten_with_path(self.within)[0]:
+            if value is leaf:
+                return f"state[{self.key}]{pytree.keystr(path)}{self.attributes}"
+        return f"state[{self.key}]"
+
+
+class Stock:
+    """Every tensor in an optimizer's state at one moment, each object once."""
+
+    def __init__(self) -> None:
+        self.moments: list[torch.Tensor] = []
+        """Plain tensors that can move, also those within tensor subclasses, but for masters."""
+
+        self.masters: list[torch.Tensor] = []
+        """The same of fp32 masters and what is kept of them."""
+
+        self.staying: list[tuple[Found, str]] = []
+        """Tensors that colo can never move, and why."""
+
+        self._found: dict[int, Found] = {}
+        self._shared: dict[int, list[object]] = {}  # further keys of tensors of several parameters
+        self._parameters: set[int] = set()
+        self._gradients: set[int] = set()
+
+    def name_of(self, tensor: torch.Tensor) -> str:
+        """The name of a tensor by its place in the state."""
+        found = self._found.get(id(tensor))
+        return found.name if found is not None else "a tensor that the optimizer has dropped"
+
+    def keys_of(self, tensor: torch.Tensor) -> list[object]:
+        """The numbers of the parameters whose state a tensor is."""
+        return [self._found[id(tensor)].key, *self._shared.get(id(tensor), ())]
+
+    def kept(self, device: torch.device) -> Iterator[Kept]:
+        """Describe what cannot move, as far as it is on `device`. Gradients and parameters are counted elsewhere."""
+        for found, reason in self.staying:
+            tensor = found.tensor
+            if tensor.device == device and tensor.dim():
+                is_counted = (
+                    tensor.layout is torch.strided
+                    and local_shard(tensor).untyped_storage()._cdata in self._parameters | self._gradients
+                )
+                yield Kept(found.name, 0 if is_counted else tensor_bytes(tensor), reason)
+
+
+def take_stock(optimizer: Any) -> Stock:
+    """List the tensors of an optimizer's state as they are now."""
+    stock = Stock()
+    parameters = parameters_of(optimizer)
+    numbers = {}
+    for number, parameter in enumerate(parameters):
+        numbers[id(parameter)] = number
+        stock._parameters.add(_storage_of(parameter))
+        if parameter.grad is not None and local_shard(parameter.grad).layout is torch.strided:
+            stock._gradients.add(_storage_of(parameter.grad))
+    state: Mapping[Any, Any] = optimizer.state
+    for key in list(state):
+        value = state[key]
+        name = numbers.get(id(key), key)
+        masters = {id(value[of]) for of in OF_MASTERS if of in value} if isinstance(value, dict) else set()
+        leaves = value.values() if type(value) is dict else [value]
+        for leaf in leaves:
+            if type(leaf) is torch.Tensor:
+                _add(stock, Found(leaf, name, value), is_master=id(leaf) in masters)
+            elif not isinstance(leaf, _OPAQUE):
+                for part in pytree.tree_leaves(leaf):
+                    _look_at(stock, part, name, value, masters)
+    return stock
+
+
+_OPAQUE = (int, float, str, bytes, type(None))
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def _storage_of(tensor: torch.Tensor) -> int:
+    if type(tensor) not in _PLAIN:
+        tensor = local_shard(tensor)
+    key: int = tensor.untyped_storage()._cdata
+    return key
+
+
+def _look_at(stock: Stock, leaf: Any, key: object, within: object, masters: set[int]) -> None:
+    if isinstance(leaf, torch.Tensor):
+        _add(stock, Found(leaf, key, within), is_master=id(leaf) in masters)
+    elif not isinstance(leaf, _OPAQUE):
+        reason = f"colo does not look into objects of type {type(leaf).__name__}"
+        stock.staying += [(Found(tensor, key, within, leaf=leaf), reason) for tensor in _tensors_within(leaf)]
+
+
+def _add(stock: Stock, found: Found, *, is_master: bool) -> None:
+    tensor = found.tensor
+    if (known := stock._found.get(id(tensor))) is not None:
+        if known.key != found.key:
+            stock._shared.setdefault(id(tensor), []).append(found.key)
+        return
+    stock._found[id(tensor)] = found
+    if type(tensor) in _PLAIN:
+        reason = None if tensor.layout is torch.strided else f"its layout is {tensor.layout}"
+        if reason is None:
+            if not tensor.dim() or not tensor.numel():
+                return  # optimizers read scalars, such as step counts, on the host
+            storage = tensor.untyped_storage()._cdata
+            if storage in stock._parameters:
+                return
+            reason = "it is a gradient" if storage in stock._gradients else _peculiarity(tensor)
+        if reason is not None:
+            stock.staying.append((found, reason))
+        else:
+            (stock.masters if is_master else stock.moments).append(tensor)
+    elif (inner := _inner_tensors(tensor)) is not None:
+        leaf = tensor if found.leaf is None else found.leaf
+        for name, part in inner.items():
+            path = f"{found.attributes}.{name}"
+            _add(stock, Found(part, found.key, found.within, path, leaf), is_master=is_master)
+    else:
+        stock.staying.append((found, f"colo does not know tensors of type {type(tensor).__name__}"))
+
+
+def _peculiarity(tensor: torch.Tensor) -> str | None:
+    """Say why a tensor cannot be pointed to other memory; `None` when it can."""
+    if tensor.grad_fn is not None or tensor._backward_hooks:
+        return "it is part of an autograd graph"
+    if tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
+        return "it is quantized, conjugated or negated"
+    return "it has a gradient" if tensor.is_leaf and tensor.grad is not None else None
+
+
+def tensor_bytes(tensor: torch.Tensor) -> int:
+    """Bytes of a tensor of any layout, not of its whole storage."""
+    if (inner := _inner_tensors(tensor)) is not None:
+        return sum(map(tensor_bytes, inner.values()))
+    return sum(part.numel() * part.element_size() for part in dense_parts(tensor))
+
+
+def _inner_tensors(tensor: Any) -> dict[str, torch.Tensor] | None:
+    """List the tensors that a subclass wraps and names, by attribute; `None` for a tensor that wraps none."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return None
+    named = {name: getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]}
+    return {name: inner for name, inner in named.items() if isinstance(inner, torch.Tensor)}
+
+
+def _tensors_within(value: object) -> list[torch.Tensor]:
+    """List tensors in an object that is no container to torch: in its attributes or its items."""
+    if isinstance(value, (set, frozenset, list, tuple)):
+        held: Any = list(value)
+    elif isinstance(value, Mapping):
+        held = list(value.values())
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        held = [getattr(value, field.name, None) for field in dataclasses.fields(value)]
+    else:
+        held = list(getattr(value, "__dict__", {}).values()) if not isinstance(value, type) else []
+    return [leaf for leaf in pytree.tree_leaves(held) if isinstance(leaf, torch.Tensor)]
+
+
+class StateSizes:
+    """Bytes of the state that a first step will make, for optimizers whose state is known: Adam's and SGD's kinds."""
+
+    def __init__(self, optimizer: Any) -> None:
+        """`optimizer` is one of torch's, `colo.trainer.master_weights.MasterWeightsOptimizer`, or Megatron's."""
+        self.total = 0
+        """Bytes for all parameters, without masters."""
+
+        self.masters_total = 0
+        """Bytes that the first step keeps of masters where nothing of them is there yet."""
+
+        if isinstance(optimizer, MegatronOptimizers):
+            for inner in optimizer.inner:  # whose main parameters require no gradients themselves
+                self._add(inner, inner.param_groups, steps_all=True)
+        elif isinstance(optimizer, MasterWeightsOptimizer):
+            self._add(optimizer.inner, optimizer.param_groups, steps_all=False)
+            self.masters_total = sum(map(optimizer.expected_master_bytes, parameters_of(optimizer)))
+        else:
+            self._add(optimizer, optimizer.param_groups, steps_all=False)
+
+    def _add(self, inner: Any, groups: list[dict[str, Any]], *, steps_all: bool) -> None:
+        for outer, group in zip(groups, inner.param_groups, strict=True):
+            if copies := _copies(inner, group):
+                for parameter in outer["params"]:
+                    if parameter.requires_grad or steps_all:
+                        self.total += copies * align_up(local_bytes(parameter), ALIGNMENT_BYTES)
+
+
+def _copies(inner: Any, group: dict[str, Any]) -> int:
+    """Count tensors as large as a parameter in the state of one; 0 for optimizers that are not known.
+
+    Adam, AdamW: two moments (three with amsgrad); SGD with momentum: one buffer.
+    """
+    if isinstance(inner, (torch.optim.Adam, torch.optim.AdamW)):
+        return 3 if group.get("amsgrad") else 2
+    return int(isinstance(inner, torch.optim.SGD) and group.get("momentum", 0) != 0)
+
+
+def unwrapped(optimizer: Any) -> Any:
+    """Return the optimizer within accelerate's wrappers of it, which have no hooks; any other object as it is."""
+    module = sys.modules.get("accelerate.optimizer")  # without which there are none
+    while module is not None and isinstance(optimizer, module.AcceleratedOptimizer):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+def _check_hooks(optimizer: Any) -> None:
+    """Raise `Unsupported` for an optimizer that torch has not initialized, such as some that wrap another one."""
+    if not hasattr(optimizer, "_optimizer_state_dict_post_hooks") and not isinstance(optimizer, MegatronOptimizers):
+        kind = type(optimizer).__name__
+        raise Unsupported(
+            f"{kind} does not call torch.optim.Optimizer.__init__, so it has no hooks and colo cannot tell when it "
+            "steps: use the optimizer that it wraps, or call super().__init__() in its class"
+        )
+
+
+def untraced(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Exclude a hook from tracing: a step under `torch.compile` calls it."""
+    untraced: Callable[..., Any] = torch.compiler.disable(hook)
+    return untraced

@@ -1,0 +1,250 @@
+"""A step of an optimizer whose state stays in host memory, and passes through a window on the device.
+
+torch calls an optimizer's `step` between two hooks. The first of ours makes the whole step, a range or a bucket at a
+time (colo/trainer/planes.py), and has torch call the class's `step` with an optimizer that has no parameters. So
+nothing of the user's optimizer is replaced, and no gradient is hidden from anybody.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from colo.errors import BudgetError, PhaseError
+from colo.memory.offload import Mover
+from colo.memory.parking import Parking
+from colo.memory.uninterrupted import uninterrupted
+from colo.phases.phase import TRAINER_MASTER_WEIGHTS, Residency
+from colo.trainer.gradients import ParameterGradients, TakenGradients, parameters_of
+from colo.trainer.master_weights import MasterWeightsOptimizer
+from colo.trainer.planes import RANGE_BYTES, StateWindow, Work, is_plane, part_of
+from colo.trainer.remainders import (
+    OF_MASTERS,
+)
+from colo.trainer.state import StateSegment, StepArguments, TrainerState, untraced
+
+PROGRESS_CALLS = 8
+"""How often a step reports progress."""
+
+
+class StreamedState(TrainerState):
+    """State in host memory. `trainer.optimizer` is the window; `trainer.master_weights` is empty: masters pass along.
+
+    A step that fails or is interrupted has stepped some ranges and left every gradient where it was. The next call goes
+    on with the others; of gradients that have changed by then, all elements are stepped.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        mover: Mover,
+        *,
+        region_bytes: int = RANGE_BYTES,
+        on_progress: Callable[[], None] = lambda: None,
+        may_release: Callable[[], bool] | None = None,
+        **events: Any,
+    ) -> None:
+        """`on_progress` is called several times in a step; `events` are those of `TrainerState`.
+
+        With `may_release`, a backward pass in which that is true steps ranges and drops their gradients.
+        Raises: as `TrainerState`.
+        """
+        self._on_progress = on_progress
+        self._may_release = may_release
+        self._watched: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._loading: dict[torch.Tensor, dict[str, Any]] = {}
+        self._taken = TakenGradients()
+        self._done: dict[torch.Tensor, set[int]] = {}  # ranges of each parameter that the present step has stepped
+        self._missing: dict[int, set[int]] | None = None  # by range, whose gradients the present backward pass lacks
+        self._changes: list[tuple[torch.Tensor, int]] = []
+        self._is_under_way = False
+        super().__init__(optimizer, mover, region_bytes=region_bytes, **events)
+
+    def _make_parkings(self, region_bytes: int) -> Sequence[StateSegment]:
+        self.window = StateWindow(self.optimizer, self._mover, range_bytes=min(region_bytes, RANGE_BYTES))
+        return self.window, Parking(TRAINER_MASTER_WEIGHTS, self._mover)
+
+    def bring_back(self) -> None:
+        """Make the gradients resident; state is where it belongs. Raises: `BudgetError` without room for them."""
+        self.gradients.begin(Residency.RESIDENT).wait()
+
+    def refresh(self) -> None:
+        """See `TrainerState.refresh`. Makes our hook the last before a step: others may change gradients."""
+        super().refresh()
+        hooks = self.optimizer._optimizer_step_pre_hooks
+        if next(reversed(hooks)) != self._hooks[0].id:
+            self._hooks[0].remove()
+            self._hooks[0] = self.optimizer.register_step_pre_hook(untraced(self._pre_hook))
+
+    def _find_state(self) -> None:
+        self.window.take_in()
+        self._stock = self.window.stock
+        if self._may_release is not None:
+            assert isinstance(self.gradients, ParameterGradients), "Megatron's optimizers are not streamed"
+            self.gradients.bytes_of_all = self.window.released_bytes
+            for parameter in parameters_of(self.optimizer):
+                if parameter.requires_grad and parameter not in self._watched:
+                    self._watched[parameter] = None
+                    self._hooks.append(parameter.register_post_accumulate_grad_hook(self._on_gradient))
+
+    # ---- the step ---------------------------------------------------------------------------------------------------
+
+    def _pre_hook(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepArguments | None:
+        self._before_step()
+        args, kwargs = _with_closure_called(args, kwargs)
+        with torch.no_grad():
+            self._step()
+        return (part_of(self.optimizer, [], {}), *args[1:]), kwargs
+
+    def _step(self) -> None:
+        self._begin()
+        waiting = [work for work in self.window.work() if self._is_waiting(work)]
+        every = max(1, len(waiting) // PROGRESS_CALLS)
+        for number, work in enumerate(waiting):
+            if number % every == 0:
+                self._on_progress()
+            self._handle(work, waiting[number + 1] if number + 1 < len(waiting) else None)
+
+    def _begin(self) -> None:
+        """Begin a step, or go on with one that has not ended. Raises: `BudgetError` without host memory for its state.
+
+        Nothing has been stepped then.
+        """
+        self._taken.drop_changed()
+        noted = set(map(id, self._taken.present()))
+        self._done = {p: ranges for p, ranges in self._done.items() if id(p) in noted or p.grad is None}
+        if not self._is_under_way:
+            self._changes = []
+            self.window.prepare()
+        self._is_under_way = True
+        self.window.begin(Residency.RESIDENT)
+        if isinstance(self.optimizer, MasterWeightsOptimizer):
+            self.optimizer.copy_hyperparameters()
+
+    def _is_waiting(self, work: Work) -> bool:
+        return any(self._is_due(parameter, work) for parameter in work.parameters)
+
+    def _is_due(self, parameter: torch.Tensor, work: Work) -> bool:
+        return parameter.grad is not None and work.number not in self._done.get(parameter, ())
+
+    def _handle(self, work: Work, following: Work | None) -> None:
+        with uninterrupted():  # the state, and the note of whose gradients were used, change together
+            due = [parameter for parameter in work.parameters if self._is_due(parameter, work)]
+            self._changes += self.window.step(work, due, following)
+            self._taken.note(due)
+            for parameter in due:
+                self._done.setdefault(parameter, set()).add(work.number)
+
+    def _stepped(self) -> None:
+        try:
+            with uninterrupted():
+                self.window.end_step()
+                self.window.begin(Residency.OFFLOADED)
+                self._taken.clear()
+                self._done.clear()
+                self._missing = None
+                self._is_under_way = False
+                if self._changes:
+                    self.optimizer.note_changes(self._changes)
+                    self._changes = []
+            self._find_state()
+        except BudgetError as error:
+            warnings.warn(f"state of the optimizer stays on the device until the next step: {error}", stacklevel=2)
+        finally:  # whatever became of its state, the step has been made
+            self._after_step()
+
+    # ---- stepping within the backward pass --------------------------------------------------------------------------
+
+    def _on_gradient(self, parameter: torch.Tensor) -> None:
+        if self._may_release is None or not self._may_release():
+            return
+        _refuse_reentrant()
+        with torch.no_grad():
+            if self._missing is None:
+                self._before_step()
+                self._begin()
+                self._missing = {
+                    work.number: {id(p) for p in work.parameters if p.requires_grad} for work in self.window.work()
+                }
+            for work in self.window.work_of(parameter):
+                missing = self._missing[work.number]
+                missing.discard(id(parameter))
+                if not missing:
+                    self._handle(work, None)
+                    for member in work.parameters:
+                        if len(self._done.get(member, ())) == len(self.window.work_of(member)):
+                            member.grad = None
+
+    # ---- leaving and loading ----------------------------------------------------------------------------------------
+
+    def _return_state(self, *, to_host: bool) -> None:
+        self.bring_back()
+        self.window.close(on_device=not to_host)
+        self.gradients.hand_over(self._mover.device)
+
+    def _watch_loading(self) -> Any:
+        hook = untraced(lambda _, given: self._before_load(given))  # before those of optimizers that take state away
+        return self.optimizer.register_load_state_dict_pre_hook(hook, prepend=True)
+
+    def _before_load(self, given: dict[str, Any]) -> dict[str, Any]:
+        """Keep state of planes from torch's loading, which would put all of it on the device; give it the scalars."""
+        numbers = [number for group in given["param_groups"] for number in group["params"]]
+        state = dict(given["state"])
+        if isinstance(self.optimizer, MasterWeightsOptimizer):
+            self.optimizer.check_loaded(given)
+        self._loading = {}
+        for number, parameter in zip(numbers, parameters_of(self.optimizer), strict=False):  # torch refuses others
+            if number in state and self.window.has_planes(parameter):
+                self._loading[parameter] = dict(state[number])
+                state[number] = {
+                    k: v for k, v in state[number].items() if not is_plane(v, parameter) and k not in OF_MASTERS
+                }
+        return {**given, "state": state}
+
+    def _after_load(self) -> None:
+        loaded, self._loading = self._loading, {}
+        self._taken.clear()
+        self._done.clear()
+        self._is_under_way = False
+        with torch.no_grad():
+            self.window.load(loaded)
+        self._find_state()
+
+
+def _with_closure_called(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments of `step` in which a closure, which has been called once, only returns its loss again."""
+    position = 1 if len(args) > 1 else None  # after the optimizer itself
+    closure = args[1] if position else kwargs.get("closure")
+    if not callable(closure):
+        return args, dict(kwargs)
+    with torch.enable_grad():
+        loss = closure()
+
+    def again() -> Any:
+        return loss
+
+    if position:
+        return (args[0], again, *args[2:]), dict(kwargs)
+    return args, {**kwargs, "closure": again}
+
+
+def _refuse_reentrant() -> None:
+    """Raise `PhaseError` within a backward pass of `torch.utils.checkpoint`'s reentrant kind.
+
+    It accumulates gradients in a backward pass of its own for each checkpoint, so that a layer that is used twice gets
+    its gradient in parts, and nothing tells which part is the last.
+    """
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "backward" and code.co_filename.endswith("torch/utils/checkpoint.py"):
+            raise PhaseError(
+                "release_gradients=True steps a weight when its gradient is complete, which reentrant checkpointing "
+                "does not tell: checkpoint with use_reentrant=False, or leave release_gradients out"
+            )
+        frame = frame.f_back
