@@ -27,11 +27,12 @@ class CopyPlan:
     Lifetime: on a GPU addresses are recorded, and no memory is kept alive. Record again when any of it has moved.
     """
 
-    def __init__(self, *groups: Sequence[Pair], device: torch.device | None = None) -> None:
+    def __init__(self, *groups: Sequence[Pair], device: torch.device | None = None, words: int | None = None) -> None:
         """Record pairs; tiles of several groups are spread among each other, so that HBM and NVLink work at once.
 
-        `device` is where the launch runs, by default that of the first source. A pair that its kernel cannot copy (of
-        another device, another cast, on a CPU) is left to torch; its target is a tensor.
+        `device` is where the launch runs, by default that of the first source; a tile has `words` words at most. A pair
+        that its kernel cannot copy (of another device, another cast, on a CPU) is left to torch; its target is a
+        tensor.
         Raises: `ValueError` for a pair that differs in shape.
         """
         pairs = [pair for group in groups for pair in group]
@@ -58,7 +59,7 @@ class CopyPlan:
                     )
                 else:
                     self._others[number] = source.detach(), target
-        self._table = _spread([cut(group) for group in fused]).to(self.device)
+        self._table = _spread([cut(group, words) for group in fused]).to(self.device)
         self._others_there = torch.tensor(list(self._others), dtype=torch.int64).to(self.device)
 
     @property

@@ -24,6 +24,9 @@ from colo.memory.tiles import WORD_BYTES, Strided, cut, flat, runs, sum_of
 
 _MODULUS = 1 << 64
 
+_TILE_WORDS = 1 << 14
+"""Words of a tile at most. Small tiles, as copies have, make a table of a four-hundredth of the weights' bytes."""
+
 _PLAIN = frozenset({torch.Tensor, nn.Parameter})
 
 Part = tuple[int, int, torch.Tensor]
@@ -83,7 +86,9 @@ class _Prepared:
         """Names in the order in which `compute` gives their sums."""
 
         self._rows, self._others = list(rows.values()), list(others.values())
-        self._plans = [CopyPlan([(part, part) for part in parts.values()]) for parts in on_device.values()]
+        self._plans = [
+            CopyPlan([(part, part) for part in parts.values()], words=_TILE_WORDS) for parts in on_device.values()
+        ]
 
     def compute(self) -> tuple[list[int], list[torch.Tensor]]:
         """Sums of what is read at once, then those of each GPU, queued and not waited for."""

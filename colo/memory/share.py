@@ -23,6 +23,7 @@ import torch
 
 from colo.errors import TransferError, Unsupported
 from colo.memory import cuda_driver
+from colo.memory.copy_plan import copy_all
 from colo.memory.fence import wait_for_queued
 from colo.memory.probe import device_id
 from colo.memory.region import carve, carved_bytes
@@ -115,7 +116,7 @@ class Staging:
         if self._slab is None or list(layout.items()) != list(self._layout.items()):
             self._lay_out(layout)
         if tensors:
-            torch._foreach_copy_(self._views, list(tensors.values()))
+            copy_all(self._views, list(tensors.values()))
         wait_for_queued(self._device)
         return self._wire
 

@@ -6,10 +6,11 @@
                                                     copy out of half n % 2, as out of any exported tensors
                                         <-------    say that it is done
 
-So one half is filled while the other is read, as in vLLM's RFC 24163 and Kimi-K2's checkpoint engine. On a GPU the
-kernels of both sides are ordered by interprocess events. Who has come how far is counted in host memory that all map,
-and each waits for the others by looking: a call into an engine's process takes about a millisecond, in which a half is
-filled and read several times. The halves are on the GPU, or in host memory for workers that cannot map a GPU's.
+So one half is filled while the other is read, as in vLLM's RFC 24163 and Kimi-K2's checkpoint engine. Who has come how
+far is counted in host memory that all map, and each waits for the others by looking: a call into an engine's process
+takes about a millisecond, in which a half is filled and read several times. On a GPU with one worker the kernels of
+both sides are ordered by interprocess events, otherwise each side waits for its own. The halves are on the GPU, or in
+host memory for workers that cannot map a GPU's.
 """
 
 from __future__ import annotations
@@ -154,7 +155,7 @@ class SenderBuffer:
         self._turns = SharedMemory((_FIRST_READER + readers) * _WORD_BYTES, _CPU)
         self._words = self._turns.bytes.view(torch.int64).numpy()
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-        if place.type == "cuda":
+        if place.type == "cuda" and readers == 1:  # an event tells of one reader, the last that has recorded it
             with torch.cuda.device(place):
                 self._events = [(_event(), _event()) for _ in self._halves]
         self._digests: dict[int, Digest] = {}
@@ -237,11 +238,12 @@ class SenderBuffer:
 
     def _hand_over(self, index: int) -> None:
         """Let workers take a group, once it is in the half that they map."""
-        if self._in_host_memory:  # who maps it has no event to wait for
+        if self._in_host_memory:
             self._halves[index % 2].copy_(self._filled[index % 2], non_blocking=True)
-            wait_for_queued(self._device)
         if self._events:
             self._events[index % 2][0].record(torch.cuda.current_stream(self._device))
+        else:
+            wait_for_queued(self._device)
         _fence()
         self._words[_FILLED] = index + 1
 
