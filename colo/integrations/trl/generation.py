@@ -19,7 +19,7 @@ from colo.errors import EngineLost, Unsupported
 from colo.integrations.trl.reference import as_policy
 from colo.phases.phase import Phase
 from colo.runtime import Runtime
-from colo.trainer.attached_state import untraced
+from colo.trainer.state import untraced
 from colo.units import GIB
 
 Generated = tuple[list[list[int]], list[list[int]], list[list[list[float]]], list[list[list[int]]]]
