@@ -37,7 +37,9 @@ from colo.weights.transports.local import LocalTransport
 from colo.weights.transports.slices import SlicesTransport
 
 TRAINERS = ("fsdp2", "megatron")
-STAGES = ("own", "pack", "wire", "unpack")
+STAGES = ("look", "meet", "copy", "own", "pack", "wire", "unpack")
+"""Stages of a transfer: the last four where slices travel through buffers."""
+
 REPEATS = 5
 BUCKET_BYTES = 512 * MIB
 """Size of a bucket of gathered tensors, as slime has it by default."""
@@ -135,7 +137,7 @@ def _ways(source: WeightSource, plan: LoadPlan, load: Callable[[Weights], None])
     in_all_s = sum(slices.seconds.values())
     row: Row = {"median_s": seconds, "received_bytes": slices.received_bytes // (REPEATS + 1)}
     row |= {"planned_bytes": slices.bytes_to_receive, "buffers_bytes": slices.working_bytes}
-    slices.verify()
+    row |= {"verified_s": _median_s(partial(_verified, slices), device)}
     expected = [target.clone() for target in targets]
     yield "slices", row | {f"{stage}_share": slices.seconds.get(stage, 0.0) / in_all_s for stage in STAGES}
     gather = _Gather(source, device)
@@ -154,7 +156,16 @@ def _ways(source: WeightSource, plan: LoadPlan, load: Callable[[Weights], None])
         if not all(map(torch.equal, targets, expected)):
             raise AssertionError(f"{way} has left other weights than slices")
         row = {"median_s": seconds, "received_bytes": lacking_bytes if way == "whole" else gather.received_bytes}
-        yield way, row | dict.fromkeys(("planned_bytes", "buffers_bytes", *(f"{stage}_share" for stage in STAGES)))
+        yield (
+            way,
+            row
+            | dict.fromkeys(("planned_bytes", "buffers_bytes", "verified_s", *(f"{stage}_share" for stage in STAGES))),
+        )
+
+
+def _verified(slices: SlicesTransport) -> None:
+    slices.transfer()
+    slices.verify()
 
 
 def _median_s(transfer: Callable[[], Any], device: torch.device) -> float:

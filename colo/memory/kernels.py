@@ -203,13 +203,14 @@ def try_out(device: torch.device) -> None:
     pairs += [(pairs[5][0].bfloat16(), numbers.new_zeros(40, device=device))]
     spans = [(tiles.Strided.of(source), tiles.Strided.of(target)) for source, target in pairs]
     of = [run for number, (source, target) in enumerate(spans) for run in tiles.runs(source, target, number)]
-    table, found = tiles.cut(of).to(device), torch.zeros(3, len(pairs), dtype=torch.int64, device=device)
-    for doing, row in zip(("compare", "copy and digest", "compare"), found, strict=True):
-        walk(table, row, doing)
+    table, found = tiles.cut(of).to(device), [torch.zeros(len(pairs), dtype=torch.int64, device=device) for _ in "123"]
+    for doing, numbers in zip(("compare", "copy and digest", "compare"), found, strict=True):
+        walk(table, numbers, doing)
+    told = [numbers.tolist() for numbers in found]
     copied = [not bool(tiles.differ(*pair)) for pair in pairs]
     sums = [int(tiles.digest_of(*pair)) for pair in pairs]
-    if found.tolist() != [[1] * len(pairs), sums, [0] * len(pairs)] or not all(copied):
-        raise RuntimeError(f"Triton's kernels are wrong: {found.tolist()}, {sums}, {copied}")
+    if told != [[1] * len(pairs), sums, [0] * len(pairs)] or not all(copied):
+        raise RuntimeError(f"Triton's kernels are wrong: {told}, {sums}, {copied}")
     split = split_masters(torch.tensor([0x3F808001, -0x00400001], dtype=torch.int32, device=device))
     joined = join_masters(*split)
     if [*(half.tolist() for half in split), joined.tolist()] != [

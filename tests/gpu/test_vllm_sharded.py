@@ -72,6 +72,7 @@ def one_rank(checkpoint, results, way):
     found["bytes_synced"] = rt.bytes_synced
     if way != "staged":
         found["received"] = [rt.transport.received_bytes, rt.transport.bytes_to_receive]
+        found["reason"] = rt.transport.reason
     found["state_bytes"] = rt.scheduler.segments["trainer.optimizer"].size_bytes
     found["parts_bytes"] = sum(local_shard(p).nbytes for p in optimizer.param_groups[0]["params"])
     if way == "staged":
@@ -125,6 +126,8 @@ def test_one_rank_gathers_into_buckets_and_its_engine_comes_back(tmp_path):
 def test_slices_of_two_ranks_go_into_those_of_both(tmp_path):
     found = run(tmp_path, "slices", 2)
     assert [rank["transport"] for rank in found] == ["slices"] * 2
+    for rank in found:
+        assert "written straight into every rank's engine" in rank["reason"]
     for received, planned in (rank["received"] for rank in found):
         assert received == STEPS * planned
         assert 0 < planned < 0.3 * found[0]["weights_bytes"]

@@ -66,7 +66,7 @@ class SlicesTransport(CopyingTransport):
         """
         self.source = source
         self._plan = plan
-        self._device = device
+        self._device = torch.empty(0, device=device).device  # with a number, as tensors' devices have
         self._bucket_bytes = BUCKET_BYTES if bucket_bytes is None else bucket_bytes
         self._why_not_shared = why_not_shared
         self.received_bytes = 0
@@ -75,7 +75,7 @@ class SlicesTransport(CopyingTransport):
         self.seconds: defaultdict[str, float] = defaultdict(float)
         """Seconds of this process by stage: looking for what has moved, meeting, copying; see also `Exchange`."""
 
-        self._devices = {copy.target.device for copy in plan.copies} | {device}
+        self._devices = {copy.target.device for copy in plan.copies} | {self._device}
         self._where: tuple[list[torch.Tensor], list[Hashable]] = ([], [])
         self._route = self._connect()
         self._sent: torch.Tensor | None = None
