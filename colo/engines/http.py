@@ -17,7 +17,7 @@ T = TypeVar("T")
 Body = dict[str, Any]
 
 _MAX_CONNECTIONS = 256
-"""How many questions are asked at once: each takes a file of the 1024 that a process commonly may have."""
+"""Questions asked at once: each takes a file of the 1024 that a process commonly may have."""
 
 
 class Silent(Exception):  # noqa: N818 - a state, which the engine turns into `EngineLost`

@@ -294,7 +294,7 @@ class Sampler:
 
 
 class Transcript:
-    """What has been drawn for each row so far, and which rows go on.
+    """Tokens drawn for each row so far, and the rows that go on.
 
     A row ends with the first of the stop tokens, which it keeps, or at its limit. Rows that have ended may stay in the
     batch: what is drawn for them afterwards is dropped.
@@ -337,7 +337,7 @@ class Transcript:
         return index
 
     def has_nan(self) -> bool:
-        """Whether a log-probability of what was drawn is not a finite number. Waits for the device."""
+        """Tell whether a log-probability of a drawn token is not a finite number. Waits for the device."""
         counts = torch.arange(self._step, device=self._lengths.device) < self._lengths[:, None]
         return bool((self._logprobs[:, : self._step].isfinite().logical_not() & counts).any())
 

@@ -23,11 +23,11 @@ Prompts: TypeAlias = (
     "Iterable[str | Iterable[int] | Iterable[Message] | Mapping[str, Any]] | Iterable[Message] | Mapping[str, Any] "
     "| Tensor"
 )
-"""What `encode_prompts` takes."""
+"""Forms of prompts that `encode_prompts` takes."""
 
 _TAKEN = "prompts is a list of prompts, each a text or a list of token ids, or a list of messages"
 _NOT_TEXT = ("pixel_values", "image", "audio", "video", "input_features")
-"""How the names of what processors return beside token ids begin."""
+"""First letters of the names of a processor's outputs beside token ids."""
 
 
 def encode_prompts(prompts: Prompts, tokenizer: Any) -> list[list[int]]:
@@ -206,7 +206,7 @@ def _within(index: int, prompt: list[int], kept: list[bool]) -> list[int]:
 
 
 def _is_token_id(prompt: Any) -> bool:
-    """Whether this is an integer: one token id of a prompt, where a prompt is wanted."""
+    """Tell an integer, one token id of a prompt, from a prompt."""
     if getattr(prompt, "ndim", 0):
         return False  # a tensor, which is an index too if it has a single element
     try:

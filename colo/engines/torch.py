@@ -228,7 +228,7 @@ class TorchEngine(EngineBase):
         ]
 
     def _why_nan(self, adapter: str | None) -> str:
-        """What to say of log-probabilities that are not numbers: the first tensor that is to blame."""
+        """Words about log-probabilities that are not numbers, with the first tensor that is to blame."""
         return not_numbers(first_not_finite([*self.weights.hf_views().items(), *self._adapters.tensors(adapter)]))
 
     def _stop_token_ids(self, params: SamplingParams) -> set[int]:

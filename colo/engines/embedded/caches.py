@@ -93,7 +93,7 @@ class BufferCache(Cache):  # type: ignore[misc]  # transformers ships no types
         return (columns - self._padding[:, None]).clamp(0, last)
 
     def attention_mask(self, query_length: int) -> torch.Tensor | None:
-        """Which columns are tokens, bool [rows, length + query_length]; `None` when all are."""
+        """Mask of the columns that are tokens, bool [rows, length + query_length]; `None` when all are."""
         if not self._padded:
             return None
         columns = torch.arange(self.get_seq_length() + query_length, device=self._padding.device)
@@ -259,7 +259,7 @@ def prefill(model: PreTrainedModel, wave: Wave, cache: BufferCache) -> torch.Ten
 # ---- what a buffer cannot hold ---------------------------------------------------------------------------------------
 
 _CACHES = ("past_key_values", "cache_params")
-"""What models call their cache, as an argument and in what they return."""
+"""Names of a model's cache, as an argument and in its output."""
 
 _PADDED = {"attention_mask", "position_ids", "past_key_values", "logits_to_keep"}
 """Arguments that a model takes whose prompts can be padded."""
@@ -282,7 +282,7 @@ _SHORT, _LONG = 2, 18
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Footprint:
-    """What a model keeps of a sequence."""
+    """Bytes that a model keeps of a sequence."""
 
     token_bytes: int
     """Bytes for each token."""
@@ -298,7 +298,7 @@ class Footprint:
         return self.row_bytes + length * self.token_bytes
 
     selects: bool = True
-    """Whether rows of its cache can be selected. Those of a model that adds states of its own to its layers cannot."""
+    """Rows of its cache can be selected. Those of a model that adds states of its own to its layers cannot."""
 
     @classmethod
     @torch.no_grad()

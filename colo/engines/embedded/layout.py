@@ -44,7 +44,7 @@ REGION_BYTES = GIB
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Slot:
-    """Where a checkpoint's tensor lies: `shape[0]` rows of `parameter`, from `first_row` on."""
+    """Place of a checkpoint's tensor: `shape[0]` rows of `parameter`, from `first_row` on."""
 
     parameter: str
     first_row: int
@@ -123,7 +123,7 @@ def _stack(named: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, list[str]]]
 
 
 def _can_stack(named: Mapping[str, torch.Tensor], members: Sequence[str]) -> bool:
-    """Whether all `members` exist with the same dtype and the same input size (biases have none)."""
+    # Biases have no input size.
     return all(m in named for m in members) and len({(named[m].shape[1:], named[m].dtype) for m in members}) == 1
 
 

@@ -51,13 +51,13 @@ class Positions:
     """The positions that a model can compute with."""
 
     count: int | None = None
-    """How many there are; `None` for a model that has no such limit."""
+    """Number of positions; `None` for a model that has no such limit."""
 
     boundary: int | None = None
     """Sequences that are longer are computed with other frequencies from their first token on (LongRoPE)."""
 
     def limits(self, prompts: Sequence[tuple[int, ...]], max_tokens: int) -> list[int]:
-        """How many tokens each prompt may grow by: `max_tokens`, or, as in vLLM, the positions that are left.
+        """Limit of the tokens that each prompt may grow by: `max_tokens`, or, as in vLLM, the positions that are left.
 
         No sequence grows over the boundary, where a trainer would compute its first tokens with other frequencies than
         they were drawn with. `ValueError` for a prompt that ends right at it.
@@ -71,7 +71,7 @@ class Positions:
         return [min(max_tokens, last - len(prompt)) for prompt in prompts for last in [self._last(len(prompt))]]
 
     def is_long(self, prompt: tuple[int, ...]) -> bool:
-        """Whether a prompt is beyond the boundary, and cannot run beside shorter ones."""
+        """Tell whether a prompt is beyond the boundary, and cannot run beside shorter ones."""
         return self.boundary is not None and len(prompt) > self.boundary
 
     def _last(self, length: int) -> int:
@@ -155,7 +155,7 @@ def _has_room(wave: Wave, capacity: int, size: Callable[[int], int]) -> bool:
 # ---- positions -------------------------------------------------------------------------------------------------------
 
 _KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_target_positions")
-"""What configs call it, of those that vLLM reads."""
+"""Names of the limit in configs, of those that vLLM reads."""
 
 
 def positions_of(config: PretrainedConfig) -> Positions:

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 
 GRACE_S = 10.0
-"""How long processes have to end in order before they are killed."""
+"""Seconds that processes have to end in order before they are killed."""
 
 _INTERVAL_S = 1.0
 

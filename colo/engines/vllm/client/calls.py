@@ -31,7 +31,7 @@ _marks = itertools.cycle(range(signal.SIGRTMAX - 8, signal.SIGRTMAX))
 """Signals that nobody sends. A process inherits the mask of the thread that starts it, which tells whose it is."""
 
 _START_ENDS_S = 15.0
-"""How long vLLM may take to notice that a process which it waits for has been killed."""
+"""Time in which vLLM notices that a process which it waits for has been killed."""
 
 
 class ProcessEnded(Exception):  # noqa: N818 - an event, which the engine turns into `EngineLost`
@@ -121,7 +121,7 @@ class Caller:
         return found if found is not None else [_processor_time(process) for process in self._processes]
 
     def has_ended(self) -> bool:
-        """Whether one of the watched processes has ended."""
+        """Tell whether one of the watched processes has ended."""
         return not all(lives(process) for process in self._processes)
 
     def close(self) -> None:

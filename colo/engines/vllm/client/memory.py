@@ -38,7 +38,7 @@ class WorkerMemory:
         self._weights_outlive = weights.outlive_the_engine
 
     def lose(self) -> None:
-        """Know that the process is gone that held it."""
+        """Mark what the engine's process held as lost: it has ended."""
         for segment in self.segments:
             if segment is self.kv_cache or not self._weights_outlive:
                 segment.vanish()
@@ -63,7 +63,7 @@ class WorkerMemory:
     # ---- what segments ask -------------------------------------------------------------------------------------------
 
     def why_it_stays(self, name: str) -> str:
-        """Why a segment never leaves, in words that follow `it is`."""
+        """The reason why a segment never leaves, in words that follow `it is`."""
         if name == ENGINE_KV_CACHE:
             return f"not in vLLM's sleep pool ({self._link.how_to_free['pool']})"
         return "the trainer's memory too" if self._shared else self._weights.why_they_stay

@@ -26,12 +26,12 @@ BITSANDBYTES = "bitsandbytes"
 
 
 def packs_weights(model: str | os.PathLike[str], options: Mapping[str, Any]) -> bool:
-    """Whether vLLM, started with `options`, packs the weights of a checkpoint, or finds them packed."""
+    """Tell whether vLLM, started with `options`, packs the weights of a checkpoint, or finds them packed."""
     return quantization_of(model, options) == BITSANDBYTES
 
 
 def quantization_of(model: str | os.PathLike[str], options: Mapping[str, Any]) -> str | None:
-    """How vLLM, started with `options`, quantizes the weights of a checkpoint, or finds them quantized; else `None`."""
+    """Name the quantization of a checkpoint in vLLM started with `options`, or its own; `None` without any."""
     if options.get("quantization") is not None:
         return str(options["quantization"])
     place = os.fspath(options.get("hf_config_path") or model)
@@ -47,7 +47,7 @@ def quantization_of(model: str | os.PathLike[str], options: Mapping[str, Any]) -
 
 
 def is_packed_config(found: Any) -> bool:
-    """Whether a model's `quantization_config`, if it has one, is bitsandbytes' own."""
+    """Tell whether a model's `quantization_config`, if it has one, is bitsandbytes' own."""
     return _method_of(found) == BITSANDBYTES
 
 
@@ -151,7 +151,6 @@ def _line_of_main() -> int | None:
 
 
 def _is_guard(statement: ast.stmt) -> bool:
-    """Whether a statement is `if __name__ == ...`."""
     return isinstance(statement, ast.If) and any(
         isinstance(node, ast.Name) and node.id == "__name__" for node in ast.walk(statement.test)
     )

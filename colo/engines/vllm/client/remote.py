@@ -18,7 +18,7 @@ from colo.engines.vllm.client.options import device_of
 from colo.engines.vllm.client.server_link import ServerLink
 
 DEADLINE_S = 300.0
-"""How long the server may take to answer, or to say that it is healthy while it generates, before it counts as lost."""
+"""Silence after which a server counts as lost: no answer, nor a healthy one while it generates."""
 
 
 def connect(

@@ -42,7 +42,7 @@ def sampling_params(params: Any, sampling: Mapping[str, Any]) -> Any:
 
 
 def for_prompts(params: Any, num_prompts: int) -> Any:
-    """What vLLM is asked, for all prompts alike or for each, by colo's parameters or by vLLM's own.
+    """Make vLLM's parameters, for all prompts alike or for each, of colo's or of vLLM's own.
 
     vLLM gives every prompt the same seed, and each of its samples the next number. With a seed of colo's parameters,
     or a list of them, prompts draw apart.

@@ -1,4 +1,4 @@
-"""What vLLM makes of a model's parameters: padding, names, layouts of its kernels, parts that it leaves out."""
+"""Parameters as vLLM has them: padding, names, layouts of its kernels, parts that it leaves out."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def keep_weights_plain(model: nn.Module) -> None:
 
 
 def renamer(model: nn.Module) -> Callable[[str], str]:
-    """How `model.load_weights` wants a checkpoint's names.
+    """Return what makes of a checkpoint's names those that `model.load_weights` wants.
 
     With LoRA enabled, 0.26 wants the names of wrapped layers with `.base_layer` in them; 0.30 takes them as they are.
 
@@ -126,11 +126,11 @@ class _Ranges:
                 self._ranges.append((first, last))
 
     def have(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is one of them, or a part of one."""
+        """Tell whether a tensor is one of them, or a part of one."""
         return self._holding(tensor) is not None
 
     def have_as_part(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is a part of one, or another order of its elements."""
+        """Tell whether a tensor is a part of one, or another order of its elements."""
         own = (tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size())
         return self._holding(tensor) not in ((None, own) if tensor.is_contiguous() else (None,))
 
@@ -147,11 +147,11 @@ _PLAIN_METHODS = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"}
 _PLAIN_MOE_BACKENDS = {"TRITON", "BATCHED_TRITON"}
 
 _NO_WEIGHTS = {"kv_cache", "_k_scale_cache", "_v_scale_cache", "_nvfp4_fp8_out", "alibi_slopes"}
-"""What attention keeps of tensors that are not derived from weights."""
+"""Tensors of attention layers that are not derived from weights."""
 
 
 def reworked_weights(model: nn.Module) -> str | None:
-    """Which of a loaded model's weights may not be what its loader wrote, or are not all; `None` when they are.
+    """Find weights of a loaded model that may not be what its loader wrote, or not all; `None` without any.
 
     On a GPU vLLM's post-processing leaves dense layers alone, but lays experts out anew for some kernels (FlashInfer's,
     the usual ones on Blackwell) and derives matrices from others (multi-head latent attention). What is not known to be
@@ -178,7 +178,7 @@ def reworked_weights(model: nn.Module) -> str | None:
 
 
 def implementation_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """What an attention layer's backend keeps of tensors, which is no module itself.
+    """Tensors of an attention layer's backend, which is no module itself.
 
     vLLM: Every version: backends are no modules. Stays.
     """

@@ -81,7 +81,7 @@ def remap(record: Any) -> None:
 
 
 def after_kv_cache_wake(worker: Any) -> None:
-    """What a model runner does when its KV cache has come back; 0.30 has nothing to do.
+    """Run the model runner's hook for a KV cache that has come back; 0.30 has nothing to do.
 
     vLLM: 0.26, whose runner has the hook. Delete with 0.26.
     """

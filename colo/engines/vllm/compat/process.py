@@ -99,12 +99,12 @@ FORMAT = "%(levelname)s %(asctime)s [%(processName)s %(process)d] [%(fileinfo)s:
 ERROR = re.compile(r"(?:ERROR|CRITICAL) \S+ \S+ \[.*?\] \[.*?\] ?(.*\S)")
 
 EXCEPTION = re.compile(r"[\w.]+(?:Error|Exception|Exit|Interrupt|Unsupported): ")
-"""How the last line of a traceback begins; what follows it, such as that other processes end, says less."""
+"""Beginning of the last line of a traceback; what follows it, such as that other processes end, says less."""
 
 
 @contextmanager
 def logs_to_file() -> Iterator[None]:
-    """Have vLLM, where it is imported meanwhile, in this process or in one that is started, log to the file.
+    """Send the log of a vLLM that is imported meanwhile, here or in a process that is started, to the file.
 
     By its documented variable, which is as before afterwards. Where the user has set vLLM's logging up, or COLO_LOG is
     `debug`, nothing changes; a vLLM that this process has imported before goes on as it did.
@@ -161,13 +161,13 @@ def last_error(path: Path, begins_at: int = 0) -> str | None:
 
 
 def _is_ours() -> bool:
-    """Whether nobody else has said where vLLM's log goes."""
+    # Unless somebody else has said where vLLM's log goes.
     others = os.environ.get(CONFIG) or os.environ.get("VLLM_CONFIGURE_LOGGING") == "0"
     return not others and not log.shows_engines()
 
 
 def _logs_here() -> bool:
-    """Whether vLLM in this process logs to the file, or will when it is imported."""
+    """Tell whether vLLM in this process logs to the file, or will when it is imported."""
     handlers = logging.getLogger("vllm").handlers
     to_file = any(getattr(handler, "baseFilename", None) == str(log_file()) for handler in handlers)
     return to_file or "vllm.logger" not in sys.modules
@@ -246,7 +246,7 @@ def _set_variable(name: str, value: str | None) -> None:
 
 
 def takes_adapters_by_name() -> bool:
-    """Whether a server's clients may add and remove adapters (`VLLM_ALLOW_RUNTIME_LORA_UPDATING`).
+    """Tell whether a server's clients may add and remove adapters (`VLLM_ALLOW_RUNTIME_LORA_UPDATING`).
 
     vLLM: Every version. Stays.
     """
@@ -256,7 +256,7 @@ def takes_adapters_by_name() -> bool:
 
 
 def is_in_this_process(llm: Any) -> bool:
-    """Whether the engine core of a `vllm.LLM` lives here.
+    """Tell whether the engine core of a `vllm.LLM` lives here.
 
     vLLM: Every version. Delete when `vllm.LLM` says so.
     """

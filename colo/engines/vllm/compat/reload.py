@@ -81,7 +81,7 @@ def unloaded_layers(model: nn.Module) -> list[str]:
 
 
 def forget_loaded(model: nn.Module) -> None:
-    """Have a layerwise reload that is to be ended put back what it has not processed yet.
+    """Make a layerwise reload that is to be ended put back what it has not processed yet.
 
     vLLM: 0.26 to 0.30; no ticket. Delete when a reload can be given up.
     """

@@ -1,4 +1,4 @@
-"""What runs in vLLM's own processes: its weight loader, and the extension of its workers."""
+"""Code of vLLM's own processes: its weight loader, and the extension of its workers."""
 
 from typing import Any
 

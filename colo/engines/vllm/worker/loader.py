@@ -11,7 +11,7 @@ import itertools
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
@@ -20,6 +20,10 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.nn.parameter import is_lazy
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
@@ -27,7 +31,6 @@ from colo.engines.vllm import compat
 from colo.engines.vllm.names import FORMAT_KEY, STORE_KEY
 from colo.engines.vllm.processes import end_with
 from colo.engines.vllm.store import Layout, StoreClient
-from colo.engines.vllm.worker.building import parameters_in
 from colo.errors import TransferError
 from colo.memory.digest import Digest
 from colo.memory.region import ALIGNMENT_BYTES
@@ -71,10 +74,10 @@ class OwnMemory:
 
 @dataclass
 class Placement:
-    """Where the parameters of one model lie."""
+    """Places of the parameters of one model."""
 
     source: OwnMemory | StoreClient
-    """Where slabs come from."""
+    """Origin of the slabs."""
 
     device: torch.device
     slabs: list[torch.Tensor] = field(default_factory=list)
@@ -85,7 +88,7 @@ class Placement:
     """Seconds that asking for memory and mapping it took."""
 
     pool: Any = None
-    """What the model's other tensors were allocated in; it lives as long as the model."""
+    """Pool of the model's other tensors; it lives as long as the model."""
 
     loaded_as: Digest | None = None
     """The slabs once the weights had been read into them."""
@@ -125,7 +128,7 @@ class Placement:
         return None
 
     def layout(self, model: nn.Module) -> Layout:
-        """Where the weights of `model` lie in the slabs."""
+        """Lay out the weights of `model` in the slabs."""
         tensors = (*model.named_parameters(remove_duplicate=False), *compat.loadable_buffers(model))
         described = ((name, self._describe(tensor)) for name, tensor in tensors if tensor.numel())
         return {name: place for name, place in described if place is not None}
@@ -175,7 +178,7 @@ _placements: WeakKeyDictionary[nn.Module, Placement] = WeakKeyDictionary()
 
 
 def placement_of(model: nn.Module) -> Placement | None:
-    """Where the parameters of `model` lie, if this loader built it."""
+    """Return the places of the parameters of `model`, if this loader built it."""
     return _placements.get(model)
 
 
@@ -271,3 +274,87 @@ def _plain_tensors(model: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Ten
                 yield module, name, value
         for name, value in compat.implementation_tensors(module):
             yield module, name, value
+
+
+# ---- parameters put into slabs while vLLM builds its model, before any weight is read --------------------------------
+
+# Large tensors are made there to begin with, the others move as they are registered. When the slabs hold weights
+# already, because an engine is started again on a trainer's, nothing that a module does to its new parameters may reach
+# them.
+
+_LARGE_BYTES = MIB
+"""Tensors up to this size torch takes from small blocks of its own, and uses again."""
+
+
+@contextmanager
+def parameters_in(slabs: Placement, device: torch.device, *, built_on: torch.device, fill: bool) -> Iterator[None]:
+    """Put every parameter that is registered meanwhile into `slabs`, which hold weights already unless `fill`.
+
+    `built_on` is the device of the context that the model is built in, which may lack its number.
+    """
+    seen: dict[int, nn.Parameter] = {}  # also keeps ids from being reused
+
+    def move(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is None or id(parameter) in seen or is_lazy(parameter) or parameter.device.type != device.type:
+            return
+        if parameter.numel() and parameter.is_contiguous() and slabs.locate(parameter) is None:
+            place = slabs.place(parameter)
+            if fill:
+                place.copy_(parameter.detach())
+            parameter.data = place
+        seen[id(parameter)] = parameter
+
+    with ExitStack() as undo:
+        undo.callback(register_module_parameter_registration_hook(move).remove)
+        if not fill:
+            undo.enter_context(_NothingWrittenTo(slabs))
+        undo.enter_context(_LargeTensorsIn(slabs, built_on))
+        yield
+
+
+class _LargeTensorsIn(TorchFunctionMode):
+    """Makes large tensors in the slabs when `torch.empty` gets no device, as for parameters.
+
+    The mode then sees the context's `torch.device`; vLLM itself passes strings or numbers. A tensor that moved
+    later would leave memory behind that torch hardly uses again under vLLM's `max_split_size_mb:20`.
+    """
+
+    def __init__(self, slabs: Placement, built_on: torch.device) -> None:
+        super().__init__()
+        self._slabs = slabs
+        self._built_on = built_on
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        device = kwargs.get("device")
+        if func is torch.empty and isinstance(device, torch.device) and device == self._built_on:
+            plain = not kwargs.get("pin_memory") and kwargs.get("out") is None and not kwargs.get("requires_grad")
+            like = torch.empty(*args, **(kwargs | {"device": "meta"})) if plain else None
+            if like is not None and like.nbytes > _LARGE_BYTES and like.is_contiguous():
+                return self._slabs.place(like)
+        return func(*args, **kwargs)
+
+
+class _NothingWrittenTo(TorchDispatchMode):
+    """Leaves out operations that would write to the slabs, as modules do that initialize their parameters."""
+
+    def __init__(self, slabs: Placement) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._slabs = slabs
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        written = list(_written(func, args, kwargs))
+        if torch.Tag.inplace_view in func.tags or not any(self._slabs.locate(tensor) for tensor in written):
+            return func(*args, **kwargs)
+        count = len(func._schema.returns)
+        return None if count == 0 else written[0] if count == 1 else tuple(written)
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
+    """The arguments that an operation writes to."""
+    for index, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[index] if index < len(args) else kwargs.get(argument.name)
+            values: Iterable[Any] = value if isinstance(value, list | tuple) else [value]
+            yield from (tensor for tensor in values if isinstance(tensor, torch.Tensor))

@@ -51,7 +51,6 @@ def record(
 
 
 def _why_not_recorded(model: nn.Module, model_config: Any, device: torch.device) -> str | None:
-    """Why copies alone cannot bring new weights to this model, or `None`."""
     placement = placement_of(model)
     if placement is not None and placement.outside:
         name, reason = next(iter(placement.outside.items()))

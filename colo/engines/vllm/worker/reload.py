@@ -26,7 +26,7 @@ class Reload:
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
         self.tied = _is_tied(model)
-        """Whether the model's output layer is its embedding."""
+        """The model's output layer is its embedding."""
 
         self._model = model
         self._model_config = model_config
@@ -90,7 +90,7 @@ class Reload:
 
 
 def _is_tied(model: nn.Module) -> bool:
-    """Whether the output layer is the embedding, which the loader would then overwrite with a model's own output layer.
+    """Tell whether the output layer is the embedding, which a model's own output layer would then overwrite.
 
     The configuration does not tell: vLLM 0.30 ties layers that are equal in the checkpoint, and calls them untied.
     """

@@ -77,7 +77,7 @@ class StorageRegion(Region):
 
 
 class WorkerSegments:
-    """What a vLLM worker can give back: its KV cache, and weights in the sleep pool. Owns the host arena only."""
+    """Memory that a vLLM worker can give back: its KV cache, weights in the sleep pool. Owns the host arena only."""
 
     def __init__(self, worker: Any) -> None:
         self._worker = worker
