@@ -34,7 +34,7 @@ def test_a_count_beyond_all_memory_is_refused_and_the_engine_goes_on():
         ({"n": True}, "n must be a whole number, not True"),
         ({"max_tokens": 2.5}, "max_tokens must be a whole number, not 2.5"),
         ({"top_k": 1.5}, "top_k must be a whole number, not 1.5"),
-        ({"seed": "a"}, "seed must be a whole number, not 'a'"),
+        ({"seed": "a"}, "seed must be a whole number, or a list with one for each prompt, not 'a'"),
         ({"temperature": "hot"}, "temperature must be a number, not 'hot'"),
         ({"top_p": False}, "top_p must be a number, not False"),
         ({"stop_token_ids": 5}, r"stop_token_ids must be a list of token ids, such as \[2\], not 5"),
