@@ -25,6 +25,7 @@ from benchmarks.common import Record, Row, clear, median_s
 from benchmarks.workload import Setup, prepared, worker_of
 from colo.engine import AdapterWeights
 from colo.engines.vllm.client.engine import VLLMEngine
+from colo.engines.vllm.wire import AdapterRefusal
 
 RANK = 16
 ALPHA = 32
@@ -75,7 +76,7 @@ def _replace(driven: VLLMEngine, adapter: AdapterWeights) -> None:
 
 def _ask_nothing(driven: VLLMEngine) -> None:
     """One call to the worker and back: the least that replacing an adapter can take."""
-    driven.link.call("adapter_refusal")
+    driven.link.call(AdapterRefusal())
 
 
 def _reload(driven: VLLMEngine, adapter: AdapterWeights) -> None:

@@ -192,8 +192,8 @@ def replace(engine, old, new, adapter):
     """Whether each worker has replaced it in place."""
     answers, link, call = [], engine._link, engine._link.call
 
-    def recorded(operation, **arguments):
-        answers.append((operation, call(operation, **arguments)))
+    def recorded(request):
+        answers.append((request.operation(), call(request)))
         return answers[-1][1]
 
     link.call = recorded

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM
 import colo
 from colo.config import RuntimeConfig, Weights
 from colo.engine import AdapterWeights, EngineState
+from colo.engines.vllm.wire import BeginReload
 from colo.errors import EngineLost, PhaseError, StaleWeights, TransferError, Unsupported
 from colo.memory.share import Exported, spec_of
 from colo.memory.specs import Manifest
@@ -556,7 +557,7 @@ def test_a_reload_that_nobody_finished_is_ended_by_the_next(packing, model, tiny
 def begin_reload(rt):
     """As a client that ends before it has sent anything."""
     rt.engine.pause()
-    rt.engine._link.call("begin_reload")
+    rt.engine._link.call(BeginReload())
 
 
 def test_a_killed_server_is_lost_within_the_deadline(packing, model, prompts):

@@ -1,49 +1,208 @@
-"""What a vLLM worker tells of itself, and the errors that it sends back: both travel as JSON."""
+"""Messages between a client of vLLM's workers and the workers: requests, accounts of themselves, and errors.
+
+Each is a dataclass, declared here once, and travels as JSON by the names of its fields.
+"""
 
 from __future__ import annotations
 
+import re
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Self, get_args, get_origin, get_type_hints
+from typing import Any, Self, dataclass_transform, get_args, get_origin, get_type_hints
 
 from colo import errors
 from colo.memory.specs import arriving
+
+Description = dict[str, Any]
+"""Memory, as `SharedMemory.describe` gives it to another process."""
 
 _TRACEBACK_CHARACTERS = 20_000
 """The last so many travel."""
 
 
+@dataclass_transform(frozen_default=True, kw_only_default=True)
 class Message:
-    """A dataclass that travels as JSON, and whose fields are checked by their types."""
+    """A frozen dataclass that travels by the names of its fields, and checks them by their types on both sides.
 
-    __slots__ = ()
+    Between processes it is JSON; within one, a field of any type may hold tensors.
+    """
+
+    def __init_subclass__(cls) -> None:
+        dataclass(frozen=True, kw_only=True)(cls)
 
     def __post_init__(self) -> None:
-        for name, hint in get_type_hints(type(self)).items():
+        for name, hint in _hints(type(self)).items():
             if not _fits(getattr(self, name), hint):
                 raise TypeError(f"{name} is {getattr(self, name)!r}")
 
     def to_wire(self) -> dict[str, Any]:
         """Every field by its name."""
-        return {name: getattr(self, name) for name in get_type_hints(type(self))}
+        return {name: getattr(self, name) for name in _hints(type(self))}
 
     @classmethod
     def from_wire(cls, wire: Mapping[str, Any]) -> Self:
-        """Raises: `TransferError` with what is wrong."""
+        """Raises: `TransferError` with the reason."""
         with arriving(cls):
             return cls(**wire)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+# ---- what a worker is asked: one class for each method of its agent --------------------------------------------------
+
+
+class Request(Message):
+    """An operation of a worker. Its name is that of the class, as a method's."""
+
+    @classmethod
+    def operation(cls) -> str:
+        """Name on the wire, such as `begin_reload`."""
+        return re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
+
+
+class Envelope(Message):
+    """A request on its way: the argument of the worker's method `colo`."""
+
+    operation: str
+    arguments: Mapping[str, Any]
+    client: str
+    """Tells clients apart, of which only the last is answered."""
+
+
+class Describe(Request):
+    """Meet a new client; the answer is a `WorkerInfo`."""
+
+    same_process: bool
+    client_pid: int | None = None
+    """Process that the worker's is to end with."""
+
+    probe: Description | None = None
+    """Memory that the worker tries to map; see `share.probing`."""
+
+    home: Description | None = None
+    """Memory of the client's that holds its name, which only workers of its machine find."""
+
+
+class Record(Request):
+    """Record the load plan of parameters; the answer is a `Recorded`, or within one process the plan itself."""
+
+    parameters: Sequence[Mapping[str, Any]]
+    """`TensorSpec.to_wire` of each."""
+
+    model_type: str | None
+    to_pid: int
+
+
+class Recorded(Message):
+    """A load plan for another process."""
+
+    copies: Sequence[Mapping[str, Any]]
+    """`CopySpec.to_wire` of each."""
+
+    fallbacks: Mapping[str, str]
+    memory: Sequence[Description | None]
+    """Pieces that the targets of copies lie in, by index; `None` for those that nothing lies in."""
+
+    unused: Sequence[str]
+
+
+class Packed(Request):
+    """Tell the weights that bitsandbytes has packed; within one process only."""
+
+
+class PinnedBytes(Request):
+    """Tell how much host memory is pinned."""
+
+
+class Prepare(Request):
+    """Pin host memory for a level-1 sleep in the background."""
+
+
+class Begin(Request):
+    """Start moving a segment to the residency `target`."""
+
+    segment: str
+    target: str
+
+
+class Wait(Request):
+    """Answer with the device bytes of a segment, once it has arrived."""
+
+    segment: str
+
+
+class Release(Request):
+    """Bring everything back, and unmap the client's memory, which is about to be freed."""
+
+
+class Forget(Request):
+    """Let go of the model and its KV cache: the engine is about to end."""
+
+
+class BeginReload(Request):
+    """Begin a layerwise reload; the answer tells whether the output layer is the embedding."""
+
+
+class Reload(Request):
+    """Load a part of the weights."""
+
+    tensors: Any
+    """By name (`in_process`), or as `Exported.wire` describes them."""
+
+    model_type: str | None
+    in_process: bool
+
+
+class AbandonReload(Request):
+    """End a layerwise reload that has failed, if one has begun."""
+
+
+class FinishReload(Request):
+    """Finish a layerwise reload; the answer counts what was left out, by name."""
+
+
+class Receive(Request):
+    """Run steps of `Receiver`; the answer is that of the last."""
+
+    steps: Sequence[Mapping[str, Any]]
+    """`step`, its name, and `arguments` of each."""
+
+
+class SetAdapter(Request):
+    """Load or replace a LoRA adapter; the answer tells whether that was done in place."""
+
+    number: int
+    tensors: Any
+    """By PEFT's names (`in_process`), or as `Exported.wire` describes them; `None` for those of the last call."""
+
+    scalings: Mapping[str, float] | None = None
+    in_process: bool = False
+
+
+class AdapterRefusal(Request):
+    """Tell why the adapter that was activated last cannot be updated in place, if so."""
+
+
+class AdapterNumbers(Request):
+    """Tell the numbers of all LoRA adapters that a worker holds."""
+
+
+class RemoveAdapter(Request):
+    """Forget a LoRA adapter, and unmap the memory that it was read from."""
+
+    number: int
+
+
+# ---- what it answers -------------------------------------------------------------------------------------------------
+
+
 class WorkerInfo(Message):
-    """Who a worker is, what it runs, where its weights lie and what it can give back."""
+    """Account of a worker: who it is, what it runs, where its weights lie and what it can give back."""
 
     pid: int
     pid_namespace: int
-    """Which process ids it sees: another container has others."""
+    """Number of the namespace of its process ids: another container has another."""
 
     rank: int
     device: str
@@ -70,29 +229,38 @@ class WorkerInfo(Message):
     """vLLM's own `sleep` has taken memory away."""
 
     max_adapters: int
-    """How many LoRA adapters can be used at once; 0 without LoRA."""
+    """LoRA adapters that can be used at once; 0 without LoRA."""
 
     takes_adapters_by_name: bool = False
-    """Whether clients of a server may add adapters (`VLLM_ALLOW_RUNTIME_LORA_UPDATING`)."""
+    """Clients of a server may add adapters (`VLLM_ALLOW_RUNTIME_LORA_UPDATING`)."""
 
     ipc_refusal: str | None = None
-    """Why it cannot map the client's memory on its GPU; `None` where it can, or need not."""
+    """The reason why it cannot map the client's memory on its GPU; `None` where it can, or need not."""
 
     residual_bytes: Mapping[str, int] = field(default_factory=dict)
     """Device bytes that no sleep gives back, by what they are."""
 
     placing_s: float = 0.0
-    """How long it took to move the weights into slabs."""
+    """Seconds that moving the weights into slabs took."""
 
     outside: Mapping[str, str] = field(default_factory=dict)
     """Weights that lie in no slab, with the reason."""
 
 
+def _hints(kind: Any) -> Mapping[str, Any]:
+    return get_type_hints(kind)
+
+
 def _fits(value: Any, hint: Any) -> bool:
-    """Whether a value that has come as JSON is of a type such as `int`, `str | None` or `Mapping[str, int]`."""
+    """Check a value against a type such as `int`, `str | None`, `Mapping[str, int]` or `Sequence[str]`."""
+    if hint is Any:
+        return True
     if isinstance(hint, UnionType):
         return any(_fits(value, one) for one in get_args(hint))
-    if get_origin(hint) is not None:
+    if get_origin(hint) is Sequence:
+        (content,) = get_args(hint)
+        return isinstance(value, list | tuple) and all(_fits(one, content) for one in value)
+    if get_origin(hint) in (Mapping, dict):
         key, content = get_args(hint)
         return isinstance(value, Mapping) and all(_fits(k, key) and _fits(v, content) for k, v in value.items())
     if hint is NoneType:
@@ -116,7 +284,6 @@ _KINDS: Mapping[str, Callable[..., Exception]] = {
 """Errors that keep their kind on the way; every other is a `TransferError` that names it."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerError(Message):
     """An error of a worker's, on its way to the caller."""
 

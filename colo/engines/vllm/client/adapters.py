@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from colo.engine import AdapterWeights
+from colo.engines.vllm import wire
 from colo.engines.vllm.client.link import NamedAdapter, WorkerLink
 from colo.errors import EngineLost, Unsupported
 from colo.memory.fence import wait_for_queued
@@ -51,7 +52,7 @@ class AdapterRegistry:
     @property
     def refusal(self) -> str | None:
         """The reason why the adapter loaded last is loaded anew for each version; `None` if it is written in place."""
-        refusals: list[str | None] = self._link.call("adapter_refusal")
+        refusals: list[str | None] = self._link.call(wire.AdapterRefusal())
         return next(filter(None, refusals), None)
 
     def load(self, name: str, adapter: AdapterWeights) -> bool:
@@ -114,7 +115,7 @@ class AdapterRegistry:
         return self.numbers[name]
 
     def _remove(self, number: int) -> None:
-        self._link.call("remove_adapter", number=number)
+        self._link.call(wire.RemoveAdapter(number=number))
         if (sent := self._sent.pop(number, None)) is not None:
             sent.close()
         self._link.release_adapter(number)
@@ -125,18 +126,19 @@ class AdapterRegistry:
         tensors = _tensors(adapter)
         scalings = {_PREFIX + module: float(scaling) for module, scaling in adapter.scalings.items()}
         if self._link.same_process:
-            self._link.call("set_adapter", number=number, tensors=tensors, scalings=scalings, in_process=True)
+            asked = wire.SetAdapter(number=number, tensors=tensors, scalings=scalings, in_process=True)
+            self._link.call(asked)
             return
         sent = self._sent.setdefault(number, _Sent())
-        wire, self.why_staged = sent.put(adapter, tensors, self._link)
-        is_known = sent.known is not None and sent.known[0] is wire and sent.known[1] == scalings
+        described, self.why_staged = sent.put(adapter, tensors, self._link)
+        is_known = sent.known is not None and sent.known[0] is described and sent.known[1] == scalings
         sent.known = None  # until they answer, they may have either
         wait_for_queued(self._link.device)
         if is_known:
-            self._link.call("set_adapter", number=number, tensors=None)
+            self._link.call(wire.SetAdapter(number=number, tensors=None))
         else:
-            self._link.call("set_adapter", number=number, tensors=wire, scalings=scalings)
-        sent.confirm(wire, scalings)
+            self._link.call(wire.SetAdapter(number=number, tensors=described, scalings=scalings))
+        sent.confirm(described, scalings)
         if self.why_staged is None:
             count_read(sum(tensor.nbytes for tensor in tensors.values()))
 
@@ -173,9 +175,9 @@ class _Sent:
             self.memory.append(last)
         return last.put(tensors), why_staged
 
-    def confirm(self, wire: Wire, scalings: Mapping[str, float]) -> None:
-        """Note that the workers have mapped `wire`, have these scalings, and nothing of before."""
-        self.known = (wire, scalings)
+    def confirm(self, described: Wire, scalings: Mapping[str, float]) -> None:
+        """Note that the workers have mapped `described`, have these scalings, and nothing of before."""
+        self.known = (described, scalings)
         while len(self.memory) > 1:
             self.memory.pop(0).close()
 

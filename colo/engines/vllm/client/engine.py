@@ -25,6 +25,7 @@ from colo.engines.vllm.client.linked_engine import LinkedEngine
 from colo.engines.vllm.client.llm_link import DEADLINE_S, link_to, start_llm
 from colo.engines.vllm.client.options import check_main_guard, device_of, llm_options, quantization_of, save_config
 from colo.engines.vllm.store import WeightStore
+from colo.engines.vllm.wire import Forget
 from colo.errors import EngineLost, PhaseError, TransferError
 from colo.memory.offload import Mover
 from colo.phases.phase import Residency
@@ -190,7 +191,7 @@ class VLLMEngine(LinkedEngine):
                 )
         self._memory.release()
         if self._start is not None:
-            self._link.call("forget")
+            self._link.call(Forget())
 
 
 def _start_told(start: Callable[..., WorkerLink], *, own_process: bool) -> WorkerLink:

@@ -19,7 +19,7 @@ import torch
 
 from colo.engine import Completion
 from colo.engines.base import EngineStatus
-from colo.engines.vllm.wire import WorkerError, WorkerInfo
+from colo.engines.vllm.wire import Describe, Envelope, Request, WorkerError, WorkerInfo
 from colo.errors import EngineLost, Unsupported
 from colo.memory.probe import device_id
 from colo.memory.share import Description, probing
@@ -84,8 +84,8 @@ class WorkerLink(Protocol):
         """Which vLLM runs where, in a phrase for reports."""
 
     @abstractmethod
-    def ask(self, operation: str, arguments: Mapping[str, Any]) -> list[Any]:
-        """Run an operation in every worker: what each returns, or its `WorkerError`."""
+    def ask(self, request: Request) -> list[Any]:
+        """Run an operation in every worker and return the answer of each, or its `WorkerError`."""
 
     @abstractmethod
     def sampling_params(self, params: Any, options: Mapping[str, Any]) -> Any:
@@ -158,9 +158,13 @@ class WorkerLink(Protocol):
         """`value` of every rank that runs a part of this vLLM; usually it alone."""
         return [value]
 
-    def call(self, operation: str, **arguments: Any) -> list[Any]:
-        """Run an operation in every worker and return what they return. Raises: what the first failing one raised."""
-        answers = self.ask(operation, arguments)
+    def envelope(self, request: Request) -> dict[str, Any]:
+        """Make a request ready to travel, by the names of all fields."""
+        return Envelope(operation=request.operation(), arguments=request.to_wire(), client=self.client).to_wire()
+
+    def call(self, request: Request) -> list[Any]:
+        """Run an operation in every worker and return their answers. Raises: the error of the first that fails."""
+        answers = self.ask(request)
         for answer in answers:
             if isinstance(answer, WorkerError):
                 raise answer.error()
@@ -187,13 +191,9 @@ class WorkerLink(Protocol):
     def meet_workers(self, *, home: Description | None = None) -> Sequence[WorkerInfo]:
         """Introduce this client to the workers, who answer no other then; they check that `home` can be mapped."""
         with probing(torch.device("cpu") if self.same_process else self.device) as probe:
-            told = self.call(
-                "describe",
-                same_process=self.same_process,
-                client_pid=None if home is not None else os.getpid(),
-                probe=probe,
-                home=home,
-            )
+            client_pid = None if home is not None else os.getpid()
+            asked = Describe(same_process=self.same_process, client_pid=client_pid, probe=probe, home=home)
+            told = self.call(asked)
         return tuple(map(WorkerInfo.from_wire, told))
 
     def check_device(self) -> None:

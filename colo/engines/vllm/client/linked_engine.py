@@ -15,6 +15,7 @@ import torch
 from colo.engine import AdapterWeights, Completion, EngineState, SleepLevel
 from colo.engines.base import EngineBase, EngineStatus
 from colo.engines.sampling import sampling_temperature
+from colo.engines.vllm import wire
 from colo.engines.vllm.client.adapters import AdapterRegistry
 from colo.engines.vllm.client.link import PauseMode, WorkerLink
 from colo.engines.vllm.client.memory import WorkerMemory
@@ -107,7 +108,7 @@ class LinkedEngine(EngineBase):
     @property
     def pinned_bytes(self) -> int:
         """Host memory that the workers have pinned now."""
-        return sum(self._link.call("pinned_bytes"))
+        return sum(self._link.call(wire.PinnedBytes()))
 
     @property
     def residual_bytes(self) -> Mapping[str, int]:
@@ -183,7 +184,7 @@ class LinkedEngine(EngineBase):
         """Weights that bitsandbytes has packed, by name, within one process. `Unsupported` for other packing."""
         if not self._link.same_process:
             return {}
-        packed: Mapping[str, PackedWeight] = self._link.call("packed")[0]
+        packed: Mapping[str, PackedWeight] = self._link.call(wire.Packed())[0]
         return packed
 
     def share_weights(self) -> None:
@@ -214,7 +215,8 @@ class LinkedEngine(EngineBase):
             self._status.require_weights("take weights")
         if "begin" in names:
             self.poison("weights have been copied into it and not committed: publish all of them")
-        return self._link.call("receive", steps=[list(operation) for operation in operations])
+        steps = [{"step": name, "arguments": arguments} for name, arguments in operations]
+        return self._link.call(wire.Receive(steps=steps))
 
     def commit(self, version: int) -> None:
         """Declare that the engine now holds `version`; lifts a poisoning. `PhaseError` unless they are resident."""

@@ -20,7 +20,7 @@ from colo.engines.vllm.client import sampling
 from colo.engines.vllm.client.calls import Caller, NoAnswer, ProcessEnded, start_apart_from_interrupts
 from colo.engines.vllm.client.link import NamedAdapter, PauseMode, WorkerLink, answers_of, new_client
 from colo.engines.vllm.names import WORKER_EXTENSION
-from colo.engines.vllm.wire import WorkerInfo
+from colo.engines.vllm.wire import Request, WorkerInfo
 from colo.errors import PhaseError, TransferError, Unsupported
 from colo.memory.probe import used_device_bytes
 from colo.memory.share import Description
@@ -178,12 +178,12 @@ class InProcessLink(LLMLink):
         """Call into vLLM."""
         return function()
 
-    def ask(self, operation: str, arguments: Mapping[str, Any]) -> list[Any]:
-        """Run an operation in every worker: what each returns, or its `WorkerError`. Tensors go as they are."""
+    def ask(self, request: Request) -> list[Any]:
+        """Run an operation in every worker: the answer of each, or its `WorkerError`. Tensors go as they are."""
         from colo.engines.vllm.worker.agent import call
 
         # A function of colo's needs no worker extension, which a caller's own engine may lack.
-        told = self.llm.collective_rpc(call, args=(operation, arguments, self.client))
+        told = self.llm.collective_rpc(call, args=(self.envelope(request),))
         return answers_of(told, self.status)
 
     def gather(self, value: T) -> list[T]:
@@ -249,10 +249,10 @@ class OwnProcessLink(LLMLink):
         """Which vLLM runs where, in a phrase for reports."""
         return f"vLLM {compat.vllm_version()} in its own process"
 
-    def ask(self, operation: str, arguments: Mapping[str, Any]) -> list[Any]:
-        """Run an operation in every worker: what each returns, or its `WorkerError`."""
-        given = (operation, dict(arguments), self.client)
-        told = self.run(operation, lambda: list(self.llm.collective_rpc("colo", args=given)))
+    def ask(self, request: Request) -> list[Any]:
+        """Run an operation in every worker: the answer of each, or its `WorkerError`."""
+        given = (self.envelope(request),)
+        told = self.run(request.operation(), lambda: list(self.llm.collective_rpc("colo", args=given)))
         return answers_of(told, self.status)
 
     def run(self, operation: str, function: Callable[[], T], *, deadline: bool = True) -> T:

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import torch
 
 from colo.engine import SleepLevel
+from colo.engines.vllm import wire
 from colo.engines.vllm.client.link import WorkerLink
 from colo.engines.vllm.client.weights import WorkerWeights
-from colo.engines.vllm.wire import WorkerError
 from colo.errors import PhaseError
 from colo.memory.probe import free_device_bytes
 from colo.phases.phase import ENGINE_KV_CACHE, ENGINE_WEIGHTS, Residency, check_move
@@ -31,7 +31,7 @@ class WorkerMemory:
         info = link.infos[0]
         weights_away = Residency.OFFLOADED if info.weights_can_leave and not self._shared else None
         if weights_away is not None:
-            link.call("prepare")
+            link.call(wire.Prepare())
         self.weights.reset(info.weights_bytes, weights_away)
         self.kv_cache.reset(info.kv_cache_bytes, Residency.DISCARDED if info.kv_cache_can_leave else None)
         self._link, self._weights = link, weights
@@ -45,7 +45,7 @@ class WorkerMemory:
 
     def release(self) -> None:
         """Bring everything back, and have the workers forget that it ever left: the engine is about to end."""
-        self._link.call("release")
+        self._link.call(wire.Release())
         for segment in self.segments:
             segment.residency, segment.device_bytes = Residency.RESIDENT, segment.size_bytes
 
@@ -79,16 +79,16 @@ class WorkerMemory:
 
     def begin_move(self, name: str, source: Residency, target: Residency) -> None:
         """Start a move in every worker; where one refuses, the others go back."""
-        answers = self._link.ask("begin", {"segment": name, "target": str(target)})
-        failed = [answer for answer in answers if isinstance(answer, WorkerError)]
+        answers = self._link.ask(wire.Begin(segment=name, target=str(target)))
+        failed = [answer for answer in answers if isinstance(answer, wire.WorkerError)]
         if failed:
             if len(failed) < len(answers):
-                self._link.ask("begin", {"segment": name, "target": str(source)})
+                self._link.ask(wire.Begin(segment=name, target=str(source)))
             raise failed[0].error()
 
     def wait_for(self, name: str) -> int:
         """Return, when every worker has moved a segment, the device bytes that it holds."""
-        return int(self._link.call("wait", segment=name)[0])
+        return int(self._link.call(wire.Wait(segment=name))[0])
 
 
 class WorkerSegment:

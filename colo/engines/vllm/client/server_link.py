@@ -30,7 +30,7 @@ from colo.engines.vllm.client.sampling import check_logprobs, check_numbers
 from colo.engines.vllm.client.served_adapters import ServedAdapters
 from colo.engines.vllm.names import COLO, WORKER_EXTENSION
 from colo.engines.vllm.processes import lives, pid_namespace
-from colo.engines.vllm.wire import WorkerInfo
+from colo.engines.vllm.wire import AdapterNumbers, Request, WorkerInfo
 from colo.errors import EngineLost, PhaseError, TransferError, Unsupported
 from colo.memory.probe import device_id
 from colo.memory.share import SharedMemory
@@ -82,7 +82,7 @@ class ServerLink(WorkerLink):
         self._adapters = ServedAdapters(
             self.client,
             lambda path, body: self._ask("POST", path, dict(body), as_text=True),
-            lambda: set(self.call("adapter_numbers")[0]),
+            lambda: set(self.call(AdapterNumbers())[0]),
         )
         self._processes: list[psutil.Process] = []
         self._server = HttpClient(url, deadline_s=deadline_s, api_key=api_key, transport=http)
@@ -97,9 +97,9 @@ class ServerLink(WorkerLink):
         """Which vLLM runs where, in a phrase for reports."""
         return f"a vLLM {self._vllm_version} server at {self.url}"
 
-    def ask(self, operation: str, arguments: Mapping[str, Any]) -> list[Any]:
-        """Run an operation in every worker: what each returns, or its `WorkerError`."""
-        body = {"method": "colo", "args": [operation, dict(arguments), self.client]}
+    def ask(self, request: Request) -> list[Any]:
+        """Run an operation in every worker: the answer of each, or its `WorkerError`."""
+        body = {"method": "colo", "args": [self.envelope(request)]}
         return answers_of(self._ask("POST", "/collective_rpc", body)["results"], self.status)
 
     def sampling_params(self, params: Any, options: Mapping[str, Any]) -> SamplingParams:

@@ -10,12 +10,13 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import nn
 
 from colo.engine import in_all_ranks
+from colo.engines.vllm import wire
 from colo.engines.vllm.client.link import WorkerLink
 from colo.engines.vllm.store import WeightStore
 from colo.errors import ColoError, TransferError, Unsupported
@@ -64,14 +65,15 @@ class WorkerWeights:
         if link.why_not_shared is not None:  # each worker records its own when it is to copy
             return LoadPlan.of(source, fallbacks=dict.fromkeys(source, link.why_not_shared))
         parameters = [spec_of(name, tensor).to_wire() for name, tensor in source.items()]
-        answers = link.call("record", parameters=parameters, model_type=link.model_type, to_pid=os.getpid())
+        answers = link.call(wire.Record(parameters=parameters, model_type=link.model_type, to_pid=os.getpid()))
         if link.same_process:
             return cast("LoadPlan", answers[0])  # one worker a process
         copies: list[Copy] = []
         fallbacks: dict[str, str] = {}
-        for rank, answer in enumerate(answers):
-            fallbacks |= answer["fallbacks"]
-            specs = list(map(CopySpec.from_wire, answer["copies"]))
+        recorded = list(map(wire.Recorded.from_wire, answers))
+        for rank, answer in enumerate(recorded):
+            fallbacks |= answer.fallbacks
+            specs = list(map(CopySpec.from_wire, answer.copies))
             try:
                 memory = self._memory(rank, answer)
             except (TransferError, Unsupported) as error:
@@ -88,7 +90,7 @@ class WorkerWeights:
                 for spec in specs
             )
         plan = LoadPlan.of(source, copies=copies, fallbacks=fallbacks)
-        return replace(plan, unused=frozenset(answers[0]["unused"]))
+        return replace(plan, unused=frozenset(recorded[0].unused))
 
     def reload(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Run vLLM's layerwise reload on all of its weights. When it fails, the model cannot compute.
@@ -109,26 +111,26 @@ class WorkerWeights:
     ) -> list[dict[str, int]]:
         """See `reload`. Returns what each worker has not taken whole, and leaves in `specs` what it was given."""
         call, model_type = self._link.call, self._link.model_type
-        tied = any(call("begin_reload"))
+        tied = any(call(wire.BeginReload()))
         try:
             if self._link.same_process:
                 given = {n: t.detach() for n, t in _checked(recording_specs(weights, specs), tied=tied)}
-                call("reload", tensors=given, model_type=model_type, in_process=True)
+                call(wire.Reload(tensors=given, model_type=model_type, in_process=True))
             else:
                 checked = _checked(recording_specs(weights, specs), tied=tied)
                 for group in self._staging.put_groups(checked):
-                    call("reload", tensors=group, model_type=model_type, in_process=False)
+                    call(wire.Reload(tensors=group, model_type=model_type, in_process=False))
         except BaseException:
             with suppress(ColoError):
-                call("abandon_reload")
+                call(wire.AbandonReload())
             raise
-        return call("finish_reload")
+        return call(wire.FinishReload())
 
     def close(self) -> None:
         """Let go of what is mapped. Idempotent."""
         self._mapped.clear()
 
-    def _memory(self, rank: int, answer: Mapping[str, Any]) -> Sequence[torch.Tensor]:
+    def _memory(self, rank: int, answer: wire.Recorded) -> Sequence[torch.Tensor]:
         """The memory of one worker's weights. `TransferError` or `Unsupported` where it is not to be mapped."""
         if self._store is not None:
             return self._store.slabs(rank)
@@ -137,7 +139,7 @@ class WorkerWeights:
             raise Unsupported("the engine's memory ends with its process: start it with share_memory=True")
         if link.infos[rank].device != device_id(link.device):
             raise Unsupported("the engine keeps it on another GPU")
-        return [self._opened(description) for description in answer["memory"]]
+        return [self._opened(description) for description in answer.memory]
 
     def _opened(self, description: Description | None) -> torch.Tensor:
         """Memory of a worker, mapped once; `None` is for what nothing lies in."""

@@ -1,10 +1,11 @@
-"""What colo does inside a vLLM worker: the other end of every `WorkerLink`.
+"""The agent of a vLLM worker: the other end of every `WorkerLink`.
 
     vllm serve MODEL --host 127.0.0.1 --load-format colo --worker-extension-cls colo.engines.vllm.worker.ColoWorker
 
-One method is added to the worker, `colo(operation, arguments, client)`. Arguments and results are strings, numbers,
-lists and dictionaries, which vLLM carries between processes without its insecure-serialization flag, and a server as
-JSON; within one process they may hold tensors. Errors come back as results, so that their kind and figures survive.
+One method is added to the worker, `colo(envelope)`: an `Envelope` of colo/engines/vllm/wire.py by the names of its
+fields. Requests and answers are strings, numbers, lists and dictionaries, which vLLM carries between processes without
+its insecure-serialization flag, and a server as JSON; within one process they may hold tensors. Errors come back as
+answers, so that their kind and figures survive.
 """
 
 from __future__ import annotations
@@ -16,10 +17,9 @@ from typing import Any
 import torch
 
 from colo import errors
-from colo.engines.vllm import compat, plugin
+from colo.engines.vllm import compat, plugin, wire
 from colo.engines.vllm.client.options import BITSANDBYTES
 from colo.engines.vllm.processes import end_with, pid_namespace
-from colo.engines.vllm.wire import WorkerError, WorkerInfo
 from colo.engines.vllm.worker import adapters
 from colo.engines.vllm.worker.loader import OwnMemory, Placement, placement_of
 from colo.engines.vllm.worker.record import packed_weights, record
@@ -41,24 +41,24 @@ plugin.register()
 class ColoWorker:
     """The worker extension: pass its name as `worker_extension_cls`."""
 
-    def colo(self, operation: str, arguments: dict[str, Any], client: str) -> dict[str, Any]:
+    def colo(self, envelope: dict[str, Any]) -> dict[str, Any]:
         """Run one of `OPERATIONS` for a client and return `{"value": ...}` or `{"error": ...}`."""
-        return call(self, operation, arguments, client)
+        return call(self, envelope)
 
 
-def call(worker: Any, operation: str, arguments: Mapping[str, Any], client: str) -> dict[str, Any]:
-    """Run one operation on a worker, or on what vLLM wraps around one."""
+def call(worker: Any, envelope: Mapping[str, Any]) -> dict[str, Any]:
+    """Run one operation on a worker, or on the object that vLLM wraps around one."""
     worker = getattr(worker, "worker", worker)
     try:
         # Kept on the worker itself, so that both go when vLLM lets go of it.
         agent = worker._colo_agent = getattr(worker, "_colo_agent", None) or WorkerAgent(worker)
-        return {"value": agent._run(operation, arguments, client)}
+        return {"value": agent.run(wire.Envelope.from_wire(envelope))}
     except Exception as error:  # noqa: BLE001 - travels to the caller, who raises it
-        return {"error": WorkerError.of(error).to_wire()}
+        return {"error": wire.WorkerError.of(error).to_wire()}
 
 
 class WorkerAgent:
-    """The operations of one worker: every public method is one, and its arguments and results travel.
+    """The operations of one worker; `OPERATIONS` says which request each answers.
 
     Only the client that called `describe` last is answered: one client must not copy what another has bound.
     """
@@ -78,34 +78,30 @@ class WorkerAgent:
         self._adapters_given: dict[int, tuple[Opened, dict[str, float]]] = {}
         """By number of an adapter, tensors of the client's and the scaling of every module."""
 
-    def _run(self, operation: str, arguments: Mapping[str, Any], client: str) -> Any:
+    def run(self, envelope: wire.Envelope) -> Any:
         """Run an operation and return its result. Raises: `EngineLost` when another client has connected since."""
-        method = OPERATIONS.get(operation)
-        if method is None:
-            raise TransferError(f"{operation!r} is no operation of a worker, which has {', '.join(OPERATIONS)}")
-        if operation == "describe":
-            self._client = client
-        elif client != self._client:
+        if envelope.operation not in OPERATIONS:
+            raise TransferError(
+                f"{envelope.operation!r} is no operation of a worker, which has {', '.join(OPERATIONS)}"
+            )
+        kind, method = OPERATIONS[envelope.operation]
+        asked = kind.from_wire(envelope.arguments)
+        if kind is wire.Describe:
+            self._client = envelope.client
+        elif envelope.client != self._client:
             raise errors.EngineLost("another client has connected since")
-        return method(self, **arguments)
+        return method(self, asked)
 
-    def describe(
-        self,
-        same_process: bool,
-        client_pid: int | None = None,
-        probe: Description | None = None,
-        home: Description | None = None,
-    ) -> dict[str, Any]:
+    def describe(self, asked: wire.Describe) -> dict[str, Any]:
         """Meet a new client and return `WorkerInfo`. What an earlier client has begun is ended, and its memory let go.
 
-        This process ends with `client_pid`, if given; `probe` (see `share.probing`) is memory that it tries to
-        map. Raises: `TransferError` when `home` is not the client's memory, so that the client is on another machine;
+        Raises: `TransferError` when `home` is not the client's memory, so that the client is on another machine;
         `BudgetError` when what an earlier client has put to sleep cannot come back.
         """
-        if home is not None:
-            _check_home(home, self._client or "")
-        if client_pid is not None:
-            end_with(client_pid)
+        if asked.home is not None:
+            _check_home(asked.home, self._client or "")
+        if asked.client_pid is not None:
+            end_with(asked.client_pid)
         self._forget_client()
         worker, config, segments = self._worker, self._worker.model_config, self._segments_now()
         pooled_bytes = segments.by_name[ENGINE_WEIGHTS].size_bytes
@@ -113,7 +109,7 @@ class WorkerAgent:
         parameters_bytes = sum({p.data_ptr(): p.numel() * p.element_size() for p in self._model.parameters()}.values())
         in_slabs = self._placement is not None
         pool = compat.sleep_pool(worker)
-        return WorkerInfo(
+        return wire.WorkerInfo(
             pid=os.getpid(),
             pid_namespace=pid_namespace(),
             rank=worker.rank,
@@ -131,30 +127,24 @@ class WorkerAgent:
             is_asleep=pool is not None and any(record.is_asleep for record in pool.pointer_to_data.values()),
             max_adapters=self._adapters.capacity,
             takes_adapters_by_name=compat.takes_adapters_by_name(),
-            ipc_refusal=why_not_mapped(probe, torch.device(worker.device)),
-            residual_bytes=compat.residual_bytes(worker, same_process=same_process),
+            ipc_refusal=why_not_mapped(asked.probe, torch.device(worker.device)),
+            residual_bytes=compat.residual_bytes(worker, same_process=asked.same_process),
             placing_s=self._placement.placing_s if self._placement is not None else 0.0,
             outside=dict(self._placement.outside) if self._placement is not None else {},
         ).to_wire()
 
     def _forget_client(self) -> None:
         """End what a client that is gone has begun, and bring back what it has put to sleep."""
-        self.abandon_reload()
+        self._abandon_reload()
         if self._receiver is not None:
             self._receiver.release()
-        self.release()
+        self._release()
 
-    def record(
-        self, parameters: list[dict[str, Any]], model_type: str | None, to_pid: int
-    ) -> dict[str, Any] | LoadPlan:
-        """Record the load plan of parameters (`TensorSpec.to_wire`) for process `to_pid`: in this process the plan
-        itself.
-
-        For another process, `copies` are `CopySpec.to_wire`, and `memory` describes what their targets lie in.
-        """
-        source = {spec.name: empty(spec) for spec in map(TensorSpec.from_wire, parameters)}
-        plan = self._record(source, model_type)
-        if to_pid == os.getpid():
+    def record(self, asked: wire.Record) -> dict[str, Any] | LoadPlan:
+        """Record a load plan for process `to_pid`: in this process the plan itself."""
+        source = {spec.name: empty(spec) for spec in map(TensorSpec.from_wire, asked.parameters)}
+        plan = self._record(source, asked.model_type)
+        if asked.to_pid == os.getpid():
             return plan
         fallbacks = dict(plan.fallbacks)
         allocations = Allocations()
@@ -168,8 +158,9 @@ class WorkerAgent:
             copies.append(CopySpec(copy.shape, copy.stride, copy.offset, place).to_wire())
         memory: Sequence[Description | None] = allocations.memory
         if self._placement is not None and isinstance(self._placement.source, OwnMemory):
-            memory = self._placement.source.describe(to_pid=to_pid)
-        return {"copies": copies, "fallbacks": fallbacks, "memory": memory, "unused": sorted(plan.unused)}
+            memory = self._placement.source.describe(to_pid=asked.to_pid)
+        recorded = wire.Recorded(copies=copies, fallbacks=fallbacks, memory=list(memory), unused=sorted(plan.unused))
+        return recorded.to_wire()
 
     def _place(self, target: torch.Tensor, allocations: Allocations) -> tuple[int, int]:
         """Index of the memory that a weight lies in, and offset in bytes. Raises: `Unsupported` where none maps it."""
@@ -191,41 +182,44 @@ class WorkerAgent:
         device = torch.device(self._worker.device)
         return record(self._model, self._worker.model_config, device, source, model_type)
 
-    def packed(self) -> dict[str, PackedWeight]:
+    def packed(self, asked: wire.Packed) -> dict[str, PackedWeight]:
         """Weights that bitsandbytes has packed, by a transformers model's names; within one process only."""
         if self._worker.model_config.quantization != BITSANDBYTES:
             return {}
         return packed_weights(self._model)
 
-    def pinned_bytes(self) -> int:
+    def pinned_bytes(self, asked: wire.PinnedBytes) -> int:
         """Host memory that this worker has pinned: for a level-1 sleep, and by torch."""
         return self._segments_now().mover.arena.pinned_bytes + torch_pinned_bytes()
 
     # ---- sleep -------------------------------------------------------------------------------------------------------
 
-    def prepare(self) -> None:
+    def prepare(self, asked: wire.Prepare) -> None:
         """Pin host memory for a level-1 sleep in the background."""
         self._segments_now().prepare()
 
-    def begin(self, segment: str, target: str) -> None:
+    def begin(self, asked: wire.Begin) -> None:
         """Start moving a segment."""
-        self._segments_now().begin(segment, Residency(target))
+        self._segments_now().begin(asked.segment, Residency(asked.target))
 
-    def wait(self, segment: str) -> int:
+    def wait(self, asked: wire.Wait) -> int:
         """Return, when a segment has arrived, the bytes that it holds on the device."""
         segments = self._segments_now()
-        segments.wait(segment)
-        return segments.by_name[segment].device_bytes
+        segments.wait(asked.segment)
+        return segments.by_name[asked.segment].device_bytes
 
-    def release(self) -> None:
+    def release(self, asked: wire.Release) -> None:
         """Bring everything back and forget it, and unmap the client's memory, which is about to be freed."""
+        self._release()
+
+    def _release(self) -> None:
         self._given = Opened(torch.device(self._worker.device))
         self._adapters_given.clear()
         if self._segments is not None:
             self._segments.close()
             self._segments = None
 
-    def forget(self) -> None:
+    def forget(self, asked: wire.Forget) -> None:
         """Let go of the model, which is about to end, and of its KV cache."""
         compat.forget_reloads(self._model)
         compat.free_kv_cache(self._worker)
@@ -237,29 +231,32 @@ class WorkerAgent:
 
     # ---- vLLM's own reload, where copies alone do not do -------------------------------------------------------------
 
-    def begin_reload(self) -> bool:
+    def begin_reload(self, asked: wire.BeginReload) -> bool:
         """Begin a layerwise reload: until `finish_reload` the model cannot compute. Returns `Reload.tied`."""
-        self.abandon_reload()
+        self._abandon_reload()
         device = torch.device(self._worker.device)
         self._reload = Reload(self._model, self._worker.model_config, device)
         return self._reload.tied
 
-    def reload(self, tensors: Any, model_type: str | None, in_process: bool) -> None:
-        """Load tensors: themselves by name (`in_process`), or memory of the client as `Exported.wire` describes it."""
+    def reload(self, asked: wire.Reload) -> None:
+        """Load tensors."""
         reload = check_begun(self._reload)
-        if in_process:
-            reload.load(tensors, model_type, keep=True)
+        if asked.in_process:
+            reload.load(asked.tensors, asked.model_type, keep=True)
             return
-        self._given.open(tensors)
-        reload.load(self._given.tensors, model_type)
+        self._given.open(asked.tensors)
+        reload.load(self._given.tensors, asked.model_type)
 
-    def abandon_reload(self) -> None:
+    def abandon_reload(self, asked: wire.AbandonReload) -> None:
         """End a layerwise reload that has failed, if one has begun; see `Reload.abandon`."""
+        self._abandon_reload()
+
+    def _abandon_reload(self) -> None:
         reload, self._reload = self._reload, None
         if reload is not None:
             reload.abandon()
 
-    def finish_reload(self) -> dict[str, int]:
+    def finish_reload(self, asked: wire.FinishReload) -> dict[str, int]:
         """Finish a layerwise reload: vLLM has post-processed the weights. Returns `left_out` of `Reload.finish`."""
         reload, self._reload = check_begun(self._reload), None
         left_out: dict[str, int] = reload.finish()["left_out"]
@@ -267,35 +264,28 @@ class WorkerAgent:
 
     # ---- copies out of the trainer's memory --------------------------------------------------------------------------
 
-    def receive(self, steps: list[list[Any]]) -> Any:
-        """Steps of taking in weights from another process, [name, arguments] each; see `ipc.receiver`."""
+    def receive(self, asked: wire.Receive) -> Any:
+        """Take steps of taking in weights from another process; see `ipc.receiver`."""
         if self._receiver is None:
             device = torch.device(self._worker.device)
             self._receiver = Receiver(device, self._record, number=self._worker.rank)
-        return [run_step(self._receiver, name, arguments) for name, arguments in steps][-1]
+        return [run_step(self._receiver, one["step"], one["arguments"]) for one in asked.steps][-1]
 
     # ---- adapters ----------------------------------------------------------------------------------------------------
 
-    def set_adapter(
-        self,
-        number: int,
-        tensors: Any,
-        scalings: dict[str, float] | None = None,
-        in_process: bool = False,
-    ) -> bool:
-        """Load a LoRA adapter from memory, or replace what it holds: whether that was done in place.
+    def set_adapter(self, asked: wire.SetAdapter) -> bool:
+        """Load a LoRA adapter from memory, or replace what it holds: true if that was done in place.
 
-        `tensors` are themselves by name (`in_process`), or memory of the client as `Exported.wire` describes it,
-        which stays mapped. Without `tensors` and `scalings` they lie where, and are, what the last call has said.
-        Ordering: memory has been read when this returns.
+        Memory of the client stays mapped. Ordering: it has been read when this returns.
         """
-        if in_process:
-            return self._adapters.update(number, tensors, scalings or {})
-        if tensors is not None:
+        number = asked.number
+        if asked.in_process:
+            return self._adapters.update(number, asked.tensors, dict(asked.scalings or {}))
+        if asked.tensors is not None:
             given = self._adapters_given.pop(number, None)
             opened = given[0] if given is not None else Opened(torch.device(self._worker.device))
-            opened.open(tensors)
-            self._adapters_given[number] = (opened, scalings or {})
+            opened.open(asked.tensors)
+            self._adapters_given[number] = (opened, dict(asked.scalings or {}))
         elif number not in self._adapters_given:
             raise TransferError(f"the memory of adapter {number} is not mapped: send its places")
         else:
@@ -305,24 +295,24 @@ class WorkerAgent:
         wait_for_queued(torch.device(self._worker.device))
         return in_place
 
-    def adapter_refusal(self) -> str | None:
-        """Why the adapter that was activated last cannot be updated in place; `None` when it can."""
+    def adapter_refusal(self, asked: wire.AdapterRefusal) -> str | None:
+        """Say why the adapter that was activated last cannot be updated in place; `None` when it can."""
         return self._adapters.plan_refusal
 
-    def adapter_numbers(self) -> list[int]:
-        """Numbers of the LoRA adapters that this worker holds, whoever has loaded them."""
+    def adapter_numbers(self, asked: wire.AdapterNumbers) -> list[int]:
+        """List the numbers of the LoRA adapters that this worker holds, whoever has loaded them."""
         return self._adapters.numbers
 
-    def remove_adapter(self, number: int) -> None:
+    def remove_adapter(self, asked: wire.RemoveAdapter) -> None:
         """Forget a LoRA adapter, and unmap the memory that it was read from."""
-        self._adapters_given.pop(number, None)
-        self._adapters.remove(number)
+        self._adapters_given.pop(asked.number, None)
+        self._adapters.remove(asked.number)
 
 
-OPERATIONS: dict[str, Callable[..., Any]] = {
-    name: member for name, member in vars(WorkerAgent).items() if not name.startswith("_")
+OPERATIONS: dict[str, tuple[type[wire.Request], Callable[[WorkerAgent, Any], Any]]] = {
+    kind.operation(): (kind, getattr(WorkerAgent, kind.operation())) for kind in wire.Request.__subclasses__()
 }
-"""What a client may ask for: the public methods of `WorkerAgent`, by name."""
+"""Requests that a client may send, by name, and the method of `WorkerAgent` that answers each."""
 
 
 def _check_home(home: Description, client: str) -> None:

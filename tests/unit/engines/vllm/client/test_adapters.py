@@ -11,9 +11,9 @@ from torch import nn
 
 from colo.engine import AdapterWeights
 from colo.engines.base import EngineStatus
+from colo.engines.vllm import wire
 from colo.engines.vllm.client.adapters import AdapterRegistry
 from colo.engines.vllm.client.link import answers_of
-from colo.engines.vllm.wire import WorkerError
 from colo.errors import TransferError
 from colo.weights.meter import CopyMeter
 
@@ -98,16 +98,17 @@ class Worker:
         self.agent = worker._colo_agent = agent.WorkerAgent(worker)
         self.agent._client = "known"
         self.agent._adapters = self
-        self._run = lambda operation, arguments: agent.call(worker, operation, arguments, "known")
+        self._run = lambda envelope: agent.call(worker, envelope.to_wire())
 
-    def call(self, operation, **arguments):
-        self.asked.append((operation, arguments))
+    def call(self, request):
+        self.asked.append((request.operation(), request.to_wire()))
         if self.fails == "before":
             raise KeyboardInterrupt
-        (answer,) = answers_of([self._run(operation, arguments)], EngineStatus(lambda: ()))
+        envelope = wire.Envelope(operation=request.operation(), arguments=request.to_wire(), client="known")
+        (answer,) = answers_of([self._run(envelope)], EngineStatus(lambda: ()))
         if self.fails == "after":
             raise KeyboardInterrupt
-        if isinstance(answer, WorkerError):
+        if isinstance(answer, wire.WorkerError):
             raise answer.error()
         return [answer]
 
@@ -154,7 +155,8 @@ def holds(worker, registry, name, trainer):
 def arguments_of_last(worker):
     operation, arguments = worker.asked[-1]
     assert operation == "set_adapter"
-    return arguments
+    said = {name: value for name, value in arguments.items() if name in ("number", "tensors")}
+    return said | ({} if arguments["scalings"] is None else {"scalings": arguments["scalings"]})
 
 
 def test_later_versions_are_read_where_the_trainer_writes_them(worker, registry):
@@ -347,17 +349,17 @@ def test_every_version_counts_as_what_is_read_of_it_once(worker, registry):
 
 def test_a_worker_without_the_memory_says_so(worker):
     with pytest.raises(TransferError, match="the memory of adapter 7 is not mapped: send its places"):
-        worker.call("set_adapter", number=7, tensors=None)
+        worker.call(wire.SetAdapter(number=7, tensors=None))
 
 
 def test_what_cannot_be_mapped_is_an_error_and_leaves_nothing(worker, registry):
     trainer = Trainer()
     registry.load("policy", trainer.adapter())
     number = registry.numbers["policy"]
-    wire = registry._sent[number].memory[-1].wire
-    gone = {"tensors": wire["tensors"], "memory": [memory | {"inode": -1} for memory in wire["memory"]]}
+    told = registry._sent[number].memory[-1].wire
+    gone = {"tensors": told["tensors"], "memory": [memory | {"inode": -1} for memory in told["memory"]]}
     with pytest.raises(TransferError, match="closed by its owner"):
-        worker.call("set_adapter", number=number, tensors=gone, scalings={})
+        worker.call(wire.SetAdapter(number=number, tensors=gone, scalings={}))
     assert not worker.mapped
 
 

@@ -39,10 +39,10 @@ class FakeLLM:
 
     def collective_rpc(self, method, args):
         assert method == "colo"
-        operation, arguments, client = args
-        assert client
-        self.asked.append(operation)
-        return [getattr(self, operation, dict)(**arguments)]
+        (envelope,) = args
+        assert envelope["client"]
+        self.asked.append(envelope["operation"])
+        return [getattr(self, envelope["operation"], dict)(**envelope["arguments"])]
 
     def describe(self, same_process, client_pid, probe, home):
         assert (same_process, client_pid, home) == (False, os.getpid(), None)
@@ -79,7 +79,7 @@ class FakeLLM:
         return {"value": self.held[segment]}
 
     def receive(self, steps):
-        self.received.append([name for name, _ in steps])
+        self.received.append([one["step"] for one in steps])
         if self.receiving_fails:
             return {"error": {"kind": "TransferError", "message": "the worker stumbled"}}
         return {"value": {"num_tensors": 1}}

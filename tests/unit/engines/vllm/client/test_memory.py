@@ -24,9 +24,9 @@ class Link:
         self.asked = []
         self.at = [Residency.RESIDENT] * len(refusing)
 
-    def ask(self, operation, arguments):
-        target = Residency(arguments["target"])
-        self.asked.append((operation, arguments["segment"], target))
+    def ask(self, request):
+        target = Residency(request.target)
+        self.asked.append((request.operation(), request.segment, target))
         return [self._move(worker, target) for worker in range(len(self.at))]
 
     def _move(self, worker, target):
@@ -35,8 +35,8 @@ class Link:
         self.at[worker] = target
         return None
 
-    def call(self, operation, segment):
-        assert operation == "wait"
+    def call(self, request):
+        assert request.operation() == "wait"
         return [64 if at is Residency.RESIDENT else 0 for at in self.at]
 
 

@@ -44,7 +44,7 @@ class FakeServer:
         path = request.url.path
         body = json.loads(request.content) if request.content else None
         if path == "/collective_rpc":
-            self.asked.append(body["args"][0])
+            self.asked.append(body["args"][0]["operation"])
         else:
             self.asked.append(path + (f"?{request.url.query.decode()}" if request.url.query else ""))
         if self.silent:
@@ -62,11 +62,13 @@ class FakeServer:
         }
         return httpx.Response(200, json=found.get(path, dict)())
 
-    def answer(self, method, operation, arguments, client):
+    def answer(self, method, envelope):
         assert method == "colo"
+        operation = envelope["operation"]
         if operation in self.fails:
             return {"error": self.fails[operation]}
-        return {"value": getattr(self, operation, lambda client, **_: None)(client, **arguments)}
+        answer = getattr(self, operation, lambda client, **_: None)
+        return {"value": answer(envelope["client"], **envelope["arguments"])}
 
     def describe(self, client, same_process, client_pid, probe, home):
         assert (same_process, client_pid) == (False, None)

@@ -33,7 +33,7 @@ def weights_of(descriptions, *, device="cpu", is_own=False):
         why_not_shared=None,
         is_own=is_own,
         model_type=None,
-        call=lambda operation, **arguments: [answer],
+        call=lambda request: [answer],
     )
     return WorkerWeights(link, store=None, staging=None)
 

@@ -7,6 +7,7 @@ import torch
 
 from colo.engines.base import EngineStatus
 from colo.engines.vllm.client.link import answers_of
+from colo.engines.vllm.wire import PinnedBytes
 from colo.errors import BudgetError, EngineLost, PhaseError, TransferError
 from colo.memory.share import SharedMemory
 
@@ -14,19 +15,19 @@ from colo.memory.share import SharedMemory
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 
 
-def fail(_):
+def fail(*_):
     raise KeyError("Place")
 
 
-def fail_silently(_):
+def fail_silently(*_):
     raise AssertionError
 
 
-def refuse(_):
+def refuse(*_):
     raise PhaseError("asleep")
 
 
-def refuse_for_room(_):
+def refuse_for_room(*_):
     raise BudgetError("no room", needed_bytes=5, free_bytes=3)
 
 
@@ -40,10 +41,11 @@ def ask(monkeypatch):
     worker._colo_agent = agent.WorkerAgent(worker)
     worker._colo_agent._client = "known"
     for operation in (fail, fail_silently, refuse, refuse_for_room):
-        monkeypatch.setitem(agent.OPERATIONS, operation.__name__, operation)
+        monkeypatch.setitem(agent.OPERATIONS, operation.__name__, (PinnedBytes, operation))
 
     def run(operation, client="known", **arguments):
-        (answer,) = answers_of([agent.call(worker, operation, arguments, client)], EngineStatus(lambda: ()))
+        envelope = {"operation": operation, "arguments": arguments, "client": client}
+        (answer,) = answers_of([agent.call(worker, envelope)], EngineStatus(lambda: ()))
         return answer
 
     return run
@@ -72,9 +74,34 @@ def test_what_is_no_operation_is_not_run(ask, operation):
         raise ask(operation).error()
 
 
+@pytest.mark.parametrize(
+    ("operation", "arguments", "words"),
+    [
+        ("begin", {"segment": "engine.weights"}, "what arrived is no Begin: .*'target'"),
+        ("begin", {"segment": 3, "target": "resident"}, "what arrived is no Begin: segment is 3"),
+        ("wait", {"segment": "engine.weights", "target": "resident"}, "no Wait: .* unexpected keyword argument"),
+        ("receive", {"steps": [["begin", {}]]}, "no Receive: steps is"),
+        ("record", {"parameters": {}, "model_type": None, "to_pid": 1}, "no Record: parameters is {}"),
+        ("set_adapter", {"number": True, "tensors": None}, "no SetAdapter: number is True"),
+        ("set_adapter", {"number": 1, "tensors": None, "scalings": {"q": "2"}}, "no SetAdapter: scalings is"),
+        ("describe", {"same_process": "no"}, "no Describe: same_process is 'no'"),
+        ("remove_adapter", {}, "no RemoveAdapter: .*'number'"),
+        ("prepare", {"now": True}, "no Prepare: .* unexpected keyword argument 'now'"),
+    ],
+)
+def test_a_request_that_is_not_whole_is_refused_with_the_field(ask, operation, arguments, words):
+    with pytest.raises(TransferError, match=words):
+        raise ask(operation, **arguments).error()
+
+
+def test_an_envelope_that_is_not_one_is_refused(ask):
+    with pytest.raises(TransferError, match="what arrived is no Envelope: client is None"):
+        raise ask("prepare", client=None).error()
+
+
 def test_steps_of_a_transfer_are_those_that_there_are(ask):
     with pytest.raises(TransferError, match="'_bound' is no step of a transfer, which has bind, stage"):
-        raise ask("receive", steps=[["_bound", {}]]).error()
+        raise ask("receive", steps=[{"step": "_bound", "arguments": {}}]).error()
 
 
 def test_a_client_whose_place_another_has_taken_has_lost_the_engine(ask):
