@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from colo.assembly.check import check
     from colo.assembly.launch import launch, start
     from colo.assembly.share import share
-    from colo.engines.vllm.client.remote import connect
+    from colo.engines.vllm.client.server_link import connect
     from colo.integrations.trl import attach
     from colo.planning.estimate import plan
     from colo.runtime import Runtime
@@ -49,7 +49,7 @@ _LAZY = {
     "launch": "colo.assembly.launch",
     "share": "colo.assembly.share",
     "start": "colo.assembly.launch",
-    "connect": "colo.engines.vllm.client.remote",
+    "connect": "colo.engines.vllm.client.server_link",
     "plan": "colo.planning.estimate",
     "Runtime": "colo.runtime",
 }

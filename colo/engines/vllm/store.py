@@ -10,8 +10,8 @@ the weights, and a new worker asks for the same pieces in the same order and fin
     {"op": "done", "layout"}                   -> {}                      from here on the content counts
     {"op": "drop", "indices"}                  -> {}                      slabs that no weight lies in after all
 
-A layout says where every parameter and saved buffer lies in the end: [slab, offset in bytes, dtype, shape, strides] by
-name. A new worker hears that of the first, and is refused with another one: it would compute with something else.
+A layout says where every parameter and saved buffer lies in the end: a `Place`, whose memory is the slab, by name. A
+new worker hears that of the first, and is refused with another one: it would compute with something else.
 Nothing is sent while the worker reads its checkpoint, so the store waits for as long as the worker lives.
 One JSON object a line; an answer with "error" ends the conversation.
 """
@@ -37,6 +37,7 @@ from colo.errors import TransferError
 from colo.memory.digest import Digest
 from colo.memory.probe import device_id
 from colo.memory.share import SharedMemory, open_shared_memory
+from colo.memory.specs import Wire
 from colo.units import format_bytes
 
 DEADLINE_S = 60.0
@@ -46,8 +47,8 @@ _RETRY_S = 0.1
 """Pause before the store listens again after an error, such as EMFILE."""
 
 
-Layout = Mapping[str, list[Any]]
-"""[slab, offset in bytes, dtype, shape, strides] by name."""
+Layout = Mapping[str, Wire]
+"""`Place.to_wire` of every weight, by name."""
 
 
 @dataclass
@@ -161,7 +162,7 @@ class WeightStore:
             index, worker.given = worker.given, worker.given + 1
             return self._slab(memory, index, request["size_bytes"]).describe(to_pid=worker.pid)
         if request["op"] == "drop":
-            in_use = {place[0] for place in memory.layout.values()}
+            in_use = {place["memory"] for place in memory.layout.values()}
             for index in set(request["indices"]) - in_use:
                 memory.slabs[index].close()
             return {}

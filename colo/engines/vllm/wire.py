@@ -144,7 +144,7 @@ class BeginReload(Request):
     """Begin a layerwise reload; the answer tells whether the output layer is the embedding."""
 
 
-class Reload(Request):
+class ReloadTensors(Request):
     """Load a part of the weights."""
 
     tensors: Any

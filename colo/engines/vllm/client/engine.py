@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable
-from contextlib import suppress
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from functools import partial
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -18,25 +19,39 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from colo.engines.base import EngineStatus
-from colo.engines.vllm import compat, plugin
-from colo.engines.vllm.client.link import WorkerLink
-from colo.engines.vllm.client.linked_engine import LinkedEngine
+from colo.engine import AdapterWeights, Completion, EngineState, SleepLevel
+from colo.engines.base import EngineBase, EngineStatus
+from colo.engines.sampling import sampling_temperature
+from colo.engines.vllm import compat, plugin, wire
+from colo.engines.vllm.client.adapters import AdapterRegistry
+from colo.engines.vllm.client.link import PauseMode, WorkerLink
 from colo.engines.vllm.client.llm_link import DEADLINE_S, link_to, start_llm
+from colo.engines.vllm.client.memory import WorkerMemory, WorkerWeights
 from colo.engines.vllm.client.options import check_main_guard, device_of, llm_options, quantization_of, save_config
 from colo.engines.vllm.store import WeightStore
 from colo.engines.vllm.wire import Forget
-from colo.errors import EngineLost, PhaseError, TransferError
+from colo.errors import EngineLost, PhaseError, TransferError, Unsupported
+from colo.memory.load_plan import LoadPlan
 from colo.memory.offload import Mover
-from colo.phases.phase import Residency
+from colo.memory.share import Staging
+from colo.phases.phase import ENGINE_WEIGHTS, Residency
+from colo.phases.segment import Segment
+from colo.weights.packed import PackedWeight
 
 
-class VLLMEngine(LinkedEngine):
+class VLLMEngine(EngineBase):
     """An `Engine` (see `colo.engine`) that runs vLLM. Not thread-safe: one caller at a time.
 
     Ownership: owns the `vllm.LLM` that it has started and its weights' memory until `close`; with `around` and
     `colo.connect` it owns neither. It starts awake and poisoned, until `commit` names what it holds.
     """
+
+    name = "vllm"
+
+    _link: WorkerLink
+    _store: WeightStore | None
+    _weights: WorkerWeights
+    _adapters: AdapterRegistry
 
     def __init__(
         self,
@@ -66,7 +81,7 @@ class VLLMEngine(LinkedEngine):
         compat.warn_if_untested()
         compat.import_apart()
         plugin.register()
-        super().__init__(device_of(device), mover, when_lost="call recover() to start it again")
+        self._begin(device_of(device), mover, when_lost="call recover() to start it again")
         try:
             if isinstance(model, (PretrainedConfig, PreTrainedModel)):
                 folder = self._owned.enter_context(TemporaryDirectory(prefix="colo-"))
@@ -117,7 +132,7 @@ class VLLMEngine(LinkedEngine):
     ) -> VLLMEngine:
         """An engine over a vLLM that is someone else's, by a link to it. Raises: what making the link raises."""
         engine = cls.__new__(cls)
-        LinkedEngine.__init__(engine, device, mover, when_lost=when_lost)
+        engine._begin(device, mover, when_lost=when_lost)
         engine._start = None
         try:
             engine._connect(link(engine._status))
@@ -125,6 +140,240 @@ class VLLMEngine(LinkedEngine):
             engine._owned.close()
             raise
         return engine
+
+    def _begin(self, device: torch.device, mover: Mover | None, *, when_lost: str) -> None:
+        """An engine without a link, until `_connect`; `when_lost` is advice."""
+        self._memory = WorkerMemory(self._before_leaving)
+        status = EngineStatus(
+            lambda: self.segments,
+            check_alive=lambda: self._link.check_alive(),
+            on_loss=self._memory.lose,
+            when_lost=when_lost,
+        )
+        EngineBase.__init__(self, device, self._memory.segments, mover=mover, status=status)
+        self._owned = ExitStack()
+        if self._owns_mover:
+            self._owned.callback(self.mover.close)
+        self._staging = Staging(device)
+        self._owned.callback(self._staging.close)
+        self._store = None
+
+    def _connect(self, link: WorkerLink) -> None:
+        """Take `link` for the engine's, once everything that may fail has not; it is closed otherwise."""
+        try:
+            self._staging.move_to(self.device if link.ipc_refusal is None else torch.device("cpu"))
+            weights = WorkerWeights(link, store=self._store, staging=self._staging)
+            self._memory.hold(link, weights)
+        except BaseException:
+            link.close()
+            raise
+        self._link, self._weights = link, weights
+        self._adapters = AdapterRegistry(link)
+
+    # ---- what a runtime asks -----------------------------------------------------------------------------------------
+
+    @property
+    def llm(self) -> Any:
+        """The `vllm.LLM`; `None` when closed."""
+        return self._link.llm
+
+    @property
+    def link(self) -> WorkerLink:
+        """The way to vLLM's workers."""
+        return self._link
+
+    @property
+    def pids(self) -> Sequence[int]:
+        """Process of every worker."""
+        return self._link.pids
+
+    @property
+    def ipc_refusal(self) -> str | None:
+        """Why a worker cannot map the trainer's memory; host memory is in between then."""
+        return self._link.ipc_refusal
+
+    @property
+    def model_type(self) -> str | None:
+        """`model_type` of the model's configuration."""
+        return self._link.model_type
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below it."""
+        return self._link.infos[0].vocab_size
+
+    @property
+    def placement(self) -> str:
+        """Where the engine runs and its weights lie, in a phrase for reports."""
+        return f"{self._link.placement}, weights in {self._weights.where}"
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Host memory that the workers have pinned now."""
+        return sum(self._link.call(wire.PinnedBytes()))
+
+    @property
+    def residual_bytes(self) -> Mapping[str, int]:
+        """Device bytes that no sleep gives back: what they are, and how many; measured when vLLM has started."""
+        known: Counter[str] = sum((Counter(info.residual_bytes) for info in self._link.infos), Counter())
+        in_segments = sum(segment.size_bytes for segment in self.segments)
+        rest = self._link.taken_bytes - in_segments - sum(known.values())
+        return dict(known) | ({"context, libraries and the rest": rest} if rest > 0 else {})
+
+    def sampling_params(self, params: Any = None, **options: Any) -> Any:
+        """What `generate` takes, from options by name or from parameters; a server takes none of vLLM's own."""
+        return self._link.sampling_params(params, options)
+
+    def sampling_temperature(self, params: Any) -> float | None:
+        """The temperature that `logprobs` have in them; `None` where filters or penalties change them too."""
+        return None if self._link.distorting else sampling_temperature(params)
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], params: Any, *, adapter: str | None = None
+    ) -> list[Completion]:
+        """Sample `params.n` completions for each prompt; see `Engine.generate`. `params` may be vLLM's own.
+
+        vLLM's `seed`, also by name, is the same for every prompt and counts up with the samples; a list by name has one
+        for each prompt. A server takes colo's parameters only, whose seed differs for every prompt and sample.
+        """
+        version = self.ready()
+        named = self._adapters.named(adapter) if adapter is not None else None
+        return self._link.generate(prompts, params, version=version, adapter=named)
+
+    def pause(self, mode: PauseMode = "abort") -> None:
+        """Stop generating, so that weights may change. Idempotent; `PhaseError` when asleep or closed.
+
+        `mode` says what becomes of requests in flight, which you have added to `llm.llm_engine`, or other clients have
+        sent to a server: `abort` ends them (the next `step` says so; in this process they are gone without a word);
+        `wait` lets those that have begun finish, however long it takes; `keep` continues them after `resume`, from
+        tokens computed again where the KV cache has been dropped or weights have changed. Those that have not begun
+        wait for `resume`, unless aborted. A pause that is on stays as it was asked for.
+
+        Raises: `Unsupported` for `wait` in this process, where requests go on only while you step.
+        """
+        self._status.require("pause", EngineState.AWAKE, EngineState.PAUSED)
+        self._link.pause(mode)
+
+    def resume(self) -> None:
+        """Generate again. Idempotent; `PhaseError` unless every segment is resident."""
+        self._status.require("resume", EngineState.AWAKE, EngineState.PAUSED)
+        self._memory.settle()
+        self._link.resume()
+
+    def sleep(self, level: SleepLevel | int, mode: PauseMode = "abort") -> None:
+        """Give memory back, unless it is given back already; see `Engine.sleep`. `mode` is that of `pause`."""
+        self._status.require_open("sleep")
+        leaving = self.leaving(SleepLevel(str(level)))
+        self._link.pause(mode)
+        self._leave(leaving)
+
+    def why_it_stays(self, segment: Segment) -> str:
+        """The reason why a segment never leaves, in words that follow `it is`."""
+        return self._memory.why_it_stays(segment.name)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget everything computed from earlier weights. Raises: `TransferError` when vLLM does not let go of it."""
+        self._status.require_open("reset its prefix cache")
+        self._link.reset_prefix_cache()
+        self._adapters.forget_names()
+
+    def record_plan(self, source: Mapping[str, torch.Tensor]) -> LoadPlan:
+        """Record what vLLM's loader does with `source`; see `Engine.record_plan`. Every worker records its own."""
+        self._status.require_weights("record a load plan")
+        return self._weights.record_plan(source)
+
+    def packed_weights(self) -> Mapping[str, PackedWeight]:
+        """Weights that bitsandbytes has packed, by name, within one process. `Unsupported` for other packing."""
+        if not self._link.same_process:
+            return {}
+        packed: Mapping[str, PackedWeight] = self._link.call(wire.Packed())[0]
+        return packed
+
+    def share_weights(self) -> None:
+        """Let a trainer work on the same memory: from now on it never leaves the device."""
+        self._status.require_weights("share its weights")
+        if self._link.why_not_shared is not None:
+            raise Unsupported("the memory of a server's weights cannot be shared: they are copied")
+        self._memory.share_weights()
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Run vLLM's layerwise reload on all tensors of the model. Poisons until the next `commit`.
+
+        Raises: `PhaseError` while the weights are away; what a worker raised, after which all of it has to be loaded
+        again.
+        """
+        self.poison_for_load()
+        self._weights.reload(weights)
+        self.reset_prefix_cache()
+
+    def receive(self, operation: str, **arguments: Any) -> list[Any]:
+        """Run a step of `Receiver` in every worker; see `receive_all`."""
+        return self.receive_all([(operation, arguments)])
+
+    def receive_all(self, operations: Sequence[tuple[str, dict[str, Any]]]) -> list[Any]:
+        """Run steps of `Receiver` in every worker. Poisons from `begin` until `commit`. `PhaseError` while asleep."""
+        names = [name for name, _ in operations]
+        if names != ["release"]:
+            self._status.require_weights("take weights")
+        if "begin" in names:
+            self.poison("weights have been copied into it and not committed: publish all of them")
+        steps = [{"step": name, "arguments": arguments} for name, arguments in operations]
+        return self._link.call(wire.Receive(steps=steps))
+
+    def commit(self, version: int) -> None:
+        """Declare that the engine now holds `version`; lifts a poisoning. `PhaseError` unless they are resident."""
+        self._status.require_weights(f"hold version {version}")
+        self._link.tell_version(version)
+        super().commit(version)
+
+    def gather(self, value: Any) -> list[Any]:
+        """`value` of every rank of a torchrun group, all of which have to ask; see `in_all_ranks`."""
+        return self._link.gather(value)
+
+    @property
+    def adapters(self) -> Sequence[str]:
+        """Names of the adapters that are loaded."""
+        return tuple(self._adapters.numbers)
+
+    @property
+    def adapter_refusal(self) -> str | None:
+        """Why the adapter that was loaded last is loaded anew for each version; `None` where it is written in place."""
+        return self._adapters.refusal
+
+    @property
+    def why_adapter_staged(self) -> str | None:
+        """Why the adapter that was sent last went through a slab; `None` where workers have read it in place."""
+        return self._adapters.why_staged
+
+    def load_adapter(self, name: str, adapter: AdapterWeights) -> None:
+        """Make a LoRA adapter available by name, from memory; see `Engine.load_adapter`."""
+        self._status.require_weights("load an adapter")
+        if self._adapters.load(name, adapter):
+            self.reset_prefix_cache()
+
+    def replace_adapter(self, old: str, new: str, adapter: AdapterWeights) -> None:
+        """Put `adapter`, named `new`, in the place of `old`; see `Engine.replace_adapter`.
+
+        Workers write it over `old`, without vLLM's loader, if modules and shapes are the same. `PhaseError` without
+        weights.
+        """
+        self._status.require_weights("replace an adapter")
+        if self._adapters.replace(old, new, adapter):
+            self.reset_prefix_cache()
+
+    def remove_adapter(self, name: str) -> None:
+        """Forget an adapter. `ValueError` when there is none of that name."""
+        self._status.require_open("remove an adapter")
+        self._adapters.remove(name)
+
+    # ---- told by its segments -----------------------------------------------------------------------------------
+
+    def _before_leaving(self, name: str, target: Residency) -> None:
+        """Make ready for a segment to leave the device for `target`: nobody may use it any more."""
+        self._link.pause()
+        self.reset_prefix_cache()
+        if name == ENGINE_WEIGHTS and target is Residency.DISCARDED:
+            self.poison("its weights have been dropped: wake it and publish weights to it")
 
     def recover(self) -> None:
         """Start a lost engine again, on the same weights. It is awake and poisoned then.

@@ -1,5 +1,10 @@
 """A link to a vLLM server of the user's own, over HTTP: `colo.connect`.
 
+    VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --host 127.0.0.1 --load-format colo --logprobs-mode processed_logprobs
+                                            --worker-extension-cls colo.engines.vllm.worker.ColoWorker
+
+    rt = colo.share(colo.connect("http://localhost:8000"), model, optimizer)
+
 Server and trainer share a machine and a device. Operations and requests travel as JSON, weights by memory that both map
 (`colo.weights.transports.ipc.sender`).
 
@@ -14,6 +19,7 @@ import operator
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import httpx
@@ -25,7 +31,9 @@ from colo.engines.base import EngineStatus
 from colo.engines.http import Body, HttpClient, Refused, Silent
 from colo.engines.sampling import check_seeds, check_taken, completion_seed
 from colo.engines.text import check_count, check_prompts
+from colo.engines.vllm.client.engine import VLLMEngine
 from colo.engines.vllm.client.link import NamedAdapter, PauseMode, WorkerLink, answers_of, new_client
+from colo.engines.vllm.client.options import device_of
 from colo.engines.vllm.client.sampling import check_logprobs, check_numbers
 from colo.engines.vllm.client.served_adapters import ServedAdapters
 from colo.engines.vllm.names import COLO, WORKER_EXTENSION
@@ -35,6 +43,9 @@ from colo.errors import EngineLost, PhaseError, TransferError, Unsupported
 from colo.memory.probe import device_id
 from colo.memory.share import SharedMemory
 from colo.weights.mismatch import not_numbers
+
+DEADLINE_S = 300.0
+"""Silence after which a server counts as lost: no answer, nor a healthy one while it generates."""
 
 HOW_TO_START = (
     f"start it on this machine as `VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --host 127.0.0.1 --load-format {COLO} "
@@ -47,6 +58,43 @@ _MAX_REQUESTS = 32
 
 _NO_JSON = "Out of range float values are not JSON compliant"
 """What Python's `json`, and so a server, says of log-probabilities that are not numbers."""
+
+
+def connect(
+    url: str,
+    *,
+    model_name: str | None = None,
+    device: torch.device | str | None = None,
+    deadline_s: float = DEADLINE_S,
+    api_key: str | None = None,
+    http: httpx.AsyncBaseTransport | None = None,
+) -> VLLMEngine:
+    """A vLLM server of yours as an engine for `colo.share`, on the same machine and device as the trainer.
+
+    `model_name` is the name it serves, by default the first one; `http` replaces the network. The server stays yours:
+    closing leaves it awake, and its other clients may generate while weights change. The engine starts poisoned, and
+    awake unless the server is paused. Raises: `EngineLost` when nothing answers; `Unsupported`, with the flags to start
+    it with, for a server that cannot take weights from here; `PhaseError` for one that is asleep.
+    """
+    found = device_of(device)
+    link = partial(
+        ServerLink,
+        base_url(url),
+        found,
+        model_name=model_name,
+        deadline_s=deadline_s,
+        api_key=api_key,
+        http=http,
+    )
+    return VLLMEngine.over(
+        link, found, when_lost="close this runtime, start the server again if it has ended, and connect again"
+    )
+
+
+def base_url(url: str) -> str:
+    """The address of a server, as clients of its `/v1` and people write it: with a scheme, and without that path."""
+    url = url if "://" in url else f"http://{url}"
+    return url.rstrip("/").removesuffix("/v1")
 
 
 class ServerLink(WorkerLink):

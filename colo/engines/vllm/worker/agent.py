@@ -238,7 +238,7 @@ class WorkerAgent:
         self._reload = Reload(self._model, self._worker.model_config, device)
         return self._reload.tied
 
-    def reload(self, asked: wire.Reload) -> None:
+    def reload_tensors(self, asked: wire.ReloadTensors) -> None:
         """Load tensors."""
         reload = check_begun(self._reload)
         if asked.in_process:

@@ -34,7 +34,8 @@ from colo.engines.vllm.store import Layout, StoreClient
 from colo.errors import TransferError
 from colo.memory.digest import Digest
 from colo.memory.region import ALIGNMENT_BYTES
-from colo.memory.share import Description, SharedMemory
+from colo.memory.share import Description, SharedMemory, spec_of, view
+from colo.memory.specs import Place, Wire
 from colo.units import MIB, align_up
 
 _FIRST_SLAB_BYTES, _SLAB_BYTES = 2 * MIB, 64 * MIB
@@ -130,24 +131,23 @@ class Placement:
     def layout(self, model: nn.Module) -> Layout:
         """Lay out the weights of `model` in the slabs."""
         tensors = (*model.named_parameters(remove_duplicate=False), *compat.loadable_buffers(model))
-        described = ((name, self._describe(tensor)) for name, tensor in tensors if tensor.numel())
+        described = ((name, self._describe(name, tensor)) for name, tensor in tensors if tensor.numel())
         return {name: place for name, place in described if place is not None}
 
     def put_back(self, model: nn.Module) -> None:
         """Put parameters where they lay when the memory was filled: reading the checkpoint may tie some."""
         for name, parameter in model.named_parameters(remove_duplicate=False):
             known = self.source.layout.get(name)
-            mine = self._describe(parameter)
-            if known is None or mine is None or known == mine or known[2:4] != mine[2:4]:
+            mine = self._describe(name, parameter)
+            if known is None or mine is None or known == mine:
                 continue
-            index, offset, _, shape, strides = known
-            parameter.data = self.slabs[index][offset:].view(parameter.dtype).as_strided(shape, strides)
+            place = Place.from_wire(known)
+            if (place.tensor.dtype, place.tensor.shape) == (mine["tensor"]["dtype"], tuple(mine["tensor"]["shape"])):
+                parameter.data = view(place, self.slabs[place.memory])
 
-    def _describe(self, tensor: torch.Tensor) -> list[Any] | None:
+    def _describe(self, name: str, tensor: torch.Tensor) -> Wire | None:
         place = self.locate(tensor)
-        if place is None:
-            return None
-        return [*place, str(tensor.dtype), list(tensor.shape), list(tensor.stride())]
+        return None if place is None else Place(spec_of(name, tensor), *place).to_wire()
 
     def digest(self) -> Digest:
         """Digest all slabs."""

@@ -18,6 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from colo.engines.vllm import store as module
 from colo.engines.vllm.store import StoreClient, WeightStore
 from colo.errors import TransferError
+from colo.memory.specs import Place, TensorSpec
 from colo.units import MIB
 
 CPU = torch.device("cpu")
@@ -163,7 +164,10 @@ def test_a_worker_that_asks_for_other_pieces_is_refused(store, sizes):
             client.take(size_bytes)
 
 
-HEAD, EMBEDDING = [1, 0, "torch.float32", [8, 4], [4, 1]], [0, 512, "torch.float32", [8, 4], [4, 1]]
+HEAD, EMBEDDING = (
+    Place(TensorSpec(name, "float32", (8, 4), (4, 1)), *place).to_wire()
+    for name, place in (("head", (1, 0)), ("embedding", (0, 512)))
+)
 
 
 def test_a_worker_hears_where_weights_lay_and_is_refused_with_others(store):

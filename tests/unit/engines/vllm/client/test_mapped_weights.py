@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from colo.engines.vllm.client.weights import WorkerWeights
+from colo.engines.vllm.client.memory import WorkerWeights
 from colo.memory.share import SharedMemory
 from colo.memory.specs import CopySpec, Place, TensorSpec
 
