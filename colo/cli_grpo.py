@@ -21,7 +21,7 @@ _NOW = {"engine": "colo_engine", "kv_cache_mib": "colo_kv_cache_mib"}
 """Options that were `colo grpo`'s own, and the flag's names for them."""
 
 _REQUIRED = ("model_name_or_path", "dataset_name", "output_dir")
-_SHOWN = ("reward", "rewards/*/mean", "kl", "loss", "completions/mean_length", "colo/mismatch", "step_time", "eval_*")
+_SHOWN = ("reward", "rewards/*/mean", "kl", "loss", "completions/mean_length", "colo/mismatch", "step_time")
 """Metrics in a line of progress; `--json` has all that are logged."""
 
 
@@ -158,7 +158,7 @@ class _Lines:
         self._console = Console(file=file)
 
     def __call__(self, metrics: dict[str, float]) -> None:
-        names = [name for shown in _SHOWN for name in _matching(shown, metrics)]
+        names = [name for of in ("", "eval_") for shown in _SHOWN for name in _matching(of + shown, metrics)]
         words = "  ".join(f"{name} {metrics[name]:.4g}" for name in names)
         self._console.print(
             f"step {metrics['step']:.0f}/{metrics['max_steps']:.0f}  {words}", highlight=False, soft_wrap=True

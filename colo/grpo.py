@@ -25,7 +25,6 @@ from transformers import AutoConfig, ProgressCallback, TrainerCallback
 from transformers.trainer_callback import PrinterCallback
 from transformers.trainer_utils import get_last_checkpoint
 from trl import ModelConfig, ScriptArguments, get_peft_config, get_quantization_config
-from trl.trainer.utils import get_callable_name
 
 from colo.assembly.arguments import check_path
 from colo.assembly.starting import refuse_adapted_head
@@ -146,7 +145,7 @@ def train(
                 name,
                 model.model_name_or_path,
                 revision=model.model_revision,
-                trust_remote_code=args.trust_remote_code,
+                trust_remote_code=any(getattr(each, "trust_remote_code", False) for each in (args, model)),
             )
             longest = max(longest, tokens)
     _check_batch(args, dataset)
@@ -338,13 +337,12 @@ def _check_batch(args: GRPORunConfig, dataset: Any) -> None:
 
 def _rewards(run: RunArguments, args: GRPORunConfig) -> list[Any]:
     """Reward functions and models. Raises: `ValueError` for what cannot be loaded, or other weights than rewards."""
-    functions = [_called_with_what_it_takes(load_function(name)) for name in run.reward_funcs]
+    loaded = [load_function(name) for name in run.reward_funcs]
     models = [run.reward_model_name_or_path] if run.reward_model_name_or_path else []
-    if functions or not models:
-        named_rewards(functions)
+    named = named_rewards(loaded) if loaded or not models else {}
     if models:
         check_path(models[0])
-    rewards = [*models, *functions]
+    rewards = [*models, *(_called_with_what_it_takes(name, function) for name, function in named.items())]
     if args.reward_weights is not None and len(args.reward_weights) != len(rewards):
         raise ValueError(
             f"there are {len(args.reward_weights)} reward_weights for {len(rewards)} rewards: give one for each, that "
@@ -353,11 +351,10 @@ def _rewards(run: RunArguments, args: GRPORunConfig) -> list[Any]:
     return rewards
 
 
-def _called_with_what_it_takes(function: RewardFunction) -> RewardFunction:
+def _called_with_what_it_takes(name: str, function: RewardFunction) -> RewardFunction:
     """A function for TRL, which gives all columns to each and takes any value; errors name reward, step and line."""
     if inspect.iscoroutinefunction(function):
         return function
-    name = get_callable_name(function)
 
     @functools.wraps(function)
     def call(prompts: Any, completions: Any, **columns: Any) -> list[float | None]:

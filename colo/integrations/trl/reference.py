@@ -32,9 +32,12 @@ def initialized_once(model: Any, beta: float) -> Iterator[None]:
     try:
         yield
     finally:
-        if REF in model.peft_config:
-            model.peft_config[REF] = copy.copy(config)
         config.init_lora_weights = before
+        if REF in model.peft_config and adds_nothing(model):
+            model.delete_adapter(REF)  # the model without its adapter is the same, takes nothing, and is not saved
+        elif REF in model.peft_config:
+            model.peft_config[REF] = copy.copy(config)
+            model.peft_config[REF].init_lora_weights = True
 
 
 def keep_initial_adapter(trainer: Any) -> Callable[[], None]:
