@@ -1,8 +1,8 @@
 """The charts of a trace: what each shows and says, for the HTML page and the PNG alike. Draws nothing.
 
-Blue is the engine and its phase, warm colours are the trainer. Colours are those of Okabe and Ito
-(https://jfly.uni-koeln.de/color/), which stay apart for readers with any kind of colour blindness; they are the same on
-light and on dark paper.
+A colour means one thing: blue is the engine's memory, warm colours are the trainer's; green, violet and greys are
+phases. Those of memory are Okabe's and Ito's (https://jfly.uni-koeln.de/color/), which stay apart for readers with any
+kind of colour blindness; all are the same on light and on dark paper.
 """
 
 from __future__ import annotations
@@ -16,43 +16,63 @@ from typing import NamedTuple
 
 from colo.phases import phase as known
 from colo.phases.trace import MemorySample, Span, Trace
-from colo.report.axes import (
-    BYTE_UNITS,
-    PLAIN_UNITS,
-    TIME_UNITS,
-    Axis,
-    Series,
-    Unit,
-    count_ticks,
-    extremes,
-    time_axis,
-    unit_ticks,
-)
 from colo.report.table import PARTS, Cycle, cycles, moves_once, phase_spans, segment_peaks
-from colo.units import format_bytes, format_seconds
+from colo.units import GIB, KIB, MIB, format_bytes, format_seconds
 
-BLUE, SKY, GREEN, YELLOW = "#0072b2", "#56b4e9", "#009e73", "#f0e442"
-ORANGE, VERMILLION, PURPLE, GREY = "#e69f00", "#d55e00", "#cc79a7", "#b3bac2"
-DARK = frozenset({BLUE, GREEN, VERMILLION})
-"""Colours that white text can be read on; black text on the others."""
+CURVE = "var(--ink)"
+"""Colour of a single line."""
 
-CURVE = "var(--curve)"
-"""The colour of a single line, which is lighter on dark paper."""
-
-PART_COLOURS = dict(zip(PARTS, (BLUE, GREEN, VERMILLION, YELLOW, GREY), strict=True))
-"""Colour of each part of a training step; those that are phases have it everywhere."""
+PART_COLOURS = dict(zip(PARTS, ("#009e73", "#7b6bb0", "#66748a", "#b2abd2", "#ccd2d9"), strict=True))
+"""Colour of each part of a training step: green, violet, slate, lilac, grey."""
 
 _SEGMENT_COLOURS = {
-    known.ENGINE_WEIGHTS: BLUE,
-    known.ENGINE_KV_CACHE: SKY,
-    known.TRAINER_PARAMETERS: VERMILLION,
-    known.TRAINER_GRADIENTS: YELLOW,
-    known.TRAINER_OPTIMIZER: ORANGE,
-    known.TRAINER_MASTER_WEIGHTS: PURPLE,
+    known.ENGINE_WEIGHTS: "#0072b2",
+    known.ENGINE_KV_CACHE: "#56b4e9",
+    known.TRAINER_PARAMETERS: "#d55e00",
+    known.TRAINER_GRADIENTS: "#f0e442",
+    known.TRAINER_OPTIMIZER: "#e69f00",
+    known.TRAINER_MASTER_WEIGHTS: "#cc79a7",
 }
-_OTHER_COLOURS = (GREEN, GREY, VERMILLION, SKY)
+_OTHER_COLOURS = ("#8c6d31", "#d9c7a3", "#843c39", "#e7969c")
+DARK = frozenset({"#009e73", "#7b6bb0", "#66748a"})
+"""Colours of phases that white text can be read on; black text on the others."""
+
+Unit = tuple[float, float, str]
+"""Smallest size shown in a unit, the size of the unit, and its name."""
+
+TIME_UNITS: Sequence[Unit] = ((10800, 3600, "h"), (600, 60, "min"), (1, 1, "s"), (1e-3, 1e-3, "ms"), (0, 1e-6, "us"))
+BYTE_UNITS: Sequence[Unit] = ((GIB, GIB, "GiB"), (MIB, MIB, "MiB"), (KIB, KIB, "KiB"), (0, 1, "B"))
+PLAIN_UNITS: Sequence[Unit] = ((-math.inf, 1, ""),)
+
 _ROWS = {"engine": "engine", "device": "device", "d2h": "device to host", "h2d": "host to device", "host": "host"}
 _NUM_BINS, _MAX_BARS, _MAX_STEPS = 400, 160, 20  # memory samples, step times, and training steps drawn one by one
+
+
+Ticks = Sequence[tuple[float, str]]
+"""Places on an axis and their labels."""
+
+
+class Series(NamedTuple):
+    """Values of one kind, how they are drawn, and what is said of them."""
+
+    values: Sequence[float]
+    colour: str
+    label: str
+    detail: str
+
+    @property
+    def title(self) -> str:
+        """Text that shows when the pointer rests on it."""
+        return f"{self.label}: {self.detail}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Axis:
+    """The values from one end of a chart to the other, and those that are labelled."""
+
+    low: float = 0.0
+    high: float
+    ticks: Ticks = ()
 
 
 class Legend(NamedTuple):
@@ -130,6 +150,8 @@ def memory_chart(trace: Trace) -> AreaChart | None:
     times = [max(s.time_s, start_s) for s in samples]
     used = [(t, s.device_used_bytes) for t, s in zip(times, samples, strict=True) if s.device_used_bytes is not None]
     caption = "Bytes that each segment holds on the device. The strip on top, and the shading, show whose turn it is."
+    if (peaks := _step_peaks(trace)) and not _differ(peaks):
+        caption += f" Every one of {len(peaks)} training steps peaks at {format_bytes(max(peaks))}."
     if used:
         caption += " The thin line is all device memory in use, as the driver sees it."
     if capacity and not limit:
@@ -154,17 +176,30 @@ def memory_chart(trace: Trace) -> AreaChart | None:
 
 
 def peaks_chart(trace: Trace) -> CurveChart | None:
-    """The peak of every training step, for runs too long to draw in full: shows whether memory grows."""
-    steps = cycles(trace)
-    if len(steps) <= _MAX_STEPS or not trace.samples:
+    """The peak of every training step of a long run; `None` where all are alike, which `memory_chart` says."""
+    peaks = _step_peaks(trace)
+    if not _differ(peaks):
         return None
-    ordered = sorted(trace.samples, key=lambda s: s.time_s)
-    times = [s.time_s for s in ordered]
-    held = (ordered[bisect_left(times, c.start_s) : bisect_right(times, c.end_s)] for c in steps)
-    peaks = [max((s.total_bytes for s in samples), default=math.nan) for samples in held]
     series = Series(peaks, CURVE, "peak", f"at most {format_bytes(trace.peak_bytes())}")
     caption = "The most bytes that all segments held together."
     return _curve_chart("Peak of each training step", caption, series, BYTE_UNITS)
+
+
+def _step_peaks(trace: Trace) -> list[float]:
+    """Peaks of the training steps of a run that is too long to draw in full; of others none."""
+    steps = cycles(trace)
+    if len(steps) <= _MAX_STEPS or not trace.samples:
+        return []
+    ordered = sorted(trace.samples, key=lambda s: s.time_s)
+    times = [s.time_s for s in ordered]
+    held = (ordered[bisect_left(times, c.start_s) : bisect_right(times, c.end_s)] for c in steps)
+    return [max((s.total_bytes for s in samples), default=math.nan) for samples in held]
+
+
+def _differ(peaks: Sequence[float]) -> bool:
+    """Tell peaks that differ by a hundredth from those that would be a flat line."""
+    finite = [peak for peak in peaks if math.isfinite(peak)]
+    return bool(finite) and max(finite) - min(finite) > 0.01 * max(finite)
 
 
 def steps_chart(trace: Trace) -> BarChart | None:
@@ -313,3 +348,46 @@ def _curve_chart(title: str, caption: str, series: Series, units: Sequence[Unit]
         series=series,
         places=places,
     )
+
+
+# ---- axes ------------------------------------------------------------------------------------------------------------
+
+
+def ticks(low: float, high: float, count: int = 5) -> list[float]:
+    """About `count` round values (1, 2 or 5 times a power of ten apart) from `low` to `high`."""
+    if not high > low:
+        return [low]
+    rough = (high - low) / count
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = min((factor * power for factor in (1, 2, 5, 10)), key=lambda step: abs(math.log(rough / step)))
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return [float(f"{i * step:.15g}") for i in range(first, last + 1)]
+
+
+def count_ticks(count: int) -> list[tuple[float, str]]:
+    """Round whole numbers from 1 to `count`, each in the middle of its unit: 1 at 0.5."""
+    return [(tick - 0.5, f"{tick:g}") for tick in ticks(1, count) if tick == int(tick)]
+
+
+def unit_ticks(low: float, high: float, units: Sequence[Unit], count: int = 5) -> list[tuple[float, str]]:
+    """Round values from `low` to `high` in the unit that suits `high`, each with its label."""
+    _, factor, name = next(unit for unit in units if high >= unit[0])
+    values = ticks(low / factor, high / factor, count)
+    return [(tick * factor, f"{tick:g} {name}".rstrip() if tick else "0") for tick in values]
+
+
+def extremes(values: Sequence[float], num_bins: int = 400) -> list[int]:
+    """Indices of the values to draw: the finite ones; of many the first, the last, and each bin's extremes."""
+    finite = [i for i, value in enumerate(values) if math.isfinite(value)]
+    size = max(1, len(finite) // num_bins)
+    keep = {*finite[:1], *finite[-1:]}
+    for first in range(0, len(finite), size):
+        part = finite[first : first + size]
+        keep |= {min(part, key=values.__getitem__), max(part, key=values.__getitem__)}
+    return sorted(keep)
+
+
+def time_axis(start_s: float, end_s: float) -> Axis:
+    """Seconds, counted from the left edge."""
+    labels = unit_ticks(0, end_s - start_s, TIME_UNITS, 8)
+    return Axis(low=start_s, high=end_s, ticks=[(start_s + value, label) for value, label in labels])

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from colo.units import GIB
+from colo.units import format_bytes
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -27,16 +27,19 @@ COLUMNS: tuple[tuple[str, tuple[str, ...], Format], ...] = (
     ("length", ("completion_tokens", "completions/mean_length"), lambda value: f"{value:.1f}"),
     ("mismatch", ("mismatch", "mismatch_sampled"), lambda value: f"{value:.1e}"),
     ("tokens/s", ("tokens_per_s",), lambda value: f"{value:,.0f}"),
-    ("GiB", ("device_bytes",), lambda value: f"{value / GIB:.2f}"),
+    ("memory", ("device_bytes",), lambda value: format_bytes(int(value))),
 )
-"""Title, the metrics that it is read from, of which the first that is there counts, and how it is written."""
+"""Title, metric names by preference, and formatter of a column."""
+
+LEFT_OUT = ("length", "tokens/s", "mismatch")
+"""Columns that a plain line goes without where it would not fit, the first one first."""
 
 PLAIN_EVERY_S = 10.0
 """So often a plain line is written."""
 
 
 class LiveTable:
-    """Metrics of the last steps: rewards, completion length, mismatch, tokens a second, GiB, and the time left.
+    """Metrics of the last steps: rewards, completion length, mismatch, tokens a second, memory, and the time left.
 
     `update` takes a step's metrics: `reward`, `rewards/NAME`, and those of `COLUMNS`; others are not shown, and what is
     missing in all steps has no column. Used as a context manager; what is shown last stays.
@@ -117,7 +120,11 @@ class LiveTable:
         return cells
 
     def _write(self) -> None:
-        self._console.print("  ".join(f"{title} {cell}" for title, cell in self._rows[-1].items()), highlight=False)
+        cells = dict(self._rows[-1])
+        for title in LEFT_OUT:
+            if sum(len(name) + len(cell) + 3 for name, cell in cells.items()) - 2 > self._console.width:
+                cells.pop(title, None)
+        self._console.print("  ".join(f"{title} {cell}" for title, cell in cells.items()), highlight=False)
         self._written_s, self._is_written = self._clock(), True
 
     def _show_in_terminal(self) -> None:

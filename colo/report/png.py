@@ -8,12 +8,11 @@ from typing import Any
 
 from colo.errors import Unsupported
 from colo.phases.trace import Trace
-from colo.report.axes import Axis
 from colo.report.charts import (
-    BLUE,
     CURVE,
     PART_COLOURS,
     AreaChart,
+    Axis,
     BarChart,
     CurveChart,
     memory_chart,
@@ -83,8 +82,8 @@ def _draw_bars(axes: Any, chart: BarChart) -> None:
 
 
 def _draw_curve(axes: Any, chart: CurveChart) -> None:
-    colour = BLUE if chart.series.colour == CURVE else chart.series.colour
-    axes.plot([i + 1 for i in chart.places], [chart.series.values[i] for i in chart.places], color=colour, marker=".")
+    colour = "black" if chart.series.colour == CURVE else chart.series.colour
+    axes.plot([i + 1 for i in chart.places], [chart.series.values[i] for i in chart.places], color=colour, linewidth=1)
     axes.set(xlabel="training step", xticks=[value + 0.5 for value, _ in chart.x.ticks])
     axes.grid(axis="y", alpha=0.3)
 

@@ -319,8 +319,16 @@ def _memory_sheet(trace: Trace) -> Sheet:
     held["device (driver's view)"] = [s.device_used_bytes for s in peaks.values()]
     held["host arena"] = [s.host_bytes for s in peaks.values()]
     rows = [(name, *(format_bytes(v) if v else "-" for v in values)) for name, values in held.items() if any(values)]
+    return Sheet(memory_headline(trace) or "Memory", ("segment", *map(str, peaks)), rows)
+
+
+def memory_headline(trace: Trace) -> str:
+    """Say what taking turns is for: the peak of all segments beside every segment's own peak, added up."""
+    if not (peak_bytes := trace.peak_bytes()):
+        return ""
     capacity = f" of {format_bytes(trace.capacity_bytes)}" if trace.capacity_bytes else ""
-    return Sheet(f"Memory{capacity}, at the peak of each phase", ("segment", *map(str, peaks)), rows)
+    apart = format_bytes(sum(segment_peaks(trace).values()))
+    return f"Memory{capacity}: peak {format_bytes(peak_bytes)}, without taking turns {apart}"
 
 
 def _metric_sheet(trace: Trace) -> Sheet:

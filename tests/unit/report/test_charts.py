@@ -1,11 +1,13 @@
 import math
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from traces import run, sample
 
 from colo.phases.phase import Phase
 from colo.phases.trace import Trace
+from colo.report import charts
 from colo.report.charts import (
     PART_COLOURS,
     decimate,
@@ -16,7 +18,7 @@ from colo.report.charts import (
     time_range,
 )
 from colo.report.table import PARTS
-from colo.units import GIB
+from colo.units import GIB, MIB
 
 
 def test_both_pictures_draw_the_same_bars_and_areas():
@@ -52,12 +54,17 @@ def test_decimation_keeps_order_ends_and_every_peak(rows):
 
 
 def test_colours_are_fixed_for_known_segments_and_differ_for_others():
+    of_engine, of_trainer = ("weights", "kv_cache"), ("parameters", "gradients", "optimizer", "master_weights")
+    known = [*(f"engine.{name}" for name in of_engine), *(f"trainer.{name}" for name in of_trainer)]
     first = segment_colours(["engine.weights", "trainer.optimizer", "x", "y", "z"])
     second = segment_colours(["x", "trainer.optimizer"])
     assert first["trainer.optimizer"] == second["trainer.optimizer"]
     assert len(set(first.values())) == 5
     assert set(PART_COLOURS) == set(PARTS)
     assert len(set(PART_COLOURS.values())) == len(PARTS)
+    everywhere = segment_colours([*known, "x", "y", "z", "u"])
+    assert len(set(everywhere.values())) == len(everywhere)
+    assert set(everywhere.values()).isdisjoint(PART_COLOURS.values()), "a colour means one thing"
 
 
 def test_time_range_covers_spans_and_samples():
@@ -66,3 +73,56 @@ def test_time_range_covers_spans_and_samples():
     trace.add("x", 2.0, end_s=7.0)
     trace.samples.append(sample(1.0, Phase.IDLE, {}))
     assert time_range(trace) == (1.0, 7.0)
+
+
+# ---- axes ------------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=300)
+@given(st.floats(-1e9, 1e9), st.floats(1e-3, 1e12), st.integers(2, 10))
+def test_ticks_are_round_inside_and_about_as_many_as_asked(low, length, count):
+    values = charts.ticks(low, low + length, count)
+    slack = 1e-6 * length + 4 * math.ulp(abs(low) + length)  # a thousandth beside a milliard is near what doubles hold
+    assert all(low - slack <= value <= low + length + slack for value in values)
+    assert values == sorted(values)
+    assert len(values) <= 2.5 * count + 2
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [(0, 146, [0, 20, 40, 60, 80, 100, 120, 140]), (0, 1, [0, 0.2, 0.4, 0.6, 0.8, 1]), (1, 12, [2, 4, 6, 8, 10, 12])],
+)
+def test_ticks(low, high, expected):
+    assert charts.ticks(low, high) == pytest.approx(expected)
+
+
+def test_ticks_of_nothing():
+    assert charts.ticks(3.0, 3.0) == [3.0]
+    assert charts.count_ticks(1) == [(0.5, "1")]
+    assert [label for _, label in charts.count_ticks(3)] == ["1", "2", "3"]
+
+
+@pytest.mark.parametrize(
+    ("high", "units", "last"),
+    [
+        (80 * GIB, charts.BYTE_UNITS, (80 * GIB, "80 GiB")),
+        (300 * MIB, charts.BYTE_UNITS, (300 * MIB, "300 MiB")),
+        (100.0, charts.TIME_UNITS, (100.0, "100 s")),
+        (0.05, charts.TIME_UNITS, (pytest.approx(0.05), "50 ms")),
+        (1200.0, charts.TIME_UNITS, (1200.0, "20 min")),
+        (36000.0, charts.TIME_UNITS, (36000.0, "10 h")),
+        (2.0, charts.PLAIN_UNITS, (2.0, "2")),
+        (0, charts.TIME_UNITS, (0, "0")),
+    ],
+)
+def test_unit_ticks_choose_the_unit(high, units, last):
+    assert charts.unit_ticks(0, high, units)[-1] == last
+
+
+def test_series_that_are_thinned_keep_their_extremes():
+    values = [0.0] * 5000
+    values[1234], values[4321], values[7] = 9.0, -9.0, math.nan
+    shown = charts.extremes(values)
+    assert {0, 1234, 4321, 4999} <= set(shown)
+    assert 7 not in shown
+    assert len(shown) < 1000

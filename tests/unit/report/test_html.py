@@ -9,9 +9,9 @@ from traces import PARTIAL, run, sample
 
 from colo.phases.phase import Phase
 from colo.phases.trace import Span, Trace
-from colo.report.axes import Axis
-from colo.report.html import visible, write_html
-from colo.report.svg import Frame
+from colo.report import html as page_of
+from colo.report.charts import Axis
+from colo.report.html import Frame, Markup, visible, write_html
 from colo.report.table import EMPTY
 from colo.units import GIB
 
@@ -61,11 +61,18 @@ def test_page_shows_every_picture_and_table(tmp_path):
     page = Page(text)
     for words in (
         *("Eight", "model", "Qwen3-8B", "Device memory", "Step time", "Reward", "Training step 2 in detail"),
-        *("Phases of 4 training steps", "Where the seconds", "Memory of 40.00 GiB", "capacity 40.00 GiB"),
+        *(
+            "Phases of 4 training steps",
+            "Where the seconds",
+            "Memory of 40.00 GiB: peak 28.00 GiB, without taking turns 44.00 GiB",
+            "capacity 40.00 GiB",
+        ),
         *("engine.kv_cache", "peak 16.00 GiB", "offload trainer.optimizer", "device to host"),
     ):
         assert words in page.text
-    assert (page.count("svg"), page.count("table")) == (4, 4)
+    assert (page.count("svg"), page.count("table")) == (6, 4)
+    kinds = [attrs.get("class") for tag, attrs in page.elements if tag == "svg"]
+    assert kinds == ["broad", "narrow", None, None, "broad", "narrow"]  # each is shown where it fits
 
 
 def test_segments_that_never_held_anything_are_left_out(tmp_path):
@@ -135,7 +142,8 @@ def test_partial_traces_are_drawn(tmp_path, make):
 def memory_top(page, frame_height=390 - 26 - 26):
     """The highest point of the memory areas, as a fraction of the axis."""
     areas = [attrs["d"] for tag, attrs in page.elements if tag == "path" and attrs.get("class") == "cut"]
-    highest = min(float(y) for d in areas for y in re.findall(r"[ML]-?[\d.]+ (-?[\d.]+)", d))
+    broad = areas[: len(areas) // 2]  # those of telephones come second
+    highest = min(float(y) for d in broad for y in re.findall(r"[ML]-?[\d.]+ (-?[\d.]+)", d))
     return (390 - 26 - highest) / frame_height
 
 
@@ -155,6 +163,10 @@ def test_long_runs_are_drawn_around_their_peak_and_summed_up(tmp_path):
     page = Page(text)
     assert "Shown are training steps 241 to 260 of 400" in page.text
     assert "Peak of each training step" in page.text
+    trace.samples.pop()
+    flat = Page(html(trace, tmp_path)).text
+    assert "Peak of each training step" not in flat
+    assert "Every one of 400 training steps peaks at 28.00 GiB." in flat
     assert "The slowest of every 3 training steps." in page.text
     assert memory_top(page) == pytest.approx(39 / (40 * 1.05), abs=0.001)
     assert len(text) < 400_000
@@ -174,7 +186,7 @@ def test_capacity_far_above_is_told_and_not_drawn(tmp_path):
     assert not any(attrs.get("class") == "limit" for _, attrs in page.elements)
 
 
-PIXEL_A_UNIT = Frame(x=Axis(high=100), y=Axis(high=1), width=172, height=50)
+PIXEL_A_UNIT = Frame(x=Axis(high=100), y=Axis(high=1), width=178, height=50)
 
 
 def spans_of(stretches):
@@ -201,3 +213,38 @@ def test_any_number_of_short_bars_is_drawn_as_few():
     bars = list(visible(spans, PIXEL_A_UNIT, least=2))
     assert len(bars) == 50
     assert bars[0] == (spans[0], 64, 2)
+
+
+# ---- markup ----------------------------------------------------------------------------------------------------------
+
+
+def test_element_escapes_text_and_attributes_but_not_markup():
+    inner = page_of.element("b", "<x>")
+    assert page_of.element("p", "a<b", inner, class_='"q"', data_x=1.0) == (
+        '<p class="&quot;q&quot;" data-x="1">a&lt;b<b>&lt;x&gt;</b></p>'
+    )
+    assert type(page_of.markup("a", inner)) is Markup
+
+
+def test_numbers_are_short():
+    assert [page_of.number(v) for v in (1.0, 0.5, 1 / 3, 100, 12.345)] == ["1", "0.5", "0.33", "100", "12.35"]
+
+
+def test_staircase_holds_each_value_until_the_next():
+    assert page_of.staircase([(0, 5), (1, 5), (2, 7)], 9) == [(0, 5), (2, 5), (2, 7), (9, 7)]
+    assert page_of.staircase([], 9) == []
+
+
+def test_frame_maps_corners_to_corners():
+    frame = Frame(x=Axis(low=2, high=4), y=Axis(high=10), width=100, height=50, left=10, right=5, top=4, bottom=6)
+    assert (frame.column(2), frame.column(4), frame.row(0), frame.row(10)) == (10, 95, 44, 4)
+    assert Frame(x=Axis(high=0), y=Axis(high=0), width=100, height=50).column(0) == 64
+
+
+def test_labels_of_an_axis_are_as_many_as_there_is_room_for():
+    ticks = [(float(i), f"{i} ms") for i in range(0, 500, 50)]
+    for width, most in ((1000, 10), (400, 7), (150, 2)):
+        frame = Frame(x=Axis(high=500, ticks=ticks), y=Axis(high=1), width=width, height=50)
+        shown = Page(frame.axes()).words
+        assert 1 <= len(shown) <= most
+        assert sum(7 * len(word) for word in shown) < frame.end - frame.left

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from colo.report.live import LiveTable
-from colo.units import GIB
+from colo.units import GIB, MIB, format_bytes
 
 STEP = {
     "reward": 0.25,
@@ -19,7 +19,7 @@ STEP = {
     "tokens_per_s": 12345.6,
     "device_bytes": 1.5 * GIB,
 }
-LINE = "step 1/3  reward 0.25  format 0.50  length 2.5  mismatch 1.2e-07  tokens/s 12,346  GiB 1.50"
+LINE = "step 1/3  reward 0.25  format 0.50  length 2.5  mismatch 1.2e-07  tokens/s 12,346  memory 1.50 GiB"
 
 
 class Clock:
@@ -54,6 +54,19 @@ def test_plain_lines_come_now_and_then_and_the_last_step_always(clock):
     assert lines[0] == LINE
     assert [line.split()[1] for line in lines] == ["1/3", "3/3"]
     assert lines[1].endswith("left 0:00")
+
+
+@pytest.mark.parametrize("device_bytes", [4.56 * MIB, 1.5 * GIB, 1000.0])
+def test_a_line_fits_80_columns_and_shows_memory_in_a_unit_that_fits_it(clock, device_bytes):
+    console = Console(file=io.StringIO(), width=80)
+    with LiveTable(300, console=console, clock=clock) as table:
+        for step in range(300):
+            clock.now_s = 20.0 * step
+            table.update({k: v for k, v in STEP.items() if k != "rewards/format"} | {"device_bytes": device_bytes})
+    lines = console.file.getvalue().splitlines()
+    assert len(lines) == 300 and max(map(len, lines)) <= 80
+    assert all(f"memory {format_bytes(int(device_bytes))}" in line and "reward 0.25" in line for line in lines)
+    assert lines[-1].endswith("left 0:00")
 
 
 def test_a_line_that_was_written_is_not_written_again(clock):
