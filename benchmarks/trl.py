@@ -19,7 +19,6 @@ import torch
 
 from benchmarks.common import Record, Row, clear, clocked, timed
 from benchmarks.workload import peak_device_bytes
-from colo.units import MIB
 
 SHAPES: dict[str, Row] = {
     "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4},
@@ -97,7 +96,7 @@ def _measured(name: str, folder: str, options: Mapping[str, Any]) -> Row:
     else:
         side |= {
             "fast_inference": True,
-            "colo_kv_cache_mib": options["kv_cache"] // MIB,
+            "colo_kv_cache_bytes": str(options["kv_cache"]),
             "colo_engine": options["engine"],
         }
     args = ColoGRPOConfig(

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from colo.cli_options import require_vllm
 
-_NOW = {"engine": "colo_engine", "kv_cache_mib": "colo_kv_cache_mib"}
+_NOW = {"engine": "colo_engine", "kv_cache_bytes": "colo_kv_cache_bytes"}
 """Options that were `colo grpo`'s own, and the flag's names for them."""
 
 _REQUIRED = ("model_name_or_path", "dataset_name", "output_dir")
@@ -75,6 +75,9 @@ def _translated(words: list[str], err: Console) -> tuple[list[str], bool]:
             raise click.UsageError(f"Got unexpected extra argument ({word}).")
         else:
             given[name].append(word)
+    if size := given.pop("kv_cache_mib", None):
+        err.print("--kv_cache_mib is --colo_kv_cache_bytes now, as in ColoGRPOConfig", highlight=False)
+        given["colo_kv_cache_bytes"] = [f"{size[-1]}MiB"]
     as_json = given.pop("json", None) is not None
     if (device := given.pop("device", None)) is not None:
         if device[-1:] not in (["cpu"], ["cuda"]):

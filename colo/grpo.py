@@ -71,9 +71,6 @@ class GRPORunConfig(ColoGRPOConfig):
     """`ColoGRPOConfig` with the flag on, the engine that is there, and a log of every step."""
 
     fast_inference: bool = field(default=True, metadata={"help": "Generate with an engine on the trainer's weights."})
-    colo_engine: str = field(
-        default="auto", metadata={"help": "`vllm`, or `torch` for the embedded one; vLLM on a GPU where it is there."}
-    )
     use_cpu: bool = field(default=False, metadata={"help": "Train on the CPU, as where there is no GPU."})
     bf16: bool | None = field(default=None, metadata={"help": "Autocast to bfloat16; by default on a GPU."})
     disable_tqdm: bool | None = field(default=None, metadata={"help": "No progress bars; by default none."})
@@ -84,9 +81,7 @@ class GRPORunConfig(ColoGRPOConfig):
         self.use_cpu = self.use_cpu or not has_cuda
         if self.bf16 is None and self.use_cpu:
             self.bf16 = False
-        if self.colo_engine == "auto":
-            has_vllm = importlib.util.find_spec("vllm") is not None
-            self.colo_engine = "vllm" if has_vllm and not self.use_cpu else "torch"
+        self.choose_engine()
         # Free for the embedded engine: a seed repeats a run then, and a resumed one draws what the first would have.
         self.colo_seeded = self.colo_seeded or self.colo_engine == "torch"
         self.disable_tqdm = True if self.disable_tqdm is None else self.disable_tqdm

@@ -84,17 +84,18 @@ def _elsewhere(valid: Sequence[str]) -> Mapping[str, str]:
     return known
 
 
-def default_engine(device: torch.device) -> str:
+def default_engine(device: torch.device, *, tell: bool = True) -> str:
     """Return the engine of every way in that is not told one: vLLM on a GPU where it is installed, else the embedded.
 
-    It says which on the log.
+    The log says which, unless `tell` is false.
     """
     try:
         chosen = "vllm" if device.type == "cuda" and compat.vllm_version() else "torch"
     except Unsupported:
         chosen = "torch"
     others = "'torch' for the embedded one" if chosen == "vllm" else "'vllm' for vLLM, the default on a GPU that has it"
-    logger.info("engine=%r, since none was named (%s)", chosen, others)
+    if tell:
+        logger.info("engine=%r, since none was named (%s)", chosen, others)
     return chosen
 
 

@@ -578,7 +578,7 @@ def test_a_trainer_can_be_attached_to_again(make):
 
 # ---- the flag -------------------------------------------------------------------------------------------------------
 
-FLAG = {"fast_inference": True, "colo_engine": "torch", "colo_kv_cache_mib": 1}
+FLAG = {"fast_inference": True, "colo_engine": "torch", "colo_kv_cache_bytes": "1MiB"}
 KINDS = {
     "grpo": (ColoGRPOTrainer, ColoGRPOConfig),
     "rloo": (ColoRLOOTrainer, ColoRLOOConfig),

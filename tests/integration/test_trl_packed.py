@@ -40,8 +40,9 @@ def test_qlora_by_the_flag(cpu_build, tmp_path):
         },
         fast_inference=True,
         model_init_kwargs={"dtype": "bfloat16"},
+        colo_engine="vllm",
         colo_engine_options={"enforce_eager": True, "max_model_len": 32, "block_size": 32, "disable_log_stats": True},
-        colo_kv_cache_mib=4,
+        colo_kv_cache_bytes="4MiB",
         max_steps=3,
     )
     rt = trainer.colo

@@ -44,8 +44,9 @@ def test_lora_by_the_flag_in_this_process(checkpoint, tmp_path):
         config=ColoGRPOConfig,
         made_with={"peft_config": LoraConfig(r=8, target_modules="all-linear")},
         fast_inference=True,
+        colo_engine="vllm",
         colo_engine_options=OPTIONS,
-        colo_kv_cache_mib=4,
+        colo_kv_cache_bytes="4MiB",
         max_steps=3,
     )
     try:
@@ -81,7 +82,10 @@ def test_an_engine_killed_in_a_reward_is_started_again_within_the_next_rollout(c
 
     trainer = trainer_of(checkpoint, tmp_path, reward=reward, max_steps=4)
     rt = colo.trl.attach(
-        trainer, engine_options={"own_process": True, **OPTIONS}, config=RuntimeConfig(kv_cache_bytes=4 * MIB)
+        trainer,
+        engine="vllm",
+        engine_options={"own_process": True, **OPTIONS},
+        config=RuntimeConfig(kv_cache_bytes=4 * MIB),
     )
     try:
         trainer.train()

@@ -21,7 +21,13 @@ def made(checkpoint, mode, results):
     options = {"reward": digits, "ddp_backend": "gloo", "max_steps": 3, "eval_strategy": "steps", "eval_steps": 1}
     if mode == "vllm":
         llm = {"enforce_eager": True, "max_model_len": 64, "block_size": 32}
-        flag = {"fast_inference": True, "colo_engine_options": llm, "colo_kv_cache_mib": 4, "colo_seeded": True}
+        flag = {
+            "fast_inference": True,
+            "colo_engine": "vllm",
+            "colo_engine_options": llm,
+            "colo_kv_cache_bytes": "4MiB",
+            "colo_seeded": True,
+        }
         return trainer_of(checkpoint, results, kind=ColoGRPOTrainer, config=ColoGRPOConfig, **options, **flag)
     lora = LoraConfig(r=4, target_modules="all-linear")
     trainer = trainer_of(checkpoint, results, made_with={"peft_config": lora}, **options)

@@ -184,7 +184,8 @@ def test_trls_options_reach_its_trainer_from_words_and_from_yaml(colo, place, mo
     args = found["args"]
     assert (args.loss_type, args.epsilon_high, args.num_iterations) == ("dr_grpo", 0.3, 2)
     assert (args.lr_scheduler_type, args.scale_rewards, args.top_p, args.weight_decay) == ("cosine", "none", 0.9, 0.1)
-    assert (args.fast_inference, args.colo_engine, args.colo_kv_cache_mib, args.use_cpu) == (True, "torch", 1, True)
+    assert (args.fast_inference, args.colo_engine, args.use_cpu) == (True, "torch", True)
+    assert args.colo_kv_cache_bytes == "1MiB"
     assert args.model_init_kwargs == {"dtype": "bfloat16"}
     assert found["peft_config"].target_modules == {"q_proj", "v_proj"} and found["peft_config"].use_rslora
     assert found["rewards"][0].__name__ == "varied"
@@ -406,7 +407,7 @@ def test_rewards_come_from_modules_too(place):
     [
         (["--num_generations", "1"], "at least 2 generations per prompt"),
         (["--num_generations", "3"], "(3)"),
-        (["--engine", "tensorrt"], "colo_engine must be 'vllm' or 'torch', not 'tensorrt'"),
+        (["--engine", "tensorrt"], "colo_engine must be 'auto', 'vllm' or 'torch', not 'tensorrt'"),
         (["--max-step", "3"], "No such option: --max_step. Did you mean --max_steps?"),
         (["--learning_rate", "fast"], "argument --learning_rate/--learning-rate: invalid float value: 'fast'"),
         (["--eval_strategy", "sometimes"], "sometimes"),

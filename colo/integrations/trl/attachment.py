@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
+from colo.assembly.arguments import default_engine
 from colo.assembly.check import check
 from colo.assembly.share import share
 from colo.config import RuntimeConfig
@@ -33,7 +34,7 @@ logger = logging.getLogger(__name__)
 def attach(
     trainer: Any,
     *,
-    engine: str | Engine | Any = "vllm",
+    engine: str | Engine | Any = None,
     engine_options: Mapping[str, Any] | None = None,
     config: RuntimeConfig | None = None,
     seeded: bool = False,
@@ -41,10 +42,11 @@ def attach(
     """Have a TRL trainer generate on an engine that has the trainer's own weights, and take turns with it.
 
     `trainer` is a `GRPOTrainer`, a `RLOOTrainer` or a subclass, made without `use_vllm`; train with it as ever. The
-    runtime that is returned is `trainer.colo` too; `trainer.colo.close()`, or `detach(trainer)`, gives its memory back
-    and leaves the trainer as it was made. `engine` is "vllm", "torch" (the embedded one), or an engine that runs
-    already, as `colo.share` takes it. vLLM runs in this process unless there are several ranks or `engine_options` has
-    `own_process=True`; a process that ends is started again in the middle of a step. Rewards that are not finite
+    runtime that is returned is `trainer.colo` too; `trainer.colo.close()`, or `detach(trainer)`, gives its memory
+    back and leaves the trainer as it was made. `engine` is "vllm", the default on a GPU that has it, "torch" (the
+    embedded one), or an engine that runs already, as `colo.share` takes it. vLLM runs in this process unless there
+    are several ranks or `engine_options` has `own_process=True`; a process that ends is started again in the middle
+    of a step. Rewards that are not finite
     numbers are refused. An optimizer that the trainer has not made yet is made now, with fp32 masters (`MasterWeights`)
     where weights that train are in 16 bits. With `seeded` every rollout draws from a seed of its own, by run and step:
     a resumed run draws what the first would have. vLLM draws for each sequence apart then, which is slower. With `beta`
@@ -60,6 +62,7 @@ def attach(
     check_trainer(trainer)
     check_output(trainer.args.output_dir)
     check_columns(trainer.reward_funcs, trainer.train_dataset, trainer.eval_dataset)
+    engine = default_engine(trainer.accelerator.device) if engine is None else engine
     options = dict(engine_options or {})
     config = _config_of(trainer, config or RuntimeConfig())
     before = trainer.optimizer, trainer.model_wrapped

@@ -12,6 +12,7 @@ from transformers import set_seed
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from trl.trainer import grpo_trainer
 
+from colo.assembly.arguments import chosen_device, default_engine
 from colo.assembly.launch import start
 from colo.assembly.starting import refuse_adapted_head, revision_of
 from colo.config import Offload, RuntimeConfig
@@ -19,7 +20,6 @@ from colo.errors import Unsupported
 from colo.integrations.trl.attachment import attach, choose_process
 from colo.integrations.trl.checks import check_args, check_checkpoint, check_columns, check_output
 from colo.integrations.trl.reference import initialized_once
-from colo.units import MIB
 
 if TYPE_CHECKING:
     from colo.runtime import Runtime
@@ -38,13 +38,13 @@ class ColoOptions:
         default=False, metadata={"help": "Generate with an engine that has the trainer's own weights."}
     )
     colo_engine: str = field(
-        default="vllm", metadata={"help": "`vllm`, or `torch` for the embedded engine, which needs nothing else."}
+        default="auto", metadata={"help": "`vllm`, or `torch` for the embedded one; vLLM on a GPU where it is there."}
     )
     colo_engine_options: dict | str | None = field(  # type: ignore[type-arg]
         default=None, metadata={"help": "Options of `vllm.LLM` by name, and `own_process`; as JSON on a command line."}
     )
-    colo_kv_cache_mib: int | None = field(
-        default=None, metadata={"help": "Size of the KV cache in MiB; by default what fits beside the weights."}
+    colo_kv_cache_bytes: str | None = field(
+        default=None, metadata={"help": "Size of the KV cache, such as 4GiB; by default what fits beside the weights."}
     )
     colo_offload: str = field(
         default="auto", metadata={"help": "When trainer state leaves for a rollout: `auto`, `always` or `never`."}
@@ -60,20 +60,28 @@ class ColoOptions:
         if self.colo_offload not in tuple(Offload):
             raise ValueError(f"colo_offload must be one of {', '.join(Offload)}, not {self.colo_offload!r}")
         self.colo_offload = Offload(self.colo_offload).value
+        self.choose_engine()
         if self.colo_engine not in ("torch", "vllm"):
-            raise ValueError(f"colo_engine must be 'vllm' or 'torch', not {self.colo_engine!r}")
-        size = self.colo_kv_cache_mib
-        if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
-            raise ValueError(f"colo_kv_cache_mib must be a positive whole number, not {size!r}")
+            raise ValueError(f"colo_engine must be 'auto', 'vllm' or 'torch', not {self.colo_engine!r}")
+        try:
+            self.colo_config()
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"colo_{error}") from None
         super().__post_init__()  # type: ignore[misc]
         if not isinstance(self.colo_engine_options, dict | None):
             raise ValueError(f"colo_engine_options must be a mapping, or JSON of one, not {self.colo_engine_options!r}")
+
+    def choose_engine(self) -> None:
+        """Put the engine that is there in the place of `auto`."""
+        if self.colo_engine == "auto":
+            device = "cpu" if getattr(self, "use_cpu", False) else None
+            self.colo_engine = default_engine(chosen_device(device), tell=self.fast_inference)
 
     def colo_config(self) -> RuntimeConfig:
         """The runtime's settings."""
         return RuntimeConfig(
             offload=Offload(self.colo_offload),
-            kv_cache_bytes=None if self.colo_kv_cache_mib is None else self.colo_kv_cache_mib * MIB,
+            kv_cache_bytes=self.colo_kv_cache_bytes,  # type: ignore[arg-type]  # read as a size
         )
 
 

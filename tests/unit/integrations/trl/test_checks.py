@@ -120,7 +120,7 @@ def test_tensor_parallelism_is_refused_by_name():
         check_trainer(trainer)
 
 
-FLAG = {"fast_inference": True, "colo_engine": "torch", "colo_kv_cache_mib": 1}
+FLAG = {"fast_inference": True, "colo_engine": "torch", "colo_kv_cache_bytes": "1MiB"}
 LORA = LoraConfig(r=4, target_modules="all-linear", modules_to_save=["lm_head"])
 
 

@@ -14,7 +14,7 @@ from colo.units import MIB
 from tests.trainers import options, sums
 
 CONFIGS = [ColoGRPOConfig, ColoRLOOConfig]
-FLAG = {"fast_inference": True, "colo_engine": "torch", "colo_kv_cache_mib": 1}
+FLAG = {"fast_inference": True, "colo_engine": "torch", "colo_kv_cache_bytes": "1MiB"}
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
@@ -29,7 +29,7 @@ def test_a_command_line_is_parsed(kind, tmp_path):
         "--colo_engine",
         "torch",
     ]
-    words += ["--colo_kv_cache_mib", "8", "--colo_offload", "always", "--colo_seeded"]
+    words += ["--colo_kv_cache_bytes", "8MiB", "--colo_offload", "always", "--colo_seeded"]
     words += ["--colo_engine_options", '{"max_num_seqs": 4}']
     (args,) = HfArgumentParser(kind).parse_args_into_dataclasses(words)
     assert (args.fast_inference, args.colo_engine, args.colo_seeded) == (True, "torch", True)
@@ -40,7 +40,7 @@ def test_a_command_line_is_parsed(kind, tmp_path):
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_yaml_is_parsed(kind, tmp_path, monkeypatch):
     path = tmp_path / "flag.yaml"
-    given = {"fast_inference": True, "colo_engine_options": {"own_process": True}, "colo_kv_cache_mib": 8}
+    given = {"fast_inference": True, "colo_engine_options": {"own_process": True}, "colo_kv_cache_bytes": "8MiB"}
     path.write_text(yaml.safe_dump({"output_dir": str(tmp_path), "use_cpu": True, "bf16": False, **given}))
     monkeypatch.setattr(sys, "argv", ["script", "--config", str(path), "--colo_offload", "never"])
     (args,) = TrlParser(kind).parse_args_and_config()
@@ -51,7 +51,7 @@ def test_yaml_is_parsed(kind, tmp_path, monkeypatch):
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_by_default_it_is_trls_config(kind, tmp_path):
     args = kind(**options(tmp_path))
-    assert (args.fast_inference, args.colo_engine, args.colo_offload) == (False, "vllm", "auto")
+    assert (args.fast_inference, args.colo_engine, args.colo_offload) == (False, "torch", "auto")
     assert args.colo_config().kv_cache_bytes is None
     kind(**options(tmp_path, use_vllm=True))  # without the flag this is TRL's own
 
@@ -61,12 +61,13 @@ def test_by_default_it_is_trls_config(kind, tmp_path):
     ("changes", "words"),
     [
         ({"fast_inference": True, "use_vllm": True}, "fast_inference takes the place of use_vllm"),
-        ({"colo_engine": "sglang"}, "colo_engine must be 'vllm' or 'torch', not 'sglang'"),
+        ({"colo_engine": "sglang"}, "colo_engine must be 'auto', 'vllm' or 'torch', not 'sglang'"),
         ({"colo_offload": "sometimes"}, "colo_offload must be one of auto, always, never, not 'sometimes'"),
-        ({"colo_kv_cache_mib": 0}, "colo_kv_cache_mib must be a positive whole number, not 0"),
+        ({"colo_kv_cache_bytes": "0"}, "colo_kv_cache_bytes must be a positive number of bytes or None, not 0"),
+        ({"colo_kv_cache_bytes": "4 gibs"}, "colo_kv_cache_bytes: cannot read '4 gibs' as a size"),
         ({"colo_engine_options": [1]}, r"colo_engine_options must be a mapping, or JSON of one, not \[1\]"),
     ],
-    ids=["use_vllm", "engine", "offload", "cache", "options"],
+    ids=["use_vllm", "engine", "offload", "cache", "unit", "options"],
 )
 def test_wrong_values_are_refused_before_anything_is_loaded(kind, changes, words, tmp_path):
     with pytest.raises(ValueError, match=words):

@@ -13,7 +13,7 @@ from colo.trl import ColoGRPOConfig, ColoGRPOTrainer, ColoRLOOConfig, ColoRLOOTr
 from tests.trainers import logged, trained
 
 INITS = [True, "gaussian", False, "pissa", "pissa_niter_4", "olora", "orthogonal"]
-FLAG = {"fast_inference": True, "colo_engine": "torch", "colo_kv_cache_mib": 1, "colo_seeded": True}
+FLAG = {"fast_inference": True, "colo_engine": "torch", "colo_kv_cache_bytes": "1MiB", "colo_seeded": True}
 IDS = torch.tensor([[3, 11, 5, 12, 8]])
 
 
