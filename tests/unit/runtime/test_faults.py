@@ -249,13 +249,13 @@ def losing(rt, monkeypatch):
     """Has the engine lost what it held; `recover` then gives it memory that says nothing."""
     recovered = []
 
-    def recover(engine):
-        for memory in engine.weights.parameters.values():
+    def recover():
+        for memory in rt.engine.weights.parameters.values():
             memory.fill_(float("nan"))
-        recovered.append(engine)
+        recovered.append(rt.engine)
 
     state = TorchEngine.state
-    monkeypatch.setattr(TorchEngine, "recover", recover, raising=False)
+    monkeypatch.setattr(rt.engine, "recover", recover, raising=False)  # its class would be remembered as `Recovers`
     monkeypatch.setattr(TorchEngine, "state", property(lambda e: state.fget(e) if recovered else EngineState.LOST))
     return recovered
 
