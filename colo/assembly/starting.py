@@ -161,7 +161,7 @@ def make_vllm_engine(request: LaunchRequest, mover: Mover, kv_cache_bytes: int) 
 
 def add_lora_options(request: LaunchRequest, config: PretrainedConfig) -> None:
     """Have vLLM hold matrices for the adapter, if any. Raises: `Unsupported` for a rank above what is given."""
-    from colo.engines.vllm.client.options import rank_limit
+    from colo.engines.vllm.compat import rank_limit
 
     options = request.engine_options
     if "kv_cache_memory_bytes" in options:
@@ -215,7 +215,8 @@ def _is_packed_by_vllm(request: LaunchRequest) -> bool:
     Its loader of such weights puts them where no other process can map them, so that the engine runs in this one.
     """
     from colo.engines.vllm import compat
-    from colo.engines.vllm.client.options import BITSANDBYTES, is_packed_config, packs_weights
+    from colo.engines.vllm.client.options import is_packed_config, packs_weights
+    from colo.engines.vllm.wire import BITSANDBYTES
 
     options = request.engine_options
     if isinstance(request.model, (PretrainedConfig, PreTrainedModel)):

@@ -12,7 +12,7 @@ from trl import RLOOConfig, RLOOTrainer
 
 import colo.trl
 from colo.config import RuntimeConfig
-from colo.engines.vllm.names import WORKER_EXTENSION
+from colo.engines.vllm.wire import WORKER_EXTENSION
 from colo.phases.phase import Phase
 from colo.testing import tiny_checkpoint
 from colo.trl import ColoGRPOConfig, ColoGRPOTrainer

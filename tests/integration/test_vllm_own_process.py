@@ -21,7 +21,7 @@ import colo
 from colo.config import RuntimeConfig
 from colo.engine import AdapterWeights, EngineState
 from colo.engines.vllm.client.engine import VLLMEngine
-from colo.engines.vllm.names import WORKER_EXTENSION
+from colo.engines.vllm.wire import WORKER_EXTENSION
 from colo.errors import ColoError, EngineLost, PhaseError, TransferError, Unsupported
 from colo.units import MIB
 from colo.weights.transports.shared import is_same_memory

@@ -12,7 +12,7 @@ import colo
 from colo.engine import EngineState
 from colo.engines.vllm import compat
 from colo.engines.vllm.client.engine import VLLMEngine
-from colo.engines.vllm.names import WORKER_EXTENSION
+from colo.engines.vllm.wire import WORKER_EXTENSION
 from colo.errors import PhaseError, Unsupported
 from colo.phases.phase import ENGINE_KV_CACHE
 from colo.units import MIB

@@ -83,3 +83,13 @@ def test_no_circle_of_modules():
     left = {n: sorted(graph[n] & graph.keys() - done) for n in graph.keys() - done}
     cycle = {n: others for n, others in left.items() if any(n in left[o] for o in others if o in left)}
     assert left == {}, cycle
+
+
+def test_the_two_processes_of_vllm_share_what_lies_beside_their_folders_only():
+    """What client/ and worker/ both need is in colo/engines/vllm itself: neither imports the other, but for `call`."""
+    found = set()
+    for own, other in (("client", "worker"), ("worker", "client")):
+        for path in sorted((ROOT / "engines" / "vllm" / own).glob("*.py")):
+            imported = {module for module, _ in imports_of(path)}
+            found |= {(path.name, module) for module in imported if module.startswith(f"engines.vllm.{other}")}
+    assert found == {("llm_link.py", "engines.vllm.worker.agent")}  # what an engine in this process is given to run

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from colo.engines.vllm.names import COLO
+from colo.engines.vllm.wire import COLO
 
 
 def register() -> None:

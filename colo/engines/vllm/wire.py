@@ -19,6 +19,20 @@ from colo.memory.specs import arriving
 Description = dict[str, Any]
 """Memory, as `SharedMemory.describe` gives it to another process."""
 
+COLO = "colo"
+"""The model loader (`--load-format colo`), the sleep-mode backend and the weight-transfer backend."""
+
+WORKER_EXTENSION = "colo.engines.vllm.worker.ColoWorker"
+
+STORE_KEY = "colo_store"
+"""Address of the `WeightStore` whose memory the weights lie in; without, the worker takes memory of its own."""
+
+FORMAT_KEY = "colo_load_format"
+"""vLLM's load format for what is read into that memory, such as `auto` or `dummy`."""
+
+BITSANDBYTES = "bitsandbytes"
+"""vLLM's name of the quantization that packs weights to 4 bits as they are read."""
+
 _TRACEBACK_CHARACTERS = 20_000
 """The last so many travel."""
 

@@ -189,7 +189,7 @@ class VLLMEngine(EngineBase):
 
     @property
     def ipc_refusal(self) -> str | None:
-        """Why a worker cannot map the trainer's memory; host memory is in between then."""
+        """The reason why a worker cannot map the trainer's memory; host memory is in between then."""
         return self._link.ipc_refusal
 
     @property
@@ -204,7 +204,7 @@ class VLLMEngine(EngineBase):
 
     @property
     def placement(self) -> str:
-        """Where the engine runs and its weights lie, in a phrase for reports."""
+        """A phrase for reports: where it runs and its weights lie."""
         return f"{self._link.placement}, weights in {self._weights.where}"
 
     @property
@@ -221,7 +221,7 @@ class VLLMEngine(EngineBase):
         return dict(known) | ({"context, libraries and the rest": rest} if rest > 0 else {})
 
     def sampling_params(self, params: Any = None, **options: Any) -> Any:
-        """What `generate` takes, from options by name or from parameters; a server takes none of vLLM's own."""
+        """Make what `generate` takes, from options by name or from parameters; a server takes none of vLLM's own."""
         return self._link.sampling_params(params, options)
 
     def sampling_temperature(self, params: Any) -> float | None:
@@ -337,12 +337,12 @@ class VLLMEngine(EngineBase):
 
     @property
     def adapter_refusal(self) -> str | None:
-        """Why the adapter that was loaded last is loaded anew for each version; `None` where it is written in place."""
+        """The reason why the adapter loaded last is loaded anew for each version; `None` if written in place."""
         return self._adapters.refusal
 
     @property
     def why_adapter_staged(self) -> str | None:
-        """Why the adapter that was sent last went through a slab; `None` where workers have read it in place."""
+        """The reason why the adapter sent last went through a slab; `None` where workers have read it in place."""
         return self._adapters.why_staged
 
     def load_adapter(self, name: str, adapter: AdapterWeights) -> None:

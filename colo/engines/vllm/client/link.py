@@ -41,29 +41,29 @@ class WorkerLink(Protocol):
     device: torch.device
     status: EngineStatus
     infos: Sequence[WorkerInfo]
-    """What the workers have told of themselves when the link was made."""
+    """Accounts of the workers, of when the link was made."""
 
     client: str
     """Tells this link from other clients of the same workers."""
 
     deadline_s: float
-    """How long vLLM may be silent before it counts as lost."""
+    """Silence after which vLLM counts as lost."""
 
     same_process: bool = False
     is_own: bool = False
-    """Whether this vLLM was started here and ends with the link."""
+    """This vLLM was started here and ends with the link."""
 
     why_not_shared: str | None = None
-    """Why the workers' memory cannot be a trainer's, where it cannot."""
+    """The reason why the workers' memory cannot be a trainer's; `None` where it can."""
 
     goes_by_number: bool = False
-    """Whether versions of an adapter have one name in vLLM, whose prefix cache then takes them for the same."""
+    """Versions of an adapter have one name in vLLM, whose prefix cache then takes them for the same."""
 
     llm: Any = None
     """The `vllm.LLM`, where there is one."""
 
     how_to_free: Mapping[str, str]
-    """How to start this vLLM so that its KV cache (`pool`) can leave, or its `weights`, also those in `slabs`."""
+    """Advice on starting this vLLM so that its KV cache (`pool`) can leave, or its `weights`, also those in `slabs`."""
 
     name_of_vllm: str
     """`vllm.LLM` or `server`, whichever a user has."""
@@ -81,7 +81,7 @@ class WorkerLink(Protocol):
     @property
     @abstractmethod
     def placement(self) -> str:
-        """Which vLLM runs where, in a phrase for reports."""
+        """A phrase for reports: which vLLM runs where."""
 
     @abstractmethod
     def ask(self, request: Request) -> list[Any]:
@@ -89,7 +89,7 @@ class WorkerLink(Protocol):
 
     @abstractmethod
     def sampling_params(self, params: Any, options: Mapping[str, Any]) -> Any:
-        """What `generate` takes, from colo's or vLLM's own parameters or from options by name."""
+        """Make what `generate` takes, from colo's or vLLM's own parameters or from options by name."""
 
     @abstractmethod
     def generate(
@@ -111,7 +111,7 @@ class WorkerLink(Protocol):
 
     @abstractmethod
     def why_not_recovered(self, lost: str) -> str:
-        """What to do about a vLLM of the user's own that is lost."""
+        """Advice about a vLLM of the user's own that is lost."""
 
     @abstractmethod
     def close(self) -> None:
@@ -126,7 +126,7 @@ class WorkerLink(Protocol):
         return
 
     def tell_version(self, version: int) -> None:
-        """Have vLLM name the version of its weights to its clients, where it can."""
+        """Tell vLLM the version of its weights, for its clients, where it takes one."""
         return
 
     def reserve_adapter(self, number: int, tensors: Sequence[tuple[str, torch.Tensor]]) -> int:
@@ -146,7 +146,7 @@ class WorkerLink(Protocol):
 
     @property
     def ipc_refusal(self) -> str | None:
-        """Why some worker cannot map memory of this process on its GPU; `None` where all can, or need not."""
+        """The reason why some worker cannot map memory of this process on its GPU; `None` if all can, or need not."""
         return next((info.ipc_refusal for info in self.infos if info.ipc_refusal), None)
 
     @property

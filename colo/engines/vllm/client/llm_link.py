@@ -19,8 +19,7 @@ from colo.engines.vllm import compat
 from colo.engines.vllm.client import sampling
 from colo.engines.vllm.client.calls import Caller, NoAnswer, ProcessEnded, start_apart_from_interrupts
 from colo.engines.vllm.client.link import NamedAdapter, PauseMode, WorkerLink, answers_of, new_client
-from colo.engines.vllm.names import WORKER_EXTENSION
-from colo.engines.vllm.wire import Request, WorkerInfo
+from colo.engines.vllm.wire import WORKER_EXTENSION, Request, WorkerInfo
 from colo.errors import PhaseError, TransferError, Unsupported
 from colo.memory.probe import used_device_bytes
 from colo.memory.share import Description
@@ -28,14 +27,14 @@ from colo.memory.share import Description
 T = TypeVar("T")
 
 DEADLINE_S = 300.0
-"""How long an engine in a process of its own may neither answer nor sample a token before it counts as lost."""
+"""Silence, without an answer or a token, after which an engine in a process of its own counts as lost."""
 
 _ABORT_S = 10.0
-"""How long an interrupt waits for a generation to end. What then still runs holds up the next call."""
+"""Wait of an interrupt for a generation to end. A longer one holds up the next call."""
 
 
 class LLMLink(WorkerLink):
-    """What links to a `vllm.LLM` have in common. `close` shuts down only an LLM that `start_llm` has started."""
+    """The common part of links to a `vllm.LLM`. `close` shuts down only an LLM that `start_llm` has started."""
 
     def __init__(
         self, llm: Any, device: torch.device, status: EngineStatus, *, deadline_s: float, is_own: bool = False
@@ -144,13 +143,13 @@ class LLMLink(WorkerLink):
         self.run("resume", lambda: llm.wake_up(tags=["scheduling"]))
 
     def tell_version(self, version: int) -> None:
-        """Have vLLM name the version of its weights to its clients, where it can (from 0.30)."""
+        """Tell vLLM the version of its weights, for its clients, where it takes one (from 0.30)."""
         tell = getattr(self.llm, "update_weight_version", None)
         if tell is not None:
             self.run("update_weight_version", lambda: tell(str(version)))
 
     def why_not_recovered(self, lost: str) -> str:
-        """What to do about a `vllm.LLM` of the user's own that is lost."""
+        """Advice about a `vllm.LLM` of the user's own that is lost."""
         return f"your vllm.LLM is lost ({lost}): close the runtime, start another and share it"
 
     def close(self) -> None:
@@ -171,7 +170,7 @@ class InProcessLink(LLMLink):
 
     @property
     def placement(self) -> str:
-        """Which vLLM runs where, in a phrase for reports."""
+        """A phrase for reports: which vLLM runs where."""
         return f"vLLM {compat.vllm_version()} in this process"
 
     def run(self, operation: str, function: Callable[[], T], *, deadline: bool = True) -> T:
@@ -246,7 +245,7 @@ class OwnProcessLink(LLMLink):
 
     @property
     def placement(self) -> str:
-        """Which vLLM runs where, in a phrase for reports."""
+        """A phrase for reports: which vLLM runs where."""
         return f"vLLM {compat.vllm_version()} in its own process"
 
     def ask(self, request: Request) -> list[Any]:

@@ -186,12 +186,12 @@ class WorkerWeights:
 
     @property
     def outlive_the_engine(self) -> bool:
-        """Whether they stay where they are when its process ends."""
+        """They stay where they are when its process ends."""
         return self._in_slabs and self._store is not None
 
     @property
     def why_they_stay(self) -> str:
-        """Why they never leave, where they do not, in words that follow `it is`."""
+        """The reason why they never leave, in words that follow `it is`."""
         if self._in_slabs:
             whose = "memory that outlives the engine" if self._link.why_not_shared is None else "memory that stays"
             return f"in {whose} ({self._link.how_to_free['slabs']})"
@@ -199,7 +199,7 @@ class WorkerWeights:
 
     @property
     def where(self) -> str:
-        """What memory they lie in, in a phrase for reports."""
+        """A phrase for reports: the memory that they lie in."""
         if not self._in_slabs:
             return {"pool": "vLLM's sleep pool", "memory": "vLLM's own memory"}[self._link.infos[0].weights_in]
         if self._store is not None:

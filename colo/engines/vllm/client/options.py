@@ -15,14 +15,11 @@ import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from colo.engines.vllm import compat
-from colo.engines.vllm.names import COLO, FORMAT_KEY, STORE_KEY, WORKER_EXTENSION
+from colo.engines.vllm.wire import BITSANDBYTES, COLO, FORMAT_KEY, STORE_KEY, WORKER_EXTENSION
 from colo.errors import Unsupported
 
 LOGPROBS_MODE = "processed_logprobs"
 """vLLM's name for log-probabilities of the distribution that was sampled from, which training needs."""
-
-BITSANDBYTES = "bitsandbytes"
-"""vLLM's name of the quantization that packs weights to 4 bits as they are read."""
 
 
 def packs_weights(model: str | os.PathLike[str], options: Mapping[str, Any]) -> bool:
@@ -70,11 +67,6 @@ def save_config(model: PretrainedConfig | PreTrainedModel, folder: str) -> None:
     config.save_pretrained(folder)
     if isinstance(model, PreTrainedModel) and model.generation_config is not None:
         model.generation_config.save_pretrained(folder)
-
-
-def rank_limit(rank: int) -> int:
-    """The smallest `max_lora_rank` of vLLM's that takes adapters of `rank`."""
-    return next((limit for limit in (8, 16, 32, 64, 128, 256, 320, 512) if limit >= rank), rank)
 
 
 def llm_options(

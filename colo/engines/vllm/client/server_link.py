@@ -14,17 +14,21 @@ first, so a server with several of them is refused.
 
 from __future__ import annotations
 
+import json
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import httpx
 import psutil
 import torch
+from safetensors.torch import save_file
 
 from colo.engine import Completion, SamplingParams
 from colo.engines.base import EngineStatus
@@ -35,10 +39,8 @@ from colo.engines.vllm.client.engine import VLLMEngine
 from colo.engines.vllm.client.link import NamedAdapter, PauseMode, WorkerLink, answers_of, new_client
 from colo.engines.vllm.client.options import device_of
 from colo.engines.vllm.client.sampling import check_logprobs, check_numbers
-from colo.engines.vllm.client.served_adapters import ServedAdapters
-from colo.engines.vllm.names import COLO, WORKER_EXTENSION
 from colo.engines.vllm.processes import lives, pid_namespace
-from colo.engines.vllm.wire import AdapterNumbers, Request, WorkerInfo
+from colo.engines.vllm.wire import COLO, WORKER_EXTENSION, AdapterNumbers, Request, WorkerInfo
 from colo.errors import EngineLost, PhaseError, TransferError, Unsupported
 from colo.memory.probe import device_id
 from colo.memory.share import SharedMemory
@@ -57,7 +59,7 @@ _MAX_REQUESTS = 32
 """Prompts travel in so many requests, but with a seed in one each; vLLM batches all of them together."""
 
 _NO_JSON = "Out of range float values are not JSON compliant"
-"""What Python's `json`, and so a server, says of log-probabilities that are not numbers."""
+"""Words of Python's `json`, and so of a server, about log-probabilities that are not numbers."""
 
 
 def connect(
@@ -142,7 +144,7 @@ class ServerLink(WorkerLink):
 
     @property
     def placement(self) -> str:
-        """Which vLLM runs where, in a phrase for reports."""
+        """A phrase for reports: which vLLM runs where."""
         return f"a vLLM {self._vllm_version} server at {self.url}"
 
     def ask(self, request: Request) -> list[Any]:
@@ -222,11 +224,11 @@ class ServerLink(WorkerLink):
         return self._adapters.reserve(self.infos[0], tensors)
 
     def release_adapter(self, number: int) -> None:
-        """Have the server forget an adapter's name. Idempotent."""
+        """Make the server forget an adapter's name. Idempotent."""
         self._adapters.release(number)
 
     def why_not_recovered(self, lost: str) -> str:
-        """What to do about a server that is lost."""
+        """Advice about a server that is lost."""
         return f"the server is your own and is lost ({lost}): start it again, connect again and share that"
 
     def check_alive(self) -> None:
@@ -346,3 +348,73 @@ def _completion(
         text=choice["text"] if has_text else None,
         output=choice,
     )
+
+
+# ---- adapters --------------------------------------------------------------------------------------------------------
+
+HOW_TO_TAKE_ADAPTERS = (
+    "start it with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 in its environment, --enable-lora and --max-lora-rank, or merge "
+    "the adapter and share the merged model"
+)
+
+
+class ServedAdapters:
+    """Names by which a server knows adapters, by the numbers of its workers.
+
+    HTTP has no call that names an adapter which is in the workers' memory already. So the server is given a file
+    with zeros for one module (`POST /v1/load_lora_adapter`), numbers it and tells its workers; these say which
+    number is new, and the adapter itself is written there by that number. The file is gone by then: were the
+    adapter ever forgotten, the server would fail to read it again rather than sample from zeros.
+    """
+
+    def __init__(
+        self, client: str, post: Callable[[str, Mapping[str, Any]], Any], numbers: Callable[[], set[int]]
+    ) -> None:
+        """`post` asks the server, `numbers` the workers for the adapters that they hold."""
+        self._client = client
+        self._post = post
+        self._numbers = numbers
+        self._names: dict[int, str] = {}
+        self._count = 0
+
+    def reserve(self, info: WorkerInfo, tensors: Sequence[tuple[str, torch.Tensor]]) -> int:
+        """A number for an adapter of these tensors (PEFT's names). `Unsupported` where the server refuses it."""
+        if not (info.max_adapters and info.takes_adapters_by_name):
+            raise Unsupported(f"this vLLM server takes no adapters: {HOW_TO_TAKE_ADAPTERS}")
+        self._count += 1
+        name = f"colo-{self._client}-{self._count}"
+        before = self._numbers()
+        with TemporaryDirectory(prefix="colo-") as folder:
+            _save_zeros(Path(folder), dict(tensors))
+            try:
+                self._post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": folder})
+            except TransferError as error:
+                raise Unsupported(f"the server does not take the adapter: {error}") from error
+        new = self._numbers() - before
+        if len(new) != 1:
+            raise TransferError(f"{len(new)} adapters have come to the server at once: let no other client load any")
+        (number,) = new
+        self._names[number] = name
+        return number
+
+    def release(self, number: int) -> None:
+        """Let the server forget a name. Idempotent."""
+        name = self._names.pop(number, None)
+        if name is not None:
+            with suppress(TransferError):
+                self._post("/v1/unload_lora_adapter", {"lora_name": name})
+
+    def name(self, number: int) -> str:
+        """The model name that requests give to have this adapter."""
+        return self._names[number]
+
+
+def _save_zeros(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Write an adapter of PEFT's that adapts one of the modules, by nothing."""
+    a = next(name for name in tensors if name.endswith(".lora_A.weight"))
+    module = a.removesuffix(".lora_A.weight")
+    pair = {name: torch.zeros(tensors[name].shape) for name in (a, f"{module}.lora_B.weight")}
+    rank = tensors[a].shape[0]
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": [module.rpartition(".")[2]]}
+    (folder / "adapter_config.json").write_text(json.dumps(config | {"bias": "none"}))
+    save_file(pair, folder / "adapter_model.safetensors")

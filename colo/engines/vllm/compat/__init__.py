@@ -32,6 +32,7 @@ from colo.engines.vllm.compat.process import is_in_this_process as is_in_this_pr
 from colo.engines.vllm.compat.process import log_file as log_file
 from colo.engines.vllm.compat.process import logs_to_file as logs_to_file
 from colo.engines.vllm.compat.process import own_random_state as own_random_state
+from colo.engines.vllm.compat.process import rank_limit as rank_limit
 from colo.engines.vllm.compat.process import require_packing as require_packing
 from colo.engines.vllm.compat.process import runs_in_this_process as runs_in_this_process
 from colo.engines.vllm.compat.process import smallest_utilization as smallest_utilization

@@ -295,3 +295,11 @@ def smallest_utilization() -> float:
     vLLM: 0.26 to 0.30. Delete when `kv_cache_memory_bytes` replaces the check.
     """
     return 0.01
+
+
+def rank_limit(rank: int) -> int:
+    """The smallest `max_lora_rank` of vLLM's that takes adapters of `rank`.
+
+    vLLM: Every version. Stays: the values are vLLM's.
+    """
+    return next((limit for limit in (8, 16, 32, 64, 128, 256, 320, 512) if limit >= rank), rank)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from colo.engines.vllm.client.options import rank_limit
+from colo.engines.vllm.compat import rank_limit
 from colo.errors import Unsupported
 from colo.memory.copy_plan import CopyPlan
 from colo.memory.storage import storage_key

@@ -18,7 +18,6 @@ import torch
 
 from colo import errors
 from colo.engines.vllm import compat, plugin, wire
-from colo.engines.vllm.client.options import BITSANDBYTES
 from colo.engines.vllm.processes import end_with, pid_namespace
 from colo.engines.vllm.worker import adapters
 from colo.engines.vllm.worker.loader import OwnMemory, Placement, placement_of
@@ -184,7 +183,7 @@ class WorkerAgent:
 
     def packed(self, asked: wire.Packed) -> dict[str, PackedWeight]:
         """Weights that bitsandbytes has packed, by a transformers model's names; within one process only."""
-        if self._worker.model_config.quantization != BITSANDBYTES:
+        if self._worker.model_config.quantization != wire.BITSANDBYTES:
             return {}
         return packed_weights(self._model)
 

@@ -28,9 +28,9 @@ from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 from colo.engines.vllm import compat
-from colo.engines.vllm.names import FORMAT_KEY, STORE_KEY
 from colo.engines.vllm.processes import end_with
 from colo.engines.vllm.store import Layout, StoreClient
+from colo.engines.vllm.wire import FORMAT_KEY, STORE_KEY
 from colo.errors import TransferError
 from colo.memory.digest import Digest
 from colo.memory.region import ALIGNMENT_BYTES

@@ -11,7 +11,7 @@ from torch import nn
 from vllm.model_executor.utils import get_packed_modules_mapping
 
 from colo.engines.vllm import compat
-from colo.engines.vllm.client.options import BITSANDBYTES
+from colo.engines.vllm.wire import BITSANDBYTES
 from colo.engines.vllm.worker.loader import placement_of
 from colo.errors import Unsupported
 from colo.memory.load_plan import Copy, LoadPlan

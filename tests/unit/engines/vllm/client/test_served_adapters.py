@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from colo.engines.vllm.client.served_adapters import ServedAdapters
+from colo.engines.vllm.client.server_link import ServedAdapters
 from colo.errors import TransferError, Unsupported
 
 INFO = SimpleNamespace(max_adapters=2, takes_adapters_by_name=True)
