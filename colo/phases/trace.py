@@ -22,6 +22,9 @@ MAX_SAMPLES = 100_000
 MAX_SPANS = 100_000
 """Spans kept of a run: those of its last several thousand steps."""
 
+EVALUATION = "evaluation"
+"""Name of the span of a training phase without a backward pass: it ends no training step."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Span:
@@ -203,7 +206,7 @@ class Trace:
 
 
 def _ends_training(span: Span) -> bool:
-    return span.category == "phase" and span.phase is Phase.TRAIN
+    return span.category == "phase" and span.phase is Phase.TRAIN and span.name != EVALUATION
 
 
 @lru_cache(maxsize=1024)

@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from colo.phases.phase import Phase
-from colo.phases.trace import MemorySample, Span, Trace
+from colo.phases.trace import EVALUATION, MemorySample, Span, Trace
 from colo.units import format_bytes, format_seconds
 
 PARTS = ("rollout", "sync", "train", "switch", "idle")
@@ -39,7 +39,7 @@ _SWITCHING = ("step", "transition", "switch")
 class PhaseFigures:
     """One row of the phase table: a phase, the switching between phases, or the idle time outside of both."""
 
-    phase: str  # one of `PARTS`
+    phase: str  # one of `PARTS`, or `evaluation`
     count: int
     total_s: float
     mean_s: float
@@ -85,12 +85,14 @@ class Sheet(NamedTuple):
 
 
 def phase_figures(trace: Trace) -> list[PhaseFigures]:
-    """Time, peak and traffic of each of `PARTS` that took time."""
-    spans, moves, steps = phase_spans(trace), moves_once(trace), cycles(trace)
+    """Time, peak and traffic of each of `PARTS` that took time, and the time of evaluations."""
+    moves, steps, evaluations = moves_once(trace), cycles(trace), _evaluations(trace)
+    spans = [s for s in phase_spans(trace) if not any(e.start_s <= s.start_s < e.end_s for e in evaluations)]
     seconds = {part: [s.duration_s for s in spans if s.phase == part] for part in PARTS}
     seconds |= {part: [step.parts_s[part] for step in steps] for part in ("switch", "idle")}
+    seconds[EVALUATION] = [cycle.duration_s for cycle in evaluations]
     whole_s = sum(map(sum, seconds.values()))
-    return [_phase_row(trace, part, seconds[part], whole_s, moves) for part in PARTS if sum(seconds[part])]
+    return [_phase_row(trace, part, given, whole_s, moves) for part, given in seconds.items() if sum(given)]
 
 
 def _phase_row(trace: Trace, part: str, seconds: list[float], whole_s: float, moves: list[Span]) -> PhaseFigures:
@@ -174,11 +176,21 @@ def cycles(trace: Trace) -> list[Cycle]:
     """The training steps of a trace, from its `phase` spans; the last one may be unfinished.
 
     A step ends where its last training phase ends. What comes between (parking state, the user's own code) belongs
-    to the step that it prepares. What a phase does within itself is its own time, moves included.
+    to the step that it prepares. What a phase does within itself is its own time, moves included. Rollouts that are
+    followed by an evaluation, passes without a backward one, are no steps.
     """
+    return [cycle for cycle, is_evaluation in _all_cycles(trace) if not is_evaluation]
+
+
+def _evaluations(trace: Trace) -> list[Cycle]:
+    return [cycle for cycle, is_evaluation in _all_cycles(trace) if is_evaluation]
+
+
+def _all_cycles(trace: Trace) -> list[tuple[Cycle, bool]]:
     groups: list[list[Span]] = []
     for span in phase_spans(trace):
-        if not groups or (groups[-1][-1].phase is Phase.TRAIN and span.phase is not Phase.TRAIN):
+        last = groups[-1][-1] if groups else None
+        if last is None or (last.phase is Phase.TRAIN and (span.phase is not Phase.TRAIN or span.name != last.name)):
             groups.append([])
         groups[-1].append(span)
     switches = stretches_of(s for s in trace.spans if s.category in _SWITCHING)
@@ -186,7 +198,10 @@ def cycles(trace: Trace) -> list[Cycle]:
         return []
     first_s = min([groups[0][0].start_s, *(start for start, _ in switches[:1])])
     starts = [first_s, *(group[-1].end_s for group in groups[:-1])]
-    return [_cycle(group, switches, start) for group, start in zip(groups, starts, strict=True)]
+    return [
+        (_cycle(group, switches, start), group[-1].name == EVALUATION)
+        for group, start in zip(groups, starts, strict=True)
+    ]
 
 
 def _cycle(spans: Sequence[Span], switches: Sequence[tuple[float, float]], start_s: float) -> Cycle:

@@ -19,6 +19,7 @@ from colo.memory.probe import free_device_bytes, total_device_bytes
 from colo.memory.uninterrupted import uninterrupted
 from colo.phases.phase import TRAINER_GRADIENTS, Phase, Residency
 from colo.phases.segment import Segment
+from colo.phases.trace import EVALUATION
 from colo.runtime.construction import Parts, make_trainer_side, make_versions
 from colo.runtime.states import Turn, Verb, next_turn
 from colo.trainer.session import LATE
@@ -172,7 +173,9 @@ class Turns:
         phase = self.phase
         assert phase is not None, "there is a phase to leave"
         try:
-            self._trace.add(phase, self._entered_s, category="phase", phase=phase, resource=_RESOURCES[phase])
+            trained = phase is Phase.ROLLOUT or self._session.has_trained
+            name = phase if trained else EVALUATION
+            self._trace.add(name, self._entered_s, category="phase", phase=phase, resource=_RESOURCES[phase])
             with torch.inference_mode(False):
                 (self._leave_rollout if phase is Phase.ROLLOUT else self._leave_train)()
         finally:

@@ -79,7 +79,7 @@ class TrainerSession:
         self.has_stepped = False
         """True after a step since `begin_training`."""
 
-        self._gradients_before = 0
+        self._gradients_before = self._passes_before = 0
         self._events = events
         self._meter = PeakMeter(mover.device)
         told: dict[str, Any] = {
@@ -147,7 +147,13 @@ class TrainerSession:
         """Begin to measure a training phase."""
         self.has_stepped = False
         self._gradients_before = self._state.gradients.device_bytes
+        self._passes_before = self._backward.passes
         self._meter.start()
+
+    @property
+    def has_trained(self) -> bool:
+        """True after a step or a backward pass since `begin_training`: an evaluation has none."""
+        return self.has_stepped or self._backward.passes > self._passes_before
 
     def end_training(self) -> int | None:
         """Bytes that the phase has used beside the segments; `None` where that is not measured (on a CPU)."""

@@ -163,6 +163,15 @@ def watch_forwards(model: Any, runtime: Runtime) -> list[Any]:
     return [module.register_forward_pre_hook(hook, prepend=True) for module in watched]
 
 
+_REPORTED = ("reward", "reward_std", "loss", "kl", "entropy", "grad_norm", "completions/mean_length")
+_NAMES = {"completions/mean_length": "completion_tokens"}
+"""What is reported of a trainer's metrics, and those that have another name in colo's reports."""
+
+
+def _is_reported(name: str) -> bool:
+    return name in _REPORTED or name == "eval_reward" or (name.startswith("rewards/") and name.endswith("/mean"))
+
+
 class PhaseCallback(TrainerCallback):  # type: ignore[misc]
     """Leaves a phase where a trainer comes to rest, and adds colo's metrics to the trainer's."""
 
@@ -205,6 +214,13 @@ class PhaseCallback(TrainerCallback):  # type: ignore[misc]
         """
         self._runtime.enter(None)
         self._runtime.transport.source.reshard()
+        self._since_s = self._runtime.trace.now_s()  # of the next step's metrics, which evaluation is no part of
+        self._generation.num_tokens, self._generation.seconds = 0, 0.0
+
+    def on_log(self, *_: Any, logs: Mapping[str, Any] | None = None, **__: Any) -> None:
+        """Give the runtime's report what the trainer logs of its steps and evaluations."""
+        found = {_NAMES.get(name, name): value for name, value in (logs or {}).items() if _is_reported(name)}
+        self._runtime.log(**found)
 
     def _add_metrics(self) -> None:
         """Add the last step's to what `trainer.log` averages; what a callback adds later is not in its history."""

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from colo.phases.phase import Phase
-from colo.phases.trace import MemorySample, Trace
+from colo.phases.trace import EVALUATION, MemorySample, Trace
 from colo.report.table import (
     PARTS,
     cycles,
@@ -83,6 +83,23 @@ def test_several_rollouts_and_trainings_in_a_row_are_one_step():
     for i, name in enumerate(["rollout", "rollout", "train", "train", "rollout", "train"]):
         add(trace, name, i, i + 1.0)
     assert [(step.start_s, step.end_s) for step in cycles(trace)] == [(0, 4), (4, 6)]
+
+
+def test_an_evaluation_is_no_training_step_and_has_a_row_of_its_own():
+    trace = run(2)
+    for t in (20.0, 24.0):
+        add(trace, "rollout", t + 1, t + 3)
+        add(trace, EVALUATION, t + 3, t + 4, phase=Phase.TRAIN)
+    add(trace, EVALUATION, 28.0, 29.0, phase=Phase.TRAIN)  # of what was sampled elsewhere
+    add(trace, "rollout", 30.0, 33.0)
+    add(trace, "train", 33.0, 34.0)
+    assert [(step.start_s, step.end_s) for step in cycles(trace)] == [(0, 10), (10, 20), (29, 34)]
+    rows = {row.phase: row for row in phase_figures(trace)}
+    assert (rows["train"].count, rows["rollout"].count) == (3, 3)
+    assert (rows["train"].total_s, rows["rollout"].total_s) == (5, 11)
+    assert (rows[EVALUATION].count, rows[EVALUATION].total_s) == (2, 9)
+    assert sum(row.share for row in rows.values()) == pytest.approx(1)
+    assert summary(trace)["num_steps"] == 3 and "3 training steps" in printed(trace)
 
 
 def test_no_phases_no_steps():

@@ -74,3 +74,25 @@ def test_sent_bytes_are_logged(make, attach):
     trainer.train()
     assert sum(logged(trainer, "colo/sent_bytes")) > 0
     assert not rt.transport.shares
+
+
+def test_the_report_has_trls_metrics_and_counts_training_steps_alone(make, attach):
+    trainer = make(max_steps=3, eval_strategy="steps", eval_steps=1, beta=0.1)
+    rt = attach(trainer)
+    trainer.evaluate()
+    trainer.train()
+    found = rt.report().to_json()
+    assert found["num_steps"] == 3
+    assert found["phases"]["evaluation"]["count"] >= 4
+    assert found["phases"]["train"]["count"] == 3
+    for name, logs in (("reward", "reward"), ("loss", "loss"), ("kl", "kl"), ("rewards/digits/mean",) * 2):
+        assert rt.trace.metrics[name] == logged(trainer, logs) and len(logged(trainer, logs)) == 3
+    assert rt.trace.metrics["completion_tokens"] == logged(trainer, "completions/mean_length")
+    assert len(rt.trace.metrics["eval_reward"]) == 4
+
+
+def test_evaluation_is_no_part_of_a_steps_metrics(make, attach):
+    trainer = make(max_steps=3, eval_strategy="steps", eval_steps=1)
+    attach(trainer)
+    trainer.train()
+    assert logged(trainer, "colo/rollout_s") and not logged(trainer, "colo/evaluation_s")
