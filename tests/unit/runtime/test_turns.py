@@ -160,7 +160,7 @@ def test_phases_are_entered_and_left_without_a_block(rt):
         assert rt.phase is (phase or Phase.IDLE)
         if phase is Phase.ROLLOUT:
             assert len(rt.generate([[1]], max_tokens=1)) == 1
-    assert [span.name for span in rt.trace.spans if span.category == "phase"][1:] == ["rollout", "train", "rollout"]
+    assert [span.phase for span in rt.trace.spans if span.category == "phase"][1:] == ["rollout", "train", "rollout"]
     rt.enter("rollout")
     assert len(rt.generate([[1]], max_tokens=1)) == 1
     rt.enter("train")
