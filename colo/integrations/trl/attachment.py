@@ -39,7 +39,7 @@ def attach(
     config: RuntimeConfig | None = None,
     seeded: bool = False,
 ) -> Runtime:
-    """Have a TRL trainer generate on an engine that has the trainer's own weights, and take turns with it.
+    """Let a TRL trainer generate on an engine that has its own weights, and take turns with it.
 
     `trainer` is a `GRPOTrainer`, a `RLOOTrainer` or a subclass, made without `use_vllm`; train with it as ever. The
     runtime that is returned is `trainer.colo` too; `trainer.colo.close()`, or `detach(trainer)`, gives its memory
@@ -175,7 +175,7 @@ def _set(trainer: Any, rt: Runtime, generation: ColoGeneration) -> None:
 
 
 def choose_process(options: dict[str, Any], num_ranks: int) -> None:
-    """Have vLLM run in this process, or in one of its own for each of several ranks, unless `options` say otherwise.
+    """Let vLLM run in this process, or in one of its own for each of several ranks, unless `options` say otherwise.
 
     Raises: `Unsupported` for engines within several ranks, which would take the ranks' process group for their own.
     """
@@ -324,7 +324,7 @@ def _shard(trainer: Any) -> None:
 
 
 def _prepare_sharded(trainer: Any) -> None:
-    """Have accelerate know model and optimizer; it shards a model that is not."""
+    """Give model and optimizer to accelerate, which shards a model that is not sharded."""
     _prepare_optimizer(trainer)
     trainer.model, trainer.optimizer = trainer.accelerator.prepare(trainer.model, trainer.optimizer)
     trainer.model_wrapped = trainer.model

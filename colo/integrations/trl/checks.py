@@ -186,7 +186,7 @@ def _shapes(folder: Path) -> Mapping[str, tuple[int, ...]] | None:
 _GIVEN_BY_TRL = frozenset(
     ("prompts", "completions", "completion_ids", "environments", "trainer_state", "log_extra", "log_metric")
 )
-"""What a reward function is given beside the columns of the dataset."""
+"""Arguments that TRL gives a reward function beside the columns of the dataset."""
 
 
 def checked(reward: Any, name: str, trainer: Any) -> Any:

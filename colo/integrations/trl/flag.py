@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from colo.runtime import Runtime
 
 _OPTIONS_OF_A_START = ("dtype", "revision")
-"""What of `model_init_kwargs` colo takes into account; `trust_remote_code` may say that nothing is trusted."""
+"""Keys of `model_init_kwargs` that colo takes."""
 
 _FLAG = "pass args=ColoGRPOConfig(..., fast_inference=True), or ColoRLOOConfig"
 
@@ -186,7 +186,6 @@ def _started(model: str, args: Any, model_init_kwargs: Any, options: dict[str, A
 
 
 def _is_sharded(args: Any) -> bool:
-    """Whether accelerate will shard the model, as it was told by the config or by `accelerate launch`."""
     return bool(args.fsdp) or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
 
 

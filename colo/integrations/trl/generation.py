@@ -1,4 +1,4 @@
-"""What an attached trainer calls: rollouts on colo's engine, and the phases around them."""
+"""Methods and hooks that an attached trainer calls: rollouts on colo's engine, and the phases around them."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def watch_forwards(model: Any, runtime: Runtime) -> list[Any]:
 
 _REPORTED = ("reward", "reward_std", "loss", "kl", "entropy", "grad_norm", "completions/mean_length")
 _NAMES = {"completions/mean_length": "completion_tokens"}
-"""What is reported of a trainer's metrics, and those that have another name in colo's reports."""
+"""Names that metrics of a trainer have in colo's reports, where they are others."""
 
 
 def _is_reported(name: str) -> bool:
