@@ -25,7 +25,7 @@ from colo.memory.storage import num_others, num_references, storage_bytes
 from colo.memory.uninterrupted import uninterrupted
 from colo.phases.phase import Residency
 from colo.phases.segment import Done, Move
-from colo.units import GIB, align_up, batches
+from colo.units import GIB, batches
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,7 @@ class Parking(RegionSegment):
         self._loose = []
         for group in groups.values():
             block = _Block(group)
-            if (reason := why_memory_stays(group, self._owned)) is None:
+            if _is_alone(group, self._owned) or (reason := why_memory_stays(group, self._owned)) is None:
                 self._loose.append(block)
             else:
                 self.kept.append(self._kept_of([block], block.size_bytes, reason))
@@ -225,13 +225,14 @@ class Parking(RegionSegment):
 class _Block:
     """All known tensors over one storage: `size_bytes` bytes at `start` in their pack."""
 
-    __slots__ = ("address", "device", "host", "offsets", "size_bytes", "start", "tensors", "versions")
+    __slots__ = ("address", "device", "host", "offsets", "padded_bytes", "size_bytes", "start", "tensors", "versions")
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
         storage = tensors[0].untyped_storage()
         self.tensors = tensors
         self.offsets = [tensor.storage_offset() * tensor.element_size() for tensor in tensors]
         self.size_bytes = storage.nbytes()
+        self.padded_bytes = -(-self.size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         self.address = storage.data_ptr()
         """Address of the bytes that the tensors point to."""
 
@@ -239,10 +240,6 @@ class _Block:
         self.host: torch.Tensor | None = None  # uint8, while the tensors point there
         self.device: torch.Tensor | None = None  # uint8, memory of torch's that they have left or go to
         self.versions: list[int] = []
-
-    @property
-    def padded_bytes(self) -> int:
-        return align_up(self.size_bytes, ALIGNMENT_BYTES)
 
     def note_versions(self) -> None:
         self.versions = _versions(self.tensors)
@@ -365,6 +362,12 @@ class Pack(Region):
     def forget_others(self, by_id: dict[int, torch.Tensor]) -> None:
         """Forget tensors that are not in `by_id`, or do not lie here any more."""
         for block in self.blocks:
+            address, is_same = block.address, True
+            for tensor, offset in zip(block.tensors, block.offsets, strict=True):
+                if id(tensor) not in by_id or tensor.data_ptr() != address + offset:
+                    is_same = False
+            if is_same:
+                continue
             block.keep(lambda tensor: id(tensor) in by_id)
             if not block.tensors and block.host is not None:
                 self._has_lent_host |= num_references(block.host) > 1
@@ -414,6 +417,19 @@ class Pack(Region):
 
 def _versions(tensors: Sequence[torch.Tensor]) -> list[int]:
     return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
+
+
+def _is_alone(tensors: Sequence[torch.Tensor], owned: Container[int]) -> bool:
+    """Tell at once, in the most frequent case, that nothing but one tensor refers to its memory."""
+    tensor = tensors[0]
+    storage = tensor.untyped_storage()
+    return (
+        len(tensors) == 1
+        and tensor._base is None
+        and torch._C._storage_Use_Count(storage._cdata) == 2  # the tensor, and `storage` here
+        and tensor._use_count() == 1 + (id(tensor) in owned)  # type: ignore[attr-defined]
+        and storage.resizable()
+    )
 
 
 def why_memory_stays(tensors: Sequence[torch.Tensor], owned: Container[int] = ()) -> str | None:

@@ -50,12 +50,18 @@ class ParameterGradients(Parking):
         self._optimizer = optimizer
         self._others = others
         self._staying_bytes = 0
+        self._parameters = self._find_parameters()
+
+    @property
+    def is_parked(self) -> bool:
+        """True while gradients are in host memory, or on their way there."""
+        return self._residency is Residency.OFFLOADED and bool(self._regions)
 
     @property
     def residency(self) -> Residency:
         """`RESIDENT` while there are gradients, `OFFLOADED` while some are parked, `DISCARDED` without any."""
         if self._regions:
-            return Residency.OFFLOADED if self._residency is Residency.OFFLOADED else Residency.RESIDENT
+            return Residency.OFFLOADED if self.is_parked else Residency.RESIDENT
         return Residency.RESIDENT if self.device_bytes else Residency.DISCARDED
 
     @property
@@ -74,13 +80,12 @@ class ParameterGradients(Parking):
 
     def refresh(self) -> None:
         """Look at the gradients that there are: the loop may have dropped or replaced some."""
-        if self._residency is not Residency.OFFLOADED and all(p.grad is None for p in self._holders()):
-            self.look(())  # the most frequent case: the loop has called `zero_grad()`
-            self._staying_bytes = 0
-            self.kept = []
-            return
+        self._parameters = self._find_parameters()
         held = [gradient for holder in self._holders() if (gradient := holder.grad) is not None]
-        gradients = [local_shard(gradient) for gradient in held]
+        if not held and not self._regions:  # the most frequent case: the loop has called `zero_grad()`
+            self._loose, self._loose_bytes, self._staying_bytes, self.kept = [], 0, 0, []
+            return
+        gradients = [g if type(g) is torch.Tensor else local_shard(g) for g in held]
         self._owned = frozenset(id(gradient) for gradient in held if gradient._use_count() > 1)  # type: ignore[attr-defined]
         self.look([gradient for gradient in gradients if gradient.layout is torch.strided])
         sparse = [gradient for gradient in gradients if gradient.layout is not torch.strided]
@@ -95,15 +100,24 @@ class ParameterGradients(Parking):
         return super().begin(target)
 
     def _bytes_of_parameters(self) -> int:
-        return sum(local_bytes(p) for p in self._parameters() if p.requires_grad)
+        num_bytes = 0
+        for parameter in self._parameters:
+            if parameter.requires_grad:
+                num_bytes += parameter.nbytes if type(parameter) is nn.Parameter else local_bytes(parameter)
+        return num_bytes
 
     def _holders(self) -> list[HoldsGradient]:
-        return [*self._parameters(), *self._others()]
+        return [*self._parameters, *self._others()]
 
-    def _parameters(self) -> list[torch.Tensor]:
+    def _find_parameters(self) -> list[torch.Tensor]:
         """List the parameters on the device: FSDP2's `CPUOffloadPolicy` keeps them and their gradients on the host."""
         device = self._mover.device
-        return [p for p in parameters_of(self._optimizer) if p.device == device and _is_here(p, device)]
+        return [
+            p
+            for group in self._optimizer.param_groups
+            for p in group["params"]
+            if p.device == device and (type(p) is nn.Parameter or local_shard(p).device == device)
+        ]
 
     def _present_bytes(self) -> int:
         num_bytes = 0
@@ -125,6 +139,11 @@ class GradientBuffers(Parking):
         super().__init__(TRAINER_GRADIENTS, mover, name_of=lambda _: advice)
         self._optimizer = optimizer
 
+    @property
+    def is_parked(self) -> bool:
+        """True while gradients are in host memory, or on their way there."""
+        return self.residency is Residency.OFFLOADED
+
     def refresh(self) -> None:
         """Take in buffers and views of them that are new."""
         self.look(self._optimizer.gradients())
@@ -138,10 +157,6 @@ def make_gradients(optimizer: Any, mover: Mover, others: Callable[[], Sequence[H
     if isinstance(optimizer, MegatronOptimizers) and optimizer.has_buffers:
         return GradientBuffers(optimizer, mover)
     return ParameterGradients(optimizer, mover, others)
-
-
-def _is_here(parameter: torch.Tensor, device: torch.device) -> bool:
-    return type(parameter) is nn.Parameter or local_shard(parameter).device == device
 
 
 class TakenGradients:

@@ -12,7 +12,7 @@ from colo.errors import Unsupported
 from colo.memory.offload import Mover
 from colo.memory.parking import Kept
 from colo.memory.probe import PeakMeter
-from colo.phases.phase import TRAINER_MASTER_WEIGHTS, TRAINER_OPTIMIZER, Residency
+from colo.phases.phase import TRAINER_MASTER_WEIGHTS, TRAINER_OPTIMIZER
 from colo.phases.segment import Segment
 from colo.trainer.backward import BackwardWatch
 from colo.trainer.gradients import parameters_of, unreduced
@@ -127,7 +127,7 @@ class TrainerSession:
     @property
     def has_parked_gradients(self) -> bool:
         """True while gradients are in host memory."""
-        return self._state.gradients.residency is Residency.OFFLOADED
+        return self._state.gradients.is_parked
 
     def look_again(self, *, parameters: bool = True) -> None:
         """Take in new state before it is asked to leave, and watch parameters that have begun to train.

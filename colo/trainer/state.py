@@ -72,6 +72,8 @@ class TrainerState:
         self._after_step = after_step or (lambda: None)
         self._replaced: set[str] = set()  # segments that have left the device for state that is being loaded
         self._stock = Stock()
+        self._sizes = StateSizes(self.optimizer)
+        self._identities: list[int] = []  # of what was in the state when stock was taken
         self.gradients: Gradients = make_gradients(self.optimizer, mover, other_gradients)
         self.parkings = self._make_parkings(region_bytes)
         self.kept = KeptSegment(self)
@@ -105,8 +107,13 @@ class TrainerState:
         self._find_state()
 
     def _find_state(self) -> None:
-        self._stock = stock = take_stock(self.optimizer)
-        sizes = StateSizes(self.optimizer)
+        if (identities := _identities(self.optimizer.state)) != self._identities:
+            self._identities, self._stock, self._sizes = (
+                identities,
+                take_stock(self.optimizer),
+                StateSizes(self.optimizer),
+            )
+        stock, sizes = self._stock, self._sizes
         state, masters = self.parkings
         for parking, tensors in ((state, stock.moments), (masters, stock.masters)):
             assert isinstance(parking, Parking)
@@ -153,7 +160,8 @@ class TrainerState:
 
     def _stepped(self) -> None:
         try:
-            self._find_state()
+            if _identities(self.optimizer.state) != self._identities:
+                self._find_state()
         finally:  # whatever became of its state, the step has been made
             self._after_step()
 
@@ -310,6 +318,21 @@ def take_stock(optimizer: Any) -> Stock:
                 for part in pytree.tree_leaves(leaf):
                     _look_at(stock, part, name, value, masters)
     return stock
+
+
+def _identities(state: Mapping[Any, Any]) -> list[int]:
+    """List what tells whether an optimizer's state has other tensors than before."""
+    found = []
+    for key, value in state.items():
+        found.append(id(key))
+        if type(value) is dict:
+            for leaf in value.values():
+                found.append(id(leaf))
+                if type(leaf) is not torch.Tensor and isinstance(leaf, (dict, list, tuple)):
+                    found += [id(part) for part in pytree.tree_leaves(leaf)]
+        else:
+            found += [id(part) for part in pytree.tree_leaves(value)]
+    return found
 
 
 _OPAQUE = (int, float, str, bytes, type(None))
