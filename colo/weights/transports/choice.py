@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import cast
@@ -66,7 +65,7 @@ def _choose(source: WeightSource, engine: Engine, config: RuntimeConfig) -> Tran
         engine.share_weights()
         return SharedTransport(source, plan.aliases)
     why_not = why_not or "the weights are spread over the trainer's ranks"
-    is_elsewhere = isinstance(engine, Peer) and os.getpid() not in engine.pids
+    is_elsewhere = isinstance(engine, Peer) and not engine.same_process
     if is_elsewhere and (plan.fallbacks or config.weights is not Weights.AUTO):
         staged = config.weights is Weights.STAGED
         try:

@@ -188,6 +188,11 @@ class VLLMEngine(EngineBase):
         return self._link.pids
 
     @property
+    def same_process(self) -> bool:
+        """Whether vLLM's workers are in this process."""
+        return self._link.same_process
+
+    @property
     def ipc_refusal(self) -> str | None:
         """The reason why a worker cannot map the trainer's memory; host memory is in between then."""
         return self._link.ipc_refusal

@@ -47,6 +47,10 @@ class Peer(Protocol):
         """Process of every worker, as this process or their own namespace numbers it."""
 
     @property
+    def same_process(self) -> bool:
+        """Whether its workers are in this process. Their ids do not say: those of another namespace may be the same."""
+
+    @property
     def ipc_refusal(self) -> str | None:
         """The reason why a worker cannot map memory of this process on its GPU; `None` where all can, or need not."""
 

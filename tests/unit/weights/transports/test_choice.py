@@ -34,13 +34,13 @@ class Engine:
     model_type = None
     ipc_refusal = None
 
-    def __init__(self, dtype=torch.float32, *, factor=1, transposed=False, pids=None):
+    def __init__(self, dtype=torch.float32, *, factor=1, transposed=False, pids=None, same_process=False):
         self.memory = {"qk": torch.zeros(*((2, 6) if transposed else (6, 2)), dtype=dtype)}
         self.is_shared = False
         self._factor = factor
         self._transposed = transposed
         if pids is not None:
-            self.pids = pids
+            self.pids, self.same_process = pids, same_process
             self.receiver = Receiver(CPU, lambda source, model_type: self.record_plan(source))
             self.receive, self.receive_all = self._receive, self._receive_all
 
@@ -118,7 +118,11 @@ def test_weights_that_are_the_engines_memory_already_stay_there():
         ({"transposed": True}, {}, "q cannot be shared: the engine lays it out differently; 2 recorded copies"),
         ({"factor": 2}, {}, "q cannot be shared: .*computes with it.*; the engine's own loader is used, because of q"),
         ({"pids": ELSEWHERE, "transposed": True}, {}, "q cannot be shared: the engine lays it out differently; 2 rec"),
-        ({"pids": (os.getpid(),)}, {"weights": "copy"}, r"a copy each was asked for .*; 2 recorded copies"),
+        (
+            {"pids": ELSEWHERE, "same_process": True},
+            {"weights": "copy"},
+            r"a copy each was asked for .*; 2 recorded copies",
+        ),
         (
             {"pids": ELSEWHERE, "factor": 2},
             {},
@@ -246,3 +250,10 @@ def test_packed_weights_have_to_be_the_engines_memory_already():
     held = engine.memory["qk"][:3]
     engine.packed_weights = lambda: {"q": PackedWeight(data=held, quant_state=None)}
     assert choose(engine, packed(held)).name == "shared"
+
+
+def test_a_worker_of_another_namespace_whose_process_has_the_same_number_is_in_another_process():
+    engine = Engine(pids=(os.getpid(),))
+    transport = choose(engine, Net(), weights="copy")
+    assert transport.name == "ipc"
+    transport.close()
