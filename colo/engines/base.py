@@ -37,8 +37,11 @@ class EngineBase:
 
     before_generate: Callable[[], None] | None = None
 
-    called = "this engine"
-    """Words for it in errors about sampling options."""
+    name: str
+    """Short name for reports."""
+
+    called = ""
+    """Words for it in errors about sampling options; by default its name."""
 
     or_else = "leave it out"
     """Advice about an option that it does not take."""
@@ -111,10 +114,11 @@ class EngineBase:
         Raises: `ValueError` for an option that this engine does not have, unless it changes nothing (`min_tokens=0`);
         `TypeError` for parameters of another kind.
         """
-        sampling = check_taken(sampling, self.called, self.or_else)
+        called = self.called or f"the {self.name} engine"
+        sampling = check_taken(sampling, called, self.or_else)
         if params is not None and not isinstance(params, SamplingParams):
             raise TypeError(
-                f"{self.called} takes one colo.SamplingParams for all prompts, or options by name, not a "
+                f"{called} takes one colo.SamplingParams for all prompts, or options by name, not a "
                 f"{type(params).__name__}"
             )
         return replace(params, **sampling) if params is not None else SamplingParams(**sampling)
