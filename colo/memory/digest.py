@@ -10,17 +10,16 @@ Both depend on where bytes are, so that weights packed in another order do not p
 from __future__ import annotations
 
 import zlib
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping
 from functools import cached_property
 
 import torch
 from torch import nn
 
-from colo.memory import triton_kernels
 from colo.memory.copy_plan import CopyPlan
 from colo.memory.dtensor import local_shard
 from colo.memory.storage import places_of
-from colo.memory.tiles import WORD_BYTES, Strided, cut, flat, runs, sum_of
+from colo.memory.tiles import flat
 
 _MODULUS = 1 << 64
 
@@ -29,12 +28,9 @@ _TILE_WORDS = 1 << 14
 
 _PLAIN = frozenset({torch.Tensor, nn.Parameter})
 
-Part = tuple[int, int, torch.Tensor]
-"""Index of the checksum, position of the words within it, and the words themselves (int32, flat)."""
-
 
 class Digest:
-    """Checksums of a set of tensors, of a `DTensor` those of its local shard. Lifetime: keeps the tensors."""
+    """Checksums of a set of tensors, of a `DTensor` those of its local shard. Lifetime: keeps those of a CPU."""
 
     def __init__(self, prepared: _Prepared) -> None:
         self._prepared = prepared
@@ -58,7 +54,7 @@ class Digest:
     @cached_property
     def sums(self) -> dict[str, int]:
         """A number for each tensor: the same in every process for the same bytes on a device of the same kind."""
-        found = [*self._known, *values(self._queued)]
+        found = [*self._known, *_values(self._queued)]
         by_name = dict(zip(self._prepared.names, found, strict=True))
         return {name: by_name[name] for name in self._prepared.places}
 
@@ -100,34 +96,6 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
     return flat(tensor).view(torch.uint8).numpy().data
 
 
-def values(sums: Iterable[torch.Tensor]) -> list[int]:
-    """Wait for sums of `CopyPlan.digests` or `Checksums.compute` and return them as numbers below 2^64."""
+def _values(sums: Iterable[torch.Tensor]) -> list[int]:
+    """Wait for sums of `CopyPlan.digests` and return them as numbers below 2^64."""
     return [int(value) % _MODULUS for part in sums for value in part.tolist()]
-
-
-class Checksums:
-    """Checksums of memory in many places, in one launch on a GPU. Can be computed repeatedly.
-
-    Lifetime: ends with the memory, whose addresses it keeps.
-    """
-
-    def __init__(self, parts: Sequence[Part], count: int, device: torch.device) -> None:
-        """Prepare `count` checksums; each covers the parts with its index, as if their words lay in one place."""
-        self._parts = list(parts)
-        self._count = count
-        self._device = device
-        self._kernels = triton_kernels.kernels(device)
-        if self._kernels is not None:
-            spans = [(number, position, Strided.of(words)) for number, position, words in parts]
-            of = [run for number, position, span in spans for run in runs(span, span, number, position * WORD_BYTES)]
-            self._tiles = cut(of).to(device)
-
-    def compute(self) -> torch.Tensor:
-        """Queue the computation; returns sums for `values` (int64, shape [count]), on the memory's device."""
-        sums = torch.zeros(self._count, dtype=torch.int64, device=self._device)
-        if self._kernels is None:
-            for number, position, words in self._parts:
-                sums[number] += sum_of(words, position)
-        elif len(self._tiles):
-            self._kernels.walk(self._tiles, sums, "digest")
-        return sums

@@ -55,15 +55,6 @@ def num_others(tensors: Sequence[torch.Tensor], owned: Container[int] = ()) -> i
     return num_references(tensors[0]) - len(tensors) - hidden + owners
 
 
-def tensor_over(memory: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """A tensor over `memory` (uint8) with the shape, strides, dtype and storage offset of `like`."""
-    flat = memory.view(like.dtype)
-    offset = int(flat.storage_offset()) + int(like.storage_offset())
-    made = torch.empty(0, dtype=like.dtype, device=memory.device)
-    made.set_(memory.untyped_storage(), offset, like.size(), like.stride())
-    return made.requires_grad_(like.requires_grad)
-
-
 def storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """All bytes of a tensor's storage (uint8)."""
     storage = tensor.untyped_storage()

@@ -12,7 +12,6 @@ from colo.memory.storage import (
     num_references,
     storage_bytes,
     storage_key,
-    tensor_over,
     with_own_storage,
 )
 
@@ -63,18 +62,6 @@ def test_a_view_of_a_tensor_whose_memory_has_been_exchanged_is_no_view_of_it():
     base.data = torch.ones(4)
     assert storage_key(base) != storage_key(view) and num_others([base]) == 1
     assert num_references(view) == 1
-
-
-@pytest.mark.parametrize(
-    "like", [torch.zeros(2, 3), torch.zeros(3, 2).t(), torch.zeros(12)[4:10:2], torch.zeros(2, requires_grad=True)]
-)
-def test_a_tensor_over_memory_lies_there_as_the_one_that_it_is_like(like):
-    memory = torch.arange(256, dtype=torch.uint8)
-    made = tensor_over(memory[64:], like)
-    assert (made.shape, made.stride(), made.dtype, made.requires_grad) == (
-        like.shape, like.stride(), like.dtype, like.requires_grad
-    )  # fmt: skip
-    assert made.data_ptr() == memory.data_ptr() + 64 + 4 * like.storage_offset()
 
 
 def test_bytes_of_a_storage_are_all_of_them():
