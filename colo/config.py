@@ -16,7 +16,7 @@ class Offload(StrEnum):
     """When trainer state leaves the device for a rollout."""
 
     AUTO = "auto"
-    """What must go, and no more."""
+    """No more than must go."""
 
     ALWAYS = "always"
     """Everything that a rollout does not use, and what torch caches; for devices with other users, too."""
@@ -25,7 +25,7 @@ class Offload(StrEnum):
 
 
 class Weights(StrEnum):
-    """Whether trainer and engine have one copy of the weights, or how they reach the engine's own."""
+    """One copy of the weights for trainer and engine, or a way to the engine's own copy."""
 
     AUTO = "auto"
     """One copy where that can be; otherwise copied in the fastest way there is."""
@@ -39,7 +39,7 @@ class Weights(StrEnum):
 
 
 class OptimizerState(StrEnum):
-    """Where the optimizer's state is while it steps."""
+    """Place of the optimizer's state while it steps."""
 
     AUTO = "auto"
     """On the device as a whole where that fits beside weights and gradients; streamed otherwise."""
@@ -62,7 +62,7 @@ _ELSEWHERE = {
     "gpu_memory_utilization": 'pass kv_cache_bytes="4GiB", or device_limit_bytes for everything together',
     "lr": "pass optimizer=lambda params: AdamW(params, lr=...) to launch",
 }
-"""What takes the place of names that others have for such settings."""
+"""Advice for names that others have for such settings."""
 
 _SWITCHES = ("verify", "release_gradients", "suspend_nccl")
 

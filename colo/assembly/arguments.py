@@ -35,7 +35,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 ADAPTER_FILE = "adapter_config.json"
-"""What PEFT writes beside an adapter."""
+"""Name of the file that PEFT writes beside an adapter."""
 
 _HOST = torch.device("cpu")
 
@@ -52,7 +52,7 @@ _ELSEWHERE = {
     **{f.name: f"pass config=colo.RuntimeConfig({f.name}=...)" for f in fields(RuntimeConfig)},
     "optimizer": "launch takes a function that makes one, and share takes one",
 }
-"""Where settings of a runtime are given that are no arguments of `launch` and `share`."""
+"""Advice for names that `launch` and `share` do not take: the place of each."""
 
 _TAKEN_BY_LAUNCH = {
     "model": "it first, launch(model, ...)",
@@ -63,7 +63,7 @@ _TAKEN_BY_LAUNCH = {
 
 
 def names_checked(function: Callable[P, T]) -> Callable[P, T]:
-    """Have a function name what it takes, and where the rest goes, in a `TypeError` for anything else by name."""
+    """Make a function raise a `TypeError` with advice for an argument that it does not take."""
     valid = tuple(inspect.signature(function).parameters)
 
     @wraps(function)
@@ -300,7 +300,7 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _named(value: object) -> str:
-    """What was given, in a few words: a class or a function by name, a short value as it is, others by their class."""
+    """Describe a value in a few words: a class or function by name, a short value as it is, others by their class."""
     if isinstance(value, type):
         return f"the class {value.__name__}"
     if callable(value) and hasattr(value, "__name__"):

@@ -20,7 +20,7 @@ _TOKENS = 8
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """What `check` has found."""
+    """Findings of `check`."""
 
     mismatch: float
     """Mean |log p(engine) - log p(trainer)| of a token, at temperature 1."""

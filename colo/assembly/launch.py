@@ -136,7 +136,7 @@ def _request(
     optimizer: MakeOptimizer | None = None,
     tokenizer: Any = None,
 ) -> tuple[LaunchRequest, Start]:
-    """What was asked for, checked, and what starts the engine."""
+    """Check the arguments; return them as a request, with the function that starts the engine."""
     target = chosen_device(device)
     engine = default_engine(target) if engine is None else engine
     check_launch(

@@ -1,4 +1,4 @@
-"""What `colo.launch` starts: an engine, and a model to train over its memory."""
+"""Start an engine, with a model to train over its memory, or for a model that exists."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Undo(ExitStack):
 
 @dataclass(frozen=True, slots=True)
 class LaunchRequest:
-    """What `launch` was asked for."""
+    """Arguments of `launch`, checked and completed."""
 
     model: Checkpoint
     device: torch.device
@@ -160,7 +160,7 @@ def make_vllm_engine(request: LaunchRequest, mover: Mover, kv_cache_bytes: int) 
 
 
 def add_lora_options(request: LaunchRequest, config: PretrainedConfig) -> None:
-    """Have vLLM hold matrices for the adapter, if any. Raises: `Unsupported` for a rank above what is given."""
+    """Make vLLM hold matrices for the adapter, if any. Raises: `Unsupported` for a rank above what is given."""
     from colo.engines.vllm.compat import rank_limit
 
     options = request.engine_options
@@ -205,12 +205,12 @@ def start_vllm(request: LaunchRequest, undo: Undo) -> tuple[Engine, Any]:
 
 
 def _ordinary(views: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The same memory as tensors with storages of their own, which whatever saves or copies a model expects."""
+    """Return the same memory as tensors with storages of their own: code that saves or copies a model expects those."""
     return {name: with_own_storage(view) for name, view in views.items()}
 
 
 def _is_packed_by_vllm(request: LaunchRequest) -> bool:
-    """Whether vLLM packs the weights to 4 bits as it reads them. Raises: `Unsupported` where they could not be shared.
+    """Tell if vLLM packs the weights to 4 bits as it reads them. Raises: `Unsupported` where they could not be shared.
 
     Its loader of such weights puts them where no other process can map them, so that the engine runs in this one.
     """

@@ -100,7 +100,7 @@ class Ledger:
 
     @property
     def fits_host(self) -> bool:
-        """Whether the host has room for what is offloaded."""
+        """True if the host has room for the offloaded segments."""
         return self.host_bytes <= self.host_capacity_bytes
 
     def moved(self, name: str, target: Residency) -> Ledger:

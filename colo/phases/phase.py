@@ -26,7 +26,7 @@ class Phase(StrEnum):
 
 
 class Residency(StrEnum):
-    """Where the bytes of a segment are."""
+    """Place of a segment's bytes."""
 
     RESIDENT = "resident"
     """On the device, and the segment's own."""
@@ -42,7 +42,7 @@ class Residency(StrEnum):
 
 
 class Need(StrEnum):
-    """What a phase asks of a segment."""
+    """Requirement of a phase on a segment."""
 
     RESIDENT = "resident"
     """On the device from the first moment of the phase to the last."""
@@ -97,7 +97,7 @@ NEEDS: Mapping[Phase, Mapping[str, Need]] = MappingProxyType(
         },
     }
 )
-"""What each phase needs of each segment; a segment that is not named is `Need.UNUSED`."""
+"""Requirements by phase and segment; a segment that is not named is `Need.UNUSED`."""
 
 
 def check_edge(source: Phase, target: Phase) -> None:

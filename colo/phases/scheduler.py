@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Budget:
-    """What the segments of a runtime may take."""
+    """Limits of what the segments of a runtime take, together."""
 
     capacity_bytes: int
     host_capacity_bytes: int
@@ -65,7 +65,7 @@ class Scheduler:
         """Device bytes that the current phase was promised at most."""
 
         self.side_by_side = True
-        """Whether late segments of the current phase and its working memory fit together."""
+        """True if late segments of the current phase fit beside its working memory."""
 
     @property
     def segments(self) -> Mapping[str, Segment]:
@@ -159,7 +159,7 @@ class Scheduler:
             self.sample()
 
     def fits(self, name: str) -> bool:
-        """Whether there is room for a segment that is away, without moving another."""
+        """Tell if there is room for a segment that is away, without moving another."""
         return self._segments[name].size_bytes <= self.ledger().free_bytes
 
     def settle(self) -> None:

@@ -26,7 +26,7 @@ class Move(Protocol):
 
 @runtime_checkable
 class Segment(Protocol):
-    """What the scheduler needs of a piece of memory that it moves.
+    """A piece of memory that the scheduler moves.
 
     Ownership: the segment owns its device and host bytes; the scheduler only asks it to move.
     """
@@ -37,7 +37,7 @@ class Segment(Protocol):
 
     @property
     def residency(self) -> Residency:
-        """Where the bytes are, or are going while a move is under way."""
+        """Present place of the bytes, or the target while a move is under way."""
 
     @property
     def size_bytes(self) -> int:
@@ -53,7 +53,7 @@ class Segment(Protocol):
 
     @property
     def away(self) -> Residency | None:
-        """Where the segment goes when its bytes are needed: `OFFLOADED`, `DISCARDED`, or `None` for never."""
+        """Target when the segment's bytes are needed: `OFFLOADED`, `DISCARDED`, or `None` for never."""
 
     def begin(self, target: Residency) -> Move:
         """Start moving to `target` and return without waiting where the hardware allows it.

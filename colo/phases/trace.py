@@ -31,7 +31,7 @@ class Span:
     """Something that took time."""
 
     name: str
-    """What was done, such as `rollout` or `offload trainer.optimizer`."""
+    """Action, such as `rollout` or `offload trainer.optimizer`."""
 
     category: str
     """`phase`, `switch` (entering or leaving one), `transition` (within a switch), `step` (of a transition), `copy`
@@ -45,7 +45,7 @@ class Span:
     """The phase it belongs to."""
 
     resource: str = "host"
-    """What it kept busy: `host`, `device`, `d2h`, `h2d`, `engine`. One row of a timeline each."""
+    """Resource that it kept busy: `host`, `device`, `d2h`, `h2d`, `engine`. One row of a timeline each."""
 
     num_bytes: int = 0
     """Bytes moved, where bytes were."""

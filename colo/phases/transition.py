@@ -17,7 +17,7 @@ from colo.units import format_bytes
 
 
 class Action(StrEnum):
-    """What a step does; the order of the members is the order of the steps."""
+    """Kind of a step; the order of the members is the order of the steps."""
 
     DISCARD = "discard"
     OFFLOAD = "offload"
@@ -31,7 +31,7 @@ RESOURCES: Mapping[Action, str] = {
     Action.ONLOAD: "h2d",
     Action.ALLOCATE: "device",
 }
-"""What each action keeps busy; steps on different resources overlap."""
+"""Resource that each action keeps busy; steps on different ones overlap."""
 
 _ACTIONS: Mapping[tuple[Residency, Residency], Action] = {
     (Residency.RESIDENT, Residency.DISCARDED): Action.DISCARD,
@@ -53,12 +53,12 @@ class Step:
 
     @property
     def action(self) -> Action:
-        """What the move is."""
+        """Kind of the move."""
         return _ACTIONS[self.source, self.target]
 
     @property
     def resource(self) -> str:
-        """What the move keeps busy."""
+        """Resource that the move keeps busy."""
         return RESOURCES[self.action]
 
     @property
@@ -167,7 +167,7 @@ def plan_evictions(
 
 
 class _Request:
-    """What a phase asks of one ledger, and which segments make room for it."""
+    """Requirements of a phase on one ledger, and the segments that make room for it."""
 
     def __init__(
         self, target: Phase, ledger: Ledger, table: Mapping[str, Need], working_bytes: int, offload: Offload

@@ -36,7 +36,7 @@ class Closing:
         """A model that the runtime owns goes to the host, so that the device is free."""
         self.has_begun = False
         self.last = ExitStack()
-        """What is done when everything else has been closed."""
+        """Callbacks for when everything else has been closed."""
 
         self._engine = engine
         self._model = model

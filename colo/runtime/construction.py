@@ -178,7 +178,7 @@ def make_versions(parts: Parts, scheduler: Scheduler) -> WeightVersions:
 
 
 def has_logits(model: nn.Module) -> bool:
-    """Whether colo knows how to compute log-probabilities with a model."""
+    """Tell if colo can compute log-probabilities with a model."""
     return isinstance(model, PreTrainedModel) or is_peft_model(model)
 
 

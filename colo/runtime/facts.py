@@ -1,4 +1,4 @@
-"""What a runtime is and chose, in sentences for `rt.report()`."""
+"""Facts about a runtime and its choices, in sentences for `rt.report()`."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def facts_of(
 
 
 def _cost_of_copies(engine: Engine, transport: Transport) -> str:
-    """What it costs that the engine has weights of its own; nothing where they are shared."""
+    """Say how much memory the engine's own copy of the weights takes; nothing where they are shared."""
     held = next((segment.size_bytes for segment in engine.segments if segment.name == ENGINE_WEIGHTS), 0)
     if transport.shares or not held:
         return ""

@@ -1,4 +1,4 @@
-"""Which models, optimizers and engines have an open runtime, and what keeps it alive.
+"""Registry of open runtimes by model, optimizer and engine; the three keep their runtime alive.
 
 Model, optimizer and engine refer to their runtime, and it to them: hold one of them and `Runtime.of` finds the others;
 hold none and all of them go, with the engine's processes.

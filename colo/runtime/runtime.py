@@ -186,7 +186,7 @@ class Runtime:
             self.trace.metric(name, value)
 
     def report(self) -> Report:
-        """Where time and memory went, and why the runtime chose what it did; print it, or show it in a notebook."""
+        """Report where time and memory went, with the reason of each choice; print it, or show it in a notebook."""
         from colo.report.report import Report
 
         self._turns.check_process()

@@ -28,7 +28,7 @@ class Turn(StrEnum):
 
 
 class Verb(StrEnum):
-    """What a runtime is asked for, by the loop or by torch's hooks."""
+    """Requests to a runtime, by the loop or by torch's hooks."""
 
     ROLLOUT = "rollout"
     TRAIN = "train"
@@ -54,7 +54,7 @@ EDGES: Mapping[tuple[Verb, Turn], Turn] = MappingProxyType(
         **{(Verb.CLOSE, turn): Turn.CLOSED for turn in Turn},
     }
 )
-"""Where each verb leads from each turn; what is not here is refused with `PhaseError`."""
+"""Next turn by verb and present turn; a pair that is missing is refused with `PhaseError`."""
 
 _CALLS = {Verb.STEP: "optimizer.step()"}
 _INSTEAD = {Verb.GENERATE: "`with rt.rollout():`", Verb.STEP: "`with rt.train():`", Verb.BACKWARD: "`with rt.train():`"}

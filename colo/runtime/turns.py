@@ -73,7 +73,7 @@ class Turns:
 
     @property
     def is_elsewhere(self) -> bool:
-        """Whether this is another process than the runtime's: a child that was forked from it."""
+        """True in a child that was forked from the runtime's process."""
         return os.getpid() != self._pid
 
     def check_process(self) -> None:
@@ -258,7 +258,7 @@ class Turns:
                 self._scheduler.anticipate(Phase.ROLLOUT, but_for={TRAINER_GRADIENTS})
 
     def _is_rollout_next(self) -> bool:
-        """Whether a rollout follows this training phase, which has stepped: as many did as between the last two."""
+        """Count a training phase with a step; true if as many came between the last two rollouts."""
         self._steps_taken += 1
         return self._steps_taken == self._steps_expected
 
@@ -288,7 +288,7 @@ class Turns:
             raise StaleWeights(cause)
 
     def _learn_working_bytes(self) -> None:
-        """What the phase used beside its segments is kept free the next time, on a CUDA device without a set limit."""
+        """Keep free the next time what the phase used beside its segments, on a CUDA device without a set limit."""
         beside_bytes = self._session.end_training()
         if self._config.device_limit_bytes is not None or beside_bytes is None:
             return
@@ -299,7 +299,7 @@ class Turns:
     # ---- what torch's hooks tell -------------------------------------------------------------------------------------
 
     def before_step(self) -> None:
-        """Have everything on the device that the optimizer needs. Raises: `PhaseError` inside a rollout."""
+        """Bring everything to the device that the optimizer needs. Raises: `PhaseError` inside a rollout."""
         self.check_process()
         turn = next_turn(Verb.STEP, self.turn)
         with uninterrupted():
@@ -323,7 +323,7 @@ class Turns:
                 self.be_idle()
 
     def on_gradient(self) -> None:
-        """Have gradients on the device that others are about to be added to. Raises: `PhaseError` inside a rollout."""
+        """Bring gradients to the device that others are about to be added to. Raises: `PhaseError` inside a rollout."""
         self.check_process()
         next_turn(Verb.BACKWARD, self.turn)
         if self._session.has_parked_gradients:
@@ -360,18 +360,18 @@ class Turns:
         self._scheduler.sample()
 
     def _is_roomy(self, segment: Segment) -> bool:
-        """Whether the driver has the segment's bytes and some to spare, which the backward pass may yet ask for."""
+        """Tell if the driver has the segment's bytes and some to spare, which the backward pass may yet ask for."""
         spare_bytes = int(_SPARE_FRACTION * total_device_bytes(self._device))
         return self._device.type != "cuda" or free_device_bytes(self._device) > segment.size_bytes + spare_bytes
 
 
 class PhaseBlock(AbstractContextManager[T]):
-    """What `rollout()` and `train()` return: a block within which the runtime is in that phase."""
+    """A block within which the runtime is in a phase; `rollout()` and `train()` return one."""
 
     def __init__(self, runtime: T, turns: Turns, phase: Phase) -> None:
         self.phase = phase
         self.is_over = True
-        """Whether its body is not running: it has not begun, or has ended in whichever way."""
+        """True unless its body is running."""
 
         self._runtime = runtime
         self._turns = turns

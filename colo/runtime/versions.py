@@ -65,7 +65,7 @@ class WeightVersions:
             self.publisher.version += 1
 
     def is_engine_current(self) -> bool:
-        """Whether the engines of all ranks hold the present version."""
+        """Tell if the engines of all ranks hold the present version."""
         return not self._ranks.any(not self.publisher.is_current, "comparing versions")
 
     def publish(self) -> None:
@@ -114,7 +114,7 @@ class WeightVersions:
             wait_for_queued(self._engine.device)
 
     def _is_equal(self) -> bool:
-        """Whether the engine holds what the trainer does: its weights come back for that, if they are away."""
+        """Compare the engine's weights with the trainer's; those that are away come back first."""
         is_away = self._scheduler.segments[ENGINE_WEIGHTS].residency in (Residency.OFFLOADED, Residency.DISCARDED)
         takes_memory = is_away or self._transport.working_bytes > 0
         with self._ranks.fail_together("making room to compare weights"):
