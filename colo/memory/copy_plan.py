@@ -27,17 +27,27 @@ class CopyPlan:
     Lifetime: on a GPU addresses are recorded, and no memory is kept alive. Record again when any of it has moved.
     """
 
-    def __init__(self, *groups: Sequence[Pair], device: torch.device | None = None, words: int | None = None) -> None:
+    def __init__(
+        self,
+        *groups: Sequence[Pair],
+        device: torch.device | None = None,
+        words: int | None = None,
+        read: Sequence[torch.Tensor] = (),
+    ) -> None:
         """Record pairs; tiles of several groups are spread among each other, so that HBM and NVLink work at once.
 
         `device` is where the launch runs, by default that of the first source; a tile has `words` words at most. A pair
         that its kernel cannot copy (of another device, another cast, on a CPU) is left to torch; its target is a
         tensor.
+        Tensors to `read` are digested by the same launch, after the pairs in number, and not written.
         Raises: `ValueError` for a pair that differs in shape.
         """
+        self._num_written = sum(map(len, groups))
+        groups = (*groups, [(tensor, tensor) for tensor in read])
         pairs = [pair for group in groups for pair in group]
         self.device = device or (pairs[0][0].device if pairs else torch.device("cpu"))
-        self.num_bytes = sum(source.numel() * target.dtype.itemsize for source, target in pairs)
+        written = pairs[: self._num_written]
+        self.num_bytes = sum(source.numel() * target.dtype.itemsize for source, target in written)
         """Bytes that are written."""
 
         self._count = len(pairs)
@@ -54,9 +64,8 @@ class CopyPlan:
                     raise ValueError(f"cannot copy {tuple(source.shape)} to {tuple(target.shape)}")
                 number = next(numbers)
                 if self._kernels is not None and is_fusable(source, target, self.device):
-                    fused[-1] += runs(
-                        Strided.of(source), target if isinstance(target, Strided) else Strided.of(target), number
-                    )
+                    there = target if isinstance(target, Strided) else Strided.of(target)
+                    fused[-1] += runs(Strided.of(source), there, number, is_written=number < self._num_written)
                 else:
                     self._others[number] = source.detach(), target
         self._table = _spread([cut(group, words) for group in fused]).to(self.device)
@@ -93,8 +102,9 @@ class CopyPlan:
         return self._found("compare", differ).bool()
 
     def _copy_others(self) -> None:
-        pairs = [(source, target) for source, target in self._others.values() if isinstance(target, torch.Tensor)]
-        assert len(pairs) == len(self._others), "torch copies between tensors"
+        written = [pair for number, pair in self._others.items() if number < self._num_written]
+        pairs = [(source, target) for source, target in written if isinstance(target, torch.Tensor)]
+        assert len(pairs) == len(written), "torch copies between tensors"
         copy_all([target for _, target in pairs], [source for source, _ in pairs])
 
     def _found(self, doing: str, by_torch: Callable[[torch.Tensor, Any], torch.Tensor]) -> torch.Tensor:

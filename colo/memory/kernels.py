@@ -70,6 +70,7 @@ def _walk_tile(
     words = tl.load(tile + 5).to(tl.int32)
     position = tl.load(tile + 7)
     position_step = tl.load(tile + 8)
+    written = words * tl.load(tile + 10).to(tl.int32)
     lanes = tl.arange(0, LANES)[None, :]
     sums = tl.zeros([BLOCK], tl.int64)
     others = tl.zeros([BLOCK, LANES], tl.int32)
@@ -85,7 +86,7 @@ def _walk_tile(
         else:
             bits = elements.to(TARGET).to(BITS, bitcast=True)
         if COPY:
-            tl.store(there, bits.to(TARGET, bitcast=True), mask=inside)
+            tl.store(there, bits.to(TARGET, bitcast=True), mask=(at < written)[:, None])
         if COMPARE:
             theirs = tl.load(there, mask=inside, other=0).to(BITS, bitcast=True)
             others |= tl.where(inside & (bits != theirs), 1, 0)
@@ -110,7 +111,7 @@ def _walk(
     BLOCK: tl.constexpr,
 ):
     for number in range(tl.program_id(0), count, tl.num_programs(0)):
-        tile = tiles + number * 10
+        tile = tiles + number * 11
         kind = tl.load(tile + 6)
         if kind == 16:
             _walk_tile(tile, found, tl.int32, tl.int32, tl.int32, 4, COPY, DIGEST, COMPARE, BLOCK)

@@ -91,6 +91,8 @@ class CopyRows(NamedTuple):
     """Bytes of an element; 1 for what is not cast."""
 
     target_bytes: int = 1
+    is_written: int = 1
+    """0 for what is only digested."""
 
     @property
     def kind(self) -> int:
@@ -124,7 +126,9 @@ class CopyRows(NamedTuple):
                 )
 
 
-def runs(source: Strided, target: Strided, number: int = 0, position: int = 0) -> Iterator[CopyRows]:
+def runs(
+    source: Strided, target: Strided, number: int = 0, position: int = 0, is_written: bool = True
+) -> Iterator[CopyRows]:
     """A copy as few runs: axes that are contiguous on both sides merge, and the longest that is left becomes the rows.
 
     `position` is where its elements begin, in bytes, in the digest that has this `number`.
@@ -161,18 +165,19 @@ def runs(source: Strided, target: Strided, number: int = 0, position: int = 0) -
             position_step,
             number,
             *widths,
+            int(is_written),
         ).peeled()
 
 
 def cut(of: Sequence[CopyRows], words: int | None = None) -> torch.Tensor:
-    """Cut runs into tiles of whole rows, or of a part of one: int64, shape [num_tiles, 10].
+    """Cut runs into tiles of whole rows, or of a part of one: int64, shape [num_tiles, 11].
 
     Columns: source and target address; steps of source and target from row to row, in words; words of a row; words in
-    all; kind; position and its step from row to row, in bytes; number of the pair.
+    all; kind; position and its step from row to row, in bytes; number of the pair; 0 for what is not written.
     """
     words = words or WORDS
-    fields = [(*run[:9], kind, *_word_bytes(kind, run)) for run in of for kind in (run.kind,)]
-    table = torch.tensor(fields, dtype=torch.int64).reshape(len(of), 12)
+    fields = [(*run[:9], kind, *_word_bytes(kind, run), run.is_written) for run in of for kind in (run.kind,)]
+    table = torch.tensor(fields, dtype=torch.int64).reshape(len(of), 13)
     row_words = table[:, 3] // table[:, 11]
     per_row = (row_words + words - 1) // words  # one where rows are short: a tile is several of them then
     piece = ((row_words + per_row - 1) // per_row + 7) // 8 * 8
@@ -180,15 +185,14 @@ def cut(of: Sequence[CopyRows], words: int | None = None) -> torch.Tensor:
     counts = (table[:, 2] + high - 1) // high * per_row
     at = torch.repeat_interleave(torch.arange(len(table)), counts)
     index = torch.arange(len(at)) - (counts.cumsum(0) - counts)[at]
-    source, target, rows, _, source_step, target_step, position, place_step, number, kind, ours, theirs = table[
-        at
-    ].unbind(1)
+    source, target, rows, _, source_step, target_step, position, place_step, number, *kinds = table[at].unbind(1)
+    kind, ours, theirs, is_written = kinds
     row, word = index // per_row[at] * high[at], index % per_row[at] * piece[at]
     wide = torch.where(per_row[at] > 1, torch.minimum(piece[at], row_words[at] - word), row_words[at])
     starts = (source + row * source_step + word * ours, target + row * target_step + word * theirs)
     total, places = torch.minimum(high[at], rows - row) * wide, position + row * place_step + word * theirs
-    columns = (*starts, source_step // ours, target_step // theirs, wide, total, kind, places, place_step, number)
-    return torch.stack(columns, 1)
+    columns = (*starts, source_step // ours, target_step // theirs, wide, total, kind, places, place_step)
+    return torch.stack([*columns, number, is_written], 1)
 
 
 def _word_bytes(kind: int, run: CopyRows) -> tuple[int, int]:

@@ -6,7 +6,8 @@
 The model has the shape of a Qwen3-8B, sharded by FSDP2 or cut by Megatron; every rank has an engine laid out as vLLM's.
 Limits are measured here, one rank after another being idle or not as in a publication: memory copied and read on a GPU
 by the same kernel, and bytes written to the other GPU by itself. `copied` is the limit of a transfer: what is copied in
-a GPU's memory, or what goes over NVLink beside it, whichever takes longer; `verified` adds the engine read once.
+a GPU's memory, or what goes over NVLink beside it, whichever takes longer; `verified` adds what of the engine is read
+after that, all of it or the last of four stages.
 """
 
 import argparse
@@ -118,7 +119,9 @@ def measure(source, config, tp, device, rate):
     own = sum(d.num_bytes for d in slices._route.plan.local if d.receiver == rank)
     sent, received = slices._route.plan.sent_bytes(rank), slices.bytes_to_receive
     copied = max(own / rate["copied"], sent / rate.get("written to the next", rate["copied"])) / 1e6
-    limits = {"copied": round(copied, 2), "verified": round(copied + (own + received) / rate["read"] / 1e6, 2)}
+    last = (own + received) / len(slices._route.stages)  # what is read back when all has been written
+    verified = copied + last / rate["read"] / 1e6
+    limits = {"copied": round(copied, 2), "verified": round(verified, 2)}
     say(f"tp {tp}: {verified_ms:.2f} ms a publication, of them {transfer_ms:.2f} the transfer {stages}")
     say(f"  limits of this machine {limits} ms; own {own} bytes, sent {sent}, received {received}")
     say(f"  a comparison by itself {check_ms:.2f} ms; planned in {planned_s:.1f} s; {slices.reason[-160:]}")

@@ -89,6 +89,9 @@ def test_the_kernel_copies_digests_and_compares_as_torch_does(by_kernels, pairs)
         assert torch.equal(sums, again) and not plan.flags().any()
         found.append((before, sums.tolist(), [tiles.bits_of(target).tolist() for _, target in pairs]))
         assert CopyPlan([(target, target) for _, target in pairs]).digests().tolist() == sums.tolist()
+        untouched = CopyPlan(pairs[:1], read=[target for _, target in pairs[1:]], device=CPU)
+        untouched.replay()
+        assert untouched.replay_digested().tolist() == sums.tolist()
         number = next((n for n, (_, target) in enumerate(pairs) if target.numel()), None)
         if number is not None:
             tiles.bits_of(pairs[number][1])[-1, -1] ^= 1

@@ -91,7 +91,7 @@ def check_joined(ranks, alone):
         assert found["are_live"]
         same, received, planned = found["engine"]
         assert same and received == planned <= alone["whole"]
-    names = [spec[0] for spec in alone["specs"]]
+    names = [spec["name"] for spec in alone["specs"]]
     assert list(chain(*alone["groups"])) == names
     assert sum(found["held"] for found in ranks) >= alone["whole"]
     assert max(found["held"] for found in ranks) < alone["whole"]

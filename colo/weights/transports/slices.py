@@ -9,6 +9,7 @@ memory cannot be mapped, slices travel through buffers (`colo.weights.exchange.e
 
 from __future__ import annotations
 
+import itertools
 import operator
 import time
 from collections import defaultdict
@@ -33,6 +34,9 @@ from colo.weights.ranks import RankGroup
 from colo.weights.sources.base import WeightSource
 from colo.weights.sources.placed import PlacedPart, dtype_name, slices_of
 from colo.weights.transports.base import CopyingTransport
+
+_STAGES = 4
+"""Stages of a transfer that waits for NVLink."""
 
 _NAMED_RANKS = 8
 """Reports name so many ranks at most."""
@@ -78,7 +82,7 @@ class SlicesTransport(CopyingTransport):
         self._devices = {copy.target.device for copy in plan.copies} | {self._device}
         self._where: tuple[list[torch.Tensor], list[Hashable]] = ([], [])
         self._route = self._connect()
-        self._sent: torch.Tensor | None = None
+        self._sent: list[torch.Tensor] | None = None
 
     @property
     def reason(self) -> str:
@@ -115,17 +119,17 @@ class SlicesTransport(CopyingTransport):
             route.exchange.send(self.source.parts(), self.seconds)
             self._sent = None
         else:
-            self._sent = self._write(route)
+            self._sent = [self._write(stage) for stage in route.stages]
         self.received_bytes += self.bytes_to_receive
         return route.num_bytes
 
-    def _write(self, route: _Route) -> torch.Tensor | None:
-        """Write to all engines; returns digests of what was read. The others may read when all ranks have returned."""
+    def _write(self, stage: CopyPlan) -> torch.Tensor:
+        """Write to all engines; returns digests of what was read. When it returns, all ranks have written."""
         error: Exception | None = None
-        sums: torch.Tensor | None = None
+        sums = torch.empty(0)
         with self._stage("copy"):
             try:
-                sums = route.copies.replay_digested()
+                sums = stage.replay_digested()
                 for device in self._devices:
                     wait_for_queued(device)  # what goes to another GPU ends in that one's stream
             except Exception as caught:  # noqa: BLE001 - the others wait for an answer
@@ -168,7 +172,7 @@ class SlicesTransport(CopyingTransport):
         route, digests, error = self._route, None, None
         try:
             sent, self._sent = self._sent, None
-            digests = [route.copies.digests() if sent is None else sent, route.kept.digests()]
+            digests = route.in_order([stage.digests() for stage in route.stages] if sent is None else sent)
         except Exception as caught:  # noqa: BLE001 - the others wait for this rank's row
             error = caught
         found = route.comparison.of(digests)
@@ -226,7 +230,11 @@ class SlicesTransport(CopyingTransport):
 
 
 class _Route:
-    """The way that slices take, recorded: straight into engines, or through buffers. To make one is a collective."""
+    """The way that slices take, recorded: straight into engines, or through buffers. To make one is a collective.
+
+    Where many bytes go to other ranks, NVLink is what a transfer waits for, and memory has time to spare: slices are
+    written in stages then, and a stage also reads back what engines have taken in the one before.
+    """
 
     def __init__(
         self,
@@ -243,33 +251,65 @@ class _Route:
         """Bytes of this rank's engine."""
 
         self.exchange: Exchange | None = None
-        sent = [(d, held_view(parts[d.held], d.box)) for d in plan.every if d.sender == ranks.rank]
-        local: list[Pair] = [(part, targets[d.taken].view(d.box)) for d, part in sent if d.receiver == ranks.rank]
-        others = [(d, part) for d, part in sent if d.receiver != ranks.rank]
-        remote: list[Pair] = []
         self.how = "copied within each rank"
         self._peers: Peers | None = None
+        every = list(enumerate(plan.every))
+        sent = {n: held_view(parts[d.held], d.box) for n, d in every if d.sender == ranks.rank}
+        taken = {n: targets[d.taken].view(d.box) for n, d in every if d.receiver == ranks.rank}
+        to: dict[int, torch.Tensor | Strided] = {n: taken[n] for n in sent if n in taken}
+        others = {n: d for n, d in every if n in sent and n not in taken}
         if any(plan.buckets):
-            reached = reach(ranks, plan.every, targets, others, device)
+            reached = reach(ranks, plan.every, targets, [(d, sent[n]) for n, d in others.items()], device)
             if isinstance(reached, Peers):
                 self._peers, self.how = reached, "written straight into every rank's engine"
-                remote = [(part, reached.target(d)) for d, part in others]
             else:
                 self.how = f"through buffers: {reached}"
                 self.exchange = Exchange(plan, ranks, targets, device=device)
-                remote = [(part, _nowhere(d)) for d, part in others]
+            to |= {n: _nowhere(d) if self._peers is None else self._peers.target(d) for n, d in others.items()}
         with ranks.fail_together("planning slices of the weights"):
-            landed = [targets[d.taken].view(d.box) for d in plan.every if d.receiver == ranks.rank]
-            shared = [part for part in (parts[index].tensor for index in self.comparison.shared) if part is not None]
-            self.copies = CopyPlan(local, remote, device=device)
+            stage_of = _stages(plan, told, _STAGES if self._peers is not None else 1)
+            self.stages: list[CopyPlan] = []
             """Copies of all that this rank sends; where there is an exchange, digests alone of what goes to others."""
 
-            self.kept = CopyPlan([(view, view) for view in landed], [(part, part) for part in shared], device=device)
-            """For digests of what this rank's engine has taken, and of parts that other ranks hold too."""
+            keys: list[tuple[str, int]] = []
+            kept: list[int] = []
+            for stage in range(max(stage_of, default=0) + 1):
+                now = [n for n in sent if stage_of[n] == stage]
+                groups = [n for n in now if n in taken], [n for n in now if n not in taken]
+                pairs: list[list[Pair]] = [[(sent[n], to[n]) for n in group] for group in groups]
+                self.stages.append(CopyPlan(*pairs, device=device, read=[taken[n] for n in kept]))
+                keys += [*(("sent", n) for group in groups for n in group), *(("taken", n) for n in kept)]
+                kept = [n for n in taken if stage_of[n] == stage]
+            shared = [part for part in (parts[index].tensor for index in self.comparison.shared) if part is not None]
+            self._last = CopyPlan(device=device, read=[*(taken[n] for n in kept), *shared])
+            of_shared = [("shared", number) for number in range(len(shared))]
+            keys += [*(("taken", n) for n in kept), *of_shared]
+            number = {key: place for place, key in enumerate(keys)}
+            row = [*(("sent", n) for n in sent), *(("taken", n) for n in taken), *of_shared]
+            self._order = torch.tensor([number[key] for key in row], dtype=torch.int64, device=device)
+
+    def in_order(self, digests: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Digests of all stages, then of what the last has brought, in the order that `Comparison.of` wants."""
+        return [torch.cat([*digests, self._last.digests()])[self._order]]
 
     def let_go(self) -> None:
         """Unmap other ranks' engines, and forget what is recorded."""
-        self._peers, self.copies, self.kept = None, CopyPlan([]), CopyPlan([])
+        self._peers, self.stages, self._last = None, [], CopyPlan([])
+
+
+def _stages(plan: ExchangePlan, told: Mapping[int, Told], count: int) -> list[int]:
+    """The stage of every delivery, the same on every rank: weights in their order, each stage with as many bytes."""
+    every = plan.every
+    num_far = sum(d.num_bytes for d in every if d.sender != d.receiver)
+    if 3 * num_far < sum(d.num_bytes for d in every):
+        count = 1  # most bytes stay where they are, and memory is what a transfer waits for
+    names = [told[d.receiver].taken[d.taken].name for d in every]
+    sizes = dict.fromkeys((spec.name for spec in next(iter(told.values())).specs), 0)
+    for name, delivery in zip(names, every, strict=True):
+        sizes[name] += delivery.num_bytes
+    total, before = max(1, sum(sizes.values())), itertools.accumulate(sizes.values(), initial=0)
+    stage = {name: start * count // total for name, start in zip(sizes, before, strict=False)}
+    return [stage[name] for name in names]
 
 
 def _nowhere(delivery: Delivery) -> Strided:

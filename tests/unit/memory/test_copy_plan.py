@@ -39,7 +39,8 @@ def views(draw, dtypes=tuple(DTYPES)):
 def interpreted(table):
     """Do what the kernel does with tiles that are not cast, byte by byte; returns digests by number."""
     sums = {}
-    for source, target, source_step, target_step, row_words, words, kind, place, place_step, number in table.tolist():
+    for tile in table.tolist():
+        source, target, source_step, target_step, row_words, words, kind, place, place_step, number, _ = tile
         assert (source | target) % kind == 0 and words % row_words == 0 and 0 < words <= max(tiles.WORDS, row_words)
         for word in range(words):
             row, column = divmod(word, row_words)
@@ -150,6 +151,16 @@ def test_a_plan_without_kernels_copies_digests_and_compares_by_torch_and_keeps_p
     assert torch.equal(targets[1], sources[1].bfloat16()) and targets[2] == 2.5
     assert not plan.flags().any()
     assert sums.tolist() == plan.digests().tolist() == CopyPlan([(t, t) for t in targets]).digests().tolist()
+
+
+def test_tensors_that_are_only_read_are_digested_after_the_copies():
+    source, target, other = torch.arange(6.0), torch.zeros(6), torch.arange(5, dtype=torch.bfloat16)
+    plan = CopyPlan([(source, target)], read=[other])
+    sums = plan.replay_digested()
+    assert torch.equal(source, target) and plan.num_bytes == 24
+    assert sums.tolist() == [int(digest_of(source)), int(digest_of(other))]
+    assert [rows.is_written for rows in runs(Strided.of(other), Strided.of(other), is_written=False)] == [0]
+    assert cut([*runs(Strided.of(source), Strided.of(target))])[:, 10].tolist() == [1]
 
 
 def test_a_plan_of_nothing_has_nothing_to_tell():

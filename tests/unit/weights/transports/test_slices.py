@@ -477,6 +477,33 @@ def test_ranks_of_several_hosts_send_through_buffers(both, monkeypatch, tmp_path
     assert both(body) == [("through buffers: ranks are on 2 hosts", True)] * 2
 
 
+@pytest.mark.parametrize(("tp", "expected"), [(1, 4), (2, 1)])
+def test_where_many_bytes_go_to_others_a_stage_reads_back_what_the_one_before_has_brought(both, tp, expected):
+    def body(rank):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(8)))
+        flat(model, 2)
+        FILES.append(SharedMemory(8 * 512, CPU))
+        memory = carve(FILES[-1].bytes, [((8 // tp, 8), torch.float32)] * 8)
+        source = ModuleSource(model)
+        names = [name for name, _ in source]
+
+        def load(weights):
+            for name, tensor in weights:
+                memory[names.index(name)].copy_(tensor.chunk(tp)[rank % tp])
+
+        plan = LoadPlan.record(load, source.tensors(), dict(zip(names, memory, strict=True)))
+        transport = SlicesTransport(source, plan, device=CPU, why_not_shared="tested")
+        transport.transfer()
+        memory[0][0, 0] += 1  # once its stage is over
+        seen = transport.is_current()
+        transport.transfer()
+        transport.verify()
+        return len(transport._route.stages), seen
+
+    assert both(body) == [(expected, False)] * 2
+
+
 def test_a_closed_transport_keeps_no_weights(both):
     def body(rank):
         model, *_, transport = world(rank, 2, flat, is_mapped=True)
