@@ -20,6 +20,7 @@ from colo.engines.embedded.waves import positions_of
 from colo.engines.sampling import distorting, needing_tokenizer
 from colo.errors import Unsupported
 from colo.integrations.trl.checks import check_columns, check_contract, check_output, check_trainer, checked
+from colo.integrations.trl.fused_head import check_fused_head
 from colo.integrations.trl.generation import ColoGeneration, PhaseCallback, watch_forwards
 from colo.integrations.trl.reference import keep_initial_adapter
 from colo.memory.dtensor import local_shard
@@ -60,6 +61,7 @@ def attach(
     """
     check_contract(trainer)
     check_trainer(trainer)
+    check_fused_head(trainer.model)
     check_output(trainer.args.output_dir)
     check_columns(trainer.reward_funcs, trainer.train_dataset, trainer.eval_dataset)
     engine = default_engine(trainer.accelerator.device) if engine is None else engine
