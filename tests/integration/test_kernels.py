@@ -28,7 +28,7 @@ def test_kernels_do_what_torch_does():
         timeout=300,
     )
     assert done.returncode == 0, done.stdout[-4000:]
-    assert "10 passed" in done.stdout
+    assert "9 passed" in done.stdout
 
 
 COMPILE = """
