@@ -134,12 +134,12 @@ def _ways(source: WeightSource, plan: LoadPlan, load: Callable[[Weights], None])
     limit = {"bucket_bytes": CPU_BUCKET_BYTES} if device.type == "cpu" else {}
     slices = SlicesTransport(source, plan, device=device, why_not_shared="measured", **limit)
     seconds = _median_s(slices.transfer, device)
-    in_all_s = sum(slices.seconds.values())
+    stages_s, in_all_s = dict(slices.seconds), sum(slices.seconds.values())
     row: Row = {"median_s": seconds, "received_bytes": slices.received_bytes // (REPEATS + 1)}
     row |= {"planned_bytes": slices.bytes_to_receive, "buffers_bytes": slices.working_bytes}
     row |= {"verified_s": _median_s(partial(_verified, slices), device)}
     expected = [target.clone() for target in targets]
-    yield "slices", row | {f"{stage}_share": slices.seconds.get(stage, 0.0) / in_all_s for stage in STAGES}
+    yield "slices", row | {f"{stage}_share": stages_s.get(stage, 0.0) / in_all_s for stage in STAGES}
     gather = _Gather(source, device)
     whole = LocalTransport(source, None, plan, why_not_shared="measured")  # type: ignore[arg-type]  # it has no loader
     own_bytes = sum(part.tensor.nbytes for part in source.parts() if part.tensor is not None)
