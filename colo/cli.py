@@ -52,7 +52,11 @@ def app() -> None:
 
 @app.command()
 @click.option("--steps", type=click.IntRange(min=1), default=300, help="Optimizer steps.")
-@click.option("--engine", type=click.Choice(["torch", "vllm"]), default="torch", help="The embedded engine, or vLLM.")
+@click.option(
+    "--engine",
+    type=click.Choice(["torch", "vllm"]),
+    help="The embedded engine, or vLLM, by default where a GPU has it.",
+)
 @click.option("--own-process/--same-process", default=True, help="Where vLLM runs.")
 @device_option
 @click.option("--mode", type=click.Choice(["full", "lora"]), default="full", help="Train every weight, or an adapter.")
@@ -62,7 +66,7 @@ def app() -> None:
 @json_option
 def demo(
     steps: int,
-    engine: Literal["torch", "vllm"],
+    engine: Literal["torch", "vllm"] | None,
     own_process: bool,
     device: str,
     mode: str,
@@ -112,7 +116,8 @@ def demo(
         out.print(f"weights under the adapter: {'bit-identical' if result.base_unchanged else 'CHANGED'}")
     out.print(f"picture: {html}", highlight=False)
     where = "" if own_process else " --same-process"
-    command = f"colo demo --steps {steps} --engine {engine}{where} --device {result.device} --mode {mode} --seed {seed}"
+    command = f"colo demo --steps {steps} --engine {result.engine}{where} --device {result.device}"
+    command += f" --mode {mode} --seed {seed}"
     _write_json(json_path, {"command": command} | circumstances() | result.to_json())
 
 

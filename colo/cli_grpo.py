@@ -30,7 +30,7 @@ _SHOWN = ("reward", "rewards/*/mean", "kl", "loss", "completions/mean_length", "
 )
 @click.argument("words", nargs=-1, type=click.UNPROCESSED)
 def grpo(words: tuple[str, ...]) -> None:
-    """Train a checkpoint by GRPO: TRL's trainer, on one copy of the weights.
+    """Train by GRPO: TRL's trainer, on one copy of the weights.
 
     Takes every option of TRL's GRPOConfig and ModelConfig: colo grpo --help.
     """

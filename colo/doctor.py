@@ -259,6 +259,14 @@ def _try_kernels() -> bool:
     return True
 
 
+def engine(load: Callable[[str], Any] = importlib.import_module) -> list[Finding]:
+    """Name the engine that every way in takes where none is named."""
+    torch, arguments = load("torch"), load("colo.assembly.arguments")
+    chosen = arguments.default_engine(torch.device("cuda" if torch.cuda.is_available() else "cpu"), tell=False)
+    others = "'torch' is the embedded one" if chosen == "vllm" else "'vllm' is the default on a GPU that has it"
+    return [Finding("engine", Status.OK, f"{chosen!r} where none is named; {others}")]
+
+
 def shared_memory(root: Path, statvfs: Callable[[Path], os.statvfs_result] = os.statvfs) -> list[Finding]:
     """Size of /dev/shm, through which processes of one machine talk."""
     path = root / "dev/shm"
@@ -326,6 +334,7 @@ def examine(*, environ: Mapping[str, str] | None = None, root: Path = Path("/"))
         "gpu": partial(gpus, root),
         "allocator": partial(allocator, found),
         "variables": partial(variables, found),
+        "engine": engine,
         "cuda ipc": partial(cuda_ipc, _export_allocation),
         "kernels": partial(kernels, _try_kernels),
         "/dev/shm": partial(shared_memory, root),

@@ -11,7 +11,7 @@ from dataclasses import fields
 from functools import wraps
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, cast
 
 import torch
 from torch import nn
@@ -84,13 +84,13 @@ def _elsewhere(valid: Sequence[str]) -> Mapping[str, str]:
     return known
 
 
-def default_engine(device: torch.device, *, tell: bool = True) -> str:
+def default_engine(device: torch.device, *, tell: bool = True) -> Literal["torch", "vllm"]:
     """Return the engine of every way in that is not told one: vLLM on a GPU where it is installed, else the embedded.
 
     The log says which, unless `tell` is false.
     """
     try:
-        chosen = "vllm" if device.type == "cuda" and compat.vllm_version() else "torch"
+        chosen: Literal["torch", "vllm"] = "vllm" if device.type == "cuda" and compat.vllm_version() else "torch"
     except Unsupported:
         chosen = "torch"
     others = "'torch' for the embedded one" if chosen == "vllm" else "'vllm' for vLLM, the default on a GPU that has it"

@@ -56,6 +56,23 @@ def test_seeds_differ(two_steps):
     assert two_steps(seed=3).rewards != two_steps(seed=0).rewards
 
 
+def test_the_engine_is_that_of_launch_where_none_is_named(monkeypatch):
+    asked = []
+
+    class Asked(Exception):
+        pass
+
+    def launch(model, *, engine, **options):
+        raise Asked(engine)
+
+    monkeypatch.setattr(demo, "default_engine", lambda device: asked.append(device.type) or "torch")
+    monkeypatch.setattr(demo, "launch", launch)
+    for named in (None, "torch"):
+        with pytest.raises(Asked, match="torch"):
+            demo.run(steps=1, engine=named, device="cpu")
+    assert asked == ["cpu"]
+
+
 def test_seconds_of_the_phases_and_between_them_are_told(two_steps):
     seconds = two_steps().seconds
     assert set(seconds) == {"rollout", "train", "switch"}

@@ -7,11 +7,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from packaging.requirements import Requirement
 from rich.console import Console
 
 from colo import doctor
-from colo.doctor import Finding, Status, examine, findings_table, to_json
+from colo.doctor import Finding, Status, engine, examine, findings_table, to_json
 from colo.units import GIB, MIB
 
 
@@ -392,3 +393,22 @@ def test_table_and_json_hold_every_finding():
         "value": "fine",
         "advice": "",
     }
+
+
+@pytest.mark.parametrize(("has_cuda", "name"), [(True, "vllm"), (False, "torch")])
+def test_the_engine_that_is_taken_where_none_is_named_is_said(has_cuda, name):
+    asked = []
+
+    def default_engine(device, tell):
+        assert not tell
+        asked.append(device.type)
+        return name
+
+    cuda = SimpleNamespace(is_available=lambda: has_cuda)
+    there = {
+        "torch": SimpleNamespace(cuda=cuda, device=torch.device),
+        "colo.assembly.arguments": SimpleNamespace(default_engine=default_engine),
+    }
+    (found,) = engine(there.__getitem__)
+    assert asked == ["cuda" if has_cuda else "cpu"]
+    assert (found.status, found.value.split(";")[0]) == (Status.OK, f"{name!r} where none is named")
