@@ -40,7 +40,7 @@ WARM_UP_CHECK_EVERY = 4
 WARM_UP_LEARNING_RATE = 3e-3
 LEARNING_RATE = {"full": 5e-4, "lora": 1e-3}
 BETAS = (0.9, 0.95)
-"""With AdamW's usual 0.999 a rare large gradient late in the run made steps too large: the reward fell at step 200."""
+"""AdamW's usual 0.999 lets a rare large gradient make too large a step: the reward fell by a third at step 200."""
 
 LORA_RANK = 32
 KV_CACHE_WEIGHTS = 2.5
