@@ -7,23 +7,17 @@ from benchmarks.house import CLAUSE, ROOT, clauses_by_folder, docstrings, small_
 
 WITHOUT_A_SUBJECT = re.compile(r"(Of|As|With|None|And|Or|But)\b")
 CLAUSES = {
-    "assembly": 8,
-    "config": 4,
-    "engines": 102,
+    "engines": 1,
     "errors": 2,
-    "integrations": 4,
     "log": 1,
-    "memory": 3,
     "misfits": 1,
-    "phases": 17,
-    "runtime": 17,
     "testing": 1,
-    "trainer": 38,
-    "weights": 38,
+    "trainer": 6,
+    "weights": 13,
 }
 """Docstrings that open with a clause, by folder: these numbers may only fall, and a folder that has none is dropped."""
 
-MOST_SMALL_MODULES = 23
+MOST_SMALL_MODULES = 13
 """Modules with one importer and under 120 lines: this number may only fall."""
 
 
