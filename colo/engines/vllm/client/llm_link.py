@@ -228,6 +228,7 @@ class OwnProcessLink(LLMLink):
     ) -> None:
         """Connect to `llm`. Raises: `Unsupported` for one without colo's worker extension, or on another device."""
         self._calls: Caller | None = Caller(self._progress)
+        compat.leave_to_parent(llm)
         super().__init__(llm, device, status, deadline_s=deadline_s, is_own=is_own)
 
     def meet_workers(self, *, home: Description | None = None) -> Sequence[WorkerInfo]:

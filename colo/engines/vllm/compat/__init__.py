@@ -29,6 +29,7 @@ from colo.engines.vllm.compat.process import TESTED as TESTED
 from colo.engines.vllm.compat.process import import_apart as import_apart
 from colo.engines.vllm.compat.process import in_this_process as in_this_process
 from colo.engines.vllm.compat.process import is_in_this_process as is_in_this_process
+from colo.engines.vllm.compat.process import leave_to_parent as leave_to_parent
 from colo.engines.vllm.compat.process import log_file as log_file
 from colo.engines.vllm.compat.process import logs_to_file as logs_to_file
 from colo.engines.vllm.compat.process import own_random_state as own_random_state

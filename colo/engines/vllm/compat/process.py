@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 import warnings
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -303,3 +304,32 @@ def rank_limit(rank: int) -> int:
     vLLM: Every version. Stays: the values are vLLM's.
     """
     return next((limit for limit in (8, 16, 32, 64, 128, 256, 320, 512) if limit >= rank), rank)
+
+
+_clients: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def leave_to_parent(llm: Any) -> None:
+    """Make children that are forked from now on end without vLLM's end of its client.
+
+    That asks for processes which are not theirs, and waits for a thread which they have not got, where a child ends by
+    `sys.exit`.
+
+    vLLM: 0.26 to 0.32; no ticket. Delete when vLLM's finalizers look at the process that they run in.
+    """
+    if not _forgets_in_children:
+        _forgets_in_children.append(True)
+        os.register_at_fork(after_in_child=_forget_clients)
+    _clients.add(llm.llm_engine.engine_core)
+
+
+_forgets_in_children: list[bool] = []  # what is registered for forks stays registered
+
+
+def _forget_clients() -> None:
+    for client in list(_clients):
+        resources = getattr(client, "resources", None)
+        for owner in (client, getattr(resources, "engine_manager", None), getattr(resources, "coordinator", None)):
+            finalizer = getattr(owner, "_finalizer", None)
+            if finalizer is not None:
+                finalizer.detach()
