@@ -160,6 +160,54 @@ def _split(masters, weights, remainders, count, BLOCK: tl.constexpr):
     tl.store(remainders + at, remainder.to(tl.int16), mask=inside)
 
 
+@triton.jit
+def _open(weights, remainders, digests, numbers, masters, count, BLOCK: tl.constexpr):
+    """Join a block of weights with its remainders, or with zeros where the block's digest is another."""
+    lane = tl.arange(0, BLOCK)
+    at = tl.program_id(0).to(tl.int64) * BLOCK + lane
+    inside = at < count
+    weight = tl.load(weights + at, mask=inside, other=0).to(tl.int32)
+    digest = tl.sum((weight * tl.load(numbers + lane)).to(tl.int64))
+    is_same = digest == tl.load(digests + tl.program_id(0))
+    remainder = tl.load(remainders + at, mask=inside, other=0).to(tl.int32)
+    tl.store(masters + at, (weight << 16) + tl.where(is_same, remainder, 0), mask=inside)
+
+
+@triton.jit
+def _close(masters, weights, remainders, digests, numbers, changed, count, BLOCK: tl.constexpr):
+    """Split a block of masters, digest its weights and count those that are others than before."""
+    lane = tl.arange(0, BLOCK)
+    at = tl.program_id(0).to(tl.int64) * BLOCK + lane
+    inside = at < count
+    bits = tl.load(masters + at, mask=inside, other=0)
+    is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
+    upper = (bits + 0x8000) >> 16
+    remainder = tl.where(is_nan, 0, bits - (upper << 16))
+    weight = tl.where(is_nan, tl.where(bits < 0, -64, 0x7FC0), upper).to(tl.int16)
+    before = tl.load(weights + at, mask=inside, other=0)
+    tl.store(weights + at, weight, mask=inside)
+    tl.store(remainders + at, remainder.to(tl.int16), mask=inside)
+    tl.store(digests + tl.program_id(0), tl.sum((weight.to(tl.int32) * tl.load(numbers + lane)).to(tl.int64)))
+    tl.atomic_add(changed, tl.sum(tl.where(inside & (weight != before), 1, 0)).to(tl.int64))
+
+
+def open_masters(weights, remainders, digests, numbers, masters) -> None:
+    """Write bits of masters (int32) for weights, remainders (int16) and digests: see `open_masters` of remainders."""
+    if count := weights.numel():
+        with torch.cuda.device_of(weights):
+            size = numbers.numel()
+            _open[(triton.cdiv(count, size),)](weights, remainders, digests, numbers, masters, count, BLOCK=size)
+
+
+def close_masters(masters, weights, remainders, digests, numbers, changed) -> None:
+    """Write what is kept of masters (int32) over what was kept before, and add to `changed`; see there."""
+    if count := weights.numel():
+        with torch.cuda.device_of(weights):
+            size = numbers.numel()
+            grid = (triton.cdiv(count, size),)
+            _close[grid](masters, weights, remainders, digests, numbers, changed, count, BLOCK=size)
+
+
 def join_masters(weights: torch.Tensor, remainders: torch.Tensor) -> torch.Tensor:
     """Bits of fp32 masters (int32); `weights` and `remainders` are int16: see `colo.trainer.remainders.join`."""
     masters = torch.empty_like(weights, dtype=torch.int32)
@@ -220,3 +268,20 @@ def try_out(device: torch.device) -> None:
         [0x3F808001, -0x00400000],
     ]:
         raise RuntimeError(f"Triton's kernels are wrong: {split}, {joined}")
+    numbers = torch.tensor([1, 3, 5, 7], dtype=torch.int32, device=device)
+    masters = torch.tensor([0x3F808001, -0x00400001, 0x40000000, 0x7FFF, 0x8000], dtype=torch.int32, device=device)
+    weights, kept = (torch.zeros(5, dtype=torch.int16, device=device) for _ in "12")
+    digests, changed = (torch.zeros(size, dtype=torch.int64, device=device) for size in (2, 1))
+    close_masters(masters, weights, kept, digests, numbers, changed)
+    opened, written = torch.empty_like(masters), torch.empty_like(masters)
+    open_masters(weights, kept, digests, numbers, opened)
+    open_masters(weights, kept, digests + 1, numbers, written)
+    told = [found.tolist() for found in (weights, digests, changed, opened, written)]
+    if told != [
+        [0x3F81, -64, 0x4000, 0, 1],
+        [0x3F81 - 3 * 64 + 5 * 0x4000, 1],
+        [4],
+        [0x3F808001, -0x00400000, 0x40000000, 0x7FFF, 0x8000],
+        [0x3F810000, -0x00400000, 0x40000000, 0, 0x10000],
+    ]:
+        raise RuntimeError(f"Triton's kernels are wrong: {told}")

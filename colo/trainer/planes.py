@@ -18,6 +18,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from colo.memory.arena import Extent
 from colo.memory.dtensor import is_dtensor, local_bytes, local_shard
 from colo.memory.offload import Mover
 from colo.memory.parking import Kept, Parking
-from colo.memory.region import ALIGNMENT_BYTES, Region, allocate_region, carve, carved_bytes
+from colo.memory.region import Region, allocate_region, carve, carved_bytes
 from colo.memory.storage import storage_key
 from colo.memory.uninterrupted import uninterrupted
 from colo.phases.phase import TRAINER_OPTIMIZER, Residency, check_move
@@ -41,10 +42,9 @@ from colo.trainer.remainders import (
     MASTER_REMAINDER,
     MASTER_WEIGHT,
     OF_MASTERS,
-    block_digests,
-    join,
+    close_masters,
+    open_masters,
     split,
-    written_blocks,
 )
 from colo.trainer.separable import is_elementwise, own_step
 from colo.trainer.state import Stock, take_stock
@@ -134,7 +134,7 @@ class StateWindow:
             before + own + after + bucket.transient_bytes
             for bucket, before, own, after in zip(self._buckets, sizes, sizes[1:], sizes[2:], strict=False)
         )
-        return self._slots_bytes() + max(windows, default=0)
+        return carved_bytes(self._parts()) + max(windows, default=0)
 
     @property
     def device_bytes(self) -> int:
@@ -203,18 +203,15 @@ class StateWindow:
 
     def _open(self) -> None:
         """Take the slots' memory. Raises: `BudgetError` when the device has no room."""
-        if size_bytes := self._slots_bytes():
+        parts = self._parts()
+        if size_bytes := carved_bytes(parts):
             if self._region is not None and self._region.size_bytes < size_bytes:
                 self._region.close()
                 self._region, self._slots = None, []
             if self._region is None:
                 self._region = allocate_region(size_bytes, self._mover.device, name=self.name)
-                size = max(planes.range_elements for planes in self._planes)
-                flat_bytes = max(2 * planes.dtype.itemsize for planes in self._planes) * size
-                flats, rest = self._region.bytes[:flat_bytes], self._region.bytes[flat_bytes:]
-                slot_bytes = rest.numel() // NUM_SLOTS // ALIGNMENT_BYTES * ALIGNMENT_BYTES
-                parts = [rest[i * slot_bytes : (i + 1) * slot_bytes] for i in range(NUM_SLOTS)]
-                self._slots = [StateSlot(flats, part) for part in parts]
+                *flats, first, second, third = carve(self._region.bytes, parts)
+                self._slots = [StateSlot(flats, part) for part in (first, second, third)]
             elif not self._region.resident:
                 self._region.restore()
         self._is_open = True
@@ -228,12 +225,16 @@ class StateWindow:
             bucket.parking.begin(Residency.OFFLOADED)
         self._is_open = False
 
-    def _slots_bytes(self) -> int:
+    def _parts(self) -> list[tuple[tuple[int], torch.dtype]]:
+        """Memory of the flat parameter, its gradient and 16-bit weights, and of the slots."""
         used = [planes for planes in self._planes if planes.ranges]
         if not used:
-            return 0
-        flat_bytes = max(2 * planes.dtype.itemsize for planes in used) * max(planes.range_elements for planes in used)
-        return align_up(flat_bytes, ALIGNMENT_BYTES) + NUM_SLOTS * max(carved_bytes(planes.specs) for planes in used)
+            return []
+        elements = max(planes.range_elements for planes in used)
+        flat_bytes = max(planes.dtype.itemsize for planes in used) * elements
+        slot_bytes = max(carved_bytes(planes.specs) for planes in used)
+        weight_bytes = 2 * elements if self._masters else 0
+        return [((n,), torch.uint8) for n in (flat_bytes, flat_bytes, weight_bytes, *NUM_SLOTS * (slot_bytes,))]
 
     # ---- what there is to step --------------------------------------------------------------------------------------
 
@@ -441,8 +442,8 @@ class StateWindow:
 class StateSlot:
     """Device memory for the state of a range."""
 
-    def __init__(self, flats: torch.Tensor, memory: torch.Tensor) -> None:
-        self._flats, self._memory = flats, memory
+    def __init__(self, flats: list[torch.Tensor], memory: torch.Tensor) -> None:
+        self._flats, self._memory = flats, memory  # of weights in the dtype of the step, gradients, 16-bit weights
         self._views: dict[int, dict[str, torch.Tensor]] = {}
         self._parameters: dict[tuple[torch.dtype, int, int], torch.nn.Parameter] = {}
         self.left: torch.cuda.Event | None = None
@@ -460,13 +461,16 @@ class StateSlot:
         }
         return {**found, **more}
 
+    def scratch(self, dtype: torch.dtype, start: int, stop: int) -> torch.Tensor:
+        """Memory for the 16-bit weights of elements, beside the flat parameter."""
+        return self._flats[2].view(dtype)[start:stop]
+
     def flat(self, dtype: torch.dtype, start: int, stop: int) -> torch.nn.Parameter:
         """The elements [start, stop) of the flat parameter of a dtype, with a gradient; all slots share its memory."""
         key = (dtype, start, stop)
         found = self._parameters.get(key)
         if found is None:
-            half = self._flats.numel() // 2
-            weight, gradient = (self._flats[at : at + half].view(dtype)[start:stop] for at in (0, half))
+            weight, gradient = (flat.view(dtype)[start:stop] for flat in self._flats[:2])
             found = torch.nn.Parameter(weight)
             found.grad = gradient
             self._parameters[key] = found
@@ -725,7 +729,16 @@ class Planes:
         mine = {name: view[self.count(name, start) : self.count(name, stop)] for name, view in state.items()}
         places = [slice(at - start, at - start + b - a) for _, a, b, at in pieces]
         weights = [local_shard(p).detach().view(-1)[a:b] for p, a, b, _ in pieces]
-        self._fill(flat, gradient, weights, places, pieces, mine)
+        gaps = [
+            slice(one.stop, other.start) for one, other in pairwise([*places, slice(stop - start, None)])
+        ]  # between parameters, of which digests are of zeros
+        old = slot.scratch(weights[0].dtype, start, stop) if self._is_split or self._is_whole else None
+        if old is None:
+            torch._foreach_copy_([flat.data[place] for place in places], weights)
+        else:
+            torch._foreach_copy_([old[place] for place in places], weights)
+            _zero(old, gaps)
+            self._fill(flat.data, old, places, pieces, mine)
         gradients = [local_shard(p.grad).reshape(-1)[a:b] for p, a, b, _ in pieces]
         torch._foreach_copy_([gradient[place] for place in places], gradients)
         made = self._step_flat(flat, pieces, mine)
@@ -740,8 +753,14 @@ class Planes:
                 mine[name] = state[name][start:stop]
             if made[name].data_ptr() != mine[name].data_ptr():
                 mine[name].copy_(made[name])
-        changed = self._empty(flat, gradient, weights, places, mine)
-        return [*names, *(name for name in OF_MASTERS if name in self.layout)], changed
+        if old is None:
+            torch._foreach_copy_(weights, [flat.data[place] for place in places])
+            return names, []
+        _zero(flat.data, gaps)
+        changed = self._empty(flat.data, old, mine)
+        torch._foreach_copy_(weights, [old[place] for place in places])
+        kept = [name for name in OF_MASTERS if name in self.layout]
+        return [*names, *kept], [(changed, sum(weight.numel() for weight in weights))]
 
     def _step_flat(self, flat: torch.nn.Parameter, pieces: Pieces, mine: dict[str, torch.Tensor]) -> dict[str, Any]:
         """Call the class's step for the flat parameter; the state that it has afterwards."""
@@ -759,60 +778,37 @@ class Planes:
     def _fill(
         self,
         flat: torch.Tensor,
-        scratch: torch.Tensor,
-        weights: list[torch.Tensor],
+        old: torch.Tensor,
         places: list[slice],
         pieces: Pieces,
         state: dict[str, torch.Tensor],
     ) -> None:
-        """Write the weights that the class steps, or their masters, into the flat parameter."""
-        if not self._is_split and not self._is_whole:
-            torch._foreach_copy_([flat.data[place] for place in places], weights)
-            return
-        old = scratch.view(weights[0].dtype)[: flat.numel()].zero_()
-        torch._foreach_copy_([old[place] for place in places], weights)
+        """Write the masters of 16-bit weights into the flat parameter."""
         if self._is_whole:
             master = state[MASTER_WEIGHT]
             flat.copy_(torch.where(_rounded(master, old.dtype) == old, master, old.to(torch.float32)))
-        elif all(self._window.master_of(piece[0]).state for piece in pieces):
-            remainder = state[MASTER_REMAINDER].masked_fill(written_blocks(old, state[MASTER_DIGESTS]), 0)
-            flat.copy_(join(old, remainder))
-        else:  # the first step: masters are the weights, unless state of them was loaded
-            flat.copy_(old)
-            for (parameter, *_), place in zip(pieces, places, strict=True):
-                if self._window.master_of(parameter).state:
-                    blocks = slice(place.start // DIGEST_ELEMENTS, -(-place.stop // DIGEST_ELEMENTS))
-                    written = written_blocks(old[place], state[MASTER_DIGESTS][blocks])
-                    flat[place].copy_(join(old[place], state[MASTER_REMAINDER][place].masked_fill(written, 0)))
+            return
+        known = [bool(self._window.master_of(piece[0]).state) for piece in pieces]
+        if all(known):
+            open_masters(old, state[MASTER_REMAINDER], state[MASTER_DIGESTS], flat)
+            return
+        flat.copy_(old)  # the first step: masters are the weights, unless state of them was loaded
+        for place, is_known in zip(places, known, strict=True):
+            if is_known:
+                blocks = slice(place.start // DIGEST_ELEMENTS, -(-place.stop // DIGEST_ELEMENTS))
+                open_masters(old[place], state[MASTER_REMAINDER][place], state[MASTER_DIGESTS][blocks], flat[place])
 
-    def _empty(
-        self,
-        flat: torch.Tensor,
-        scratch: torch.Tensor,
-        weights: list[torch.Tensor],
-        places: list[slice],
-        state: dict[str, torch.Tensor],
-    ) -> list[tuple[torch.Tensor, int]]:
-        """Write what was stepped back to the weights, and into the slot what is kept of masters."""
-        if not self._is_split and not self._is_whole:
-            torch._foreach_copy_(weights, [flat.data[place] for place in places])
-            return []
-        old = scratch.view(weights[0].dtype)[: flat.numel()].zero_()
-        torch._foreach_copy_([old[place] for place in places], weights)
-        if self._is_whole:
-            state[MASTER_WEIGHT].copy_(flat)
-            new = _rounded(flat, old.dtype)
-        else:
-            new, remainder = split(flat)
-            state[MASTER_REMAINDER].copy_(remainder)
-        for before, after in zip(
-            [0, *(place.stop for place in places)], [*(p.start for p in places), None], strict=True
-        ):
-            new[before:after].zero_()  # between parameters, whose digests are of zeros there
+    def _empty(self, flat: torch.Tensor, old: torch.Tensor, state: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Write the masters back, into the slot and over the 16-bit weights; the number of those that have changed."""
+        changed = torch.zeros(1, dtype=torch.int64, device=flat.device)
         if self._is_split:
-            state[MASTER_DIGESTS].copy_(block_digests(new))
-        torch._foreach_copy_(weights, [new[place] for place in places])
-        return [((new != old).sum(dtype=torch.float64), sum(weight.numel() for weight in weights))]
+            close_masters(flat, old, state[MASTER_REMAINDER], state[MASTER_DIGESTS], changed)
+        else:
+            state[MASTER_WEIGHT].copy_(flat)
+            rounded = _rounded(flat, old.dtype)
+            changed += (rounded != old).sum()
+            old.copy_(rounded)
+        return changed[0].to(torch.float64)
 
     def end_step(self) -> None:
         """Give every parameter that was stepped its state: the planes' tensors, and the scalars that the class made."""
@@ -852,6 +848,12 @@ def part_of(optimizer: Any, groups: list[dict[str, Any]], state: Any) -> Any:
     made = object.__new__(type(optimizer))
     made.__dict__.update(optimizer.__dict__, param_groups=groups, state=state)
     return made
+
+
+def _zero(flat: torch.Tensor, places: list[slice]) -> None:
+    for place in places:
+        if place.start < place.stop:
+            flat[place].zero_()
 
 
 def _extent_of(pieces: Pieces) -> tuple[int, int]:

@@ -83,6 +83,32 @@ def written_blocks(weight: torch.Tensor, digests: torch.Tensor) -> torch.Tensor:
     return (block_digests(weight) != digests).repeat_interleave(DIGEST_ELEMENTS)[: weight.numel()]
 
 
+def open_masters(weight: torch.Tensor, remainder: torch.Tensor, digests: torch.Tensor, master: torch.Tensor) -> None:
+    """Write the masters of `weight` (bf16) into `master` (fp32); all flat. What was written to is its own master."""
+    compiled = kernels(weight.device)
+    if compiled is not None:
+        numbers = _odd_numbers(DIGEST_ELEMENTS, weight.device)
+        compiled.open_masters(weight.view(torch.int16), remainder, digests, numbers, master.view(torch.int32))
+    else:
+        master.copy_(join(weight, remainder.masked_fill(written_blocks(weight, digests), 0)))
+
+
+def close_masters(
+    master: torch.Tensor, weight: torch.Tensor, remainder: torch.Tensor, digests: torch.Tensor, changed: torch.Tensor
+) -> None:
+    """Write `master` (fp32) as weight, remainder and digests, and add to `changed` how many elements are others."""
+    compiled = kernels(weight.device)
+    if compiled is not None:
+        numbers = _odd_numbers(DIGEST_ELEMENTS, weight.device)
+        compiled.close_masters(master.view(torch.int32), weight.view(torch.int16), remainder, digests, numbers, changed)
+        return
+    rounded, rest = split(master)
+    changed += (rounded != weight).sum()
+    weight.copy_(rounded)
+    remainder.copy_(rest)
+    digests.copy_(block_digests(rounded))
+
+
 @lru_cache(maxsize=16)
 def _odd_numbers(count: int, device: torch.device) -> torch.Tensor:
     """Odd numbers (int32), which lose no bit of what they are multiplied with (Knuth's multiplicative hashing)."""

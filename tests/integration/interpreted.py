@@ -49,6 +49,8 @@ def test_a_kernel_that_walks_wrongly_is_not_used(monkeypatch, doing, broken):
     [
         ("join_masters", lambda weights, remainders: weights.to(torch.int32)),
         ("split_masters", lambda masters: (masters.to(torch.int16), masters.to(torch.int16))),
+        ("open_masters", lambda weights, remainders, digests, numbers, masters: masters.zero_()),
+        ("close_masters", lambda masters, weights, remainders, digests, numbers, changed: changed.add_(1)),
     ],
 )
 def test_a_kernel_of_masters_that_is_wrong_is_not_used(monkeypatch, name, broken):
@@ -124,3 +126,24 @@ def test_the_kernels_split_and_join_masters_as_torch_does(bits, repeats):
     assert torch.equal(by_kernel[0], weight.view(torch.int16)) and torch.equal(by_kernel[1], remainder)
     joined = kernels.join_masters(*by_kernel)
     assert torch.equal(joined, remainders.join(weight, remainder).view(torch.int32))
+
+
+@settings(max_examples=25, deadline=None)
+@given(bits=st.lists(st.integers(-(2**31), 2**31 - 1), min_size=1, max_size=9), repeats=st.sampled_from([1, 700]))
+def test_the_kernels_open_and_close_masters_as_torch_does(bits, repeats):
+    masters = torch.tensor(bits * repeats, dtype=torch.int32).view(torch.float32)
+    count, blocks = len(masters), -(-len(masters) // remainders.DIGEST_ELEMENTS)
+    sides = []
+    for compiled in (None, kernels):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(remainders, "kernels", lambda _, compiled=compiled: compiled)
+            weight, rest = torch.ones(count, dtype=torch.bfloat16), torch.zeros(count, dtype=torch.int16)
+            digests, changed = torch.zeros(blocks, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+            remainders.close_masters(masters.clone(), weight, rest, digests, changed)
+            opened, written = torch.empty(count), torch.empty(count)
+            remainders.open_masters(weight, rest, digests, opened)
+            weight[0] = 3.0  # of a block that somebody writes to, all are their own masters
+            remainders.open_masters(weight, rest, digests, written)
+            sides.append([weight, rest, digests, changed, opened, written])
+    for one, other in zip(*sides, strict=True):
+        assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
