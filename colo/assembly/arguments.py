@@ -22,7 +22,7 @@ from colo.engines.vllm import compat
 from colo.errors import Unsupported
 from colo.memory.dtensor import is_dtensor
 from colo.trainer.gradients import parameters_of
-from colo.trainer.megatron import MegatronOptimizers, as_torch
+from colo.trainer.megatron import OptimizerParts, as_torch
 from colo.trainer.state import unwrapped
 from colo.weights.sources.peft import adapter_weights, check_adapter_config, check_lora_config, is_peft_model
 
@@ -156,7 +156,10 @@ def check_common(tokenizer: object, config: object) -> None:
 
 def check_optimizer_type(optimizer: object, taken: str) -> None:
     """Raise `TypeError`, beginning with what is `taken`, for what has no parameter groups, such as a function."""
-    if isinstance(optimizer, type) or not hasattr(optimizer, "param_groups"):
+    if isinstance(optimizer, (list, tuple)) and optimizer:  # several, such as Muon for matrices and AdamW for the rest
+        for one in optimizer:
+            check_optimizer_type(one, taken)
+    elif isinstance(optimizer, type) or not hasattr(optimizer, "param_groups"):
         raise TypeError(f"{taken}, such as AdamW(model.parameters(), lr=1e-6), not {_named(optimizer)}")
 
 
@@ -330,7 +333,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
     It may train other parameters along, such as those of a value head, which no logits depend on.
     """
     stepped = as_torch(unwrapped(optimizer))
-    if not hasattr(stepped, "_optimizer_step_pre_hooks") and not isinstance(stepped, MegatronOptimizers):
+    if not hasattr(stepped, "_optimizer_step_pre_hooks") and not isinstance(stepped, OptimizerParts):
         raise Unsupported(
             f"{type(stepped).__name__} wraps an optimizer without torch's own hooks: pass the wrapped one "
             "(optimizer.optimizer)"

@@ -118,6 +118,7 @@ def _side(
         region_bytes=parts.config.region_bytes,
         events=events,
         sharded_modules=parts.transport.source.outermost_sharded(),
+        model=parts.model,
         streamed=streamed,
         release_gradients=parts.config.release_gradients,
     )

@@ -26,6 +26,7 @@ def facts_of(
     device: torch.device,
     kept: Sequence[Kept],
     why_optimizer: str,
+    num_stepped_elsewhere: int = 0,
     is_compared: bool = True,
 ) -> dict[str, str]:
     """Name to sentence, in the order in which a report shows them; `is_compared`: colo runs the model's own passes."""
@@ -39,6 +40,8 @@ def facts_of(
         "offload": f"{config.offload}: {_why_offload(trace)}",
         "optimizer": why_optimizer,
     }
+    if num_stepped_elsewhere:
+        facts["offload"] += f"; {num_stepped_elsewhere} parameters are stepped by an optimizer that colo was not given"
     residual = engine.residual_bytes
     if residual:
         parts = ", ".join(f"{kind} {format_bytes(num_bytes)}" for kind, num_bytes in residual.items())

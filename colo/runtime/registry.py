@@ -50,7 +50,7 @@ def check_free(parts: Mapping[str, object]) -> None:
 
 def runtime_of(part: object) -> Any:
     """The open runtime of a part, or of a list of stages. Raises: `ValueError` when it has none."""
-    part = part[0] if isinstance(part, (list, tuple)) and part else part  # the stages of a Megatron model
+    part = part[0] if isinstance(part, (list, tuple)) and part else part  # stages of a model, or optimizers
     part = causal_lm(part) if isinstance(part, nn.Module) else unwrapped(part)
     for runtime in _open:
         if any(one is part for one in _parts_of(runtime)):
@@ -90,8 +90,8 @@ def _parts_of(runtime: Any) -> list[Any]:
 
 
 def _with_stages(parts: Iterable[object]) -> Iterator[object]:
-    """Parts and, of a model that is a list of stages, each of those too."""
+    """Yield parts and, of a model that is a list of stages or of several optimizers, each of those too."""
     for part in parts:
         yield part
-        if isinstance(part, nn.ModuleList):
+        if isinstance(part, (nn.ModuleList, list)):
             yield from part

@@ -196,6 +196,7 @@ class Runtime:
             device=self._device,
             kept=self.kept_state,
             why_optimizer=self._turns.side.why,
+            num_stepped_elsewhere=self._turns.side.session.num_stepped_elsewhere,
             is_compared=self._has_logits,
         )
         return Report(facts=facts, trace=self.trace)

@@ -1,6 +1,6 @@
-"""Megatron's optimizers, asked what colo asks of torch's.
+"""Several optimizers as one that colo asks like torch's: a list, a container's, and Megatron's.
 
-One of them has several of torch's within: for dense parameters and for experts, and it may be a chain of such. Those
+One of Megatron's has several of torch's within, for dense parameters and for experts, or is a chain of such. Those
 step over fp32 copies of what this rank updates ("main parameters"), which Megatron keeps in their parameter groups and
 nowhere in their state. Gradients are in buffers that its data-parallel wrapper keeps from step to step.
 """
@@ -22,8 +22,28 @@ from colo.trainer.remainders import MASTER_WEIGHT
 
 
 def as_torch(optimizer: Any) -> Any:
-    """One of Megatron's optimizers as `MegatronOptimizers`, which answers like torch's; any other object as it is."""
-    return MegatronOptimizers(optimizer) if is_megatron_optimizer(optimizer) else optimizer
+    """Wrap several optimizers, of a list, of a container or of Megatron's, as one that answers like torch's.
+
+    Any other object is returned as it is.
+    """
+    if is_megatron_optimizer(optimizer):
+        return MegatronOptimizers(optimizer)
+    parts = _all_parts(optimizer)
+    return OptimizerParts(parts) if len(parts) > 1 or isinstance(optimizer, (list, tuple)) else optimizer
+
+
+def _all_parts(optimizer: Any) -> list[torch.optim.Optimizer]:
+    """List the optimizers that keep the state: those of a list, and those within a container, which steps them."""
+    if isinstance(optimizer, (list, tuple)):
+        return [part for one in optimizer for part in _all_parts(one)]
+    if not isinstance(optimizer, torch.optim.Optimizer) or hasattr(optimizer, "master_of"):
+        return [optimizer]
+    held = [leaf for name, value in vars(optimizer).items() if name not in _OWN for leaf in pytree.tree_leaves(value)]
+    parts = [leaf for leaf in held if isinstance(leaf, torch.optim.Optimizer) and leaf.state is not optimizer.state]
+    return [optimizer, *(part for one in parts for part in _all_parts(one))]
+
+
+_OWN = ("state", "param_groups", "defaults")
 
 
 def is_megatron_optimizer(optimizer: object) -> bool:
@@ -32,7 +52,51 @@ def is_megatron_optimizer(optimizer: object) -> bool:
     return module is not None and isinstance(optimizer, module.MegatronOptimizer)
 
 
-class MegatronOptimizers:
+class OptimizerParts:
+    """Several optimizers as one: parameters and state are those of all, and hooks run at the step of each.
+
+    Muon for matrices with AdamW for the rest comes as two optimizers, or as one that steps both and has the state of
+    neither (torchtitan's `OptimizersContainer`).
+    """
+
+    def __init__(self, inner: list[torch.optim.Optimizer]) -> None:
+        self.inner = inner
+        """Torch's optimizers, in the order in which they step."""
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """One group of every parameter, each once."""
+        found = {id(p): p for part in self.inner for group in part.param_groups for p in group["params"]}
+        return [{"params": list(found.values())}]
+
+    @property
+    def state(self) -> dict[Any, Any]:
+        """The state of each parameter, by the number of its optimizer and its own."""
+        numbers = {id(p): number for number, p in enumerate(self.param_groups[0]["params"])}
+        return {
+            f"{n}.{numbers.get(id(key), key)}": kept
+            for n, part in enumerate(self.inner)
+            for key, kept in part.state.items()
+        }
+
+    def register_step_pre_hook(self, hook: Callable[..., Any]) -> Any:
+        """Call `hook` before any of them steps."""
+        return _Handles([optimizer.register_step_pre_hook(hook) for optimizer in self.inner])
+
+    def register_step_post_hook(self, hook: Callable[..., Any]) -> Any:
+        """Call `hook` after any of them has stepped."""
+        return _Handles([optimizer.register_step_post_hook(hook) for optimizer in self.inner])
+
+    def register_load_state_dict_pre_hook(self, hook: Callable[..., Any]) -> Any:
+        """Call `hook` before a state dict is loaded into any of them."""
+        return _Handles([optimizer.register_load_state_dict_pre_hook(hook) for optimizer in self.inner])
+
+    def register_load_state_dict_post_hook(self, hook: Callable[..., Any]) -> Any:
+        """Call `hook` after a state dict has been loaded into any of them."""
+        return _Handles([optimizer.register_load_state_dict_post_hook(hook) for optimizer in self.inner])
+
+
+class MegatronOptimizers(OptimizerParts):
     """All optimizers of torch's within one of Megatron's, as one: parameters are the model's, main ones are state.
 
     Hooks of a step run once, before the first of them steps and after the last.
@@ -42,9 +106,7 @@ class MegatronOptimizers:
         """Raises: `Unsupported` where nothing is trained on this rank, or Megatron-FSDP holds the main parameters."""
         self._parts = list(_parts_of(optimizer))
         self._may_be_behind = True
-        self.inner: list[torch.optim.Optimizer] = [part.optimizer for part in self._parts]
-        """Torch's optimizers, in the order in which they step."""
-
+        super().__init__([part.optimizer for part in self._parts])
         if not self.inner:
             raise Unsupported("Megatron's optimizer trains nothing on this rank: colo cannot tell when it steps")
         if any(chunk.ddp_config.use_megatron_fsdp for chunk in self._chunks()):
@@ -115,14 +177,6 @@ class MegatronOptimizers:
             return hook(*told)
 
         return self.inner[-1].register_step_post_hook(stepped)
-
-    def register_load_state_dict_pre_hook(self, hook: Callable[..., Any]) -> _Handles:
-        """Call `hook` before a state dict is loaded into any of them."""
-        return _Handles([optimizer.register_load_state_dict_pre_hook(hook) for optimizer in self.inner])
-
-    def register_load_state_dict_post_hook(self, hook: Callable[..., Any]) -> _Handles:
-        """Call `hook` after a state dict has been loaded into any of them."""
-        return _Handles([optimizer.register_load_state_dict_post_hook(hook) for optimizer in self.inner])
 
     def _chunks(self) -> list[Any]:
         """Stages in their data-parallel wrappers, as far as optimizers know them: the distributed one does."""

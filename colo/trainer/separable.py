@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from colo.trainer.megatron import MegatronOptimizers
+from colo.trainer.megatron import MegatronOptimizers, OptimizerParts
 
 _KNOWN: dict[str, frozenset[str]] = {
     "torch.optim": frozenset(
@@ -45,6 +45,8 @@ def why_not_separable(optimizer: Any) -> str | None:
     name = type(optimizer).__name__
     if isinstance(optimizer, MegatronOptimizers):
         return "Megatron's optimizers step all of their buffers at once"
+    if isinstance(optimizer, OptimizerParts):
+        return "several optimizers are stepped by the loop, each at once"
     inner = getattr(optimizer, "inner", None)
     if isinstance(inner, torch.optim.Optimizer) and hasattr(
         optimizer, "master_of"

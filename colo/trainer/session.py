@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
@@ -60,6 +61,7 @@ class TrainerSession:
         region_bytes: int,
         events: TrainerEvents,
         sharded_modules: Iterable[nn.Module] = (),
+        model: nn.Module | None = None,
         streamed: bool = False,
         release_gradients: bool = False,
     ) -> None:
@@ -76,6 +78,12 @@ class TrainerSession:
                 "leave it out where there are several"
             )
         self.optimizer = as_torch(optimizer)
+        own = set(map(id, parameters_of(self.optimizer)))
+        others = [p for p in model.parameters() if id(p) not in own] if model is not None else []
+        self._others = {parameter: parameter._version for parameter in others}
+        self.num_stepped_elsewhere = 0
+        """Parameters that train and that another optimizer has stepped, whose state colo does not know."""
+
         self.has_stepped = False
         """True after a step since `begin_training`."""
 
@@ -135,9 +143,21 @@ class TrainerSession:
         A collective after a step of an optimizer that has left a part of it for later: see `finish_step` of Megatron's.
         """
         self._finish_step()
+        self._look_for_other_optimizers()
         if parameters:
             self._backward.watch(parameters_of(self.optimizer))
         self._state.refresh()
+
+    def _look_for_other_optimizers(self) -> None:
+        stepped = [p for p, version in self._others.items() if p.requires_grad and p._version != version]
+        if stepped and not self.num_stepped_elsewhere:
+            warnings.warn(
+                f"{len(stepped)} parameters of shape {tuple(stepped[0].shape)} and others have changed that the "
+                "optimizer colo was given does not step: where another one does, its state never leaves the device. "
+                "Give all optimizers as a list",
+                stacklevel=2,
+            )
+        self.num_stepped_elsewhere = len(stepped)
 
     def _finish_step(self) -> None:
         if isinstance(self.optimizer, MegatronOptimizers):

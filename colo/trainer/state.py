@@ -28,7 +28,7 @@ from colo.phases.phase import TRAINER_KEPT, TRAINER_MASTER_WEIGHTS, TRAINER_OPTI
 from colo.phases.segment import Done, Move, Segment
 from colo.trainer.gradients import Gradients, HoldsGradient, make_gradients, parameters_of
 from colo.trainer.master_weights import MasterWeightsOptimizer
-from colo.trainer.megatron import MegatronOptimizers, as_torch
+from colo.trainer.megatron import MegatronOptimizers, OptimizerParts, as_torch
 from colo.trainer.remainders import OF_MASTERS
 from colo.units import GIB, align_up
 
@@ -434,6 +434,10 @@ class StateSizes:
         if isinstance(optimizer, MegatronOptimizers):
             for inner in optimizer.inner:  # whose main parameters require no gradients themselves
                 self._add(inner, inner.param_groups, steps_all=True)
+        elif isinstance(optimizer, OptimizerParts):
+            for part in optimizer.inner:
+                sizes = StateSizes(part)
+                self.total, self.masters_total = self.total + sizes.total, self.masters_total + sizes.masters_total
         elif isinstance(optimizer, MasterWeightsOptimizer):
             self._add(optimizer.inner, optimizer.param_groups, steps_all=False)
             self.masters_total = sum(map(optimizer.expected_master_bytes, parameters_of(optimizer)))
@@ -459,7 +463,9 @@ def _copies(inner: Any, group: dict[str, Any]) -> int:
 
 
 def unwrapped(optimizer: Any) -> Any:
-    """Return the optimizer within accelerate's wrappers of it, which have no hooks; any other object as it is."""
+    """Return the optimizer within accelerate's wrappers of it, which have no hooks; of a list, those of all."""
+    if isinstance(optimizer, (list, tuple)):
+        return [unwrapped(one) for one in optimizer]
     module = sys.modules.get("accelerate.optimizer")  # without which there are none
     while module is not None and isinstance(optimizer, module.AcceleratedOptimizer):
         optimizer = optimizer.optimizer
@@ -468,7 +474,7 @@ def unwrapped(optimizer: Any) -> Any:
 
 def _check_hooks(optimizer: Any) -> None:
     """Raise `Unsupported` for an optimizer that torch has not initialized, such as some that wrap another one."""
-    if not hasattr(optimizer, "_optimizer_state_dict_post_hooks") and not isinstance(optimizer, MegatronOptimizers):
+    if not hasattr(optimizer, "_optimizer_state_dict_post_hooks") and not isinstance(optimizer, OptimizerParts):
         kind = type(optimizer).__name__
         raise Unsupported(
             f"{kind} does not call torch.optim.Optimizer.__init__, so it has no hooks and colo cannot tell when it "
