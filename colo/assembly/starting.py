@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from colo.assembly.arguments import adapter_alone, chosen_dtype
 from colo.config import RuntimeConfig, Weights
 from colo.engine import Engine, PacksWeights
-from colo.engines.embedded.layout import bind, empty_model
+from colo.engines.embedded.layout import bind, empty_model, require_causal_lm
 from colo.engines.embedded.waves import positions_of
 from colo.engines.torch import TorchEngine
 from colo.errors import BudgetError, Unsupported
@@ -248,12 +248,30 @@ def _draw_weights(model: PreTrainedModel) -> None:
 
 
 def config_of(model: Checkpoint, revision: str) -> PretrainedConfig:
-    """The config of a checkpoint, read if need be, or of a model."""
+    """The config of a checkpoint, read if need be, or of a model.
+
+    Raises: `Unsupported` for a checkpoint with code of its own, which is not run and not asked about.
+    """
     if isinstance(model, PretrainedConfig):
         return model
     if isinstance(model, PreTrainedModel):
         return model.config
-    return AutoConfig.from_pretrained(os.fspath(model), revision=revision)
+    with _without_its_code(model):
+        return AutoConfig.from_pretrained(os.fspath(model), revision=revision, trust_remote_code=False)
+
+
+@contextmanager
+def _without_its_code(model: str | os.PathLike[str]) -> Iterator[None]:
+    """Raise `Unsupported` for a checkpoint with code of its own, of which transformers would ask at the terminal."""
+    try:
+        yield
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        raise Unsupported(
+            f"{os.fspath(model)} comes with code of its own, and colo starts models of transformers' classes alone, "
+            "whatever trust_remote_code says: register its classes (AutoConfig.register, AutoModelForCausalLM.register)"
+        ) from error
 
 
 def _rank(lora: LoraConfig) -> int:
@@ -331,6 +349,7 @@ def _load_checkpoint(model: Checkpoint, dtype: torch.dtype, revision: str) -> An
     if isinstance(model, PreTrainedModel):
         return model
     if isinstance(model, PretrainedConfig):
+        require_causal_lm(model)
         return AutoModelForCausalLM.from_config(model, dtype=dtype)
     loaded, lacking = _read(os.fspath(model), dtype=dtype, revision=revision)
     if hasattr(loaded, "peft_config"):
@@ -353,7 +372,11 @@ def _check_complete(model: Checkpoint, dtype: torch.dtype, revision: str) -> Non
 
 def _read(path: str, **options: Any) -> tuple[Any, list[str]]:
     """A model, and the names of weights that its checkpoint lacks."""
-    model, info = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True, **options)
+    require_causal_lm(config_of(path, options["revision"]))
+    with _without_its_code(path):
+        model, info = AutoModelForCausalLM.from_pretrained(
+            path, output_loading_info=True, trust_remote_code=False, **options
+        )
     return model, sorted(info["missing_keys"])
 
 

@@ -37,13 +37,13 @@ def encode_prompts(prompts: Prompts, tokenizer: Any) -> list[list[int]]:
     with "role" and "content", which the tokenizer's chat template renders and ends where the assistant's turn begins.
     As for `vllm.LLM.chat`, one conversation may stand for a list of one. What a tokenizer returns, a mapping with
     "input_ids", is one prompt or a batch of them, from which padding goes where "attention_mask" is 0; other tensors
-    are taken as they are.
+    are taken as they are. So are vLLM's own prompts, mappings with "prompt_token_ids" or "prompt".
 
     Raises: `TypeError` for a single text, or token ids of one, in place of a list, and for what is no prompt;
     `ValueError` without a tokenizer or a chat template, or for a mask that is not padding; `Unsupported` for images.
     """
     if isinstance(prompts, Mapping):
-        return _unpadded(prompts)
+        return [_encode(0, prompts, tokenizer)] if _is_vllms(prompts) else _unpadded(prompts)
     if isinstance(prompts, (str, bytes)) or not isinstance(prompts, Iterable):
         raise TypeError(f"{_TAKEN}, not {prompts!r}: pass [prompt] for one")
     given: list[Any] = list(prompts)
@@ -94,6 +94,10 @@ def continuation(tokenizer: Any, prompt: Sequence[int], token_ids: Sequence[int]
 def _encode(index: int, prompt: Any, tokenizer: Any) -> list[int]:
     if isinstance(prompt, (list, tuple)) and set(map(type, prompt)) == {int}:
         return list(prompt)  # what most are, told in a tenth of the time
+    if isinstance(prompt, Mapping) and _is_vllms(prompt):
+        if others := sorted(prompt.keys() - {*_VLLMS, "cache_salt"}):
+            raise Unsupported(f"prompt {index} comes with {', '.join(others)}: colo samples from text alone")
+        return _encode(index, prompt.get("prompt_token_ids") or prompt.get("prompt"), tokenizer)
     if isinstance(prompt, Mapping):
         rows = _unpadded(prompt, at=index)
         if len(rows) > 1:
@@ -109,6 +113,14 @@ def _encode(index: int, prompt: Any, tokenizer: Any) -> list[int]:
             "colo.share"
         )
     return list(tokenizer(prompt)["input_ids"])
+
+
+_VLLMS = ("prompt_token_ids", "prompt")
+"""Keys of a prompt as `vllm.LLM.generate` takes it, of which the first counts."""
+
+
+def _is_vllms(prompt: Mapping[str, Any]) -> bool:
+    return any(key in prompt for key in _VLLMS)
 
 
 def _token_ids(index: int, prompt: Any) -> list[int]:

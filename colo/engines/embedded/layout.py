@@ -193,7 +193,11 @@ class FusedWeights:
 
 
 def empty_model(config: PretrainedConfig, *, dtype: torch.dtype, attn_implementation: str | None) -> PreTrainedModel:
-    """A transformers model of `config` whose parameters are on the meta device and whose buffers are computed."""
+    """A transformers model of `config` whose parameters are on the meta device and whose buffers are computed.
+
+    Raises: as `require_causal_lm`.
+    """
+    require_causal_lm(config)
     options: dict[str, Any] = {"dtype": dtype, "attn_implementation": attn_implementation}
     with init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(copy.deepcopy(config), **options)
@@ -204,6 +208,17 @@ def empty_model(config: PretrainedConfig, *, dtype: torch.dtype, attn_implementa
             buffer.data = buffer.data.float()
     model.tie_weights()  # making a parameter empty makes it a new one, which unties it
     return model.eval()
+
+
+def require_causal_lm(config: PretrainedConfig) -> None:
+    """Raise `Unsupported` for a config of no text model of transformers', in place of a list of those there are."""
+    if type(config) not in AutoModelForCausalLM._model_mapping:
+        raise Unsupported(
+            f"transformers has no causal language model of {config.model_type!r} ({type(config).__name__}): colo "
+            "samples from text models. Of one that sees images take the language model within, where its checkpoint "
+            "can be loaded by AutoModelForCausalLM; of one with code of its own register the classes "
+            "(AutoModelForCausalLM.register)"
+        )
 
 
 def bind(model: PreTrainedModel, views: Mapping[str, torch.Tensor], tied: Mapping[str, str]) -> None:

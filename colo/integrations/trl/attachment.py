@@ -176,19 +176,24 @@ def _set(trainer: Any, rt: Runtime, generation: ColoGeneration) -> None:
     rt.at_close(take_back)
 
 
-def choose_process(options: dict[str, Any], num_ranks: int) -> None:
+def choose_process(options: dict[str, Any], num_ranks: int, model: Any = None) -> None:
     """Let vLLM run in this process, or in one of its own for each of several ranks, unless `options` say otherwise.
 
+    A `model` that vLLM serves by transformers' own class, which it changes, has a process of its own too.
     Raises: `Unsupported` for engines within several ranks, which would take the ranks' process group for their own.
     """
-    if not options.setdefault("own_process", num_ranks > 1) and num_ranks > 1:
+    if "own_process" not in options:
+        from colo.engines.vllm.client.options import changes_transformers
+
+        options["own_process"] = num_ranks > 1 or (model is not None and changes_transformers(model, options))
+    if not options["own_process"] and num_ranks > 1:
         raise Unsupported(f"vLLM within each of {num_ranks} ranks takes them for its own: leave own_process=False out")
 
 
 def add_vllm_options(trainer: Any, options: dict[str, Any], folders: ExitStack) -> None:
     """Add options of vLLM that follow from the trainer's: with options that take a tokenizer, the trainer's own."""
     args = trainer.args
-    choose_process(options, trainer.accelerator.num_processes)
+    choose_process(options, trainer.accelerator.num_processes, trainer.model.config)
     if args.vllm_max_model_length is not None:
         options.setdefault("max_model_len", args.vllm_max_model_length)
     given = {"structured_outputs": args.vllm_structured_outputs_regex} | (args.generation_kwargs or {})

@@ -169,7 +169,7 @@ class ColoRLOOTrainer(_WithEngine, RLOOTrainer):  # type: ignore[misc]
 
 def _started(model: str, args: Any, model_init_kwargs: Any, options: dict[str, Any]) -> tuple[Any, Any]:
     """The engine and the model; what they are made with is taken out of the trainer's `options`."""
-    engine_options = _engine_options(args, model_init_kwargs, options.pop("quantization_config", None))
+    engine_options = _engine_options(model, args, model_init_kwargs, options.pop("quantization_config", None))
     lora = options.pop("peft_config", None)
     if lora is not None and hasattr(grpo_trainer, "add_fused_lm_head"):
         refuse_adapted_head(model, lora, revision_of(engine_options or {}))
@@ -189,7 +189,7 @@ def _is_sharded(args: Any) -> bool:
     return bool(args.fsdp) or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
 
 
-def _engine_options(args: Any, model_init_kwargs: Any, quantization_config: Any) -> dict[str, Any] | None:
+def _engine_options(model: str, args: Any, model_init_kwargs: Any, quantization_config: Any) -> dict[str, Any] | None:
     """Options for `start`. Raises: `Unsupported` for what would be dropped, by name."""
     others = [name for name in model_init_kwargs or {} if name not in _OPTIONS_OF_A_START]
     if others:
@@ -206,7 +206,7 @@ def _engine_options(args: Any, model_init_kwargs: Any, quantization_config: Any)
         options.setdefault("revision", model_init_kwargs["revision"])
     if args.colo_engine != "vllm":
         return options or None
-    choose_process(options, args.world_size)
+    choose_process(options, args.world_size, model)
     if args.vllm_max_model_length is not None:
         options.setdefault("max_model_len", args.vllm_max_model_length)
     return options

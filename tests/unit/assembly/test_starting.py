@@ -1,6 +1,7 @@
 """What `launch` makes of a model that it is given."""
 
 import copy
+import json
 import warnings
 from types import SimpleNamespace
 
@@ -8,12 +9,13 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlavaConfig, Qwen2_5_VLConfig, T5Config
 
 import colo
 from colo.assembly import starting
 from colo.assembly.starting import _adapted_modules
 from colo.config import RuntimeConfig, Weights
+from colo.errors import Unsupported
 from colo.units import MIB
 from tests.models import tiny_qwen3
 
@@ -137,6 +139,27 @@ def test_a_checkpoint_without_a_weight_is_refused_before_an_engine_starts(starte
     ):
         begin(str(tmp_path), engine)
     assert started == []
+
+
+@pytest.mark.parametrize("engine", ["torch", "vllm"])
+def test_a_checkpoint_with_code_of_its_own_is_refused_and_not_asked_about(started, tmp_path, engine, monkeypatch):
+    """transformers asks at the terminal whether to run it, for 15 seconds."""
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked"))
+    AutoModelForCausalLM.from_config(CONFIG).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text()) | {"model_type": "mine"}
+    config["auto_map"] = {"AutoConfig": "mine.MineConfig", "AutoModelForCausalLM": "mine.Mine"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "mine.py").write_text("raise RuntimeError('run')")
+    with pytest.raises(Unsupported, match=r"code of its own, .* whatever trust_remote_code says: register its classes"):
+        begin(str(tmp_path), engine)
+    assert started == []
+
+
+@pytest.mark.parametrize("config", [Qwen2_5_VLConfig, LlavaConfig, T5Config], ids=lambda c: c.__name__)
+def test_a_model_that_generates_from_more_than_text_is_refused_in_a_line(config):
+    with pytest.raises(Unsupported, match=f"no causal language model of .*{config.__name__}") as caught:
+        begin(config(), "torch")
+    assert len(str(caught.value)) < 400
 
 
 def test_a_checkpoint_that_transformers_cannot_read_is_left_to_vllm(started, tmp_path):

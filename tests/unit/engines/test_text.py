@@ -159,7 +159,7 @@ def test_a_conversation_needs_a_tokenizer():
         ([[*QUESTION, "1"]], "message 1 of prompt 0 is not a mapping with 'role' and 'content', but '1'"),
         ([[{"content": "1"}]], "message 0 of prompt 0 is not a mapping with 'role'"),
         ([[{"role": "user", "content": 7}]], "the content of message 0 of prompt 0 is neither a text nor"),
-        ([{"prompt": "1"}], r"prompt 0 is a dict without 'input_ids', but with \['prompt'\]"),
+        ([{"query": "1"}], r"prompt 0 is a dict without 'input_ids', but with \['query'\]"),
         ({"text": "1"}, "prompts is a dict without 'input_ids'"),
     ],
     ids=str,
@@ -194,6 +194,16 @@ def test_an_encoding_is_one_prompt_or_several_or_one_of_a_list():
     assert encode_prompts({"input_ids": []}, None) == []
     with pytest.raises(ValueError, match="prompt 0 is a batch of 2 prompts: pass each of them by itself"):
         encode_prompts([tokenizer(["1", "2"])], None)
+
+
+def test_vllms_own_prompts_are_taken():
+    given = [{"prompt_token_ids": [1, 2]}, {"prompt": "1+"}, {"prompt": "1+", "prompt_token_ids": [3]}]
+    assert encode_prompts(given, CharTokenizer()) == [[1, 2], [1, 10], [3]]
+    assert encode_prompts({"prompt_token_ids": (4, 5), "cache_salt": "x"}, None) == [[4, 5]]
+    with pytest.raises(Unsupported, match="prompt 1 comes with multi_modal_data: colo samples from text alone"):
+        encode_prompts([[1], {"prompt": "a", "multi_modal_data": {"image": 1}}], None)
+    with pytest.raises(ValueError, match="the runtime has no tokenizer"):
+        encode_prompts({"prompt": "a"}, None)
 
 
 def test_tensors_of_several_lengths_are_prompts():

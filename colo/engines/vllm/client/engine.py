@@ -27,7 +27,14 @@ from colo.engines.vllm.client.adapters import AdapterRegistry
 from colo.engines.vllm.client.link import PauseMode, WorkerLink
 from colo.engines.vllm.client.llm_link import DEADLINE_S, link_to, start_llm
 from colo.engines.vllm.client.memory import WorkerMemory, WorkerWeights
-from colo.engines.vllm.client.options import check_main_guard, device_of, llm_options, quantization_of, save_config
+from colo.engines.vllm.client.options import (
+    changes_transformers,
+    check_main_guard,
+    device_of,
+    llm_options,
+    quantization_of,
+    save_config,
+)
 from colo.engines.vllm.store import WeightStore
 from colo.engines.vllm.wire import Forget
 from colo.errors import EngineLost, PhaseError, TransferError, Unsupported
@@ -78,6 +85,11 @@ class VLLMEngine(EngineBase):
         """
         if own_process:
             check_main_guard()
+        elif changes_transformers(model, options):
+            raise Unsupported(
+                "vLLM serves this model by transformers' own class and changes that, so that no other model of the "
+                "class works in this process (vllm#15463): give vLLM a process of its own, own_process=True"
+            )
         compat.warn_if_untested()
         compat.import_apart()
         plugin.register()

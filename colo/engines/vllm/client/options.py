@@ -31,16 +31,43 @@ def quantization_of(model: str | os.PathLike[str], options: Mapping[str, Any]) -
     """Name the quantization of a checkpoint in vLLM started with `options`, or its own; `None` without any."""
     if options.get("quantization") is not None:
         return str(options["quantization"])
-    place = os.fspath(options.get("hf_config_path") or model)
-    try:
-        found, _ = PretrainedConfig.get_config_dict(
-            place, revision=options.get("revision"), token=options.get("hf_token")
-        )
-    except OSError:  # what vLLM reads in another way, such as GGUF
-        return None
+    found = _config_dict(model, options)
     of_text = found.get("text_config") or {}
     places = (found.get("quantization_config"), of_text.get("quantization_config"), found.get("compression_config"))
     return next((method for place in places if (method := _method_of(place)) is not None), None)
+
+
+def _config_dict(model: str | os.PathLike[str], options: Mapping[str, Any]) -> dict[str, Any]:
+    place = os.fspath(options.get("hf_config_path") or model)
+    try:
+        found: dict[str, Any] = PretrainedConfig.get_config_dict(
+            place, revision=options.get("revision"), token=options.get("hf_token")
+        )[0]
+    except OSError:  # what vLLM reads in another way, such as GGUF
+        return {}
+    return found
+
+
+def changes_transformers(
+    model: str | os.PathLike[str] | PretrainedConfig | PreTrainedModel, options: Mapping[str, Any]
+) -> bool:
+    """Tell whether vLLM serves a model by transformers' own class (SmolLM3, OLMo 2, StarCoder 2).
+
+    vLLM changes that class in place, so that no other model of it works in the same process.
+    """
+    compat.vllm_version()  # which is there, or says how to install it
+    from vllm.model_executor.models import ModelRegistry
+
+    if isinstance(model, (str, os.PathLike)):
+        names = _config_dict(model, options).get("architectures")
+    else:
+        config = model if isinstance(model, PretrainedConfig) else model.config
+        kind = AutoModelForCausalLM._model_mapping.get(type(config), None)
+        names = config.architectures or (kind and [kind.__name__])
+    if options.get("model_impl") == "transformers" or not names:
+        return bool(names)
+    known = [ModelRegistry.models.get(name) for name in names]
+    return all(found is None or getattr(found, "module_name", "").endswith(".transformers") for found in known)
 
 
 def is_packed_config(found: Any) -> bool:

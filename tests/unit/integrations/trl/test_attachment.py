@@ -8,7 +8,7 @@ import torch
 from accelerate import PartialState
 from accelerate.state import AcceleratorState
 from torch.distributed.tensor import DTensor
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, LlamaConfig, Olmo2Config, Qwen3Config, SmolLM3Config, Starcoder2Config
 from trl import GRPOTrainer
 
 import colo
@@ -78,6 +78,18 @@ def test_vllm_runs_in_this_process_unless_there_are_several_ranks():
     assert (alone, given, ranks) == ({"own_process": False}, {"own_process": True}, {"own_process": True})
     with pytest.raises(Unsupported, match="within each of 2 ranks takes them for its own: leave own_process=False out"):
         choose_process({"own_process": False}, 2)
+
+
+def test_a_model_that_vllm_serves_by_transformers_own_class_gets_a_process_of_its_own():
+    pytest.importorskip("vllm", reason="vLLM is not installed")
+    for config in (SmolLM3Config(), Olmo2Config(), Starcoder2Config()):
+        choose_process(options := {}, 1, config)
+        assert options == {"own_process": True}
+    for config in (Qwen3Config(), LlamaConfig()):
+        choose_process(options := {}, 1, config)
+        assert options == {"own_process": False}
+        choose_process(options := {"model_impl": "transformers"}, 1, config)
+        assert options["own_process"] is True
 
 
 def test_sampling_is_the_trainers(make, attach):
