@@ -254,9 +254,9 @@ def test_what_is_wrong_with_an_update_reaches_the_client_in_words(server, model)
 
 def test_weights_that_do_not_fit_the_model_are_refused_when_they_are_described(server, model):
     parameters, _ = described(dict(model.named_parameters()))
-    info = {"step": "bind", "arguments": {"parameters": parameters[:-1]}}
+    info = {"step": "bind", "arguments": {"tensors": parameters[:-1]}}
     status, text = server.ask("/init_weight_transfer_engine", {"init_info": info})
-    assert status == 500 and parameters[-1][0] in text
+    assert status == 500 and parameters[-1]["name"] in text
 
 
 # ---- colo.connect ---------------------------------------------------------------------------------------------------
