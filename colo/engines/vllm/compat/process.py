@@ -320,7 +320,8 @@ def leave_to_parent(llm: Any) -> None:
     if not _forgets_in_children:
         _forgets_in_children.append(True)
         os.register_at_fork(after_in_child=_forget_clients)
-    _clients.add(llm.llm_engine.engine_core)
+    if (client := llm.llm_engine.engine_core) is not None:
+        _clients.add(client)
 
 
 _forgets_in_children: list[bool] = []  # what is registered for forks stays registered
