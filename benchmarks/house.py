@@ -14,6 +14,7 @@ import inspect
 import io
 import re
 import statistics
+import time
 import tokenize
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -58,9 +59,10 @@ def run(record: Record) -> None:
         record.add({"what": what, "now": written, "aim": aim, "met": "yes" if is_met else "no"})
 
     record.tell("a launch and cycles at 398 parameters")
-    calls, files_of_a_launch, files_of_a_cycle, plain_s, ours_s = _measured()
+    calls, files_of_a_launch, files_of_a_cycle, (plain_s, ours_s), (plain_cpu_s, ours_cpu_s) = _measured()
     add(calls)
-    record.limit["plain_step_ms"] = plain_s * 1e3
+    # beside other programs this is the figure that holds
+    record.limit |= {"plain_step_ms": plain_s * 1e3, "beside_it_in_cpu_ms": (ours_cpu_s - plain_cpu_s) * 1e3}
     add((ours_s - plain_s) * 1e3)
     add(files_of_a_launch)
     add(files_of_a_cycle)
@@ -130,8 +132,11 @@ def num_comment_lines(text: str) -> int:
 # ---- a launch and a cycle --------------------------------------------------------------------------------------------
 
 
-def _measured() -> tuple[int, int, int, float, float]:
-    """Measure calls of a cycle, files of a launch and of a cycle, seconds of the plain step and of a cycle."""
+def _measured() -> tuple[int, int, int, list[float], list[float]]:
+    """Measure calls of a cycle, files of a launch and of a cycle, and medians of the plain step and of a cycle.
+
+    Those are seconds on the clock, and seconds that this process has computed.
+    """
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -160,18 +165,19 @@ def _measured() -> tuple[int, int, int, float, float]:
         with rt.train():
             train(rt.model, rt.optimizer)
 
-    sides: dict[Callable[[], None], list[float]] = {lambda: train(model, optimizer): [], cycle: []}
+    sides: dict[Callable[[], None], list[tuple[float, float]]] = {lambda: train(model, optimizer): [], cycle: []}
     for turn in range(_WARM_UP + _TURNS):
         for side, seconds in sides.items():
+            begun_s = time.process_time()
             spent_s = timed(side, device)
             if turn >= _WARM_UP:
-                seconds.append(spent_s)
+                seconds.append((spent_s, time.process_time() - begun_s))
     with cProfile.Profile() as cycling:
         cycle()
     rt.close()
     counted = _calls(cycling)
-    plain_s, ours_s = map(statistics.median, sides.values())
-    return sum(counted.values()), len(_files(_calls(launching))), len(_files(counted)), plain_s, ours_s
+    on_clock, computed = ([statistics.median(s[kind] for s in taken) for taken in sides.values()] for kind in (0, 1))
+    return sum(counted.values()), len(_files(_calls(launching))), len(_files(counted)), on_clock, computed
 
 
 def _config() -> Any:
