@@ -168,10 +168,12 @@ def sampling_temperature(params: Any) -> float | None:
 def needing_tokenizer(params: Any) -> tuple[str, ...]:
     """Names of options with which vLLM reads or writes text while it samples; without a tokenizer it skips them."""
     options = _options(params)
-    return tuple(name for name in _OF_TOKENIZER if options.get(name))
+    asked = [name for name in _OF_TOKENIZER if options.get(name)]
+    return (*asked, *(name for name in _OF_DECODER if options.get(name) is False))
 
 
 _OF_TOKENIZER = ("bad_words", "stop", "structured_outputs", "thinking_token_budget")
+_OF_DECODER = ("skip_special_tokens", "spaces_between_special_tokens")
 
 
 def _options(params: Any) -> Mapping[str, Any]:

@@ -367,7 +367,9 @@ def test_greedy_sampling_is_told_by_its_temperature_whatever_the_filters():
 
 
 def test_options_that_vllm_skips_without_a_tokenizer_are_named():
-    assert needing_tokenizer(PLAIN | {"stop": []}) == ()
+    assert needing_tokenizer(PLAIN | {"stop": [], "skip_special_tokens": True, "detokenize": True}) == ()
+    assert needing_tokenizer({"skip_special_tokens": False}) == ("skip_special_tokens",)
+    assert needing_tokenizer({"spaces_between_special_tokens": False}) == ("spaces_between_special_tokens",)
     given = {"bad_words": ["a"], "stop": "b", "structured_outputs": object(), "thinking_token_budget": 3, "top_k": 2}
     assert needing_tokenizer(given) == ("bad_words", "stop", "structured_outputs", "thinking_token_budget")
 

@@ -7,6 +7,7 @@ import pytest
 
 from colo.engine import SamplingParams
 from colo.engines.sampling import distorting, row_seed, sampling_temperature
+from colo.engines.vllm.client.engine import VLLMEngine
 from colo.engines.vllm.client.llm_link import InProcessLink
 from colo.engines.vllm.client.sampling import (
     check_logprobs,
@@ -209,3 +210,18 @@ def test_what_takes_a_tokenizer_is_refused_where_vllm_has_none(vllm, given):
     with pytest.raises(Unsupported, match=words):
         link.generate([[1, 2]], own, version=3, adapter=None)
     assert Link(False).sampling_params(None, given) is not None
+
+
+@pytest.mark.parametrize("given", [{"logits_processors": ["mine:Processor"]}, {"watermark_config": object()}], ids=str)
+def test_what_vllm_was_started_with_changes_every_request(vllm, given):
+    """Log-probabilities of such an engine are not compared with the trainer's, and TRL's ratio is warned about."""
+    link = Link()
+    engine = object.__new__(VLLMEngine)
+    engine._link = link
+    link.llm.llm_engine.vllm_config = SimpleNamespace(watermark_config=given.get("watermark_config"))
+    assert (link.distorting == ()) is ("watermark_config" not in given)
+    link.model_config.logits_processors = given.get("logits_processors")
+    assert link.distorting == tuple(given)
+    assert engine.sampling_temperature(SamplingParams()) is None
+    link.model_config.logits_processors = link.llm.llm_engine.vllm_config.watermark_config = None
+    assert engine.sampling_temperature(SamplingParams(temperature=0.5)) == 0.5
