@@ -109,7 +109,7 @@ def test_state_of_every_part_leaves_and_weights_are_those_of_plain_torch(kind, d
 
 def test_an_optimizer_that_colo_was_not_given_is_told_of_once():
     model = AutoModelForCausalLM.from_config(qwen3())
-    known, unknown = two_adamw(model)
+    known, unknown, _ = three(model)
     with colo.share(make_engine(), model, known, config=ALWAYS) as rt:
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
