@@ -13,6 +13,8 @@ import os
 import threading
 import weakref
 from bisect import insort
+from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -61,6 +63,7 @@ class PinnedArena:
         self._lock = threading.RLock()
         self._setup: ThreadPoolExecutor | None = None
         self._closed = False
+        self._returned: deque[Extent] = deque()  # by `release_after`, at any moment; taken back by the next call
 
     @property
     def pinned_bytes(self) -> int:
@@ -70,6 +73,8 @@ class PinnedArena:
     @property
     def used_bytes(self) -> int:
         """Bytes lent out as extents."""
+        with self._lock:
+            self._take_back()
         return sum(block.size_bytes - block.free_bytes for block in self._blocks)
 
     def prepare(self, num_bytes: int) -> Future[None]:
@@ -87,6 +92,7 @@ class PinnedArena:
         """
         with self._lock:
             self._check_open()
+            self._take_back()
             missing_bytes = num_bytes - sum(block.free_bytes for block in self._blocks)
             if missing_bytes > 0:
                 self._grow(missing_bytes, MAX_BLOCK_BYTES)
@@ -99,6 +105,7 @@ class PinnedArena:
         size_bytes = align_up(max(size_bytes, 1), ALIGNMENT_BYTES)
         with self._lock:
             self._check_open()
+            self._take_back()
             extent = self._first_fit(size_bytes)
             if extent is None:
                 self._grow(size_bytes, size_bytes)
@@ -111,6 +118,21 @@ class PinnedArena:
         with self._lock:
             self._check_open()
             self._blocks[extent.block].give_back(extent.offset_bytes, extent.size_bytes)
+
+    def release_after(self, extent: Extent, memory: Sequence[torch.Tensor]) -> None:
+        """Take an extent back once no tensor lies over `memory` any more: parts with storages of their own."""
+        waiting = {storage._cdata for storage in map(torch.Tensor.untyped_storage, memory)}
+        if not waiting:
+            self.release(extent)
+
+        def died(key: int) -> None:  # in whatever thread and line drops the last tensor
+            waiting.discard(key)
+            if not waiting:
+                self._returned.append(extent)
+
+        for tensor in memory:
+            storage = tensor.untyped_storage()
+            weakref.finalize(storage, died, storage._cdata).atexit = False
 
     def view(self, extent: Extent) -> torch.Tensor:
         """The bytes of an extent as a CPU tensor (uint8, shape [size_bytes])."""
@@ -141,6 +163,10 @@ class PinnedArena:
     def _check_open(self) -> None:
         if self._closed:
             raise PhaseError("the host arena is closed")
+
+    def _take_back(self) -> None:
+        while self._returned and not self._closed:
+            self.release(self._returned.popleft())
 
     def _first_fit(self, size_bytes: int) -> Extent | None:
         for index, block in enumerate(self._blocks):

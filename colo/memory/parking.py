@@ -19,9 +19,10 @@ from dataclasses import dataclass
 
 import torch
 
+from colo.errors import PhaseError
 from colo.memory.offload import Mover, RegionSegment
 from colo.memory.region import ALIGNMENT_BYTES, Region, allocate_region
-from colo.memory.storage import num_others, num_references, storage_bytes
+from colo.memory.storage import hidden_bases, num_others, num_references, storage_bytes
 from colo.memory.uninterrupted import uninterrupted
 from colo.phases.phase import Residency
 from colo.phases.segment import Done, Move
@@ -106,13 +107,15 @@ class Parking(RegionSegment):
         }
         groups: dict[int, list[torch.Tensor]] = {}
         for key, tensor in by_id.items():
-            if key not in known and tensor.device == self._mover.device:
+            if key not in known and tensor.device == self._mover.device and tensor.untyped_storage().nbytes():
                 groups.setdefault(tensor.untyped_storage()._cdata, []).append(tensor)
         self.kept = [self._kept_of(pack.blocks, pack.size_bytes, pack.why_it_stays) for pack in self._aside]
         self._loose = []
         for group in groups.values():
             block = _Block(group)
-            if _is_alone(group, self._owned) or (reason := why_memory_stays(group, self._owned)) is None:
+            if not (is_alone := _is_alone(group, self._owned)) and (bases := hidden_bases(group)):
+                block = _Block([*group, *bases])
+            if is_alone or (reason := why_memory_stays(block.tensors, self._owned)) is None:
                 self._loose.append(block)
             else:
                 self.kept.append(self._kept_of([block], block.size_bytes, reason))
@@ -136,15 +139,15 @@ class Parking(RegionSegment):
     def hand_over(self, device: torch.device) -> None:
         """Give every tensor that is on the device memory of torch's allocator, and let go of all. Idempotent.
 
-        Parked tensors keep their host memory, which is theirs then. Without room on the device tensors keep the
-        region's. `device`: of the state, as it is.
+        Parked tensors keep their host memory, which is theirs then. Without room on the device, or where somebody has
+        views of them, tensors keep the region's. `device`: of the state, as it is.
         """
         self.settle()
         for pack in (*self._packs(), *self._aside):
-            if pack.resident and pack.region is not None:
+            if pack.resident and pack.region is not None and not pack.num_others(self._owned):
                 pack.move_out()
             self._drop(pack)
-        self._loose, self._loose_bytes = [], 0
+        self._loose, self._loose_bytes, self._residency = [], 0, Residency.DISCARDED
 
     # ---- packs ------------------------------------------------------------------------------------------------------
 
@@ -153,6 +156,9 @@ class Parking(RegionSegment):
 
     def _pack(self) -> None:
         """Put what is loose into packs. Raises: `BudgetError` when the host has no room; nothing has changed then."""
+        for block in self._loose:
+            block.keep()
+        self._loose = [block for block in self._loose if block.tensors]
         made = [
             Pack(self.name, blocks, self._mover.device, keeps_address=self._keeps_addresses)
             for blocks in batches(self._loose, lambda block: block.padded_bytes, self._pack_bytes)
@@ -190,8 +196,8 @@ class Parking(RegionSegment):
 
     def _arrived(self) -> None:
         for pack in self._packs():
-            if pack.is_at_host and pack.resident and pack.point_to_device():
-                self._extents.pop(pack, None)  # somebody holds the host's memory, which is theirs from now on
+            if pack.is_at_host and pack.resident and (held := pack.point_to_device()):
+                self._mover.arena.release_after(self._extents.pop(pack), held)
         if not self._keeps_addresses:
             for pack in self._packs():
                 self._loose += pack.blocks
@@ -199,10 +205,14 @@ class Parking(RegionSegment):
             self._loose_bytes = sum(block.padded_bytes for block in self._loose)
             self._residency = Residency.RESIDENT if self._loose else Residency.DISCARDED
 
+    def _discard(self) -> Move:
+        raise PhaseError(f"segment {self.name} has tensors that somebody uses: their bytes cannot be discarded")
+
     def _set_aside(self, pack: Pack) -> None:
         pack.why_it_stays = _others(max(1, pack.num_others(self._owned)))
         self._take_out([pack])
-        self._aside.append(pack)
+        if pack.region is not None:  # else its tensors are found anew, each by itself
+            self._aside.append(pack)
         self.kept.append(self._kept_of(pack.blocks, pack.size_bytes, pack.why_it_stays))
 
     def _drop(self, pack: Pack) -> None:
@@ -211,8 +221,8 @@ class Parking(RegionSegment):
             if pack in self._aside:
                 self._aside.remove(pack)
             else:
-                if pack.holds_host:
-                    self._extents.pop(pack, None)
+                if held := pack.held_host():
+                    self._mover.arena.release_after(self._extents.pop(pack), held)
                 self._take_out([pack])
             pack.close()
 
@@ -239,7 +249,7 @@ class _Block:
         self.start = 0
         self.host: torch.Tensor | None = None  # uint8, while the tensors point there
         self.device: torch.Tensor | None = None  # uint8, memory of torch's that they have left or go to
-        self.versions: list[int] = []
+        self.versions: list[object] = []
 
     def note_versions(self) -> None:
         self.versions = _versions(self.tensors)
@@ -280,7 +290,7 @@ class Pack(Region):
         self.why_it_stays = ""
         self.reuses_memory = True
         self._keeps_address = keeps_address
-        self._has_lent_host = False  # to tensors that are not the pack's any more
+        self._lent: list[torch.Tensor] = []  # host memory that tensors may lie over which are not the pack's any more
         start = 0
         for block in blocks:
             block.start = start
@@ -292,18 +302,19 @@ class Pack(Region):
         """True while the tensors point to host memory."""
         return any(block.host is not None for block in self.blocks)
 
-    @property
-    def holds_host(self) -> bool:
-        """True when tensors lie over the pack's host memory: it must not be lent to anybody else."""
-        return self._has_lent_host or any(
-            block.host is not None and num_references(block.host) > 1 for block in self.blocks
-        )
+    def held_host(self) -> list[torch.Tensor]:
+        """List the host memory (uint8) that tensors lie over: it must not be lent to anybody else."""
+        hosts = [*self._lent, *(block.host for block in self.blocks if block.host is not None)]
+        return [host for host in hosts if num_references(host) > 1]
 
     def pairs(self, host: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """(device, host) memory of the bytes to copy; see `Region.pairs`."""
         if self.region is not None:
             return [(self.region.bytes[: self.size_bytes], host)]
-        return [(self._on_device(block), host[block.start : block.start + block.size_bytes]) for block in self.blocks]
+        for block in self.blocks:
+            block.keep()
+        here = [block for block in self.blocks if block.tensors or block.device is not None]
+        return [(self._on_device(block), host[block.start : block.start + block.size_bytes]) for block in here]
 
     def note_versions(self) -> None:
         """Note how often each tensor was written, by torch's count, before its bytes are copied."""
@@ -341,9 +352,9 @@ class Pack(Region):
                     block.device = there
                 block.point_to(block.host)
 
-    def point_to_device(self) -> bool:
-        """Point every tensor that is still at the host to the device; true when something else holds host memory."""
-        is_held = self._has_lent_host
+    def point_to_device(self) -> list[torch.Tensor]:
+        """Point every tensor that is still at the host to the device; the host memory that something else holds."""
+        hosts, self._lent = self._lent, []
         with uninterrupted():
             for block in self.blocks:
                 host = block.host
@@ -354,10 +365,9 @@ class Pack(Region):
                     there.copy_(host)
                 block.point_to(there)
                 block.host = block.device = None
-                is_held = is_held or num_references(host) > 1
+                hosts.append(host)
             self.blocks = [block for block in self.blocks if block.tensors]
-        self._has_lent_host = False
-        return is_held
+        return [host for host in hosts if num_references(host) > 1]
 
     def forget_others(self, by_id: dict[int, torch.Tensor]) -> None:
         """Forget tensors that are not in `by_id`, or do not lie here any more."""
@@ -368,9 +378,10 @@ class Pack(Region):
                     is_same = False
             if is_same:
                 continue
-            block.keep(lambda tensor: id(tensor) in by_id)
+            bases = {id(tensor._base) for tensor in block.tensors if id(tensor) in by_id}
+            block.keep(lambda tensor, bases=bases: id(tensor) in by_id or id(tensor) in bases)  # type: ignore[misc]
             if not block.tensors and block.host is not None:
-                self._has_lent_host |= num_references(block.host) > 1
+                self._lent.append(block.host)
         self.blocks = [block for block in self.blocks if block.tensors]
 
     def _on_device(self, block: _Block) -> torch.Tensor:
@@ -415,8 +426,11 @@ class Pack(Region):
             self.region.restore()
 
 
-def _versions(tensors: Sequence[torch.Tensor]) -> list[int]:
-    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
+def _versions(tensors: Sequence[torch.Tensor]) -> list[object]:
+    try:
+        return [tensor._version for tensor in tensors]
+    except RuntimeError:  # of tensors made in inference mode nobody counts the writes: each may have been written
+        return [object() for _ in tensors]
 
 
 def _is_alone(tensors: Sequence[torch.Tensor], owned: Container[int]) -> bool:

@@ -55,6 +55,14 @@ def num_others(tensors: Sequence[torch.Tensor], owned: Container[int] = ()) -> i
     return num_references(tensors[0]) - len(tensors) - hidden + owners
 
 
+def hidden_bases(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """List tensors over the same storage that nothing but views among `tensors` holds, as after `split` or `unbind`."""
+    known, num_views = {id(tensor) for tensor in tensors}, Counter(id(tensor._base) for tensor in tensors)
+    views = {id(view._base): view for view in tensors if view._base is not None and _shares_storage(view, view._base)}
+    found = [v for base, v in views.items() if base not in known and _is_base_unheld(v, num_views[base])]
+    return [view._base for view in found if view._base is not None]
+
+
 def storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """All bytes of a tensor's storage (uint8)."""
     storage = tensor.untyped_storage()

@@ -18,7 +18,7 @@ from colo.memory.dtensor import local_bytes, local_shard
 from colo.memory.offload import Mover
 from colo.memory.parking import Kept, Parking
 from colo.phases.phase import TRAINER_GRADIENTS, Residency
-from colo.phases.segment import Move
+from colo.phases.segment import Done, Move
 from colo.trainer.megatron import MegatronOptimizers
 
 
@@ -80,6 +80,10 @@ class ParameterGradients(Parking):
 
     def refresh(self) -> None:
         """Look at the gradients that there are: the loop may have dropped or replaced some."""
+        self._find()
+        self._let_loose()
+
+    def _find(self) -> None:
         self._parameters = self._find_parameters()
         held = [gradient for holder in self._holders() if (gradient := holder.grad) is not None]
         if not held and not self._regions:  # the most frequent case: the loop has called `zero_grad()`
@@ -96,8 +100,18 @@ class ParameterGradients(Parking):
     def begin(self, target: Residency) -> Move:
         """Start a move; see `Parking.begin`. Gradients that the loop has dropped since do not come back."""
         if target is not self.residency:
-            self.refresh()
+            self._find()
+        elif not self._regions:
+            return Done()
         return super().begin(target)
+
+    def _arrived(self) -> None:
+        super()._arrived()
+        self._let_loose()
+
+    def _let_loose(self) -> None:
+        """Refer to no gradient on the device: its memory has to go when the loop drops it."""
+        self._loose, self._loose_bytes = [], 0
 
     def _bytes_of_parameters(self) -> int:
         num_bytes = 0
@@ -124,7 +138,8 @@ class ParameterGradients(Parking):
         for parameter in self._holders():  # a loop without calls: the scheduler asks often
             gradient = parameter.grad
             if gradient is not None:
-                num_bytes += gradient.nbytes if type(gradient) is torch.Tensor else local_bytes(gradient)
+                is_plain = type(gradient) is torch.Tensor and gradient.layout is torch.strided
+                num_bytes += gradient.nbytes if is_plain else local_bytes(gradient)
         return num_bytes
 
 

@@ -177,8 +177,10 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self.param_groups:  # none: the runtime has stepped what there is, see colo/trainer/streamed.py
-            self.step_part(parameters_of(self))
+        if parameters := parameters_of(
+            self
+        ):  # none: the runtime has stepped what there is, see colo/trainer/streamed.py
+            self.step_part(parameters)
             self._taken.clear()
         return loss
 
@@ -186,8 +188,9 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
         """Step some parameters, those with gradients, within a step whose end the caller knows."""
         self.copy_hyperparameters()
         self.changes, self._counted = None, []
+        parameters = list(parameters)
         try:
-            self._go_on()
+            self._go_on(set(map(id, parameters)))
             waiting = [p for p in parameters if p.grad is not None and p not in self._taken]
             for bucket in batches(waiting, lambda parameter: 4 * parameter.numel(), self.bucket_bytes):
                 with uninterrupted():  # masters, gradients and the note of what was taken in change together
@@ -226,11 +229,14 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
         for master in masters:
             self._round(master)
 
-    def _go_on(self) -> None:
-        """After a step that failed: forget gradients that have changed since, and round the masters of the others."""
+    def _go_on(self, ids: set[int]) -> None:
+        """After a step that failed: forget gradients that have changed since, and round the masters of the others.
+
+        Just of parameters that are stepped now: masters of others may be in host memory.
+        """
         self._taken.drop_changed()
         for parameter in self._taken.present():
-            if parameter in self._masters:
+            if parameter in self._masters and id(parameter) in ids:
                 self._masters[parameter].follow()
                 self._round(self._masters[parameter])
 

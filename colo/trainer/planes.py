@@ -16,7 +16,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from itertools import pairwise
 from typing import Any
@@ -377,14 +377,15 @@ class StateWindow:
 
     # ---- stepping ---------------------------------------------------------------------------------------------------
 
-    def step(self, work: Work, due: list[torch.Tensor], following: Work | None) -> list[tuple[torch.Tensor, int]]:
-        """Step those of a work's parameters that are due; the changed and all elements of 16-bit weights, by part."""
+    def step(self, work: Work, due: list[torch.Tensor], following: Work | None, note: Note) -> None:
+        """Step those of a work's parameters that are due, and `note` those that have been stepped, also on an error."""
         if isinstance(work, Range):
-            return self._step_range(work, due)
-        assert isinstance(work, Bucket)
-        self._step_bucket(work, due, following)
-        changes = getattr(self.optimizer, "changes", None)
-        return [changes] if changes is not None else []
+            self._step_range(work, due, note)
+        else:
+            assert isinstance(work, Bucket)
+            self._step_bucket(work, due, following)
+            changes = getattr(self.optimizer, "changes", None)
+            note(due, [changes] if changes is not None else [])
 
     def _step_bucket(self, bucket: Bucket, due: list[torch.Tensor], following: Work | None) -> None:
         bucket.parking.begin(Residency.RESIDENT).wait()
@@ -405,7 +406,7 @@ class StateWindow:
             self._park(self.stock)
             bucket.parking.begin(Residency.OFFLOADED)
 
-    def _step_range(self, work: Range, due: list[torch.Tensor]) -> list[tuple[torch.Tensor, int]]:
+    def _step_range(self, work: Range, due: list[torch.Tensor], note: Note) -> None:
         """Bring a range's state into a slot, step it there, and have it leave."""
         planes, slot = work.planes, self._slots[self._turn % NUM_SLOTS]
         self._turn += 1
@@ -415,18 +416,25 @@ class StateWindow:
             planes.copy_in(work, state)
             arrived = _event(self._streams.get("in"))
         _wait(arrived)
-        ids, leaving, changes = set(map(id, due)), [], []
-        for pieces in planes.intervals(work, ids):
-            names, changed = planes.step(slot, pieces, state)
-            leaving.append((pieces, names))
-            changes += changed
-        stepped = _event(torch.cuda.current_stream(self._mover.device) if self._streams else None)
-        with _on(self._streams.get("out")):
-            _wait(stepped)
-            for pieces, names in leaving:
-                planes.copy_out(work, pieces, names, state)
-            slot.left = _event(self._streams.get("out"))
-        return changes
+        ids, leaving = set(map(id, due)), []
+        try:
+            for pieces in planes.intervals(work, ids):
+                names, changes = planes.step(slot, pieces, state)
+                leaving.append((pieces, names))
+                note([piece[0] for piece in pieces], changes)
+        finally:  # weights that have been written and their state belong together
+            stepped = _event(torch.cuda.current_stream(self._mover.device) if self._streams else None)
+            with _on(self._streams.get("out")):
+                _wait(stepped)
+                for pieces, names in leaving:
+                    planes.copy_out(work, pieces, names, state)
+                slot.left = _event(self._streams.get("out"))
+
+    def end_part(self, parameters: Iterable[torch.Tensor]) -> None:
+        """End the step for some parameters, all of whose elements have been stepped: the next is another one."""
+        ids = set(map(id, parameters))
+        for planes in self._planes:
+            planes.end_part(ids)
 
     def end_step(self) -> None:
         """Wait until the host's state is whole, and show what a step has counted."""
@@ -589,15 +597,18 @@ class Planes:
             if state:
                 self._adopt(parameter, state)
             master = self._window.master_of(parameter)
-            if master is not None and (kept := master.state) and (self._is_split or state):
+            if master is not None and (kept := master.state):
                 self._adopt_master(parameter, master, kept)
 
     def _adopt(self, parameter: torch.Tensor, state: dict[str, Any]) -> None:
         own = self._views[parameter]
         for name, value in state.items():
-            if own.get(name) is value and value is not None:
-                continue
-            if is_plane(value, parameter):
+            if value is not None and own.get(name) is value:
+                if local_shard(value).data_ptr() != self._address_of(name, parameter):  # somebody has assigned its data
+                    host = self._stretch_of(name, parameter)
+                    host.copy_(local_shard(value))
+                    local_shard(value).data = host
+            elif is_plane(value, parameter):
                 self._need(name, value.dtype)
                 own = self._views[parameter]
                 local_shard(own[name]).copy_(local_shard(value))
@@ -627,20 +638,27 @@ class Planes:
         extent = self._mover.arena.allocate(count * dtype.itemsize)
         self._extents[name] = extent
         self.host[name] = self._mover.arena.tensor(extent, 0, count * dtype.itemsize).view(dtype)
-        for parameter, start in self._starts.items():
-            shard = local_shard(parameter)
-            first = self.count(name, start)
-            length = self.count(name, shard.numel())
-            if not length:
-                continue
-            own = self._mover.arena.tensor(extent, first * dtype.itemsize, length * dtype.itemsize).view(dtype)
-            own = own if name == MASTER_DIGESTS else own.view(shard.shape)
-            self._views[parameter][name] = _like(parameter, own)
+        for parameter in self._starts:
+            self._views[parameter][name] = _like(parameter, self._stretch_of(name, parameter))
+
+    def _stretch_of(self, name: str, parameter: torch.Tensor) -> torch.Tensor:
+        """A host tensor over a parameter's stretch of a plane, with a storage of its own and no view of another."""
+        dtype, shard = self.host[name].dtype, local_shard(parameter)
+        first, length = self.count(name, self._starts[parameter]), self.count(name, shard.numel())
+        arena, extent = self._mover.arena, self._extents[name]
+        memory = arena.tensor(extent, first * dtype.itemsize, length * dtype.itemsize)
+        shape = torch.Size([length]) if name == MASTER_DIGESTS else shard.shape
+        made = torch.empty(0, dtype=dtype)
+        strides = torch.empty(shape, device="meta").stride()
+        return made.set_(memory.untyped_storage(), memory.storage_offset() // dtype.itemsize, shape, strides)
+
+    def _address_of(self, name: str, parameter: torch.Tensor) -> int:
+        plane = self.host[name]
+        return plane.data_ptr() + self.count(name, self._starts[parameter]) * plane.dtype.itemsize
 
     def load(self, loaded: dict[torch.Tensor, dict[str, Any]]) -> None:
         """Write what a state dict has into the planes; scalars are in the optimizer's state already."""
         for parameter, given in loaded.items():
-            state = self._state_of(parameter)
             master = self._window.master_of(parameter)
             if master is not None:
                 of_master = {name: given[name] for name in OF_MASTERS if name in given}
@@ -651,11 +669,14 @@ class Planes:
                 if name not in OF_MASTERS and is_plane(value, parameter):
                     self._need(name, self.layout.get(name, value.dtype))
                     local_shard(self._views[parameter][name]).copy_(local_shard(value))
-                    state[name] = self._views[parameter][name]
+                    self._window.base.state[self._key_of(parameter)][name] = self._views[parameter][name]
 
     def let_go(self, *, on_device: bool) -> int:
         """Give the state memory of its own: on the device as far as there is room; bytes that stay on the host."""
         left_bytes = 0
+        for name, extent in self._extents.items():  # it goes back with the last tensor over it
+            parts = [local_shard(views[name]) for views in self._views.values() if name in views]
+            self._mover.arena.release_after(extent, parts)
         for parameter, views in self._views.items():
             for name, view in views.items():
                 host = local_shard(view)
@@ -739,12 +760,9 @@ class Planes:
             torch._foreach_copy_([old[place] for place in places], weights)
             _zero(old, gaps)
             self._fill(flat.data, old, places, pieces, mine)
-        gradients = [local_shard(p.grad).reshape(-1)[a:b] for p, a, b, _ in pieces]
+        gradients = [_dense(local_shard(p.grad)).reshape(-1)[a:b] for p, a, b, _ in pieces]
         torch._foreach_copy_([gradient[place] for place in places], gradients)
         made = self._step_flat(flat, pieces, mine)
-        token = self._tokens[pieces[0][0]]
-        self._after.setdefault(token, (object(), {n: v for n, v in made.items() if not is_plane(v, flat)}))
-        self._stepped.update((piece[0], token) for piece in pieces)
         names = [name for name, value in made.items() if is_plane(value, flat)]
         for name in names:
             if name not in mine:  # the class has begun to use it: the plane is made, and a slot has it from the next on
@@ -753,14 +771,19 @@ class Planes:
                 mine[name] = state[name][start:stop]
             if made[name].data_ptr() != mine[name].data_ptr():
                 mine[name].copy_(made[name])
+        changes, kept = [], []
         if old is None:
             torch._foreach_copy_(weights, [flat.data[place] for place in places])
-            return names, []
-        _zero(flat.data, gaps)
-        changed = self._empty(flat.data, old, mine)
-        torch._foreach_copy_(weights, [old[place] for place in places])
-        kept = [name for name in OF_MASTERS if name in self.layout]
-        return [*names, *kept], [(changed, sum(weight.numel() for weight in weights))]
+        else:
+            _zero(flat.data, gaps)
+            changed = self._empty(flat.data, old, mine)
+            torch._foreach_copy_(weights, [old[place] for place in places])
+            kept = [name for name in OF_MASTERS if name in self.layout]
+            changes = [(changed, sum(weight.numel() for weight in weights))]
+        token = self._tokens[pieces[0][0]]
+        self._after.setdefault(token, (object(), {n: v for n, v in made.items() if not is_plane(v, flat)}))
+        self._stepped.update((piece[0], token) for piece in pieces)
+        return [*names, *kept], changes
 
     def _step_flat(self, flat: torch.nn.Parameter, pieces: Pieces, mine: dict[str, torch.Tensor]) -> dict[str, Any]:
         """Call the class's step for the flat parameter; the state that it has afterwards."""
@@ -812,8 +835,14 @@ class Planes:
 
     def end_step(self) -> None:
         """Give every parameter that was stepped its state: the planes' tensors, and the scalars that the class made."""
+        self.end_part({id(parameter) for parameter in self._stepped})
+        self._after.clear()
+
+    def end_part(self, ids: set[int]) -> None:
+        """Do so for some of the parameters."""
         pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for parameter, token in self._stepped.items():
+        ended = {p: token for p, token in self._stepped.items() if id(p) in ids}
+        for parameter, token in ended.items():
             after, scalars = self._after[token]
             state = self._window.base.state[self._key_of(parameter)]
             for name, value in scalars.items():
@@ -830,23 +859,29 @@ class Planes:
             self._tokens[parameter] = after
         if pairs:
             torch._foreach_copy_([mine for mine, _ in pairs], [value for _, value in pairs])
-        for parameter in self._stepped:
+        for parameter in ended:
             self._noted[parameter] = _identities(self._scalars_of(parameter))
-        self._stepped.clear()
-        self._after.clear()
+            del self._stepped[parameter]
 
     def _scalars_of(self, parameter: torch.Tensor) -> dict[str, Any]:
         return {name: v for name, v in self._state_of(parameter).items() if not is_plane(v, parameter)}
 
+
+Note = Callable[[list[torch.Tensor], list[tuple[torch.Tensor, int]]], None]
+"""Told which parameters have been stepped, and the changed and all elements of their 16-bit weights."""
 
 Pieces = list[tuple[torch.Tensor, int, int, int]]
 """(parameter, start, stop, place in the range) of elements."""
 
 
 def part_of(optimizer: Any, groups: list[dict[str, Any]], state: Any) -> Any:
-    """An object of the optimizer's class, with all it has but for its parameter groups and its state."""
+    """An object of the optimizer's class, with all it has but for its parameter groups, its state and its hooks.
+
+    Hooks belong to the user's one step; a class whose `step` calls that of its base has torch call them once more.
+    """
     made = object.__new__(type(optimizer))
-    made.__dict__.update(optimizer.__dict__, param_groups=groups, state=state)
+    hooks: dict[str, Any] = {"_optimizer_step_pre_hooks": {}, "_optimizer_step_post_hooks": {}}
+    made.__dict__.update(optimizer.__dict__, param_groups=groups, state=state, **hooks)
     return made
 
 
@@ -889,6 +924,10 @@ def _like(parameter: Any, shard: torch.Tensor) -> torch.Tensor:
         return shard
     made: torch.Tensor = sys.modules["torch.distributed.tensor"].DTensor(shard, parameter._spec, requires_grad=False)
     return made
+
+
+def _dense(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient if gradient.layout is torch.strided else gradient.to_dense()
 
 
 def _rounded(master: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -95,21 +95,25 @@ class TrainerSession:
             "after_step": events.after_step,
             "other_gradients": lambda: unreduced(modules),
         }
-        self._state: TrainerState
-        if streamed:
-            self._state = StreamedState(
-                self.optimizer,
-                mover,
-                region_bytes=region_bytes,
-                on_progress=events.on_progress,
-                may_release=events.may_release if release_gradients else None,
-                **told,
-            )
-        else:
-            self._state = TrainerState(self.optimizer, mover, region_bytes=region_bytes, **told)
         self._backward = BackwardWatch(
             modules=modules, admit=events.on_gradient, on_pass=self._on_backward, on_progress=self._on_progress
         )
+        self._state: TrainerState
+        try:
+            if streamed:
+                self._state = StreamedState(
+                    self.optimizer,
+                    mover,
+                    region_bytes=region_bytes,
+                    on_progress=events.on_progress,
+                    may_release=events.may_release if release_gradients else None,
+                    **told,
+                )
+            else:
+                self._state = TrainerState(self.optimizer, mover, region_bytes=region_bytes, **told)
+        except BaseException:
+            self.stop_watching()
+            raise
         try:
             self._backward.watch(parameters_of(self.optimizer))
             self._finish_step()

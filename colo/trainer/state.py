@@ -107,12 +107,15 @@ class TrainerState:
         self._find_state()
 
     def _find_state(self) -> None:
-        if (identities := _identities(self.optimizer.state)) != self._identities:
+        is_gradient = any(reason is IS_GRADIENT for _, reason in self._stock.staying)  # it may be none by now
+        if (identities := _identities(self.optimizer.state)) != self._identities or is_gradient:
             self._identities, self._stock, self._sizes = (
                 identities,
                 take_stock(self.optimizer),
                 StateSizes(self.optimizer),
             )
+        elif not identities:  # parameters may have joined, or been frozen, before the first step
+            self._sizes = StateSizes(self.optimizer)
         stock, sizes = self._stock, self._sizes
         state, masters = self.parkings
         for parking, tensors in ((state, stock.moments), (masters, stock.masters)):
@@ -292,7 +295,7 @@ class Stock:
                     tensor.layout is torch.strided
                     and local_shard(tensor).untyped_storage()._cdata in self._parameters | self._gradients
                 )
-                yield Kept(found.name, 0 if is_counted else tensor_bytes(tensor), reason)
+                yield Kept(found.name, 0 if is_counted or reason is IS_GRADIENT else tensor_bytes(tensor), reason)
 
 
 def take_stock(optimizer: Any) -> Stock:
@@ -335,6 +338,8 @@ def _identities(state: Mapping[Any, Any]) -> list[int]:
     return found
 
 
+IS_GRADIENT = "it is a gradient"
+
 _OPAQUE = (int, float, str, bytes, type(None))
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -369,7 +374,7 @@ def _add(stock: Stock, found: Found, *, is_master: bool) -> None:
             storage = tensor.untyped_storage()._cdata
             if storage in stock._parameters:
                 return
-            reason = "it is a gradient" if storage in stock._gradients else _peculiarity(tensor)
+            reason = IS_GRADIENT if storage in stock._gradients else _peculiarity(tensor)
         if reason is not None:
             stock.staying.append((found, reason))
         else:
@@ -389,7 +394,7 @@ def _peculiarity(tensor: torch.Tensor) -> str | None:
         return "it is part of an autograd graph"
     if tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
         return "it is quantized, conjugated or negated"
-    return "it has a gradient" if tensor.is_leaf and tensor.grad is not None else None
+    return "it has a gradient" if tensor.requires_grad and tensor.is_leaf and tensor.grad is not None else None
 
 
 def tensor_bytes(tensor: torch.Tensor) -> int:

@@ -99,7 +99,8 @@ class StreamedState(TrainerState):
         args, kwargs = _with_closure_called(args, kwargs)
         with torch.no_grad():
             self._step()
-        return (part_of(self.optimizer, [], {}), *args[1:]), kwargs
+        nothing = [{**group, "params": []} for group in self.optimizer.param_groups]
+        return (part_of(self.optimizer, nothing, {}), *args[1:]), kwargs
 
     def _step(self) -> None:
         self._begin()
@@ -117,7 +118,11 @@ class StreamedState(TrainerState):
         """
         self._taken.drop_changed()
         noted = set(map(id, self._taken.present()))
-        self._done = {p: ranges for p, ranges in self._done.items() if id(p) in noted or p.grad is None}
+        again = [p for p in self._done if id(p) not in noted and p.grad is not None]
+        with uninterrupted():
+            self.window.end_part(p for p in again if len(self._done[p]) == len(self.window.work_of(p)))
+            for parameter in again:
+                del self._done[parameter]
         if not self._is_under_way:
             self._changes = []
             self.window.prepare()
@@ -135,10 +140,13 @@ class StreamedState(TrainerState):
     def _handle(self, work: Work, following: Work | None) -> None:
         with uninterrupted():  # the state, and the note of whose gradients were used, change together
             due = [parameter for parameter in work.parameters if self._is_due(parameter, work)]
-            self._changes += self.window.step(work, due, following)
-            self._taken.note(due)
-            for parameter in due:
-                self._done.setdefault(parameter, set()).add(work.number)
+            self.window.step(work, due, following, lambda stepped, changes: self._note(work, stepped, changes))
+
+    def _note(self, work: Work, stepped: list[torch.Tensor], changes: list[tuple[torch.Tensor, int]]) -> None:
+        self._changes += changes
+        self._taken.note(stepped)
+        for parameter in stepped:
+            self._done.setdefault(parameter, set()).add(work.number)
 
     def _stepped(self) -> None:
         try:
