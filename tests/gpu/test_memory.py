@@ -6,8 +6,6 @@ import textwrap
 
 import pytest
 import torch
-from colo.trainer.optimizer_state import StateOffloader
-from colo.trainer.stand_ins import ParkedTensor
 
 from colo.errors import BudgetError, PhaseError
 from colo.memory.offload import Mover, RegionSegment
@@ -15,6 +13,7 @@ from colo.memory.probe import free_device_bytes
 from colo.memory.region import allocate_region
 from colo.phases.phase import Residency
 from colo.trainer.master_weights import MasterWeights
+from colo.trainer.state import TrainerState
 from colo.units import GIB, MIB
 
 pytestmark = pytest.mark.gpu
@@ -165,61 +164,66 @@ def test_training_on_cuda_is_bit_equal_with_the_state_parked_between_steps(fused
 
     build = MasterWeights(make) if masters else make
     reference, optimizer = build(plain.parameters()), build(parked.parameters())
-    offloader = StateOffloader(optimizer, mover, region_bytes=4 * MIB)
+    state = TrainerState(optimizer, mover, region_bytes=4 * MIB)
     for step in range(4):
         x = torch.randn(8, 2048, device=CUDA, dtype=dtype, generator=torch.Generator(CUDA).manual_seed(step))
         for net, opt in ((plain, reference), (parked, optimizer)):
             net(x).float().square().mean().backward()
             opt.step()
             opt.zero_grad()
-        for segment in offloader.segments:
+        for segment in state.segments:
             segment.begin(O).wait() if segment.residency is R else None
-        assert offloader.state.device_bytes == 0
+        assert state.parkings[0].device_bytes == 0
     assert torch.equal(plain.weight, parked.weight)
     for key in ("exp_avg", "exp_avg_sq"):
         parked_state = optimizer.state_dict()["state"][0][key]
         assert torch.equal(reference.state[plain.weight][key].cpu(), parked_state)
-    offloader.close()
+    state.close()
     mover.close()
 
 
 def test_gradients_of_an_unfinished_accumulation_are_parked_and_come_back():
     mover = Mover(CUDA, host_limit_bytes=GIB)
     net = torch.nn.Linear(2048, 2048, device=CUDA)
-    offloader = StateOffloader(torch.optim.AdamW(net.parameters(), fused=True), mover)
+    state = TrainerState(torch.optim.AdamW(net.parameters(), fused=True), mover)
     x = torch.randn(64, 2048, device=CUDA)
     net(x).square().mean().backward()
     expected = [2 * p.grad for p in net.parameters()]
-    offloader.gradients.begin(O).wait()
-    assert offloader.gradients.device_bytes == 0
+    state.gradients.begin(O).wait()
+    assert state.gradients.device_bytes == 0 and all(p.grad.device.type == "cpu" for p in net.parameters())
+    state.gradients.begin(R).wait()
     net(x).square().mean().backward()
-    offloader.gradients.begin(R).wait()
     assert all(torch.equal(a, p.grad) for a, p in zip(expected, net.parameters(), strict=True))
-    offloader.close()
+    state.close()
     mover.close()
 
 
-def test_parked_state_comes_back_at_its_address_for_whoever_touches_it_and_views_keep_theirs():
+def test_parked_state_comes_back_at_its_address_and_views_keep_theirs():
     mover = Mover(CUDA, host_limit_bytes=GIB)
     net = torch.nn.Linear(1024, 1024, device=CUDA, bias=False)
     optimizer = torch.optim.AdamW(net.parameters(), fused=True)
-    offloader = StateOffloader(optimizer, mover, region_bytes=4 * MIB)
+    state = TrainerState(optimizer, mover, region_bytes=4 * MIB)
     net(torch.randn(8, 1024, device=CUDA)).square().mean().backward()
     optimizer.step()
     first, second = (optimizer.state[net.weight][key] for key in ("exp_avg", "exp_avg_sq"))
-    expected, address = [first.clone(), second.clone()], second.data_ptr()
-    view = first.view(-1)
+    expected = [first.clone(), second.clone()]
+    parking = state.parkings[0]
+    for target in (O, R):  # from the first return on addresses stay
+        parking.begin(target).wait()
+    address, view = second.data_ptr(), first.view(-1)
     free = free_device_bytes(CUDA)
-    offloader.state.begin(O).wait()
+    state.refresh()
+    parking.begin(O).wait()
     assert free_device_bytes(CUDA) - free >= 4 * MIB
-    assert isinstance(second, ParkedTensor) and not isinstance(first, ParkedTensor)
-    assert torch.equal(view, expected[0].view(-1))
-    assert [kept.size_bytes for kept in offloader.kept.items] == [4 * MIB]
+    assert second.device.type == "cpu" and second.is_pinned() and first.device == CUDA
+    assert torch.equal(view, expected[0].view(-1)) and torch.equal(second, expected[1].cpu())
+    assert [kept.size_bytes for kept in state.kept.items if kept.name != "gradients"] == [4 * MIB]
+    parking.begin(R).wait()
     assert torch.equal(second, expected[1]) and second.data_ptr() == address
     del view
-    offloader.refresh()
-    offloader.state.begin(O).wait()
-    offloader.close(torch.device("cpu"))
+    state.refresh()
+    parking.begin(O).wait()
+    state.close(torch.device("cpu"))
     assert first.device == second.device == torch.device("cpu")
     assert torch.equal(first, expected[0].cpu()) and torch.equal(second, expected[1].cpu())
     mover.close()

@@ -71,3 +71,9 @@ def park(trainer_state):
     for segment in trainer_state.segments:
         if segment.residency is Residency.RESIDENT:
             segment.begin(Residency.OFFLOADED).wait()
+
+
+def is_at_host(mover, tensor):
+    """True for a tensor over memory of the arena."""
+    blocks = [(block.data.data_ptr(), block.size_bytes) for block in mover.arena._blocks]
+    return any(start <= tensor.data_ptr() < start + size for start, size in blocks)

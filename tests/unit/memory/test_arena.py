@@ -236,3 +236,18 @@ def test_the_host_has_the_last_word_whatever_the_limit(device, monkeypatch):
     with pytest.raises(BudgetError, match="but only 0 B are allowed"):
         arena.allocate(1)
     arena.close()
+
+
+def test_an_extent_goes_back_when_nothing_refers_to_tensors_over_it_any_more(device):
+    arena = PinnedArena(device, limit_bytes=64 * MIB)
+    extent = arena.allocate(8192)
+    parts = [arena.tensor(extent, start, 4096) for start in (0, 4096)]
+    arena.release_after(extent, parts)
+    view = parts[0][7:].numpy()
+    parts.clear()
+    assert arena.used_bytes == 8192
+    del view
+    assert arena.used_bytes == 0
+    last = arena.tensor(arena.allocate(4096), 0, 4096)
+    arena.close()
+    last.fill_(1)

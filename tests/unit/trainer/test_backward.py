@@ -8,7 +8,8 @@ class Log:
     def __init__(self, net, **changes):
         self.passes, self.progress, self.admitted = [], 0, 0
         calls = {"admit": self.admit, "on_pass": self.passes.append, "on_progress": self.advance} | changes
-        self.watch = BackwardWatch(net.parameters(), **calls)
+        self.watch = BackwardWatch(**calls)
+        self.watch.watch(net.parameters())
 
     def advance(self):
         self.progress += 1
@@ -47,14 +48,14 @@ def test_a_pass_of_a_module_is_admitted_before_it_begins():
 
     net.register_forward_hook(begin)
     calls = {"on_pass": lambda _: None, "on_progress": lambda: None}
-    watch = BackwardWatch([], modules=[net], admit=refuse, **calls)
+    watch = BackwardWatch(modules=[net], admit=refuse, **calls)
     loss = net(torch.ones(1, 4))["outputs"][0].sum()
     with pytest.raises(RuntimeError, match="not now"):
         loss.backward()
     assert begun == []
     assert all(p.grad is None for p in net.parameters())
     watch.remove()
-    watch = BackwardWatch([], modules=[net], admit=lambda: admitted.append(1), **calls)
+    watch = BackwardWatch(modules=[net], admit=lambda: admitted.append(1), **calls)
     net(torch.ones(1, 4))["outputs"][0].sum().backward()
     assert (len(admitted), len(begun)) == (1, 1)
     with torch.no_grad():

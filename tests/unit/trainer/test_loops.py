@@ -4,9 +4,9 @@ import copy
 
 import pytest
 import torch
-from colo.trainer.optimizer_state import StateOffloader
 
 from colo.phases.phase import Residency
+from colo.trainer.state import TrainerState
 from tests.zoo.trained import STEPS, Trained, assert_same, park
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler.step")  # a test calls it before a step
@@ -78,18 +78,18 @@ def test_what_loops_do_with_an_optimizer_does_the_same_to_one_whose_state_is_par
         return torch.optim.Adam(net.parameters(), lr=1e-2)
 
     twin, ours = Trained(make), Trained(make)
-    offloader = StateOffloader(ours.optimizer, mover, region_bytes=1024)
+    state = TrainerState(ours.optimizer, mover, region_bytes=1024)
     for number in range(STEPS):
         for trained in (twin, ours):
             trained.step(number, "loop")
         if parked_before_use:
-            park(offloader)
+            park(state)
         for trained in (twin, ours):
             USES[use](trained, number)
-        park(offloader)
-        assert offloader.state.residency is not Residency.RESIDENT
+        park(state)
+        assert state.parkings[0].residency is not Residency.RESIDENT
         assert_same(twin.values(), ours.values())
-    offloader.close()
+    state.close()
     for trained in (twin, ours):
         trained.step(STEPS, "loop")
     assert_same(twin.values(), ours.values())

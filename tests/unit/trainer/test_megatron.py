@@ -5,8 +5,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from colo.trainer.optimizer_state import StateOffloader
-from colo.trainer.stand_ins import ParkedTensor
 from torch import nn
 from torch.optim import AdamW
 
@@ -14,6 +12,7 @@ from colo.errors import Unsupported
 from colo.memory.offload import Mover
 from colo.phases.phase import Residency
 from colo.trainer.megatron import MegatronOptimizers, as_torch
+from colo.trainer.state import TrainerState
 
 CPU = torch.device("cpu")
 
@@ -63,15 +62,15 @@ def park():
     made = []
 
     def parked(optimizer, **options):
-        offloader = StateOffloader(optimizer, Mover(CPU), **options)
-        made.append(offloader)
-        for segment in (offloader.masters, offloader.state):
+        state = TrainerState(optimizer, Mover(CPU), **options)
+        made.append(state)
+        for segment in (*state.parkings,):
             segment.begin(Residency.OFFLOADED).wait()
-        return offloader
+        return state
 
     yield parked
-    for offloader in made:
-        offloader.close()
+    for state in made:
+        state.close()
 
 
 def step(net, chain):
@@ -88,47 +87,37 @@ def test_another_optimizer_is_what_it_was(net):
 def test_main_parameters_are_parked_and_steps_are_bit_equal(net, park):
     twin = copy.deepcopy(net)
     chain, reference = chain_of(net), chain_of(twin)
-    offloader = park(MegatronOptimizers(chain), region_bytes=256)
+    state = park(MegatronOptimizers(chain), region_bytes=256)
     mains = [main for part in parts_of(chain) for main in part.mains]
     num_bytes = sum(main.numel() * 4 for main in mains)
     for _ in range(3):
-        assert all(isinstance(main, ParkedTensor) for main in mains)
-        assert offloader.masters.device_bytes == 0 and offloader.masters.host_bytes >= num_bytes
+        assert state.parkings[1].device_bytes == 0 and state.parkings[1].host_bytes >= num_bytes
         step(net, chain), step(twin, reference)
         for ours, others in zip(parts_of(chain), parts_of(reference), strict=True):
             assert all(map(torch.equal, ours.mains, others.mains))
             ours.zero_grad(), others.zero_grad()
         assert all(map(torch.equal, net.parameters(), twin.parameters()))
-        for segment in (offloader.masters, offloader.state):
+        for segment in (*state.parkings,):
             segment.begin(Residency.OFFLOADED).wait()
 
 
 def test_a_gradient_leaves_and_comes_with_its_main_parameter_and_is_dropped_while_it_is_away(net, park):
     chain = chain_of(net)
-    offloader = park(MegatronOptimizers(chain))
+    state = park(MegatronOptimizers(chain))
     step(net, chain)
     first, second = parts_of(chain)[0].mains
     gradients = [first.grad.clone(), second.grad.clone()]
-    offloader.masters.begin(Residency.OFFLOADED).wait()
+    state.parkings[1].begin(Residency.OFFLOADED).wait()
     assert torch.equal(first.grad, gradients[0])
     first.grad = None
-    assert isinstance(first, ParkedTensor) and first.grad is None
-    assert "gradients of main parameters" in [item.name for item in offloader.kept.items]
-    offloader.bring_back()
+    assert first.grad is None and state.parkings[1].residency is Residency.OFFLOADED
+    assert "gradients of main parameters" in [item.name for item in state.kept.items]
+    state.bring_back()
     assert first.grad is None and torch.equal(second.grad, gradients[1])
     first.grad = gradients[0]
     for part in parts_of(chain):
         part.zero_grad()
-    assert offloader.kept.items == []
-
-
-def test_a_gradient_that_is_assigned_brings_a_main_parameter_back(net, park):
-    chain = chain_of(net)
-    offloader = park(MegatronOptimizers(chain))
-    main = parts_of(chain)[0].mains[0]
-    main.grad = torch.ones(8, 8)
-    assert offloader.masters.residency is Residency.RESIDENT
-    assert type(main) is torch.Tensor and torch.equal(main.grad, torch.ones(8, 8))
+    assert state.kept.items == []
 
 
 def test_hooks_of_a_step_run_once_around_all_optimizers(net, park):
@@ -143,35 +132,36 @@ def test_hooks_of_a_step_run_once_around_all_optimizers(net, park):
 
 def test_a_parameter_that_is_stepped_itself_is_no_state(net, park):
     part = SimpleNamespace(optimizer=AdamW(net.parameters(), lr=1e-2))
-    offloader = park(MegatronOptimizers(part))
-    assert offloader.masters.size_bytes == 0
-    assert list(map(id, offloader.optimizer.param_groups[0]["params"])) == list(map(id, net.parameters()))
+    state = park(MegatronOptimizers(part))
+    assert state.parkings[1].size_bytes == 0
+    assert list(map(id, state.optimizer.param_groups[0]["params"])) == list(map(id, net.parameters()))
 
 
 def test_moments_of_main_parameters_are_expected_before_the_first_step(net, park):
     chain = chain_of(net)
-    offloader = park(MegatronOptimizers(chain))
-    expected = offloader.state.size_bytes
+    state = park(MegatronOptimizers(chain))
+    expected = state.parkings[0].size_bytes
     step(net, chain)
-    assert expected == offloader.state.size_bytes > 8 * sum(p.numel() for p in net.parameters())
+    assert expected == state.parkings[0].size_bytes > 8 * sum(p.numel() for p in net.parameters())
 
 
 def test_a_buffer_of_gradients_of_which_a_part_is_not_known_stays_and_no_others_are_expected(net, park):
     buffer = torch.zeros(200)
     for parameter in net.parameters():
         parameter.main_grad = buffer[: parameter.numel()].view(parameter.shape)
-    offloader = park(MegatronOptimizers(chain_of(net)))
-    assert [(item.name, item.size_bytes) for item in offloader.kept.items] == [("a buffer of gradients", 800)]
-    assert offloader.gradients.size_bytes == 0
+    state = park(MegatronOptimizers(chain_of(net)))
+    (kept,) = state.kept.items
+    assert kept.name.startswith("a buffer of gradients") and kept.size_bytes == 800
+    assert state.gradients.size_bytes == 0
 
 
-def test_state_dicts_of_all_are_copies_on_the_host_and_can_be_loaded(net, park):
+def test_state_dicts_of_all_are_read_on_the_host_and_can_be_loaded(net, park):
     chain = chain_of(net)
-    offloader = park(MegatronOptimizers(chain))
+    state = park(MegatronOptimizers(chain))
     step(net, chain)
-    offloader.state.begin(Residency.OFFLOADED).wait()
-    taken = [part.optimizer.state_dict() for part in parts_of(chain)]
-    assert offloader.state.residency is Residency.OFFLOADED
+    state.parkings[0].begin(Residency.OFFLOADED).wait()
+    taken = [copy.deepcopy(part.optimizer.state_dict()) for part in parts_of(chain)]
+    assert state.parkings[0].residency is Residency.OFFLOADED
     expected = copy.deepcopy(taken)
     step(net, chain)
     for part, state in zip(parts_of(chain), taken, strict=True):

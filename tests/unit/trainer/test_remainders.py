@@ -1,14 +1,12 @@
 """A weight and a remainder are a master, whatever its bits."""
 
-import math
-
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colo.trainer.remainders import join, row_digests, split
+from colo.trainer.remainders import DIGEST_ELEMENTS, block_digests, join, split, written_blocks
 
 SPECIAL = [0x00000000, 0x80000000, 0x00000001, 0x807FFFFF, 0x00007FFF, 0x00008000, 0x00008001, 0x7F7FFFFF, 0xFF7FFFFF]
 SPECIAL += [0x7F800000, 0xFF800000, 0x7F7F8000, 0x3F808000, 0x3F818000, 0xBF808000, 0x3F807FFF, 0x3F808001, 0x00800000]
@@ -46,22 +44,31 @@ def test_all_masters_around_a_weight_come_back(upper):
     assert_exact(floats((upper << 16) + np.arange(1 << 16)))
 
 
-@pytest.mark.parametrize("shape", [(), (0,), (5,), (3, 4), (2, 3, 4)])
-def test_shapes_are_kept_and_rows_are_those_of_the_last_dimension(shape):
+@pytest.mark.parametrize("shape", [(), (0,), (5,), (3, 4), (2, 700, 4)])
+def test_shapes_are_kept_and_blocks_are_of_elements_in_order(shape):
     master = torch.randn(shape)
     weight, remainder = split(master)
     assert weight.shape == remainder.shape == join(weight, remainder).shape == shape
-    assert row_digests(weight).shape == (math.prod(shape[:-1]),)
+    digests = block_digests(weight)
+    assert digests.shape == (-(-weight.numel() // DIGEST_ELEMENTS),)
+    flat = weight.reshape(-1)
+    for number, digest in enumerate(digests):
+        part = flat[number * DIGEST_ELEMENTS : (number + 1) * DIGEST_ELEMENTS]
+        assert torch.equal(block_digests(part), digest.view(1)), "a part that begins at a block has the same"
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.integers(0, 2**16 - 1), st.integers(0, 2**16 - 1), st.integers(0, 14), st.integers(0, 2))
-def test_a_row_in_which_one_element_has_changed_has_another_digest(before, after, column, row):
-    bits = torch.from_numpy(np.full((3, 15), before, dtype=np.uint16).view(np.int16))
-    digests = row_digests(bits.view(torch.bfloat16))
-    bits[row, column] = int(np.uint16(after).view(np.int16))
-    changed = row_digests(bits.view(torch.bfloat16)) != digests
-    assert changed.tolist() == [number == row and before != after for number in range(3)]
+@given(st.integers(0, 2**16 - 1), st.integers(0, 2**16 - 1), st.integers(0, 2499))
+def test_a_block_in_which_one_element_has_changed_has_another_digest(before, after, place):
+    bits = torch.from_numpy(np.full(2500, before, dtype=np.uint16).view(np.int16))
+    digests = block_digests(bits.view(torch.bfloat16))
+    bits[place] = int(np.uint16(after).view(np.int16))
+    weight = bits.view(torch.bfloat16)
+    block = place // DIGEST_ELEMENTS
+    assert (block_digests(weight) != digests).tolist() == [n == block and before != after for n in range(3)]
+    written = written_blocks(weight, digests).nonzero().flatten()
+    within = torch.arange(block * DIGEST_ELEMENTS, min(2500, (block + 1) * DIGEST_ELEMENTS))
+    assert torch.equal(written, within if before != after else within[:0])
 
 
 def test_a_thousand_steps_are_those_of_fp32_bit_for_bit():

@@ -9,7 +9,7 @@ from torch.optim import AdamW
 
 from colo.errors import BudgetError
 from colo.memory.offload import Mover
-from colo.phases.phase import TRAINER_GRADIENTS, TRAINER_OPTIMIZER, Residency
+from colo.phases.phase import Residency
 from colo.trainer.session import TrainerSession
 
 SIZE = 4096
@@ -17,7 +17,7 @@ BATCH = torch.ones(2, 8)
 
 
 class Listener:
-    """Writes down what it is told, and brings back what is touched."""
+    """Writes down what it is told, and has everything on the device before a step."""
 
     def __init__(self):
         self.told = []
@@ -39,9 +39,8 @@ class Listener:
     def after_step(self):
         self.told.append("after step")
 
-    def on_touch(self, name):
-        self.told.append(("touch", name))
-        self.session.bring_back()
+    def may_release(self):
+        return False
 
 
 def build(listener=None, *, model=None, **options):
@@ -91,36 +90,31 @@ def test_backward_passes_are_told_in_order_and_counted_anew_after_a_step():
     assert session.end_training() is None, "a CPU's memory is not measured"
 
 
-def test_parked_state_and_gradients_are_known_and_touched_and_come_back():
+def test_parked_state_and_gradients_are_known_and_read_where_they_are_and_come_back():
     session, model, listener = build()
     backward(model)
     session.optimizer.step()
-    assert not (session.has_state_on_host or session.has_parked_gradients or session.has_gradients_on_host)
+    assert not (session.has_state_on_host or session.has_parked_gradients)
     session.look_again()
     gradients = [p.grad.clone() for p in model.parameters()]
     park(session)
-    assert session.has_state_on_host and session.has_parked_gradients and session.has_gradients_on_host
-    session.bring_back()
-    assert not (session.has_parked_gradients or session.has_gradients_on_host)
-    assert session.segments[0].residency is Residency.RESIDENT
-    assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), gradients, strict=True))
-    park(session)
+    assert session.has_state_on_host and session.has_parked_gradients
     listener.told.clear()
     assert torch.isfinite(next(iter(session.optimizer.state.values()))["exp_avg"] + 0).all()
-    assert listener.told == [("touch", TRAINER_OPTIMIZER)]
-    park(session)
-    listener.told.clear()
     assert torch.equal(next(model.parameters()).grad + 0, gradients[0])
-    assert listener.told == [("touch", TRAINER_GRADIENTS)]
+    assert listener.told == [] and session.has_state_on_host and session.has_parked_gradients
+    session.bring_back()
+    assert not session.has_parked_gradients
+    assert session.segments[0].residency is Residency.RESIDENT
+    assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), gradients, strict=True))
 
 
-def test_gradients_that_the_loop_has_dropped_are_on_the_host_and_not_parked():
+def test_gradients_that_the_loop_has_dropped_are_not_parked_any_more():
     session, model, _ = build()
     backward(model)
     session.look_again()
     park(session)
     session.optimizer.zero_grad()
-    assert session.has_gradients_on_host
     session.look_again()
     assert not session.has_parked_gradients
 

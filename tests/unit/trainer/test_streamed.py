@@ -1,0 +1,846 @@
+"""Streaming the state through a step must not change a bit of training, whatever happens in between."""
+
+import copy
+import gc
+import io
+import os
+import signal
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.optim.lr_scheduler import StepLR
+
+from colo.errors import BudgetError
+from colo.memory.offload import Mover
+from colo.phases.phase import Residency
+from colo.trainer import planes
+from colo.trainer.master_weights import MasterWeights
+from colo.trainer.planes import Bucket, Planes, Range
+from colo.trainer.separable import register_separable
+from colo.trainer.state import TrainerState
+from colo.trainer.streamed import StreamedState
+from colo.units import MIB
+
+R, O = Residency.RESIDENT, Residency.OFFLOADED  # noqa: E741
+
+
+def model(dtype=torch.bfloat16, layers=6, size=32):
+    torch.manual_seed(1)
+    return torch.nn.Sequential(*(torch.nn.Linear(size, size) for _ in range(layers))).to(dtype)
+
+
+@register_separable
+class Fragile(torch.optim.AdamW):
+    """Fails, or is interrupted, as it begins its step number `end.at`, counted from 1. It keeps steps of its own."""
+
+    def __init__(self, params, **options):
+        super().__init__(params, **options)
+        self.end = SimpleNamespace(at=0, how=lambda: None)
+
+    def step(self, closure=None):
+        self.end.at -= 1
+        if self.end.at == 0:
+            self.end.how()
+        return super().step(closure)
+
+
+def adamw(params):
+    """Steps element by element: its state lies in planes."""
+    return torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1)
+
+
+def fragile(params):
+    """Steps whole parameters, as far as colo knows: its state is parked in buckets."""
+    return Fragile(params, lr=1e-2, weight_decay=0.1)
+
+
+MAKE = {
+    "plain": adamw,
+    "remainders": MasterWeights(adamw),
+    "whole": MasterWeights(adamw, remainders=False),
+    "bucket": fragile,
+    "bucket-remainders": MasterWeights(fragile),
+    "bucket-whole": MasterWeights(fragile, remainders=False),
+}
+kinds = pytest.mark.parametrize("kind", MAKE)
+of_planes = pytest.mark.parametrize("kind", ["plain", "remainders", "whole"])
+of_buckets = pytest.mark.parametrize("kind", ["bucket", "bucket-remainders", "bucket-whole"])
+
+
+class Trained:
+    """A model, its optimizer, and gradients that depend on a number alone."""
+
+    def __init__(self, kind="remainders", **options):
+        self.net = model(**options)
+        self.optimizer = MAKE[kind](self.net.parameters())
+
+    @property
+    def inner(self):
+        return getattr(self.optimizer, "inner", self.optimizer)
+
+    @property
+    def parameters(self):
+        return list(self.net.parameters())
+
+    def backward(self, number):
+        generator = torch.Generator().manual_seed(number)
+        for p in self.net.parameters():
+            p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
+
+    def step(self, number):
+        self.backward(number)
+        self.optimizer.step()
+
+
+def streamed(trained, mover, **options):
+    return StreamedState(trained.optimizer, mover, **{"region_bytes": 16 * 1024} | options)
+
+
+def close_window(state):
+    state.window.begin(O).wait()
+    assert state.window.device_bytes == 0
+
+
+def assert_same(one, other):
+    for p, q in zip(one.net.parameters(), other.net.parameters(), strict=True):
+        assert torch.equal(p, q)
+    states = [t.optimizer.state_dict()["state"] for t in (one, other)]
+    assert states[0].keys() == states[1].keys()
+    for number, state in states[0].items():
+        assert state.keys() == states[1][number].keys()
+        assert all(torch.equal(torch.as_tensor(v), torch.as_tensor(states[1][number][k])) for k, v in state.items())
+
+
+@kinds
+@pytest.mark.parametrize("region_bytes", [1, 9_000, 16 * 1024, 50_000, MIB])
+def test_streamed_training_is_resident_training_and_holds_no_more_than_its_window(kind, region_bytes, mover):
+    twin, ours = Trained(kind), Trained(kind)
+    state, resident = streamed(ours, mover, region_bytes=region_bytes), TrainerState(twin.optimizer, mover)
+    for number in range(4):
+        for trained in (twin, ours):
+            trained.step(number)
+        assert state.window.device_bytes <= state.window.size_bytes
+        assert_same(ours, twin)
+        if number % 2:
+            close_window(state)
+        state.refresh()
+    assert state.window.host_bytes >= state.window.total_bytes
+    assert not state.kept.items or all(kept.name == "gradients" for kept in state.kept.items)
+    resident.close()
+    state.close()
+    for trained in (twin, ours):
+        trained.step(6)
+    assert_same(ours, twin)
+    del resident, state
+    gc.collect()
+    assert mover.arena.used_bytes == 0
+
+
+def test_a_range_is_stepped_by_one_call_of_the_class(mover, monkeypatch):
+    ours, calls = Trained("plain", layers=1, size=100), []
+    state = streamed(ours, mover, region_bytes=MIB)
+    step_flat = Planes._step_flat
+
+    def counted(self, flat, pieces, mine):
+        calls.append([stop - start for _, start, stop, _ in pieces])
+        return step_flat(self, flat, pieces, mine)
+
+    monkeypatch.setattr(Planes, "_step_flat", counted)
+    ours.step(0)
+    assert [type(work) for work in state.window.work()] == [Range]
+    assert calls == [[10_000], [100]], "one a parameter on a CPU"
+    calls.clear()
+    monkeypatch.setattr(state.window._planes[0], "_is_on_cpu", False)
+    ours.step(1)
+    assert calls == [[10_000, 100]], "one a range on a GPU"
+    state.close()
+
+
+def test_parameters_with_equal_scalars_are_stepped_together_and_others_apart(mover, monkeypatch):
+    """As a GPU steps them: this CPU's kernels agree where vectors of eight end with parameters."""
+    twin, ours = (Trained("plain", dtype=torch.float32, layers=5, size=64) for _ in range(2))
+    state = streamed(ours, mover, region_bytes=50_000)
+    monkeypatch.setattr(state.window._planes[0], "_is_on_cpu", False)
+    for number in range(5):
+        for trained in (twin, ours):
+            trained.backward(number)
+            for p in trained.parameters[number::3]:
+                p.grad = None
+            trained.optimizer.step()
+        assert_same(ours, twin)
+    state.close()
+
+
+@pytest.mark.parametrize("kind", ["plain", "remainders"])
+def test_of_a_range_that_has_gone_wrong_within_only_the_rest_is_stepped(kind, mover, monkeypatch):
+    """Parameters of one range are several calls of the class on a CPU, and where counts of steps differ."""
+    twin, ours = Trained(kind), Trained(kind)
+    state = streamed(ours, mover, region_bytes=MIB)
+    step_flat = Planes._step_flat
+    for number, ends_at in enumerate((1, 2, 7, 12)):
+        calls = []
+
+        def ends(self, *arguments, calls=calls, ends_at=ends_at):
+            calls.append(1)
+            if len(calls) == ends_at:
+                out_of_memory()
+            return step_flat(self, *arguments)
+
+        ours.backward(number)
+        twin.step(number)
+        with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
+            patch.setattr(Planes, "_step_flat", ends)
+            ours.optimizer.step()
+        close_window(state)
+        ours.optimizer.step()
+        assert_same(ours, twin)
+    state.close()
+
+
+def test_nothing_grows_over_a_hundred_steps(mover):
+    trained = Trained()
+    state = streamed(trained, mover)
+
+    def held():
+        gc.collect()
+        tensors = sum(isinstance(o, torch.Tensor) for o in gc.get_objects())
+        return mover.arena.pinned_bytes, mover.arena.used_bytes, tensors
+
+    for number in range(3):
+        trained.step(number)
+    before = held()
+    for number in range(100):
+        trained.step(number)
+        close_window(state)
+        state.refresh()
+    assert held() == before
+    state.close()
+
+
+# ---- what may go wrong ----------------------------------------------------------------------------------------------
+
+
+def out_of_memory():
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+def press_ctrl_c():
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+@of_buckets
+@pytest.mark.parametrize("ends_at", [1, 2, 4])
+@pytest.mark.parametrize("is_parked", [False, True])
+def test_a_step_that_failed_in_a_bucket_and_is_repeated_is_one_step(kind, ends_at, is_parked, mover):
+    twin, ours = Trained(kind), Trained(kind)
+    state = streamed(ours, mover, region_bytes=1)
+    assert all(isinstance(work, Bucket) for work in state.window.work())
+    for number in range(3):
+        twin.step(number)
+        ours.backward(number)
+        gradients = [p.grad for p in ours.net.parameters()]
+        ours.inner.end.at, ours.inner.end.how = ends_at, out_of_memory
+        with pytest.raises(torch.OutOfMemoryError):
+            ours.optimizer.step()
+        assert all(p.grad is g for p, g in zip(ours.net.parameters(), gradients, strict=True))
+        del gradients
+        if is_parked:  # a rollout in between
+            state.refresh()
+            for segment in state.segments:
+                segment.begin(O).wait() if segment.residency is R else None
+            assert sum(segment.device_bytes for segment in state.segments) == 0
+            state.gradients.begin(R).wait()
+        ours.optimizer.step()
+        assert_same(ours, twin)
+    state.close()
+
+
+@of_buckets
+@pytest.mark.parametrize("ends_at", [1, 3])
+def test_an_interrupt_in_a_bucket_waits_for_its_end(kind, ends_at, mover, interrupts_raise):
+    twin, ours = Trained(kind), Trained(kind)
+    state = streamed(ours, mover, region_bytes=1)
+    for number in range(3):
+        twin.step(number)
+        ours.backward(number)
+        ours.inner.end.at, ours.inner.end.how = ends_at, press_ctrl_c
+        with pytest.raises(KeyboardInterrupt):
+            ours.optimizer.step()
+        assert all(p.grad is not None for p in ours.net.parameters())
+        ours.optimizer.step()
+        assert_same(ours, twin)
+    state.close()
+
+
+STAGES = [(Planes, name) for name in ("copy_in", "step", "_fill", "_step_flat", "_empty", "intervals")]
+STAGES += [(planes.StateWindow, name) for name in ("step", "prepare", "end_step", "take_in")]
+
+
+@pytest.mark.parametrize("kind", ["plain", "remainders", "whole"])
+@pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage[1])
+@pytest.mark.parametrize("ending", [out_of_memory, press_ctrl_c])
+@pytest.mark.parametrize("at", [1, 2, 5])
+def test_a_step_goes_on_where_a_stage_of_a_range_ended_it(
+    kind, stage, ending, at, mover, interrupts_raise, monkeypatch
+):
+    twin, ours = Trained(kind), Trained(kind)
+    state = streamed(ours, mover)
+    for trained in (twin, ours):
+        trained.step(0)
+    owner, name = stage
+    original, calls = getattr(owner, name), []
+
+    def ends(*arguments, **options):
+        calls.append(arguments)
+        if len(calls) == at:
+            ending()
+        return original(*arguments, **options)
+
+    ours.backward(1)
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, ends)
+            ours.optimizer.step()
+    except (torch.OutOfMemoryError, KeyboardInterrupt):
+        assert all(p.grad is not None for p in ours.net.parameters())
+        if not all(int(moments["step"]) == 2 for moments in ours.inner.state.values()):
+            close_window(state)
+            ours.optimizer.step()
+    twin.step(1)
+    assert_same(ours, twin)
+    for trained in (twin, ours):
+        trained.step(2)
+    assert_same(ours, twin)
+    state.close()
+
+
+class RaisesWithin(torch.optim.AdamW):
+    """A class whose own body fails, after torch's hook before a step has run."""
+
+    fails = False
+
+    def step(self, closure=None):
+        if self.fails:
+            out_of_memory()
+        return super().step(closure)
+
+
+def test_a_step_whose_own_body_raises_between_the_hooks_loses_no_gradient(mover):
+    register_separable(RaisesWithin)
+    twin, ours = Trained("plain"), Trained("plain")
+    for trained in (twin, ours):
+        trained.optimizer = RaisesWithin(trained.net.parameters(), lr=1e-2)
+    state = streamed(ours, mover)
+    for number in range(3):
+        ours.backward(number)
+        gradients = [p.grad for p in ours.parameters]
+        copies = [g.clone() for g in gradients]
+        ours.optimizer.fails = True
+        with pytest.raises(torch.OutOfMemoryError):
+            ours.optimizer.step()
+        ours.optimizer.fails = False
+        assert all(p.grad is g for p, g in zip(ours.parameters, gradients, strict=True))
+        assert all(map(torch.equal, gradients, copies))
+        del gradients
+        ours.optimizer.step()
+        twin.step(number)
+        assert_same(ours, twin)
+    state.close()
+
+
+def test_a_body_that_raises_once_all_has_been_stepped_has_made_a_step(mover):
+    twin, ours = Trained("plain"), Trained("plain")
+
+    def fails(*_):
+        out_of_memory()
+
+    state = streamed(ours, mover)
+    for number in range(4):
+        ours.backward(number)
+        if number % 2:  # a hook of the loop's after ours, which is the last to be called before the class
+            hook = ours.optimizer.register_step_pre_hook(fails)
+            with pytest.raises(torch.OutOfMemoryError):
+                ours.optimizer.step()
+            hook.remove()
+        else:
+            ours.optimizer.step()
+        twin.step(number)
+        assert all(torch.equal(p, q) for p, q in zip(ours.parameters, twin.parameters, strict=True))
+    ours.step(9), twin.step(9)
+    assert_same(ours, twin)
+    state.close()
+
+
+@kinds
+def test_a_step_that_failed_and_was_given_up_counts_where_it_was_made(kind, mover, monkeypatch):
+    """Parameters that it has stepped have made a step each; the others have not."""
+    twin, ours = Trained(kind), Trained(kind)
+    state = streamed(ours, mover, region_bytes=1)  # whose ranges are of one parameter each
+    original, calls = planes.StateWindow.step, []
+
+    def ends(self, work, *arguments):
+        calls.append(work)
+        if len(calls) == 4:
+            out_of_memory()
+        return original(self, work, *arguments)
+
+    for trained in (twin, ours):
+        trained.step(0)
+    ours.backward(1)
+    with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
+        patch.setattr(planes.StateWindow, "step", ends)
+        ours.optimizer.step()
+    twin.backward(1)
+    made = {id(p) for work in calls[:3] for p in work.parameters}
+    for p, q in zip(ours.parameters, twin.parameters, strict=True):
+        if id(p) not in made:
+            q.grad = None
+    twin.optimizer.step()
+    for number in (2, 3):
+        for trained in (twin, ours):
+            trained.step(number)
+    assert_same(ours, twin)
+    state.close()
+
+
+@kinds
+def test_without_host_memory_nothing_is_stepped(kind, device):
+    mover = Mover(device, host_limit_bytes=1)
+    twin, ours = Trained(kind), Trained(kind)
+    mover.arena.limit_bytes = 64 * MIB if kind == "whole" or kind == "bucket-whole" else 1  # masters that are there
+    state = streamed(ours, mover)
+    if mover.arena.limit_bytes == 1 and not kind.startswith("bucket"):
+        ours.backward(0)
+        with pytest.raises(BudgetError, match="arena holds 0 B and would have to grow by .*Raise host_limit_bytes"):
+            ours.optimizer.step()
+        assert all(torch.equal(p, q) for p, q in zip(ours.net.parameters(), twin.net.parameters(), strict=True))
+    mover.arena.limit_bytes = 64 * MIB
+    ours.step(0)
+    twin.step(0)
+    assert_same(ours, twin)
+    state.close()
+    mover.close()
+
+
+# ---- what a loop does -----------------------------------------------------------------------------------------------
+
+
+def test_hooks_of_others_see_every_gradient_and_a_closure_is_called_once(mover):
+    twin, ours = Trained(), Trained()
+    state = streamed(ours, mover)
+    seen, calls = [], []
+    ours.optimizer.register_step_pre_hook(lambda *_: seen.append([p.grad is not None for p in ours.net.parameters()]))
+    state.refresh()  # as at the beginning of every phase
+
+    def closure():
+        calls.append(torch.is_grad_enabled())
+        ours.backward(0)
+        return torch.tensor(3.0)
+
+    assert ours.optimizer.step(closure) == 3.0
+    twin.step(0)
+    assert calls == [True] and len(seen) == 1
+    assert_same(ours, twin)
+    ours.backward(1)
+    ours.optimizer.step()
+    assert seen[1:] == [[True] * 12]
+    state.close()
+
+
+@kinds
+def test_groups_schedulers_and_clipping_are_those_of_resident_state(kind, mover):
+    runs = []
+    for make in (lambda optimizer: TrainerState(optimizer, mover), lambda optimizer: None):
+        ours = Trained(kind, layers=3)
+        state = make(ours.optimizer) or streamed(ours, mover)
+        scheduler = StepLR(ours.optimizer, 1, gamma=0.5)
+        for number in range(5):
+            if number == 2:
+                torch.manual_seed(5)
+                late = torch.nn.Parameter(torch.randn(8, 8).bfloat16())
+                ours.optimizer.add_param_group({"params": [late], "lr": 1e-3})
+                ours.net.register_parameter("late", late)
+            ours.backward(number)
+            torch.nn.utils.clip_grad_norm_(ours.net.parameters(), 1.0)
+            ours.optimizer.step()
+            scheduler.step()
+            ours.optimizer.zero_grad()
+        runs.append((ours, state))
+    assert_same(runs[0][0], runs[1][0])
+    fractions = [getattr(ours.optimizer, "changed_fraction", None) for ours, _ in runs]
+    assert fractions[0] == fractions[1]
+    for _, state in runs:
+        state.close()
+
+
+def test_several_groups_have_their_own_settings(mover):
+    twin, ours = Trained("plain", dtype=torch.float32), Trained("plain", dtype=torch.float32)
+    for trained in (twin, ours):
+        some, others = trained.parameters[::2], trained.parameters[1::2]
+        groups = [{"params": some, "lr": 1e-1}, {"params": others, "weight_decay": 0.0, "betas": (0.5, 0.9)}]
+        trained.optimizer = torch.optim.AdamW(groups, lr=torch.tensor(1e-2), amsgrad=True)
+    state = streamed(ours, mover)
+    for number in range(4):
+        for trained in (twin, ours):
+            if number == 2:
+                trained.optimizer.param_groups[1]["lr"] = 1e-4
+            trained.step(number)
+        assert_same(ours, twin)
+    state.close()
+
+
+def test_a_grad_scaler_skips_a_step_with_infinities(mover):
+    ours = Trained("plain", dtype=torch.float32)
+    state = streamed(ours, mover)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    before = [p.detach().clone() for p in ours.net.parameters()]
+    for value, moves in ((float("inf"), False), (1.0, True)):
+        for p in ours.net.parameters():
+            p.grad = torch.full_like(p, value)
+        scaler.scale(torch.ones(()))
+        scaler.step(ours.optimizer)
+        scaler.update()
+        assert torch.equal(before[0], next(ours.net.parameters())) is not moves
+    state.close()
+
+
+@kinds
+@pytest.mark.parametrize("region_bytes", [1, 30_000, MIB])
+def test_parameters_without_gradients_are_left_alone(kind, region_bytes, mover):
+    twin, ours = Trained(kind), Trained(kind)
+    state = streamed(ours, mover, region_bytes=region_bytes)
+    for number in range(4):
+        for trained in (twin, ours):
+            trained.backward(number)
+            for p in trained.parameters[number::3]:
+                p.grad = None
+            trained.optimizer.step()
+        assert_same(ours, twin)
+    state.close()
+
+
+@kinds
+def test_freezing_and_unfreezing_is_what_it_is_without_colo(kind, mover):
+    twin, ours = Trained(kind), Trained(kind)
+    for trained in (twin, ours):
+        for p in trained.parameters[:4]:
+            p.requires_grad_(False)
+    state = streamed(ours, mover)
+    for number in range(5):
+        for trained in (twin, ours):
+            if number == 2:
+                for p in trained.parameters:
+                    p.requires_grad_(True)
+            if number == 3:
+                trained.parameters[5].requires_grad_(False)
+            trained.backward(number)
+            for p in trained.parameters:
+                p.grad = p.grad if p.requires_grad else None
+            trained.optimizer.step()
+        state.refresh()
+        assert_same(ours, twin)
+    state.close()
+
+
+@kinds
+@pytest.mark.parametrize("counted", [True, False])
+def test_weights_that_are_written_between_steps_are_what_the_next_starts_from(kind, counted, mover):
+    twin, ours = Trained(kind, size=48), Trained(kind, size=48)
+    state = streamed(ours, mover)
+    for number in range(4):
+        for trained in (twin, ours):
+            trained.step(number)
+            weight = trained.parameters[2 * (number % 3)]
+            with torch.no_grad():
+                (weight if counted else weight.data)[7 * number, 3:9] = 0.125 * number
+        assert all(map(torch.equal, ours.parameters, twin.parameters))
+    if kind != "plain" and kind != "bucket":
+        for p, q in zip(ours.parameters, twin.parameters, strict=True):
+            assert torch.equal(ours.optimizer.master_of(p), twin.optimizer.master_of(q))
+    state.close()
+
+
+ODD = {
+    "scalar": lambda: torch.nn.Parameter(torch.tensor(0.5)),
+    "transposed": lambda: torch.nn.Parameter(torch.randn(9, 40).t()),
+    "empty": lambda: torch.nn.Parameter(torch.zeros(0, 3)),
+    "large": lambda: torch.nn.Parameter(torch.randn(70, 70)),
+    "one": lambda: torch.nn.Parameter(torch.randn(1)),
+    "fp16": lambda: torch.nn.Parameter(torch.randn(50).half()),
+    "fp64": lambda: torch.nn.Parameter(torch.randn(50).double()),
+}
+
+
+@pytest.mark.parametrize("masters", [None, True, False])
+@pytest.mark.parametrize("make", [adamw, lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9), torch.optim.Adagrad])
+def test_parameters_of_every_shape_and_dtype_train_as_without_colo(masters, make, mover):
+    twin, ours = Trained("plain", layers=1), Trained("plain", layers=1)
+    for trained in (twin, ours):
+        torch.manual_seed(3)
+        for name, odd in ODD.items():
+            trained.net.register_parameter(name, odd())
+        build = make if masters is None else MasterWeights(make, remainders=masters)
+        trained.optimizer = build(trained.parameters)
+    state = streamed(ours, mover, region_bytes=9_000)
+    kinds = {name: state.window.has_planes(getattr(ours.net, name)) for name in ODD}
+    assert kinds == {**dict.fromkeys(ODD, True), "scalar": False, "transposed": False, "empty": False}
+    for number in range(3):
+        for trained in (twin, ours):
+            trained.step(number)
+        assert_same(ours, twin)
+        close_window(state)
+    saved = copy.deepcopy(ours.optimizer.state_dict())
+    for trained in (twin, ours):
+        trained.optimizer.load_state_dict(copy.deepcopy(saved))
+        trained.step(7)
+    assert_same(ours, twin)
+    state.close()
+    for trained in (twin, ours):
+        trained.step(8)
+    assert_same(ours, twin)
+
+
+def test_sparse_gradients_are_stepped_as_without_colo(mover):
+    def made():
+        torch.manual_seed(2)
+        net = torch.nn.Embedding(50, 8, sparse=True)
+        return net, torch.optim.SGD(net.parameters(), lr=0.1)
+
+    (twin, other), (net, optimizer) = made(), made()
+    state = StreamedState(optimizer, mover, region_bytes=1024)
+    for number in range(3):
+        for each, steps in ((twin, other), (net, optimizer)):
+            each(torch.tensor([11, number, 7])).sum().backward()
+            steps.step()
+            steps.zero_grad()
+        assert torch.equal(net.weight, twin.weight)
+    state.close()
+
+
+# ---- what a loop does to state --------------------------------------------------------------------------------------
+
+
+@kinds
+def test_state_is_ordinary_host_tensors_that_reading_and_writing_moves_nowhere(kind, mover):
+    twin, ours = Trained(kind), Trained(kind)
+    state = streamed(ours, mover)
+    for trained in (twin, ours):
+        trained.step(0)
+    close_window(state)
+    for p, q in zip(ours.parameters, twin.parameters, strict=True):
+        mine, other = ours.inner_state(p), twin.inner_state(q)
+        assert torch.equal(mine["exp_avg"], other["exp_avg"]) and type(mine["exp_avg"]) is torch.Tensor
+        for moments in (mine, other):
+            moments["exp_avg"].mul_(0.5)
+            moments["exp_avg_sq"].data = moments["exp_avg_sq"] * 2
+    assert state.window.residency is O and state.window.device_bytes == 0
+    state.refresh()
+    for trained in (twin, ours):
+        trained.step(1)
+    assert_same(ours, twin)
+    close_window(state)
+    for trained in (twin, ours):
+        for p in trained.parameters:
+            moments = trained.inner_state(p)
+            moments["exp_avg"] = moments["exp_avg"] * 0.25
+    for trained in (twin, ours):
+        trained.step(2)
+    assert_same(ours, twin)
+    state.close()
+
+
+def inner_state(self, parameter):
+    """The state that the stepping class keeps, of a parameter or its master."""
+    if self.inner is self.optimizer:
+        return self.optimizer.state[parameter]
+    return self.inner.state[self.optimizer.masters[parameter].tensor]
+
+
+Trained.inner_state = inner_state
+
+
+@of_planes
+def test_saving_state_of_one_parameter_writes_its_bytes_alone(kind, mover):
+    ours = Trained(kind)
+    state = streamed(ours, mover)
+    ours.step(0)
+    file = io.BytesIO()
+    torch.save(ours.optimizer.state_dict()["state"][1], file)
+    assert file.tell() < 8_000
+    state.close()
+
+
+def test_a_view_of_streamed_state_stays_one(mover):
+    twin, ours = Trained(), Trained()
+    state = streamed(ours, mover)
+    for trained in (twin, ours):
+        trained.step(0)
+    view = ours.inner_state(ours.parameters[0])["exp_avg"][0]
+    for trained in (twin, ours):
+        trained.step(1)
+    assert torch.equal(view, ours.inner_state(ours.parameters[0])["exp_avg"][0]) and not state.window.kept
+    assert_same(ours, twin)
+    state.close()
+
+
+@pytest.mark.parametrize("on_host", [False, True])
+@kinds
+def test_a_view_in_a_bucket_or_a_plane_outlives_the_end(kind, on_host, device):
+    mover, ours = Mover(device, host_limit_bytes=64 * MIB), Trained(kind)
+    state = streamed(ours, mover)
+    ours.step(0)
+    view = ours.inner_state(ours.parameters[0])["exp_avg"][0]
+    expected = view.clone()
+    state.close(torch.device("cpu") if on_host else None)
+    mover.close()
+    gc.collect()
+    assert torch.equal(view, expected)
+    ours.step(1)
+
+
+@register_separable
+class OneTable(torch.optim.Optimizer):
+    """As 8-bit optimizers do, one tensor in the state of every parameter, beside a state of their own."""
+
+    def __init__(self, params):
+        super().__init__(params, {})
+        self.table = torch.linspace(-1.0, 1.0, 256)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                state = self.state[p]
+                if not state:
+                    state |= {"moment": torch.zeros_like(p), "table": self.table}
+                state["moment"].mul_(0.9).add_(p.grad)
+                p.sub_(0.1 * state["table"][torch.bucketize(state["moment"], state["table"]).clamp_(max=255)])
+
+
+def test_a_table_that_parameters_share_stays_on_the_device(mover):
+    twin, ours = Trained("plain", dtype=torch.float32), Trained("plain", dtype=torch.float32)
+    for trained in (twin, ours):
+        trained.optimizer = OneTable(trained.net.parameters())
+    state = streamed(ours, mover, region_bytes=1)
+    for number in range(3):
+        for trained in (twin, ours):
+            trained.step(number)
+    state.refresh()
+    kept = {(kept.reason, kept.size_bytes) for kept in state.window.kept}
+    assert kept == {("several parameters share it", 1024)}
+    assert_same(ours, twin)
+    close_window(state)
+    state.close()
+
+
+# ---- saving and loading ---------------------------------------------------------------------------------------------
+
+
+@kinds
+@pytest.mark.parametrize("is_fresh", [True, False])
+def test_a_checkpoint_is_that_of_resident_state_and_is_loaded_into_host_memory(kind, is_fresh, mover):
+    twin, ours = Trained(kind), Trained(kind)
+    state = streamed(ours, mover)
+    for number in range(2):
+        twin.step(number)
+    saved = copy.deepcopy(twin.optimizer.state_dict())
+    kept = copy.deepcopy(saved)
+    if not is_fresh:
+        ours.step(7)
+        close_window(state)
+    ours.net.load_state_dict(twin.net.state_dict())
+    ours.optimizer.load_state_dict(saved)
+    assert_same(ours, twin)
+    if not is_fresh:
+        close_window(state)
+    for number in range(2, 4):
+        for trained in (twin, ours):
+            trained.step(number)
+    assert_same(ours, twin)
+    for number, of in kept["state"].items() if not kind.startswith("bucket") else ():  # torch takes tensors as they are
+        kept_of = {key: value for key, value in of.items() if key != "step"}  # which torch itself takes as it is
+        assert all(torch.equal(value, saved["state"][number][key]) for key, value in kept_of.items())
+    state.close()
+
+
+@pytest.mark.parametrize("kinds_of", [("remainders", "whole"), ("whole", "remainders")])
+def test_masters_of_either_kind_are_loaded_from_the_other(kinds_of, mover):
+    twin, ours, other = Trained(kinds_of[0]), Trained(kinds_of[1]), Trained(kinds_of[1])
+    state = streamed(ours, mover)
+    twin.step(0)
+    saved = copy.deepcopy(twin.optimizer.state_dict())
+    for trained in (ours, other):
+        trained.net.load_state_dict(twin.net.state_dict())
+        trained.optimizer.load_state_dict(copy.deepcopy(saved))
+        trained.step(1)
+    assert_same(ours, other)
+    state.close()
+
+
+@kinds
+def test_a_checkpoint_that_does_not_fit_changes_nothing(kind, mover):
+    twin, ours, other = Trained(kind), Trained(kind), Trained(kind, layers=2)
+    state = streamed(ours, mover)
+    for trained in (twin, ours, other):
+        trained.step(0)
+    with pytest.raises(ValueError, match="doesn't match the size"):
+        ours.optimizer.load_state_dict(other.optimizer.state_dict())
+    assert_same(ours, twin)
+    for trained in (twin, ours):
+        trained.step(1)
+    assert_same(ours, twin)
+    state.close()
+
+
+@kinds
+@pytest.mark.parametrize("on_host", [True, False])
+def test_state_that_is_there_already_is_taken_in_and_stays_when_colo_ends(kind, on_host, device):
+    mover, twin, ours = Mover(device, host_limit_bytes=64 * MIB), Trained(kind), Trained(kind)
+    for trained in (twin, ours):
+        trained.step(0)
+    state = streamed(ours, mover)
+    assert state.window.device_bytes == 0
+    for trained in (twin, ours):
+        trained.step(1)
+    assert_same(ours, twin)
+    state.close(torch.device("cpu") if on_host else None)
+    mover.close()
+    gc.collect()
+    for trained in (twin, ours):
+        trained.step(2)
+    assert_same(ours, twin)
+
+
+@kinds
+def test_an_optimizer_whose_runtime_has_ended_streams_in_another(kind, device):
+    twin, ours = Trained(kind), Trained(kind)
+    for number in range(3):
+        mover = Mover(device, host_limit_bytes=64 * MIB)
+        state = streamed(ours, mover, region_bytes=[1, 20_000, MIB][number])
+        for trained in (twin, ours):
+            trained.step(number)
+        assert_same(ours, twin)
+        state.close()
+        mover.close()
+
+
+# ---- released gradients ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("region_bytes", [1, 20_000, MIB])
+@kinds
+def test_gradients_that_are_dropped_as_they_are_used_make_the_same_weights(kind, region_bytes, mover):
+    twin, ours = (Trained(kind, dtype=torch.bfloat16, layers=4) for _ in range(2))
+    state = StreamedState(ours.optimizer, mover, region_bytes=region_bytes, may_release=lambda: True)
+    for number in range(3):
+        x = torch.randn(3, 32, generator=torch.Generator().manual_seed(number)).bfloat16()
+        for trained in (twin, ours):
+            trained.net(x).float().square().mean().backward()
+        assert any(p.grad is None for p in ours.parameters) or region_bytes == MIB
+        for trained in (twin, ours):
+            trained.optimizer.step()
+            trained.optimizer.zero_grad()
+        assert_same(ours, twin)
+        state.refresh()
+    state.close()
