@@ -64,8 +64,10 @@ def test_demo_writes_what_it_promises(colo, tmp_path):
     assert min(found["seconds"].values()) > 0
     assert html.read_text().lower().startswith("<!doctype html>")
     assert "0 B copied" in out
-    assert re.search(r"^step 2/2  reward \d\.\d\d  length .* mismatch .* tokens/s .* GiB 0.00  left 0:00$", out, re.M)
+    last = r"^step 2/2  reward \d\.\d\d  length .* mismatch .* tokens/s .* memory \d\.\d\d MiB  left 0:00$"
+    assert re.search(last, out, re.M)
     assert f"reward: {sum(found['rewards']) / 2:.2f}" in out
+    assert re.search(r"^Memory of .* MiB: peak \d\.\d\d MiB, without taking turns \d\.\d\d MiB$", out, re.M)
 
 
 def test_ctrl_c_of_a_training_run_saves_it_and_leaves_json_alone_on_standard_output(tmp_path):
