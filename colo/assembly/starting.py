@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.utils import find_adapter_config_file
 
 from colo.assembly.arguments import adapter_alone, chosen_dtype
 from colo.config import RuntimeConfig, Weights
@@ -352,8 +353,6 @@ def _load_checkpoint(model: Checkpoint, dtype: torch.dtype, revision: str) -> An
         require_causal_lm(model)
         return AutoModelForCausalLM.from_config(model, dtype=dtype)
     loaded, lacking = _read(os.fspath(model), dtype=dtype, revision=revision)
-    if hasattr(loaded, "peft_config"):
-        raise adapter_alone(os.fspath(model))
     _refuse_incomplete(model, lacking)
     return loaded
 
@@ -371,7 +370,9 @@ def _check_complete(model: Checkpoint, dtype: torch.dtype, revision: str) -> Non
 
 
 def _read(path: str, **options: Any) -> tuple[Any, list[str]]:
-    """A model, and the names of weights that its checkpoint lacks."""
+    """Read a model, and the names of weights that its checkpoint lacks. Raises: `Unsupported` for an adapter alone."""
+    if find_adapter_config_file(path, revision=options["revision"]) is not None:
+        raise adapter_alone(path)  # transformers would put it on its base
     require_causal_lm(config_of(path, options["revision"]))
     with _without_its_code(path):
         model, info = AutoModelForCausalLM.from_pretrained(
