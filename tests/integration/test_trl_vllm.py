@@ -158,6 +158,27 @@ def test_a_resumed_run_is_bit_equal(attached):
     assert all(torch.equal(expected[name], p) for name, p in trained(second.model).items())
 
 
+@pytest.mark.parametrize("num_generations", [4, 3, 16], ids=["groups", "parts of groups", "one group"])
+def test_equal_prompts_draw_apart_and_again_the_same(attached, num_generations):
+    trainer = attached(seeded=True, max_completion_length=12, generation_kwargs={"ignore_eos": True})
+    drawn = []
+    for _ in range(2):
+        trainer.vllm_generation._calls.clear()  # as in a resumed run
+        drawn.append(trainer.vllm_generation.generate([[1, 10, 2, 11]] * 16, None, num_generations)[1])
+        more = trainer.vllm_generation.generate([[1, 10, 2, 11]] * 2, None, num_generations)[1]
+        assert len({*map(tuple, drawn[-1] + more)}) == 18
+    assert drawn[0] == drawn[1]
+
+
+def test_words_that_are_forbidden_are_not_sampled(attached):
+    given = {"bad_words": ["3", "4"], "min_tokens": 2}
+    with pytest.warns(UserWarning, match="sampling with .*bad_words"):
+        trainer = attached(generation_kwargs=given, max_completion_length=8)
+    _, ids, *_ = trainer.vllm_generation.generate([[1, 10, 2, 11]] * 16, None, 16)
+    assert not {3, 4} & {token for row in ids for token in row}
+    assert min(map(len, ids)) >= 2
+
+
 @pytest.mark.filterwarnings("ignore:max_rollback_tokens is deprecated:DeprecationWarning")  # vLLM passes it to xgrammar
 def test_completions_match_what_structured_outputs_ask_for(attached):
     seen = []
@@ -166,7 +187,8 @@ def test_completions_match_what_structured_outputs_ask_for(attached):
         seen.extend(completions)
         return digits(completions)
 
-    trainer = attached(reward=reward, vllm_structured_outputs_regex="[0-3][+][4-7]", max_completion_length=8)
+    with pytest.warns(UserWarning, match="sampling with structured_outputs changes which tokens are likely"):
+        trainer = attached(reward=reward, vllm_structured_outputs_regex="[0-3][+][4-7]", max_completion_length=8)
     trainer.train()
     assert len(seen) == 2 * 16
     assert all(re.fullmatch("[0-3][+][4-7];?", text) for text in seen)
