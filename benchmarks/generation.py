@@ -75,7 +75,7 @@ def _in_process(setup: Setup) -> list[Row]:
 
 
 def _added(setup: Setup, rt: Runtime, where: str) -> list[Row]:
-    """What `rt.generate` adds to `llm.generate` of its engine, called in turns.
+    """Time that `rt.generate` adds to `llm.generate` of its engine, called in turns.
 
     `ours_s` is what a call spends outside of vLLM's own `generate`. colo asks for flat log-probabilities, which are
     less work for vLLM, so there is a bare call with those too.

@@ -79,7 +79,7 @@ class Way:
         }
 
     def waits(self) -> Row:
-        """What a step waits for: medians, and the largest less the least. Copies are also within the other parts."""
+        """Waiting times of a step: median and spread (largest less smallest). Copies also count within other parts."""
         row: Row = {"way": f"{self.name}: waits"}
         for part in PARTS:
             found = [step.parts_s[part] for step in self.steps]

@@ -29,7 +29,7 @@ from colo.units import GIB
 from colo.weights.sources.checkpoint import checkpoint_views
 
 PARTS = ("rollout", "publish", "train", "switch")
-"""What a step consists of; `switch` is whatever belongs to none of the others."""
+"""Parts of a step; `switch` is the rest."""
 
 
 class Moment:
@@ -88,7 +88,7 @@ class Stopwatch:
 
 
 class Tenants(ABC):
-    """What is measured, in a process of its own."""
+    """Engine and trainer under measurement, in a process of their own."""
 
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
@@ -182,7 +182,7 @@ def exposed_s(trace: Trace, within: tuple[float, float], hidden: list[tuple[floa
 # ---- two copies, as people do today ----------------------------------------------------------------------------------
 
 LEVELS = {"both resident": 0, "vLLM's level 1": 1, "vLLM's level 2": 2}
-"""How deeply vLLM sleeps while the trainer works."""
+"""vLLM's sleep level while the trainer works."""
 
 
 class TwoCopies(Tenants):
@@ -311,7 +311,7 @@ class Side:
             raise
 
     def call(self, method: str, *arguments: Any) -> Any:
-        """What a method of the object returns. Raises: what it raises; `BrokenProcessPool` when its process ends."""
+        """Call a method of the object. Raises: the method's own error; `BrokenProcessPool` when its process ends."""
         return self._process.submit(_call, method, arguments).result()
 
     def __enter__(self) -> Side:

@@ -1,4 +1,4 @@
-"""What can go wrong, as nouns a caller can act on.
+"""Exceptions, one for each thing that a caller can do about a failure.
 
     ColoError
     +-- PhaseError      an operation that the current phase or state does not allow
@@ -32,7 +32,7 @@ class BudgetError(ColoError):
 
     @property
     def missing_bytes(self) -> int:
-        """How many bytes would have to go before the request fits."""
+        """Bytes to free before the request fits."""
         return max(0, self.needed_bytes - self.free_bytes)
 
 

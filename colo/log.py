@@ -45,7 +45,7 @@ def set_up(name: str) -> None:
 
 
 def shows_engines() -> bool:
-    """Whether the engine's own log belongs on the terminal."""
+    """True when the engine's own log is shown on the terminal: at level DEBUG."""
     return logger.isEnabledFor(logging.DEBUG)
 
 

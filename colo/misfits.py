@@ -16,7 +16,7 @@ NAMES = ("torchvision", "torchaudio")
 def misfits(
     load: Callable[[str], Any] = importlib.import_module, is_there: Callable[[str], Any] = find_spec
 ) -> dict[str, str]:
-    """Which of `NAMES` are installed and cannot be imported, and why, in a line each."""
+    """Map each of `NAMES` that is installed and cannot be imported to the error, in one line."""
     found = {}
     for name in NAMES:
         if not is_there(name):

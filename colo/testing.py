@@ -163,7 +163,7 @@ class FakeSegment:
 
     @property
     def residency(self) -> Residency:
-        """Where the bytes are, or are going while a move is under way."""
+        """Place of the bytes; during a move, the place that they move to."""
         return self._residency
 
     def begin(self, target: Residency) -> Move:
@@ -243,7 +243,7 @@ class LateMover(Mover):
         self._progress = progress
 
     def queue(self, kernel: Callable[[], object]) -> None:
-        """Have `kernel` run before copies that are to wait for what is queued, and by `synchronize` at the latest."""
+        """Queue `kernel`: it runs before any copy that waits for queued work, and in `synchronize` at the latest."""
         self._kernels.add(kernel)
 
     def synchronize(self) -> None:

@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 PROGRESS_CALLS = 8
-"""How often a backward pass reports progress."""
+"""Number of calls of `on_progress` in a backward pass."""
 
 
 class BackwardWatch:

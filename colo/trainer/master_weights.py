@@ -101,7 +101,7 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
         """fp32 gradients that a step handles at a time; `None` for all."""
 
         self.is_streamed = False
-        """Whether a runtime loads what state dicts have of masters."""
+        """True while a runtime streams the state; the runtime then loads masters from state dicts."""
 
         self._taken = TakenGradients()
         self.changes: tuple[torch.Tensor, int] | None = None
@@ -275,7 +275,7 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
         self._shown = [_without_parameters(outer) for outer in self.param_groups]
 
     def publish_state(self) -> None:
-        """Show the inner optimizer's state, by the model's parameters and with the masters, as our own."""
+        """Enter the inner optimizer's state and the masters into `self.state`, keyed by the model's parameters."""
         for outer, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
             for parameter, stepped in zip(outer["params"], inner["params"], strict=True):
                 state = dict(self._inner.state.get(stepped, {}))
@@ -285,10 +285,10 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
                     self.state[parameter] = state
 
     def _before_save(self) -> None:
-        """Have the inner optimizer make its state, before a first step, where parameters are sharded.
+        """Make the inner optimizer's state before the first step, if parameters are sharded.
 
-        `torch.distributed.checkpoint` loads what a state dict of the present state names. It makes such state itself,
-        by the same step without gradients, where an optimizer has none at all; the masters are some.
+        `torch.distributed.checkpoint` loads only the keys of the present state dict. For an optimizer without any
+        state it first runs a step with zero gradients; here the masters are state already, so that it does not.
         """
         if self._inner.state or not any(is_dtensor(parameter) for parameter in self._masters):
             return
@@ -349,7 +349,7 @@ class Master(ABC):
 
     @abstractmethod
     def prepare(self) -> None:
-        """Have the master in `tensor` for a step. What somebody has written to the parameter since becomes it."""
+        """Put the master into `tensor` for a step, with any values written to the parameter since the last one."""
 
     @abstractmethod
     def follow(self) -> None:
@@ -366,7 +366,7 @@ class Master(ABC):
     @property
     @abstractmethod
     def state(self) -> dict[str, torch.Tensor]:
-        """What an optimizer's state shows of it, by key."""
+        """Entries of the optimizer's state for this master, by key."""
 
     @abstractmethod
     def load(self, state: Mapping[str, Any]) -> None:

@@ -290,7 +290,7 @@ class StateWindow:
         return self._masters.get(parameter)
 
     def publish(self) -> None:
-        """Have an optimizer with masters show the state."""
+        """Copy the state into `optimizer.state`, for an optimizer with masters."""
         if self._has_masters:
             self.optimizer.publish_state()
 
@@ -897,7 +897,7 @@ def _extent_of(pieces: Pieces) -> tuple[int, int]:
 
 
 def _identities(scalars: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What tells whether scalars of a parameter are others, or were written to, without reading any."""
+    """Fingerprint of a parameter's scalars: differs once one was replaced or written to. Reads no device memory."""
     return tuple((n, id(v), v._version) if torch.is_tensor(v) else (n, v) for n, v in scalars.items())
 
 

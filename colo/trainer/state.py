@@ -1,4 +1,4 @@
-"""What an optimizer keeps, attached to a runtime through torch's own hooks and moved as sets of tensors.
+"""Optimizer state, found through torch's own hooks and moved as sets of tensors.
 
 State is found, not declared: `take_stock` walks `optimizer.state`, after each step and before phases change.
 The tensor objects stay the same, and so do containers and tensor subclasses around them (`DTensor`, quantized state):

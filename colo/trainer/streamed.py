@@ -29,7 +29,7 @@ from colo.trainer.remainders import (
 from colo.trainer.state import StateSegment, StepArguments, TrainerState, untraced
 
 PROGRESS_CALLS = 8
-"""How often a step reports progress."""
+"""Number of reports of progress in a step."""
 
 
 class StreamedState(TrainerState):

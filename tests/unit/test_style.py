@@ -5,17 +5,7 @@ import re
 
 from benchmarks.house import CLAUSE, ROOT, clauses_by_folder, docstrings, small_modules_with_one_importer
 
-WITHOUT_A_SUBJECT = re.compile(r"(Of|As|With|None|And|Or|But)\b")
-CLAUSES = {
-    "engines": 1,
-    "errors": 2,
-    "log": 1,
-    "misfits": 1,
-    "testing": 1,
-    "trainer": 6,
-    "weights": 13,
-}
-"""Docstrings that open with a clause, by folder: these numbers may only fall, and a folder that has none is dropped."""
+WITHOUT_A_SUBJECT = re.compile(r"(Of|As|With|None|And|Or|But|Also|Know|Have)\b")
 
 MOST_SMALL_MODULES = 13
 """Modules with one importer and under 120 lines: this number may only fall."""
@@ -30,14 +20,8 @@ def test_docstrings_begin_with_a_subject_or_a_verb():
     assert found == []
 
 
-def test_no_folder_has_more_docstrings_that_open_with_a_clause():
-    found = clauses_by_folder()
-    more = {
-        folder: f"{count}, were {CLAUSES.get(folder, 0)}"
-        for folder, count in found.items()
-        if count > CLAUSES.get(folder, 0)
-    }
-    assert more == {}, f"docstrings that match {CLAUSE.pattern}"
+def test_no_docstring_opens_with_a_clause():
+    assert clauses_by_folder() == {}, f"docstrings that match {CLAUSE.pattern}"
 
 
 def test_small_modules_with_one_importer_become_no_more():

@@ -56,7 +56,7 @@ class WeightSource(Protocol):
         """The live parameters and buffers that hold what lies on this rank."""
 
     def places(self) -> tuple[list[torch.Tensor], list[Hashable]]:
-        """Where the parts lie, quickly: tensors that are others, and numbers that differ, once one has moved."""
+        """Tensors and keys to compare with those of an earlier call: any differs once a part has moved. Cheap."""
 
     def groups(self) -> list[list[str]]:
         """Names in order, those of a layer together."""

@@ -201,7 +201,7 @@ class VLLMEngine(EngineBase):
 
     @property
     def same_process(self) -> bool:
-        """Whether vLLM's workers are in this process."""
+        """True when vLLM's workers are in this process."""
         return self._link.same_process
 
     @property

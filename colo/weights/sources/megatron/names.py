@@ -149,7 +149,7 @@ class Names:
         self._num_layers = num_layers
 
     def is_further(self, name: str) -> bool:
-        """Whether a checkpoint's weight belongs to a layer for further tokens (MTP)."""
+        """True for a checkpoint's weight of a multi-token-prediction (MTP) layer."""
         layer = re.match(r"model\.layers\.(\d+)\.", name)
         return layer is not None and int(layer[1]) >= self._num_layers
 

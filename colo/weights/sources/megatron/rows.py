@@ -1,4 +1,4 @@
-"""Which rows of Megatron's tensors are which rows of a checkpoint's.
+"""Rows of a checkpoint's tensor for each row of Megatron's.
 
 Nearly always they are the same. A fused attention layer has, for each group of heads, the rows of its queries, of its
 key and of its value; tensors with a row for each token end in padding. Tensor parallelism cuts such tensors wherever it
@@ -23,7 +23,7 @@ class Run:
     """Index of the checkpoint's tensor."""
 
     first: int
-    """Where the rows begin there."""
+    """First of the rows in the checkpoint's tensor."""
 
 
 def same_rows(count: int) -> tuple[Run, ...]:
@@ -48,7 +48,7 @@ def num_rows(runs: Sequence[Run], target: int) -> int:
 
 
 def within(runs: Sequence[Run], start: int, count: int) -> Iterator[Run]:
-    """What lies in `count` rows from `start` on."""
+    """Cut `runs` to `count` rows from `start` on."""
     for run in runs:
         low, high = max(start, run.start), min(start + count, run.start + run.count)
         if low < high:

@@ -22,7 +22,7 @@ from colo.weights.sources.placed import PlacedPart
 
 @dataclass(frozen=True, slots=True)
 class _Told:
-    """What one rank tells the others of a part."""
+    """One part, described by its rank to the others."""
 
     key: str
     dtype: str
@@ -82,10 +82,10 @@ class MegatronSource:
         self._parts = tuple(self._placed(held))
 
     def parts(self) -> tuple[PlacedPart, ...]:
-        """What this rank holds. The tensors are views of the weights, with whatever a step has written since.
+        """Parts that this rank holds: views of the live weights.
 
-        Asks no other rank. With `overlap_param_gather` a step's weights are there once `MegatronOptimizers.finish_step`
-        has had them gathered, which a session of colo's trainer calls, or the next forward pass.
+        Asks no other rank. With `overlap_param_gather` a step's weights arrive in `MegatronOptimizers.finish_step`,
+        which colo's trainer session calls, or in the next forward pass.
         """
         if (now := self._where()) != self._addresses:
             found = tuple(self._placed(list(held_by(self._bare))))
@@ -107,7 +107,7 @@ class MegatronSource:
             yield from (buffer for _, buffer in saved_buffers(stage))
 
     def _gather(self, mine: list[_Told] | str) -> dict[int, list[_Told]]:
-        """What every rank holds, by rank; `mine` may say what has failed. Raises: `TransferError` if another's does."""
+        """All-gather the parts of every rank; `mine` may be an error text. `TransferError` if another rank's is."""
         from torch import distributed
 
         told: list[Any] = [None] * distributed.get_world_size(self.group)

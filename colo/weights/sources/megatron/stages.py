@@ -1,4 +1,4 @@
-"""What lies in this process of a Megatron model, as Megatron itself says it for its checkpoints.
+"""Parts of a Megatron model in this process, as Megatron describes them for its checkpoints.
 
 `sharded_state_dict` with `singleton_local_shards` names layers and experts by their numbers in the whole model, tells
 the halves of a gated linear unit apart, and gives each part's place in the whole: over tensor, pipeline (with virtual
@@ -19,7 +19,7 @@ from colo.errors import Unsupported
 
 _SHARDED_WRAPPERS = ("FullyShardedDataParallel", "MegatronFSDP", "TorchFullyShardedDataParallel")
 _NO_WEIGHTS = "_extra_state"
-"""How the names of Transformer Engine's notes end, such as scales of its fp8 kernels."""
+"""Suffix of Transformer Engine's extra state, such as scales of its fp8 kernels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +34,11 @@ class HeldTensor:
     """Shape of the whole tensor, over all ranks."""
 
     offset: tuple[int, ...]
-    """Where the part begins in it."""
+    """First index of the part in the whole, per axis."""
 
 
 def is_megatron(model: object) -> bool:
-    """Whether this is a stage of a Megatron model, or a list of them. Does not import Megatron."""
+    """True for a stage of a Megatron model, or a list of stages. Does not import Megatron."""
     module = sys.modules.get("megatron.core.transformer.module")  # without which there are none
     stages = model if isinstance(model, (list, tuple)) else [model]
     return module is not None and bool(stages) and all(isinstance(stage, module.MegatronModule) for stage in stages)

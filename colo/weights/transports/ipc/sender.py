@@ -48,7 +48,7 @@ class Peer(Protocol):
 
     @property
     def same_process(self) -> bool:
-        """Whether its workers are in this process. Their ids do not say: those of another namespace may be the same."""
+        """True when the workers run in this process. Process ids do not tell: two namespaces may use the same ones."""
 
     @property
     def ipc_refusal(self) -> str | None:
