@@ -4,7 +4,7 @@
 
 lists all without a name. Rows are written to the file that `--json` names as they come, so that a benchmark that Ctrl-C
 or SIGTERM interrupts keeps those that it has; so does one that its limit of eight minutes ends. On a CPU the models are
-tiny, which shows that it works and no more. All but house, offload, logprob, sharded and, on a CPU, trl need vLLM.
+tiny, which shows that it works and no more. house, offload, stream, logprob, sharded and, on a CPU, trl need no vLLM.
 """
 
 from __future__ import annotations
@@ -161,6 +161,19 @@ def house() -> None:
 @benchmark("offload", size_option("--size", help="How much to move, such as 16GiB."), device_option, needs_vllm=False)
 def offload() -> None:
     """Trainer state to the host and back, and work beside that."""
+
+
+@benchmark(
+    "stream",
+    _shapes("8b", "0.6b"),
+    click.option(
+        "--range", "ranges", type=click.IntRange(min=1), multiple=True, default=(64, 128), help="MiB; may be repeated."
+    ),
+    device_option,
+    needs_vllm=False,
+)
+def stream() -> None:
+    """Optimizer state through the step, beside what the bus takes."""
 
 
 @benchmark("logprob", device_option, needs_vllm=False)

@@ -238,6 +238,10 @@ class StateWindow:
 
     # ---- what there is to step --------------------------------------------------------------------------------------
 
+    def host_memory(self) -> list[torch.Tensor]:
+        """The planes, as bytes (uint8)."""
+        return [plane.view(torch.uint8) for planes in self._planes for plane in planes.host.values()]
+
     def work(self) -> Iterator[Work]:
         """Everything that a step handles, in the order in which a slot's neighbours follow each other."""
         for planes in self._planes:

@@ -18,6 +18,7 @@ from colo.phases.segment import Segment
 from colo.trainer.backward import BackwardWatch
 from colo.trainer.gradients import parameters_of, unreduced
 from colo.trainer.megatron import MegatronOptimizers, as_torch
+from colo.trainer.planes import RANGE_BYTES
 from colo.trainer.state import TrainerState
 from colo.trainer.streamed import StreamedState
 
@@ -104,7 +105,7 @@ class TrainerSession:
                 self._state = StreamedState(
                     self.optimizer,
                     mover,
-                    region_bytes=region_bytes,
+                    region_bytes=min(region_bytes, RANGE_BYTES),
                     on_progress=events.on_progress,
                     may_release=events.may_release if release_gradients else None,
                     **told,

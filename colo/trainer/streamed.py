@@ -66,7 +66,7 @@ class StreamedState(TrainerState):
         super().__init__(optimizer, mover, region_bytes=region_bytes, **events)
 
     def _make_parkings(self, region_bytes: int) -> Sequence[StateSegment]:
-        self.window = StateWindow(self.optimizer, self._mover, range_bytes=min(region_bytes, RANGE_BYTES))
+        self.window = StateWindow(self.optimizer, self._mover, range_bytes=region_bytes)
         return self.window, Parking(TRAINER_MASTER_WEIGHTS, self._mover)
 
     def bring_back(self) -> None:
