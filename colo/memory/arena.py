@@ -125,7 +125,7 @@ class PinnedArena:
         if not waiting:
             self.release(extent)
 
-        def died(key: int) -> None:  # in whatever thread and line drops the last tensor
+        def died(key: int) -> None:  # runs in whatever thread and line drops the last tensor: it takes no lock
             waiting.discard(key)
             if not waiting:
                 self._returned.append(extent)

@@ -132,7 +132,7 @@ class Mover:
     def _chunks(
         self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor, int]]:
-        """The pairs in pieces of at most `chunk_bytes`, with the length of each."""
+        """Cut pairs into pieces of at most `chunk_bytes`; yield the length of each too."""
         for source, target in pairs:
             for offset in range(0, source.numel(), self.chunk_bytes):
                 length = min(self.chunk_bytes, source.numel() - offset)
@@ -264,7 +264,7 @@ class RegionSegment:
         return self._move
 
     def _arrive(self) -> Move:
-        if isinstance(self._move, _Departure):
+        if isinstance(self._move, _Departure):  # turned round on the way: what has not been freed is whole
             kept_bytes = self._move.cancel()
             if kept_bytes == self.size_bytes:
                 self._residency, self._move = Residency.RESIDENT, None
@@ -294,6 +294,7 @@ class RegionSegment:
 
     def _take_extents(self) -> None:
         missing = [region for region in self._regions if region not in self._extents]
+        # all at once, so that a host without room refuses before the first extent is lent
         self._mover.arena.reserve(sum(region.size_bytes for region in missing))
         for region in missing:
             self._extents[region] = self._mover.arena.allocate(region.size_bytes)
@@ -323,7 +324,7 @@ class _Departure:
         """Release the regions whose copies have finished; true when none is left."""
         while self._pending:
             region, transfer = self._pending[0]
-            if not transfer.done:
+            if not transfer.done:  # nor is any later one: copies of one stream end in order
                 return False
             with uninterrupted():
                 self._segment._left(region)

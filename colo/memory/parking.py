@@ -60,7 +60,7 @@ class Parking(RegionSegment):
         """Size of the segment while it has no tensors."""
 
         self.kept: list[Kept] = []
-        """Tensors that `look` was given and that must stay, because something else refers to its memory."""
+        """Tensors that `look` was given and that must stay, because something else refers to their memory."""
 
         self._name_of = name_of
         self._pack_bytes = pack_bytes
@@ -81,9 +81,9 @@ class Parking(RegionSegment):
         return super().device_bytes + self._loose_bytes
 
     def look(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Take `tensors` for what the segment consists of: plain ones, strided, on the device or parked here before.
+        """Set the contents of the segment to `tensors`: plain, strided, on the device or parked here before.
 
-        Tensors that are new join at the next departure. Of those that are gone, bytes that nobody refers to are freed.
+        New tensors join at the next departure. Memory of tensors that are gone is freed once nobody refers to it.
         """
         if self._residency is Residency.OFFLOADED and self._move is not None and not self._move.poll():
             return  # on their way to the host: what is new is found when they come back
@@ -93,19 +93,21 @@ class Parking(RegionSegment):
             pack.forget_others(by_id)
             if not pack.blocks:
                 self._drop(pack)
+        # packs whose last view has been dropped take part again
         for pack in [pack for pack in self._aside if not pack.num_others(self._owned)]:
             self._aside.remove(pack)
             if self.residency is Residency.OFFLOADED:
                 self._drop(pack)  # its tensors are found on the device, among those that are new
             else:
                 self.add([pack])
+        # a view that somebody has made since would read unmapped pages once the pack has left
         for pack in self._packs():
             if pack.resident and pack.num_others(self._owned):
                 self._set_aside(pack)
         known = {
             id(tensor) for pack in (*self._packs(), *self._aside) for block in pack.blocks for tensor in block.tensors
         }
-        groups: dict[int, list[torch.Tensor]] = {}
+        groups: dict[int, list[torch.Tensor]] = {}  # by storage, whose memory is freed as a whole
         for key, tensor in by_id.items():
             if key not in known and tensor.device == self._mover.device and tensor.untyped_storage().nbytes():
                 groups.setdefault(tensor.untyped_storage()._cdata, []).append(tensor)
@@ -156,14 +158,14 @@ class Parking(RegionSegment):
 
     def _pack(self) -> None:
         """Put what is loose into packs. Raises: `BudgetError` when the host has no room; nothing has changed then."""
-        for block in self._loose:
+        for block in self._loose:  # the loop may have assigned to some tensor's `data` since `look`
             block.keep()
         self._loose = [block for block in self._loose if block.tensors]
         made = [
             Pack(self.name, blocks, self._mover.device, keeps_address=self._keeps_addresses)
             for blocks in batches(self._loose, lambda block: block.padded_bytes, self._pack_bytes)
         ]
-        self._mover.arena.reserve(sum(pack.size_bytes for pack in made))
+        self._mover.arena.reserve(sum(pack.size_bytes for pack in made))  # before anything is recorded: it may refuse
         self._loose, self._loose_bytes = [], 0
         self._regions.extend(made)
 
@@ -184,7 +186,7 @@ class Parking(RegionSegment):
         if not region.is_at_host:
             extent = self._extents[region]
             region.point_to_host(lambda start, size: self._mover.arena.tensor(extent, start, size))
-            if region.is_referred_to:
+            if region.is_referred_to:  # by a view made since `look`: its memory must not be unmapped
                 region.note_versions()
                 region.point_to_device()
                 self._set_aside(region)
@@ -197,6 +199,7 @@ class Parking(RegionSegment):
     def _arrived(self) -> None:
         for pack in self._packs():
             if pack.is_at_host and pack.resident and (held := pack.point_to_device()):
+                # a view of the host memory outlives the stay: these bytes are lent again only after it
                 self._mover.arena.release_after(self._extents.pop(pack), held)
         if not self._keeps_addresses:
             for pack in self._packs():
@@ -268,7 +271,7 @@ class _Block:
         self.address = memory.data_ptr()
 
     def keep(self, is_kept: Callable[[torch.Tensor], bool] = lambda _: True) -> None:
-        """Forget tensors that do not lie here any more, since somebody has assigned to their `data`, and other ones."""
+        """Forget tensors whose `data` somebody has assigned, and those that are not `is_kept`."""
         stays = [
             tensor.data_ptr() == self.address + offset and is_kept(tensor)
             for tensor, offset in zip(self.tensors, self.offsets, strict=True)
@@ -281,7 +284,7 @@ class _Block:
 
 
 class Pack(Region):
-    """Tensors that move together: over one region once they have come back, before over memory of torch's allocator."""
+    """Tensors that move together: first over memory of torch's allocator, after their return over one region."""
 
     def __init__(self, name: str, blocks: list[_Block], device: torch.device, *, keeps_address: bool) -> None:
         super().__init__(name, torch.empty(0, dtype=torch.uint8, device=device))
@@ -322,7 +325,7 @@ class Pack(Region):
             block.note_versions()
 
     def num_others(self, owned: Container[int]) -> int:
-        """Count references to the pack's device memory that are not its tensors'."""
+        """Count references to the pack's device memory, other than its own tensors."""
         if self.region is None:
             return max((num_others(block.tensors, owned) for block in self.blocks), default=0)
         tensors = [tensor for block in self.blocks for tensor in block.tensors]
@@ -353,7 +356,7 @@ class Pack(Region):
                 block.point_to(block.host)
 
     def point_to_device(self) -> list[torch.Tensor]:
-        """Point every tensor that is still at the host to the device; the host memory that something else holds."""
+        """Point every tensor on the host to the device; return the host memory that something else still holds."""
         hosts, self._lent = self._lent, []
         with uninterrupted():
             for block in self.blocks:

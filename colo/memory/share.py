@@ -57,7 +57,7 @@ class Exported:
         Raises: `Unsupported`, naming a tensor, for memory that cannot be exported; nothing has changed then.
         """
         self._slab: SharedMemory | None = None
-        self._kept: list[torch.Tensor] = []  # what keeps allocations of torch's
+        self._kept: list[torch.Tensor] = []  # keep torch's allocator from reusing memory that a peer maps
         places, memory = self._in_place(tensors) if _all_on_gpu(tensors) else self._moved(tensors)
         self.wire: Wire = {"tensors": [place.to_wire() for place in places], "memory": memory}
         self._places = places_of(tensors)
@@ -91,7 +91,7 @@ class Exported:
         views, places = _laid_out(self._slab, layout)
         for tensor, view in zip(tensors.values(), views, strict=True):
             view.copy_(tensor)
-            tensor.data = with_own_storage(view)
+            tensor.data = with_own_storage(view)  # a view of the slab would count as tied with all the others
         return places, [self._slab.describe(to_pid=0)]
 
 
@@ -169,7 +169,8 @@ class Opened:
         """Map what `Exported` or `Staging` has described, in place of the last. `TransferError` when that fails."""
         self.tensors = {}
         keys = list(map(repr, wire["memory"]))
-        self._memory = {key: self._memory[key] for key in keys if key in self._memory}  # first, for want of room
+        # unmap before mapping: old and new memory together may not fit
+        self._memory = {key: self._memory[key] for key in keys if key in self._memory}
         for key, description in zip(keys, wire["memory"], strict=True):
             if key not in self._memory:
                 self._memory[key] = MappedBuffer(description, self._device)

@@ -45,7 +45,7 @@ class ParameterGradients(Parking):
         """`others` lists what else holds gradients at the moment, such as whole ones that FSDP2 has not reduced."""
         super().__init__(TRAINER_GRADIENTS, mover, name_of=lambda _: "gradients", keeps_addresses=False)
         self.bytes_of_all: Callable[[], int] = self._bytes_of_parameters
-        """Bytes that a backward pass will have at once."""
+        """Bytes of gradients that a backward pass holds at its peak."""
 
         self._optimizer = optimizer
         self._others = others
@@ -79,7 +79,7 @@ class ParameterGradients(Parking):
         return max(0, self._present_bytes() - self._staying_bytes)
 
     def refresh(self) -> None:
-        """Look at the gradients that there are: the loop may have dropped or replaced some."""
+        """Look for gradients that the loop has dropped or replaced."""
         self._find()
         self._let_loose()
 
@@ -90,6 +90,7 @@ class ParameterGradients(Parking):
             self._loose, self._loose_bytes, self._staying_bytes, self.kept = [], 0, 0, []
             return
         gradients = [g if type(g) is torch.Tensor else local_shard(g) for g in held]
+        # the parameter itself owns its gradient in C++, which is no reason to stay
         self._owned = frozenset(id(gradient) for gradient in held if gradient._use_count() > 1)  # type: ignore[attr-defined]
         self.look([gradient for gradient in gradients if gradient.layout is torch.strided])
         sparse = [gradient for gradient in gradients if gradient.layout is not torch.strided]

@@ -115,7 +115,7 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
             self._remainders = False  # it may look at all masters at once, or as it is made
             self._masters.clear()
             self._inner = make_optimizer([self._with_masters(group) for group in groups])
-        self._shown: list[dict[str, Any]] = []  # of the inner optimizer's groups, what ours have had since
+        self._shown: list[dict[str, Any]] = []  # hyperparameters of the inner groups, as ours have shown them
         super().__init__(groups, self._inner.defaults)
         self.register_state_dict_pre_hook(lambda _: self._before_save())
         self.register_load_state_dict_pre_hook(lambda _, state_dict: self._before_load(state_dict))
@@ -208,6 +208,7 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
         self.show_hyperparameters()
 
     def _step_bucket(self, bucket: list[torch.Tensor]) -> None:
+        # the inner optimizer steps every parameter that has a gradient, those of other buckets too
         hidden = self._hide_gradients(except_for=bucket)
         masters = [self._masters[parameter] for parameter in bucket if parameter in self._masters]
         try:
@@ -269,7 +270,7 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
             inner.update({k: v for k, v in _without_parameters(outer).items() if k not in before or before[k] is not v})
 
     def show_hyperparameters(self) -> None:
-        """Show what the inner optimizer has written to its groups, such as a count of steps, as our own."""
+        """Copy hyperparameters and counters of the inner optimizer's groups into our own groups."""
         for outer, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
             outer.update(_without_parameters(inner))
         self._shown = [_without_parameters(outer) for outer in self.param_groups]

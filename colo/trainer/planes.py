@@ -156,7 +156,7 @@ class StateWindow:
 
     @property
     def home_bytes(self) -> int:
-        """Host bytes that the state takes beside those of the window."""
+        """Host bytes of the state in excess of the window's size."""
         return max(0, self.total_bytes - self.size_bytes)
 
     def begin(self, target: Residency) -> Move:
@@ -243,7 +243,7 @@ class StateWindow:
         return [plane.view(torch.uint8) for planes in self._planes for plane in planes.host.values()]
 
     def work(self) -> Iterator[Work]:
-        """Everything that a step handles, in the order in which a slot's neighbours follow each other."""
+        """Yield everything that a step handles, in the order in which it is stepped."""
         for planes in self._planes:
             yield from planes.ranges
         yield from self._buckets
@@ -257,7 +257,7 @@ class StateWindow:
         return isinstance(next(iter(self._work_of.get(id(parameter), ())), None), Range)
 
     def released_bytes(self) -> int:
-        """Bytes of gradients at once when those of a range are dropped as it is stepped: the most that two have."""
+        """Bytes of gradients alive at once when each range drops its own: the most that two neighbours have."""
         sizes = [sum(local_bytes(p) for p in work.parameters if p.requires_grad) for work in self.work()]
         return max((one + other for one, other in zip(sizes, [*sizes[1:], 0], strict=True)), default=0)
 
@@ -411,12 +411,12 @@ class StateWindow:
             bucket.parking.begin(Residency.OFFLOADED)
 
     def _step_range(self, work: Range, due: list[torch.Tensor], note: Note) -> None:
-        """Bring a range's state into a slot, step it there, and have it leave."""
+        """Copy a range's state into a slot, step it there, and queue its way back."""
         planes, slot = work.planes, self._slots[self._turn % NUM_SLOTS]
         self._turn += 1
         state = slot.views(planes)
         with _on(self._streams.get("in")):
-            _wait(slot.left)
+            _wait(slot.left)  # the range that was here last is still being copied out
             planes.copy_in(work, state)
             arrived = _event(self._streams.get("in"))
         _wait(arrived)
@@ -511,6 +511,7 @@ class Planes:
         start = 0
         for parameter in parameters:
             self._starts[parameter] = start
+            # at a block of digests, so that no block spans two parameters
             start += align_up(local_shard(parameter).numel(), DIGEST_ELEMENTS)
         self._num_elements = start
         self._extents: dict[str, Extent] = {}
@@ -538,6 +539,7 @@ class Planes:
                     names[name] = value.dtype
             if state:
                 return names
+        # before its first step only the class knows what it keeps: it steps two elements, into a state of their own
         trial = torch.nn.Parameter(torch.zeros(2, dtype=self.dtype, device=self._mover.device))
         trial.grad = torch.zeros_like(trial)
         trials: dict[Any, dict[str, Any]] = defaultdict(dict)
@@ -595,7 +597,7 @@ class Planes:
         return parameter if master is None else master.tensor
 
     def take_in(self) -> None:
-        """Copy state that somebody else has made into the planes, and have the optimizer keep the planes' tensors."""
+        """Copy state that the loop has made or loaded into the planes, and give the optimizer the planes' tensors."""
         for parameter in self.parameters:
             state = self._state_of(parameter)
             if state:
@@ -843,7 +845,7 @@ class Planes:
         self._after.clear()
 
     def end_part(self, ids: set[int]) -> None:
-        """Do so for some of the parameters."""
+        """End the step for some of the parameters; see `end_step`."""
         pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         ended = {p: token for p, token in self._stepped.items() if id(p) in ids}
         for parameter, token in ended.items():
@@ -923,7 +925,7 @@ def _has_plain_elements(parameter: torch.Tensor, device: torch.device) -> bool:
 
 
 def _like(parameter: Any, shard: torch.Tensor) -> torch.Tensor:
-    """A tensor that is sharded as a parameter, of a shard on any device."""
+    """Wrap a shard, on any device, as a tensor that is sharded like a parameter."""
     if not is_dtensor(parameter):
         return shard
     made: torch.Tensor = sys.modules["torch.distributed.tensor"].DTensor(shard, parameter._spec, requires_grad=False)

@@ -83,7 +83,7 @@ class TrainerSession:
         others = [p for p in model.parameters() if id(p) not in own] if model is not None else []
         self._others = {parameter: parameter._version for parameter in others}
         self.num_stepped_elsewhere = 0
-        """Parameters that train and that another optimizer has stepped, whose state colo does not know."""
+        """Number of parameters that an optimizer unknown to colo steps; its state is not moved."""
 
         self.has_stepped = False
         """True after a step since `begin_training`."""
@@ -145,7 +145,7 @@ class TrainerSession:
     def look_again(self, *, parameters: bool = True) -> None:
         """Take in new state before it is asked to leave, and watch parameters that have begun to train.
 
-        A collective after a step of an optimizer that has left a part of it for later: see `finish_step` of Megatron's.
+        A collective with Megatron's `overlap_param_gather`: weights of the last step are gathered first.
         """
         self._finish_step()
         self._look_for_other_optimizers()
@@ -169,7 +169,7 @@ class TrainerSession:
             self.optimizer.finish_step()
 
     def begin_training(self) -> None:
-        """Begin to measure a training phase."""
+        """Start measuring a training phase."""
         self.has_stepped = False
         self._gradients_before = self._state.gradients.device_bytes
         self._passes_before = self._backward.passes

@@ -138,7 +138,7 @@ class TrainerState:
         if not self._hooks:
             return
         self._return_state(to_host=device is not None and device.type == "cpu")
-        while self._hooks:
+        while self._hooks:  # an interrupt between the two repeats a removal, which does nothing then
             self._hooks[-1].remove()
             self._hooks.pop()
 
@@ -226,7 +226,7 @@ class KeptSegment:
 
     @property
     def device_bytes(self) -> int:
-        """The same: it is on the device."""
+        """All of `size_bytes`: it never leaves the device."""
         return self.size_bytes
 
     def begin(self, target: Residency) -> Move:
@@ -267,7 +267,7 @@ class Stock:
         """Plain tensors that can move, also those within tensor subclasses, but for masters."""
 
         self.masters: list[torch.Tensor] = []
-        """The same of fp32 masters and what is kept of them."""
+        """Such tensors of fp32 masters: whole ones, or their remainders and digests."""
 
         self.staying: list[tuple[Found, str]] = []
         """Tensors that colo can never move, and why."""
@@ -324,7 +324,7 @@ def take_stock(optimizer: Any) -> Stock:
 
 
 def _identities(state: Mapping[Any, Any]) -> list[int]:
-    """List what tells whether an optimizer's state has other tensors than before."""
+    """List ids of all keys and tensors of an optimizer's state: another list means that a tensor was replaced."""
     found = []
     for key, value in state.items():
         found.append(id(key))
@@ -434,7 +434,7 @@ class StateSizes:
         """Bytes for all parameters, without masters."""
 
         self.masters_total = 0
-        """Bytes that the first step keeps of masters where nothing of them is there yet."""
+        """Bytes of masters that the first step will add."""
 
         if isinstance(optimizer, MegatronOptimizers):
             for inner in optimizer.inner:  # whose main parameters require no gradients themselves

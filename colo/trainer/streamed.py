@@ -33,7 +33,7 @@ PROGRESS_CALLS = 8
 
 
 class StreamedState(TrainerState):
-    """State in host memory. `trainer.optimizer` is the window; `trainer.master_weights` is empty: masters pass along.
+    """State in host memory. `trainer.optimizer` is the window, of masters too; `trainer.master_weights` is empty.
 
     A step that fails or is interrupted has stepped some ranges and left every gradient where it was. The next call goes
     on with the others; of gradients that have changed by then, all elements are stepped.
@@ -99,6 +99,7 @@ class StreamedState(TrainerState):
         args, kwargs = _with_closure_called(args, kwargs)
         with torch.no_grad():
             self._step()
+        # torch now calls the class's `step`, which must find nothing left to do
         nothing = [{**group, "params": []} for group in self.optimizer.param_groups]
         return (part_of(self.optimizer, nothing, {}), *args[1:]), kwargs
 
@@ -116,6 +117,7 @@ class StreamedState(TrainerState):
 
         Nothing has been stepped then.
         """
+        # after a step that failed: gradients that were written to since belong to another step
         self._taken.drop_changed()
         noted = set(map(id, self._taken.present()))
         again = [p for p in self._done if id(p) not in noted and p.grad is not None]
@@ -184,7 +186,7 @@ class StreamedState(TrainerState):
                 missing.discard(id(parameter))
                 if not missing:
                     self._handle(work, None)
-                    for member in work.parameters:
+                    for member in work.parameters:  # a gradient goes when the last of its ranges is stepped
                         if len(self._done.get(member, ())) == len(self.window.work_of(member)):
                             member.grad = None
 
