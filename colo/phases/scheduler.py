@@ -98,7 +98,7 @@ class Scheduler:
         Raises: `PhaseError` for an illegal edge, `BudgetError` when it does not fit; nothing has changed then. Whatever
         a step raises, once the steps before it are undone.
         """
-        transition = self.plan(target)
+        transition = self.plan(target)  # refuses before anything moves
         with self.trace.span(f"{self.phase} -> {target}", category="transition", phase=target):
             self._run(transition)
         self.phase = target
@@ -201,7 +201,7 @@ class Scheduler:
                     if step.device_delta_bytes > 0:
                         arriving.append(move)
                 self.sample()
-            for move in arriving:
+            for move in arriving:  # all are queued before the first is waited for
                 move.wait()
             self._make_room(self.working_bytes.get(transition.target, 0))
         except BaseException as error:

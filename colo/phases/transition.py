@@ -120,7 +120,7 @@ def plan_transition(
     moves = [(h, h.away) for h in leaving if h.away is not None] + [(h, Residency.RESIDENT) for h in request.arriving]
     steps = sorted(
         (Step(segment=h.name, source=h.residency, target=to, size_bytes=h.size_bytes) for h, to in moves),
-        key=lambda step: list(Action).index(step.action),
+        key=lambda step: list(Action).index(step.action),  # frees first, so that the peak stays low
     )
     after, peak_bytes = ledger, ledger.device_bytes
     for step in steps:
@@ -185,7 +185,7 @@ class _Request:
         self._eager = offload is Offload.ALWAYS and target in (Phase.ROLLOUT, Phase.TRAIN)
 
     def evictions(self) -> tuple[list[Holding], bool]:
-        """Segments that leave, and whether late segments and working memory fit together.
+        """Choose the segments that leave; also true if late segments and working memory fit together.
 
         Where they do not, they take turns: late segments that are resident may leave too, and come back when the
         working memory has gone.

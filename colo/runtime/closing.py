@@ -58,9 +58,10 @@ class Closing:
         if not self._owns_model and self._session.has_state_on_host:
             with suppress(Exception):  # which is raised below
                 self._drop_kv_cache(scheduler)
-            self._session.bring_back()
+            self._session.bring_back()  # the one step that may refuse comes before anything is closed
         self._steps = [
-            versions.publisher.start_over,  # whose sums refer to the engine's memory
+            # in this order: nothing may refer to memory when its owner is closed
+            versions.publisher.start_over,  # whose digests refer to the engine's memory
             lambda: self._drop_kv_cache(scheduler),
             self._session.stop_watching,
             self.return_state,

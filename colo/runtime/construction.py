@@ -76,6 +76,7 @@ def make_trainer_side(parts: Parts, events: TrainerEvents) -> TrainerSide:
         return _planned(parts, events, "streamed: asked for", streamed=True)
     if placement is OptimizerState.AUTO and config.offload is not Offload.NEVER and reason is None:
         found = _attempt(parts, events)
+        # one kind of state on all ranks: they meet in the same collectives
         if not ranks.any(isinstance(found, BudgetError), "choosing where the optimizer's state is"):
             assert isinstance(found, TrainerSide), "this rank would have said so"
             return found

@@ -98,7 +98,7 @@ class Runtime:
         with ExitStack() as undo:
             self._turns = turns = Turns(parts, mismatch, undo)
             self.scheduler, self.versions = turns.side.scheduler, turns.versions
-            prepare_arena(turns.side.rollout, mover)
+            prepare_arena(turns.side.rollout, mover)  # pins in the background, beside the first publication
             self.versions.publish()
             self._generation = Generation(engine, model, turns, self.scheduler, self.versions, mismatch)
             self._closing = Closing(engine, model, transport, turns.side.session, mover, owns_model=owns_model)

@@ -163,7 +163,7 @@ class Turns:
             self.require(verb)
             self._is_changing = True
             try:
-                self.be_idle()
+                self.be_idle()  # a step outside `train()` that failed has left its phase entered
                 (self._enter_rollout if phase is Phase.ROLLOUT else self._enter_train)()
             finally:
                 self._is_changing = False
@@ -185,7 +185,7 @@ class Turns:
         if self._steps_taken:
             self._steps_expected, self._steps_taken = self._steps_taken, 0
         with self._trace.span("switch to rollout", category="switch", phase=Phase.ROLLOUT):
-            self._session.look_again()
+            self._session.look_again()  # first: an optimizer's late gather may still write weights
             self._versions.notice_and_compare()
             is_current = self._versions.is_engine_current()
             with self._source.ranks.fail_together("entering a rollout"):
@@ -258,7 +258,7 @@ class Turns:
                 self._scheduler.anticipate(Phase.ROLLOUT, but_for={TRAINER_GRADIENTS})
 
     def _is_rollout_next(self) -> bool:
-        """Count a training phase with a step; true if as many came between the last two rollouts."""
+        """Count a training phase with a step; true once as many came as between the last two rollouts."""
         self._steps_taken += 1
         return self._steps_taken == self._steps_expected
 
@@ -307,6 +307,7 @@ class Turns:
                 self.be_idle()
                 self._enter_train()
                 self.turn = turn
+            # a foreach step has decayed the weights before it finds a moment on the host
             for name in (*LATE, TRAINER_GRADIENTS):
                 self._scheduler.require(name)
 

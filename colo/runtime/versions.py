@@ -51,13 +51,14 @@ class WeightVersions:
         self._writes.accept()
 
     def notice_writes(self) -> None:
-        """Raise the version for what this rank alone can see to have changed without the optimizer."""
+        """Raise the version for writes without the optimizer, as far as this rank alone sees them."""
         if self._writes.has_changed() or self.publisher.has_other_contents():
             self.publisher.version += 1
 
     def notice_and_compare(self) -> None:
-        """Raise the version for whatever has changed on any rank, also what only a comparison with the engine shows."""
+        """Raise the version for writes on any rank, those included that only a comparison with the engine shows."""
         seen = self._writes.has_changed() or self.publisher.has_other_contents()
+        # every rank takes part in each collective below, so all have to agree on whether there is one
         changed = self._ranks.any(seen or self.publisher.has_changed_shard(), "entering a rollout")
         if not changed and (self._verify or not self._ranks.is_alone):  # torch counts few of the writes to parts
             changed = self.is_engine_current() and not self._is_equal()

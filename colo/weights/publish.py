@@ -61,7 +61,7 @@ class Publisher:
         fingerprint: Callable[[], Hashable] = lambda: None,
         verify: bool = True,
     ) -> None:
-        """`adapter` gives a LoRA run's adapter, `fingerprint` what changes with a write to the weights under it."""
+        """`adapter` returns a LoRA run's adapter; `fingerprint` differs after a write to the weights under it."""
         self.version = 0
         """Version of the trainer's weights: raised by every optimizer step."""
 
@@ -113,7 +113,7 @@ class Publisher:
         return adapter.scalings == self._scalings and not now.differs(self._adapter_digest)
 
     def note_contents(self) -> None:
-        """Remember what the weights hold, so that writes are noticed that torch does not count. Queued."""
+        """Digest the weights, to notice writes that torch does not count. Queued."""
         if self._verify and not self._transport.source.is_sharded:
             earlier = self._base_digest[1] if self._base_digest is not None else None
             self._base_digest = (self.version, Digest.of(self._transport.source.held(), earlier))
@@ -154,7 +154,7 @@ class Publisher:
             raise
 
     def start_over(self) -> None:
-        """Forget what the engine, which has been started again, was given."""
+        """Forget what the lost engine was given: it has been started again."""
         self._loaded_adapter = self._adapter_digest = self._base_digest = None
         self._uncertain.clear()
         self._sent = None
@@ -194,12 +194,12 @@ class Publisher:
         return done
 
     def _transfer(self) -> tuple[int, int]:
-        """Bytes of the base and of the adapter that have left the trainer's memory."""
+        """Send base and adapter; return the bytes of each that have left the trainer's memory."""
         ranks, publishing = self._transport.source.ranks, f"publishing version {self.version}"
         with ranks.fail_together(publishing):
             if self._engine.state is EngineState.AWAKE:
                 self._engine.pause()
-            self._engine.reset_prefix_cache()
+            self._engine.reset_prefix_cache()  # its blocks hold keys and values of the old weights
             if self._verify:
                 self._transport.check()
             else:

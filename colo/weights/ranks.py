@@ -71,6 +71,7 @@ class RankGroup:
         from torch import distributed
 
         point = zlib.crc32(_NUMBERS.sub("", at).encode())
+        # the least `point` is also the greatest only if all ranks ask at one point
         smallest = torch.tensor([count, point, -point], device=self._device)
         for group in self.groups():
             with self._named(at or "a comparison"):

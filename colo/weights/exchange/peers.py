@@ -122,7 +122,7 @@ def reach(
         cause = _why_not_written([(part, peers.target(delivery)) for delivery, part in sent], device)
     except (TransferError, Unsupported) as error:
         cause = str(error)
-    causes = ranks.gather(cause)
+    causes = ranks.gather(cause)  # all ranks write to peers, or none does: they meet differently
     said = [f"on rank {rank}: {cause}" for rank, cause in causes.items() if cause]
     return said[0] if said or peers is None else peers
 

@@ -55,7 +55,7 @@ class _Sliced:
 
 
 def _choose(source: WeightSource, engine: Engine, config: RuntimeConfig) -> Transport | _Sliced:
-    """Asks no other rank of the trainer."""
+    """Choose for this rank alone; asks no other rank of the trainer."""
     _check_packed(source.tensors(), engine)
     tensors, plan = record_plan(engine, source)
     why_not = why_not_shared(plan, tensors, config)
@@ -139,4 +139,5 @@ def move_in(tensors: Mapping[str, torch.Tensor], aliases: Mapping[str, torch.Ten
         for name, parameter in tensors.items():
             if name in aliases and not is_same_memory(parameter, aliases[name]):
                 aliases[name].copy_(parameter)
+                # under the same object: optimizers, wrappers and hooks refer to it
                 parameter.data = with_own_storage(aliases[name])

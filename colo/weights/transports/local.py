@@ -64,7 +64,7 @@ class LocalTransport(CopyingTransport):
             for device in {copy.target.device for copy in self._plan.copies}:
                 wait_for_queued(device)  # what goes to another GPU ends in that one's stream
             return num_bytes
-        earlier, self._given = self._given, None
+        earlier, self._given = self._given, None  # a load that fails leaves an engine that holds neither
         self.source.given_to(self._load)
         if self._verify:
             self._given = Digest.of(self.source.held(), earlier)

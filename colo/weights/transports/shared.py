@@ -13,7 +13,7 @@ from colo.weights.sources.module import ModuleSource
 
 
 class SharedTransport:
-    """Trainer and engine on one copy of the weights; what is left to do is to check that they still are."""
+    """Trainer and engine on one copy of the weights. The only work left is to check that they still are."""
 
     name = "shared"
     shares = True
@@ -27,7 +27,7 @@ class SharedTransport:
 
     @property
     def working_bytes(self) -> int:
-        """Nothing: no byte moves."""
+        """0: no byte moves."""
         return 0
 
     def transfer(self, version: int = 0) -> int:

@@ -108,7 +108,7 @@ class SlicesTransport(CopyingTransport):
 
     @property
     def working_bytes(self) -> int:
-        """Memory of two buckets, where slices travel through buffers."""
+        """Bytes of two buckets where slices travel through buffers, else 0."""
         return self._route.exchange.working_bytes if self._route.exchange is not None else 0
 
     def transfer(self, version: int = 0) -> int:
@@ -192,7 +192,7 @@ class SlicesTransport(CopyingTransport):
             except Exception:  # noqa: BLE001 - planning raises it on every rank
                 has_moved = True
         with self._stage("meet"):
-            wait_for_queued(self._device)
+            wait_for_queued(self._device)  # streams order nothing across processes, and peers write into this engine
             has_moved = ranks.any(has_moved, "looking for slices of the weights")
         if has_moved:
             self._route = self._connect()
@@ -230,7 +230,7 @@ class SlicesTransport(CopyingTransport):
 
 
 class _Route:
-    """The way that slices take, recorded: straight into engines, or through buffers. To make one is a collective.
+    """The recorded way of slices: straight into engines, or through buffers. Making one is a collective.
 
     Where many bytes go to other ranks, NVLink is what a transfer waits for, and memory has time to spare: slices are
     written in stages then, and a stage also reads back what engines have taken in the one before.

@@ -85,14 +85,14 @@ class WorkerAgent:
             )
         kind, method = OPERATIONS[envelope.operation]
         asked = kind.from_wire(envelope.arguments)
-        if kind is wire.Describe:
+        if kind is wire.Describe:  # who describes becomes the client
             self._client = envelope.client
         elif envelope.client != self._client:
             raise errors.EngineLost("another client has connected since")
         return method(self, asked)
 
     def describe(self, asked: wire.Describe) -> dict[str, Any]:
-        """Meet a new client and return `WorkerInfo`. What an earlier client has begun is ended, and its memory let go.
+        """Meet a new client and return `WorkerInfo`. Ends what an earlier client has begun, and unmaps its memory.
 
         Raises: `TransferError` when `home` is not the client's memory, so that the client is on another machine;
         `BudgetError` when what an earlier client has put to sleep cannot come back.
@@ -133,7 +133,7 @@ class WorkerAgent:
         ).to_wire()
 
     def _forget_client(self) -> None:
-        """End what a client that is gone has begun, and bring back what it has put to sleep."""
+        """End a reload and transfers of an earlier client, and wake what it has put to sleep."""
         self._abandon_reload()
         if self._receiver is not None:
             self._receiver.release()
@@ -219,7 +219,7 @@ class WorkerAgent:
             self._segments = None
 
     def forget(self, asked: wire.Forget) -> None:
-        """Let go of the model, which is about to end, and of its KV cache."""
+        """Drop references to the model and its KV cache: vLLM is about to end."""
         compat.forget_reloads(self._model)
         compat.free_kv_cache(self._worker)
 
@@ -264,7 +264,7 @@ class WorkerAgent:
     # ---- copies out of the trainer's memory --------------------------------------------------------------------------
 
     def receive(self, asked: wire.Receive) -> Any:
-        """Take steps of taking in weights from another process; see `ipc.receiver`."""
+        """Run steps of a `Receiver`; see `colo.weights.transports.ipc.receiver`."""
         if self._receiver is None:
             device = torch.device(self._worker.device)
             self._receiver = Receiver(device, self._record, number=self._worker.rank)

@@ -53,7 +53,7 @@ class OwnMemory:
         self._slabs: list[SharedMemory] = []
 
     def take(self, size_bytes: int) -> torch.Tensor:
-        """More memory, uint8, shape [size_bytes]."""
+        """Take another slab: uint8, shape [size_bytes]."""
         self._slabs.append(SharedMemory(size_bytes, self._device))
         return self._slabs[-1].bytes
 
@@ -111,7 +111,7 @@ class Placement:
         return room[: parameter.numel() * parameter.element_size()].view(parameter.dtype).view(parameter.shape)
 
     def move_in(self, buffer: torch.Tensor) -> None:
-        """Make a buffer memory of the slabs: with what it holds, or what these hold already."""
+        """Point a buffer into the slabs. Its values go along if the slabs are to be filled, else theirs stay."""
         if buffer.device.type != self.device.type or not buffer.is_contiguous():
             return
         place = self.place(buffer)

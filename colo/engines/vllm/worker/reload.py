@@ -26,7 +26,7 @@ class Reload:
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
         self.tied = _is_tied(model)
-        """The model's output layer is its embedding."""
+        """True if the output layer is the embedding."""
 
         self._model = model
         self._model_config = model_config

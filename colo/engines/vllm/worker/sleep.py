@@ -38,7 +38,7 @@ class PoolRegion(Region):
         self._record = record
 
     def _release(self) -> None:
-        torch.cuda.current_stream(self.device).synchronize()
+        torch.cuda.current_stream(self.device).synchronize()  # a kernel on unmapped memory ends the process
         compat.unmap(self._record)
 
     def _restore(self) -> None:

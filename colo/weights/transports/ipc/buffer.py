@@ -183,7 +183,7 @@ class SenderBuffer:
         self._words[:] = 0
         taken = taking()
         try:
-            for index in range(len(self.groups)):
+            for index in range(len(self.groups)):  # group n fills the half that group n - 2 was read from
                 if not self._wait_read(index - 1, taken):
                     self._stop()
                     break  # and `result` says why

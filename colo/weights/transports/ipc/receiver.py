@@ -56,7 +56,7 @@ class Receiver:
         model_type: str | None,
         exported: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Learn what will be sent: each tensor as `TensorSpec.to_wire` gives it, with strides.
+        """Take the description of what will be sent: each tensor as `TensorSpec.to_wire` gives it, with strides.
 
         What is `exported` (`Exported.wire`) is mapped. Returns `fallbacks` and `left_out` of the `LoadPlan`. Raises:
         `TransferError` when memory cannot be mapped, or tensors do not cover the model exactly once.
@@ -72,7 +72,7 @@ class Receiver:
         return {"fallbacks": dict(plan.fallbacks), "left_out": plan.left_out}
 
     def stage(self, **buffer: Any) -> None:
-        """Learn of the buffer that groups arrive in, as `SenderBuffer.describe` gives it.
+        """Map the buffer that groups arrive in, from the arguments of `SenderBuffer.describe`.
 
         Without `turns` each group is copied by a call of its own, once the sender has filled it. Raises: as
         `ReaderBuffer`; `Unsupported` for a tensor with gaps, which cannot be put together from pieces.
@@ -199,10 +199,10 @@ class _Update:
     version: int
     copied: list[int] = field(default_factory=list)
     flags: dict[int, torch.Tensor] = field(default_factory=dict)
-    """By group, for `_Group.named`."""
+    """Result of the comparison of each group, for `_Group.named`."""
 
     digests: dict[int, Digest] = field(default_factory=dict)
-    """By group of a buffer, those of what was copied from."""
+    """Digest of each group of a buffer as it was copied."""
 
 
 class _Group:
@@ -231,7 +231,7 @@ class _Group:
             return copies.flags() if verify else None
 
         self._count += 1
-        if not self._as_graph or self._count == 1:
+        if not self._as_graph or self._count == 1:  # the first run compiles its kernels, outside of a capture
             return run()
         if verify not in self._graphs:
             graph = torch.cuda.CUDAGraph()

@@ -98,7 +98,7 @@ class IpcTransport(CopyingTransport):
         self._layout: list[tuple[str, torch.dtype, torch.Size]] = []
         self._manifest: Manifest | None = None
         self._described: Manifest | None = None
-        """Tensors that the workers were told of."""
+        """Manifest of the tensors that the workers know."""
 
         self._why_staged = f"{_STAGED}, as was asked for"
         if peer.ipc_refusal is not None:
@@ -109,7 +109,7 @@ class IpcTransport(CopyingTransport):
 
     @property
     def working_bytes(self) -> int:
-        """Memory for gathering one tensor at a time, twice that of the largest at most."""
+        """Memory for gathering one tensor at a time: at most twice the largest."""
         sizes = [spec.size_bytes for spec in self.source.specs()] if self.source.is_sharded else []
         return 2 * max(sizes, default=0)
 
