@@ -1,10 +1,10 @@
-"""Full fine-tuning on a device that has room for weights, gradients and three buckets of the optimizer's state.
+"""Full fine-tuning on a device that has room for weights, gradients and a window onto the optimizer's state.
 
     python examples/grpo_full_streamed.py                     # a tiny model, made on the spot, on CPU or GPU
     python examples/grpo_full_streamed.py --model Qwen/Qwen3-8B   # streamed where the GPU has no room for all of it
 
-The state, ten bytes for each parameter, stays in host memory. A step brings it up a bucket at a time, and the weights
-that it makes are, bit for bit, those of a step on a device where all of it fits.
+The state, ten bytes for each parameter, stays in host memory. A step brings it up a range of elements at a time, and
+the weights that it makes are, bit for bit, those of a step on a device where all of it fits.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def launch(model: Any, device: str | None, **settings: Any) -> colo.Runtime:
     if isinstance(model, str):
         return colo.launch(model, device=device, dtype="bfloat16", config=colo.RuntimeConfig(**settings))
     adamw = colo.optim.MasterWeights(lambda params: torch.optim.AdamW(params, lr=5e-4, weight_decay=0.0))
-    small = {"kv_cache_bytes": MIB, "region_bytes": 64 * 1024}  # buckets of a tiny model
+    small = {"kv_cache_bytes": MIB // 2, "region_bytes": 64 * 1024}  # ranges of a tiny model
     config = colo.RuntimeConfig(**(small | settings))
     tokenizer = CharTokenizer()
     model = copy.deepcopy(model)
@@ -68,7 +68,7 @@ def main() -> None:
     tiny = warm_up(torch.device("cpu"), seed=0, tell=print)
     with launch(tiny, args.device, optimizer="streamed") as rt:
         sizes = {name: rt.scheduler.segments[name].size_bytes for name in (ENGINE_WEIGHTS, TRAINER_OPTIMIZER)}
-    limit_bytes = 2 * sizes[ENGINE_WEIGHTS] + sizes[TRAINER_OPTIMIZER]  # weights, gradients, three buckets
+    limit_bytes = 2 * sizes[ENGINE_WEIGHTS] + sizes[TRAINER_OPTIMIZER]  # weights, gradients, the window
     try:
         launch(tiny, args.device, optimizer="resident", device_limit_bytes=limit_bytes)
     except colo.BudgetError as error:

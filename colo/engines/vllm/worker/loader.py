@@ -251,6 +251,7 @@ class ColoModelLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM ships no t
                 placement.outside[name] = f"{type(module).__name__} keeps a tensor derived from weights"
         if placement.loaded_as is None or placement.digest().differs(placement.loaded_as):
             placement.outside["weights"] = "vLLM's post-processing changes weights in place"
+        placement.loaded_as = None  # a digest keeps the memory of a CPU, which `drop_unused` is to give back
         if not placement.outside:  # else a restart has to load and process anew
             source.done(placement.layout(model))
         elif not source.fill:
