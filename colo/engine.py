@@ -246,7 +246,7 @@ class Engine(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """The device that it shares with a trainer."""
+        """Device that engine and trainer share."""
 
     @property
     def mover(self) -> Mover:
@@ -258,7 +258,7 @@ class Engine(Protocol):
 
     @property
     def residual_bytes(self) -> Mapping[str, int]:
-        """Device bytes that no sleep gives back, as far as they are known, by what they are."""
+        """Device bytes that no sleep gives back, by kind, as far as they are known."""
 
     @property
     def model_type(self) -> str | None:
@@ -394,7 +394,7 @@ class Gathers(Protocol):
     """An engine, or a link to one, that several processes run a part of each."""
 
     def gather(self, value: T) -> list[T]:
-        """Collect `value` of every rank, all of which have to ask at the same time; see `in_all_ranks`."""
+        """All-gather `value` over the engine's ranks (a collective); see `in_all_ranks`."""
 
 
 def in_all_ranks(

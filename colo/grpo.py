@@ -210,7 +210,7 @@ def _save(trainer: Any) -> None:
 
 
 class WholeSteps(TrainerCallback):  # type: ignore[misc]
-    """Holds Ctrl-C back within an optimizer step, so that what is saved then is not half of one."""
+    """Delays Ctrl-C until an optimizer step has ended, so that no half step is saved."""
 
     def __init__(self) -> None:
         self._held: AbstractContextManager[Any] | None = None
@@ -319,7 +319,7 @@ def _evaluation(run: RunArguments, args: GRPORunConfig) -> Any:
 
 
 def _check_batch(args: GRPORunConfig, dataset: Any) -> None:
-    """Raise `ValueError` for a dataset with fewer prompts than a rollout takes, of which TRL makes no step."""
+    """Raise `ValueError` for a dataset with fewer prompts than one rollout takes: TRL would make no step."""
     prompts = args.generation_batch_size // args.num_generations
     with suppress(TypeError):  # of a stream, which has no length
         if len(dataset) < prompts:

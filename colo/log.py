@@ -32,7 +32,7 @@ class _Terminal(logging.Handler):
 
 
 class _Spinners:
-    """The spinner that is shown, of which there is one at most: a terminal has room for no more."""
+    """The spinner on the terminal, at most one."""
 
     shown: Status | None = None
 

@@ -272,7 +272,7 @@ class LateMover(Mover):
 
 
 class _Lane:
-    """Work in order, that runs as far as it is told to."""
+    """Queue of work that runs in order, up to a given number."""
 
     def __init__(self) -> None:
         self.num_queued = self.num_run = 0

@@ -126,7 +126,7 @@ def _check_options(rt: Runtime, prompt: Sequence[int]) -> list[str]:
 
 
 def _served(rt: Runtime, sampled: Sequence[Completion]) -> int:
-    """Tensors of the trained adapter, every one of which the engine has loaded under its name."""
+    """Tensors of the trained adapter; the engine has loaded all of them under its name."""
     if not is_peft_model(rt.model):
         return 0
     unserved = [completion for completion in sampled if completion.adapter is None]

@@ -263,7 +263,7 @@ def config_of(model: Checkpoint, revision: str) -> PretrainedConfig:
 
 @contextmanager
 def _without_its_code(model: str | os.PathLike[str]) -> Iterator[None]:
-    """Raise `Unsupported` for a checkpoint with code of its own, of which transformers would ask at the terminal."""
+    """Raise `Unsupported` for a checkpoint with code of its own: transformers would ask at the terminal to run it."""
     try:
         yield
     except ValueError as error:
@@ -329,7 +329,7 @@ def _adapted_modules(config: PretrainedConfig, lora: LoraConfig) -> list[str]:
 
 
 def _tied(model: nn.Module) -> dict[str, str]:
-    """Parameters that are others under a second name."""
+    """Second names of tied parameters."""
     first = {id(p): name for name, p in model.named_parameters()}
     names = model.named_parameters(remove_duplicate=False)
     return {name: first[id(p)] for name, p in names if first[id(p)] != name}

@@ -44,7 +44,7 @@ class EngineBase:
     """Words for it in errors about sampling options; by default its name."""
 
     or_else = "leave it out"
-    """Advice about an option that it does not take."""
+    """Advice for the error about an option that the engine does not take."""
 
     def __init__(
         self,

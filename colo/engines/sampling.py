@@ -67,7 +67,7 @@ _OF_TRANSFORMERS = {
     "eos_token_id": "stop_token_ids",
     "stop_strings": "stop, on vLLM",
 }
-"""Names of transformers' generation options, and what says the same here."""
+"""Names of transformers' generation options, each with the option here that means the same."""
 
 
 def check_names(options: Mapping[str, Any]) -> None:
@@ -140,7 +140,7 @@ _KEEPS_DISTRIBUTION = frozenset(
 
 _FILTERS = ("top_p", "top_k", "min_p")
 _PLAIN: Mapping[str, Sequence[Any]] = {"top_p": (1,), "top_k": (0, -1), "repetition_penalty": (1,)}
-"""Values, beside those that are false, with which an option changes nothing."""
+"""Neutral values of options, beside false ones: they change nothing."""
 
 
 def distorting(params: Any) -> tuple[str, ...]:

@@ -116,7 +116,7 @@ def _encode(index: int, prompt: Any, tokenizer: Any) -> list[int]:
 
 
 _VLLMS = ("prompt_token_ids", "prompt")
-"""Keys of a prompt as `vllm.LLM.generate` takes it, of which the first counts."""
+"""Keys of a prompt dict as `vllm.LLM.generate` takes it; the first that is present counts."""
 
 
 def _is_vllms(prompt: Mapping[str, Any]) -> bool:

@@ -84,7 +84,7 @@ class CopyPlan:
 
     @torch.no_grad()
     def replay_digested(self) -> torch.Tensor:
-        """Queue all copies, and the digests of what they read: as `digests`, in the same launch."""
+        """Queue all copies and, in the same launch, digests of the sources; see `digests`."""
         self._copy_others()
         return self._found("copy and digest", digest_of)
 
@@ -141,7 +141,7 @@ def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -
 
 
 def _spread(groups: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Tiles of several tables in one, those of each at even distances."""
+    """Merge tables of tiles, the tiles of each at even distances."""
     every = [part for part in groups if len(part)] or [cut([])]
     places = torch.cat([(torch.arange(len(part), dtype=torch.float64) + 0.5) / max(1, len(part)) for part in every])
     return torch.cat(every)[places.argsort(stable=True)]

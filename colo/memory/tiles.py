@@ -1,4 +1,4 @@
-"""Memory in many places as a table of small tiles, which one kernel reads in one launch; and the same by torch.
+"""Strided memory as a table of small tiles that one kernel copies, digests or compares in one launch; torch's version.
 
 A pair of tensors becomes runs (rows of bytes), and runs become tiles of at most `WORDS` words, a word being as wide as
 the alignment of both sides allows. Programs of the kernel take a few tiles each, so that a slice of 1 KB and one of
@@ -109,7 +109,7 @@ class CopyRows(NamedTuple):
         return width if places % WORD_BYTES == 0 else min(width, _low_bit(places))
 
     def peeled(self) -> Iterator[CopyRows]:
-        """Head, body and tail of its rows, of which the body has the widest words that source and target share."""
+        """Split rows into head, body and tail; the body has the widest words that source and target share."""
         width = _low_bit((self.source - self.target) | self.source_step | self.target_step | _WIDEST_BYTES)
         head = -self.target % width
         body = (self.row_bytes - head) // width * width
@@ -211,7 +211,7 @@ def _low_bit(number: int) -> int:
 
 
 def bits_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as integers of the same width; a complex number as two, since no integer is as wide."""
+    """View memory as integers of the same width; a complex number as two, since no integer is as wide."""
     numbers = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
     return numbers.view(_BITS[numbers.element_size()])
 

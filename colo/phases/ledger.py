@@ -21,7 +21,7 @@ class LivesOnHost(Protocol):
 
     @property
     def home_bytes(self) -> int:
-        """Host bytes in any residency, such as those of state of which only a part is ever on the device."""
+        """Host bytes in every residency, as of streamed state, which is never on the device as a whole."""
         ...
 
 

@@ -148,7 +148,7 @@ class Scheduler:
         return move
 
     def forget(self, name: str) -> None:
-        """Give up what the host holds of a segment, once it has arrived there: whoever brings it back writes it anew.
+        """Discard a segment's host copy, once it is complete: the segment's next owner writes it anew.
 
         Nothing happens to a segment that is elsewhere.
         """

@@ -211,5 +211,5 @@ def _ends_training(span: Span) -> bool:
 
 @lru_cache(maxsize=1024)
 def _shared(segments: tuple[tuple[str, int], ...]) -> dict[str, int]:
-    """One object for all moments at which segments hold the same: a training step repeats those of the last."""
+    """Reuse one object for equal samples: a training step repeats those of the last."""
     return dict(segments)

@@ -256,7 +256,7 @@ def _plain_head(model: nn.Module) -> nn.Linear | str:
 
 
 def _run(model: Any, input_ids_BT: Tensor, attention_mask_BT: Tensor, seen: SeenPass | None = None) -> Any:
-    """The model's logits; where its head is `seen` those of the last position."""
+    """The model's logits; if its head is `seen`, those of the last position alone."""
     given: dict[str, Tensor] = {}
     parameters = inspect.signature(getattr(model, "get_base_model", lambda: model)().forward).parameters
     # Some families begin to count elsewhere than at 0, and know padding on the right by the mask or the token.

@@ -25,7 +25,7 @@ def count_read(num_bytes: int) -> None:
 
 @contextmanager
 def uncounted() -> Iterator[None]:
-    """Let this thread's meters count nothing: what is copied meanwhile stays the trainer's."""
+    """Stop this thread's meters within the block: copies in it stay the trainer's."""
     meters = _meters()
     _running.meters = ()
     try:

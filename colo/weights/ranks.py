@@ -111,7 +111,7 @@ class RankGroup:
         return self._all_rows(row)[self._order]
 
     def _all_rows(self, row: torch.Tensor) -> torch.Tensor:
-        """Rows as they come; those of ranks that are in several groups with this one come several times."""
+        """All-gather rows, group by group; a rank in several groups appears several times."""
         from torch import distributed
 
         found = row[None]
@@ -186,7 +186,7 @@ def _wait(work: Any) -> None:
 
 
 def _device_of(mesh: Any) -> torch.device:
-    """The device of this process that a mesh is of; parts may be in host memory all the same (`CPUOffloadPolicy`)."""
+    """This process's device of a mesh; shards may be in host memory all the same (`CPUOffloadPolicy`)."""
     kind = torch.device(mesh.device_type)
     return torch.device("cuda", torch.cuda.current_device()) if kind.type == "cuda" else kind
 

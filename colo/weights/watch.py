@@ -32,7 +32,7 @@ class WriteWatch:
         self._seen = self._state()
 
     def accept(self) -> None:
-        """Take the weights as they are now for known: an optimizer's step has written them."""
+        """Accept the weights as they are now: an optimizer's step has written them."""
         self._seen = self._state()
 
     def has_changed(self) -> bool:

@@ -34,7 +34,7 @@ PREFILL_TOKENS = 8192
 
 
 class BufferLayer(DynamicLayer):  # type: ignore[misc]  # transformers ships no types
-    """Keys and values of one layer, [rows, heads, length, head_dim]: columns of memory that has room for more."""
+    """Keys and values of one layer, [rows, heads, length, head_dim]: views of memory with room for more columns."""
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Begin empty in this memory, [rows, heads, max_length, head_dim]."""
@@ -274,7 +274,7 @@ _ODD = {
         "its positions leave out tokens that are its padding token, also where they were sampled",
     ),
 }
-"""Model types whose log-probabilities would not be those of a pass over the whole sequence, and why."""
+"""Model types whose log-probabilities with a cache differ from a pass over the whole sequence, with the reason."""
 
 _BUFFER_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
 _SHORT, _LONG = 2, 18

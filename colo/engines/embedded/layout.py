@@ -33,7 +33,7 @@ STACKED: Mapping[str, tuple[str, ...]] = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
 }
-"""The engine's projections and, in the order of their rows, those of the checkpoint that they are made of."""
+"""Fused projections of the engine, each with the checkpoint's projections in the order of their rows."""
 
 VOCABULARY_ROWS = 64
 """Embeddings and language model heads have a multiple of so many rows."""
@@ -52,7 +52,7 @@ class Slot:
 
     @property
     def num_rows(self) -> int:
-        """Rows that it takes; a scalar takes one."""
+        """Number of rows; 1 for a scalar."""
         return self.shape[0] if self.shape else 1
 
     def view(self, parameter: torch.Tensor) -> torch.Tensor:
@@ -71,7 +71,7 @@ class Layout:
     """Hugging Face name to place. A tied name is not among them."""
 
     tied: Mapping[str, str]
-    """Hugging Face name of a parameter that is another one too, to the name that has a slot."""
+    """Hugging Face name of each tied parameter, mapped to the name that has a slot."""
 
     model_type: str | None = None
     """`model_type` of the model's configuration: checkpoints of some name each expert of a stack."""

@@ -30,7 +30,7 @@ class Wave:
     """For every sequence, the position of its prompt in `prompts`."""
 
     limits: tuple[int, ...]
-    """For every sequence, the most tokens that it may grow by."""
+    """Most tokens by which each sequence may grow."""
 
     in_place: bool = False
     """A single sequence grows where its prompt was computed, since there is no room for both."""
@@ -155,7 +155,7 @@ def _has_room(wave: Wave, capacity: int, size: Callable[[int], int]) -> bool:
 # ---- positions -------------------------------------------------------------------------------------------------------
 
 _KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_target_positions")
-"""Names of the limit in configs, of those that vLLM reads."""
+"""Config keys for the number of positions, a subset of those that vLLM reads."""
 
 
 def positions_of(config: PretrainedConfig) -> Positions:

@@ -58,7 +58,7 @@ def pid_namespace() -> int:
 
 
 def lives(process: psutil.Process) -> bool:
-    """Tell whether it is there and is still the same one."""
+    """True if the process runs and its id has not been given to another."""
     try:
         return bool(process.is_running()) and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

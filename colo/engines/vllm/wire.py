@@ -81,7 +81,7 @@ class Envelope(Message):
     operation: str
     arguments: Mapping[str, Any]
     client: str
-    """Tells clients apart, of which only the last is answered."""
+    """Identifies the client; only the last one to describe itself is answered."""
 
 
 class Describe(Request):
@@ -116,7 +116,7 @@ class Recorded(Message):
 
     fallbacks: Mapping[str, str]
     memory: Sequence[Description | None]
-    """Pieces that the targets of copies lie in, by index; `None` for those that nothing lies in."""
+    """Memory of the copies' targets, by index; `None` for a slab that has been dropped."""
 
     unused: Sequence[str]
 
@@ -177,7 +177,7 @@ class FinishReload(Request):
 
 
 class Receive(Request):
-    """Run steps of `Receiver`; the answer is that of the last."""
+    """Run steps of `Receiver`; the answer is the last step's."""
 
     steps: Sequence[Mapping[str, Any]]
     """`step`, its name, and `arguments` of each."""

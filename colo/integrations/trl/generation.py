@@ -120,7 +120,7 @@ class ColoGeneration:
 
 
 class _NoLLM:
-    """In the place of TRL's `vllm.LLM`, of which the loop that calls tools reads the length of the context."""
+    """Stands for TRL's `vllm.LLM`: TRL's tool loop reads the context length from it."""
 
     def __init__(self, context: int) -> None:
         self.llm_engine = SimpleNamespace(model_config=SimpleNamespace(max_model_len=context))
@@ -165,7 +165,7 @@ def watch_forwards(model: Any, runtime: Runtime) -> list[Any]:
 
 _REPORTED = ("reward", "reward_std", "loss", "kl", "entropy", "grad_norm", "completions/mean_length")
 _NAMES = {"completions/mean_length": "completion_tokens"}
-"""Names that metrics of a trainer have in colo's reports, where they are others."""
+"""Names of TRL's metrics in colo's reports, where these differ."""
 
 
 def _is_reported(name: str) -> bool:

@@ -201,7 +201,7 @@ def held_view(part: PlacedPart, box: Box) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Parcel:
-    """Data of one rank for another in a bucket: elements in a row, the widest first, so that there are no gaps."""
+    """Data of one rank for another in a bucket: contiguous, the widest dtypes first, so that there are no gaps."""
 
     peer: int
     deliveries: tuple[Delivery, ...]

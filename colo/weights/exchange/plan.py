@@ -23,12 +23,12 @@ class Slice:
     name: str
     box: Box
     dtype: str
-    """A key of `DTYPE_BYTES`: of the memory that it lies in, or goes to."""
+    """Dtype of the memory that it lies in, or goes to: a key of `DTYPE_BYTES`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """Elements of one weight that go from one rank's part to one rank's engine, which may be the same rank's."""
+    """Elements of one weight that go from a rank's part to a rank's engine, its own or another's."""
 
     sender: int
     receiver: int
@@ -110,7 +110,7 @@ def make_plan(
     order: Sequence[str],
     bucket_bytes: int,
 ) -> ExchangePlan:
-    """Find a sender for everything that is taken: the rank itself where it holds it, else whoever has sent least.
+    """Find a sender for every slice: the taking rank if it holds it, else the holder that sends least so far.
 
     `held` and `taken` are by rank, with the same ranks. Weights travel in the given order. No rank sends and receives
     more than `bucket_bytes` in a bucket.
@@ -174,7 +174,7 @@ def _narrower(trainers: str, engines: str) -> str:
 
 @dataclass
 class _Buckets:
-    """Deliveries in groups, each of which begins when a rank has no room left in the one before."""
+    """Group deliveries into buckets; a new one begins when some rank's has no room left."""
 
     limit_bytes: int
     deliveries: list[list[Delivery]] = field(default_factory=list)

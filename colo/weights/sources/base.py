@@ -77,7 +77,7 @@ class WeightSource(Protocol):
         """`tensors`, each whole when it is its turn; every rank takes them in order."""
 
     def settle_names(self) -> None:
-        """Take the names that there are for those of the engine's weights, from now on."""
+        """Fix the names of the engine's weights as those of now."""
 
     def check_names(self, names: Iterable[str] | None = None) -> None:
         """Raise `StaleWeights` when there are other weights, by name, than when the engine was given them."""

@@ -1,4 +1,4 @@
-"""Whole weights that ranks make together, one at a time in an order that all of them keep; those of `DTensor`s.
+"""Whole weights of `DTensor`s, gathered one at a time in an order that all ranks keep.
 
 An engine takes whole tensors. Making one is a collective: every rank takes part, in the same order, and one that fails
 on the way goes on to the end, since the others wait for it, and tells them.
@@ -82,7 +82,7 @@ class InTurn(Mapping[str, torch.Tensor]):
 
 
 class Gathered(InTurn):
-    """Weights by name, the sharded ones whole in turn in `order`, the others as they are at any time."""
+    """Weights by name: sharded ones are whole only in their turn of `order`, others at any time."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], order: Iterable[str] | None = None) -> None:
         sharded = [name for name in (tensors if order is None else order) if is_dtensor(tensors[name])]

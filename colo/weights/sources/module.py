@@ -71,7 +71,7 @@ class ModuleSource:
         """True if some are sharded over ranks."""
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Give the same items again while the model has the same tensors under the same names: finding them is slow."""
+        """Return cached items while the model has the same tensors under the same names: finding them is slow."""
         self.reshard()
         modules = all_modules(self.model)
         names, tensors = held_by(modules)
@@ -106,7 +106,7 @@ class ModuleSource:
         return [tensor for _, tensor in self]
 
     def places(self) -> tuple[list[torch.Tensor], list[Hashable]]:
-        """Parameters and buffers, also those that are no weights, and the addresses of what lies of them here."""
+        """All parameters and buffers, and the addresses of their local shards."""
         self.reshard()
         modules = all_modules(self.model)
         tensors = [t for m in modules for of in (m._parameters, m._buffers) for t in of.values() if t is not None]
@@ -144,7 +144,7 @@ class ModuleSource:
                 self.foreign |= named
 
     def settle_names(self) -> None:
-        """Take the names that there are for those of the engine's weights, from now on."""
+        """Fix the names of the engine's weights as those of now."""
         self._names = frozenset(name for name, _ in self)
 
     def check_names(self, names: Iterable[str] | None = None) -> None:
@@ -184,7 +184,7 @@ class ModuleSource:
 
 
 def all_modules(model: nn.Module) -> list[nn.Module]:
-    """Every module, one that is shared as often as it is referred to: ten times as fast as `nn.Module.modules`."""
+    """List every module, a shared one once for each reference: ten times as fast as `nn.Module.modules`."""
     found = [model]
     for module in found:  # grows while it is walked
         found += filter(None, module._modules.values())

@@ -81,7 +81,7 @@ def shard_of(runs: Sequence[Run], *, count: int, number: int, split_factor: int 
 
 
 def _chunk(runs: Sequence[Run], count: int, number: int) -> list[Run]:
-    """Chunk `number` of `count`: each has the same length, but for the last ones, which `torch.chunk` leaves short."""
+    """Chunk `number` of `count`, cut as by `torch.chunk`: the last ones may be short or empty."""
     total = sum(stop - start for start, stop in runs)
     size = -(-total // count)
     low, high, passed = number * size, min(total, (number + 1) * size), 0

@@ -1,4 +1,4 @@
-"""Weights whose parts no tensor describes, such as Megatron's: a `WeightSource` of whoever knows their places."""
+"""A `WeightSource` for weights whose placement no tensor describes, such as Megatron's."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class SpreadSource:
     is_sharded = True
 
     def __init__(self, placed: PlacedWeights, *, device: torch.device) -> None:
-        """`device` is that of the parts, on which the group can reduce."""
+        """`device`: where the parts lie; the group must be able to reduce on it."""
         self._placed = placed
         self._device = device
         self.ranks = RankGroup.of(placed.group, device)
@@ -129,7 +129,7 @@ class SpreadSource:
         """Do nothing: nothing is left whole."""
 
     def outermost_sharded(self) -> list[nn.Module]:
-        """Name none: backward passes begin as those of any module."""
+        """Return none: no module begins its backward pass by itself, as FSDP2's do."""
         return []
 
 

@@ -53,7 +53,7 @@ class Transport(Protocol):
         """True if the engine's weights are the trainer's at this moment, as far as can be told. Sends nothing."""
 
     def reconnect(self) -> None:
-        """Tell an engine that has been started again whatever the lost one was told."""
+        """Describe everything anew to an engine that has been started again."""
 
     def move_out(self, device: torch.device) -> None:
         """Give parameters that lie in the engine's memory memory of their own on `device`, if there are any."""

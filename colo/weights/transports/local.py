@@ -105,7 +105,7 @@ class LocalTransport(CopyingTransport):
 
 
 def _parts(plan: LoadPlan, tensors: Mapping[str, torch.Tensor]) -> list[LoadPlan]:
-    """The plan in parts, each of as many bytes as may be whole at a time, or of one tensor."""
+    """Cut the plan into parts of at most `GATHERED_BYTES`, or of one larger tensor."""
     groups: list[list[str]] = []
     room_bytes = -1  # the first weight begins a part, also one without elements
     for name in plan.sources:

@@ -298,7 +298,7 @@ class _Route:
 
 
 def _stages(plan: ExchangePlan, told: Mapping[int, Told], count: int) -> list[int]:
-    """The stage of every delivery, the same on every rank: weights in their order, each stage with as many bytes."""
+    """Assign deliveries to stages of equal bytes, weights in order; the same on every rank."""
     every = plan.every
     num_far = sum(d.num_bytes for d in every if d.sender != d.receiver)
     if 3 * num_far < sum(d.num_bytes for d in every):

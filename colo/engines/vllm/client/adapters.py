@@ -156,7 +156,7 @@ class _Sent:
     def put(
         self, adapter: AdapterWeights, tensors: Mapping[str, torch.Tensor], link: WorkerLink
     ) -> tuple[Wire, str | None]:
-        """Description of the tensors, the same object while workers need not be told again, and why they are copies."""
+        """Description of the tensors (the same object while nothing has moved), and the reason if they are copies."""
         last = self.memory[-1] if self.memory else None
         why_staged = link.ipc_refusal
         if why_staged is None and isinstance(last, Exported) and last.is_current(tensors):

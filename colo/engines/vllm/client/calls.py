@@ -190,7 +190,7 @@ def start_apart_from_interrupts(start: Callable[[], T], discard: Callable[[T], N
 
 
 def _kill_children(until: threading.Event, mark: int) -> None:
-    """Kill the children that block the signal `mark`, those that come too, until an event or too long."""
+    """Kill children that block the signal `mark`, present and new ones, until the event is set or time is up."""
     last_s = time.monotonic() + _START_ENDS_S
     while not until.is_set() and time.monotonic() < last_s:
         for process in active_children():

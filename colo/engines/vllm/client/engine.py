@@ -344,7 +344,7 @@ class VLLMEngine(EngineBase):
         super().commit(version)
 
     def gather(self, value: Any) -> list[Any]:
-        """`value` of every rank of a torchrun group, all of which have to ask; see `in_all_ranks`."""
+        """All-gather `value` over the ranks of a torchrun group (a collective); see `in_all_ranks`."""
         return self._link.gather(value)
 
     @property

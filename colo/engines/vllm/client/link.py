@@ -1,4 +1,4 @@
-"""A link to the workers of a vLLM, wherever they run: the same operations of the same worker agent over each.
+"""Link to the workers of a vLLM. Every kind of link carries the same requests to the same worker agent.
 
     `InProcessLink`    vLLM in this process       `collective_rpc` with a function, tensors as they are
     `OwnProcessLink`   vLLM in its own process    `collective_rpc` by the name of a method
@@ -44,7 +44,7 @@ class WorkerLink(Protocol):
     """Accounts of the workers, of when the link was made."""
 
     client: str
-    """Tells this link from other clients of the same workers."""
+    """Identifies this link among the clients of the same workers."""
 
     deadline_s: float
     """Silence after which vLLM counts as lost."""

@@ -58,7 +58,7 @@ class WorkerMemory:
                 segment.vanish()
 
     def release(self) -> None:
-        """Bring everything back, and have the workers forget that it ever left: the engine is about to end."""
+        """Bring everything back and drop the workers' records of it: the engine is about to end."""
         self._link.call(wire.Release())
         for segment in self.segments:
             segment.residency, segment.device_bytes = Residency.RESIDENT, segment.size_bytes
@@ -101,7 +101,7 @@ class WorkerMemory:
             raise failed[0].error()
 
     def wait_for(self, name: str) -> int:
-        """Return, when every worker has moved a segment, the device bytes that it holds."""
+        """Wait until every worker has moved a segment; return its device bytes."""
         return int(self._link.call(wire.Wait(segment=name))[0])
 
 

@@ -87,7 +87,7 @@ def device_of(device: torch.device | str | None) -> torch.device:
 
 
 def save_config(model: PretrainedConfig | PreTrainedModel, folder: str) -> None:
-    """Write the configuration from which vLLM builds the same model, and what ends its sequences."""
+    """Write the config from which vLLM builds the same model, and the generation config with its end tokens."""
     config = copy.deepcopy(model if isinstance(model, PretrainedConfig) else model.config)
     if not config.architectures:
         config.architectures = [AutoModelForCausalLM._model_mapping[type(config)].__name__]

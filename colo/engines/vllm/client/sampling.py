@@ -86,7 +86,7 @@ _OF_TEXT = {
 
 
 def check_logprobs(params: Any, mode: str, advice: str) -> None:
-    """Raise `Unsupported` unless a vLLM in this `logprobs_mode` returns those of what is sampled from."""
+    """Raise `Unsupported` unless `logprobs_mode` returns log-probabilities of the distribution that is sampled from."""
     if mode == "processed_logprobs":
         return
     if mode != "raw_logprobs" or params.temperature not in (0, 1) or distorting(params):

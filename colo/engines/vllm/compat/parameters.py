@@ -45,7 +45,7 @@ def keep_weights_plain(model: nn.Module) -> None:
 
 
 def renamer(model: nn.Module) -> Callable[[str], str]:
-    """Return what makes of a checkpoint's names those that `model.load_weights` wants.
+    """Return a function from a checkpoint's names to those that `model.load_weights` wants.
 
     With LoRA enabled, 0.26 wants the names of wrapped layers with `.base_layer` in them; 0.30 takes them as they are.
 
@@ -126,11 +126,11 @@ class _Ranges:
                 self._ranges.append((first, last))
 
     def have(self, tensor: torch.Tensor) -> bool:
-        """Tell whether a tensor is one of them, or a part of one."""
+        """True if a tensor is one of them, or a part of one."""
         return self._holding(tensor) is not None
 
     def have_as_part(self, tensor: torch.Tensor) -> bool:
-        """Tell whether a tensor is a part of one, or another order of its elements."""
+        """True if a tensor is a part of one, or a permutation of its elements."""
         own = (tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size())
         return self._holding(tensor) not in ((None, own) if tensor.is_contiguous() else (None,))
 

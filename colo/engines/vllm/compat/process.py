@@ -105,7 +105,7 @@ EXCEPTION = re.compile(r"[\w.]+(?:Error|Exception|Exit|Interrupt|Unsupported): "
 
 @contextmanager
 def logs_to_file() -> Iterator[None]:
-    """Send the log of a vLLM that is imported meanwhile, here or in a process that is started, to the file.
+    """Send the log of a vLLM that is imported within the block, here or in a child process, to the file.
 
     By its documented variable, which is as before afterwards. Where the user has set vLLM's logging up, or COLO_LOG is
     `debug`, nothing changes; a vLLM that this process has imported before goes on as it did.
@@ -195,7 +195,7 @@ def _write_config() -> Path:
 
 @contextmanager
 def in_this_process(wanted: bool) -> Iterator[None]:
-    """Let an engine that is built meanwhile run in this process, or in its own, by vLLM's documented variable.
+    """Have engines built within the block run in this process, or in their own, by vLLM's documented variable.
 
     vLLM: 0.26 to 0.30. Delete when where an engine runs is an argument of `vllm.LLM`.
     """
@@ -230,7 +230,7 @@ def own_random_state(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def variable(name: str, value: str | None) -> Iterator[None]:
-    """Give an environment variable a value meanwhile, or none."""
+    """Set or unset an environment variable within the block."""
     before = os.environ.get(name)
     _set_variable(name, value)
     try:

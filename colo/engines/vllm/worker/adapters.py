@@ -162,7 +162,7 @@ class SlotPlan:
 
     slot: int
     zeroed: list[torch.Tensor]
-    """Without those that a copy covers as a whole."""
+    """Tensors to zero, but for those that a copy covers entirely."""
 
     copies: CopyPlan
 

@@ -202,7 +202,7 @@ class WorkerAgent:
         self._segments_now().begin(asked.segment, Residency(asked.target))
 
     def wait(self, asked: wire.Wait) -> int:
-        """Return, when a segment has arrived, the bytes that it holds on the device."""
+        """Wait until a segment has arrived; return its device bytes."""
         segments = self._segments_now()
         segments.wait(asked.segment)
         return segments.by_name[asked.segment].device_bytes

@@ -289,7 +289,7 @@ _LARGE_BYTES = MIB
 
 @contextmanager
 def parameters_in(slabs: Placement, device: torch.device, *, built_on: torch.device, fill: bool) -> Iterator[None]:
-    """Put every parameter that is registered meanwhile into `slabs`, which hold weights already unless `fill`.
+    """Put every parameter registered within the block into `slabs`; these hold weights already unless `fill`.
 
     `built_on` is the device of the context that the model is built in, which may lack its number.
     """

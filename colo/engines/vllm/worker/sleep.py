@@ -136,7 +136,7 @@ class OtherTensors:
         self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []  # tensor and what it held
 
     def before(self, target: Residency, segment: RegionSegment, models: Iterable[nn.Module]) -> None:
-        """Keep what they hold, if it would be lost on the way to `target`, from wherever it is."""
+        """Keep their bytes, read from the device or the arena, if the move to `target` would lose them."""
         if target is Residency.DISCARDED and segment.residency is not target:
             segment.settle()  # what is on its way back has to be there
             places = [place for model in models for place in _places(model, segment.regions)]

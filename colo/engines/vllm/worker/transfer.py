@@ -1,4 +1,4 @@
-"""The weight-transfer backend `colo`: a trainer's weights through vLLM's own four calls, for whoever makes them.
+"""Weight-transfer backend `colo`: a trainer's weights through vLLM's own four calls.
 
     vllm serve MODEL --host 127.0.0.1 --load-format colo --weight-transfer-config '{"backend": "colo"}'
 

@@ -130,7 +130,7 @@ class SenderBuffer:
         readers: int,
         in_host_memory: bool = False,
     ) -> None:
-        """Take memory for whatever a half has to hold of `specs`; `readers` is the number of workers."""
+        """Take memory for two halves, each as large as the largest group of `specs`; `readers`: number of workers."""
         self.groups = plan_groups(specs, half_bytes=half_bytes)
         self._dtypes = {spec.name: getattr(torch, spec.dtype) for spec in specs}
         self._device = device

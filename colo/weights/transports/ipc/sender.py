@@ -36,7 +36,7 @@ class Peer(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """The device that it shares with a trainer."""
+        """Device that engine and trainer share."""
 
     @property
     def model_type(self) -> str | None:
