@@ -189,7 +189,7 @@ def _adapted(model: nn.Module, lora: LoraConfig) -> Any:
 
 def _made_optimizer(make: MakeOptimizer, model: nn.Module) -> torch.optim.Optimizer:
     """The optimizer of what is trained. Raises: `TypeError` for another thing, `Unsupported` as `check_optimizer`."""
-    made = make([p for p in model.parameters() if p.requires_grad])
+    made = make([p for p in model.parameters() if p.requires_grad])  # with an adapter: of the adapter alone
     check_optimizer_type(made, "optimizer is a function that returns an optimizer of the parameters it is given")
     check_optimizer(made, model)
     return made

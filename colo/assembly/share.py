@@ -104,7 +104,7 @@ def share(
         source = source_of(model, placed, resolved)
         with source.ranks.fail_together("checking the model and its optimizer"):
             check_trainer(model, optimizer, resolved.device)
-        _try_adapter(resolved, model)
+        _try_adapter(resolved, model)  # an engine may refuse it, and no weights have moved yet
         _warn_of_kv_cache(resolved)
         if tokenizer is None and resolved is not engine and hasattr(engine, "llm_engine"):
             tokenizer = _tokenizer_of(engine)
@@ -249,7 +249,7 @@ def assemble(
     """
     transport = transport_for(source, engine, config)
     undo.add(transport.close)
-    undo.callback(transport.move_out, engine.device)
+    undo.callback(transport.move_out, engine.device)  # the last that is added runs first: parameters leave, then close
     held_bytes = _held_bytes(engine.segments, model, optimizer, transport)
     with told_of_others():
         return Runtime(

@@ -124,7 +124,7 @@ def dtype_of(model: Checkpoint, revision: str) -> torch.dtype | None:
 
 
 def start_torch(request: LaunchRequest, undo: Undo) -> tuple[Engine, Any]:
-    """The embedded engine, and a model over its memory."""
+    """Start the embedded engine and make a model over its memory."""
     checkpoint = _load_checkpoint(request.model, request.dtype, request.revision)
     engine = make_torch_engine(checkpoint, request, request.make_mover(undo), request.kv_cache_bytes(checkpoint))
     undo.add(engine.close)
@@ -138,7 +138,7 @@ def start_torch(request: LaunchRequest, undo: Undo) -> tuple[Engine, Any]:
 
 
 def make_torch_engine(model: Any, request: LaunchRequest, mover: Mover, kv_cache_bytes: int) -> TorchEngine:
-    """The embedded engine for the architecture of `model`, without its weights."""
+    """Make the embedded engine for the architecture of `model`, without its weights."""
     engine = TorchEngine(
         model.config, device=request.device, dtype=request.dtype, kv_cache_bytes=kv_cache_bytes, mover=mover
     )
@@ -147,7 +147,7 @@ def make_torch_engine(model: Any, request: LaunchRequest, mover: Mover, kv_cache
 
 
 def make_vllm_engine(request: LaunchRequest, mover: Mover, kv_cache_bytes: int) -> VLLMEngine:
-    """vLLM for `request.model`, with its weights where that is a checkpoint."""
+    """Start vLLM for `request.model`, with its weights if that is a checkpoint."""
     from colo.engines.vllm.client.engine import VLLMEngine
 
     return VLLMEngine(
@@ -175,7 +175,7 @@ def add_lora_options(request: LaunchRequest, config: PretrainedConfig) -> None:
 
 
 def start_vllm(request: LaunchRequest, undo: Undo) -> tuple[Engine, Any]:
-    """vLLM, which reads the checkpoint itself, and a model over its memory, or one of its own where that cannot be."""
+    """Start vLLM, which reads the checkpoint itself, and make a model over its memory, or a copy where that fails."""
     packs, config = _is_packed_by_vllm(request), config_of(request.model, request.revision)
     add_lora_options(request, config)
     if not packs:
@@ -390,7 +390,7 @@ def _refuse_incomplete(model: Checkpoint, lacking: list[str]) -> None:
 
 
 def _own(model: Any, given: Checkpoint) -> Any:
-    """The model to train: a copy where it is the very one that was given."""
+    """Deep-copy a model that the caller passed in: `launch` never trains the caller's object."""
     return copy.deepcopy(model) if model is given else model
 
 
@@ -476,7 +476,7 @@ def start_for(
     )
     mover = request.make_mover(undo)
     kv_cache_bytes = request.kv_cache_bytes(base, beside_bytes=_bytes_of_copy(base, request.dtype))
-    with _in_host_memory(model):
+    with _in_host_memory(model):  # until the engine has its memory: the device never holds the weights twice
         engine: Engine
         if kind == "vllm":
             add_lora_options(request, base.config)

@@ -87,7 +87,7 @@ class TorchEngine(EngineBase):
     def _make_cache(self, size_bytes: int, dtype: torch.dtype) -> Region:
         """Choose what holds the states of sequences, and take or count its memory."""
         for region in self.weights.regions:
-            region.bytes.zero_()  # a model without weights is measured, not one of whatever was there
+            region.bytes.zero_()  # the measuring pass must not meet NaN in fresh memory
         footprint, device = Footprint.of(self.module, self._positions), self.weights.regions[0].device
         if footprint.buffer is None:
             room = Reservation(ENGINE_KV_CACHE, size_bytes, device)
@@ -209,7 +209,7 @@ class TorchEngine(EngineBase):
             limits=wave.limits,
         )
         if transcript.has_nan():
-            self._caches.forget()
+            self._caches.forget()  # keys and values of the prompts may be NaN too
             raise FloatingPointError(self._why_nan(adapter))
         return [
             Completion(
@@ -279,7 +279,7 @@ class _Segment(RegionSegment):
                 f"segment {self.name} cannot become {target}: a trainer works on these {self.size_bytes} bytes. "
                 f"Put the engine to sleep with level '{SleepLevel.KEEP_WEIGHTS}', which drops the KV cache only"
             )
-        with uninterrupted():
+        with uninterrupted():  # a move that the engine has not heard of would leave it awake without memory
             move = super().begin(target)
             if target is not source:
                 self._on_move(source, target)

@@ -97,7 +97,7 @@ class LoadPlan:
         stand_ins = {
             name: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for name, t in source.items()
         }
-        recorder = _Recorder(stand_ins)
+        recorder = _Recorder(stand_ins)  # tensors on the meta device: views and shapes work, values do not exist
         try:
             with torch.no_grad(), recorder:
                 load(iter(stand_ins.items() if as_checkpoint is None else as_checkpoint(stand_ins)))
@@ -197,7 +197,7 @@ class LoadPlan:
         if where not in self._recorded:
             self._recorded.clear()
             plan = CopyPlan([(copy.region_of(source[copy.name]), copy.target) for copy in self._runs])
-            if plan.holds_tensors:
+            if plan.holds_tensors:  # kept, it would keep the source's memory alive
                 return plan
             self._recorded[where] = plan
         return self._recorded[where]
@@ -272,7 +272,7 @@ class _Recorder(TorchDispatchMode):
                 self.copies.append(_copy_of(name, args[1], args[0]))
             return args[0]
         if func is torch.ops.aten.copy_.default and storage_key(args[1]) in self._computed:
-            return args[0]
+            return args[0]  # its sources are fallbacks already
         if func is torch.ops.aten._local_scalar_dense.default and args[0].device.type == "meta":
             raise _NeedsValuesError("a stand-in has none")
         result = func(*args, **(kwargs or {}))
@@ -332,7 +332,7 @@ def _check_coverage(
 
 
 class _Index:
-    """Finds which destination a view belongs to, by storage and byte offset."""
+    """Index of destinations by storage and byte offset, to find the one that a view belongs to."""
 
     def __init__(self, destinations: Mapping[str, torch.Tensor]) -> None:
         self._by_storage: dict[int, list[tuple[int, int, str]]] = {}

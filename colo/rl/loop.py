@@ -205,10 +205,10 @@ def train_step(
             "step and pass it, or set the coefficient to 0"
         )
     advantages_B = group_advantages(torch.tensor(rewards, dtype=torch.float32, device=rt.device), config.group_size)
-    rt.optimizer.zero_grad()
+    rt.optimizer.zero_grad()  # of a step that failed
     starts = range(0, len(completions), config.micro_batch_size)
     parts = [completions[start : start + config.micro_batch_size] for start in starts]
-    references_BT = _reference_logprobs(rt, parts, config, reference)
+    references_BT = _reference_logprobs(rt, parts, config, reference)  # before gradients take their memory
     num_tokens, weight = _num_tokens(completions), _weight(completions, config.loss.aggregation)
     totals: dict[str, float] = {"loss": 0.0, "mismatch": 0.0} | ({} if reference is None else {"kl": 0.0})
     for start, part, reference_BT in zip(starts, parts, references_BT, strict=True):
@@ -293,7 +293,7 @@ class _Scorer:
     def __call__(
         self, problems: Sequence[Problem], completions: Sequence[Completion], *, step: int
     ) -> tuple[list[float], dict[str, float]]:
-        """Weighted sums, and what to log of them."""
+        """Return the weighted sums and the metrics to log."""
         values = self._values(problems, completions, step)
         weighted = [[self._weights[name] * value for value in column] for name, column in values.items()]
         sums = [sum(row) for row in zip(*weighted, strict=True)]

@@ -139,6 +139,7 @@ class MismatchCheck:
         temperature, completions = self._noted or (1.0, ())
         self._noted = None
         comparable = [c for c in completions if c.weights_version == version and c.token_ids]
+        # a pass of a sharded model is a collective: every rank makes as many
         count = source.ranks.min(len(comparable), "comparing log-probabilities")
         if not count:
             return None

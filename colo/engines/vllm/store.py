@@ -149,7 +149,7 @@ class WeightStore:
             rank = worker.rank = request["rank"]
             worker.pid = request["pid"]
             memory = self._by_rank.get(rank)
-            if memory is None or not memory.filled:
+            if memory is None or not memory.filled:  # a start that failed halfway has filled nothing of use
                 for slab in memory.slabs if memory is not None else ():
                     slab.close()
                 memory = self._by_rank[rank] = _Memory(self._device_of(request["device"]))
@@ -175,6 +175,7 @@ class WeightStore:
         if not memory.filled:
             memory.slabs.append(SharedMemory(size_bytes, memory.device))
             return memory.slabs[-1]
+        # an engine that is started again asks for the same slabs in the same order, and finds the weights in them
         known = [slab.size_bytes for slab in memory.slabs]
         if index >= len(known) or known[index] != size_bytes:
             raise TransferError(
@@ -208,7 +209,7 @@ def _check_layout(first: Layout, now: Layout) -> None:
 
 
 class StoreClient:
-    """A worker's side of the conversation."""
+    """Client of a `WeightStore`, in a worker."""
 
     def __init__(self, address: str, *, rank: int, pid: int, device: torch.device) -> None:
         """Introduce the worker. Raises: `TransferError` when nobody answers within the deadline."""

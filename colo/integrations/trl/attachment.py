@@ -144,7 +144,7 @@ def sampling_of(trainer: Any, rt: Runtime, context: int) -> dict[str, Any]:
 
 
 def _set(trainer: Any, rt: Runtime, generation: ColoGeneration) -> None:
-    """Set what makes a trainer generate with colo, and have the runtime's end take it back."""
+    """Set the trainer's attributes by which it generates with colo; the runtime's end restores them."""
     handles = watch_forwards(trainer.model, rt)
     callback = PhaseCallback(trainer, rt, generation)
     trainer.add_callback(callback)

@@ -218,7 +218,7 @@ class PhaseCallback(TrainerCallback):  # type: ignore[misc]
         self._generation.num_tokens, self._generation.seconds = 0, 0.0
 
     def on_log(self, *_: Any, logs: Mapping[str, Any] | None = None, **__: Any) -> None:
-        """Give the runtime's report what the trainer logs of its steps and evaluations."""
+        """Pass the trainer's metrics of steps and evaluations on to the runtime's report."""
         found = {_NAMES.get(name, name): value for name, value in (logs or {}).items() if _is_reported(name)}
         self._runtime.log(**found)
 

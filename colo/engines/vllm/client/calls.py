@@ -82,6 +82,7 @@ class Caller:
             end_wait("the engine")
             if self.has_ended():
                 raise ProcessEnded
+            # that a queued call begins to run counts as progress, too
             before, seen = seen, (future.running(), self._seen())
             if seen != before:
                 moved_s = time.monotonic()
@@ -116,7 +117,7 @@ class Caller:
             end_wait("the engine")
 
     def _seen(self) -> object:
-        """Return what changes while the processes work."""
+        """Return a value that differs from the last one while the processes work."""
         found = self._progress()
         return found if found is not None else [_processor_time(process) for process in self._processes]
 

@@ -332,7 +332,7 @@ class VLLMEngine(EngineBase):
         names = [name for name, _ in operations]
         if names != ["release"]:
             self._status.require_weights("take weights")
-        if "begin" in names:
+        if "begin" in names:  # from here to `commit` the weights are neither the old nor the new ones
             self.poison("weights have been copied into it and not committed: publish all of them")
         steps = [{"step": name, "arguments": arguments} for name, arguments in operations]
         return self._link.call(wire.Receive(steps=steps))
@@ -405,6 +405,7 @@ class VLLMEngine(EngineBase):
             raise PhaseError(self._link.why_not_recovered(lost))
         self._link.close()
         self._adapters.close()
+        # a starting vLLM maps the trainer's weights: it must not have written to them
         held = self._store.digest() if self._store is not None else None
         self._status.revive()
         try:
@@ -434,7 +435,7 @@ class VLLMEngine(EngineBase):
             with suppress(EngineLost):  # nothing is left to bring back then
                 self._leave_as_found()
         self._status.close()
-        self._link.close()
+        self._link.close()  # workers let go of memory before its owners here do
         self._adapters.close()
         self._weights.close()
         self._owned.close()

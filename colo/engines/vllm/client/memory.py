@@ -116,13 +116,13 @@ class WorkerSegment:
         self._holder = holder
 
     def reset(self, size_bytes: int, away: Residency | None) -> None:
-        """Be what an engine that has just started holds."""
+        """Take the size and the rule of an engine that has just started."""
         self.size_bytes = self.device_bytes = size_bytes
         self.away = away
         self.residency = Residency.RESIDENT
 
     def vanish(self) -> None:
-        """Be gone, with the process that held it."""
+        """Count as discarded: the process that held it has ended."""
         self.residency, self.device_bytes, self.host_bytes = Residency.DISCARDED, 0, 0
 
     def begin(self, target: Residency) -> Move:

@@ -195,7 +195,7 @@ def _write_config() -> Path:
 
 @contextmanager
 def in_this_process(wanted: bool) -> Iterator[None]:
-    """Have engines built within the block run in this process, or in their own, by vLLM's documented variable.
+    """Make engines built within the block run in this process, or in their own, by vLLM's documented variable.
 
     vLLM: 0.26 to 0.30. Delete when where an engine runs is an argument of `vllm.LLM`.
     """
