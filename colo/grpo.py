@@ -125,6 +125,7 @@ def train(
 
     Raises: `ValueError` and `OSError` for what was given, before the model is loaded; as `ColoGRPOTrainer`.
     """
+    # all checks come before the model is loaded, which takes minutes
     checkpoint = _check_output(run, args)
     check_args(args)
     lora = _check_model(model)

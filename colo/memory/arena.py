@@ -93,6 +93,7 @@ class PinnedArena:
         with self._lock:
             self._check_open()
             self._take_back()
+            # free bytes may be in pieces: `allocate` grows for an extent that none of them holds
             missing_bytes = num_bytes - sum(block.free_bytes for block in self._blocks)
             if missing_bytes > 0:
                 self._grow(missing_bytes, MAX_BLOCK_BYTES)

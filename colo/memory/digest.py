@@ -76,6 +76,7 @@ class _Prepared:
             shard = local_shard(tensor).detach()
             on_device.setdefault(shard.device, {})[name] = shard
         on_host = on_device.pop(torch.device("cpu"), {})
+        # a contiguous part is read in place each time; any other one is copied first
         rows = {name: _bytes_of(part) for name, part in on_host.items() if part.is_contiguous()}
         others = {name: part for name, part in on_host.items() if name not in rows}
         self.names = [*rows, *others, *(name for parts in on_device.values() for name in parts)]

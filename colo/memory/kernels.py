@@ -81,6 +81,7 @@ def _walk_tile(
         inside = (at < words)[:, None]
         elements = tl.load(source + ((row * source_step + column) * LANES)[:, None] + lanes, mask=inside, other=0)
         there = target + ((row * target_step + column) * LANES)[:, None] + lanes
+        # bits have to be those that torch's own cast makes, of NaN too
         if TARGET == tl.bfloat16 and SOURCE != tl.bfloat16:  # noqa: SIM300 - constants of a call
             bits = _rounded(elements)
         else:
@@ -110,6 +111,7 @@ def _walk(
     COMPARE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    # tiles of one program are far apart in the table, so that local and remote ones load every multiprocessor alike
     for number in range(tl.program_id(0), count, tl.num_programs(0)):
         tile = tiles + number * 11
         kind = tl.load(tile + 6)
@@ -168,6 +170,7 @@ def _open(weights, remainders, digests, numbers, masters, count, BLOCK: tl.const
     inside = at < count
     weight = tl.load(weights + at, mask=inside, other=0).to(tl.int32)
     digest = tl.sum((weight * tl.load(numbers + lane)).to(tl.int64))
+    # a block of weights that somebody has written to is its own master
     is_same = digest == tl.load(digests + tl.program_id(0))
     remainder = tl.load(remainders + at, mask=inside, other=0).to(tl.int32)
     tl.store(masters + at, (weight << 16) + tl.where(is_same, remainder, 0), mask=inside)

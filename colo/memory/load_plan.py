@@ -215,6 +215,7 @@ class LoadPlan:
             return None
         if len(copies) == 1 and first.offset == 0 and first.shape == shape and first.target.is_contiguous():
             return first.target if _same_strides(shape, first.stride, stride) else None
+        # several copies, as of fused projections: one alias if all shift by the same offset and miss nothing
         storage, shift = storage_key(first.target), _offset(first.target) - first.offset
         if not _is_contiguous(shape, stride) or not all(_shifts(copy, storage, shift) for copy in copies):
             return None

@@ -93,6 +93,7 @@ def with_own_storage(tensor: torch.Tensor) -> torch.Tensor:
         raise ValueError(f"a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} is not contiguous")
     if not tensor.numel():
         return torch.empty_like(tensor)
+    # a view would share the storage, and with it the reference count of whatever else lies in the slab
     own: torch.Tensor = from_dlpack(tensor.detach())
     return own
 

@@ -179,6 +179,7 @@ def cut(of: Sequence[CopyRows], words: int | None = None) -> torch.Tensor:
     fields = [(*run[:9], kind, *_word_bytes(kind, run), run.is_written) for run in of for kind in (run.kind,)]
     table = torch.tensor(fields, dtype=torch.int64).reshape(len(of), 13)
     row_words = table[:, 3] // table[:, 11]
+    # long rows are cut into pieces of equal length, short ones are taken several at a time
     per_row = (row_words + words - 1) // words  # one where rows are short: a tile is several of them then
     piece = ((row_words + per_row - 1) // per_row + 7) // 8 * 8
     high = torch.where(per_row > 1, 1, words // row_words.clamp(max=words))

@@ -197,6 +197,7 @@ class _Request:
         available_bytes = self.ledger.free_bytes + sum(h.size_bytes for h in chosen)
         if arriving_bytes + late_bytes + self.working_bytes <= available_bytes:
             return chosen, True
+        # each of the two has to fit without the other: late segments come when the working memory has gone
         self._require(arriving_bytes + late_bytes, available_bytes)
         yielding = _cheapest(self._yielding, arriving_bytes + self.working_bytes - available_bytes)
         self._require(arriving_bytes + self.working_bytes, available_bytes + sum(h.size_bytes for h in yielding))

@@ -56,7 +56,7 @@ class Estimate:
     segments: Mapping[str, int]  # bytes where a segment is largest; parameters that are the engine's own count 0
     phases: Mapping[str, Mapping[str, int]]  # device bytes; `activations` of a rollout are the engine's workspace
     offloaded: Mapping[str, tuple[str, ...]]  # on the host then; gradients that must go are dropped, not moved
-    streamed: bool = False  # the optimizer's state is on the device a bucket at a time, in a phase `step` of its own
+    streamed: bool = False  # the optimizer's state is on the device a range at a time, in a phase `step` of its own
     suggestions: tuple[Suggestion, ...] = ()
 
     @property

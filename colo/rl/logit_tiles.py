@@ -217,6 +217,7 @@ class _Running:
         column_R1, inside_R1 = tiles.locate(rows, columns)
         found_R1 = logits_RC.gather(1, column_R1)
         self._target_R1 = torch.where(inside_R1, found_R1, self._target_R1)
+        # the target is left out of the sums, and joins them at the end
         logits_RC.scatter_(1, column_R1, found_R1.masked_fill_(inside_R1, -torch.inf))
         self._raise_top(torch.maximum(self._top_R, logits_RC.amax(1)))
         e_RC = tiles.add_shift(logits_RC, self._shift_R).exp_()

@@ -212,6 +212,7 @@ def train_step(
     num_tokens, weight = _num_tokens(completions), _weight(completions, config.loss.aggregation)
     totals: dict[str, float] = {"loss": 0.0, "mismatch": 0.0} | ({} if reference is None else {"kl": 0.0})
     for start, part, reference_BT in zip(starts, parts, references_BT, strict=True):
+        # micro-batches are weighted so that their sum is the loss of the whole batch
         share = _weight(part, config.loss.aggregation) / max(1, weight)
         output = _loss(rt, Batch.of(part, rt.device), advantages_B[start : start + len(part)], config, reference_BT)
         (output.loss * share).backward()

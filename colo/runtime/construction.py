@@ -189,6 +189,7 @@ def check_phases(scheduler: Scheduler) -> Transition:
 
     Raises: `BudgetError` when one of them could not be entered.
     """
+    # as it will be when the first step has been made: KV cache dropped, optimizer state on the device
     ledger = scheduler.ledger()
     for name, residency in ((ENGINE_KV_CACHE, Residency.DISCARDED), *((n, Residency.RESIDENT) for n in LATE)):
         holding = ledger.holdings[name]

@@ -246,6 +246,7 @@ class Turns:
 
     def _leave_train(self) -> None:
         with self._trace.span("switch from train", category="switch", phase=Phase.TRAIN):
+            # the peak of the phase is known now, before anything moves
             self._learn_working_bytes()
             self._scheduler.enter(Phase.IDLE)
             if self._session.has_stepped and self._is_rollout_next():

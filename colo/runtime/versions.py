@@ -88,6 +88,7 @@ class WeightVersions:
         """Start a lost engine again and publish to it; every rank of a sharded model calls. See `Runtime.recover`."""
         engine = self._engine
         is_lost = engine.state is EngineState.LOST
+        # only the lost engine is started again, and every rank publishes: weights travel between ranks
         is_lost_elsewhere = self._ranks.any(is_lost, "recovering the engine") and not is_lost
         with self._ranks.fail_together("recovering the engine"):
             self._scheduler.plan(Phase.ROLLOUT)  # refuse while nothing has changed

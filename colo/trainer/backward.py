@@ -52,6 +52,7 @@ class BackwardWatch:
         for parameter in parameters:
             if parameter.requires_grad and parameter not in self._watched:
                 self._watched[parameter] = None
+                # before autograd accumulates, when a gradient may still be away, and after, when it is complete
                 self._hooks.append(parameter.register_hook(_weakly(self._on_admission)))
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(_weakly(self._on_gradient)))
         self._every = max(1, len(self._watched) // PROGRESS_CALLS)
@@ -80,6 +81,7 @@ class BackwardWatch:
         self._seen += 1
         if self._seen % self._every == 0:
             self._on_progress()
+        # the first parameter to get its n-th gradient begins the n-th pass
         if count > self.passes:
             self.passes = count
             self._on_pass(count)

@@ -187,6 +187,7 @@ class TakenGradients:
 
     def note(self, parameters: Iterable[torch.Tensor]) -> None:
         """Note the present gradients of some parameters."""
+        # by weak reference: a note must not keep a gradient that the loop drops
         self._noted.update((p, (TensorWeakRef(p.grad), p.grad._version)) for p in parameters if p.grad is not None)
 
     def present(self) -> list[torch.Tensor]:

@@ -111,6 +111,7 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
         self._loading: dict[Any, Any] = {}
         self._remainders = bucket_bytes is not None if remainders is None else remainders
         self._inner = make_optimizer([self._with_masters(group) for group in groups])
+        # the inner optimizer is known only once it is made, so that it is made again with whole masters
         if self._remainders and remainders is None and why_not_separable(self._inner) is not None:
             self._remainders = False  # it may look at all masters at once, or as it is made
             self._masters.clear()
@@ -191,6 +192,7 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
         parameters = list(parameters)
         try:
             self._go_on(set(map(id, parameters)))
+            # those in `_taken` were stepped before the last attempt failed
             waiting = [p for p in parameters if p.grad is not None and p not in self._taken]
             for bucket in batches(waiting, lambda parameter: 4 * parameter.numel(), self.bucket_bytes):
                 with uninterrupted():  # masters, gradients and the note of what was taken in change together

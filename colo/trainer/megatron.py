@@ -123,6 +123,7 @@ class MegatronOptimizers(OptimizerParts):
     @property
     def state(self) -> dict[str, dict[str, Any]]:
         """The state of each main parameter, itself among it as a master weight."""
+        # fp32 parameters are their own main parameters, which stay: autograd uses them
         own = {storage_key(parameter) for parameter in self.param_groups[0]["params"]}
         return {
             f"{number}.{index}": self._state_of(optimizer, main, own)

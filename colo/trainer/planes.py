@@ -680,6 +680,7 @@ class Planes:
     def let_go(self, *, on_device: bool) -> int:
         """Give the state memory of its own: on the device as far as there is room; bytes that stay on the host."""
         left_bytes = 0
+        # tensors of the state stay valid after the runtime, over host memory if need be
         for name, extent in self._extents.items():  # it goes back with the last tensor over it
             parts = [local_shard(views[name]) for views in self._views.values() if name in views]
             self._mover.arena.release_after(extent, parts)
@@ -862,6 +863,7 @@ class Planes:
             if self._is_split:
                 master = self._window.master_of(parameter)
                 master.adopt({name: views[name] for name in (MASTER_REMAINDER, MASTER_DIGESTS)})
+            # the next step compares tokens, not values, which would wait for the GPU
             self._tokens[parameter] = after
         if pairs:
             torch._foreach_copy_([mine for mine, _ in pairs], [value for _, value in pairs])
@@ -885,6 +887,7 @@ def part_of(optimizer: Any, groups: list[dict[str, Any]], state: Any) -> Any:
 
     Hooks belong to the user's one step; a class whose `step` calls that of its base has torch call them once more.
     """
+    # `__init__` would make groups and state anew: only the class's `step` is wanted
     made = object.__new__(type(optimizer))
     hooks: dict[str, Any] = {"_optimizer_step_pre_hooks": {}, "_optimizer_step_post_hooks": {}}
     made.__dict__.update(optimizer.__dict__, param_groups=groups, state=state, **hooks)

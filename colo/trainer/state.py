@@ -184,6 +184,7 @@ class TrainerState:
         return given
 
     def _after_load(self) -> None:
+        # what had left before the load leaves again; what left for it comes back as the loaded state
         was_away = [p for p in self.parkings if p.residency is Residency.OFFLOADED and p.name not in self._replaced]
         self._replaced.clear()
         self._find_state()

@@ -77,6 +77,7 @@ class StreamedState(TrainerState):
         """See `TrainerState.refresh`. Makes our hook the last before a step: others may change gradients."""
         super().refresh()
         hooks = self.optimizer._optimizer_step_pre_hooks
+        # hooks run in the order of registration, and another's may still clip or unscale gradients
         if next(reversed(hooks)) != self._hooks[0].id:
             self._hooks[0].remove()
             self._hooks[0] = self.optimizer.register_step_pre_hook(untraced(self._pre_hook))

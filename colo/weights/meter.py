@@ -63,6 +63,7 @@ class CopyMeter(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if func.is_view or self not in _meters():
             return result
+        # an operation counts if it reads watched memory and writes anywhere else
         names = {argument.name: _is_written(argument) for argument in func._schema.arguments}
         given = {**dict(zip(names, args, strict=False)), **(kwargs or {})}
         written = [given[name] for name, is_written in names.items() if is_written and name in given] or [result]

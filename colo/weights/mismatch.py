@@ -42,6 +42,7 @@ def logprob_difference(
     They were sampled from `softmax(logits / temperature)`, unfiltered. The model runs in evaluation mode meanwhile:
     once for each or, `together`, for those in a row that are equally long.
     """
+    # dropout would make the trainer differ from itself
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

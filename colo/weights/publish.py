@@ -204,6 +204,7 @@ class Publisher:
                 self._transport.check()
             else:
                 self._transport.source.check_names()
+        # under an adapter the frozen base is sent once, unless somebody has written to it
         has_base = self._has_base()
         self._sent = None  # until it is known to have arrived
         base_bytes = 0 if has_base else self._send()
@@ -250,6 +251,7 @@ class Publisher:
         for left in self._uncertain:
             with suppress(ValueError):  # it is not there
                 engine.remove_adapter(left)
+        # an interrupt within the next call leaves either of them in the engine
         self._uncertain = {name} if old is None else {old, name}
         meter = CopyMeter(lambda: [*adapter.a.values(), *adapter.b.values()])
         with meter:

@@ -37,6 +37,7 @@ class WriteWatch:
 
     def has_changed(self) -> bool:
         """True if something has changed since the last call, or `accept`."""
+        # identities first: a replaced tensor may have the count of the one before
         (tensors, counts, adapter), self._seen = self._seen, self._state()
         is_same = len(tensors) == len(self._seen[0]) and all(map(operator.is_, tensors, self._seen[0]))
         return not is_same or (counts, adapter) != self._seen[1:]

@@ -59,6 +59,7 @@ class BufferLayer(DynamicLayer):  # type: ignore[misc]  # transformers ships no 
 
     def take(self, source: BufferLayer, index: torch.Tensor) -> None:
         """Hold the rows `index` (int64) of `source`, which may be this layer, instead of what was here."""
+        # a copy first: rows may move within the same memory
         taken = [states.index_select(0, index) for states in (source.keys, source.values)]
         keys, values = self.room
         self.room = (keys[: len(index)], values[: len(index)])
@@ -250,6 +251,7 @@ def forward(model: PreTrainedModel, token_ids: torch.Tensor, cache: BufferCache)
 def prefill(model: PreTrainedModel, wave: Wave, cache: BufferCache) -> torch.Tensor:
     """Compute the prompts of `wave`; returns the logits after each, [prompts, vocab]. The caller sets the length."""
     length = wave.prompt_length
+    # padding on the left, so that every row's next token is in the same column
     token_ids = torch.tensor([(0,) * (length - len(prompt)) + prompt for prompt in wave.prompts])
     num_rows = max(1, PREFILL_TOKENS // length)
     parts = zip(token_ids.to(model.device).split(num_rows), cache.parts(num_rows), strict=True)

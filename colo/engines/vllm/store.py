@@ -85,6 +85,7 @@ class WeightStore:
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(self.address)
         self._listener.listen()
+        # a thread, since the constructor of vLLM blocks this one while its worker asks for memory
         threading.Thread(target=self._accept, name="colo-store", daemon=True).start()
 
     @property
@@ -156,6 +157,7 @@ class WeightStore:
             memory.worker = worker
             return {"pid": os.getpid(), "fill": not memory.filled, "layout": memory.layout}
         memory = self._by_rank[worker.rank]
+        # a worker of an engine that was killed may still be connected
         if memory.worker is not worker:
             raise TransferError(f"another worker of rank {worker.rank} has taken the place of process {worker.pid}")
         if request["op"] == "slab":

@@ -72,6 +72,7 @@ def attach(
     try:
         if engine == "vllm":
             add_vllm_options(trainer, options, folders)
+        # the optimizer is made now: `share` hooks it, and TRL would make it within `train()`
         prepare(trainer)
         rt = share(
             engine,
@@ -85,6 +86,7 @@ def attach(
         context = _context_of(trainer, rt)
         sampling = sampling_of(trainer, rt, context)
         rt.engine.sampling_params(None, **sampling)  # which refuses by name what the engine lacks
+        # an engine that ignores an option, or computes another model, is refused before the first step
         check(rt, sampling=sampling)
         _set(trainer, rt, ColoGeneration(trainer, rt, sampling, context=context, seeded=seeded))
     except BaseException:
@@ -159,6 +161,7 @@ def _set(trainer: Any, rt: Runtime, generation: ColoGeneration) -> None:
             for reward, name in zip(trainer.reward_funcs, trainer.reward_func_names, strict=True)
         ],
     }
+    # attributes that were not there are deleted again at the end
     before = {name: getattr(trainer, name) for name in new if hasattr(trainer, name)}
     for name, value in new.items():
         setattr(trainer, name, value)

@@ -66,6 +66,7 @@ class Reach:
                 index = indices.setdefault(repr(description), len(indices))
                 found.setdefault(repr(description), description)
                 item = target.memory.element_size()
+                # landings count from the storage's first element, the description from the memory's first byte
                 shift = start_bytes - int(target.memory.storage_offset()) * item
                 places.append(EnginePlace(index, target.landing, shift, target.memory.dtype))
         except (TransferError, Unsupported) as error:

@@ -148,6 +148,7 @@ def _covering(
 ) -> Iterator[tuple[tuple[int, int], Box]]:
     """Rank and index of slices, with boxes of them that together are the one that `rank` takes."""
     sources = [min(who, key=lambda one: (one[0] != rank, sent.get(one[0], 0), one)) for who in holders.values()]
+    # own parts first: what a rank holds itself need not travel
     boxes = sorted(zip(sources, holders, strict=True), key=lambda found: (found[0][0] != rank, found[0]))
     left = [part.box] if part.box.num_elements else []
     for source, box in boxes:

@@ -131,6 +131,7 @@ class ModuleSource:
 
         Such buffers are no weights from then on. Raises: what `take` raises for others.
         """
+        # a loader names one unknown buffer at a time
         while True:
             tensors = self.tensors()
             try:

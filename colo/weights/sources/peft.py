@@ -183,6 +183,7 @@ def adapter_weights(model: PeftModel) -> AdapterWeights:
     b: dict[str, torch.Tensor] = {}
     scalings: dict[str, float] = {}
     layers = _adapted_layers(model, adapter)
+    # switched off for all, as by `disable_adapter()`, it is the user's passing state and still published
     off = [False] * len(layers) if is_disabled(model) else _are_off([layer for _, layer in layers], adapter)
     for (name, module), is_off in zip(layers, off, strict=True):
         if is_off:

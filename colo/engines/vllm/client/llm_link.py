@@ -337,6 +337,7 @@ def start_llm(
             "a vLLM runs in this process already, and closing one of two breaks the other: start this one in a process "
             "of its own (own_process=True), or close the other first"
         )
+    # what vLLM takes beyond its segments is reported as residual
     before_bytes = used_device_bytes(device) or 0
     with compat.in_this_process(not own_process):
         start = partial(LLM, **options)

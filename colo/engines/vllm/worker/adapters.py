@@ -65,6 +65,7 @@ class WorkerAdapters:
         model = self._lora_model(manager, number, matrices.by_name, rank)
         adapters = manager._adapter_manager
         self.remove(number)
+        # as vLLM's own manager does when it is full
         if len(adapters) + 1 > adapters.capacity:
             adapters.remove_oldest_adapter()
         adapters.add_adapter(model)
@@ -109,6 +110,7 @@ class WorkerAdapters:
         adapters.deactivate_adapter(number)
         with _Recorder(matrices.by_name.values()) as recorder:
             adapters.activate_adapter(number)
+        # a rank copies its shard of each matrix only
         shards = int(self._worker.parallel_config.tensor_parallel_size)
         self.plan_refusal = recorder.refusal or matrices.why_not_covered(recorder.copies, shards)
         if self.plan_refusal is None:

@@ -207,6 +207,7 @@ class ColoModelLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM ships no t
     def load_weights(self, model: nn.Module, model_config: Any) -> None:
         """Load as vLLM's own loader does, unless the memory holds the weights already."""
         self._building.close()
+        # what appears after loading is derived from weights by vLLM's post-processing
         self._tensors_before = {(id(module), name, t.data_ptr()) for module, name, t in _plain_tensors(model)}
         if self._placement is None or self._placement.source.fill:
             self._inner.load_weights(model, model_config)
@@ -306,6 +307,7 @@ def parameters_in(slabs: Placement, device: torch.device, *, built_on: torch.dev
         seen[id(parameter)] = parameter
 
     with ExitStack() as undo:
+        # torch's global hook sees every parameter of every module that vLLM builds
         undo.callback(register_module_parameter_registration_hook(move).remove)
         if not fill:
             undo.enter_context(_NothingWrittenTo(slabs))

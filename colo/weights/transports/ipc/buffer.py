@@ -150,6 +150,7 @@ class SenderBuffer:
 
         self._unlock: Callable[[], Any] | None = None
         if in_host_memory:
+            # put together, and digested, on the device; a group then goes to the host in one copy
             self._filled = [torch.empty_like(self._halves[0], device=device)] * 2
             self._unlock = cuda_driver.page_lock(self._slab, self._slab.bytes, device)
         self._turns = SharedMemory((_FIRST_READER + readers) * _WORD_BYTES, _CPU)

@@ -132,6 +132,7 @@ class IpcTransport(CopyingTransport):
                 answers = self._peer.receive("finish", checksums=checksums)
             else:
                 wait_for_queued(self._peer.device)
+                # one request for all three steps: each call into vLLM's process takes about a millisecond
                 copy = ("copy", {"verify": self._verify})
                 answers = self._peer.receive_all([begin, copy, ("finish", {"checksums": None})])
             for attested in answers:
