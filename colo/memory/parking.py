@@ -22,7 +22,7 @@ import torch
 from colo.errors import PhaseError
 from colo.memory.offload import Mover, RegionSegment
 from colo.memory.region import ALIGNMENT_BYTES, Region, allocate_region
-from colo.memory.storage import hidden_bases, num_others, num_references, storage_bytes
+from colo.memory.storage import hidden_bases, num_others, num_references, storage_bytes, storage_key
 from colo.memory.uninterrupted import uninterrupted
 from colo.phases.phase import Residency
 from colo.phases.segment import Done, Move
@@ -93,6 +93,8 @@ class Parking(RegionSegment):
             pack.forget_others(by_id)
             if not pack.blocks:
                 self._drop(pack)
+        known = self._known()
+        self._join([tensor for key, tensor in by_id.items() if key not in known])
         # packs whose last view has been dropped take part again
         for pack in [pack for pack in self._aside if not pack.num_others(self._owned)]:
             self._aside.remove(pack)
@@ -104,9 +106,7 @@ class Parking(RegionSegment):
         for pack in self._packs():
             if pack.resident and pack.num_others(self._owned):
                 self._set_aside(pack)
-        known = {
-            id(tensor) for pack in (*self._packs(), *self._aside) for block in pack.blocks for tensor in block.tensors
-        }
+        known = self._known()
         groups: dict[int, list[torch.Tensor]] = {}  # by storage, whose memory is freed as a whole
         for key, tensor in by_id.items():
             if key not in known and tensor.device == self._mover.device and tensor.untyped_storage().nbytes():
@@ -155,6 +155,33 @@ class Parking(RegionSegment):
 
     def _packs(self) -> list[Pack]:
         return [region for region in self._regions if isinstance(region, Pack)]
+
+    def _known(self) -> set[int]:
+        """List the `id`s of all tensors in packs."""
+        packs = (*self._packs(), *self._aside)
+        return {id(tensor) for pack in packs for block in pack.blocks for tensor in block.tensors}
+
+    def _join(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Have tensors over the memory of packs, such as views made since, move with those.
+
+        Left out, they would keep a pack on the device for good, or stay behind at the host when it comes back.
+        """
+        packs = (*self._packs(), *self._aside)
+        if not packs or not tensors:
+            return
+        blocks: dict[int, list[_Block]] = {}
+        for pack in packs:
+            for block in pack.blocks:
+                blocks.setdefault(storage_key(block.tensors[0]), []).append(block)
+        grown = {
+            id(block): block
+            for tensor in tensors
+            for block in blocks.get(storage_key(tensor), ())
+            if block.join(tensor)
+        }
+        for block in grown.values():
+            for base in hidden_bases(block.tensors):
+                block.join(base)
 
     def _pack(self) -> None:
         """Put what is loose into packs. Raises: `BudgetError` when the host has no room; nothing has changed then."""
@@ -269,6 +296,17 @@ class _Block:
             at = (start + offset) // tensor.element_size()
             tensor.data = made.set_(storage, at, tensor.size(), tensor.stride())
         self.address = memory.data_ptr()
+
+    def join(self, tensor: torch.Tensor) -> bool:
+        """Take in one more tensor over the same storage; false when it lies outside of the block."""
+        offset = tensor.data_ptr() - self.address
+        if not 0 <= offset < self.size_bytes:
+            return False
+        self.tensors.append(tensor)
+        self.offsets.append(offset)
+        if self.versions:
+            self.versions += _versions([tensor])
+        return True
 
     def keep(self, is_kept: Callable[[torch.Tensor], bool] = lambda _: True) -> None:
         """Forget tensors whose `data` somebody has assigned, and those that are not `is_kept`."""

@@ -143,6 +143,7 @@ def make_scheduler(parts: Parts, session: TrainerSession) -> Scheduler:
     scheduler = Scheduler(
         [*parts.engine.segments, *_weights_segments(parts.model, transport, mover.device), *session.segments],
         budget,
+        needs=session.needs,
         trace=trace,
         used_device_bytes=lambda: used_device_bytes(mover.device),
     )

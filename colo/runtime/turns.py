@@ -328,9 +328,9 @@ class Turns:
         """Bring gradients to the device that others are about to be added to. Raises: `PhaseError` inside a rollout."""
         self.check_process()
         next_turn(Verb.BACKWARD, self.turn)
-        if self._session.has_parked_gradients:
+        for name in self._session.parked_early:
             self._pause()
-            self._scheduler.require(TRAINER_GRADIENTS)
+            self._scheduler.require(name)
 
     def may_release(self) -> bool:
         """Tell whether a backward pass may step now: within `train()`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -13,7 +13,15 @@ from colo.errors import Unsupported
 from colo.memory.offload import Mover
 from colo.memory.parking import Kept
 from colo.memory.probe import PeakMeter
-from colo.phases.phase import TRAINER_MASTER_WEIGHTS, TRAINER_OPTIMIZER
+from colo.phases.phase import (
+    NEEDS,
+    TRAINER_GRADIENTS,
+    TRAINER_MASTER_WEIGHTS,
+    TRAINER_OPTIMIZER,
+    Need,
+    Phase,
+    Residency,
+)
 from colo.phases.segment import Segment
 from colo.trainer.backward import BackwardWatch
 from colo.trainer.gradients import parameters_of, unreduced
@@ -23,7 +31,7 @@ from colo.trainer.state import TrainerState
 from colo.trainer.streamed import StreamedState
 
 LATE = (TRAINER_OPTIMIZER, TRAINER_MASTER_WEIGHTS)
-"""Segments that a training phase needs only when the optimizer steps."""
+"""Segments that a training phase needs only when the optimizer steps; but see `TrainerSession.needs`."""
 
 
 class TrainerEvents(Protocol):
@@ -79,6 +87,7 @@ class TrainerSession:
                 "leave it out where there are several"
             )
         self.optimizer = as_torch(optimizer)
+        self._steps_early = isinstance(self.optimizer, MegatronOptimizers)
         own = set(map(id, parameters_of(self.optimizer)))
         others = [p for p in model.parameters() if id(p) not in own] if model is not None else []
         self._others = {parameter: parameter._version for parameter in others}
@@ -141,6 +150,24 @@ class TrainerSession:
     def has_parked_gradients(self) -> bool:
         """True while gradients are in host memory."""
         return self._state.gradients.is_parked
+
+    @property
+    def needs(self) -> Mapping[Phase, Mapping[str, Need]]:
+        """Requirements of every phase: `NEEDS`, but for Megatron's main parameters.
+
+        Megatron sets their gradients before any hook of a step runs, and torch refuses those of another device.
+        """
+        if not self._steps_early:
+            return NEEDS
+        return {**NEEDS, Phase.TRAIN: {**NEEDS[Phase.TRAIN], TRAINER_MASTER_WEIGHTS: Need.RESIDENT}}
+
+    @property
+    def parked_early(self) -> list[str]:
+        """Names of segments in host memory that are used before hooks of a step run: gradients; more in `needs`."""
+        parked = [TRAINER_GRADIENTS] if self.has_parked_gradients else []
+        if self._steps_early and self._state.parkings[1].residency is Residency.OFFLOADED:
+            parked.append(TRAINER_MASTER_WEIGHTS)
+        return parked
 
     def look_again(self, *, parameters: bool = True) -> None:
         """Take in new state before it is asked to leave, and watch parameters that have begun to train.

@@ -33,7 +33,7 @@ CASES = {  # layout, model, optimizer, dtype
 }
 
 
-def train(stages, optimizer, number):
+def train(stages, optimizer, number, before_step=lambda: None):
     """A step of Megatron's schedule for its layout, on microbatches that depend on the number."""
     is_wrapped = not isinstance(optimizer, AdamW)
     for stage in stages:
@@ -57,6 +57,7 @@ def train(stages, optimizer, number):
         micro_batch_size=steps.IDS.shape[0],
         forward_only=False,
     )
+    before_step()
     optimizer.step()
     optimizer.zero_grad()
 
@@ -80,35 +81,46 @@ def engine_of(name):
 
 
 def run(layout, name, kind, dtype):
-    """Two cycles beside a twin without colo."""
+    """Two cycles and two steps more, beside a twin without colo."""
     layout = tiny.use_layout(layout)
     ours, twins = steps.make(layout, name, kind, dtype), steps.make(layout, name, kind, dtype)
     rt = colo.share(engine_of(name), *ours, config=colo.RuntimeConfig(offload="always"))
     found = {"transport": rt.transport.name, "gaps": [], "away": [], "same": [], "versions": []}
+    found |= {"kept": [], "ready": []}
+    segments = rt.scheduler.segments
+
+    def note():
+        found["ready"].append(segments[PARKED[1]].residency)
+
     found["owner"] = [colo.Runtime.of(part) is rt for part in (ours[0], ours[0][0], ours[1], rt.model)]
     found["taken"] = failure(lambda: colo.share(engine_of(name), *ours))
     for number in range(2):
         with rt.rollout():
             completions = rt.generate([[1, 2, 3], [4, 5, 6, 7]], **GREEDY)
-            found["away"].append([rt.scheduler.segments[segment].device_bytes for segment in PARKED])
+            found["away"].append([segments[segment].device_bytes for segment in PARKED])
+            found["kept"].append(segments["trainer.kept"].size_bytes)
         found["versions"] += [c.weights_version for c in completions]
         found["gaps"].append(gap(name, ours[0], completions))
         with rt.train():
+            note()
             train(*ours, number)
         train(*twins, number)
         for stage in twins[0] if kind == "overlapped" else ():  # as leaving `train()` has had it done for the others
             stage.start_param_sync(force_sync=True)
         found["same"].append(steps.is_same(ours, twins))
     found["gaps"].append(gap(name, ours[0], rt.generate([[1, 2]], **GREEDY)))
+    found["away"].append([segments[segment].device_bytes for segment in PARKED[:2]])
+    train(*ours, 2, note)  # without `train()`
+    train(*twins, 2)
     found["received"] = [rt.transport.received_bytes, rt.transport.bytes_to_receive]
     found["publications"] = len(rt.publications)
     parameters = [p for stage in ours[0] for p in stage.parameters()]
-    found["parameters"] = [rt.scheduler.segments["trainer.parameters"].size_bytes, sum(p.nbytes for p in parameters)]
-    found["sizes"] = [rt.scheduler.segments[segment].size_bytes for segment in PARKED]
+    found["parameters"] = [segments["trainer.parameters"].size_bytes, sum(p.nbytes for p in parameters)]
+    found["sizes"] = [segments[segment].size_bytes for segment in PARKED]
     found["facts"] = rt.report().facts
     rt.close()
     for stages, optimizer in (ours, twins):
-        train(stages, optimizer, 2)
+        train(stages, optimizer, 3)
     found["same"].append(steps.is_same(ours, twins))
     return found
 

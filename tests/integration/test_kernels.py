@@ -28,7 +28,7 @@ def test_kernels_do_what_torch_does():
         timeout=300,
     )
     assert done.returncode == 0, done.stdout[-4000:]
-    assert "9 passed" in done.stdout
+    assert "passed" in done.stdout and "skipped" not in done.stdout
 
 
 COMPILE = """

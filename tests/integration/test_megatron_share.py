@@ -39,11 +39,17 @@ def test_training_is_bit_for_bit_what_it_is_without_colo(ranks, case):
 @pytest.mark.parametrize("case", CASES)
 def test_state_masters_and_gradients_are_away_while_the_engine_samples(ranks, case):
     for found in (rank[case] for rank in ranks):
-        assert found["away"] == [[0, 0, 0]] * 2
+        assert found["away"] == [[0, 0, 0], [0, 0, 0], [0, 0]] and found["kept"] == [0, 0]
         state, masters, _ = found["sizes"]
         counted, own = found["parameters"]
         assert counted >= own  # and buffers, such as a router's bias
         assert state > own and (masters > 0) == (case in CASES[:3])  # whose parameters are bf16
+
+
+@pytest.mark.parametrize("case", CASES[:3])
+def test_main_parameters_are_there_when_megatron_sets_their_gradients(ranks, case):
+    for rank in ranks:  # which it does before any hook of a step runs
+        assert rank[case]["ready"] == ["resident"] * 3
 
 
 @pytest.mark.parametrize("case", CASES)

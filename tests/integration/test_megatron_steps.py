@@ -42,10 +42,10 @@ def test_all_state_is_away_between_steps(ranks, case):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_state_stays_away_until_the_step(ranks, case):
+def test_moments_stay_away_until_the_step_and_main_parameters_until_training_begins(ranks, case):
     for found in (rank[case] for rank in ranks):
-        assert found["late"] == [[0, 0]] * 3  # after zero_grad, a backward pass, and what follows it
-        assert all(set(touched) <= {"trainer.gradients"} for touched in found["touched"])
+        masters = found["parked"][-1]["trainer.master_weights"][0]
+        assert found["late"] == [[0, masters]] * 3  # after zero_grad, a backward pass, and what follows it
         assert found["passes"] == [0 if case == "virtual stages" else 1] * 3
 
 
@@ -87,7 +87,8 @@ def test_buffers_that_an_optimizer_does_not_know_stay_and_are_told(ranks, case):
 def test_gradients_of_bare_stages_leave_as_of_any_model(ranks):
     for found in (rank["torch's"] for rank in ranks):
         assert found["zeroed"][1] == found["kept"][0] == found["kept"][1] == {}
-        assert found["between"] == [found["gradients"], 0]
+        size, on_device = found["between"]
+        assert 0 <= size - found["gradients"] < 512 * 100 and on_device == 0  # each is aligned
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -188,6 +188,43 @@ def test_a_pack_that_somebody_has_a_view_of_stays_and_others_leave(mover):
     assert is_at_host(mover, first) and first[:3].eq(5).all()
 
 
+@pytest.mark.parametrize("is_away", [True, False])
+@pytest.mark.parametrize("take", [lambda t: t[8:], lambda t: t.view(torch.int32)[:2], lambda t: t.detach().view(4, 16)])
+def test_a_view_that_the_segment_is_told_of_later_moves_with_its_tensor(take, is_away, mover):
+    first, second = tensors(64, 64)
+    segment = Parking("s", mover)
+    cycle(segment, [first, second])
+    if is_away:
+        segment.begin(O).wait()
+    view, *more = take(first), *take(second).split(1)
+    for _ in range(2):
+        segment.look([first, second, view, *more])
+        assert not segment.kept and segment.size_bytes == 512
+        segment.begin(O).wait()
+        assert segment.device_bytes == 0 and is_at_host(mover, view) and is_at_host(mover, first)
+        segment.begin(R).wait()
+        first.fill_(3)
+        assert torch.equal(view, take(first)) and not is_at_host(mover, view)
+    outsider = first[1:]
+    segment.look([first, second, view, *more])
+    assert [kept.size_bytes for kept in segment.kept] == [512], "counted once"
+    segment.look([first, second, view, *more, outsider])
+    assert not segment.kept
+
+
+def test_a_tensor_whose_data_is_that_of_another_by_now_moves_with_it(mover):
+    first, second = tensors(64, 64)
+    segment = Parking("s", mover, pack_bytes=256)
+    cycle(segment, [first, second])
+    first.data = second
+    segment.look([first, second])
+    assert not segment.kept
+    segment.begin(O).wait()
+    segment.begin(R).wait()
+    second.fill_(3)
+    assert first.eq(3).all()
+
+
 @pytest.mark.parametrize("is_first", [True, False], ids=["torch's", "a region's"])
 def test_a_view_that_is_taken_while_a_tensor_leaves_keeps_it(is_first, late):
     (tensor,) = given = tensors(1000)
