@@ -162,7 +162,7 @@ class Parking(RegionSegment):
         return {id(tensor) for pack in packs for block in pack.blocks for tensor in block.tensors}
 
     def _join(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Have tensors over the memory of packs, such as views made since, move with those.
+        """Add tensors over the memory of packs, such as views made since, to those packs.
 
         Left out, they would keep a pack on the device for good, or stay behind at the host when it comes back.
         """
