@@ -48,7 +48,7 @@ class OptimizerState(StrEnum):
     """On the device as a whole."""
 
     STREAMED = "streamed"
-    """In host memory; it passes through the device a bucket at a time."""
+    """In host memory; a step brings a range of elements to the device at a time."""
 
 
 _CHOICES: dict[str, type[Offload] | type[Weights] | type[OptimizerState]] = {
@@ -78,11 +78,11 @@ class RuntimeConfig:
     """`auto` shares them where that can be, `copy` and `staged` give trainer and engine a copy each."""
 
     optimizer: OptimizerState = OptimizerState.AUTO
-    """`resident` has the optimizer's state on the device while it steps, `streamed` a bucket of `region_bytes` at a
-    time, for optimizers that update each parameter by itself; `auto` streams where the whole would not fit."""
+    """`resident` has the optimizer's state on the device while it steps, `streamed` some ranges of it at a time, for
+    optimizers that update each parameter by itself; `auto` streams where the whole would not fit."""
 
     release_gradients: bool = False
-    """Step each bucket of a streamed optimizer within the backward pass, as soon as its gradients are there, and drop
+    """Step each range of a streamed optimizer within the backward pass, as soon as its gradients are there, and drop
     them. `optimizer.step()` does the rest: call it after every backward pass. Nothing that looks at all gradients, such
     as `clip_grad_norm_` or a `GradScaler`, has an effect then."""
 
@@ -103,8 +103,8 @@ class RuntimeConfig:
     """Activations and other transient memory of `train()` to keep free; the least, where it is measured too."""
 
     region_bytes: int = 1 * GIB
-    """Trainer state is gathered into device regions of about this size; moving one is one unit of progress. A streamed
-    step has the state of about three on the device."""
+    """Parked tensors move in packs of about this size, each by one copy. Of streamed state it is the size of a range,
+    64 MiB at most, of which three are on the device."""
 
     chunk_bytes: int = 64 * MIB
     """Copies between host and device are cut into pieces of this size, so that small copies get through."""

@@ -330,7 +330,7 @@ class Engine(Protocol):
 class LoadPlans(Protocol):
     """An engine whose loading can be recorded as copies into memory that this process sees.
 
-    Its weights may be the trainer's own memory. Every version is sent through `load_weights` to an engine without.
+    Its weights may be the trainer's own memory. Other engines get every version through `load_weights`.
     """
 
     def record_plan(self, source: Mapping[str, torch.Tensor]) -> LoadPlan:
@@ -352,7 +352,7 @@ class Adapters(Protocol):
         the engine cannot adapt: every key is accounted for, none dropped."""
 
     def replace_adapter(self, old: str, new: str, adapter: AdapterWeights) -> None:
-        """Put `adapter`, by the name `new`, in the place of `old`, which is gone then. The next version of an adapter.
+        """Load `adapter` as `new` in place of `old`, which is gone then: the next version of an adapter.
 
         Ordering: pause first. What was computed with an earlier adapter of the name `new` is forgotten.
         Raises: `ValueError` when there is no `old` or `new` is in use, and nothing has changed; otherwise as
@@ -391,7 +391,7 @@ class PacksWeights(Protocol):
 
 @runtime_checkable
 class Gathers(Protocol):
-    """An engine, or a link to one, that several processes run a part of each."""
+    """An engine, or a link to one, of which each of several processes runs a part."""
 
     def gather(self, value: T) -> list[T]:
         """All-gather `value` over the engine's ranks (a collective); see `in_all_ranks`."""

@@ -227,7 +227,7 @@ class Runtime:
             self._closing.go_on()
 
     def at_close(self, function: Callable[[], object]) -> None:
-        """Call a function when the runtime has been closed, the last one that was given first."""
+        """Call a function once the runtime has been closed; of several the last one given runs first."""
         self._turns.check_process()
         self._closing.last.callback(function)
 
@@ -254,7 +254,7 @@ class Runtime:
 
     @property
     def phase(self) -> Phase:
-        """The phase the runtime is in."""
+        """Present phase."""
         return self.scheduler.phase
 
     @property
@@ -269,7 +269,7 @@ class Runtime:
 
     @property
     def publications(self) -> Sequence[Publication]:
-        """Every publication so far."""
+        """The last publications, at most `MOST_PUBLICATIONS` of colo/weights/publish.py."""
         return tuple(self.versions.publisher.published)
 
     @property
