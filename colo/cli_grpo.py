@@ -155,7 +155,7 @@ class _JSONLines:
 
 
 class _Lines:
-    """Prints the few of what is logged that tell how a run goes."""
+    """Prints a few metrics of each step on one line."""
 
     def __init__(self, file: TextIO) -> None:
         self._console = Console(file=file)

@@ -191,7 +191,7 @@ def _train(trainer: Any, checkpoint: str | None, whole: WholeSteps, overwrite: b
 
 
 def _save_what_there_is(trainer: Any, tell: Tell) -> None:
-    """Save after an error, which is raised whether that is possible or not."""
+    """Save after an error if possible; the caller raises the error in any case."""
     try:
         if trainer.args.fast_inference:
             with suppress(Exception):

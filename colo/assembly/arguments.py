@@ -155,7 +155,7 @@ def check_common(tokenizer: object, config: object) -> None:
 
 
 def check_optimizer_type(optimizer: object, taken: str) -> None:
-    """Raise `TypeError`, beginning with what is `taken`, for what has no parameter groups, such as a function."""
+    """Raise `TypeError` for an object without parameter groups, such as a function; the message begins with `taken`."""
     if isinstance(optimizer, (list, tuple)) and optimizer:  # several, such as Muon for matrices and AdamW for the rest
         for one in optimizer:
             check_optimizer_type(one, taken)

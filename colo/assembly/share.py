@@ -174,7 +174,7 @@ def resolve(
 
 
 def _placed_or_none(model: Any) -> PlacedWeights | None:
-    """Return the given weights where they say themselves what lies on which rank."""
+    """Return `model` if it is `PlacedWeights`, else `None`."""
     return model if not isinstance(model, nn.Module) and isinstance(model, PlacedWeights) else None
 
 

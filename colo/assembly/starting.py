@@ -91,7 +91,7 @@ class LaunchRequest:
         return revision_of(self.engine_options)
 
     def make_mover(self, undo: Undo) -> Mover:
-        """Make what moves memory, which `undo` closes after the engine."""
+        """Make the mover; `undo` closes it after the engine."""
         mover = Mover(self.device, host_limit_bytes=self.config.host_limit_bytes, chunk_bytes=self.config.chunk_bytes)
         undo.add(mover.close)
         return mover

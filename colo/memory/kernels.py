@@ -203,7 +203,7 @@ def open_masters(weights, remainders, digests, numbers, masters) -> None:
 
 
 def close_masters(masters, weights, remainders, digests, numbers, changed) -> None:
-    """Write what is kept of masters (int32) over what was kept before, and add to `changed`; see there."""
+    """Write masters (int32) back as weights, remainders and digests, and add to `changed`; see there."""
     if count := weights.numel():
         with torch.cuda.device_of(weights):
             size = numbers.numel()
@@ -232,7 +232,7 @@ def _launch_over(elements, kernel, *arguments) -> None:
 
 
 def walk(table: torch.Tensor, found: torch.Tensor, doing: str) -> None:
-    """Queue the kernel that copies, digests or compares what a table of `colo.memory.tiles.tiles` describes.
+    """Queue the kernel that copies, digests or compares a table of `colo.memory.tiles.cut`.
 
     `found` (int64) has a number for each pair, 0 before: a digest is added to it, a difference makes it 1. `doing` is
     "copy", "digest", "copy and digest" or "compare".

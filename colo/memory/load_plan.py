@@ -110,7 +110,7 @@ class LoadPlan:
 
     @cached_property
     def left_out(self) -> dict[str, int]:
-        """Sources that the loader has not copied whole, with the number of elements that it has copied.
+        """Sources copied in part or not at all, with the number of elements copied.
 
         One worker alone cannot tell a tensor-parallel slice from a part that the loader drops: add up the counts of all
         workers.
@@ -354,7 +354,7 @@ class _Index:
 
 
 def _count_misses(num_elements: int, parts: list[_Part]) -> tuple[int, int]:
-    """Count the elements in a row that no part holds, and those that several hold."""
+    """Count elements of a flat tensor that no part covers, and those that several cover."""
     if all(_is_contiguous(shape, stride) for _, shape, stride in parts):
         never = twice = reached = 0
         for start, end in sorted((offset, offset + prod(shape)) for offset, shape, _ in parts):

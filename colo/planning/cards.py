@@ -36,7 +36,7 @@ CARDS = (
     _card("H200", 139.7),
     _card("B200", 178.3),
 )
-"""From the smallest up."""
+"""Known cards, the smallest first."""
 
 DEFAULT_CARD = "H100"
 """Planned for where there is no GPU."""

@@ -215,7 +215,7 @@ WAYS: Mapping[str, tuple[Mode, OptimizerState, bool]] = {
 
 
 def smallest_cards(shape: ModelShape, workload: Workload) -> dict[str, tuple[int, Card | None]]:
-    """Return what each of `WAYS` needs at least for the work, in bytes, and the smallest card that has them."""
+    """Return for each of `WAYS` the bytes that the work needs and the smallest card that has them."""
     found: dict[str, tuple[int, Card | None]] = {}
     for way, (mode, state, release) in WAYS.items():
         changed = replace(workload, mode=mode, state=state, release_gradients=release)

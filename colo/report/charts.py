@@ -197,7 +197,7 @@ def _step_peaks(trace: Trace) -> list[float]:
 
 
 def _differ(peaks: Sequence[float]) -> bool:
-    """Tell peaks that differ by a hundredth from those that would be a flat line."""
+    """True if peaks differ by a hundredth or more: others would be a flat line."""
     finite = [peak for peak in peaks if math.isfinite(peak)]
     return bool(finite) and max(finite) - min(finite) > 0.01 * max(finite)
 

@@ -228,7 +228,7 @@ def stretches_of(spans: Iterable[Span]) -> list[tuple[float, float]]:
 
 
 def covered_s(stretches: Sequence[tuple[float, float]], start_s: float, end_s: float) -> float:
-    """Seconds of `start_s` to `end_s` that lie within the stretches, which are in order and apart."""
+    """Seconds between `start_s` and `end_s` within `stretches`, which are sorted and disjoint."""
     seconds = 0.0
     for start, end in islice(stretches, bisect_right(stretches, start_s, key=lambda s: s[1]), None):
         if start >= end_s:

@@ -143,7 +143,7 @@ def grpo(
 
 @torch.no_grad()
 def _check_logprobs(rt: Runtime) -> None:
-    """Compute two tokens, so that a model whose logits cannot be chunked is known before anything is sampled."""
+    """Compute two tokens, to warn of logits that cannot be chunked before anything is sampled."""
     ids_BT = torch.zeros(1, 2, dtype=torch.long, device=rt.device)
     with evaluating(rt.model):
         model_logprobs(rt.model, ids_BT, torch.ones_like(ids_BT))

@@ -80,7 +80,7 @@ class Reference:
 
 
 def _cached_bytes(device: torch.device) -> int:
-    """Device memory that torch keeps of what was freed, such as the gradients of the last step, and gives again."""
+    """Freed device memory that torch's allocator keeps and reuses, such as that of the last step's gradients."""
     if device.type != "cuda":
         return 0
     return int(torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))

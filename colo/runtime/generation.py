@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Generation:
-    """Calls the engine's `generate`, and is called back by it first, whoever calls that."""
+    """Calls the engine's `generate`, and refreshes weights before every `generate`, the user's own calls included."""
 
     def __init__(
         self,

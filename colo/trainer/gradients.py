@@ -176,7 +176,7 @@ def make_gradients(optimizer: Any, mover: Mover, others: Callable[[], Sequence[H
 
 
 class TakenGradients:
-    """Notes on the gradients that a step, which has not ended, has used. One that was written since is another."""
+    """Notes on the gradients that an unfinished step has used. One that was written since is another."""
 
     def __init__(self) -> None:
         self._noted: dict[torch.Tensor, tuple[TensorWeakRef, int]] = {}  # and the writes to each
@@ -215,7 +215,7 @@ class TakenGradients:
 
 
 class _Accumulated:
-    """A gradient that is kept in the dtype in which it is to be reduced, apart from its parameter."""
+    """An unreduced gradient in the dtype of the reduction, which FSDP2 keeps apart from the parameter."""
 
     def __init__(self, held: Any) -> None:
         self._held = held

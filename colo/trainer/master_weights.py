@@ -364,7 +364,7 @@ class Master(ABC):
 
     @abstractmethod
     def abandon(self) -> None:
-        """Drop what a step that failed may have written, where the master is known without it."""
+        """Drop what a failed step may have written, if the master can be made without it."""
 
     @property
     @abstractmethod
@@ -528,7 +528,7 @@ def _placeholder(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def _joined(parameter: torch.Tensor, remainder: torch.Tensor, digests: torch.Tensor) -> torch.Tensor:
-    """Join a weight with what is kept of its master, which may be in host memory."""
+    """Join a weight with its master's remainder, which may be in host memory."""
     device, weight = parameter.device, parameter.detach().reshape(-1)
     kept = remainder.to(device).reshape(-1).masked_fill(written_blocks(weight, digests.to(device)), 0)
     return join(weight, kept).view(parameter.shape)

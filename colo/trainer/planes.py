@@ -86,7 +86,7 @@ class Bucket(Work):
 
 
 class StateWindow:
-    """Device memory that streamed state passes through, and the host memory that it is in otherwise.
+    """Host memory of streamed state, and the device memory that it passes through.
 
     To the scheduler it is the segment `trainer.optimizer`. Ownership: owns slots, planes and parked state.
     """
@@ -382,7 +382,7 @@ class StateWindow:
     # ---- stepping ---------------------------------------------------------------------------------------------------
 
     def step(self, work: Work, due: list[torch.Tensor], following: Work | None, note: Note) -> None:
-        """Step those of a work's parameters that are due, and `note` those that have been stepped, also on an error."""
+        """Step the parameters of `work` that are `due`, and `note` each stepped one, also on an error."""
         if isinstance(work, Range):
             self._step_range(work, due, note)
         else:

@@ -111,6 +111,6 @@ def close_masters(
 
 @lru_cache(maxsize=16)
 def _odd_numbers(count: int, device: torch.device) -> torch.Tensor:
-    """Odd numbers (int32), which lose no bit of what they are multiplied with (Knuth's multiplicative hashing)."""
+    """Odd numbers (int32): multiplying by one loses no bit (Knuth's multiplicative hashing)."""
     spread = torch.arange(1, count + 1, dtype=torch.int64, device=device) * 0x9E3779B1
     return ((spread & 0x7FFFFFFF) | 1).to(torch.int32)

@@ -228,7 +228,7 @@ class StreamedState(TrainerState):
 
 
 def _with_closure_called(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments of `step` in which a closure, which has been called once, only returns its loss again."""
+    """Call the closure, if any; return arguments of `step` in which it only returns that loss again."""
     position = 1 if len(args) > 1 else None  # after the optimizer itself
     closure = args[1] if position else kwargs.get("closure")
     if not callable(closure):

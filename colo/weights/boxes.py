@@ -38,7 +38,7 @@ class Box:
         return Box(low, shape) if min(shape, default=1) > 0 else None
 
     def without(self, other: Box) -> Iterator[Box]:
-        """Boxes of what is left without `other`, which lies within this one."""
+        """Split the rest of this box, without `other` within it, into boxes."""
         offset, shape = list(self.offset), list(self.shape)
         for dim, (start, size) in enumerate(zip(other.offset, other.shape, strict=True)):
             for low, high in ((offset[dim], start), (start + size, offset[dim] + shape[dim])):

@@ -18,7 +18,7 @@ _running = threading.local()
 
 
 def count_read(num_bytes: int) -> None:
-    """Count bytes that another process has read, at this thread's request, of memory that its meters watch."""
+    """Count bytes of watched memory that another process has read at this thread's request."""
     for meter in _meters():
         meter.num_bytes += num_bytes
 

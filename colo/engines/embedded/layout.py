@@ -305,7 +305,7 @@ class LoadedAdapters:
             self._applied = None
 
     def applied_by(self, hook: _LowRankHook) -> AdapterWeights | None:
-        """The adapter that `hook` is to apply now, if it is the one of its module and the adapter has that."""
+        """Adapter for `hook` to apply now: none if the hook is not its module's, or the adapter lacks the module."""
         adapter = self._applied
         if adapter is None or hook.module_name not in adapter.a or self._hooks.get(hook.module_name) is not hook:
             return None

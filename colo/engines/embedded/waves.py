@@ -27,7 +27,7 @@ class Wave:
     """Prompt index and sample index of every sequence."""
 
     slots: tuple[int, ...]
-    """For every sequence, the position of its prompt in `prompts`."""
+    """Position in `prompts` of every sequence's prompt."""
 
     limits: tuple[int, ...]
     """Most tokens by which each sequence may grow."""

@@ -1,4 +1,4 @@
-"""Who sends which elements of which weight to whom: from what every rank holds and what every rank's engine takes.
+"""The plan of who sends which elements to whom, made of what every rank holds and what every rank's engine takes.
 
 Ranks tell each other both once (`agree`). The plan is a function of that alone, so that every rank makes the same one,
 and finds the same thing wrong with it.
@@ -146,7 +146,7 @@ def make_plan(
 def _covering(
     rank: int, part: Slice, holders: Mapping[Box, Sequence[tuple[int, int]]], sent: Mapping[int, int]
 ) -> Iterator[tuple[tuple[int, int], Box]]:
-    """Rank and index of slices, with boxes of them that together are the one that `rank` takes."""
+    """Yield (rank, index) of held slices with boxes of them; together they are the slice that `rank` takes."""
     sources = [min(who, key=lambda one: (one[0] != rank, sent.get(one[0], 0), one)) for who in holders.values()]
     # own parts first: what a rank holds itself need not travel
     boxes = sorted(zip(sources, holders, strict=True), key=lambda found: (found[0][0] != rank, found[0]))

@@ -53,7 +53,7 @@ class WeightSource(Protocol):
         """Live tensors of this rank. The parts of all ranks are the weights."""
 
     def memory(self) -> list[torch.Tensor]:
-        """The live parameters and buffers that hold what lies on this rank."""
+        """Live parameters and buffers of this rank."""
 
     def places(self) -> tuple[list[torch.Tensor], list[Hashable]]:
         """Tensors and keys to compare with those of an earlier call: any differs once a part has moved. Cheap."""
@@ -65,7 +65,7 @@ class WeightSource(Protocol):
         """Changes when what lies on this rank is written to or replaced, except through `.data`."""
 
     def held(self) -> dict[str, torch.Tensor]:
-        """The live tensors that lie on this rank, or `DTensor`s whose shards do, each by a name of its own."""
+        """Live tensors of this rank, or `DTensor`s with a shard here, each by a name of its own."""
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Every weight by name: the live one where it is whole or a `DTensor`, without memory ("meta") elsewhere."""

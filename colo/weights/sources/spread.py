@@ -39,7 +39,7 @@ class PlacedWeights(Protocol):
 
     @property
     def left_out(self) -> Collection[str]:
-        """Names among them of weights that train along and that no engine is given."""
+        """Names of weights that train along but go to no engine."""
 
     @property
     def stages(self) -> Sequence[nn.Module]:

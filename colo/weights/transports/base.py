@@ -38,7 +38,7 @@ class Transport(Protocol):
         """Memory of the device that a transfer or a comparison takes for its time, such as for weights gathered."""
 
     def transfer(self, version: int = 0) -> int:
-        """Make the trainer's weights, which are `version`, the engine's, and return the bytes that were copied.
+        """Bring the trainer's weights, of `version`, to the engine; return the bytes that were copied.
 
         The engine is paused, its weights are resident. `StaleWeights` and `TransferError` may leave them half written.
         """

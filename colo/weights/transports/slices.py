@@ -166,7 +166,7 @@ class SlicesTransport(CopyingTransport):
         self._where = ([], [])
 
     def _differences(self) -> tuple[list[str], Differences]:
-        """Names of what differs in this rank's engine, and what all ranks have found."""
+        """Compare; return names that differ in this rank's engine, and the findings of all ranks."""
         if self._sent is None:
             self._meet()
         route, digests, error = self._route, None, None
@@ -289,7 +289,7 @@ class _Route:
             self._order = torch.tensor([number[key] for key in row], dtype=torch.int64, device=device)
 
     def in_order(self, digests: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Digests of all stages, then of what the last has brought, in the order that `Comparison.of` wants."""
+        """Digests of all stages and of the last one's results, in the order of `Comparison.of`."""
         return [torch.cat([*digests, self._last.digests()])[self._order]]
 
     def let_go(self) -> None:

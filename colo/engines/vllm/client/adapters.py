@@ -145,7 +145,7 @@ class AdapterRegistry:
 
 @dataclass
 class _Sent:
-    """The memory that workers read one adapter from, and what they have said to have mapped."""
+    """Memory from which workers read one adapter, and the part that they have mapped."""
 
     memory: list[Exported | Staging] = field(default_factory=list)
     """The last one, and those before that workers may not have let go of yet."""

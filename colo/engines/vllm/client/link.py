@@ -73,7 +73,7 @@ class WorkerLink(Protocol):
 
     @property
     def distorting(self) -> tuple[str, ...]:
-        """Names of options that this vLLM was started with, which change what every request is sampled from."""
+        """Names of start options of this vLLM that change every request's distribution."""
         return ()
 
     # ---- what a carrier has ------------------------------------------------------------------------------------------

@@ -86,7 +86,7 @@ class LLMLink(WorkerLink):
 
     @property
     def distorting(self) -> tuple[str, ...]:
-        """Names of options that this vLLM was started with, which change what every request is sampled from."""
+        """Names of start options of this vLLM that change every request's distribution."""
         found = {
             "logits_processors": getattr(self.model_config, "logits_processors", None),
             "watermark_config": getattr(self.llm.llm_engine.vllm_config, "watermark_config", None),
@@ -356,7 +356,7 @@ def _lora_request(name: str, number: int) -> Any:
 
 
 def _abort(core: Any, states: Mapping[str, Any]) -> None:
-    """Abort requests, and those that stand for several of them, which vLLM would not let go of."""
+    """Abort requests and their parents (of `n` samples), which vLLM would keep otherwise."""
     parents = {state.parent_req.request_id for state in states.values() if getattr(state, "parent_req", None)}
     core.abort_request([*states, *parents], internal=True)
 

@@ -186,7 +186,7 @@ class WorkerWeights:
 
     @property
     def outlive_the_engine(self) -> bool:
-        """They stay where they are when its process ends."""
+        """True if the weights stay where they are when the engine's process ends."""
         return self._in_slabs and self._store is not None
 
     @property

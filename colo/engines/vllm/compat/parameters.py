@@ -92,7 +92,7 @@ def unpadded_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def unused(model: nn.Module, names: Iterable[str]) -> frozenset[str]:
-    """The `names` that belong to parts of a model that vLLM has left out, since it is to take texts alone.
+    """Return the `names` of weights in parts that vLLM has left out because the model takes texts alone.
 
     vLLM: Every version. Delete when vLLM says which parts of a checkpoint it leaves out.
     """

@@ -35,7 +35,7 @@ def sleep_pool(worker: Any) -> Any | None:
 
 
 def residual_bytes(worker: Any, *, same_process: bool) -> dict[str, int]:
-    """Device bytes of torch's that stay while a worker sleeps, by what they are.
+    """Device bytes of torch's allocator that stay while a worker sleeps, by kind.
 
     In the trainer's process those of CUDA graphs alone, since the rest of torch's memory is not only vLLM's there.
 

@@ -36,7 +36,7 @@ def after_reload(model: nn.Module) -> None:
 
 
 def forget_reloads(model: nn.Module) -> None:
-    """Let go of what layerwise reloads have noted about a model that is about to end.
+    """Drop the notes of layerwise reloads on a model: vLLM is about to end.
 
     vLLM (0.26, 0.30) keeps it by layer, weakly, but the notes hold loaders that hold the layers: neither ever goes.
 
@@ -81,7 +81,7 @@ def unloaded_layers(model: nn.Module) -> list[str]:
 
 
 def forget_loaded(model: nn.Module) -> None:
-    """Make a layerwise reload that is to be ended put back what it has not processed yet.
+    """Reset a failed layerwise reload, so that ending it puts back layers that it has not processed.
 
     vLLM: 0.26 to 0.30; no ticket. Delete when a reload can be given up.
     """
@@ -105,7 +105,7 @@ def _parts_without_kv(attention: nn.Module) -> Iterator[nn.Module]:
 
 
 def _lacking_parts(module: nn.Module, info: Any) -> Iterator[str]:
-    """Parameters of a layer in a reload that got nothing, or not every part that a fused matrix is made of."""
+    """Yield parameters of a layer that a reload has not filled: empty ones, and fused ones that lack a part."""
     given: dict[str, set[tuple[Any, Any]]] = {}
     for name, call in info.loaded_weights:
         arguments = call.arguments

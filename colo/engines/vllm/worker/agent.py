@@ -75,7 +75,7 @@ class WorkerAgent:
         """Tensors of the client's that a reload is given."""
 
         self._adapters_given: dict[int, tuple[Opened, dict[str, float]]] = {}
-        """By number of an adapter, tensors of the client's and the scaling of every module."""
+        """Client's tensors and scaling of every module, by number of the adapter."""
 
     def run(self, envelope: wire.Envelope) -> Any:
         """Run an operation and return its result. Raises: `EngineLost` when another client has connected since."""

@@ -143,7 +143,7 @@ class OtherTensors:
             self._kept = [(tensor, _held(tensor, segment, region, start)) for tensor, region, start in places]
 
     def bring_back(self) -> None:
-        """Write back what was kept, which is forgotten then."""
+        """Write the kept bytes back and forget them."""
         with torch.no_grad():
             for tensor, held in self._kept:
                 tensor.copy_(held)

@@ -194,7 +194,7 @@ def run_step(receiver: Receiver, step: str, arguments: Mapping[str, Any]) -> Any
 
 @dataclass
 class _Update:
-    """Groups that have been copied for one version, and what is to be checked of them."""
+    """Groups copied for one version, and the results to check."""
 
     version: int
     copied: list[int] = field(default_factory=list)
@@ -206,7 +206,7 @@ class _Update:
 
 
 class _Group:
-    """Tensors, or pieces of them, that are there at the same time, and the part of the plan that takes them."""
+    """Tensors, or pieces of them, present at the same time, and the part of the plan that copies them."""
 
     def __init__(
         self, plan: LoadPlan, tensors: dict[str, torch.Tensor], names: dict[str, str], *, as_graph: bool = False
@@ -277,7 +277,7 @@ def _copies_of(plan: LoadPlan, key: str, piece: Piece, copies: Sequence[Copy]) -
 
 
 def _taken(key: str, piece: Piece, landing: Landing, target: torch.Tensor) -> Copy | None:
-    """The copy of what a piece has of one box that a loader copies."""
+    """The part of a loader's copy that a piece covers."""
     part = landing.box.meet(piece.box)
     if part is None:
         return None
