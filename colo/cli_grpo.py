@@ -190,6 +190,7 @@ def _own_stdout(alone: bool) -> Iterator[TextIO]:
         return
     out.flush()
     with os.fdopen(os.dup(descriptor), "w") as kept, redirect_stdout(sys.stderr):
+        # at the level of file descriptors, which vLLM's processes inherit
         os.dup2(other, descriptor)
         try:
             yield kept

@@ -218,6 +218,7 @@ class WholeSteps(TrainerCallback):  # type: ignore[misc]
 
     def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
         """Hold an interrupt back."""
+        # entered and left by hand, since the block spans two callbacks
         self._held = uninterrupted()
         self._held.__enter__()
 
@@ -405,6 +406,7 @@ def _load_file(path: Path) -> Any:
     try:
         spec.loader.exec_module(module)
     except BaseException:
+        # else the next attempt would get the half-loaded module
         del sys.modules[name]
         raise
     return module

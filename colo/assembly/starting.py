@@ -187,6 +187,7 @@ def start_vllm(request: LaunchRequest, undo: Undo) -> tuple[Engine, Any]:
     packed = engine.packed_weights() if isinstance(engine, PacksWeights) else {}
     pack(model, packed, compute_dtype=request.dtype)
     tensors, plan = record_plan(engine, ModuleSource(model))
+    # the model has no memory yet: whether it can have the engine's decides where it gets some
     why_not = why_not_shared(plan, tensors, request.config)
     if packs:
         if why_not is not None:

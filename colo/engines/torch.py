@@ -134,6 +134,7 @@ class TorchEngine(EngineBase):
         check_count(len(token_ids), params.n)
         check_seeds(params.seed, len(token_ids))
         check_prompts(token_ids, self.vocab_size, self._positions.count)
+        # refuses a sequence that does not fit before anything is computed
         waves = self._caches.plan(token_ids, n=params.n, max_tokens=params.max_tokens)
         plain = torch.autocast(self.device.type, enabled=False)  # a caller's autocast is for training
         with torch.no_grad(), plain, self._adapters.applied(adapter):

@@ -153,6 +153,7 @@ class LoadPlan:
     def _runs(self) -> tuple[Copy, ...]:
         """The copies, merged where one continues another in source and target, such as the experts of a layer."""
         runs: list[list[Copy]] = []
+        # hundreds of experts are copied one by one by a loader, and lie one after another
         for copy in sorted(self.copies, key=lambda copy: (copy.name, str(copy.target.device), copy.offset)):
             if runs and _continues(runs[-1][-1], copy):
                 runs[-1].append(copy)
@@ -362,6 +363,7 @@ def _count_misses(num_elements: int, parts: list[_Part]) -> tuple[int, int]:
             twice += max(0, min(end, reached) - start)
             reached = max(reached, end)
         return never + max(0, num_elements - reached), twice
+    # views with gaps, which intervals cannot describe: count element by element
     counts = torch.zeros(num_elements, dtype=torch.uint8)
     for offset, shape, stride in parts:
         counts.as_strided(shape, stride, offset).add_(1)

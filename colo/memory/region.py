@@ -159,6 +159,7 @@ class PausableRegion(Region):
 
     def _leave(self) -> None:
         storage, address = self.bytes.untyped_storage(), self.bytes.data_ptr()
+        # the pages can be paused only once nobody reads them any more
         last = weakref.finalize(storage, _pages.reclaim, self._tag, address, self.size_bytes, self.device)
         last.atexit = False  # the driver takes the memory with the process
         super()._leave()

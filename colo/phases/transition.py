@@ -199,6 +199,7 @@ class _Request:
             return chosen, True
         # each of the two has to fit without the other: late segments come when the working memory has gone
         self._require(arriving_bytes + late_bytes, available_bytes)
+        # late segments leave last of all: they have to come back within the phase
         yielding = _cheapest(self._yielding, arriving_bytes + self.working_bytes - available_bytes)
         self._require(arriving_bytes + self.working_bytes, available_bytes + sum(h.size_bytes for h in yielding))
         return [*chosen, *yielding], False

@@ -226,6 +226,7 @@ def smallest_cards(shape: ModelShape, workload: Workload) -> dict[str, tuple[int
 
 def _largest(holds: Callable[[int], bool]) -> int:
     """The largest n for which `holds`, 0 if there is none. It must hold below n, and must fail somewhere above."""
+    # doubling, then bisection: each try is a whole estimate
     below, above = 0, 1
     while holds(above):
         below, above = above, 2 * above
@@ -293,6 +294,7 @@ def _estimated(shape: ModelShape, w: Workload, *, streamed: bool) -> Estimate:
         LOGITS: min(LOGITS_WORKSPACE_BYTES, logits),
         RESIDUAL: w.residual_bytes + engine_adapters,
     }
+    # streamed state is on the host in every phase, and on the device as a window within the step
     at_home = (names.TRAINER_OPTIMIZER, names.TRAINER_MASTER_WEIGHTS) if streamed else ()
     train = {**segments, names.ENGINE_KV_CACHE: 0, ACTIVATIONS: activations, **dict.fromkeys(at_home, 0)}
     sync = {**train, ACTIVATIONS: 0, LOGITS: 0}

@@ -80,6 +80,7 @@ class Closing:
 
         When nothing is left the engine is closed again: a `vllm.LLM` of yours may have found no room to wake before.
         """
+        # every step is tried: one that fails must not keep the memory of the others
         errors: list[Exception] = []
         if not self._steps:
             self._engine.close()

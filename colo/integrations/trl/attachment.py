@@ -287,6 +287,7 @@ def _make_optimizer(trainer: Any) -> None:
             def __init__(self, groups: Any, **given: Any) -> None:
                 super().__init__(groups, lambda params: kind(params, **given))
 
+        # `create_optimizer` groups parameters by weight decay, which is kept so
         trainer.optimizer_cls_and_kwargs = WithMasters, options
         try:
             trainer.create_optimizer()

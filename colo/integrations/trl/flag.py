@@ -128,6 +128,7 @@ class _WithEngine:
                 super().__init__(model, reward_funcs, args, **options)  # type: ignore[call-arg]
             self._attach(args, args.colo_engine, args.colo_engine_options)
             return
+        # they are for `start`: beside a model that exists TRL would complain of them
         given, args.model_init_kwargs = args.model_init_kwargs, None
         try:
             engine, made = _started(model, args, given, options)

@@ -153,6 +153,7 @@ def watch_forwards(model: Any, runtime: Runtime) -> list[Any]:
     """
 
     def before_forward(*_: Any) -> None:
+        # TRL has no call where training begins: its first forward pass tells
         in_rollout = runtime.phase is Phase.ROLLOUT
         if in_rollout or (model.training and torch.is_grad_enabled() and runtime.phase is not Phase.TRAIN):
             with as_policy(model):

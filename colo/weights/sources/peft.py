@@ -79,6 +79,7 @@ def check_lora_config(config: LoraConfig) -> None:
     """Raise `Unsupported`, naming the setting and the reason, for what an engine could not apply exactly."""
     for setting in fields(config):
         value = getattr(config, setting.name)
+        # a list of what is allowed: a setting of a later PEFT is refused until it is known
         if setting.name not in _EXACT and value:
             reason = _REASONS.get(setting.name, "an engine computes W x + scaling * B (A x) and nothing else")
             raise Unsupported(f"LoraConfig({setting.name}={value!r}) is not supported: {reason}")
@@ -189,6 +190,7 @@ def adapter_weights(model: PeftModel) -> AdapterWeights:
         if is_off:
             continue
         plain = plain_name(name)
+        # a merged adapter is in the shared weights already, and would be applied twice
         if module.merged:
             raise StaleWeights(
                 f"adapter {adapter} is merged into {plain}.weight, which the engine shares: call unmerge_adapter()"

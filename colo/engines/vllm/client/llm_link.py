@@ -118,6 +118,7 @@ class LLMLink(WorkerLink):
         except BaseException:
             self.abort_requests()  # else they would be taken for a user's, or hold up what comes next
             raise
+        # vLLM has the text already where an option asked for it; else it is decoded when it is read
         has_text = asked.detokenize and not config.skip_tokenizer_init
         tokenizer = None if asked.detokenize or config.skip_tokenizer_init else llm.get_tokenizer()
         name = adapter[0] if adapter is not None else None
@@ -286,6 +287,7 @@ class OwnProcessLink(LLMLink):
         states = core.output_processor.request_states
         taken: dict[str, Any] = {}
 
+        # the thread that generates loops until these are empty, and cannot be interrupted otherwise
         def take() -> None:
             """Leave the thread that generates nothing to wait for."""
             for request in list(states):

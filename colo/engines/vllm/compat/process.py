@@ -219,6 +219,7 @@ def own_random_state(device: torch.device) -> Iterator[None]:
 
     import numpy
 
+    # vLLM seeds the generators of Python, NumPy and torch as it starts
     python, numpys = random.getstate(), numpy.random.get_state()
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         try:

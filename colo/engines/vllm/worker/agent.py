@@ -155,6 +155,7 @@ class WorkerAgent:
                 fallbacks.setdefault(copy.name, str(error))
                 continue
             copies.append(CopySpec(copy.shape, copy.stride, copy.offset, place).to_wire())
+        # slabs of this worker's own are described instead: their places are indices of slabs
         memory: Sequence[Description | None] = allocations.memory
         if self._placement is not None and isinstance(self._placement.source, OwnMemory):
             memory = self._placement.source.describe(to_pid=asked.to_pid)
@@ -289,6 +290,7 @@ class WorkerAgent:
             raise TransferError(f"the memory of adapter {number} is not mapped: send its places")
         else:
             self._adapters_given[number][0].refresh()
+        # the memory stays mapped: the next version is read at the same addresses, without places
         opened, known = self._adapters_given[number]
         in_place = self._adapters.update(number, opened.tensors, known)
         wait_for_queued(torch.device(self._worker.device))

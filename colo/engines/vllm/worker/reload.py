@@ -61,6 +61,7 @@ class Reload:
         """
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
+        # before the reload is ended, which drops vLLM's notes of what each layer got
         unloaded = compat.unloaded_layers(self._model)
         with self._taken:
             finalize_layerwise_reload(self._model, self._model_config)
