@@ -219,7 +219,7 @@ def test_parameters_of_another_dtype_arrive(rt, prompts, mismatch):
 def test_an_error_of_a_publication_arrives_with_the_workers_traceback(rt, prompts, mismatch):
     step(rt)
     receive, receive_all = rt.engine.receive, rt.engine.receive_all
-    wrong = {"checksums": [1]}
+    wrong = {"checksums": [[1], [2], [3]]}  # of more groups than there are
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rt.engine, "receive", lambda name, **a: receive(name, **(a | wrong if name == "finish" else a)))
         patch.setattr(
