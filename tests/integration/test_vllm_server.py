@@ -516,7 +516,7 @@ def packing(folder):
 
 def test_weights_that_cannot_be_copied_go_through_vllms_own_loader(packing, model, prompts, mismatch):
     parameters, _ = described(dict(model.named_parameters()))
-    info = {"step": "bind", "arguments": {"parameters": parameters}}
+    info = {"step": "bind", "arguments": {"tensors": parameters}}
     status, text = packing.ask("/init_weight_transfer_engine", {"init_info": info})
     assert status == 500 and "vLLM packs its weights on a CPU: start the engine with load_format='colo'" in text
     with colo.share(colo.connect(packing.url, deadline_s=DEADLINE_S), model, AdamW(model.parameters(), lr=1e-2)) as rt:
