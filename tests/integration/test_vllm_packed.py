@@ -95,15 +95,15 @@ def test_an_adapter_is_trained_over_the_engines_own_packed_weights(rt, prompts, 
         assert [c.token_ids for c in rt.generate(prompts, **GREEDY)] == [c.token_ids for c in first]
 
 
-def test_a_model_that_was_packed_elsewhere_is_refused_with_the_way(rt, folder, launch):
+def test_a_model_that_was_packed_elsewhere_is_refused_with_the_way(folder):
     from bitsandbytes.nn import Linear4bit
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     layer = model.model.layers[0].mlp.up_proj
     model.model.layers[0].mlp.up_proj = Linear4bit(layer.in_features, layer.out_features, bias=False).to("cpu")
     rest = [p for p in model.parameters() if p.dtype.is_floating_point]
-    with pytest.raises(colo.Unsupported, match="1 weights are quantized by bitsandbytes, .*up_proj.*colo.launch"):
-        colo.share(rt.engine.llm, model, AdamW(rest))
+    with pytest.raises(colo.Unsupported, match="1 weights are quantized by bitsandbytes, .*up_proj.*colo.start"):
+        colo.share("vllm", model, AdamW(rest))
 
 
 @pytest.mark.parametrize(
