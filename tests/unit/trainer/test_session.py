@@ -1,6 +1,7 @@
 """The trainer's side of a runtime, with a listener that writes down what it is told."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +10,8 @@ from torch.optim import AdamW
 
 from colo.errors import BudgetError
 from colo.memory.offload import Mover
-from colo.phases.phase import Residency
+from colo.phases.phase import NEEDS, TRAINER_MASTER_WEIGHTS, Need, Phase, Residency
+from colo.trainer.megatron import MegatronOptimizers
 from colo.trainer.session import TrainerSession
 
 SIZE = 4096
@@ -107,6 +109,28 @@ def test_parked_state_and_gradients_are_known_and_read_where_they_are_and_come_b
     assert not session.has_parked_gradients
     assert session.segments[0].residency is Residency.RESIDENT
     assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), gradients, strict=True))
+
+
+def test_main_parameters_of_megatron_are_needed_before_the_hooks_of_a_step_run():
+    session, model, _ = build()
+    backward(model)
+    session.look_again()
+    park(session)
+    assert session.needs is NEEDS and session.parked_early == ["trainer.gradients"]
+    model = nn.Linear(8, 1).bfloat16()
+    mains = [p.detach().clone().float() for p in model.parameters()]
+    part = {"optimizer": AdamW(mains), "float16_groups": [list(model.parameters())], "fp32_from_fp32_groups": []}
+    listener = Listener()
+    optimizer = MegatronOptimizers(SimpleNamespace(**part))
+    session = TrainerSession(optimizer, Mover(torch.device("cpu")), region_bytes=SIZE, events=listener)
+    assert session.needs[Phase.TRAIN] == NEEDS[Phase.TRAIN] | {TRAINER_MASTER_WEIGHTS: Need.RESIDENT}
+    assert {p: session.needs[p] for p in Phase if p is not Phase.TRAIN} == {
+        p: NEEDS[p] for p in Phase if p is not Phase.TRAIN
+    }
+    assert session.parked_early == []
+    park(session)
+    assert session.parked_early == ["trainer.master_weights"]
+    session.close()
 
 
 def test_gradients_that_the_loop_has_dropped_are_not_parked_any_more():
