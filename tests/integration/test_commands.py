@@ -15,7 +15,6 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from benchmarks.sharded import STAGES
 from tests.checkpoints import save_checkpoint
 
 DEMO_KEYS = {
@@ -158,7 +157,7 @@ def test_the_benchmark_of_sharded_weights_sets_slices_beside_what_others_do(tmp_
         assert slices["received_bytes"] == slices["planned_bytes"] <= row["received_bytes"]
         assert row["median_s"] > 0 and row["to_all_ranks_bytes"] <= 2 * row["received_bytes"]
         if way == "slices":
-            shares = [row[f"{stage}_share"] for stage in STAGES]
+            shares = [row[f"{stage}_share"] for stage in ("own", "pack", "wire", "unpack")]
             assert sum(shares) == pytest.approx(1) and min(shares) >= 0
     assert rows[trainers[-1], 2, "slices"]["received_bytes"] < 0.1 * rows[trainers[-1], 2, "whole"]["received_bytes"]
 
@@ -172,3 +171,14 @@ def test_the_benchmark_of_log_probabilities_writes_figures(tmp_path):
     cases = [("chunked", 512), ("chunked", 128), ("full", 128)]
     assert [(row["case"], row["tokens"]) for row in found["rows"]] == 2 * cases
     assert "ratio to full" in out
+
+
+def test_a_streamed_step_is_measured_beside_the_bus(tmp_path):
+    figures = tmp_path / "stream.json"
+    code, out = benchmark("stream", "--range", "64", "--device", "cpu", "--json", figures)
+    assert code == 0, out
+    step, *training = json.loads(figures.read_text())["rows"]
+    assert step["of_bus"] == pytest.approx(step["step_s"] / step["bus_s"])
+    assert 0 < step["window_bytes"] < step["state_bytes"]
+    assert [row["way"] for row in training] == ["training", "training, gradients released"]
+    assert all(row["step_s"] > 0 for row in training)

@@ -351,7 +351,7 @@ CHANGES = [
 ]
 
 
-@pytest.mark.parametrize("change", CHANGES, ids=str)
+@pytest.mark.parametrize("change", CHANGES, ids=" ".join)
 def test_an_option_that_changes_the_distribution_is_named(change):
     assert distorting(PLAIN) == () and sampling_temperature(PLAIN) == 0.7
     assert distorting(PLAIN | change) == tuple(change)
