@@ -212,7 +212,11 @@ def test_what_takes_a_tokenizer_is_refused_where_vllm_has_none(vllm, given):
     assert Link(False).sampling_params(None, given) is not None
 
 
-@pytest.mark.parametrize("given", [{"logits_processors": ["mine:Processor"]}, {"watermark_config": object()}], ids=str)
+@pytest.mark.parametrize(
+    "given",
+    [{"logits_processors": ["mine:Processor"]}, {"watermark_config": object()}],
+    ids=["processors", "watermark"],
+)
 def test_what_vllm_was_started_with_changes_every_request(vllm, given):
     """Log-probabilities of such an engine are not compared with the trainer's, and TRL's ratio is warned about."""
     link = Link()
