@@ -235,7 +235,7 @@ def test_an_adapter_of_the_embedding_is_refused():
 
 def test_another_kind_of_adapter_is_refused():
     model = get_peft_model(base_model(), VeraConfig(r=4, target_modules=["q_proj"]))
-    with pytest.raises(Unsupported, match="default is VERA: only LoRA"):
+    with pytest.raises(Unsupported, match=r"default is VERA \(VeraConfig\), and engines apply LoRA only"):
         adapter_weights(model)
 
 
