@@ -117,7 +117,7 @@ def _verdict(estimate: Estimate) -> Text:
     if estimate.streamed:
         text.append(
             f"The optimizer's state, {format_bytes(estimate.state_bytes)}, is streamed: in host memory, and on the "
-            f"device a bucket at a time.\nA step waits {format_seconds(estimate.step_wait_s)} for it at "
+            f"device a range at a time.\nA step waits {format_seconds(estimate.step_wait_s)} for it at "
             f"{BUS_BYTES_PER_S / 1e9:.1f} GB/s\n"
         )
     elif estimate.host_bytes:
