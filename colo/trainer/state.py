@@ -480,12 +480,12 @@ def unwrapped(optimizer: Any) -> Any:
 
 def _check_hooks(optimizer: Any) -> None:
     """Raise `Unsupported` for an optimizer that torch has not initialized, such as some that wrap another one."""
-    if not hasattr(optimizer, "_optimizer_state_dict_post_hooks") and not isinstance(optimizer, OptimizerParts):
-        kind = type(optimizer).__name__
-        raise Unsupported(
-            f"{kind} does not call torch.optim.Optimizer.__init__, so it has no hooks and colo cannot tell when it "
-            "steps: use the optimizer that it wraps, or call super().__init__() in its class"
-        )
+    for part in optimizer.inner if isinstance(optimizer, OptimizerParts) else [optimizer]:
+        if not hasattr(part, "_optimizer_state_dict_post_hooks"):
+            raise Unsupported(
+                f"{type(part).__name__} does not call torch.optim.Optimizer.__init__, so it has no hooks and colo "
+                "cannot tell when it steps: use the optimizer that it wraps, or call super().__init__() in its class"
+            )
 
 
 def untraced(hook: Callable[..., Any]) -> Callable[..., Any]:

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from benchmarks.sharded import STAGES
 from tests.checkpoints import save_checkpoint
 
 DEMO_KEYS = {
@@ -157,7 +158,7 @@ def test_the_benchmark_of_sharded_weights_sets_slices_beside_what_others_do(tmp_
         assert slices["received_bytes"] == slices["planned_bytes"] <= row["received_bytes"]
         assert row["median_s"] > 0 and row["to_all_ranks_bytes"] <= 2 * row["received_bytes"]
         if way == "slices":
-            shares = [row[f"{stage}_share"] for stage in ("own", "pack", "wire", "unpack")]
+            shares = [row[f"{stage}_share"] for stage in STAGES]
             assert sum(shares) == pytest.approx(1) and min(shares) >= 0
     assert rows[trainers[-1], 2, "slices"]["received_bytes"] < 0.1 * rows[trainers[-1], 2, "whole"]["received_bytes"]
 

@@ -63,7 +63,7 @@ def test_an_error_that_only_mentions_a_package_that_fits_is_left_as_it_is(monkey
 def test_launch_names_what_mends_it(broken_torchvision, monkeypatch):
     from colo.assembly import launch
 
-    def start(request, mover, undo):
+    def start(request, undo):
         import torchvision  # noqa: F401
 
     monkeypatch.setattr(launch, "start_torch", start)
