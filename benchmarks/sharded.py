@@ -28,10 +28,9 @@ from torch import nn
 from benchmarks.common import Record, Row, shape, timed
 from colo.memory.load_plan import LoadPlan
 from colo.units import MIB
-from colo.weights.boxes import Box
+from colo.weights.boxes import Box, slices_of
 from colo.weights.sources.base import WeightSource
 from colo.weights.sources.module import ModuleSource
-from colo.weights.sources.placed import slices_of
 from colo.weights.sources.spread import SpreadSource
 from colo.weights.transports.local import LocalTransport
 from colo.weights.transports.slices import SlicesTransport
@@ -292,7 +291,7 @@ def _of_megatron(config: Any, device: torch.device) -> WeightSource:
     """A model of Megatron's whose layers are cut over all ranks."""
     from torch import distributed
 
-    from colo.weights.sources.megatron.source import MegatronSource
+    from colo.weights.sources.megatron import MegatronSource
 
     stage = _tensor_parallel_stage(config, distributed.get_world_size(), device)
     placed = MegatronSource([stage], family=config.model_type, vocab_size=config.vocab_size)

@@ -31,7 +31,7 @@ from benchmarks.workload import (
 )
 from colo.runtime import Runtime
 from colo.weights.mismatch import logprob_difference
-from colo.weights.sources.checkpoint import checkpoint_views
+from colo.weights.sources.names import checkpoint_views
 
 
 def run(record: Record, *, shape: str, device: str) -> None:

@@ -33,9 +33,9 @@ from benchmarks.workload import (
 from colo.engines.vllm import compat
 from colo.engines.vllm.client.engine import VLLMEngine
 from colo.units import MIB
-from colo.weights.sources.checkpoint import checkpoint_views
 from colo.weights.sources.module import ModuleSource
-from colo.weights.transports.ipc.sender import IpcTransport
+from colo.weights.sources.names import checkpoint_views
+from colo.weights.transports.ipc import IpcTransport
 
 FLAT_BYTES = 512 * MIB
 PUBLICATIONS = 200

@@ -26,7 +26,7 @@ from colo.phases.phase import Phase
 from colo.phases.trace import Trace
 from colo.report.table import covered_s, stretches_of
 from colo.units import GIB
-from colo.weights.sources.checkpoint import checkpoint_views
+from colo.weights.sources.names import checkpoint_views
 
 PARTS = ("rollout", "publish", "train", "switch")
 """Parts of a step; `switch` is the rest."""

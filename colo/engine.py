@@ -236,7 +236,7 @@ class Engine(Protocol):
     """An inference engine that takes turns with a trainer, in this process, in another, or behind HTTP.
 
     What only some engines can do is a small protocol of its own below, asked for by `isinstance`: `LoadPlans`,
-    `Adapters`, `Recovers`, `PacksWeights`, `Gathers`, and `Peer` in colo/weights/transports/ipc/sender.py.
+    `Adapters`, `Recovers`, `PacksWeights`, `Gathers`, and `Peer` in colo/weights/transports/ipc.py.
     colo/engines/base.py has a base class for the states and the sleep levels.
     """
 

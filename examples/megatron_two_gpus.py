@@ -29,7 +29,7 @@ import colo
 from colo.demo import CharTokenizer, warm_up
 from colo.rl.loop import Batch
 from colo.rl.loss import group_advantages, grpo_loss
-from colo.weights.sources.megatron.source import MegatronSource
+from colo.weights.sources.megatron import MegatronSource
 from colo.weights.sources.module import ModuleSource
 
 PROBLEMS, GROUP = 25, 8  # problems a step on each rank, completions for each

@@ -31,7 +31,7 @@ from colo.memory.arena import PinnedArena
 from colo.memory.offload import Mover
 from colo.memory.region import ResizedRegion
 from colo.trainer.master_weights import MasterWeights
-from colo.weights.transports.shared import SharedTransport
+from colo.weights.transports.choice import SharedTransport
 from tests.models import tiny_qwen3
 
 KV_BYTES = 1 << 17

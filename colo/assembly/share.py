@@ -32,8 +32,7 @@ from colo.trainer.state import unwrapped
 from colo.weights.ranks import RankGroup
 from colo.weights.sources.base import WeightSource
 from colo.weights.sources.heads import causal_lm
-from colo.weights.sources.megatron.source import MegatronSource
-from colo.weights.sources.megatron.stages import bare, is_megatron
+from colo.weights.sources.megatron import MegatronSource, bare, is_megatron
 from colo.weights.sources.module import ModuleSource
 from colo.weights.sources.peft import adapter_weights, check_adapter, is_peft_model, warn_of_tied_head, whole_adapter
 from colo.weights.sources.spread import PlacedWeights, SpreadSource
@@ -199,7 +198,7 @@ def source_of(model: nn.Module, placed: PlacedWeights | None, engine: Engine) ->
         if engine.model_type is None:
             raise Unsupported(
                 "the engine does not say of which family its model is: pass MegatronSource(stages, "
-                "family='qwen3', vocab_size=...) (colo/weights/sources/megatron/source.py) in place of the stages"
+                "family='qwen3', vocab_size=...) (colo/weights/sources/megatron.py) in place of the stages"
             )
         placed = MegatronSource(_stages(model), family=engine.model_type, vocab_size=engine.vocab_size)
     return SpreadSource(placed, device=next(model.parameters()).device)

@@ -18,8 +18,8 @@ from colo.errors import StaleWeights
 from colo.memory.digest import Digest
 from colo.phases.phase import Phase
 from colo.phases.trace import Trace
-from colo.weights.meter import CopyMeter
 from colo.weights.sources.peft import whole_adapter
+from colo.weights.watch import CopyMeter
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -15,7 +15,7 @@ from colo.memory.region import allocate_region
 from colo.memory.share import Exported
 from colo.units import GIB, MIB
 from colo.weights.sources.module import ModuleSource
-from colo.weights.transports.ipc.sender import IpcTransport
+from colo.weights.transports.ipc import IpcTransport
 
 pytestmark = MARKS
 OPTIONS = {"max_model_len": 256, "disable_log_stats": True, "enforce_eager": True, "share_memory": False}

@@ -18,8 +18,8 @@ from torch import distributed
 from colo.engines.embedded.layout import FusedWeights, Layout, empty_model
 from colo.errors import ColoError
 from colo.memory.load_plan import LoadPlan
-from colo.weights.sources.megatron.names import FAMILIES
-from colo.weights.sources.megatron.source import MegatronSource
+from colo.weights.sources.megatron import MegatronSource
+from colo.weights.sources.names import FAMILIES
 from colo.weights.sources.spread import SpreadSource
 from colo.weights.transports.slices import SlicesTransport
 

@@ -19,7 +19,7 @@ from torch.optim import AdamW
 
 import colo
 from colo.units import MIB
-from colo.weights.sources.megatron.names import FAMILIES
+from colo.weights.sources.names import FAMILIES
 
 GREEDY = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}
 MICROBATCHES = 2

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from colo.weights.sources.checkpoint import checkpoint_views
 from colo.weights.sources.module import ModuleSource
+from colo.weights.sources.names import checkpoint_views
 
 SIZES = {
     "hidden_size": 32,

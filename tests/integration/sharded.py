@@ -23,7 +23,7 @@ from colo.memory.dtensor import local_shard
 from colo.memory.offload import Mover
 from colo.phases.phase import Phase
 from colo.units import MIB
-from colo.weights.exchange import exchange
+from colo.weights import exchange
 from colo.weights.transports import slices
 
 IDS = torch.arange(24).view(2, 12)

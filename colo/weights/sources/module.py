@@ -18,12 +18,12 @@ from torch import nn
 
 from colo.errors import StaleWeights, TransferError
 from colo.memory.dtensor import local_shard
+from colo.memory.share import dtype_name
 from colo.memory.specs import TensorSpec
+from colo.weights.boxes import PlacedPart, parts_of
 from colo.weights.ranks import RankGroup
-from colo.weights.sources.base import in_layers
-from colo.weights.sources.gathered import Gathered
+from colo.weights.sources.base import Gathered, in_layers
 from colo.weights.sources.heads import added_heads
-from colo.weights.sources.placed import PlacedPart, dtype_name, parts_of
 
 T = TypeVar("T")
 _parameters_of, _buffers_of = operator.attrgetter("_parameters"), operator.attrgetter("_buffers")
@@ -47,7 +47,7 @@ class ModuleSource:
 
     Iterating gives `(name, tensor)` with the plain Hugging Face names, each tied tensor once. Tensors are looked up
     anew each time, so that a replaced one is noticed; sharded ones are `DTensor`s (see
-    `colo.weights.sources.gathered`).
+    `colo.weights.sources.base`).
     """
 
     def __init__(self, model: nn.Module) -> None:

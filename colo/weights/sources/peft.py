@@ -13,7 +13,7 @@ from torch import nn
 from colo.engine import AdapterWeights
 from colo.errors import StaleWeights, Unsupported
 from colo.memory.dtensor import is_dtensor
-from colo.weights.sources.gathered import Gathered
+from colo.weights.sources.base import Gathered
 from colo.weights.sources.heads import is_peft_model as is_peft_model
 from colo.weights.sources.module import plain_name
 

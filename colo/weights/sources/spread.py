@@ -11,13 +11,11 @@ from torch import nn
 
 from colo.memory.specs import TensorSpec
 from colo.units import MIB
-from colo.weights.boxes import Box, Landing
-from colo.weights.exchange.exchange import Exchange, Target
-from colo.weights.exchange.plan import Slice, Told, agree, make_plan
+from colo.weights.boxes import Box, Landing, PlacedPart, Slice, slices_of
+from colo.weights.exchange import Exchange, Target, Told, agree, make_plan
 from colo.weights.ranks import RankGroup
-from colo.weights.sources.gathered import InTurn
+from colo.weights.sources.base import InTurn
 from colo.weights.sources.module import saved_buffers
-from colo.weights.sources.placed import PlacedPart, slices_of
 
 T = TypeVar("T")
 

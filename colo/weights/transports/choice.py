@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import cast
 
@@ -11,20 +11,18 @@ from torch import nn
 
 from colo.config import RuntimeConfig, Weights
 from colo.engine import Engine, LoadPlans, PacksWeights, in_all_ranks
-from colo.errors import Unsupported
+from colo.errors import StaleWeights, Unsupported
 from colo.memory.dtensor import is_dtensor
 from colo.memory.load_plan import LoadPlan
-from colo.memory.storage import with_own_storage
+from colo.memory.probe import free_device_bytes
+from colo.memory.storage import places_of, with_own_storage
 from colo.weights.packed import PackedWeight, is_packed
 from colo.weights.sources.base import WeightSource
 from colo.weights.sources.module import ModuleSource, check_taken
 from colo.weights.transports.base import Transport
-from colo.weights.transports.ipc.sender import IpcTransport, Peer
+from colo.weights.transports.ipc import IpcTransport, Peer
 from colo.weights.transports.local import LocalTransport
-from colo.weights.transports.shared import SharedTransport, is_same_memory
 from colo.weights.transports.slices import SlicesTransport, why_not_sliced
-
-_KINDS = (SharedTransport.name, SlicesTransport.name, LocalTransport.name, IpcTransport.name)
 
 
 def transport_for(source: WeightSource, engine: Engine, config: RuntimeConfig) -> Transport:
@@ -32,8 +30,7 @@ def transport_for(source: WeightSource, engine: Engine, config: RuntimeConfig) -
     with source.ranks.fail_together("choosing how weights reach the engine"):
         chosen = _choose(source, engine, config)
         source.settle_names()
-    kind = _KINDS.index(chosen.name)
-    if source.ranks.min(kind) != -source.ranks.min(-kind):  # each kind exchanges or gathers in an order of its own
+    if len(set(source.ranks.gather(chosen.name).values())) > 1:  # each exchanges or gathers in an order of its own
         if not isinstance(chosen, _Sliced):
             chosen.close()
         raise Unsupported(
@@ -141,3 +138,86 @@ def move_in(tensors: Mapping[str, torch.Tensor], aliases: Mapping[str, torch.Ten
                 aliases[name].copy_(parameter)
                 # under the same object: optimizers, wrappers and hooks refer to it
                 parameter.data = with_own_storage(aliases[name])
+
+
+class SharedTransport:
+    """Trainer and engine on one copy of the weights. The only work left is to check that they still are."""
+
+    name = "shared"
+    shares = True
+    replaces_all = False
+
+    def __init__(self, source: ModuleSource, aliases: Mapping[str, torch.Tensor]) -> None:
+        self.source = source
+        self._aliases = aliases
+        self.reason = f"all {len(aliases)} weights are the engine's own memory"
+        self._places: dict[str, Hashable] | None = None
+
+    @property
+    def working_bytes(self) -> int:
+        """0: no byte moves."""
+        return 0
+
+    def transfer(self, version: int = 0) -> int:
+        """Send nothing: 0 bytes."""
+        return 0
+
+    def verify(self) -> None:
+        """Raise `StaleWeights` naming the first parameter that is no longer the engine's memory; see `check`."""
+        self.check()
+
+    def check(self) -> None:
+        """Raise `StaleWeights` naming the first parameter that is no longer the engine's memory, or is new."""
+        parameters = self.source.tensors()
+        places = places_of(parameters)
+        if places == self._places:
+            return
+        self._places = None
+        for name, alias in self._aliases.items():
+            parameter = parameters.get(name)
+            if parameter is None:
+                raise StaleWeights(f"the model has no parameter {name} any more, which it shared with the engine")
+            if not is_same_memory(parameter, alias):
+                raise StaleWeights(
+                    f"{name} is no longer the engine's memory ({_describe(parameter)}, shared was {_describe(alias)}): "
+                    "something replaced it, such as model.to(dtype), half(), load_state_dict(assign=True) or a "
+                    "quantizer. Undo that, or build the runtime from the model as it is now"
+                )
+        self.source.check_names(parameters)
+        self._places = places
+
+    def is_current(self) -> bool:
+        """True: what the trainer holds is what the engine holds (`verify` checks that it is still so)."""
+        return True
+
+    def reconnect(self) -> None:
+        """Do nothing: the engine has mapped the same memory again."""
+
+    def close(self) -> None:
+        """Let go of the engine's memory. Ordering: after `move_out`, which gives the parameters memory of their own."""
+        self._aliases = {}
+        self._places = None
+        self.source.tensors()  # lets go of those that the model no longer has
+
+    def move_out(self, device: torch.device) -> None:
+        """Give every parameter memory of its own on `device`, one at a time, or on the host where there is no room."""
+        for name, parameter in self.source:
+            if name not in self._aliases:
+                continue
+            size_bytes = parameter.numel() * parameter.element_size()
+            fits = device.type != "cuda" or free_device_bytes(device) > 2 * size_bytes
+            parameter.data = parameter.data.to(device if fits else "cpu", copy=True)
+
+
+def is_same_memory(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """True if two tensors are the same elements at the same addresses."""
+    return (
+        left.data_ptr() == right.data_ptr()
+        and left.dtype == right.dtype
+        and left.shape == right.shape
+        and left.stride() == right.stride()
+    )
+
+
+def _describe(tensor: torch.Tensor) -> str:
+    return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')} on {tensor.device}"

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from colo.errors import TransferError, Unsupported
 from colo.memory.load_plan import LoadPlan
-from colo.weights.sources.checkpoint import checkpoint_views
+from colo.weights.sources.names import checkpoint_views
 
 
 class FusedLoader:

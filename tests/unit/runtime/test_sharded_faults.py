@@ -11,7 +11,7 @@ from colo.engine import EngineState
 from colo.engines.torch import TorchEngine
 from colo.memory.offload import Mover
 from colo.units import MIB
-from colo.weights.exchange.exchange import Exchange
+from colo.weights.exchange import Exchange
 from tests.runtimes import PROMPTS, adamw, qwen3, train_step
 
 CPU = torch.device("cpu")

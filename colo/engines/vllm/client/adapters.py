@@ -21,7 +21,7 @@ from colo.errors import EngineLost, Unsupported
 from colo.memory.fence import wait_for_queued
 from colo.memory.share import Exported, Staging, Wire
 from colo.memory.storage import num_references
-from colo.weights.meter import count_read, uncounted
+from colo.weights.watch import count_read, uncounted
 
 _FIRST = 1 << 20
 """Adapters are numbered from here, out of the way of those that a user loads by hand."""

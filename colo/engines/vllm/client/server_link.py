@@ -6,7 +6,7 @@
     rt = colo.share(colo.connect("http://localhost:8000"), model, optimizer)
 
 Server and trainer share a machine and a device. Operations and requests travel as JSON, weights by memory that both map
-(`colo.weights.transports.ipc.sender`).
+(`colo.weights.transports.ipc`).
 
 What HTTP does not carry: tensors, vLLM's own `SamplingParams`, and the answers of data-parallel replicas behind the
 first, so a server with several of them is refused.

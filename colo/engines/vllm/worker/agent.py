@@ -32,7 +32,7 @@ from colo.memory.share import Allocations, Description, Opened, empty, open_shar
 from colo.memory.specs import CopySpec, Place, TensorSpec
 from colo.phases.phase import ENGINE_KV_CACHE, ENGINE_WEIGHTS, Residency
 from colo.weights.packed import PackedWeight
-from colo.weights.transports.ipc.receiver import Receiver, run_step
+from colo.weights.transports.receiver import Receiver, run_step
 
 plugin.register()
 
@@ -265,7 +265,7 @@ class WorkerAgent:
     # ---- copies out of the trainer's memory --------------------------------------------------------------------------
 
     def receive(self, asked: wire.Receive) -> Any:
-        """Run steps of a `Receiver`; see `colo.weights.transports.ipc.receiver`."""
+        """Run steps of a `Receiver`; see `colo.weights.transports.receiver`."""
         if self._receiver is None:
             device = torch.device(self._worker.device)
             self._receiver = Receiver(device, self._record, number=self._worker.rank)

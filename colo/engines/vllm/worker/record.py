@@ -16,7 +16,7 @@ from colo.engines.vllm.worker.loader import placement_of
 from colo.errors import Unsupported
 from colo.memory.load_plan import Copy, LoadPlan
 from colo.weights.packed import PackedWeight
-from colo.weights.sources.checkpoint import checkpoint_views
+from colo.weights.sources.names import checkpoint_views
 
 
 def record(

@@ -14,7 +14,7 @@ from colo.engines.vllm import compat
 from colo.errors import TransferError
 from colo.memory.load_plan import tensors_in
 from colo.memory.storage import storage_key
-from colo.weights.sources.checkpoint import checkpoint_views
+from colo.weights.sources.names import checkpoint_views
 
 
 class Reload:

@@ -29,7 +29,7 @@ from colo.engines.vllm.wire import error_in_words
 from colo.engines.vllm.worker.record import record
 from colo.errors import ColoError, PhaseError, TransferError, Unsupported
 from colo.memory.load_plan import LoadPlan
-from colo.weights.transports.ipc.receiver import Receiver, run_step
+from colo.weights.transports.receiver import Receiver, run_step
 
 _INIT_STEPS = ("bind", "stage", "release")
 _UPDATE_STEPS = ("begin", "copy", "finish")

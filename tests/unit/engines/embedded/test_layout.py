@@ -22,7 +22,7 @@ from colo.engines.embedded import layout as layout_module
 from colo.engines.embedded.layout import FusedWeights, Layout, LoadedAdapters, bind, empty_model
 from colo.errors import TransferError, Unsupported
 from colo.memory.load_plan import LoadPlan
-from colo.weights.sources.checkpoint import checkpoint_views
+from colo.weights.sources.names import checkpoint_views
 from tests.models import SMALL
 
 CPU = torch.device("cpu")

@@ -11,7 +11,7 @@ from colo.errors import TransferError
 from colo.memory.digest import Digest
 from colo.memory.load_plan import LoadPlan
 from colo.memory.specs import TensorSpec
-from colo.weights.sources.placed import PlacedPart
+from colo.weights.boxes import PlacedPart
 from colo.weights.sources.spread import Assembled, SpreadSource
 from colo.weights.transports.local import LocalTransport
 from colo.weights.transports.slices import SlicesTransport

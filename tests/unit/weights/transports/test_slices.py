@@ -21,8 +21,9 @@ from colo.memory.copy_plan import CopyPlan
 from colo.memory.load_plan import LoadPlan
 from colo.memory.region import carve, carved_bytes
 from colo.memory.share import SharedMemory
-from colo.weights.exchange import exchange, peers
+from colo.weights import exchange
 from colo.weights.sources.module import ModuleSource
+from colo.weights.transports import peers
 from colo.weights.transports import slices as transport_module
 from colo.weights.transports.slices import SlicesTransport, why_not_sliced
 

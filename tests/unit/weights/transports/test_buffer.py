@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from colo.errors import TransferError
 from colo.memory.specs import DTYPE_BYTES, TensorSpec
 from colo.weights.boxes import Box
-from colo.weights.transports.ipc.buffer import ALIGNMENT_BYTES, Piece, ReaderBuffer, SenderBuffer, plan_groups
+from colo.weights.transports.buffer import ALIGNMENT_BYTES, Piece, ReaderBuffer, SenderBuffer, plan_groups
 
 CPU = torch.device("cpu")
 SHAPES = st.one_of(
@@ -250,7 +250,7 @@ def test_a_sender_whose_process_has_ended_is_not_waited_for():
     code = """
 import json, sys, torch
 from colo.memory.specs import TensorSpec
-from colo.weights.transports.ipc.buffer import SenderBuffer
+from colo.weights.transports.buffer import SenderBuffer
 buffer = SenderBuffer([TensorSpec("t0", "float64", (1,))], torch.device("cpu"), half_bytes=256, readers=1)
 print(json.dumps(buffer.describe()), flush=True)
 sys.stdin.read()

@@ -19,8 +19,7 @@ from colo.memory.probe import device_id
 from colo.memory.share import Description, description_of, open_shared_memory
 from colo.memory.tiles import Strided
 from colo.weights.boxes import Landing
-from colo.weights.exchange.exchange import Target
-from colo.weights.exchange.plan import Delivery
+from colo.weights.exchange import Delivery, Target
 from colo.weights.ranks import RankGroup
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")

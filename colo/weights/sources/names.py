@@ -1,4 +1,8 @@
-"""Names of weights in Megatron and in Hugging Face checkpoints, as tables.
+"""Names of weights in Hugging Face checkpoints, for those of transformers and of Megatron.
+
+Since version 5 transformers stacks the experts of a layer, while checkpoints name each expert's matrices. Its own way
+back (`revert_weight_conversion`) copies them; `checkpoint_views` are views, so that a load plan can follow them to the
+parameter.
 
 A table maps Megatron's name of a weight to the one in a checkpoint, or to three for queries, keys and values, which
 Megatron keeps in one tensor. Weights of a layer are named as within it, experts with `{expert}`. Where Transformer
@@ -9,11 +13,53 @@ Engine fuses a norm into the layer behind it, the norm has two names. A family i
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+import torch
+
 from colo.errors import Unsupported
+
+_EXPERTS = ".experts."
+
+
+_USUAL = ("mlp", "gate_proj", "up_proj", "down_proj")
+_NAMES = {
+    "deepseek_v3": _USUAL,
+    "glm4_moe": _USUAL,
+    "mixtral": ("block_sparse_moe", "w1", "w3", "w2"),
+    "olmoe": _USUAL,
+    "qwen2_moe": _USUAL,
+    "qwen3_moe": _USUAL,
+}
+"""By `model_type`, what checkpoints call transformers' `mlp` and its gate, up and down projections."""
+
+
+def checkpoint_views(tensors: Mapping[str, torch.Tensor], model_type: str | None) -> list[tuple[str, torch.Tensor]]:
+    """Views that together are `tensors`, by their names in a checkpoint; in order, experts in a parameter's place.
+
+    For the model types above `experts.gate_up_proj` [E, 2I, H] becomes E pairs of projections [I, H], and
+    `experts.down_proj` [E, H, I] becomes E matrices [H, I]. Everything else is passed through. Meta tensors will do.
+    """
+    names = _NAMES.get(model_type or "")
+    if names is None:
+        return list(tensors.items())
+    return [view for name, tensor in tensors.items() for view in _views(name, tensor, names)]
+
+
+def _views(name: str, tensor: torch.Tensor, names: tuple[str, str, str, str]) -> Iterator[tuple[str, torch.Tensor]]:
+    block, gate, up, down = names
+    name = name.replace(".mlp.", f".{block}.")
+    prefix, _, projection = name.rpartition(_EXPERTS)
+    if not prefix or tensor.dim() != 3 or projection not in ("gate_up_proj", "down_proj"):
+        yield name, tensor
+        return
+    parts = (gate, up) if projection == "gate_up_proj" else (down,)
+    for index, expert in enumerate(tensor.unbind()):
+        for part, matrix in zip(parts, expert.chunk(len(parts)), strict=True):
+            yield f"{prefix}{_EXPERTS}{index}.{part}.weight", matrix
+
 
 Table = Mapping[str, str | tuple[str, ...]]
 
@@ -141,7 +187,7 @@ class Names:
         if isinstance(family, str) and family not in FAMILIES:
             raise Unsupported(
                 f"colo has no table of Megatron's names for {family}, only for {', '.join(FAMILIES)}: pass one as "
-                "`family` (colo/weights/sources/megatron/names.py says how they look)"
+                "`family` (colo/weights/sources/names.py says how they look)"
             )
         self.family = family if isinstance(family, str) else "the given table"
         self._table = FAMILIES[family] if isinstance(family, str) else family
@@ -166,7 +212,7 @@ class Names:
         if entry not in self._table:
             raise Unsupported(
                 f"Megatron's {key} has no name in a Hugging Face checkpoint of {self.family} that colo knows: add "
-                f"{entry!r} to its table (colo/weights/sources/megatron/names.py), or pass one as `family`"
+                f"{entry!r} to its table (colo/weights/sources/names.py), or pass one as `family`"
             )
         found = self._table[entry]
         number = int(expert[1]) if expert else -1

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from colo.errors import TransferError
 from colo.weights.ranks import RankGroup
-from colo.weights.sources.gathered import Gathered
+from colo.weights.sources.base import Gathered
 
 
 def whole():

@@ -16,8 +16,8 @@ from colo.memory.load_plan import LoadPlan
 from colo.memory.share import Exported, Opened
 from colo.memory.specs import NOWHERE, Place, TensorSpec
 from colo.weights.sources.module import ModuleSource
-from colo.weights.transports.ipc.receiver import Receiver
-from colo.weights.transports.ipc.sender import IpcTransport
+from colo.weights.transports.ipc import IpcTransport
+from colo.weights.transports.receiver import Receiver
 
 CPU = torch.device("cpu")
 WHY = "they are apart"

@@ -1,13 +1,18 @@
-"""Rows of Megatron's tensors: every part of a whole tensor is in exactly one place, however ranks cut it."""
+"""Rows and stages of Megatron's, by fakes."""
 
+import ast
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
-from colo.weights.sources.megatron.rows import Run, num_rows, qkv_rows, same_rows, within
+import colo
+from colo.errors import Unsupported
+from colo.weights.sources.megatron import Run, bare, is_megatron, num_rows, qkv_rows, same_rows, within
 
 SIZES = st.integers(1, 5)
 
@@ -57,3 +62,21 @@ def test_padding_is_in_no_part_and_every_other_row_in_one(count, padding, ranks)
 @pytest.mark.parametrize("start", [0, 3])
 def test_no_rows_are_in_no_run(start):
     assert list(within(same_rows(5), start, 0)) == []
+
+
+def test_what_is_no_stage_is_refused_by_the_name_of_its_class():
+    assert not any(map(is_megatron, [nn.Linear(2, 2), [nn.Linear(2, 2)], [], None]))
+    with pytest.raises(Unsupported, match="a Linear is no stage of a Megatron model"):
+        bare([nn.Linear(2, 2)])
+    with pytest.raises(Unsupported, match="no stages"):
+        bare([])
+
+
+def test_no_module_imports_megatron_when_it_is_imported():
+    found = []
+    for path in Path(colo.__file__).parent.rglob("*.py"):
+        for node in ast.parse(path.read_text()).body:
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            found += [f"{path}:{node.lineno}" for name in names if name.split(".")[0] == "megatron"]
+    assert found == []

@@ -6,7 +6,7 @@
 
 Copying replays the plan of the model's own loader, the first time as it is, then as a CUDA graph. Tensors that the
 sender has exported are one group, which is always there. Others come in groups through the two halves of a buffer
-(`colo.weights.transports.ipc.buffer`), and the plan is replayed group by group.
+(`colo.weights.transports.buffer`), and the plan is replayed group by group.
 `finish` attests: every tensor of the manifest came once, and the engine holds what was sent. Until it has returned, the
 model's weights are neither the old nor the new ones.
 """
@@ -29,7 +29,7 @@ from colo.memory.load_plan import Copy, LoadPlan
 from colo.memory.share import Opened, empty
 from colo.memory.specs import Manifest, TensorSpec
 from colo.weights.boxes import Landing, landings
-from colo.weights.transports.ipc.buffer import Piece, ReaderBuffer, keyed
+from colo.weights.transports.buffer import Piece, ReaderBuffer, keyed
 
 Record = Callable[[dict[str, torch.Tensor], str | None], LoadPlan]
 """Records the plan of a worker's model for parameters of a model type."""

@@ -4,11 +4,10 @@ import torch
 from torch import distributed
 
 from colo.memory.copy_plan import CopyPlan
-from colo.weights.boxes import Box
-from colo.weights.exchange.compared import Comparison, Differences
-from colo.weights.exchange.plan import ExchangePlan, Slice, make_plan
+from colo.weights.boxes import Box, PlacedPart, Slice
+from colo.weights.exchange import ExchangePlan, make_plan
 from colo.weights.ranks import RankGroup
-from colo.weights.sources.placed import PlacedPart
+from colo.weights.transports.slices import Comparison, Differences
 
 CPU = torch.device("cpu")
 BOXES = {  # of which ranks hold what

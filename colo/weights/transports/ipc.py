@@ -2,7 +2,7 @@
 
 Direct: the trainer's parameters are exported once, while their addresses last, and the engine's workers copy out of
 them. Staged, for parameters that cannot be exported, are not where the engine is, or are sharded over ranks and
-gathered on the way: the same copies out of a buffer in two halves (`colo.weights.transports.ipc.buffer`). Weights that
+gathered on the way: the same copies out of a buffer in two halves (`colo.weights.transports.buffer`). Weights that
 the engine cannot take by recorded copies go through its own loader.
 """
 
@@ -24,7 +24,7 @@ from colo.units import MIB
 from colo.weights.sources.base import WeightSource
 from colo.weights.sources.module import check_taken
 from colo.weights.transports.base import CopyingTransport
-from colo.weights.transports.ipc.buffer import SenderBuffer
+from colo.weights.transports.buffer import SenderBuffer
 
 BUCKET_BYTES = 256 * MIB
 """Half of a shared buffer."""
@@ -55,7 +55,7 @@ class Peer(Protocol):
         """The reason why a worker cannot map memory of this process on its GPU; `None` where all can, or need not."""
 
     def receive(self, operation: str, **arguments: Any) -> list[Any]:
-        """Run an operation of `Receiver` in every worker; see `colo.weights.transports.ipc.receiver`."""
+        """Run an operation of `Receiver` in every worker; see `colo.weights.transports.receiver`."""
 
     def receive_all(self, operations: Sequence[tuple[str, dict[str, Any]]]) -> list[Any]:
         """Run several in a row, and return every worker's answer to the last."""
