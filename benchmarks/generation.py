@@ -17,7 +17,7 @@ import psutil
 
 from benchmarks.common import Record, Row, clear, clocked
 from benchmarks.workload import Setup, prepared, shut_down, wait_for_pinning
-from colo.engines.vllm.client.options import LOGPROBS_MODE
+from colo.engines.vllm.client.start import LOGPROBS_MODE
 from colo.runtime import Runtime
 
 ROUNDS = {"0.6b": 17, "8b": 7}

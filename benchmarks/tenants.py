@@ -21,7 +21,7 @@ from benchmarks.workload import Setup, gradients, peak_device_bytes, shut_down, 
 from colo.assembly.launch import default_optimizer
 from colo.config import Offload
 from colo.engines.vllm import compat
-from colo.engines.vllm.client.options import LOGPROBS_MODE
+from colo.engines.vllm.client.start import LOGPROBS_MODE
 from colo.phases.phase import Phase
 from colo.phases.trace import Trace
 from colo.report.table import covered_s, stretches_of

@@ -20,7 +20,7 @@ from colo.assembly.launch import launch
 from colo.config import RuntimeConfig
 from colo.engines.vllm import compat
 from colo.engines.vllm.client.engine import VLLMEngine
-from colo.engines.vllm.client.options import save_config
+from colo.engines.vllm.client.start import save_config
 from colo.memory.probe import torch_pinned_bytes, used_device_bytes
 from colo.runtime import Runtime
 from colo.units import GIB, MIB

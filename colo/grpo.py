@@ -28,7 +28,7 @@ from trl import ModelConfig, ScriptArguments, get_peft_config, get_quantization_
 
 from colo.assembly.arguments import check_path
 from colo.assembly.starting import refuse_adapted_head
-from colo.engines.embedded.waves import positions_of
+from colo.engines.text import positions_of
 from colo.integrations.trl import ColoGRPOConfig, ColoGRPOTrainer
 from colo.integrations.trl.checks import check_args, check_columns
 from colo.integrations.trl.rows import check_rows, load_rows

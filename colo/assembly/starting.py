@@ -19,8 +19,8 @@ from transformers.utils import find_adapter_config_file
 from colo.assembly.arguments import adapter_alone, chosen_dtype
 from colo.config import RuntimeConfig, Weights
 from colo.engine import Engine, PacksWeights
-from colo.engines.embedded.layout import bind, empty_model, require_causal_lm
-from colo.engines.embedded.waves import positions_of
+from colo.engines.layout import bind, empty_model, require_causal_lm
+from colo.engines.text import positions_of
 from colo.engines.torch import TorchEngine
 from colo.errors import BudgetError, Unsupported
 from colo.memory.dtensor import is_dtensor, local_bytes
@@ -217,7 +217,7 @@ def _is_packed_by_vllm(request: LaunchRequest) -> bool:
     Its loader of such weights puts them where no other process can map them, so that the engine runs in this one.
     """
     from colo.engines.vllm import compat
-    from colo.engines.vllm.client.options import is_packed_config, packs_weights
+    from colo.engines.vllm.client.start import import_apart, is_packed_config, packs_weights
     from colo.engines.vllm.wire import BITSANDBYTES
 
     options = request.engine_options
@@ -238,6 +238,7 @@ def _is_packed_by_vllm(request: LaunchRequest) -> bool:
         raise Unsupported(
             "vLLM keeps packed weights where no other process can map them: pass engine_options={'own_process': False}"
         )
+    import_apart()
     compat.require_packing()
     return True
 

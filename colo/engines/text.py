@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -15,6 +16,7 @@ from colo.units import format_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from transformers import PretrainedConfig
 
 Message: TypeAlias = Mapping[str, Any]
 """One turn of a conversation: {"role": ..., "content": ...}."""
@@ -268,3 +270,69 @@ def check_count(num_prompts: int, n: int) -> None:
             needed_bytes=needed_bytes,
             free_bytes=free_bytes,
         )
+
+
+# ---- positions -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Positions:
+    """The positions that a model can compute with."""
+
+    count: int | None = None
+    """Number of positions; `None` for a model that has no such limit."""
+
+    boundary: int | None = None
+    """Sequences that are longer are computed with other frequencies from their first token on (LongRoPE)."""
+
+    def limits(self, prompts: Sequence[tuple[int, ...]], max_tokens: int) -> list[int]:
+        """Limit of the tokens that each prompt may grow by: `max_tokens`, or, as in vLLM, the positions that are left.
+
+        No sequence grows over the boundary, where a trainer would compute its first tokens with other frequencies than
+        they were drawn with. `ValueError` for a prompt that ends right at it.
+        """
+        for index, prompt in enumerate(prompts):
+            if len(prompt) == self.boundary:
+                raise ValueError(
+                    f"prompt {index} has {len(prompt)} tokens, after which LongRoPE computes the whole sequence with "
+                    "other frequencies: add or leave out a token"
+                )
+        return [min(max_tokens, last - len(prompt)) for prompt in prompts for last in [self._last(len(prompt))]]
+
+    def is_long(self, prompt: tuple[int, ...]) -> bool:
+        """Tell whether a prompt is beyond the boundary, and cannot run beside shorter ones."""
+        return self.boundary is not None and len(prompt) > self.boundary
+
+    def _last(self, length: int) -> int:
+        ends = [end for end in (self.boundary, self.count) if end is not None and length < end]
+        return min(ends, default=1 << 62)
+
+
+NO_LIMIT = Positions()
+
+_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_target_positions")
+"""Config keys for the number of positions, a subset of those that vLLM reads."""
+
+
+def positions_of(config: PretrainedConfig) -> Positions:
+    """The positions of a model of `config`: the smallest limit that it names, as in vLLM.
+
+    Dynamic NTK frequencies change with every token beyond `max_position_embeddings`. A trainer could not compute such
+    tokens again, so that they are not offered.
+    """
+    text = config.get_text_config()
+    found = [value for key in _KEYS if isinstance(value := getattr(text, key, None), int) and value > 0]
+    boundaries = [
+        rope.get("original_max_position_embeddings") or getattr(text, "original_max_position_embeddings", None)
+        for rope in _ropes(getattr(text, "rope_parameters", None))
+        if rope.get("rope_type", rope.get("type")) == "longrope"
+    ]
+    return Positions(count=min(found, default=None), boundary=min(filter(None, boundaries), default=None))
+
+
+def _ropes(parameters: Any) -> Iterable[Mapping[str, Any]]:
+    """The settings of rotary embeddings: one set, or one for every kind of layer."""
+    if not isinstance(parameters, Mapping):
+        return []
+    nested = [value for value in parameters.values() if isinstance(value, Mapping)]
+    return nested or [parameters]

@@ -16,11 +16,10 @@ import torch
 
 from colo.engine import AdapterWeights, Completion, SamplingParams, SleepLevel
 from colo.engines.base import EngineBase
-from colo.engines.embedded.caches import Footprint, KVCacheBuffer, ModelCaches, Reservation
-from colo.engines.embedded.layout import FusedWeights, Layout, LoadedAdapters, bind, empty_model
-from colo.engines.embedded.waves import Wave, positions_of
+from colo.engines.caches import Footprint, KVCacheBuffer, ModelCaches, Reservation, Wave
+from colo.engines.layout import FusedWeights, Layout, LoadedAdapters, bind, empty_model
 from colo.engines.sampling import check_seeds, sample_rows
-from colo.engines.text import check_count, check_prompts
+from colo.engines.text import check_count, check_prompts, positions_of
 from colo.errors import PhaseError
 from colo.memory.load_plan import LoadPlan
 from colo.memory.offload import Mover, RegionSegment

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from colo.engine import Completion, SamplingParams
-from colo.engines.embedded.waves import positions_of
-from colo.engines.text import Message, check_prompts, encode_prompts
+from colo.engines.text import Message, check_prompts, encode_prompts, positions_of
 from colo.memory.uninterrupted import uninterrupted
 from colo.rl.logprob import model_logprobs
 from colo.rl.loss import Aggregation, GRPOLossConfig, group_advantages, grpo_loss

@@ -15,7 +15,7 @@ from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataPa
 from megatron_twins import config_of
 from torch import distributed
 
-from colo.engines.embedded.layout import FusedWeights, Layout, empty_model
+from colo.engines.layout import FusedWeights, Layout, empty_model
 from colo.errors import ColoError
 from colo.memory.load_plan import LoadPlan
 from colo.weights.sources.megatron import MegatronSource

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 import colo
 from colo.engines.vllm.client.engine import VLLMEngine
-from colo.engines.vllm.worker.reload import Reload
+from colo.engines.vllm.worker.weights import Reload
 from colo.units import MIB
 
 PROMPTS = [[(7 * i + j * j) % 150 for j in range(70)] for i in range(4)]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-CALL = "from colo.engines.vllm.client.options import check_main_guard\n"
+CALL = "from colo.engines.vllm.client.start import check_main_guard\n"
 
 
 def run(tmp_path, script, method="spawn"):

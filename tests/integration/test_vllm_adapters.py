@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from colo.engine import AdapterWeights
 from colo.engines.vllm.client.engine import VLLMEngine
-from colo.engines.vllm.client.options import llm_options
+from colo.engines.vllm.client.start import llm_options
 from colo.errors import Unsupported
 from colo.weights.sources.peft import adapter_weights
 

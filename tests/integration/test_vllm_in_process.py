@@ -712,7 +712,7 @@ def test_an_llm_that_could_not_be_shared_generates_as_before(own_llm, tiny, prom
 
 
 def test_a_version_of_vllm_that_was_not_tested_is_warned_about_once(monkeypatch):
-    monkeypatch.setattr(compat.process, "vllm_version", lambda: "9.9.9")
+    monkeypatch.setattr(compat, "vllm_version", lambda: "9.9.9")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         compat.warn_if_untested()

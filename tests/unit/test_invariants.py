@@ -120,7 +120,7 @@ REFUSALS = {
     "phases/scheduler.py _plan_arrival": bring_back,
     "assembly/starting.py _admit": start,
     "engines/text.py check_count": lambda monkeypatch: check_count(1, 10**12),
-    "engines/embedded/caches.py check_room": generate,
+    "engines/caches.py check_room": generate,
     "memory/arena.py _grow": lambda monkeypatch: PinnedArena(torch.device("cpu"), limit_bytes=MIB).allocate(2 * MIB),
     "memory/region.py require_free": restore_a_region,
     "memory/cuda_driver.py allocate": take_memory_of_the_driver,

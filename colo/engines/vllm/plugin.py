@@ -19,5 +19,5 @@ def register() -> None:
         SleepModeBackendFactory.register_backend(COLO, "colo.engines.vllm.worker.sleep", "ColoSleepBackend")
     if COLO not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(
-            COLO, "colo.engines.vllm.worker.transfer", "ColoWeightTransferEngine"
+            COLO, "colo.engines.vllm.worker.weights", "ColoWeightTransferEngine"
         )

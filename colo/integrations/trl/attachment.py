@@ -16,8 +16,8 @@ from colo.assembly.check import check
 from colo.assembly.share import share
 from colo.config import RuntimeConfig
 from colo.engine import Engine
-from colo.engines.embedded.waves import positions_of
 from colo.engines.sampling import distorting, needing_tokenizer
+from colo.engines.text import positions_of
 from colo.errors import Unsupported
 from colo.integrations.trl.checks import check_columns, check_contract, check_output, check_trainer, checked
 from colo.integrations.trl.fused_head import check_fused_head
@@ -186,7 +186,7 @@ def choose_process(options: dict[str, Any], num_ranks: int, model: Any = None) -
     Raises: `Unsupported` for engines within several ranks, which would take the ranks' process group for their own.
     """
     if "own_process" not in options:
-        from colo.engines.vllm.client.options import changes_transformers
+        from colo.engines.vllm.client.start import changes_transformers
 
         options["own_process"] = num_ranks > 1 or (model is not None and changes_transformers(model, options))
     if not options["own_process"] and num_ranks > 1:

@@ -10,8 +10,7 @@ from typing import Any
 from datasets import Dataset, load_dataset, load_from_disk
 from transformers import AutoConfig, AutoTokenizer
 
-from colo.engines.embedded.waves import positions_of
-from colo.engines.text import check_prompts, encode_prompts
+from colo.engines.text import check_prompts, encode_prompts, positions_of
 from colo.errors import Unsupported
 
 PROMPT = "prompt"

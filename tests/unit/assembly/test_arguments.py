@@ -249,7 +249,7 @@ def test_an_engine_that_is_not_installed_is_named_before_anything_is_made(monkey
     def version(package):
         raise PackageNotFoundError(package)
 
-    monkeypatch.setattr(compat.process, "version", version)
+    monkeypatch.setattr(compat, "version", version)
     with pytest.raises(colo.Unsupported, match="vLLM is not installed: pip install"):
         launch(engine="vllm", engine_options=options, lora=LORA)
 

@@ -9,7 +9,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
 from colo.engine import AdapterWeights, Completion, Engine, EngineState, SamplingParams, SleepLevel
-from colo.engines.embedded import caches as kv_cache
+from colo.engines import caches as kv_cache
 from colo.engines.sampling import processed_logprobs
 from colo.engines.torch import TorchEngine
 from colo.errors import BudgetError, PhaseError, StaleWeights, TransferError, Unsupported

@@ -6,8 +6,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from colo.engines.embedded.caches import Footprint
-from colo.engines.embedded.waves import NO_LIMIT
+from colo.engines.caches import NO_LIMIT, Footprint
 from colo.planning.kv_cache import LayerCache, kv_bytes, layer_caches
 
 SIZES = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4}

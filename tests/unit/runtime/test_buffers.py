@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config, Glm4MoeConfig
 
 import colo
 from colo.config import RuntimeConfig
-from colo.engines.embedded.layout import empty_model
+from colo.engines.layout import empty_model
 from colo.engines.torch import TorchEngine
 from colo.units import MIB
 from tests.runtimes import adamw, make_engine, qwen3, train_step

@@ -14,7 +14,7 @@ import colo
 from colo.config import Offload, RuntimeConfig
 from colo.engine import EngineState
 from colo.engines.torch import TorchEngine
-from colo.engines.vllm.client.calls import Caller
+from colo.engines.vllm.processes import Caller
 from colo.errors import EngineLost, PhaseError, TransferError
 from colo.memory.offload import Mover
 from colo.memory.region import ResizedRegion

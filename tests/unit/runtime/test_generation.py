@@ -23,7 +23,7 @@ from transformers import (
 )
 
 import colo
-from colo.engines.embedded.layout import LoadedAdapters
+from colo.engines.layout import LoadedAdapters
 from colo.engines.torch import TorchEngine
 from colo.memory.offload import Mover
 from colo.units import MIB

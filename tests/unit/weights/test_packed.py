@@ -7,7 +7,7 @@ from peft.tuners.lora.bnb import Linear4bit
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from colo.engines.embedded.layout import bind, empty_model
+from colo.engines.layout import bind, empty_model
 from colo.errors import Unsupported
 from colo.weights.packed import PackedWeight, is_packed, pack
 from tests.models import small_qwen3

@@ -23,17 +23,20 @@ from colo.engine import AdapterWeights, Completion, EngineState, SleepLevel
 from colo.engines.base import EngineBase, EngineStatus
 from colo.engines.sampling import sampling_temperature
 from colo.engines.vllm import compat, plugin, wire
-from colo.engines.vllm.client.adapters import AdapterRegistry
-from colo.engines.vllm.client.link import PauseMode, WorkerLink
-from colo.engines.vllm.client.llm_link import DEADLINE_S, link_to, start_llm
-from colo.engines.vllm.client.memory import WorkerMemory, WorkerWeights
-from colo.engines.vllm.client.options import (
+from colo.engines.vllm.client import PauseMode, WorkerLink
+from colo.engines.vllm.client.llm_link import DEADLINE_S
+from colo.engines.vllm.client.memory import AdapterRegistry, WorkerMemory, WorkerWeights
+from colo.engines.vllm.client.start import (
     changes_transformers,
     check_main_guard,
     device_of,
+    import_apart,
+    link_to,
     llm_options,
     quantization_of,
     save_config,
+    start_llm,
+    told_start,
 )
 from colo.engines.vllm.store import WeightStore
 from colo.engines.vllm.wire import Forget
@@ -91,7 +94,7 @@ class VLLMEngine(EngineBase):
                 "class works in this process (vllm#15463): give vLLM a process of its own, own_process=True"
             )
         compat.warn_if_untested()
-        compat.import_apart()
+        import_apart()
         plugin.register()
         self._begin(device_of(device), mover, when_lost="call recover() to start it again")
         try:
@@ -462,5 +465,5 @@ class VLLMEngine(EngineBase):
 
 
 def _start_told(start: Callable[..., WorkerLink], *, own_process: bool) -> WorkerLink:
-    with compat.told_start(own_process=own_process):
+    with told_start(own_process=own_process):
         return start(own_process=own_process)

@@ -1,8 +1,9 @@
-"""Links to a `vllm.LLM`, in this process or in a process of its own."""
+"""Links to a `vllm.LLM`, in this process or in a process of its own, and its types: parameters in, completions out."""
 
 from __future__ import annotations
 
 import gc
+import math
 import operator
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -11,18 +12,17 @@ from typing import Any, TypeVar
 
 import torch
 
-from colo.engine import Completion
+from colo.engine import Completion, SamplingParams
 from colo.engines.base import EngineStatus
-from colo.engines.sampling import needing_tokenizer
-from colo.engines.text import check_count, check_prompts
+from colo.engines.sampling import check_seeds, completion_seed, distorting, needing_tokenizer, without_neutral
+from colo.engines.text import check_count, check_prompts, continuation
 from colo.engines.vllm import compat
-from colo.engines.vllm.client import sampling
-from colo.engines.vllm.client.calls import Caller, NoAnswer, ProcessEnded, start_apart_from_interrupts
-from colo.engines.vllm.client.link import NamedAdapter, PauseMode, WorkerLink, answers_of, new_client
+from colo.engines.vllm.client import NamedAdapter, PauseMode, WorkerLink, answers_of, new_client
+from colo.engines.vllm.processes import Caller, NoAnswer, ProcessEnded
 from colo.engines.vllm.wire import WORKER_EXTENSION, Request, WorkerInfo
-from colo.errors import PhaseError, TransferError, Unsupported
-from colo.memory.probe import used_device_bytes
+from colo.errors import PhaseError, StaleWeights, TransferError, Unsupported
 from colo.memory.share import Description
+from colo.weights.mismatch import not_numbers
 
 T = TypeVar("T")
 
@@ -73,9 +73,9 @@ class LLMLink(WorkerLink):
     def sampling_params(self, params: Any, options: Mapping[str, Any]) -> Any:
         """vLLM's `SamplingParams` from options by name; colo's and vLLM's own as they are.
 
-        Raises: as `sampling.sampling_params`; `Unsupported` for what takes a tokenizer, which this vLLM has not.
+        Raises: as `sampling_params`; `Unsupported` for what takes a tokenizer, which this vLLM has not.
         """
-        asked = sampling.sampling_params(params, options)
+        asked = sampling_params(params, options)
         if self.model_config.skip_tokenizer_init and (words := needing_tokenizer(asked)):
             raise Unsupported(
                 f"this vLLM has no tokenizer, and {', '.join(words)} would be without effect: start it with one "
@@ -105,9 +105,9 @@ class LLMLink(WorkerLink):
             )
         params = self.sampling_params(params, {})
         check_count(len(prompts), params.n)
-        each = sampling.for_prompts(params, len(prompts))
+        each = for_prompts(params, len(prompts))
         asked = each[0] if isinstance(each, list) and each else each
-        sampling.check_logprobs(asked, config.logprobs_mode, "start it with logprobs_mode='processed_logprobs'")
+        check_logprobs(asked, config.logprobs_mode, "start it with logprobs_mode='processed_logprobs'")
         token_ids = [tuple(map(operator.index, prompt)) for prompt in prompts]
         more = ", or give vLLM a larger max_model_len"
         check_prompts(token_ids, int(config.get_vocab_size()), int(config.max_model_len), or_else=more)
@@ -122,7 +122,7 @@ class LLMLink(WorkerLink):
         has_text = asked.detokenize and not config.skip_tokenizer_init
         tokenizer = None if asked.detokenize or config.skip_tokenizer_init else llm.get_tokenizer()
         name = adapter[0] if adapter is not None else None
-        return sampling.completions(outputs, version, name, has_text=has_text, tokenizer=tokenizer)
+        return completions(outputs, version, name, has_text=has_text, tokenizer=tokenizer)
 
     def reset_prefix_cache(self) -> None:
         """Forget what earlier requests have computed, and disturb requests in flight only if necessary."""
@@ -157,7 +157,7 @@ class LLMLink(WorkerLink):
         """Let go of the `vllm.LLM`, and shut it down where it is ours. Idempotent."""
         llm, self.llm = self.llm, None
         if llm is not None and self.is_own:
-            _shut_down(llm)
+            llm.llm_engine.engine_core.shutdown()
             del llm
             gc.collect()
             if self.device.type == "cuda":
@@ -320,36 +320,6 @@ class OwnProcessLink(LLMLink):
             return None
 
 
-def link_to(
-    llm: Any, device: torch.device, status: EngineStatus, *, own_process: bool, deadline_s: float, is_own: bool = False
-) -> LLMLink:
-    """A link to a `vllm.LLM`. Raises: `Unsupported`, as the links do."""
-    kind = OwnProcessLink if own_process else InProcessLink
-    return kind(llm, device, status, deadline_s=deadline_s, is_own=is_own)
-
-
-def start_llm(
-    options: Mapping[str, Any], device: torch.device, status: EngineStatus, *, own_process: bool, deadline_s: float
-) -> LLMLink:
-    """Start vLLM with `options`, those of `vllm.LLM`, and connect to it. Raises: also what vLLM raises."""
-    from vllm import LLM
-
-    if not own_process and compat.runs_in_this_process():
-        raise Unsupported(
-            "a vLLM runs in this process already, and closing one of two breaks the other: start this one in a process "
-            "of its own (own_process=True), or close the other first"
-        )
-    # what vLLM takes beyond its segments is reported as residual
-    before_bytes = used_device_bytes(device) or 0
-    with compat.in_this_process(not own_process):
-        start = partial(LLM, **options)
-        llm = start_apart_from_interrupts(start, _shut_down) if own_process else _start_here(start, options, device)
-    taken_bytes = (used_device_bytes(device) or 0) - before_bytes
-    link = link_to(llm, device, status, own_process=own_process, deadline_s=deadline_s, is_own=True)
-    link.taken_bytes = taken_bytes
-    return link
-
-
 def _lora_request(name: str, number: int) -> Any:
     from vllm.lora.request import LoRARequest
 
@@ -363,13 +333,157 @@ def _abort(core: Any, states: Mapping[str, Any]) -> None:
     core.abort_request([*states, *parents], internal=True)
 
 
-def _start_here(start: Callable[[], T], options: Mapping[str, Any], device: torch.device) -> T:
-    """Start vLLM in this process without changing its random state, unless a `seed` or other ranks ask for vLLM's."""
-    if options.get("seed") is not None or options.get("distributed_executor_backend") == "external_launcher":
-        return start()
-    with compat.own_random_state(device):
-        return start()
+# ---- sampling parameters on the way in, completions on the way out ---------------------------------------------------
 
 
-def _shut_down(llm: Any) -> None:
-    llm.llm_engine.engine_core.shutdown()
+def sampling_params(params: Any, sampling: Mapping[str, Any]) -> Any:
+    """vLLM's `SamplingParams` from options by name; colo's and vLLM's own stay what they are.
+
+    Options that change nothing may be any that other engines have. Texts are decoded by colo, when they are read, where
+    no option asks for more than the tokens' own.
+    Raises: `TypeError` for both parameters and options, `Unsupported` for parameters of another kind, such as a list.
+    """
+    from vllm import SamplingParams as VLLMSamplingParams
+
+    if params is not None and sampling:
+        raise TypeError(f"give {sorted(sampling)} within the sampling parameters, or all options by name")
+    if params is None:
+        options = without_neutral(sampling, VLLMSamplingParams.__struct_fields__)
+        given = VLLMSamplingParams(**options)
+        if not options.keys() & _OF_TEXT and not given.stop:
+            given.detokenize = False
+        return _with_logprobs(given)
+    if isinstance(params, VLLMSamplingParams):
+        return _with_logprobs(params.clone())
+    if isinstance(params, SamplingParams):
+        return params
+    raise Unsupported(
+        f"generate takes one SamplingParams for all prompts, not a {type(params).__name__}: call it once for each "
+        "within one `with rt.rollout():`"
+    )
+
+
+def for_prompts(params: Any, num_prompts: int) -> Any:
+    """Make vLLM's parameters, for all prompts alike or for each, of colo's or of vLLM's own.
+
+    vLLM gives every prompt the same seed, and each of its samples the next number. With a seed of colo's parameters,
+    or a list of them, prompts draw apart.
+    """
+    from vllm import SamplingParams as VLLMSamplingParams
+
+    check_seeds(params.seed, num_prompts)
+    seed, asked = params.seed, params
+    if isinstance(params, SamplingParams):
+        given = {field: getattr(params, field) for field in params.__dataclass_fields__}
+        given |= {"stop_token_ids": list(params.stop_token_ids), "seed": None, "detokenize": False}
+        asked = _with_logprobs(VLLMSamplingParams(**given))
+    elif not isinstance(seed, Sequence):
+        return asked
+    return asked if seed is None else [_seeded(asked, completion_seed(seed, i, 0)) for i in range(num_prompts)]
+
+
+def _seeded(params: Any, seed: int) -> Any:
+    found = params.clone()
+    found.seed = seed
+    return found
+
+
+def _with_logprobs(params: Any) -> Any:
+    if params.logprobs is None:
+        params.logprobs = 0  # that of the sampled token
+        if hasattr(params, "flat_logprobs"):
+            params.flat_logprobs = True  # a dictionary for every token costs as much as a small model's kernels
+    return params
+
+
+_OF_TEXT = {
+    "bad_words",
+    "detokenize",
+    "include_stop_str_in_output",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "stop",
+}
+"""Options with which vLLM decodes by itself."""
+
+
+def check_logprobs(params: Any, mode: str, advice: str) -> None:
+    """Raise `Unsupported` unless `logprobs_mode` returns log-probabilities of the distribution that is sampled from."""
+    if mode == "processed_logprobs":
+        return
+    if mode != "raw_logprobs" or params.temperature not in (0, 1) or distorting(params):
+        raise Unsupported(
+            f"vLLM was started with logprobs_mode={mode!r} and returns no log-probabilities of what is sampled at "
+            f"temperature {params.temperature} with these filters: {advice}"
+            + (", or sample at temperature 1 without filters" if mode == "raw_logprobs" else "")
+        )
+
+
+def check_numbers(logprobs: Sequence[float]) -> None:
+    """Raise `FloatingPointError` unless every log-probability of what was sampled is a finite number."""
+    if not math.isfinite(sum(logprobs)):
+        raise FloatingPointError(not_numbers(None))
+
+
+def completions(
+    outputs: Sequence[Any], version: int, adapter: str | None, *, has_text: bool, tokenizer: Any = None
+) -> list[Completion]:
+    """Every sample of vLLM's `RequestOutput`s, in prompt order, then sample order.
+
+    Without `has_text` vLLM has decoded nothing, and its texts, all empty, are none: with its `tokenizer` they are
+    decoded when they are read.
+    Raises: `StaleWeights` where vLLM itself (from 0.33) names another version for some of the tokens;
+    `FloatingPointError` for log-probabilities that are not numbers.
+    """
+    return [
+        _completion(
+            prompt_index, output, sample, version, adapter, text=_text(output, sample, tokenizer, has_text=has_text)
+        )
+        for prompt_index, output in enumerate(outputs)
+        for sample in sorted(output.outputs, key=lambda sample: sample.index)
+    ]
+
+
+def _text(output: Any, sample: Any, tokenizer: Any, *, has_text: bool) -> str | Callable[[], str] | None:
+    if has_text or tokenizer is None:
+        return str(sample.text) if has_text else None
+    prompt, token_ids = tuple(output.prompt_token_ids), tuple(sample.token_ids)
+    if sample.finish_reason == "stop":
+        token_ids = token_ids[:-1]  # the stop token, of which vLLM shows nothing
+    return partial(continuation, tokenizer, prompt, token_ids)
+
+
+def _completion(
+    prompt_index: int,
+    output: Any,
+    sample: Any,
+    version: int,
+    adapter: str | None,
+    *,
+    text: str | Callable[[], str] | None,
+) -> Completion:
+    for span in getattr(sample, "weight_versions", None) or ():
+        if span.version != str(version):
+            raise StaleWeights(
+                f"vLLM sampled tokens {span.start} to {span.end} of prompt {prompt_index} from weights that it calls "
+                f"{span.version!r}, not from version {version}: publish anew, and leave update_weight_version to colo"
+            )
+    token_ids = tuple(sample.token_ids)
+    rows: Any = sample.logprobs or ()
+    if list(token_ids) == getattr(rows, "token_ids", None):  # flat, and nothing but what was sampled
+        logprobs = tuple(rows.logprobs)
+    else:
+        logprobs = tuple(row[token].logprob for token, row in zip(token_ids, rows, strict=True))
+    check_numbers(logprobs)
+    return Completion(
+        prompt_index=prompt_index,
+        sample_index=sample.index,
+        prompt_token_ids=tuple(output.prompt_token_ids),
+        token_ids=token_ids,
+        logprobs=logprobs,
+        finish_reason=sample.finish_reason or "abort",
+        weights_version=version,
+        adapter=adapter,
+        text=text,
+        output=sample,
+    )

@@ -35,10 +35,10 @@ from colo.engines.base import EngineStatus
 from colo.engines.http import Body, HttpClient, Refused, Silent
 from colo.engines.sampling import check_seeds, check_taken, completion_seed
 from colo.engines.text import check_count, check_prompts
+from colo.engines.vllm.client import NamedAdapter, PauseMode, WorkerLink, answers_of, new_client
 from colo.engines.vllm.client.engine import VLLMEngine
-from colo.engines.vllm.client.link import NamedAdapter, PauseMode, WorkerLink, answers_of, new_client
-from colo.engines.vllm.client.options import device_of
-from colo.engines.vllm.client.sampling import check_logprobs, check_numbers
+from colo.engines.vllm.client.llm_link import check_logprobs, check_numbers
+from colo.engines.vllm.client.start import device_of
 from colo.engines.vllm.processes import lives, pid_namespace
 from colo.engines.vllm.wire import COLO, WORKER_EXTENSION, AdapterNumbers, Request, WorkerInfo
 from colo.errors import EngineLost, PhaseError, TransferError, Unsupported

@@ -21,9 +21,8 @@ from colo.engines.vllm import compat, plugin, wire
 from colo.engines.vllm.processes import end_with, pid_namespace
 from colo.engines.vllm.worker import adapters
 from colo.engines.vllm.worker.loader import OwnMemory, Placement, placement_of
-from colo.engines.vllm.worker.record import packed_weights, record
-from colo.engines.vllm.worker.reload import Reload, check_begun
 from colo.engines.vllm.worker.sleep import WorkerSegments
+from colo.engines.vllm.worker.weights import Reload, check_begun, packed_weights, record
 from colo.errors import TransferError
 from colo.memory.fence import wait_for_queued
 from colo.memory.load_plan import LoadPlan

@@ -12,8 +12,8 @@ from torch import nn
 from colo.engine import AdapterWeights
 from colo.engines.base import EngineStatus
 from colo.engines.vllm import wire
-from colo.engines.vllm.client.adapters import AdapterRegistry
-from colo.engines.vllm.client.link import answers_of
+from colo.engines.vllm.client import answers_of
+from colo.engines.vllm.client.memory import AdapterRegistry
 from colo.errors import TransferError
 from colo.weights.watch import CopyMeter
 

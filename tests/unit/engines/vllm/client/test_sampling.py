@@ -8,8 +8,8 @@ import pytest
 from colo.engine import SamplingParams
 from colo.engines.sampling import distorting, row_seed, sampling_temperature
 from colo.engines.vllm.client.engine import VLLMEngine
-from colo.engines.vllm.client.llm_link import InProcessLink
-from colo.engines.vllm.client.sampling import (
+from colo.engines.vllm.client.llm_link import (
+    InProcessLink,
     check_logprobs,
     check_numbers,
     completions,

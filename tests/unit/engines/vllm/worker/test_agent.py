@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from colo.engines.base import EngineStatus
-from colo.engines.vllm.client.link import answers_of
+from colo.engines.vllm.client import answers_of
 from colo.engines.vllm.wire import PinnedBytes
 from colo.errors import BudgetError, EngineLost, PhaseError, TransferError
 from colo.memory.share import SharedMemory

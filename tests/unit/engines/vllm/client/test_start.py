@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from colo import log
-from colo.engines.vllm.compat import process as vllm_log
+from colo.engines.vllm.client import start as vllm_log
 
 LINE = "{} 11-23 22:35:13 [EngineCore 7943] [core.py:123] {}\n"
 

@@ -12,8 +12,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from colo.engines.vllm.client.calls import Caller, NoAnswer, start_apart_from_interrupts
 from colo.engines.vllm.client.llm_link import OwnProcessLink
+from colo.engines.vllm.processes import Caller, NoAnswer, start_apart_from_interrupts
 
 
 @contextmanager

@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
-from colo.engines.embedded.waves import NO_LIMIT, Positions, Wave, plan_groups, plan_waves
+from colo.engines.text import NO_LIMIT, Positions
 from colo.errors import BudgetError, Unsupported
 from colo.memory.region import Region, require_free
 from colo.planning.kv_cache import LayerCache
@@ -492,3 +492,109 @@ def _tensors(part: Any, seen: set[int]) -> Iterator[torch.Tensor]:
             yield from _tensors(value, seen)
     elif hasattr(part, "reorder_cache"):  # a cache, or a layer of one
         yield from _tensors(vars(part), seen)
+
+
+# ---- waves: sequences of a call that run together, so that their states fit ------------------------------------------
+
+MAX_ROWS = 1024
+"""Sequences of one wave. Bounds the logits of a step, which are not part of the KV cache."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wave:
+    """Sequences that run together."""
+
+    prompts: tuple[tuple[int, ...], ...]
+    """The distinct prompts, each computed once."""
+
+    rows: tuple[tuple[int, int], ...]
+    """Prompt index and sample index of every sequence."""
+
+    slots: tuple[int, ...]
+    """Position in `prompts` of every sequence's prompt."""
+
+    limits: tuple[int, ...]
+    """Most tokens by which each sequence may grow."""
+
+    in_place: bool = False
+    """A single sequence grows where its prompt was computed, since there is no room for both."""
+
+    @property
+    def max_tokens(self) -> int:
+        """The most tokens that one of them may grow by."""
+        return max(self.limits)
+
+    @property
+    def prompt_length(self) -> int:
+        """Tokens of the longest prompt, to which the others are padded on the left."""
+        return max(len(prompt) for prompt in self.prompts)
+
+
+def plan_waves(
+    prompts: Sequence[tuple[int, ...]],
+    *,
+    n: int,
+    limits: Sequence[int],
+    capacity: int,
+    size: Callable[[int], int] = lambda length: length,
+    max_rows: int = MAX_ROWS,
+    max_prompts: int = MAX_ROWS,
+) -> list[Wave]:
+    """Cut `n` sequences of each prompt into waves of at most `max_rows`, in prompt order, then sample order.
+
+    A wave takes `size(prompt_length)` of the `capacity` for each distinct prompt, `max_prompts` at most, and
+    `size(prompt_length + max_tokens)` for each sequence. Every prompt must fit alone with its limit.
+    """
+    waves: list[Wave] = []
+    rows: list[tuple[int, int]] = []
+    distinct: set[tuple[int, ...]] = set()
+    length = growth = 0
+    for row in ((p, s) for p in range(len(prompts)) for s in range(n)):
+        prompt, limit = prompts[row[0]], limits[row[0]]
+        num_prompts = len(distinct) + (prompt not in distinct)
+        longest, most = max(length, len(prompt)), max(growth, limit)
+        needed = num_prompts * size(longest) + (len(rows) + 1) * size(longest + most)
+        if rows and (needed > capacity or len(rows) == max_rows or num_prompts > max_prompts):
+            waves.append(_wave(prompts, rows, limits))
+            rows, distinct, longest, most = [], set(), len(prompt), limit
+        distinct.add(prompt)
+        rows.append(row)
+        length, growth = longest, most
+    if rows:
+        waves.append(_wave(prompts, rows, limits))
+    return [replace(wave, in_place=not _has_room(wave, capacity, size)) for wave in waves]
+
+
+def plan_groups(
+    prompts: Sequence[tuple[int, ...]],
+    *,
+    key: Callable[[tuple[int, ...]], Hashable],
+    limits: Sequence[int],
+    plan: Callable[[list[tuple[int, ...]], list[int]], list[Wave]],
+) -> list[Wave]:
+    """The waves that `plan` makes of the prompts (and limits) of each `key` alone, with the indices of `prompts`."""
+    groups: dict[Hashable, list[int]] = {}
+    for index, prompt in enumerate(prompts):
+        groups.setdefault(key(prompt), []).append(index)
+    waves = []
+    for group in groups.values():
+        planned = plan([prompts[index] for index in group], [limits[index] for index in group])
+        waves += [replace(wave, rows=tuple((group[i], sample) for i, sample in wave.rows)) for wave in planned]
+    return waves
+
+
+def _wave(prompts: Sequence[tuple[int, ...]], rows: Sequence[tuple[int, int]], limits: Sequence[int]) -> Wave:
+    slots: dict[tuple[int, ...], int] = {}
+    for index, _ in rows:
+        slots.setdefault(prompts[index], len(slots))
+    return Wave(
+        prompts=tuple(slots),
+        rows=tuple(rows),
+        slots=tuple(slots[prompts[index]] for index, _ in rows),
+        limits=tuple(limits[index] for index, _ in rows),
+    )
+
+
+def _has_room(wave: Wave, capacity: int, size: Callable[[int], int]) -> bool:
+    prompts_size = len(wave.prompts) * size(wave.prompt_length)
+    return prompts_size + len(wave.rows) * size(wave.prompt_length + wave.max_tokens) <= capacity

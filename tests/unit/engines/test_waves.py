@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colo.engines.embedded.waves import Positions, Wave, plan_groups, plan_waves
+from colo.engines.caches import Positions, Wave, plan_groups, plan_waves
 
 
 def make_wave(prompts: list[tuple[int, ...]], n: int, max_tokens: int) -> Wave:

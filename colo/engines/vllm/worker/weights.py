@@ -1,0 +1,363 @@
+"""A trainer's weights on the way into a vLLM worker, by vLLM's own loader: recorded as copies, or run as a reload.
+
+Also the backend by which clients of vLLM's own four calls bring them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from vllm.distributed.weight_transfer.base import WeightTransferEngine as Base
+from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.model_executor.utils import get_packed_modules_mapping
+
+from colo.engines.vllm import compat
+from colo.engines.vllm.wire import BITSANDBYTES, error_in_words
+from colo.engines.vllm.worker.loader import placement_of
+from colo.errors import ColoError, PhaseError, TransferError, Unsupported
+from colo.memory.load_plan import Copy, LoadPlan, tensors_in
+from colo.memory.storage import storage_key
+from colo.weights.packed import PackedWeight
+from colo.weights.sources.names import checkpoint_views
+from colo.weights.transports.receiver import Receiver, run_step
+
+
+def record(
+    model: nn.Module, model_config: Any, device: torch.device, source: dict[str, torch.Tensor], model_type: str | None
+) -> LoadPlan:
+    """Record the plan of `source`, in the names of a transformers model of `model_type`; no byte is moved.
+
+    Raises: `TransferError` when parameters do not cover the model exactly once; whatever vLLM's loader raises.
+    """
+    why = _why_not_recorded(model, model_config, device)
+    if model_config.quantization == BITSANDBYTES:
+        try:
+            return record_packed(model, source, model_type)
+        except Unsupported as error:
+            why = str(error)
+    if why:
+        return LoadPlan.of(source, fallbacks=dict.fromkeys(source, why))
+    rename = compat.renamer(model)
+
+    def as_checkpoint(tensors: Any) -> Iterable[tuple[str, torch.Tensor]]:
+        return ((rename(name), view) for name, view in checkpoint_views(tensors, model_type))
+
+    load: Any = model.load_weights
+    plan = LoadPlan.record(
+        load,
+        source,
+        compat.unpadded_parameters(model),
+        optional=dict(compat.loadable_buffers(model)),
+        as_checkpoint=as_checkpoint,
+    )
+    return replace(plan, unused=compat.unused(model, source))
+
+
+def _why_not_recorded(model: nn.Module, model_config: Any, device: torch.device) -> str | None:
+    placement = placement_of(model)
+    if placement is not None and placement.outside:
+        name, reason = next(iter(placement.outside.items()))
+        return f"{reason} ({name})"
+    if model_config.quantization is not None:
+        return f"the engine quantizes its weights ({model_config.quantization})"
+    if placement is None and device.type == "cpu":
+        return "vLLM packs its weights on a CPU: start the engine with load_format='colo'"
+    if placement is None:  # colo's loader has seen for itself
+        return compat.reworked_weights(model)
+    return None
+
+
+# ---- what vLLM's bitsandbytes loader leaves in a model ---------------------------------------------------------------
+
+
+# In vLLM 0.26 the loader is part of vLLM, later of `vllm-bnb-plugin`, and the same in both: a fused parameter holds the
+# packed layers one after another, with the state of each and where it begins.
+
+
+def packed_weights(model: nn.Module) -> dict[str, PackedWeight]:
+    """Every packed linear weight by its transformers name. `Unsupported` for 8 bits, and for experts in one piece."""
+    parts = get_packed_modules_mapping(model)
+    found = {}
+    for name, parameter in _packed_parameters(model).items():
+        states, starts = parameter.bnb_quant_state, getattr(parameter, "bnb_shard_offsets", None)
+        if starts is None or not isinstance(states, Mapping) or parameter.data.dtype != torch.uint8:
+            raise Unsupported(f"{name} is packed as no trainer can share it: only linear layers in 4 bits can be")
+        module = name.removesuffix(".weight").removesuffix(".base_layer")
+        owner, _, leaf = module.rpartition(".")
+        leaves = parts.get(leaf, [leaf]) if len(states) > 1 else [leaf]
+        if len(leaves) != len(states):
+            raise Unsupported(f"{name} holds {len(states)} packed layers, and only {len(leaves)} have names")
+        for index, part in enumerate(leaves):
+            data = parameter.detach()[int(starts[index]) : int(starts[index + 1])]
+            found[f"{owner}.{part}.weight"] = PackedWeight(data=data, quant_state=states[index])
+    return found
+
+
+def record_packed(model: nn.Module, source: dict[str, torch.Tensor], model_type: str | None) -> LoadPlan:
+    """The plan of `source`: packed weights as they are, the others as vLLM's loader copies them."""
+    packed = packed_weights(model)
+    plain = {name: tensor for name, tensor in source.items() if name not in packed}
+    inside = _packed_parameters(model)
+    destinations = {name: t for name, t in compat.unpadded_parameters(model).items() if name not in inside}
+    rename = compat.renamer(model)
+    load: Any = model.load_weights
+    plan = LoadPlan.record(
+        load,
+        plain,
+        destinations,
+        as_checkpoint=lambda tensors: ((rename(n), view) for n, view in checkpoint_views(tensors, model_type)),
+    )
+    copies, fallbacks = list(plan.copies), dict(plan.fallbacks)
+    for name in source.keys() & packed.keys():
+        tensor, target = source[name], packed[name].data
+        if (tensor.dtype, tensor.shape, tensor.stride()) == (target.dtype, target.shape, target.stride()):
+            copies.append(
+                Copy(name=name, shape=tuple(tensor.shape), stride=tuple(tensor.stride()), offset=0, target=target)
+            )
+        else:
+            fallbacks[name] = "the engine has packed it (bitsandbytes)"
+    return LoadPlan.of(source, copies=copies, fallbacks=fallbacks)
+
+
+def _packed_parameters(model: nn.Module) -> dict[str, Any]:
+    return {name: p for name, p in model.named_parameters() if hasattr(p, "bnb_quant_state")}
+
+
+# ---- vLLM's own layerwise reload, for models that recorded copies cannot bring weights to ----------------------------
+
+
+class Reload:
+    """One reload of one model: complete, or the model cannot compute until a later one is."""
+
+    @torch.no_grad()
+    def __init__(self, model: nn.Module, model_config: Any, device: torch.device) -> None:
+        """Begin."""
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+        self.tied = _is_tied(model)
+        """True if the output layer is the embedding."""
+
+        self._model = model
+        self._model_config = model_config
+        self._device = device
+        self._given: list[str] = []
+        self._taken = _Taken()
+        compat.before_reload(model)
+        initialize_layerwise_reload(model)
+
+    @torch.no_grad()
+    def load(self, tensors: Mapping[str, torch.Tensor], model_type: str | None, *, keep: bool = False) -> None:
+        """Load whole tensors, by the names of a transformers model of `model_type`.
+
+        vLLM keeps what it is given until a layer is complete: with `keep` the tensors themselves, otherwise copies.
+        """
+        given = dict(tensors) if keep else {name: tensor.clone() for name, tensor in tensors.items()}
+        if not keep:
+            self._synchronize()
+        rename = compat.renamer(self._model)
+        load: Any = self._model.load_weights
+        self._taken.expect(given)
+        with self._taken:
+            load((rename(name), view) for name, view in checkpoint_views(given, model_type))
+        self._given += given
+
+    @torch.no_grad()
+    def finish(self) -> dict[str, Any]:
+        """Check that post-processing has run on every tensor, and that no layer lacks weights.
+
+        `left_out` counts the elements taken of tensors that the model has not taken whole. Raises: `TransferError`
+        naming layers that lack weights, which hold what they held before.
+        """
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        # before the reload is ended, which drops vLLM's notes of what each layer got
+        unloaded = compat.unloaded_layers(self._model)
+        with self._taken:
+            finalize_layerwise_reload(self._model, self._model_config)
+        compat.after_reload(self._model)
+        self._synchronize()
+        if unloaded:
+            raise TransferError(
+                f"{len(unloaded)} layers of the engine's model got no weights, or not all, {unloaded[0]} for one: the "
+                "trainer's model lacks them, or vLLM's loader of this model writes them past its own reload"
+            )
+        unused = compat.unused(self._model, self._given)
+        left_out = {name: count for name, count in self._taken.left_out().items() if name not in unused}
+        return {"num_tensors": len(self._given), "left_out": left_out}
+
+    def abandon(self) -> None:
+        """End a reload that has failed: layers that are not complete hold what they held before, and can compute."""
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        compat.forget_loaded(self._model)
+        finalize_layerwise_reload(self._model, self._model_config)
+        compat.after_reload(self._model)
+        self._synchronize()
+
+    def _synchronize(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+def _is_tied(model: nn.Module) -> bool:
+    """Tell whether the output layer is the embedding, which a model's own output layer would then overwrite.
+
+    The configuration does not tell: vLLM 0.30 ties layers that are equal in the checkpoint, and calls them untied.
+    """
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if parameter.numel() and parameter.device.type != "meta":
+            names.setdefault(parameter.data_ptr(), []).append(name)
+    return any(len(same) > 1 and any("lm_head" in name.split(".") for name in same) for same in names.values())
+
+
+class _Taken(TorchDispatchMode):
+    """Counts the elements of tensors that a loader copies, or notes that it computes with them."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves the mode untyped
+        self._waiting: dict[int, tuple[str, torch.Tensor]] = {}  # kept, so that no other storage is taken for theirs
+        self._counts: dict[str, int] = {}
+
+    def expect(self, given: Mapping[str, torch.Tensor]) -> None:
+        """Count for these too. What has been taken whole by now is let go."""
+        self._waiting = {key: one for key, one in self._waiting.items() if self._lacks(*one)}
+        self._waiting |= {storage_key(tensor): (name, tensor) for name, tensor in given.items()}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default:
+            if args[0].device.type != "meta":  # where vLLM only counts for itself
+                self._count(args[1], args[1].numel())
+        elif not func.is_view:
+            for tensor in tensors_in((*args, *(kwargs or {}).values())):
+                self._count(tensor, sys.maxsize)
+        return func(*args, **(kwargs or {}))
+
+    def left_out(self) -> dict[str, int]:
+        """Names of what was not copied whole, nor computed with, and how many elements were copied."""
+        return {name: self._counts.get(name, 0) for name, t in self._waiting.values() if self._lacks(name, t)}
+
+    def _count(self, tensor: torch.Tensor, num_elements: int) -> None:
+        if (waiting := self._waiting.get(storage_key(tensor))) is not None:
+            self._counts[waiting[0]] = self._counts.get(waiting[0], 0) + num_elements
+
+    def _lacks(self, name: str, tensor: torch.Tensor) -> bool:
+        return self._counts.get(name, 0) < tensor.numel()
+
+
+def check_begun(reload: Reload | None) -> Reload:
+    """The reload that has begun. Raises: `TransferError` when none has."""
+    if reload is None:
+        raise TransferError("no reload has begun")
+    return reload
+
+
+# ---- a trainer's weights through vLLM's own four calls: the weight-transfer backend `colo` ---------------------------
+
+#
+#   vllm serve MODEL --host 127.0.0.1 --load-format colo --weight-transfer-config '{"backend": "colo"}'
+#
+#   init_weight_transfer_engine {"init_info":   {"step": "bind", "arguments": {...}}}    what will be sent
+#                               {"init_info":   {"step": "stage", "arguments": {...}}}   where groups arrive, if any do
+#   start_weight_update
+#   update_weights              {"update_info": {"step": "begin", "arguments": {...}}}
+#                               {"update_info": {"step": "copy", ...}}                   all, or a "group" of a buffer
+#                               {"update_info": {"step": "finish", "arguments": {...}}}
+#   finish_weight_update                                                                 fails unless finish attested
+#
+# Steps and arguments are those of `Receiver`, in JSON; errors come back, and nothing else. A step that fails ends the
+# update. Pause generation before, reset the prefix cache after. `colo.connect` does without all this.
+
+_INIT_STEPS = ("bind", "stage", "release")
+_UPDATE_STEPS = ("begin", "copy", "finish")
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "bind": {"model_type": None},
+    "copy": {"verify": True},
+    "finish": {"checksums": None},
+}
+"""Arguments that a client may leave out."""
+
+
+@dataclass
+class TransferStep(WeightTransferInitInfo, WeightTransferUpdateInfo):  # type: ignore[misc]  # vLLM ships no types for mypy
+    """A step of `Receiver`."""
+
+    step: str
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+
+class ColoWeightTransferEngine(Base):  # type: ignore[misc]  # as above
+    """A worker's end of the four calls. One `Receiver` does the work."""
+
+    init_info_cls = TransferStep
+    update_info_cls = TransferStep
+    supports_draft_weight_update = False
+
+    def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
+        super().__init__(config, vllm_config, device, model)
+        parallel = self.parallel_config
+        number = parallel.data_parallel_rank * parallel.world_size + parallel.rank
+        self._receiver = Receiver(self.device, self._record, number=number)
+        self._attested = False
+
+    def init_transfer_engine(self, init_info: TransferStep) -> None:
+        """Run a step outside an update. Raises: `Unsupported` from `bind` for a model that cannot be copied to."""
+        bound = self._run(init_info, _INIT_STEPS)
+        if init_info.step == "bind" and bound["fallbacks"]:
+            name, why = next(iter(bound["fallbacks"].items()))
+            raise Unsupported(f"{name} cannot be copied: {why}")
+
+    def start_weight_update(self) -> None:
+        """Check that there is memory to write to. Raises: `PhaseError` while the weights are asleep."""
+        self._attested = False
+        pool = compat.sleep_pool(self)
+        if pool is not None and any(r.tag == "weights" and r.is_asleep for r in pool.pointer_to_data.values()):
+            raise PhaseError("the engine's weights are asleep: wake them before an update")
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Run a step of an update. Does not wait for the device, unlike vLLM's own engines: `finish` does."""
+        self.receive_weights(self.parse_update_info(update_info))
+
+    def receive_weights(self, update_info: TransferStep) -> None:
+        """Run a step of an update. Raises: what is wrong with it; vLLM ends the update then."""
+        self._attested = False
+        self._run(update_info, _UPDATE_STEPS)
+        self._attested = update_info.step == "finish"
+
+    def finish_weight_update(self) -> None:
+        """End an update. Raises: `TransferError` unless its last step has attested what is in the engine."""
+        attested, self._attested = self._attested, False
+        if not attested:
+            raise TransferError(
+                "the update is not complete: no finish step has attested what the engine holds. Send what is missing, "
+                "or start again"
+            )
+
+    def shutdown(self) -> None:
+        """Let go of the sender's memory."""
+        self._receiver.release()
+
+    @staticmethod
+    def trainer_send_weights(iterator: Iterator[Any], trainer_args: Any) -> NoReturn:
+        """Refuse (vLLM 0.26 asks for this; 0.30 does not)."""
+        raise Unsupported("the trainer's end of this backend is colo.connect(url), passed to colo.share")
+
+    def _run(self, asked: TransferStep, steps: tuple[str, ...]) -> Any:
+        if asked.step not in steps:
+            raise TransferError(f"{asked.step!r} is no step of this call, which takes {', '.join(steps)}")
+        try:
+            return run_step(self._receiver, asked.step, _DEFAULTS.get(asked.step, {}) | asked.arguments)
+        except ColoError:
+            raise
+        except Exception as error:
+            raise TransferError(error_in_words(error)) from error
+
+    def _record(self, source: dict[str, torch.Tensor], model_type: str | None) -> LoadPlan:
+        kind = model_type or getattr(self.model_config.hf_config, "model_type", None)
+        return record(self.model, self.model_config, self.device, source, kind)
