@@ -247,13 +247,16 @@ def step() -> None:
 
 @benchmark(
     "trl",
-    _shapes("0.6b", "1.7b", "8b"),
+    _shapes("0.6b", "1.7b", "4b", "8b"),
     click.option("--steps", type=click.IntRange(min=1), default=6),
     click.option("--batch", type=click.IntRange(min=8), default=32),
     click.option("--tokens", type=click.IntRange(min=1), default=256),
     click.option("--utilization", type=float, default=0.3, help="vLLM's share of the GPU in TRL's own mode."),
     size_option("--kv-cache", default="8GiB", help="KV cache under the flag."),
     click.option("--engine", type=click.Choice(["vllm", "torch"]), default="vllm", help="Engine under the flag."),
+    size_option("--card", help="Leave so much of the GPU: another process holds the rest."),
+    click.option("--released", is_flag=True, help="Step and drop gradients within the backward pass, under the flag."),
+    click.option("--eager", is_flag=True, help="Without CUDA graphs, under the flag."),
     click.option("--sides", default="", help="Only those whose name contains this."),
     device_option,
     needs_vllm=False,

@@ -2,7 +2,8 @@
 
 Each side runs in a process of its own, one after the other. A row has the most device memory that the driver saw in
 use, seconds a step (median of all but the first two), seconds in which weights were sent or phases changed, and the
-last reward. On a CPU the flag's side runs alone, with a tiny model.
+last reward. With `--card` another process holds the rest of the GPU, and is not counted. On a CPU the flag's side runs
+alone, with a tiny model.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ from __future__ import annotations
 import multiprocessing
 import statistics
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +21,13 @@ import torch
 
 from benchmarks.common import Record, Row, clear, clocked, timed
 from benchmarks.workload import peak_device_bytes
+from colo.memory.probe import free_device_bytes, used_device_bytes
 
 SHAPES: dict[str, Row] = {
     "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4},
     "0.6b": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16},
     "1.7b": {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16},
+    "4b": {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32},
     "8b": {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32},
 }
 """Qwen3's, with random weights."""
@@ -39,14 +43,37 @@ SIDES: dict[str, Row] = {
 def run(record: Record, *, shape: str, device: str, sides: str, **options: Any) -> None:
     """Train by every side whose name has `sides` in it; `options` are those of the command line."""
     chosen = [name for name in SIDES if sides in name and (device == "cuda" or not SIDES[name]["stock"])]
-    context = multiprocessing.get_context("spawn")
+    context, card_bytes = multiprocessing.get_context("spawn"), options["card"] if device == "cuda" else None
     with tempfile.TemporaryDirectory() as place:
         folder = _checkpoint(shape if device == "cuda" else "tiny", Path(place) / "model")
         clear(torch.device(device))
         for name in chosen:
             record.tell(name)
-            with ProcessPoolExecutor(1, mp_context=context) as process:  # gives all of its memory back
-                record.add(process.submit(_measured, name, str(folder), options | {"device": device}).result())
+            others = _others(card_bytes, context) if card_bytes else nullcontext(0)
+            with others as held_bytes, ProcessPoolExecutor(1, mp_context=context) as process:  # gives its memory back
+                row = process.submit(_measured, name, str(folder), options | {"device": device}).result()
+                record.add(row | {"peak_bytes": row["peak_bytes"] and row["peak_bytes"] - held_bytes})
+
+
+@contextmanager
+def _others(card_bytes: int, context: Any) -> Iterator[int]:
+    """Leave `card_bytes` of the GPU free, while another process holds the rest of it; yields how many bytes."""
+    held, done = context.Queue(), context.Event()
+    process = context.Process(target=_hold, args=(card_bytes, held, done), daemon=True)
+    process.start()
+    try:
+        yield held.get(timeout=120)
+    finally:
+        done.set()
+        process.join()
+
+
+def _hold(card_bytes: int, held: Any, done: Any) -> None:
+    device = torch.device("cuda")
+    ballast = torch.empty(free_device_bytes(device) - card_bytes, dtype=torch.uint8, device=device)
+    held.put(used_device_bytes(device))
+    done.wait()
+    del ballast
 
 
 def _checkpoint(shape: str, folder: Path) -> Path:
@@ -98,6 +125,10 @@ def _measured(name: str, folder: str, options: Mapping[str, Any]) -> Row:
             "fast_inference": True,
             "colo_kv_cache_bytes": str(options["kv_cache"]),
             "colo_engine": options["engine"],
+            "colo_release_gradients": options["released"],
+            "colo_engine_options": {"enforce_eager": True}
+            if options["eager"] and options["engine"] == "vllm"
+            else None,
         }
     args = ColoGRPOConfig(
         f"{folder}/out",
@@ -105,7 +136,8 @@ def _measured(name: str, folder: str, options: Mapping[str, Any]) -> Row:
         bf16=not on_cpu,
         max_steps=options["steps"],
         per_device_train_batch_size=options["batch"],
-        gradient_accumulation_steps=2,
+        gradient_accumulation_steps=1 if options["released"] else 2,
+        max_grad_norm=0.0 if options["released"] else 1.0,
         num_generations=8,
         max_completion_length=options["tokens"],
         learning_rate=1e-5,

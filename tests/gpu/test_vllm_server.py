@@ -61,7 +61,7 @@ def wait_until_healthy(url, process, log):
 
 def test_weights_reach_the_server_out_of_the_trainers_memory_and_in_buckets(server):
     url, folder = server
-    for weights, way in (("auto", "out of the trainer's memory"), ("staged", "staged through two buckets")):
+    for weights, way in (("auto", "out of the trainer's memory"), ("staged", "staged through a buffer in two halves")):
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to(CUDA)
         optimizer = AdamW(model.parameters(), lr=1e-3, fused=True)
         engine = colo.connect(url)

@@ -627,6 +627,34 @@ def test_the_flags_run_is_that_of_attach(make, tmp_path):
     assert_same(trained(flagged.model), trained(attached.model))
 
 
+def test_released_gradients_train_as_kept_ones(make, tmp_path):
+    class Counts(TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, model, **_):
+            self.gradients = sum(p.grad is not None for p in model.parameters())
+
+    counts = {"released": Counts(), "kept": Counts()}
+
+    def run(name, **changes):
+        trainer = make(
+            attach=False,
+            kind=ColoGRPOTrainer,
+            config=ColoGRPOConfig,
+            folder=tmp_path / name,
+            gradient_accumulation_steps=1,
+            max_grad_norm=0.0,
+            colo_seeded=True,
+            **FLAG,
+            **changes,
+        )
+        trainer.add_callback(counts[name])
+        trainer.train()
+        return trainer
+
+    released, kept = run("released", colo_release_gradients=True), run("kept")
+    assert_same(trained(released.model), trained(kept.model))
+    assert counts["released"].gradients < counts["kept"].gradients == len(list(kept.model.parameters()))
+
+
 def test_without_the_flag_it_is_trls_trainer(make):
     with pytest.warns(
         UserWarning, match="ColoGRPOTrainer without fast_inference=True trains as TRL's own .*pass args="

@@ -19,7 +19,14 @@ from colo.engine import Engine
 from colo.engines.sampling import distorting, needing_tokenizer
 from colo.engines.text import positions_of
 from colo.errors import Unsupported
-from colo.integrations.trl.checks import check_columns, check_contract, check_output, check_trainer, checked
+from colo.integrations.trl.checks import (
+    check_columns,
+    check_contract,
+    check_output,
+    check_released,
+    check_trainer,
+    checked,
+)
 from colo.integrations.trl.fused_head import check_fused_head
 from colo.integrations.trl.generation import ColoGeneration, PhaseCallback, watch_forwards
 from colo.integrations.trl.reference import keep_initial_adapter
@@ -110,14 +117,10 @@ def detach(trainer: Any) -> None:
 
 
 def _config_of(trainer: Any, config: RuntimeConfig) -> RuntimeConfig:
-    """Settings with the trainer's accumulation. Raises: `ValueError` for what would clip gradients that are gone."""
-    config = replace(config, accumulation_steps=trainer.args.gradient_accumulation_steps)
-    if config.release_gradients and trainer.args.max_grad_norm:
-        raise ValueError(
-            f"release_gradients=True leaves no gradients for max_grad_norm={trainer.args.max_grad_norm} to clip: pass "
-            "max_grad_norm=0 to the trainer's config"
-        )
-    return config
+    """Settings with the trainer's accumulation. Raises: `ValueError` for gradients that would be gone too early."""
+    if config.release_gradients:
+        check_released(trainer.args)
+    return replace(config, accumulation_steps=trainer.args.gradient_accumulation_steps)
 
 
 def sampling_of(trainer: Any, rt: Runtime, context: int) -> dict[str, Any]:

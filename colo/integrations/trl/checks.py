@@ -84,6 +84,15 @@ def check_args(args: Any) -> None:
 _DEEPSPEED = "colo does not know DeepSpeed's partitioned state: train without it"
 
 
+def check_released(args: Any) -> None:
+    """Raise `ValueError` where gradients that are released within the backward pass would have been clipped."""
+    if args.max_grad_norm:
+        raise ValueError(
+            f"release_gradients=True leaves no gradients for max_grad_norm={args.max_grad_norm} to clip: pass "
+            "max_grad_norm=0 to the trainer's config"
+        )
+
+
 def check_trainer(trainer: Any) -> None:
     """Raise `Unsupported` or `ValueError` for what a trainer was made with and colo does not do."""
     if getattr(trainer, "colo", None) is not None:

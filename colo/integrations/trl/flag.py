@@ -18,7 +18,7 @@ from colo.assembly.starting import refuse_adapted_head, revision_of
 from colo.config import Offload, RuntimeConfig
 from colo.errors import Unsupported
 from colo.integrations.trl.attachment import attach, choose_process
-from colo.integrations.trl.checks import check_args, check_checkpoint, check_columns, check_output
+from colo.integrations.trl.checks import check_args, check_checkpoint, check_columns, check_output, check_released
 from colo.integrations.trl.reference import initialized_once
 
 if TYPE_CHECKING:
@@ -49,6 +49,10 @@ class ColoOptions:
     colo_offload: str = field(
         default="auto", metadata={"help": "When trainer state leaves for a rollout: `auto`, `always` or `never`."}
     )
+    colo_release_gradients: bool = field(
+        default=False,
+        metadata={"help": "Step and drop each gradient within the backward pass; its optimizer's state is streamed."},
+    )
     colo_seeded: bool = field(
         default=False,
         metadata={"help": "Seed every rollout by its step: a resumed run draws what the first would have."},
@@ -68,6 +72,8 @@ class ColoOptions:
         except (TypeError, ValueError) as error:
             raise ValueError(f"colo_{error}") from None
         super().__post_init__()  # type: ignore[misc]
+        if self.colo_release_gradients:
+            check_released(self)
         if not isinstance(self.colo_engine_options, dict | None):
             raise ValueError(f"colo_engine_options must be a mapping, or JSON of one, not {self.colo_engine_options!r}")
 
@@ -82,6 +88,8 @@ class ColoOptions:
         return RuntimeConfig(
             offload=Offload(self.colo_offload),
             kv_cache_bytes=self.colo_kv_cache_bytes,  # type: ignore[arg-type]  # read as a size
+            release_gradients=self.colo_release_gradients,
+            accumulation_steps=self.gradient_accumulation_steps,  # type: ignore[attr-defined]  # TRL's
         )
 
 

@@ -65,9 +65,11 @@ def test_by_default_it_is_trls_config(kind, tmp_path):
         ({"colo_offload": "sometimes"}, "colo_offload must be one of auto, always, never, not 'sometimes'"),
         ({"colo_kv_cache_bytes": "0"}, "colo_kv_cache_bytes must be a positive number of bytes or None, not 0"),
         ({"colo_kv_cache_bytes": "4 gibs"}, "colo_kv_cache_bytes: cannot read '4 gibs' as a size"),
+        ({"colo_release_gradients": True, "gradient_accumulation_steps": 1}, "pass max_grad_norm=0"),
+        ({"colo_release_gradients": True, "gradient_accumulation_steps": 2}, "accumulation_steps must be 1, not 2"),
         ({"colo_engine_options": [1]}, r"colo_engine_options must be a mapping, or JSON of one, not \[1\]"),
     ],
-    ids=["use_vllm", "engine", "offload", "cache", "unit", "options"],
+    ids=["use_vllm", "engine", "offload", "cache", "unit", "clipped", "accumulated", "options"],
 )
 def test_wrong_values_are_refused_before_anything_is_loaded(kind, changes, words, tmp_path):
     with pytest.raises(ValueError, match=words):
