@@ -21,9 +21,10 @@ import click
 from rich.console import Console
 from rich.markup import escape
 
-from colo.cli_options import device_option, json_option, require_vllm, size_option
+from colo.cli import device_option, json_option, require_vllm
 from colo.errors import ColoError
 from colo.log import waiting
+from colo.units import MIB, parse_bytes
 
 MOST_MINUTES = 8.0
 
@@ -56,6 +57,18 @@ def app(ctx: click.Context) -> None:
     """
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help())
+
+
+def size_option(*names: str, **options: Any) -> Callable[[Any], Any]:
+    """An option for a size in bytes. Less than a MiB is refused: the unit was left out."""
+    return click.option(*names, metavar="SIZE", callback=_read_size, **options)
+
+
+def _read_size(ctx: click.Context, param: click.Parameter, text: str | None) -> int | None:
+    try:
+        return None if text is None else parse_bytes(text, least_bytes=MIB)
+    except ValueError as error:
+        raise click.BadParameter(f"{error}.") from None
 
 
 class Stopped(BaseException):

@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from colo.assembly.launch import launch, start
     from colo.assembly.share import share
     from colo.engines.vllm.client.server_link import connect
-    from colo.integrations.trl import attach
     from colo.planning.estimate import plan
     from colo.runtime import Runtime
+    from colo.trl import attach
 
     __version__: str
 
@@ -44,7 +44,7 @@ __all__ = [
 ]
 
 _LAZY = {
-    "attach": "colo.integrations.trl",
+    "attach": "colo.trl",
     "check": "colo.assembly.check",
     "launch": "colo.assembly.launch",
     "share": "colo.assembly.share",

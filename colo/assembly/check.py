@@ -22,17 +22,10 @@ _TOKENS = 8
 class Check:
     """Findings of `check`."""
 
-    mismatch: float
-    """Mean |log p(engine) - log p(trainer)| of a token, at temperature 1."""
-
-    num_tokens: int
-    """Tokens that were compared."""
-
-    options: tuple[str, ...]
-    """Sampling options that were seen to be honoured. Those that the engine refuses by name are not among them."""
-
-    adapter_tensors: int
-    """Tensors of the adapter that the engine serves; 0 without one."""
+    mismatch: float  # mean |log p(engine) - log p(trainer)| of a token, at temperature 1
+    num_tokens: int  # that were compared
+    options: tuple[str, ...]  # seen to be honoured; those that the engine refuses by name are not among them
+    adapter_tensors: int  # of the adapter that the engine serves; 0 without one
 
     def __str__(self) -> str:
         adapter = f", {self.adapter_tensors} tensors of the adapter are served" if self.adapter_tensors else ""
@@ -77,12 +70,7 @@ def check(
             f"log-probabilities of the engine differ from the trainer's by {found:.3g} on average, and {most:g} is "
             "allowed: the two compute different models. Compare dtypes, quantization and rope settings"
         )
-    return Check(
-        mismatch=found,
-        num_tokens=sum(len(completion.token_ids) for completion in sampled),
-        options=tuple(options),
-        adapter_tensors=_served(rt, sampled),
-    )
+    return Check(found, sum(len(each.token_ids) for each in sampled), tuple(options), _served(rt, sampled))
 
 
 def _prompts(rt: Runtime) -> list[list[int]]:

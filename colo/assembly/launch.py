@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import copy
+import logging
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import nn
-from transformers import AutoTokenizer, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
+from transformers.utils import find_adapter_config_file
 
 from colo.assembly.arguments import (
+    adapter_alone,
     check_launch,
     check_optimizer,
     check_optimizer_type,
@@ -22,29 +26,36 @@ from colo.assembly.arguments import (
     default_engine,
     names_checked,
 )
-from colo.assembly.share import assemble, capacity, told_of_others
-from colo.assembly.starting import (
+from colo.assembly.share import (
     Checkpoint,
-    LaunchRequest,
-    Start,
+    EngineRequest,
     Undo,
-    check_adapter,
-    dtype_of,
-    revision_of,
-    start_torch,
-    start_vllm,
+    adapted_outline,
+    add_lora_options,
+    assemble,
+    capacity,
+    make_torch_engine,
+    make_vllm_engine,
+    told_of_others,
 )
-from colo.config import RuntimeConfig
-from colo.engine import Engine
+from colo.config import RuntimeConfig, Weights
+from colo.engine import Engine, PacksWeights
+from colo.engines.layout import bind, empty_model, require_causal_lm
+from colo.errors import Unsupported
+from colo.memory.storage import with_own_storage
 from colo.misfits import named_misfits
 from colo.runtime import Runtime
 from colo.trainer.master_weights import MakeOptimizer, MasterWeights
+from colo.weights.packed import pack
 from colo.weights.sources.heads import refuse_heads
 from colo.weights.sources.module import ModuleSource
-from colo.weights.sources.peft import TIED_WARNING, check_lora_config
+from colo.weights.sources.peft import TIED_WARNING, check_lora_config, has_adapted_head, warn_of_tied_head
+from colo.weights.transports.choice import record_plan, why_not_shared
 
 if TYPE_CHECKING:
     from peft import LoraConfig
+
+logger = logging.getLogger(__name__)
 
 FULL_LEARNING_RATE = 1e-6
 LORA_LEARNING_RATE = 1e-5
@@ -81,11 +92,11 @@ def launch(
     weights and KV cache do not fit; `Unsupported` for a LoRA setting that an engine cannot apply, or an optimizer of
     other parameters; whatever transformers raises for a checkpoint it cannot read.
     """
-    request, begin = _request(
-        model, engine, engine_options, lora, device, dtype, config, optimizer=optimizer, tokenizer=tokenizer
-    )
     with Undo() as undo:
-        started, trained = _begin(request, begin, undo)
+        arguments = (model, engine, engine_options, lora, device, dtype, config)
+        request, started, trained = _start(*arguments, undo, optimizer=optimizer, tokenizer=tokenizer)
+        if tokenizer is None:
+            tokenizer = tokenizer_of(request.model, revision_of(request.engine_options))
         rt = assemble(
             started,
             trained,
@@ -93,7 +104,9 @@ def launch(
             request.config,
             undo,
             source=ModuleSource(trained),
-            tokenizer=tokenizer if tokenizer is not None else tokenizer_of(request.model, request.revision),
+            tokenizer=tokenizer
+            if tokenizer is not None
+            else tokenizer_of(request.model, revision_of(request.engine_options)),
             owns_model=True,
         )
         undo.pop_all()
@@ -117,14 +130,13 @@ def start(
     For trainers that make the optimizer from the model's named parameters: `colo.share(engine, model, optimizer)` is
     the runtime then. Arguments and errors are those of `launch`. Where no runtime is made, close the engine.
     """
-    request, begin = _request(model, engine, engine_options, lora, device, dtype, config)
     with Undo() as undo:
-        started, trained = _begin(request, begin, undo)
+        _, started, trained = _start(model, engine, engine_options, lora, device, dtype, config, undo)
         undo.pop_all()
     return started, trained
 
 
-def _request(
+def _start(
     model: Checkpoint,
     engine: str | None,
     engine_options: Mapping[str, Any] | None,
@@ -132,22 +144,15 @@ def _request(
     device: str | int | torch.device | None,
     dtype: torch.dtype | str | None,
     config: RuntimeConfig | None,
+    undo: Undo,
     *,
     optimizer: MakeOptimizer | None = None,
     tokenizer: Any = None,
-) -> tuple[LaunchRequest, Start]:
-    """Check the arguments; return them as a request, with the function that starts the engine."""
+) -> tuple[EngineRequest, Engine, Any]:
+    """Check the arguments, start the engine, which `undo` closes, and make the model, with an adapter if asked for."""
     target = chosen_device(device)
     engine = default_engine(target) if engine is None else engine
-    check_launch(
-        model,
-        engine=engine,
-        engine_options=engine_options,
-        lora=lora,
-        optimizer=optimizer,
-        tokenizer=tokenizer,
-        config=config,
-    )
+    check_launch(model, engine, engine_options, lora, optimizer, tokenizer, config)
     if isinstance(model, PreTrainedModel):
         refuse_heads(model)
     config, options = config or RuntimeConfig(), dict(engine_options or {})
@@ -155,16 +160,12 @@ def _request(
     if isinstance(model, PretrainedConfig):
         model = copy.deepcopy(model)  # in which transformers notes the dtype of what it builds
     capacity_bytes = capacity(config, target, held_bytes=0)
-    request = LaunchRequest(model, target, weights_dtype, config, capacity_bytes, lora, options)
-    return request, start_vllm if engine == "vllm" else start_torch
-
-
-def _begin(request: LaunchRequest, start: Start, undo: Undo) -> tuple[Engine, Any]:
-    """Start the engine, which `undo` closes, and make the model, with an adapter where one is asked for."""
-    check_adapter(request)
+    request = EngineRequest(model, target, weights_dtype, config, capacity_bytes, lora, options)
+    if lora is not None:
+        warn_of_tied_head(adapted_outline(config_of(model, revision_of(options)), lora))
     with told_of_others():
-        engine, trained = start(request, undo)
-    return engine, trained if request.lora is None else _adapted(trained, request.lora)
+        started, trained = (start_vllm if engine == "vllm" else start_torch)(request, undo)
+    return request, started, trained if lora is None else _adapted(trained, lora)
 
 
 def default_optimizer(params: Any) -> torch.optim.Optimizer:
@@ -203,3 +204,219 @@ def tokenizer_of(model: Checkpoint, revision: str) -> Any:
     if folder.is_dir() and not any(folder.glob("tokenizer*")):
         return None
     return AutoTokenizer.from_pretrained(os.fspath(model), revision=revision)
+
+
+# ---- an engine and a model over its memory -------------------------------------------------------------------------
+
+
+def start_torch(request: EngineRequest, undo: Undo) -> tuple[Engine, Any]:
+    """Start the embedded engine and make a model over its memory."""
+    checkpoint = _load_checkpoint(request.model, request.dtype, revision_of(request.engine_options))
+    engine = make_torch_engine(checkpoint, request, request.make_mover(undo), request.kv_cache_bytes(checkpoint))
+    undo.add(engine.close)
+    engine.load_weights(ModuleSource(checkpoint))
+    if request.config.weights is not Weights.AUTO:
+        return engine, _own(checkpoint, request.model).to(request.device).requires_grad_(True).train()
+    model = empty_model(checkpoint.config, dtype=request.dtype, attn_implementation=None)
+    bind(model, _ordinary(engine.weights.hf_views()), engine.weights.layout.tied)
+    model.generation_config = checkpoint.generation_config
+    return engine, model.requires_grad_(True).train()
+
+
+def start_vllm(request: EngineRequest, undo: Undo) -> tuple[Engine, Any]:
+    """Start vLLM, which reads the checkpoint itself, and make a model over its memory, or a copy where that fails."""
+    packs, config = _is_packed_by_vllm(request), config_of(request.model, revision_of(request.engine_options))
+    add_lora_options(request, config)
+    if not packs:
+        _check_complete(request.model, request.dtype, revision_of(request.engine_options))
+    model = empty_model(config, dtype=request.dtype, attn_implementation=None)
+    kv_cache_bytes = request.kv_cache_bytes(model, packed=packs)
+    engine = make_vllm_engine(request, request.make_mover(undo), kv_cache_bytes)
+    undo.add(engine.close)
+    packed = engine.packed_weights() if isinstance(engine, PacksWeights) else {}
+    pack(model, packed, compute_dtype=request.dtype)
+    tensors, plan = record_plan(engine, ModuleSource(model))
+    # the model has no memory yet: whether it can have the engine's decides where it gets some
+    why_not = why_not_shared(plan, tensors, request.config)
+    if packs:
+        if why_not is not None:
+            raise Unsupported(f"packed weights can only be shared: {why_not}")
+        bind(model, _ordinary(plan.aliases) | {name: tensors[name] for name in packed}, _tied(model))
+        return engine, model.train()  # frozen: an adapter is what is trained
+    if why_not is None:
+        bind(model, _ordinary(plan.aliases), _tied(model))
+        if isinstance(request.model, PreTrainedModel):
+            _copy_weights(request.model, model)
+        elif isinstance(request.model, PretrainedConfig):
+            _draw_weights(model)
+    else:
+        checkpoint = _load_checkpoint(request.model, request.dtype, revision_of(request.engine_options))
+        model = _own(checkpoint, request.model).to(request.device)
+    return engine, model.requires_grad_(True).train()
+
+
+def _ordinary(views: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the same memory as tensors with storages of their own: code that saves or copies a model expects those."""
+    return {name: with_own_storage(view) for name, view in views.items()}
+
+
+def _is_packed_by_vllm(request: EngineRequest) -> bool:
+    """Tell if vLLM packs the weights to 4 bits as it reads them. Raises: `Unsupported` where they could not be shared.
+
+    Its loader of such weights puts them where no other process can map them, so that the engine runs in this one.
+    """
+    from colo.engines.vllm import compat
+    from colo.engines.vllm.client.start import import_apart, is_packed_config, packs_weights
+    from colo.engines.vllm.wire import BITSANDBYTES
+
+    options = request.engine_options
+    if isinstance(request.model, (PretrainedConfig, PreTrainedModel)):
+        config = request.model if isinstance(request.model, PretrainedConfig) else request.model.config
+        if options.get("quantization") == BITSANDBYTES or is_packed_config(
+            getattr(config, "quantization_config", None)
+        ):
+            raise Unsupported("vLLM packs weights as it reads a checkpoint: give a folder or a hub id")
+        return False
+    if not packs_weights(request.model, options):
+        return False
+    if request.lora is None:
+        raise Unsupported("weights that bitsandbytes has packed cannot be trained: pass lora=LoraConfig(...)")
+    if request.dtype not in (torch.float16, torch.bfloat16):
+        raise Unsupported(f"vLLM packs 16-bit weights, and these would be {request.dtype}: pass dtype=torch.bfloat16")
+    if options.setdefault("own_process", False):
+        raise Unsupported(
+            "vLLM keeps packed weights where no other process can map them: pass engine_options={'own_process': False}"
+        )
+    import_apart()
+    compat.require_packing()
+    return True
+
+
+def _draw_weights(model: PreTrainedModel) -> None:
+    """Random weights as transformers draws them, in place."""
+    for module in model.modules():  # which believe that they were initialized when they were empty
+        module._is_hf_initialized = False
+    model.init_weights()
+
+
+def _tied(model: nn.Module) -> dict[str, str]:
+    """Second names of tied parameters."""
+    first = {id(p): name for name, p in model.named_parameters()}
+    names = model.named_parameters(remove_duplicate=False)
+    return {name: first[id(p)] for name, p in names if first[id(p)] != name}
+
+
+@torch.no_grad()
+def _copy_weights(source: nn.Module, target: nn.Module) -> None:
+    tensors = ModuleSource(source).tensors()
+    for name, tensor in ModuleSource(target):
+        tensor.copy_(tensors[name])
+
+
+def _own(model: Any, given: Checkpoint) -> Any:
+    """Deep-copy a model that the caller passed in: `launch` never trains the caller's object."""
+    return copy.deepcopy(model) if model is given else model
+
+
+# ---- what a checkpoint holds ---------------------------------------------------------------------------------------
+
+
+def _load_checkpoint(model: Checkpoint, dtype: torch.dtype, revision: str) -> Any:
+    """A model with the weights of a checkpoint or random ones, on the host unless it was given.
+
+    Raises: `Unsupported` for an adapter, which would be dropped; `ValueError` for a checkpoint without some weights.
+    """
+    if isinstance(model, PreTrainedModel):
+        return model
+    if isinstance(model, PretrainedConfig):
+        require_causal_lm(model)
+        return AutoModelForCausalLM.from_config(model, dtype=dtype)
+    loaded, lacking = _read(os.fspath(model), dtype=dtype, revision=revision)
+    _refuse_incomplete(model, lacking)
+    return loaded
+
+
+def _check_complete(model: Checkpoint, dtype: torch.dtype, revision: str) -> None:
+    """Raise `ValueError` for a checkpoint without some of its weights, which vLLM would leave as its memory was."""
+    if isinstance(model, (PretrainedConfig, PreTrainedModel)):
+        return
+    try:
+        _, lacking = _read(os.fspath(model), dtype=dtype, revision=revision, device_map="meta")  # names and shapes
+    except Exception as error:  # noqa: BLE001 - vLLM reads files that transformers does not
+        logger.debug("not checked for missing weights: %s", error)
+    else:
+        _refuse_incomplete(model, lacking)
+
+
+def _read(path: str, **options: Any) -> tuple[Any, list[str]]:
+    """Read a model, and the names of weights that its checkpoint lacks. Raises: `Unsupported` for an adapter alone."""
+    if find_adapter_config_file(path, revision=options["revision"]) is not None:
+        raise adapter_alone(path)  # transformers would put it on its base
+    require_causal_lm(config_of(path, options["revision"]))
+    with _without_its_code(path):
+        model, info = AutoModelForCausalLM.from_pretrained(
+            path, output_loading_info=True, trust_remote_code=False, **options
+        )
+    return model, sorted(info["missing_keys"])
+
+
+def _refuse_incomplete(model: Checkpoint, lacking: list[str]) -> None:
+    if lacking:
+        raise ValueError(
+            f"the checkpoint {model} lacks {len(lacking)} of the model's weights, {lacking[0]} for one: copy or save "
+            "it again, whole. Where random values are meant, load the model yourself and pass that"
+        )
+
+
+def config_of(model: Checkpoint, revision: str) -> PretrainedConfig:
+    """The config of a checkpoint, read if need be, or of a model.
+
+    Raises: `Unsupported` for a checkpoint with code of its own, which is not run and not asked about.
+    """
+    if isinstance(model, PretrainedConfig):
+        return model
+    if isinstance(model, PreTrainedModel):
+        return model.config
+    with _without_its_code(model):
+        return AutoConfig.from_pretrained(os.fspath(model), revision=revision, trust_remote_code=False)
+
+
+@contextmanager
+def _without_its_code(model: str | os.PathLike[str]) -> Iterator[None]:
+    """Raise `Unsupported` for a checkpoint with code of its own: transformers would ask at the terminal to run it."""
+    try:
+        yield
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        raise Unsupported(
+            f"{os.fspath(model)} comes with code of its own, and colo starts models of transformers' classes alone, "
+            "whatever trust_remote_code says: register its classes (AutoConfig.register, AutoModelForCausalLM.register)"
+        ) from error
+
+
+def revision_of(engine_options: Mapping[str, Any]) -> str:
+    """The revision of a hub's checkpoint."""
+    return str(engine_options.get("revision") or "main")
+
+
+def dtype_of(model: Checkpoint, revision: str) -> torch.dtype | None:
+    """The dtype that a model's weights have, or that a checkpoint's config names; `None` where it names none."""
+    if isinstance(model, PreTrainedModel):
+        return next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
+    config = config_of(model, revision)
+    named: object = config.dtype or config.get_text_config().dtype
+    found = getattr(torch, named, None) if isinstance(named, str) else named
+    return found if isinstance(found, torch.dtype) else None
+
+
+def refuse_adapted_head(model: Checkpoint, lora: LoraConfig, revision: str = "main") -> None:
+    """Raise `Unsupported` for an adapter on the output layer, as `adapted_outline` for others that cannot be.
+
+    For trainers that compute log-probabilities from hidden states and the output layer's weight.
+    """
+    if has_adapted_head(adapted_outline(config_of(model, revision), lora)):
+        raise Unsupported(
+            "log-probabilities are computed from the output layer's weight, so that an adapter on it would not be "
+            "trained: leave the output layer out of target_modules"
+        )

@@ -5,42 +5,71 @@
 
 from __future__ import annotations
 
+import copy
+import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal, cast
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
+from transformers import PretrainedConfig, PreTrainedModel
 
-from colo.assembly.arguments import check_engine, check_share, check_trainer, names_checked
-from colo.assembly.starting import Undo, model_device, start_for
+from colo.assembly.arguments import check_engine, check_share, check_trainer, chosen_dtype, names_checked
 from colo.config import RuntimeConfig
 from colo.engine import Engine, EngineState, adapters_of
+from colo.engines.layout import empty_model
+from colo.engines.text import positions_of
+from colo.engines.torch import TorchEngine
 from colo.errors import BudgetError, Unsupported
-from colo.memory.dtensor import local_bytes, local_shard
+from colo.memory.dtensor import is_dtensor, local_bytes, local_shard
+from colo.memory.offload import Mover
 from colo.memory.probe import free_device_bytes
 from colo.memory.storage import storage_key
 from colo.phases.phase import ENGINE_KV_CACHE
 from colo.phases.segment import Segment
+from colo.planning.kv_cache import layer_caches
 from colo.runtime import Runtime
-from colo.runtime.registry import check_free, collect_dropped
+from colo.runtime.lifetime import check_free, collect_dropped
 from colo.trainer.gradients import parameters_of
 from colo.trainer.megatron import MegatronOptimizers, as_torch
 from colo.trainer.state import unwrapped
+from colo.units import GIB, MIB, format_bytes
+from colo.weights.packed import is_packed
 from colo.weights.ranks import RankGroup
 from colo.weights.sources.base import WeightSource
 from colo.weights.sources.heads import causal_lm
 from colo.weights.sources.megatron import MegatronSource, bare, is_megatron
 from colo.weights.sources.module import ModuleSource
-from colo.weights.sources.peft import adapter_weights, check_adapter, is_peft_model, warn_of_tied_head, whole_adapter
+from colo.weights.sources.peft import (
+    TIED_WARNING,
+    active_adapter,
+    adapter_weights,
+    check_adapter,
+    check_lora_config,
+    is_peft_model,
+    warn_of_tied_head,
+    whole_adapter,
+)
 from colo.weights.sources.spread import PlacedWeights, SpreadSource
 from colo.weights.transports.base import Transport
-from colo.weights.transports.choice import transport_for
+from colo.weights.transports.choice import move_in, record_plan, transport_for, why_not_shared
 
 if TYPE_CHECKING:
-    from peft import PeftModel
+    from peft import LoraConfig, PeftModel
+
+    from colo.engines.vllm.client.engine import VLLMEngine
+
+Checkpoint: TypeAlias = str | os.PathLike[str] | PretrainedConfig | PreTrainedModel
+
+DEFAULT_SEQUENCES, DEFAULT_LENGTH = 64, 4096
+"""The KV cache holds so many sequences of so many tokens unless told otherwise."""
+
+_PACKED_BYTES = 0.5 + 4 / 64
+"""Bytes of an element in 4 bits, with its share of a scale for every 64."""
 
 _UNPLANNED_FRACTION = 0.03
 """Share of a GPU left to workspaces and fragmentation when no limit is given."""
@@ -303,3 +332,239 @@ def capacity(config: RuntimeConfig, device: torch.device, *, held_bytes: int) ->
     available_bytes = free_device_bytes(device) + held_bytes
     unplanned = _UNPLANNED_FRACTION if device.type == "cuda" else 0.0
     return int(available_bytes * (1 - unplanned)) - config.device_reserve_bytes
+
+
+class Undo(ExitStack):
+    """Ends what has been started, the last first, when something fails later."""
+
+    def add(self, end: Callable[[], object]) -> None:
+        """End something with `end`, whose own errors are dropped: what failed first is raised."""
+
+        def quietly() -> None:
+            with suppress(Exception):
+                end()
+
+        self.callback(quietly)
+
+
+# ---- an engine that is started -------------------------------------------------------------------------------------
+
+
+def start_for(
+    model: Any,
+    kind: str,
+    engine_options: dict[str, Any],
+    dtype: torch.dtype | str | None,
+    config: RuntimeConfig,
+    capacity_bytes: int,
+    undo: Undo,
+) -> Engine:
+    """Start the engine "torch" or "vllm" for a causal language model of transformers, or one with PEFT's adapter.
+
+    The weights wait in host memory meanwhile, so that the device never holds them twice. Where the engine's memory can
+    be the model's, they lie there afterwards, under the same `nn.Parameter` objects.
+    Raises: `Unsupported` for a model that is no transformers model, or packed to 4 bits; `BudgetError` when the weights
+    and the KV cache do not fit; whatever the engine raises. The model is as it was then.
+    """
+    # An adapter that transformers has added (`add_adapter`) is within the model, without a wrapper.
+    base: Any = getattr(model, "get_base_model", lambda: model)() if is_peft_model(model) else model
+    if not hasattr(base, "config") or not hasattr(base, "get_output_embeddings"):
+        raise Unsupported(f"an engine can be started for a transformers model, and this is {type(base).__name__}")
+    packed = [name for name, parameter in base.named_parameters() if is_packed(parameter)]
+    if packed:
+        raise Unsupported(
+            f"{len(packed)} weights are quantized by bitsandbytes, {packed[0]} for one, and can only be built together "
+            "with an engine: colo.start(folder, engine='vllm', engine_options={'quantization': 'bitsandbytes'}, "
+            "lora=...)"
+        )
+    device = model_device(model)
+    lora = model.peft_config[active_adapter(model)] if is_peft_model(model) else None
+    chosen = _dtype(base, dtype, device)
+    request = EngineRequest(base, device, chosen, config, capacity_bytes, lora, dict(engine_options))
+    mover = request.make_mover(undo)
+    kv_cache_bytes = request.kv_cache_bytes(base, beside_bytes=_bytes_of_copy(base, request.dtype))
+    with _in_host_memory(model):  # until the engine has its memory: the device never holds the weights twice
+        engine: Engine
+        if kind == "vllm":
+            add_lora_options(request, base.config)
+            engine = make_vllm_engine(request, mover, kv_cache_bytes)
+        else:
+            engine = make_torch_engine(base, request, mover, kv_cache_bytes)
+        undo.add(engine.close)
+        tensors, plan = record_plan(engine, ModuleSource(model))
+        if why_not_shared(plan, tensors, config) is None:
+            move_in(tensors, plan.aliases)
+    return engine
+
+
+def model_device(model: nn.Module) -> torch.device:
+    """The device of a model's first parameter; that of its mesh where FSDP2 keeps parts in host memory."""
+    first = next(model.parameters())
+    return RankGroup([first]).device if is_dtensor(first) else first.device
+
+
+def _dtype(base: nn.Module, given: torch.dtype | str | None, device: torch.device) -> torch.dtype:
+    """The engine's: the model's own, but bf16 for an fp32 model on CUDA, where vLLM has no fast fp32."""
+    own = next((p.dtype for p in base.parameters() if p.is_floating_point()), torch.float32)
+    if given is None:
+        return torch.bfloat16 if device.type == "cuda" and own not in (torch.float16, torch.bfloat16) else own
+    return chosen_dtype(given, device, lambda: own)
+
+
+def _bytes_of_copy(base: nn.Module, dtype: torch.dtype) -> int:
+    """Bytes that the trainer's own weights take, where the engine's dtype is another or a rank has a shard of them."""
+    own = list(base.parameters())
+    if all(p.dtype == dtype and not is_dtensor(p) for p in own):
+        return 0
+    return sum(map(local_bytes, own))
+
+
+@contextmanager
+def _in_host_memory(model: nn.Module) -> Iterator[None]:
+    """Keep weights in host memory for a while; on the way out those come back that have found no other place."""
+    away = {p: p.device for p in model.parameters() if p.device.type == "cuda" and not is_dtensor(p)}
+    try:
+        for parameter in away:
+            parameter.data = parameter.data.to("cpu")
+        yield
+    finally:
+        for parameter, device in away.items():
+            if parameter.device != device:
+                parameter.data = parameter.data.to(device)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRequest:
+    """An engine to start, and for what: arguments of `launch` or `share`, checked and completed."""
+
+    model: Checkpoint
+    device: torch.device
+    dtype: torch.dtype
+    config: RuntimeConfig
+    capacity_bytes: int
+    lora: LoraConfig | None
+    engine_options: dict[str, Any]
+
+    def make_mover(self, undo: Undo) -> Mover:
+        """Make the mover; `undo` closes it after the engine."""
+        mover = Mover(self.device, host_limit_bytes=self.config.host_limit_bytes, chunk_bytes=self.config.chunk_bytes)
+        undo.add(mover.close)
+        return mover
+
+    def kv_cache_bytes(self, model: nn.Module, *, packed: bool = False, beside_bytes: int = 0) -> int:
+        """Size of the KV cache beside `model` and `beside_bytes` of a copy of its weights.
+
+        Raises: `BudgetError` when they do not fit.
+        """
+        weights_bytes = beside_bytes + _weights_bytes(model, self.dtype, packed=packed)
+        left_bytes = self.capacity_bytes - weights_bytes
+        size_bytes = self.config.kv_cache_bytes or _default_kv_bytes(model, self.dtype, left_bytes, self.device)
+        _admit(weights_bytes, size_bytes, self.capacity_bytes)
+        return size_bytes
+
+
+def _weights_bytes(model: Any, dtype: torch.dtype, *, packed: bool) -> int:
+    """Bytes of an engine's parameters, or what they will be with those of the linear layers packed to 4 bits."""
+    head = model.get_output_embeddings()
+    linears = [m for m in model.modules() if packed and isinstance(m, nn.Linear) and m is not head]
+    saved_bytes = sum(m.weight.numel() * (dtype.itemsize - _PACKED_BYTES) for m in linears)
+    return int(sum(p.numel() * dtype.itemsize for p in model.parameters()) - saved_bytes)
+
+
+def _default_kv_bytes(model: Any, dtype: torch.dtype, left_bytes: int, device: torch.device) -> int:
+    """Room for `DEFAULT_SEQUENCES`, within most of what the weights leave; a CPU is given a GiB at most."""
+    length = min(DEFAULT_LENGTH, positions_of(model.config).count or DEFAULT_LENGTH)
+    bytes_per_token = _kv_bytes_per_token(model, dtype)
+    wanted_bytes = DEFAULT_SEQUENCES * length * bytes_per_token
+    most_bytes = int(0.9 * left_bytes)
+    if device.type != "cuda":
+        most_bytes = min(most_bytes, GIB)
+    return max(min(wanted_bytes, most_bytes), min(16 * MIB, bytes_per_token * length))
+
+
+def _kv_bytes_per_token(model: Any, dtype: torch.dtype) -> int:
+    """Keys and values of every layer; one that keeps a state instead is given as much as the others, or a key and a
+    value of the hidden size.
+    """
+    sizes = [layer.token_bytes(dtype_bytes=dtype.itemsize) for layer in layer_caches(model)]
+    text = model.config.get_text_config()
+    stand_in = max(sizes, default=0) or 2 * text.hidden_size * dtype.itemsize
+    return sum(size or stand_in for size in sizes) or text.num_hidden_layers * stand_in
+
+
+def _admit(weights_bytes: int, kv_cache_bytes: int, capacity_bytes: int) -> None:
+    if weights_bytes + kv_cache_bytes > capacity_bytes:
+        raise BudgetError(
+            f"weights of {format_bytes(weights_bytes)} and a KV cache of {format_bytes(kv_cache_bytes)} do not fit in "
+            f"{format_bytes(capacity_bytes)}: pass a smaller kv_cache_bytes, a smaller model, or raise "
+            "device_limit_bytes (`colo plan MODEL` shows what fits)",
+            needed_bytes=weights_bytes + kv_cache_bytes,
+            free_bytes=capacity_bytes,
+        )
+
+
+def make_torch_engine(model: Any, request: EngineRequest, mover: Mover, kv_cache_bytes: int) -> TorchEngine:
+    """Make the embedded engine for the architecture of `model`, without its weights."""
+    engine = TorchEngine(
+        model.config, device=request.device, dtype=request.dtype, kv_cache_bytes=kv_cache_bytes, mover=mover
+    )
+    engine.module.generation_config = model.generation_config
+    return engine
+
+
+def make_vllm_engine(request: EngineRequest, mover: Mover, kv_cache_bytes: int) -> VLLMEngine:
+    """Start vLLM for `request.model`, with its weights if that is a checkpoint."""
+    from colo.engines.vllm.client.engine import VLLMEngine
+
+    return VLLMEngine(
+        request.model,
+        kv_cache_bytes=kv_cache_bytes,
+        device=request.device,
+        dtype=request.dtype,
+        mover=mover,
+        **request.engine_options,
+    )
+
+
+def add_lora_options(request: EngineRequest, config: PretrainedConfig) -> None:
+    """Make vLLM hold matrices for the adapter, if any. Raises: `Unsupported` for a rank above what is given."""
+    from colo.engines.vllm.compat import rank_limit
+
+    options = request.engine_options
+    if "kv_cache_memory_bytes" in options:
+        raise Unsupported("the KV cache is planned by colo: pass config=RuntimeConfig(kv_cache_bytes=...)")
+    if request.lora is not None:
+        rank = max([request.lora.r, *(request.lora.rank_pattern or {}).values()])
+        if rank > options.setdefault("max_lora_rank", rank_limit(rank)):
+            raise Unsupported(f"the adapter has rank {rank} and the engine would take {options['max_lora_rank']}")
+        options.setdefault("lora_target_modules", _adapted_modules(config, request.lora))
+
+
+def _adapted_modules(config: PretrainedConfig, lora: LoraConfig) -> list[str]:
+    """Last names of the modules that PEFT adapts. vLLM holds matrices for no others then, such as the vocabulary's."""
+    named = adapted_outline(config, lora).named_modules()
+    return sorted({name.rpartition(".")[2] for name, module in named if "lora_A" in module._modules})
+
+
+def adapted_outline(config: PretrainedConfig, lora: LoraConfig) -> PreTrainedModel:
+    """The model with an adapter, without memory.
+
+    Raises: `Unsupported` for an adapter that engines cannot apply; `ValueError` for one of modules that the model does
+    not have.
+    """
+    from peft import inject_adapter_in_model
+
+    model = empty_model(config, dtype=torch.bfloat16, attn_implementation=None)
+    settings = copy.deepcopy(lora)
+    settings.init_lora_weights = False
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", TIED_WARNING)
+        inject_adapter_in_model(settings, model, low_cpu_mem_usage=True)
+    check_lora_config(settings)  # to which PEFT may have added, parameters of experts for one
+    embeddings = [name for name, module in model.named_modules() if getattr(module, "lora_embedding_A", None)]
+    if embeddings:
+        raise Unsupported(
+            f"LoraConfig(target_modules=...) adapts {embeddings[0]}, an embedding, and engines apply adapters to "
+            "linear modules only: leave it out of target_modules"
+        )
+    return model

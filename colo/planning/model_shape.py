@@ -1,31 +1,22 @@
 """The dimensions of a model, read from what transformers builds of its `config.json` on the meta device.
 
 Parameters are exact for every causal language model that transformers knows: what a config leaves out takes
-transformers' default, as when the model is loaded. Only the text model is counted. Neither torch nor transformers is
-imported before a config is read.
+transformers' default, as when the model is loaded. They are told apart by their modules' classes and by words in their
+names. Only the text model is counted. Neither torch nor transformers is imported before a config is read.
 """
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
 
 from colo.errors import Unsupported
 from colo.planning import kv_cache
-from colo.planning.architecture import (
-    TensorGroup,
-    build_on_meta,
-    check_sizes,
-    mlp_widths,
-    norms_queries,
-    num_norms,
-    packed_experts,
-    tensor_groups,
-)
 from colo.planning.cards import MODELS, known_config
 from colo.planning.kv_cache import LayerCache, decoder_layers, layer_caches
 
@@ -133,42 +124,28 @@ class ModelShape:
                 raise ValueError(f"tp {tp} does not divide {name} = {size} of this model: use a divisor of {size}")
 
 
-def _measure(model: Any, uncounted: tuple[str, ...]) -> ModelShape:
-    text = model.config.get_text_config(decoder=True)
-    groups, caches, layers = tensor_groups(model), layer_caches(model), decoder_layers(model)
-    if not caches:
-        raise Unsupported(f"cannot plan a model of type {text.model_type!r}: colo does not know what its layers cache")
-    attention = [cache for cache in caches if cache.num_heads]
-    widths = [mlp_widths(layer, text.hidden_size) for layer in layers]
-    experts = [module for module in model.modules() if packed_experts(module)]
-    positions = getattr(text, "max_position_embeddings", None)
-    return ModelShape(
-        model_type=text.model_type,
-        vocab_size=text.vocab_size,
-        hidden_size=text.hidden_size,
-        num_layers=len(layers),
-        num_heads=text.num_attention_heads if attention else 0,
-        num_kv_heads=max((cache.num_heads for cache in attention), default=0),
-        head_dim=max((cache.key_size for cache in attention), default=0),
-        intermediate_size=max((dense for dense, routed in widths if not routed), default=0),
-        qk_norm=any(norms_queries(name) for name, _ in model.named_parameters()),
-        norms_per_layer=max((num_norms(layer, text.hidden_size) for layer in layers), default=0),
-        num_moe_layers=sum(routed > 0 for _, routed in widths),
-        num_experts=max((packed_experts(each)[0].shape[0] for each in experts), default=0),
-        experts_per_token=_experts_per_token(text) if experts else 0,
-        moe_intermediate_size=max((routed for _, routed in widths), default=0),
-        shared_intermediate_size=max((dense for dense, routed in widths if routed), default=0),
-        mixer_width=max((group.shape[0] for group in groups if group.module == "mixer"), default=0),
-        max_context=positions if isinstance(positions, int) else None,
-        uncounted=uncounted,
-        groups=groups,
-        caches=caches,
-    )
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorGroup:
+    """Parameters of one kind: `count` tensors of the same shape."""
 
+    module: str  # embedding, attention, mixer, mlp, experts, router, norms or lm_head; a bias belongs to its matrix
+    shape: tuple[int, ...]  # as torch stores it: (out, in), (experts, out, in) for packed experts, (size,) for vectors
+    count: int = 1
+    split_axis: int | None = None  # the axis that tensor parallelism cuts; None is held whole by every rank
+    granule: int = 1  # the least along that axis: a key/value head is replicated rather than cut
+    rank_factor: int = 0  # rank of a LoRA adapter in units of the configured rank; 0 is not adapted
+    quantizable: bool = False  # the weight of a torch.nn.Linear in a layer: what bitsandbytes packs to 4 bits
 
-def _experts_per_token(config: Any) -> int:
-    names = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts", "top_k")
-    return int(next((getattr(config, name) for name in names if getattr(config, name, None)), 1))
+    def local_shape(self, tp: int) -> tuple[int, ...]:
+        """The shape that one of `tp` ranks holds."""
+        if self.split_axis is None:
+            return self.shape
+        size = max(self.granule, -(-self.shape[self.split_axis] // tp))
+        return (*self.shape[: self.split_axis], size, *self.shape[self.split_axis + 1 :])
+
+    def num_parameters(self, tp: int = 1) -> int:
+        """Elements of all `count` tensors on one of `tp` ranks."""
+        return self.count * prod(self.local_shape(tp))
 
 
 def _hub_file(model: str, file_name: str) -> str:
@@ -213,3 +190,210 @@ def _fetch(model: str, download: Callable[[str, str], str]) -> Path:
             f"pass a folder with a {CONFIG_FILE}, or check the name and the network; known without it: "
             f"{', '.join(MODELS)}"
         ) from error
+
+
+# ---- what is measured of a model -----------------------------------------------------------------------------------
+
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "num_experts",
+    "num_local_experts",
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+    "max_position_embeddings",
+)
+_NULLABLE = {"num_key_value_heads", "head_dim"}
+_NOT_OF_THE_SHAPE = {"model_type", "quantization_config", "auto_map", "architectures", "dtype", "torch_dtype"}
+
+
+def check_sizes(config: Mapping[str, object]) -> None:
+    """Raise `ValueError` for a size that is no positive integer, naming its key."""
+    for key in _SIZES:
+        value = config.get(key, 1)
+        if value is None and key in _NULLABLE:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{key} of the model config must be an integer of at least 1, but is {value!r}")
+
+
+def build_on_meta(config: Mapping[str, object]) -> Any:
+    """The model on the meta device. Of a model with several parts only the text model, where transformers can."""
+    import torch
+    import transformers
+
+    kind = str(config["model_type"])
+    if kind not in transformers.CONFIG_MAPPING:
+        version = transformers.__version__
+        raise Unsupported(f"cannot plan a model of type {kind!r}: transformers {version} does not know it")
+    try:
+        whole = transformers.AutoConfig.for_model(kind, **{k: config[k] for k in config if k not in _NOT_OF_THE_SHAPE})
+        text = whole.get_text_config(decoder=True)
+        if text is not whole and "tie_word_embeddings" in config:
+            text.tie_word_embeddings = config["tie_word_embeddings"]
+        pairs = ((transformers.AutoModelForCausalLM, text), (transformers.AutoModelForImageTextToText, whole))
+        with torch.device("meta"):
+            for auto, found in pairs:
+                if type(found) in auto._model_mapping:
+                    return auto.from_config(found)
+    except Exception as error:  # whatever transformers makes of values that do not go together
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ValueError(f"transformers cannot build a {kind} of this model config: {reason}") from error
+    raise Unsupported(f"cannot plan a model of type {kind!r}: transformers has no causal language model of it")
+
+
+def _measure(model: Any, uncounted: tuple[str, ...]) -> ModelShape:
+    text = model.config.get_text_config(decoder=True)
+    groups, caches, layers = tensor_groups(model), layer_caches(model), decoder_layers(model)
+    if not caches:
+        raise Unsupported(f"cannot plan a model of type {text.model_type!r}: colo does not know what its layers cache")
+    attention = [cache for cache in caches if cache.num_heads]
+    widths = [mlp_widths(layer, text.hidden_size) for layer in layers]
+    experts = [module for module in model.modules() if packed_experts(module)]
+    positions = getattr(text, "max_position_embeddings", None)
+    return ModelShape(
+        model_type=text.model_type,
+        vocab_size=text.vocab_size,
+        hidden_size=text.hidden_size,
+        num_layers=len(layers),
+        num_heads=text.num_attention_heads if attention else 0,
+        num_kv_heads=max((cache.num_heads for cache in attention), default=0),
+        head_dim=max((cache.key_size for cache in attention), default=0),
+        intermediate_size=max((dense for dense, routed in widths if not routed), default=0),
+        qk_norm=any(norms_queries(name) for name, _ in model.named_parameters()),
+        norms_per_layer=max((num_norms(layer, text.hidden_size) for layer in layers), default=0),
+        num_moe_layers=sum(routed > 0 for _, routed in widths),
+        num_experts=max((packed_experts(each)[0].shape[0] for each in experts), default=0),
+        experts_per_token=_experts_per_token(text) if experts else 0,
+        moe_intermediate_size=max((routed for _, routed in widths), default=0),
+        shared_intermediate_size=max((dense for dense, routed in widths if routed), default=0),
+        mixer_width=max((group.shape[0] for group in groups if group.module == "mixer"), default=0),
+        max_context=positions if isinstance(positions, int) else None,
+        uncounted=uncounted,
+        groups=groups,
+        caches=caches,
+    )
+
+
+def _experts_per_token(config: Any) -> int:
+    names = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts", "top_k")
+    return int(next((getattr(config, name) for name in names if getattr(config, name, None)), 1))
+
+
+def packed_experts(module: Any) -> list[Any]:
+    """The matrices of all experts of a layer, (experts, out, in) or (experts, in, out)."""
+    from torch import nn
+
+    if isinstance(module, nn.Conv1d):
+        return []
+    return [parameter for parameter in module.parameters(recurse=False) if parameter.dim() == 3]
+
+
+def mlp_widths(layer: Any, hidden_size: int) -> tuple[int, int]:
+    """Intermediate elements of a layer's dense MLP, and of one of its experts."""
+    dense = routed = 0
+    for name, module in layer.named_modules():
+        inner, outer = _sizes_of(module)
+        if outer == hidden_size and _role(name) == "mlp":
+            dense = max(dense, inner)
+        for matrix in packed_experts(module):
+            sizes = list(matrix.shape[1:])
+            if hidden_size in sizes:
+                sizes.remove(hidden_size)
+                routed = min(routed or sizes[0], sizes[0])  # the other matrix holds gate and up projections
+    return dense, routed
+
+
+def _sizes_of(module: Any) -> tuple[int, int]:
+    """Inputs and outputs of a linear layer, GPT-2's own kind included; zeros of another module."""
+    from torch import nn
+
+    if isinstance(module, nn.Linear):
+        return module.in_features, module.out_features
+    return (module.nx, module.nf) if hasattr(module, "nf") else (0, 0)
+
+
+def num_norms(layer: Any, hidden_size: int) -> int:
+    """Norms over the hidden size."""
+    weights = [(name, p) for name, p in layer.named_parameters() if name.endswith("weight")]
+    return sum(_role(name) == "norms" and p.numel() == hidden_size for name, p in weights)
+
+
+def norms_queries(name: str) -> bool:
+    """True for a parameter of a norm within an attention module."""
+    *path, _ = name.split(".")
+    inside = [index for index, part in enumerate(path) if "attn" in part and "norm" not in part]
+    return bool(inside) and "norm" in path[-1]
+
+
+def _role(name: str) -> str:
+    """The kind of module that a parameter or submodule of a layer belongs to, by its name."""
+    words = name.lower()
+    if "norm" in words or {"ln_1", "ln_2", "ln_f"} & set(words.split(".")):
+        return "norms"
+    if any(word in words for word in ("linear_attn", "mixer", "mamba", "conv")):
+        return "mixer"
+    return "attention" if any(word in words for word in ("attn", "attention")) else "mlp"
+
+
+def tensor_groups(model: Any) -> tuple[TensorGroup, ...]:
+    """The parameters of the text model, counted by kind and shape."""
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    owners = {id(p): module for module in model.modules() for p in module.parameters(recurse=False)}
+    vocabulary = {id(p): "lm_head" for p in (head.parameters() if head is not None else ())}
+    vocabulary |= {id(p): "embedding" for p in embedding.parameters()}  # also where the head is tied to it
+    counted = vocabulary.keys() | {id(p) for p in model.get_decoder().parameters()}
+    plan = {key.removeprefix("model."): style for key, style in (getattr(model, "_tp_plan", None) or {}).items()}
+    counts: Counter[TensorGroup] = Counter()
+    for name, parameter in model.named_parameters():
+        if id(parameter) in vocabulary:
+            shape = tuple(parameter.shape)
+            counts[TensorGroup(module=vocabulary[id(parameter)], shape=shape, split_axis=0)] += 1
+        elif id(parameter) in counted:
+            counts[_group(model, name, parameter, owners[id(parameter)], plan)] += 1
+    return tuple(replace(group, count=count) for group, count in counts.items())
+
+
+def _group(model: Any, name: str, parameter: Any, owner: Any, plan: Mapping[str, str]) -> TensorGroup:
+    from torch import nn
+
+    shape, role, is_matrix = tuple(parameter.shape), _role(name), parameter.dim() == 2 and any(_sizes_of(owner))
+    packed = packed_experts(owner)
+    is_packed = any(parameter is matrix for matrix in packed)
+    if packed:
+        role = "experts"
+    elif isinstance(owner, nn.Embedding):
+        role = "embedding"
+    elif parameter.dim() == 2 and role == "mlp" and not is_matrix:
+        role = "router"
+    is_adapted = is_matrix or is_packed or role == "router"
+    axis = _split_axis(name, shape, plan)
+    return TensorGroup(
+        module=role,
+        shape=shape,
+        split_axis=axis,
+        granule=_granule(model, name) if axis == 0 else 1,
+        rank_factor=is_adapted * (2 if is_packed and "gate_up" in name else 1),
+        quantizable=is_matrix,
+    )
+
+
+def _split_axis(name: str, shape: tuple[int, ...], plan: Mapping[str, str]) -> int | None:
+    """The axis that transformers' tensor-parallel plan cuts; `None` for parameters that every rank holds whole."""
+    key = ".".join("*" if part.isdigit() else part for part in name.removeprefix("model.").split("."))
+    style = plan.get(key) or plan.get(key.rpartition(".")[0]) or ""
+    if "colwise" in style:
+        return max(0, len(shape) - 2)
+    # the bias of a row-parallel matrix is added after the reduction, so every rank holds all of it
+    return len(shape) - 1 if "rowwise" in style and len(shape) > 1 else None
+
+
+def _granule(model: Any, name: str) -> int:
+    """Elements that stay together as a parameter is cut: a head, of keys and values."""
+    *path, projection, _ = name.split(".")
+    return getattr(model.get_submodule(".".join(path)), "head_dim", 1) if projection in ("k_proj", "v_proj") else 1

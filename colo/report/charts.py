@@ -83,8 +83,7 @@ class Legend(NamedTuple):
     detail: str = ""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Heading:
+class Heading(NamedTuple):
     """The words around a chart."""
 
     title: str
@@ -158,21 +157,10 @@ def memory_chart(trace: Trace) -> AreaChart | None:
         caption += f" The capacity, {format_bytes(capacity)}, lies far above this picture."
     phases = phase_spans(trace)
     high = max(most, limit) * 1.05
-    return AreaChart(
-        heading=Heading(
-            title="Device memory",
-            caption=caption + words,
-            label="Device memory by segment over time",
-            legend=_part_legend({span.phase for span in phases}),
-        ),
-        x=time_axis(start_s, end_s),
-        y=Axis(high=high, ticks=unit_ticks(0, high, BYTE_UNITS)),
-        times=times,
-        stack=stack,
-        used=used,
-        limit=limit,
-        phases=phases,
-    )
+    legend = _part_legend({span.phase for span in phases})
+    heading = Heading("Device memory", caption + words, "Device memory by segment over time", legend)
+    x, y = time_axis(start_s, end_s), Axis(high=high, ticks=unit_ticks(0, high, BYTE_UNITS))
+    return AreaChart(heading=heading, x=x, y=y, times=times, stack=stack, used=used, limit=limit, phases=phases)
 
 
 def peaks_chart(trace: Trace) -> CurveChart | None:
@@ -209,13 +197,9 @@ def steps_chart(trace: Trace) -> BarChart | None:
         return None
     bars, high = _bars(steps), max(s.duration_s for s in steps) * 1.05
     size = bars[0][1] - bars[0][0]
+    caption = "Seconds of each training step." if size == 1 else f"The slowest of every {size} training steps."
     return BarChart(
-        heading=Heading(
-            title="Step time",
-            caption="Seconds of each training step." if size == 1 else f"The slowest of every {size} training steps.",
-            label="Seconds of each training step by part",
-            legend=_part_legend(PARTS),
-        ),
+        heading=Heading("Step time", caption, "Seconds of each training step by part", _part_legend(PARTS)),
         x=Axis(high=len(steps), ticks=count_ticks(len(steps))),
         y=Axis(high=high, ticks=unit_ticks(0, high, TIME_UNITS)),
         bars=[(first, last, list(_parts(steps[slowest], slowest + 1))) for first, last, slowest in bars],
@@ -244,12 +228,10 @@ def busy_chart(trace: Trace) -> RowChart | None:
         return None
     names = sorted({s.resource for s in inside}, key=lambda name: [*_ROWS, name].index(name))
     where = ", in the step of median length" if step else ""
+    title = f"Training step {number} in detail" if step else "The run in detail"
+    caption = f"What kept each resource busy, coloured by phase{where}."
     return RowChart(
-        heading=Heading(
-            title=f"Training step {number} in detail" if step else "The run in detail",
-            caption=f"What kept each resource busy, coloured by phase{where}.",
-            label="Busy resources over time",
-        ),
+        heading=Heading(title, caption, "Busy resources over time"),
         x=time_axis(start_s, end_s),
         rows=[(_ROWS.get(name, name), [s for s in inside if s.resource == name]) for name in names],
         phases=phase_spans(trace),
@@ -341,13 +323,9 @@ def _curve_chart(title: str, caption: str, series: Series, units: Sequence[Unit]
     low, high = min(series.values[i] for i in places), max(series.values[i] for i in places)
     margin = max((high - low) * 0.08, abs(high) * 0.01) or 1.0
     low, high = low - margin, high + margin
-    return CurveChart(
-        heading=Heading(title=title, caption=caption, label=series.title),
-        x=Axis(high=len(series.values), ticks=count_ticks(len(series.values))),
-        y=Axis(low=low, high=high, ticks=unit_ticks(low, high, units)),
-        series=series,
-        places=places,
-    )
+    x = Axis(high=len(series.values), ticks=count_ticks(len(series.values)))
+    y = Axis(low=low, high=high, ticks=unit_ticks(low, high, units))
+    return CurveChart(heading=Heading(title, caption, series.title), x=x, y=y, series=series, places=places)
 
 
 # ---- axes ------------------------------------------------------------------------------------------------------------

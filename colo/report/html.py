@@ -89,7 +89,7 @@ def write_html(
     steps, reward = charts.steps_chart(trace), charts.reward_chart(trace)
     body = [_tiles(trace)]
     body += [_drawn(chart, *_both(chart)) for chart in (memory, peaks) if chart is not None]
-    pair = [_drawn(chart, _half(chart)) for chart in (steps, reward) if chart is not None]
+    pair = [_drawn(c, Frame(c.x, c.y, _HALF_WIDTH, 270)) for c in (steps, reward) if c is not None]
     body += [element("div", *pair, class_="pair")] if pair else []
     body += [_drawn(busy, *_both(busy))] if busy else []
     body += [figure(s.title, "", table(s.columns, s.rows)) for s in sheets(trace)]
@@ -180,7 +180,7 @@ def staircase(points: Sequence[tuple[float, float]], end_x: float) -> list[tuple
     return [*corners, (max(end_x, corners[-1][0]), corners[-1][1])] if corners else []
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Frame:
     """The area of a chart between its axes: values in, pixels out. Sizes are pixels."""
 
@@ -189,8 +189,8 @@ class Frame:
     width: float  # of the whole drawing, labels of the axes included
     height: float
     left: float = 64.0
-    right: float = 14.0
     top: float = 12.0
+    right: float = 14.0
     bottom: float = 26.0
 
     @property
@@ -283,16 +283,8 @@ def _both(chart: AreaChart | CurveChart | RowChart) -> tuple[Frame, Frame]:
     top = 12 if isinstance(chart, CurveChart) else 26
     heights = (rows, rows) if rows else (170, 170) if isinstance(chart, CurveChart) else (390, 300)
     left = 110 if rows else 64
-    broad, narrow = (
-        Frame(x=chart.x, y=y, width=width, height=height, left=left, top=top)
-        for width, height in zip((_WIDTH, _NARROW_WIDTH), heights, strict=True)
-    )
+    broad, narrow = (Frame(chart.x, y, *size, left, top) for size in zip((_WIDTH, _NARROW_WIDTH), heights, strict=True))
     return broad, narrow
-
-
-def _half(chart: BarChart | CurveChart) -> Frame:
-    """A frame for one of two charts that stand side by side."""
-    return Frame(x=chart.x, y=chart.y, width=_HALF_WIDTH, height=270)
 
 
 def _drawn(chart: Chart, *frames: Frame) -> Markup:

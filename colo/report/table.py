@@ -35,7 +35,7 @@ _BARS = BLOCKS[1:]
 _SWITCHING = ("step", "transition", "switch")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class PhaseFigures:
     """One row of the phase table: a phase, the switching between phases, or the idle time outside of both."""
 
@@ -49,7 +49,7 @@ class PhaseFigures:
     gb_per_s: float | None  # moved bytes over the seconds in which something moved; `None` when nothing did
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class StepFigures:
     """All transition steps, or all copies, of one name."""
 
@@ -86,7 +86,8 @@ class Sheet(NamedTuple):
 
 def phase_figures(trace: Trace) -> list[PhaseFigures]:
     """Time, peak and traffic of each of `PARTS` that took time, and the time of evaluations."""
-    moves, steps, evaluations = moves_once(trace), cycles(trace), _evaluations(trace)
+    moves, steps = moves_once(trace), cycles(trace)
+    evaluations = [cycle for cycle, is_evaluation in _all_cycles(trace) if is_evaluation]
     spans = [s for s in phase_spans(trace) if not any(e.start_s <= s.start_s < e.end_s for e in evaluations)]
     seconds = {part: [s.duration_s for s in spans if s.phase == part] for part in PARTS}
     seconds |= {part: [step.parts_s[part] for step in steps] for part in ("switch", "idle")}
@@ -96,18 +97,13 @@ def phase_figures(trace: Trace) -> list[PhaseFigures]:
 
 
 def _phase_row(trace: Trace, part: str, seconds: list[float], whole_s: float, moves: list[Span]) -> PhaseFigures:
+    total_s = sum(seconds)
+    peak_bytes = max((s.total_bytes for s in trace.samples if s.phase == part), default=0)
     moved = [s for s in moves if s.phase == part and s.num_bytes]
     moved_bytes = sum(s.num_bytes for s in moved)
-    return PhaseFigures(
-        phase=part,
-        count=len(seconds),
-        total_s=sum(seconds),
-        mean_s=statistics.fmean(seconds),
-        share=sum(seconds) / whole_s,
-        peak_bytes=max((s.total_bytes for s in trace.samples if s.phase == part), default=0),
-        moved_bytes=moved_bytes,
-        gb_per_s=_rate(moved_bytes, sum(end - start for start, end in stretches_of(moved))),
-    )
+    rate = _rate(moved_bytes, sum(end - start for start, end in stretches_of(moved)))
+    mean_s, share = statistics.fmean(seconds), total_s / whole_s
+    return PhaseFigures(part, len(seconds), total_s, mean_s, share, peak_bytes, moved_bytes, rate)
 
 
 def moves_once(trace: Trace) -> list[Span]:
@@ -142,15 +138,8 @@ def step_figures(trace: Trace) -> list[StepFigures]:
 
 def _step_row(name: str, category: str, spans: Sequence[Span]) -> StepFigures:
     seconds, moved_bytes = [s.duration_s for s in spans], sum(s.num_bytes for s in spans)
-    return StepFigures(
-        name=name,
-        category=category,
-        count=len(spans),
-        median_s=statistics.median(seconds),
-        total_s=sum(seconds),
-        moved_bytes=moved_bytes,
-        gb_per_s=_rate(moved_bytes, sum(seconds)),
-    )
+    total_s, median_s = sum(seconds), statistics.median(seconds)
+    return StepFigures(name, category, len(spans), median_s, total_s, moved_bytes, _rate(moved_bytes, total_s))
 
 
 def phase_spans(trace: Trace) -> list[Span]:
@@ -180,10 +169,6 @@ def cycles(trace: Trace) -> list[Cycle]:
     followed by an evaluation, passes without a backward one, are no steps.
     """
     return [cycle for cycle, is_evaluation in _all_cycles(trace) if not is_evaluation]
-
-
-def _evaluations(trace: Trace) -> list[Cycle]:
-    return [cycle for cycle, is_evaluation in _all_cycles(trace) if is_evaluation]
 
 
 def _all_cycles(trace: Trace) -> list[tuple[Cycle, bool]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -136,16 +137,14 @@ def make_scheduler(parts: Parts, session: TrainerSession) -> Scheduler:
     """Make a scheduler of the engine's segments, the weights, and the trainer's state."""
     mover, transport, trace = parts.mover, parts.transport, parts.trace
     budget = Budget(
-        capacity_bytes=parts.capacity_bytes,
-        host_capacity_bytes=mover.arena.limit_bytes,
-        offload=parts.config.offload,
+        capacity_bytes=parts.capacity_bytes, host_capacity_bytes=mover.arena.limit_bytes, offload=parts.config.offload
     )
     scheduler = Scheduler(
         [*parts.engine.segments, *_weights_segments(parts.model, transport, mover.device), *session.segments],
         budget,
         needs=session.needs,
         trace=trace,
-        used_device_bytes=lambda: used_device_bytes(mover.device),
+        used_device_bytes=partial(used_device_bytes, mover.device),
     )
     scheduler.working_bytes[Phase.TRAIN] = parts.config.train_working_bytes
     scheduler.working_bytes[Phase.SYNC] = transport.working_bytes

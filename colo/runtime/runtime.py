@@ -12,7 +12,7 @@ The runtime wires engine, trainer state, scheduler and publisher together. It ha
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -23,29 +23,26 @@ from torch import nn
 
 from colo.config import RuntimeConfig
 from colo.engine import Completion, Engine
-from colo.engines.text import Prompts
+from colo.engines.text import Prompts, encode_prompts, with_text
 from colo.memory.offload import Mover
 from colo.memory.parking import Kept
 from colo.memory.uninterrupted import uninterrupted
-from colo.phases.phase import Phase
+from colo.phases.phase import ENGINE_WEIGHTS, TRAINER_BUCKET, Phase
 from colo.phases.trace import Trace
-from colo.runtime.closing import Closing
-from colo.runtime.construction import Parts, has_logits, prepare_arena
-from colo.runtime.facts import facts_of
-from colo.runtime.generation import Generation
-from colo.runtime.registry import check_free, collect_dropped, forget, register, runtime_of
-from colo.runtime.states import Verb
-from colo.runtime.turns import PhaseBlock, Turns
+from colo.runtime.construction import Parts, TrainerSide, has_logits, prepare_arena
+from colo.runtime.lifetime import Closing, check_free, collect_dropped, forget, register, runtime_of
+from colo.runtime.turns import PhaseBlock, Turns, Verb
 from colo.trainer.state import unwrapped
-from colo.weights.mismatch import MismatchCheck
+from colo.units import format_bytes
+from colo.weights.mismatch import MismatchCheck, first_not_finite, not_numbers
 from colo.weights.publish import Publication
-from colo.weights.sources.peft import adapter_weights, is_peft_model
+from colo.weights.sources.peft import adapter_weights, is_disabled, is_peft_model
+from colo.weights.transports.base import Transport
 
 if TYPE_CHECKING:
     from peft import PeftModel
 
     from colo.report.report import Report
-    from colo.weights.transports.base import Transport
 
 
 class Runtime:
@@ -94,17 +91,17 @@ class Runtime:
             capacity_bytes=capacity_bytes,
         )
         num_sequences = config.mismatch_sequences if self._has_logits else 0
-        mismatch = MismatchCheck(num_sequences=num_sequences, max_mismatch=config.max_mismatch)
+        self._mismatch = mismatch = MismatchCheck(num_sequences=num_sequences, max_mismatch=config.max_mismatch)
         with ExitStack() as undo:
             self._turns = turns = Turns(parts, mismatch, undo)
             self.scheduler, self.versions = turns.side.scheduler, turns.versions
             prepare_arena(turns.side.rollout, mover)  # pins in the background, beside the first publication
             self.versions.publish()
-            self._generation = Generation(engine, model, turns, self.scheduler, self.versions, mismatch)
-            self._closing = Closing(engine, model, transport, turns.side.session, mover, owns_model=owns_model)
-            engine.before_generate = self._generation.before_generate
+            self._closing = Closing(parts, turns, owns_model=owns_model)
+            engine.before_generate = self._before_generate
             undo.pop_all()
         self._has_begun = False
+        self._is_sampling = False
         register(self)
 
     @classmethod
@@ -112,7 +109,7 @@ class Runtime:
         """The open runtime of a model, an optimizer or an engine. Raises: `ValueError` when it has none."""
         return cast("Runtime", runtime_of(part))
 
-    # ---- what a loop calls --------------------------------------------------------------------------------------
+    # ---- what a loop calls ------------------------------------------------------------------------------------------
 
     def rollout(self) -> PhaseBlock[Runtime]:
         """Let the engine generate: publish the weights if they have changed, and make room for the KV cache.
@@ -164,8 +161,44 @@ class Runtime:
             self._turns.require(Verb.GENERATE)
             if self._turns.phase is None:
                 with self.rollout():
-                    return self._generation.run(prompts, params, sampling, self.tokenizer)
-            return self._generation.run(prompts, params, sampling, self.tokenizer)
+                    return self._sample(prompts, params, sampling)
+            return self._sample(prompts, params, sampling)
+
+    def _sample(self, prompts: Prompts, params: Any, sampling: Mapping[str, Any]) -> list[Completion]:
+        params = self.engine.sampling_params(params, **sampling)
+        token_ids = encode_prompts(prompts, self.tokenizer)
+        self.versions.refresh()
+        published = self.versions.publisher.adapter_name
+        adapter = None if is_peft_model(self.model) and is_disabled(self.model) else published
+        self._is_sampling = True
+        try:
+            completions = self.engine.generate(token_ids, params, adapter=adapter)
+        except FloatingPointError as error:
+            self._name_not_finite(error)
+            raise
+        finally:
+            self._is_sampling = False
+        self.scheduler.sample()
+        # Of what a base has sampled without the adapter that it is trained with there is nothing to compare.
+        temperature = self.engine.sampling_temperature(params)
+        if temperature is not None and adapter == published:
+            self._mismatch.note(temperature, completions)
+        return [with_text(completion, self.tokenizer) for completion in completions]
+
+    def _before_generate(self) -> None:
+        """Refresh the weights for a call of the engine's own `generate`, which need not come from `_sample`."""
+        self._turns.check_process()
+        if self._turns.phase is Phase.ROLLOUT and not self._is_sampling:
+            self.versions.refresh()
+
+    def _name_not_finite(self, error: Exception) -> None:
+        """Raise `FloatingPointError` if a weight of the trainer's is why what was sampled is not made of numbers."""
+        weights = [(part.name, part.tensor) for part in self.versions.source.parts() if part.tensor is not None]
+        if is_peft_model(self.model):
+            weights += adapter_weights(cast("PeftModel", self.model)).named_tensors()
+        culprit = first_not_finite(weights)
+        if culprit is not None:
+            raise FloatingPointError(not_numbers(culprit)) from error
 
     @torch.inference_mode(False)
     def recover(self) -> None:
@@ -190,15 +223,7 @@ class Runtime:
         from colo.report.report import Report
 
         self._turns.check_process()
-        parts = (self.engine, self.transport, self.versions.publisher, self.trace, self.config)
-        facts = facts_of(
-            *parts,
-            device=self._device,
-            kept=self.kept_state,
-            why_optimizer=self._turns.side.why,
-            num_stepped_elsewhere=self._turns.side.session.num_stepped_elsewhere,
-            is_compared=self._has_logits,
-        )
+        facts = facts_of(self, self._turns.side, is_compared=self._has_logits)
         return Report(facts=facts, trace=self.trace)
 
     def plot(self, path: str | Path, *, title: str = "colo run") -> Path:
@@ -222,7 +247,7 @@ class Runtime:
         with self._turns.lock, torch.inference_mode(False):
             if not self._closing.has_begun:
                 with uninterrupted():
-                    self._closing.begin(self.scheduler, self._turns, self.versions)
+                    self._closing.begin()
                     forget(self)
             self._closing.go_on()
 
@@ -250,7 +275,7 @@ class Runtime:
             collect_dropped(but=self)  # such as that of the same notebook cell, run before
         return PhaseBlock(self, self._turns, phase)
 
-    # ---- what a report reads ------------------------------------------------------------------------------------
+    # ---- what a report reads ----------------------------------------------------------------------------------------
 
     @property
     def phase(self) -> Phase:
@@ -290,3 +315,64 @@ class Runtime:
     @accumulation_steps.setter
     def accumulation_steps(self, steps: int) -> None:
         self._turns.accumulation_steps = replace(self.config, accumulation_steps=steps).accumulation_steps
+
+
+# ---- what a report says first --------------------------------------------------------------------------------------
+
+
+def facts_of(rt: Runtime, side: TrainerSide, *, is_compared: bool) -> dict[str, str]:
+    """Name to sentence, in the order in which a report shows them; `is_compared`: colo runs the model's own passes."""
+    engine, transport, publisher, trace = rt.engine, rt.transport, rt.versions.publisher, rt.trace
+    rollout, train, ever = (format_bytes(trace.peak_bytes(phase)) for phase in (Phase.ROLLOUT, Phase.TRAIN, None))
+    facts = {
+        "engine": f"{engine.name} on {rt.device}: {engine.placement}",
+        "weights": f"{transport.name}: {transport.reason}{_cost_of_copies(engine, transport)}",
+        "version": f"{publisher.version}, {publisher.num_published} publications, "
+        f"{format_bytes(publisher.bytes_synced)} copied",
+        "peak": f"rollout {rollout}, train {train}, ever {ever}",
+        "offload": f"{rt.config.offload}: {_why_offload(trace)}",
+        "optimizer": side.why,
+    }
+    if elsewhere := side.session.num_stepped_elsewhere:
+        facts["offload"] += f"; {elsewhere} parameters are stepped by an optimizer that colo was not given"
+    if residual := engine.residual_bytes:
+        parts = ", ".join(f"{kind} {format_bytes(num_bytes)}" for kind, num_bytes in residual.items())
+        facts["asleep"] = f"{format_bytes(sum(residual.values()))} stay with the engine: {parts}"
+    if kept := rt.kept_state:
+        facts["kept"] = _what_is_kept(kept)
+    if changed := trace.metrics.get("changed_fraction"):
+        facts["changed"] = f"{changed[-1]:.1%} of the 16-bit weights in the last step"
+    mismatch = trace.metrics.get("mismatch") or trace.metrics.get("mismatch_sampled")
+    if mismatch:
+        facts["mismatch"] = f"{mismatch[-1]:.2g} mean |log p(engine) - log p(trainer)| in the last step"
+    elif not is_compared:
+        facts["mismatch"] = "not measured, since colo runs no passes of this model: rt.log(mismatch=...) adds yours"
+    return facts
+
+
+def _cost_of_copies(engine: Engine, transport: Transport) -> str:
+    """Say how much memory the engine's own copy of the weights takes; nothing where they are shared."""
+    held = next((segment.size_bytes for segment in engine.segments if segment.name == ENGINE_WEIGHTS), 0)
+    if transport.shares or not held:
+        return ""
+    return f"; the engine's copy takes {format_bytes(held)}, and each version is copied into it"
+
+
+def _what_is_kept(kept: Sequence[Kept]) -> str:
+    """State that stays on the device: how much, and by reason one name for all."""
+    by_reason: dict[str, list[Kept]] = {}
+    for item in kept:
+        by_reason.setdefault(item.reason, []).append(item)
+    parts = [
+        f"{items[0].name}" + (f" and {len(items) - 1} others" if len(items) > 1 else "") + f": {reason}"
+        for reason, items in by_reason.items()
+    ]
+    size = format_bytes(sum(item.size_bytes for item in kept))
+    return f"{size} of the optimizer's state stay on the device: {'; '.join(parts)}"
+
+
+def _why_offload(trace: Trace) -> str:
+    moved = sorted({s.name.removeprefix("out ") for s in trace.spans if s.name.startswith("out ")} - {TRAINER_BUCKET})
+    if moved:
+        return f"{', '.join(moved)} left the device for rollouts"
+    return "no state of the trainer had to leave the device"

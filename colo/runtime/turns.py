@@ -1,11 +1,19 @@
-"""Turns of an engine and a trainer on one device: what each change from one to the other does."""
+"""Turns of an engine and a trainer on one device: who may work when, as a table, and what each change does.
+
+IDLE  --rollout-->  ROLLOUT  --leave-->  IDLE
+IDLE  --train--->   TRAIN    --leave-->  IDLE
+IDLE  --step---->   STEP     ----------> IDLE     a step outside `train()` is a turn of its own
+any   --close--->   CLOSED
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack, suppress
+from enum import StrEnum
 from threading import RLock
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, TypeVar
 
 import torch
@@ -21,7 +29,6 @@ from colo.phases.phase import TRAINER_GRADIENTS, Phase, Residency
 from colo.phases.segment import Segment
 from colo.phases.trace import EVALUATION
 from colo.runtime.construction import Parts, make_trainer_side, make_versions
-from colo.runtime.states import Turn, Verb, next_turn
 from colo.trainer.session import LATE
 from colo.weights.mismatch import MismatchCheck
 
@@ -31,6 +38,65 @@ _SPARE_FRACTION = 0.05
 """Share of a GPU that stays free when state comes back beside a backward pass."""
 
 _RESOURCES = {Phase.ROLLOUT: "engine", Phase.TRAIN: "device"}
+
+
+class Turn(StrEnum):
+    """Who works: the engine, the trainer, nobody, or nobody ever again."""
+
+    IDLE = "idle"
+    ROLLOUT = "rollout"
+    TRAIN = "train"
+    STEP = "step"
+    """The trainer, in an optimizer step outside `train()`; after one that has failed, nobody."""
+
+    CLOSED = "closed"
+
+
+class Verb(StrEnum):
+    """Requests to a runtime, by the loop or by torch's hooks."""
+
+    ROLLOUT = "rollout"
+    TRAIN = "train"
+    LEAVE = "leave"
+    GENERATE = "generate"
+    BACKWARD = "backward"
+    STEP = "step"
+    RECOVER = "recover"
+    CLOSE = "close"
+
+
+_HERE = (Turn.IDLE, Turn.STEP)
+EDGES: Mapping[tuple[Verb, Turn], Turn] = MappingProxyType(
+    {
+        **{(Verb.ROLLOUT, turn): Turn.ROLLOUT for turn in _HERE},
+        **{(Verb.TRAIN, turn): Turn.TRAIN for turn in _HERE},
+        **{(Verb.LEAVE, turn): Turn.IDLE for turn in (Turn.ROLLOUT, Turn.TRAIN)},
+        **{(Verb.GENERATE, turn): Turn.ROLLOUT for turn in (*_HERE, Turn.ROLLOUT)},
+        **{(Verb.BACKWARD, turn): turn for turn in (*_HERE, Turn.TRAIN)},
+        **{(Verb.STEP, turn): Turn.STEP for turn in _HERE},
+        (Verb.STEP, Turn.TRAIN): Turn.TRAIN,
+        **{(Verb.RECOVER, turn): Turn.IDLE for turn in _HERE},
+        **{(Verb.CLOSE, turn): Turn.CLOSED for turn in Turn},
+    }
+)
+"""Next turn by verb and present turn; a pair that is missing is refused with `PhaseError`."""
+
+_CALLS = {Verb.STEP: "optimizer.step()"}
+_INSTEAD = {Verb.GENERATE: "`with rt.rollout():`", Verb.STEP: "`with rt.train():`", Verb.BACKWARD: "`with rt.train():`"}
+
+
+def next_turn(verb: Verb, turn: Turn) -> Turn:
+    """Whose turn it is after `verb`. Raises: `PhaseError`, with what to do, where the verb is not allowed."""
+    if (verb, turn) in EDGES:
+        return EDGES[verb, turn]
+    call = _CALLS.get(verb, f"{verb}()")
+    if turn is Turn.CLOSED:
+        raise PhaseError("the runtime is closed: build a new one with colo.launch or colo.share")
+    if verb in _INSTEAD:
+        raise PhaseError(f"{call} inside {turn}(): leave the block first, then use {_INSTEAD[verb]}")
+    raise PhaseError(
+        f"{call} inside {turn}(): phases do not nest, leave the block first, or the phase with enter(None)"
+    )
 
 
 class Turns:
@@ -69,7 +135,7 @@ class Turns:
         undo.callback(self._session.close)
         self.versions = self._versions = make_versions(parts, self._scheduler)
 
-    # ---- what the runtime asks ---------------------------------------------------------------------------------------
+    # ---- what the runtime asks --------------------------------------------------------------------------------------
 
     @property
     def is_elsewhere(self) -> bool:
@@ -154,7 +220,7 @@ class Turns:
                         raise
                     raised.add_note(f"and {block.phase}() could not be left in order: {type(error).__name__}: {error}")
 
-    # ---- changes of turns --------------------------------------------------------------------------------------------
+    # ---- changes of turns -------------------------------------------------------------------------------------------
 
     def _enter(self, phase: Phase) -> None:
         verb = Verb.ROLLOUT if phase is Phase.ROLLOUT else Verb.TRAIN
@@ -297,7 +363,7 @@ class Turns:
             known_bytes = self._scheduler.working_bytes[Phase.TRAIN]
             self._scheduler.working_bytes[Phase.TRAIN] = max(known_bytes, beside_bytes)
 
-    # ---- what torch's hooks tell -------------------------------------------------------------------------------------
+    # ---- what torch's hooks tell ------------------------------------------------------------------------------------
 
     def before_step(self) -> None:
         """Bring everything to the device that the optimizer needs. Raises: `PhaseError` inside a rollout."""

@@ -24,12 +24,7 @@ class WeightVersions:
     """
 
     def __init__(
-        self,
-        engine: Engine,
-        transport: Transport,
-        publisher: Publisher,
-        scheduler: Scheduler,
-        config: RuntimeConfig,
+        self, engine: Engine, transport: Transport, publisher: Publisher, scheduler: Scheduler, config: RuntimeConfig
     ) -> None:
         self.publisher = publisher
         self.source = transport.source

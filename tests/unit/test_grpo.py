@@ -17,9 +17,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import colo.grpo as colo_grpo
-from colo import cli_grpo
-from colo.grpo import GRPORunConfig, load_function
-from colo.integrations.trl.rows import load_rows
+from colo import cli
+from colo.grpo import GRPORunConfig, load_function, load_rows
 from tests.checkpoints import save_checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
@@ -363,7 +362,7 @@ def test_an_adapter_in_the_place_of_a_model_is_named(colo, place, unloaded):
 
 
 def test_a_checkpoint_without_a_weight_is_named_before_an_engine_starts(colo, place, monkeypatch):
-    monkeypatch.setattr("colo.assembly.starting.make_torch_engine", lambda *_: pytest.fail("an engine was started"))
+    monkeypatch.setattr("colo.assembly.launch.make_torch_engine", lambda *_: pytest.fail("an engine was started"))
     tensors = load_file("checkpoint/model.safetensors")
     del tensors["model.norm.weight"]
     save_file(tensors, "checkpoint/model.safetensors", metadata={"format": "pt"})
@@ -452,10 +451,10 @@ def test_what_has_to_be_given_is_named(colo, place, unloaded, name):
 
 
 def test_vllm_and_trl_that_are_not_installed_are_named_with_what_to_install(colo, place, unloaded, monkeypatch):
-    monkeypatch.setattr("colo.cli_options.find_spec", lambda name: None)
+    monkeypatch.setattr(cli, "find_spec", lambda name: None if name == "vllm" else name)
     code, err = bad(colo, "--engine", "vllm")
     assert code == 2 and "--colo_engine vllm needs vLLM" in err
-    monkeypatch.setattr(cli_grpo, "find_spec", lambda name: None)
+    monkeypatch.setattr(cli, "find_spec", lambda name: None)
     code, err = bad(colo)
     assert code == 2 and "colo grpo needs TRL: pip install 'colo-rl[trl]'" in err
 

@@ -26,7 +26,7 @@ from colo.phases.ledger import Holding, Ledger
 from colo.phases.phase import Phase, Residency
 from colo.phases.scheduler import Budget, Scheduler
 from colo.phases.transition import plan_transition
-from colo.rl import reference
+from colo.rl import loop
 from colo.testing import FakeDevice, FakeSegment
 from colo.units import GIB, MIB
 from tests import unchanged
@@ -102,14 +102,14 @@ def take_memory_of_the_driver(monkeypatch):
 
 
 def keep_a_reference(monkeypatch):
-    monkeypatch.setattr(reference, "available_host_bytes", lambda: 100)
-    reference.Reference(torch.nn.Linear(8, 8))
+    monkeypatch.setattr(loop, "available_host_bytes", lambda: 100)
+    loop.Reference(torch.nn.Linear(8, 8))
 
 
 def compute_with_a_reference(monkeypatch):
-    monkeypatch.setattr(reference, "free_device_bytes", lambda device: 100)
+    monkeypatch.setattr(loop, "free_device_bytes", lambda device: 100)
     model = torch.nn.Linear(8, 8)
-    kept = reference.Reference(model)
+    kept = loop.Reference(model)
     model.to("meta")  # a device that is not the host
     kept.run(lambda frozen: frozen)
 
@@ -118,14 +118,14 @@ REFUSALS = {
     "phases/transition.py _require": plan,
     "phases/transition.py plan_transition": lambda monkeypatch: plan(monkeypatch, host_bytes=10),
     "phases/scheduler.py _plan_arrival": bring_back,
-    "assembly/starting.py _admit": start,
+    "assembly/share.py _admit": start,
     "engines/text.py check_count": lambda monkeypatch: check_count(1, 10**12),
     "engines/caches.py check_room": generate,
     "memory/arena.py _grow": lambda monkeypatch: PinnedArena(torch.device("cpu"), limit_bytes=MIB).allocate(2 * MIB),
     "memory/region.py require_free": restore_a_region,
     "memory/cuda_driver.py allocate": take_memory_of_the_driver,
-    "rl/reference.py _copied": keep_a_reference,
-    "rl/reference.py _run_frozen": compute_with_a_reference,
+    "rl/loop.py _copied": keep_a_reference,
+    "rl/loop.py _run_frozen": compute_with_a_reference,
 }
 """By the function that refuses."""
 

@@ -18,11 +18,9 @@ LAYERS = [
     ["runtime"],
     ["assembly"],
     ["rl", "testing"],
-    ["integrations"],
     ["trl"],
-    ["cli_options", "doctor"],
+    ["doctor"],
     ["demo", "grpo"],
-    ["cli_grpo"],
     ["cli"],
     ["__main__"],
 ]

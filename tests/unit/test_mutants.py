@@ -7,17 +7,17 @@ from pathlib import Path
 
 from tests.mutants import find_outdated
 
-STATES = "runtime/states"
+TURNS = "runtime/turns"
 
 
 def test_an_explanation_of_what_is_not_there_is_named():
-    there = [(STATES, "@next_turn"), (STATES, "next_turn: if turn is Turn.CLOSED: => if turn is not Turn.CLOSED:")]
-    assert list(find_outdated(there, [STATES])) == []
-    gone = [("runtime/other", "@next_turn"), (STATES, "@last_turn"), (STATES, "next_turn: pass => break")]
-    assert list(find_outdated([*there, *gone], [STATES])) == [
+    there = [(TURNS, "@next_turn"), (TURNS, "next_turn: if turn is Turn.CLOSED: => if turn is not Turn.CLOSED:")]
+    assert list(find_outdated(there, [TURNS])) == []
+    gone = [("runtime/other", "@next_turn"), (TURNS, "@last_turn"), (TURNS, "next_turn: pass => break")]
+    assert list(find_outdated([*there, *gone], [TURNS])) == [
         "runtime/other :: @next_turn: no such module",
-        "runtime/states :: @last_turn: no such scope with mutants",
-        "runtime/states :: next_turn: pass => break: no such mutation",
+        "runtime/turns :: @last_turn: no such scope with mutants",
+        "runtime/turns :: next_turn: pass => break: no such mutation",
     ]
 
 

@@ -7,7 +7,7 @@ import torch
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from colo.errors import Unsupported
-from colo.integrations.trl.fused_head import check_fused_head
+from colo.trl.checks import check_fused_head
 from tests.zoo.architectures import LEFT_OUT, tiny_config
 from tests.zoo.test_logprobs import make_model, set_steps
 

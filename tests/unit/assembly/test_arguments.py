@@ -16,7 +16,7 @@ from transformers import AutoModel, AutoModelForCausalLM, Qwen3Config, Qwen3MoeC
 
 import colo
 from colo.assembly.arguments import chosen_device, chosen_dtype, default_engine
-from colo.assembly.starting import dtype_of
+from colo.assembly.launch import dtype_of
 from colo.config import RuntimeConfig
 from colo.engines.torch import TorchEngine
 from colo.engines.vllm import compat

@@ -10,7 +10,7 @@ from torch.optim import AdamW
 from transformers import AutoModelForCausalLM
 
 import colo
-from colo.assembly import starting
+from colo.assembly import share
 from colo.assembly.share import _held_bytes
 from colo.config import RuntimeConfig
 from colo.engine import EngineState
@@ -68,9 +68,9 @@ def test_an_engine_of_another_dtype_has_a_copy_that_is_cast():
 def test_an_fp32_model_has_an_engine_in_bf16_on_a_gpu_unless_told_otherwise():
     cuda, cpu = torch.device("cuda"), torch.device("cpu")
     model = made()
-    assert starting._dtype(model, None, cuda) == torch.bfloat16
-    assert starting._dtype(model, None, cpu) == starting._dtype(model, "float32", cuda) == torch.float32
-    assert starting._dtype(model.half(), None, cuda) == torch.float16
+    assert share._dtype(model, None, cuda) == torch.bfloat16
+    assert share._dtype(model, None, cpu) == share._dtype(model, "float32", cuda) == torch.float32
+    assert share._dtype(model.half(), None, cuda) == torch.float16
 
 
 @pytest.mark.parametrize(
@@ -181,7 +181,7 @@ class TestUndoing:
 
         parameters = [Parameter(False), Parameter(True), Parameter(False)]
         model = SimpleNamespace(parameters=lambda: parameters)
-        with pytest.raises(MemoryError), starting._in_host_memory(model):
+        with pytest.raises(MemoryError), share._in_host_memory(model):
             pytest.fail("not reached")
         assert all(p.device.type == "cuda" for p in parameters)
 

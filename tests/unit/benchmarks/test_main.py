@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from benchmarks import __main__ as command
-from colo import cli_options
+from colo import cli
 
 ROOT = Path(__file__).parents[3]
 NAMES = sorted(path.stem for path in (ROOT / "benchmarks").glob("*.py"))
@@ -49,7 +49,7 @@ def test_a_gpu_that_is_not_there_is_wrong_usage(run, monkeypatch, name):
 
 @pytest.mark.parametrize("name", ["share", "generation", "sync", "lora", "sleep", "step"])
 def test_a_benchmark_that_needs_vllm_says_so_before_it_begins(run, monkeypatch, name):
-    monkeypatch.setattr(cli_options, "find_spec", lambda name: None)
+    monkeypatch.setattr(cli, "find_spec", lambda name: None)
     code, out, err = run(name, "--device", "cpu")
     assert (code, out) == (2, "")
     assert f"python -m benchmarks {name} needs vLLM: pip install" in err

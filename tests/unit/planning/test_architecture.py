@@ -3,7 +3,8 @@
 import pytest
 
 from colo.errors import Unsupported
-from colo.planning.architecture import (
+from colo.planning.kv_cache import decoder_layers
+from colo.planning.model_shape import (
     TensorGroup,
     build_on_meta,
     check_sizes,
@@ -12,7 +13,6 @@ from colo.planning.architecture import (
     num_norms,
     tensor_groups,
 )
-from colo.planning.kv_cache import decoder_layers
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}

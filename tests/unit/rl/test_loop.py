@@ -11,9 +11,8 @@ from transformers import AutoModelForCausalLM
 import colo
 from colo.config import RuntimeConfig
 from colo.engine import Completion
-from colo.rl.loop import Batch, GRPOConfig, Problem, grpo, train_step
+from colo.rl.loop import Batch, GRPOConfig, Problem, Reference, grpo, train_step
 from colo.rl.loss import Aggregation, GRPOLossConfig
-from colo.rl.reference import Reference
 from colo.units import MIB
 from colo.weights.sources.module import plain_name
 from tests.checkpoints import char_tokenizer, save_checkpoint
@@ -416,7 +415,7 @@ def test_a_kl_term_without_a_reference_says_what_to_do(rt):
 
 
 def test_a_reference_that_the_host_cannot_hold_is_refused(rt, monkeypatch):
-    monkeypatch.setattr("colo.rl.reference.available_host_bytes", lambda: 1000)
+    monkeypatch.setattr("colo.rl.loop.available_host_bytes", lambda: 1000)
     with pytest.raises(
         colo.BudgetError, match=r"is a copy of the weights, .* of host memory, and .* train a new adapter"
     ):

@@ -18,9 +18,8 @@ from transformers import AutoModelForCausalLM
 
 import colo
 from colo.config import RuntimeConfig
-from colo.rl.loop import GRPOConfig, Problem, grpo
+from colo.rl.loop import GRPOConfig, Problem, Reference, grpo
 from colo.rl.loss import GRPOLossConfig
-from colo.rl.reference import Reference
 from colo.units import MIB
 from colo.weights.sources.peft import adds_nothing
 from tests.models import tiny_qwen3

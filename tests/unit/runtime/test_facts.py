@@ -9,23 +9,23 @@ from colo.config import RuntimeConfig
 from colo.memory.parking import Kept
 from colo.phases.phase import Phase
 from colo.phases.trace import MemorySample, Trace
-from colo.runtime.facts import facts_of
+from colo.runtime.runtime import facts_of
 from colo.units import GIB, MIB
 
 
 def facts(*, trace=None, residual=None, kept=(), is_compared=True, **config):
     trace = Trace(capacity_bytes=GIB) if trace is None else trace
-    return facts_of(
-        SimpleNamespace(name="vllm", placement="in another process", residual_bytes=residual or {}, segments=()),
-        SimpleNamespace(name="ipc", reason="weights are copied", shares=False),
-        SimpleNamespace(version=3, num_published=2, bytes_synced=5 * MIB),
-        trace,
-        RuntimeConfig(**config),
+    rt = SimpleNamespace(
+        engine=SimpleNamespace(name="vllm", placement="in another process", residual_bytes=residual or {}, segments=()),
+        transport=SimpleNamespace(name="ipc", reason="weights are copied", shares=False),
+        versions=SimpleNamespace(publisher=SimpleNamespace(version=3, num_published=2, bytes_synced=5 * MIB)),
+        trace=trace,
+        config=RuntimeConfig(**config),
         device=torch.device("cpu"),
-        kept=kept,
-        why_optimizer="resident: it fits",
-        is_compared=is_compared,
+        kept_state=kept,
     )
+    side = SimpleNamespace(why="resident: it fits", session=SimpleNamespace(num_stepped_elsewhere=0))
+    return facts_of(rt, side, is_compared=is_compared)
 
 
 def record(trace, phase, num_bytes):

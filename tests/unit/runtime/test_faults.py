@@ -19,7 +19,7 @@ from colo.errors import EngineLost, PhaseError, TransferError
 from colo.memory.offload import Mover
 from colo.memory.region import ResizedRegion
 from colo.phases.phase import Phase, Residency
-from colo.runtime.states import Turn
+from colo.runtime.turns import Turn
 from colo.trainer.gradients import ParameterGradients
 from colo.units import MIB
 from tests.runtimes import qwen3

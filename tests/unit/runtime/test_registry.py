@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 import colo
 from colo.config import RuntimeConfig
 from colo.errors import PhaseError
-from colo.runtime.registry import KEEPER, check_free, forget, register, runtime_of
+from colo.runtime.lifetime import KEEPER, check_free, forget, register, runtime_of
 from colo.units import MIB
 from tests.models import tiny_qwen3
 from tests.runtimes import ALWAYS, adamw, launch, qwen3, train_step

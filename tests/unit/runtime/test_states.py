@@ -3,7 +3,7 @@
 import pytest
 
 from colo.errors import PhaseError
-from colo.runtime.states import EDGES, Turn, Verb, next_turn
+from colo.runtime.turns import EDGES, Turn, Verb, next_turn
 
 IDLE, ROLLOUT, TRAIN, STEP, CLOSED = Turn
 

@@ -15,9 +15,9 @@ import colo
 from colo.config import RuntimeConfig
 from colo.engine import Engine
 from colo.errors import Unsupported
-from colo.integrations.trl import attachment
-from colo.integrations.trl.attachment import add_vllm_options, choose_process
 from colo.trainer.master_weights import MasterWeights, MasterWeightsOptimizer
+from colo.trl import attachment
+from colo.trl.attachment import add_vllm_options, choose_process
 from colo.units import format_bytes
 from tests.trainers import SMALL_CACHE, logged, trained, use_fsdp2
 
@@ -187,7 +187,7 @@ def test_completions_without_a_limit_end_with_the_models_positions(make, attach)
 
 
 def test_an_fp32_model_has_an_engine_in_bf16_on_a_gpu_and_the_report_says_what_that_costs(make, attach, monkeypatch):
-    monkeypatch.setattr("colo.assembly.starting._dtype", lambda *_: torch.bfloat16)  # as on a GPU
+    monkeypatch.setattr("colo.assembly.share._dtype", lambda *_: torch.bfloat16)  # as on a GPU
     trainer = make()
     rt = attach(trainer)
     trainer.train()

@@ -13,13 +13,12 @@ from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from trl.trainer import grpo_trainer
 
 from colo.assembly.arguments import chosen_device, default_engine
-from colo.assembly.launch import start
-from colo.assembly.starting import refuse_adapted_head, revision_of
+from colo.assembly.launch import refuse_adapted_head, revision_of, start
 from colo.config import Offload, RuntimeConfig
 from colo.errors import Unsupported
-from colo.integrations.trl.attachment import attach, choose_process
-from colo.integrations.trl.checks import check_args, check_checkpoint, check_columns, check_output, check_released
-from colo.integrations.trl.reference import initialized_once
+from colo.trl.attachment import attach, choose_process
+from colo.trl.checks import check_args, check_checkpoint, check_columns, check_output, check_released
+from colo.trl.generation import initialized_once
 
 if TYPE_CHECKING:
     from colo.runtime import Runtime

@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlavaConfig, Qwen2_5_VLConfig, T5Config
 
 import colo
-from colo.assembly import starting
-from colo.assembly.starting import _adapted_modules
+from colo.assembly import launch
+from colo.assembly.share import _adapted_modules
 from colo.config import RuntimeConfig, Weights
 from colo.errors import Unsupported
 from colo.units import MIB
@@ -31,7 +31,7 @@ def test_a_model_that_is_given_is_left_alone(weights, lora, monkeypatch):
     modules = {name: type(module) for name, module in model.named_modules()}
     copied = []
     counting = SimpleNamespace(deepcopy=lambda thing: copied.append(thing is model) or copy.deepcopy(thing))
-    monkeypatch.setattr("colo.assembly.starting.copy", counting)
+    monkeypatch.setattr("colo.assembly.launch.copy", counting)
     rt = colo.launch(
         model,
         lora=lora,
@@ -69,7 +69,7 @@ def started(monkeypatch):
         return start
 
     for kind in ("torch", "vllm"):
-        monkeypatch.setattr(starting, f"make_{kind}_engine", make(kind))
+        monkeypatch.setattr(launch, f"make_{kind}_engine", make(kind))
     return kinds
 
 

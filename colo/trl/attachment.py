@@ -19,21 +19,20 @@ from colo.engine import Engine
 from colo.engines.sampling import distorting, needing_tokenizer
 from colo.engines.text import positions_of
 from colo.errors import Unsupported
-from colo.integrations.trl.checks import (
+from colo.memory.dtensor import local_shard
+from colo.runtime import Runtime
+from colo.trainer.master_weights import MasterWeightsOptimizer
+from colo.trainer.state import unwrapped
+from colo.trl.checks import (
     check_columns,
     check_contract,
+    check_fused_head,
     check_output,
     check_released,
     check_trainer,
     checked,
 )
-from colo.integrations.trl.fused_head import check_fused_head
-from colo.integrations.trl.generation import ColoGeneration, PhaseCallback, watch_forwards
-from colo.integrations.trl.reference import keep_initial_adapter
-from colo.memory.dtensor import local_shard
-from colo.runtime import Runtime
-from colo.trainer.master_weights import MasterWeightsOptimizer
-from colo.trainer.state import unwrapped
+from colo.trl.generation import ColoGeneration, PhaseCallback, keep_initial_adapter, watch_forwards
 from colo.weights.ranks import RankGroup
 
 logger = logging.getLogger(__name__)
@@ -251,7 +250,7 @@ def _warn_of_sampling(trainer: Any, sampling: Mapping[str, Any], engine: Engine,
         )
 
 
-# ---- what `train()` makes of a model and an optimizer, made before weights are shared --------------------------------
+# ---- what `train()` makes of a model and an optimizer, made before weights are shared ------------------------------
 
 
 def prepare(trainer: Any) -> None:

@@ -17,7 +17,9 @@ from trl.generation import vllm_generation
 
 import colo.trl
 from colo.errors import Unsupported
-from colo.integrations.trl.checks import (
+from colo.testing import tiny_checkpoint
+from colo.trl import ColoGRPOConfig, ColoGRPOTrainer
+from colo.trl.checks import (
     READ_OF_TRAINER,
     check_checkpoint,
     check_columns,
@@ -26,8 +28,6 @@ from colo.integrations.trl.checks import (
     check_trainer,
     checked,
 )
-from colo.testing import tiny_checkpoint
-from colo.trl import ColoGRPOConfig, ColoGRPOTrainer
 from tests.trainers import ALPHABET, SMALL_CACHE, options, sums, trained
 
 VERSION = re.escape(importlib.metadata.version("trl"))

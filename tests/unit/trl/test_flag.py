@@ -97,7 +97,7 @@ def test_a_dtype_among_model_init_kwargs_is_taken(make):
 
 def test_a_named_model_that_will_be_sharded_is_loaded_by_trl(make, monkeypatch):
     """And shared afterwards: sharding would take it out of an engine's memory. One process shards nothing."""
-    monkeypatch.setattr("colo.integrations.trl.flag.start", lambda *_, **__: pytest.fail("an engine was started first"))
+    monkeypatch.setattr("colo.trl.flag.start", lambda *_, **__: pytest.fail("an engine was started first"))
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "false")  # which transformers sets
     with pytest.raises(ValueError, match="Using fsdp only works in distributed training"):
         make_flagged(make, fsdp=True)
@@ -109,7 +109,7 @@ def test_a_named_model_that_will_be_sharded_is_loaded_by_trl(make, monkeypatch):
 
 @pytest.mark.skipif(not hasattr(grpo_trainer, "add_fused_lm_head"), reason="this TRL trains adapters of output layers")
 def test_an_adapter_that_trl_would_not_train_is_refused_before_an_engine_starts(make, monkeypatch):
-    monkeypatch.setattr("colo.integrations.trl.flag.start", lambda *_, **__: pytest.fail("an engine was started"))
+    monkeypatch.setattr("colo.trl.flag.start", lambda *_, **__: pytest.fail("an engine was started"))
     lora = LoraConfig(r=2, target_modules=["q_proj", "lm_head"])
     with pytest.raises(Unsupported, match="not be trained: leave the output layer out of target_modules"):
         make_flagged(make, made_with={"peft_config": lora}, model_init_kwargs={"dtype": "float32"})
@@ -135,7 +135,7 @@ def test_a_start_that_fails_leaves_the_config_as_it_was(make):
 
 
 def test_what_colo_does_not_do_is_refused_before_an_engine_starts(make, monkeypatch):
-    monkeypatch.setattr("colo.integrations.trl.flag.start", lambda *_, **__: pytest.fail("an engine was started"))
+    monkeypatch.setattr("colo.trl.flag.start", lambda *_, **__: pytest.fail("an engine was started"))
     with pytest.raises(Unsupported, match="vllm_tensor_parallel_size=2: colo runs an engine on each GPU"):
         make_flagged(make, vllm_tensor_parallel_size=2)
 
@@ -147,7 +147,7 @@ def test_quantization_is_refused_where_it_cannot_be_shared(make):
 
 
 def test_the_engine_is_closed_where_the_trainer_cannot_be_made(make, monkeypatch):
-    from colo.integrations.trl import flag
+    from colo.trl import flag
 
     closed, start = [], flag.start
 

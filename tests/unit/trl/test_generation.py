@@ -5,8 +5,8 @@ import pytest
 
 from colo.engine import Completion
 from colo.errors import EngineLost, Unsupported
-from colo.integrations.trl.generation import ColoGeneration
 from colo.phases.phase import Phase
+from colo.trl.generation import ColoGeneration
 
 
 class Runtime:

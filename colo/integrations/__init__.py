@@ -1,1 +1,0 @@
-"""colo inside trainers that people have."""
