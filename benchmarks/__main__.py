@@ -268,6 +268,8 @@ def step() -> None:
     size_option("--kv-cache", default="8GiB", help="KV cache under the flag."),
     click.option("--engine", type=click.Choice(["vllm", "torch"]), default="vllm", help="Engine under the flag."),
     size_option("--card", help="Leave so much of the GPU: another process holds the rest."),
+    click.option("--offload", type=click.Choice(["auto", "always"]), default="auto", help="Of the flag."),
+    click.option("--optimizer", type=click.Choice(["auto", "streamed"]), default="auto", help="Of the flag."),
     click.option("--released", is_flag=True, help="Step and drop gradients within the backward pass, under the flag."),
     click.option("--eager", is_flag=True, help="Without CUDA graphs, under the flag."),
     click.option("--sides", default="", help="Only those whose name contains this."),

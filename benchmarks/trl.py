@@ -1,9 +1,9 @@
 """`trl`: TRL's GRPOTrainer on one GPU, in its own colocate mode and with colo's flag: same data, same seeds.
 
 Each side runs in a process of its own, one after the other. A row has the most device memory that the driver saw in
-use, seconds a step (median of all but the first two), seconds in which weights were sent or phases changed, and the
-last reward. With `--card` another process holds the rest of the GPU, and is not counted. On a CPU the flag's side runs
-alone, with a tiny model.
+use, of colo's also what it counts itself in each phase, seconds a step (median of all but the first two), seconds in
+which weights were sent or phases changed, and the last reward. With `--card` another process holds the rest of the GPU,
+and is not counted. On a CPU the flag's side runs alone, with a tiny model.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import torch
 from benchmarks.common import Record, Row, clear, clocked, timed
 from benchmarks.workload import peak_device_bytes
 from colo.memory.probe import free_device_bytes, used_device_bytes
+from colo.units import GIB
 
 SHAPES: dict[str, Row] = {
     "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4},
@@ -125,6 +126,8 @@ def _measured(name: str, folder: str, options: Mapping[str, Any]) -> Row:
             "fast_inference": True,
             "colo_kv_cache_bytes": str(options["kv_cache"]),
             "colo_engine": options["engine"],
+            "colo_offload": options["offload"],
+            "colo_optimizer": options["optimizer"],
             "colo_release_gradients": options["released"],
             "colo_engine_options": {"enforce_eager": True}
             if options["eager"] and options["engine"] == "vllm"
@@ -171,6 +174,8 @@ def _measured(name: str, folder: str, options: Mapping[str, Any]) -> Row:
         "most_s": max(steps),
         "between_s": statistics.median(between[2:] or between),
         "peak_bytes": peak[0] or None,
+        "rollout_bytes": None if stock else int(history[-1]["colo/rollout_gib"] * GIB),
+        "train_bytes": None if stock else int(history[-1]["colo/train_gib"] * GIB),
         "reward": history[-1]["reward"],
         "mismatch": history[-1].get("sampling/sampling_logp_difference/mean"),
     }

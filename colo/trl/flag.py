@@ -14,7 +14,7 @@ from trl.trainer import grpo_trainer
 
 from colo.assembly.arguments import chosen_device, default_engine
 from colo.assembly.launch import refuse_adapted_head, revision_of, start
-from colo.config import Offload, RuntimeConfig
+from colo.config import Offload, OptimizerState, RuntimeConfig
 from colo.errors import Unsupported
 from colo.trl.attachment import attach, choose_process
 from colo.trl.checks import check_args, check_checkpoint, check_columns, check_output, check_released
@@ -48,6 +48,10 @@ class ColoOptions:
     colo_offload: str = field(
         default="auto", metadata={"help": "When trainer state leaves for a rollout: `auto`, `always` or `never`."}
     )
+    colo_optimizer: str = field(
+        default="auto",
+        metadata={"help": "Where the optimizer's state is while it steps: `auto`, `resident` or `streamed`."},
+    )
     colo_release_gradients: bool = field(
         default=False,
         metadata={"help": "Step and drop each gradient within the backward pass; its optimizer's state is streamed."},
@@ -60,9 +64,8 @@ class ColoOptions:
     def __post_init__(self) -> None:
         if self.fast_inference and getattr(self, "use_vllm", False):
             raise ValueError("fast_inference takes the place of use_vllm: leave use_vllm out")
-        if self.colo_offload not in tuple(Offload):
-            raise ValueError(f"colo_offload must be one of {', '.join(Offload)}, not {self.colo_offload!r}")
-        self.colo_offload = Offload(self.colo_offload).value
+        self.colo_offload = _choice("colo_offload", self.colo_offload, Offload)
+        self.colo_optimizer = _choice("colo_optimizer", self.colo_optimizer, OptimizerState)
         self.choose_engine()
         if self.colo_engine not in ("torch", "vllm"):
             raise ValueError(f"colo_engine must be 'auto', 'vllm' or 'torch', not {self.colo_engine!r}")
@@ -86,10 +89,17 @@ class ColoOptions:
         """The runtime's settings."""
         return RuntimeConfig(
             offload=Offload(self.colo_offload),
+            optimizer=OptimizerState(self.colo_optimizer),
             kv_cache_bytes=self.colo_kv_cache_bytes,  # type: ignore[arg-type]  # read as a size
             release_gradients=self.colo_release_gradients,
             accumulation_steps=self.gradient_accumulation_steps,  # type: ignore[attr-defined]  # TRL's
         )
+
+
+def _choice(name: str, value: str, kind: type[Offload] | type[OptimizerState]) -> str:
+    if value not in tuple(kind):
+        raise ValueError(f"{name} must be one of {', '.join(kind)}, not {value!r}")
+    return kind(value).value
 
 
 @dataclass

@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, HfArgumentPar
 from trl import TrlParser
 from trl.trainer import grpo_trainer
 
-from colo.config import Offload
+from colo.config import Offload, OptimizerState
 from colo.errors import Unsupported
 from colo.trl import ColoGRPOConfig, ColoGRPOTrainer, ColoRLOOConfig, ColoRLOOTrainer
 from colo.units import MIB
@@ -30,11 +30,13 @@ def test_a_command_line_is_parsed(kind, tmp_path):
         "torch",
     ]
     words += ["--colo_kv_cache_bytes", "8MiB", "--colo_offload", "always", "--colo_seeded"]
+    words += ["--colo_optimizer", "streamed"]
     words += ["--colo_engine_options", '{"max_num_seqs": 4}']
     (args,) = HfArgumentParser(kind).parse_args_into_dataclasses(words)
     assert (args.fast_inference, args.colo_engine, args.colo_seeded) == (True, "torch", True)
     assert args.colo_engine_options == {"max_num_seqs": 4}
     assert (args.colo_config().kv_cache_bytes, args.colo_config().offload) == (8 * MIB, Offload.ALWAYS)
+    assert args.colo_config().optimizer is OptimizerState.STREAMED
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
@@ -63,13 +65,14 @@ def test_by_default_it_is_trls_config(kind, tmp_path):
         ({"fast_inference": True, "use_vllm": True}, "fast_inference takes the place of use_vllm"),
         ({"colo_engine": "sglang"}, "colo_engine must be 'auto', 'vllm' or 'torch', not 'sglang'"),
         ({"colo_offload": "sometimes"}, "colo_offload must be one of auto, always, never, not 'sometimes'"),
+        ({"colo_optimizer": "paged"}, "colo_optimizer must be one of auto, resident, streamed, not 'paged'"),
         ({"colo_kv_cache_bytes": "0"}, "colo_kv_cache_bytes must be a positive number of bytes or None, not 0"),
         ({"colo_kv_cache_bytes": "4 gibs"}, "colo_kv_cache_bytes: cannot read '4 gibs' as a size"),
         ({"colo_release_gradients": True, "gradient_accumulation_steps": 1}, "pass max_grad_norm=0"),
         ({"colo_release_gradients": True, "gradient_accumulation_steps": 2}, "accumulation_steps must be 1, not 2"),
         ({"colo_engine_options": [1]}, r"colo_engine_options must be a mapping, or JSON of one, not \[1\]"),
     ],
-    ids=["use_vllm", "engine", "offload", "cache", "unit", "clipped", "accumulated", "options"],
+    ids=["use_vllm", "engine", "offload", "optimizer", "cache", "unit", "clipped", "accumulated", "options"],
 )
 def test_wrong_values_are_refused_before_anything_is_loaded(kind, changes, words, tmp_path):
     with pytest.raises(ValueError, match=words):
