@@ -66,7 +66,7 @@ def __getattr__(name: str) -> Any:
         return _version()
     try:
         if name in _LAZY:
-            from colo.misfits import named_misfits
+            from colo.errors import named_misfits
 
             with named_misfits():
                 return getattr(importlib.import_module(_LAZY[name]), name)

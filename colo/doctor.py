@@ -26,8 +26,8 @@ from packaging.specifiers import SpecifierSet
 from rich.table import Table
 from rich.text import Text
 
+from colo.errors import MENDING, misfits
 from colo.memory.control_group import memory_limit, read_lines
-from colo.misfits import MENDING, misfits
 from colo.units import GIB, format_bytes
 
 

@@ -13,6 +13,13 @@ Wrong arguments are `ValueError`, wrong types `TypeError`, log-probabilities tha
 
 from __future__ import annotations
 
+import importlib
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from typing import Any
+
 
 class ColoError(Exception):
     """The base of every error that colo raises on purpose."""
@@ -50,3 +57,38 @@ class EngineLost(ColoError):  # noqa: N818 - the event it reports is the name pe
 
 class Unsupported(ColoError):  # noqa: N818 - an adjective, as in the standard library's `UnsupportedOperation`
     """A combination that cannot work, refused before anything has changed."""
+
+
+# ---- packages built for another torch --------------------------------------------------------------------------------
+
+# A torchvision or torchaudio that cannot be imported takes transformers along.
+
+MENDING = "pip uninstall -y torchvision torchaudio torchcodec"
+NAMES = ("torchvision", "torchaudio")
+
+
+def misfits(
+    load: Callable[[str], Any] = importlib.import_module, is_there: Callable[[str], Any] = find_spec
+) -> dict[str, str]:
+    """Map each of `NAMES` that is installed and cannot be imported to the error, in one line."""
+    found = {}
+    for name in NAMES:
+        if not is_there(name):
+            continue
+        try:
+            load(name)
+        except Exception as error:  # noqa: BLE001 - whatever a library of another build raises
+            found[name] = f"{type(error).__name__}: {error}".splitlines()[0]
+    return found
+
+
+@contextmanager
+def named_misfits() -> Iterator[None]:
+    """Add to an error that torchvision or torchaudio has caused what mends it."""
+    try:
+        yield
+    except Exception as error:
+        words = "".join(traceback.format_exception(error))
+        if MENDING not in words and any(name in words for name in NAMES) and (wrong := misfits()):
+            error.add_note(f"{' and '.join(wrong)} does not fit the installed torch, and colo needs neither: {MENDING}")
+        raise

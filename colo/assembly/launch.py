@@ -41,9 +41,8 @@ from colo.assembly.share import (
 from colo.config import RuntimeConfig, Weights
 from colo.engine import Engine, PacksWeights
 from colo.engines.layout import bind, empty_model, require_causal_lm
-from colo.errors import Unsupported
+from colo.errors import Unsupported, named_misfits
 from colo.memory.storage import with_own_storage
-from colo.misfits import named_misfits
 from colo.runtime import Runtime
 from colo.trainer.master_weights import MakeOptimizer, MasterWeights
 from colo.weights.packed import pack

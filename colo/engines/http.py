@@ -72,7 +72,7 @@ class HttpClient:
 
         Raises: `Silent` without an answer within the deadline; `Refused` for an error.
         """
-        question = self._ask(method, path, body, query, timed=not patient, as_text=as_text)
+        question = self._ask(self._request(method, path, body, query, timed=not patient), as_text=as_text)
         return self._wait(self._while_healthy([question]))[0] if patient else self._wait(question)
 
     def ask_all(self, path: str, bodies: Sequence[Body]) -> list[Any]:
@@ -81,7 +81,7 @@ class HttpClient:
 
         async def ask(body: Body) -> Any:
             async with free:
-                return await self._ask("POST", path, body, None, timed=False)
+                return await self._ask(self._request("POST", path, body, timed=False))
 
         return self._wait(self._while_healthy([ask(body) for body in bodies]))
 
@@ -120,17 +120,14 @@ class HttpClient:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _ask(
-        self,
-        method: str,
-        path: str,
-        body: Body | None,
-        query: Mapping[str, str] | None,
-        *,
-        timed: bool,
-        as_text: bool = False,
-    ) -> Any:
-        answer = await self._request(method, path, body, query, self._deadline_s if timed else None)
+    def _request(
+        self, method: str, path: str, body: Body | None = None, query: Mapping[str, str] | None = None, *, timed: bool
+    ) -> httpx.Request:
+        limits = httpx.Timeout(self._deadline_s, read=self._deadline_s if timed else None)
+        return self._client.build_request(method, path, json=body, params=query, timeout=limits)
+
+    async def _ask(self, request: httpx.Request, *, as_text: bool = False) -> Any:
+        answer = await self._send(request)
         if answer.status_code >= httpx.codes.INTERNAL_SERVER_ERROR:
             await self._check_health()
         if answer.is_error:
@@ -140,24 +137,17 @@ class HttpClient:
         try:
             return answer.json()
         except ValueError as error:
-            raise Refused(answer.status_code, f"the answer to {path} is not JSON") from error
+            raise Refused(answer.status_code, f"the answer to {request.url.path} is not JSON") from error
 
     async def _check_health(self) -> None:
-        answer = await self._request("GET", "/health", None, None, self._deadline_s)
+        answer = await self._send(self._request("GET", "/health", timed=True))
         if answer.is_error:
             raise Silent(f"its engine has ended (status {answer.status_code})")
 
-    async def _request(
-        self,
-        method: str,
-        path: str,
-        body: Body | None,
-        query: Mapping[str, str] | None,
-        timeout_s: float | None,
-    ) -> httpx.Response:
-        limits = httpx.Timeout(self._deadline_s, read=timeout_s)
+    async def _send(self, request: httpx.Request) -> httpx.Response:
+        path = request.url.path
         try:
-            return await self._client.request(method, path, json=body, params=query, timeout=limits)
+            return await self._client.send(request)
         except httpx.TimeoutException as error:
             raise Silent(f"it did not answer {path} within {self._deadline_s:g} s") from error
         except httpx.TransportError as error:

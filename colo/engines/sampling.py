@@ -26,34 +26,16 @@ TAKEN = tuple(option.name for option in fields(SamplingParams))
 """Sampling options that every engine has."""
 
 _NEUTRAL: Mapping[str, Sequence[Any]] = {
+    **dict.fromkeys(("guided", "guided_decoding", "prompt_logprobs", "repetition_detection", "structured_outputs"), ()),
+    **dict.fromkeys(("thinking_token_budget", "truncate_prompt_tokens"), ()),
+    **dict.fromkeys(("detokenize", "do_sample", "skip_special_tokens", "spaces_between_special_tokens"), (True,)),
+    **dict.fromkeys(("flat_logprobs", "include_stop_str_in_output", "use_beam_search"), (False,)),
+    **dict.fromkeys(("frequency_penalty", "logprobs", "min_tokens", "presence_penalty"), (0,)),
+    **dict.fromkeys(("best_of", "length_penalty", "num_beams", "repetition_penalty"), (1,)),
+    **dict.fromkeys(("extra_args", "logit_bias"), ({},)),
+    **dict.fromkeys(("bad_words", "logits_processors"), ([], ())),
     "allowed_token_ids": ([],),
-    "bad_words": ([], ()),
-    "best_of": (1,),
-    "detokenize": (True,),
-    "do_sample": (True,),
-    "extra_args": ({},),
-    "flat_logprobs": (False,),
-    "frequency_penalty": (0,),
-    "guided": (),
-    "guided_decoding": (),
-    "include_stop_str_in_output": (False,),
-    "length_penalty": (1,),
-    "logit_bias": ({},),
-    "logits_processors": ([], ()),
-    "logprobs": (0,),
-    "min_tokens": (0,),
-    "num_beams": (1,),
-    "presence_penalty": (0,),
-    "prompt_logprobs": (),
-    "repetition_detection": (),
-    "repetition_penalty": (1,),
-    "skip_special_tokens": (True,),
-    "spaces_between_special_tokens": (True,),
     "stop": ("", [], ()),
-    "structured_outputs": (),
-    "thinking_token_budget": (),
-    "truncate_prompt_tokens": (),
-    "use_beam_search": (False,),
 }
 """Options of vLLM's and of trainers', and the values, beside `None`, with which they change nothing here."""
 
@@ -106,35 +88,15 @@ def check_taken(options: Mapping[str, Any], engine: str, advice: str) -> dict[st
 
 # ---- what options do to the distribution, and what they need ---------------------------------------------------------
 
-_KEEPS_DISTRIBUTION = frozenset(
-    {
-        # how many and how long
-        "n",
-        "max_tokens",
-        "stop",
-        "stop_token_ids",
-        "ignore_eos",
-        "repetition_detection",
-        # from which random numbers
-        "seed",
-        # what is returned of it, and how
-        "logprobs",
-        "prompt_logprobs",
-        "logprob_token_ids",
-        "flat_logprobs",
-        "detokenize",
-        "skip_special_tokens",
-        "spaces_between_special_tokens",
-        "include_stop_str_in_output",
-        "output_kind",
-        "output_text_buffer_length",
-        "stream_interval",
-        "skip_clone",
-        "skip_reading_prefix_cache",
-        "routed_experts_prompt_start",
-        # only a watermark that the engine was started with, see `LLMLink`
-        "watermarking",
-    }
+_KEEPS_DISTRIBUTION = frozenset[str]().union(
+    # how many and how long, from which random numbers
+    ("n", "max_tokens", "stop", "stop_token_ids", "ignore_eos", "repetition_detection", "seed"),
+    # what is returned of it, and how
+    ("logprobs", "prompt_logprobs", "logprob_token_ids", "flat_logprobs", "detokenize", "skip_special_tokens"),
+    ("spaces_between_special_tokens", "include_stop_str_in_output", "output_kind", "output_text_buffer_length"),
+    ("stream_interval", "skip_clone", "skip_reading_prefix_cache", "routed_experts_prompt_start"),
+    # only a watermark that the engine was started with, see `LLMLink`
+    ("watermarking",),
 )
 """Options that leave `softmax(logits / temperature)` as it is. Any other, known or of a later vLLM, may change it."""
 

@@ -7,7 +7,7 @@ import colo
 
 ROOT = Path(colo.__file__).parent
 LAYERS = [
-    ["errors", "log", "misfits", "units"],
+    ["errors", "log", "units"],
     ["config"],
     ["phases"],
     ["memory"],

@@ -5,7 +5,8 @@ import sys
 import pytest
 
 import colo
-from colo import misfits
+from colo import errors
+from tests.models import tiny_qwen3
 
 BROKEN = "raise RuntimeError('operator torchvision::nms does not exist\\nand more')\n"
 
@@ -24,14 +25,14 @@ def broken_torchvision(tmp_path, monkeypatch):
 
 
 def test_only_what_is_installed_and_cannot_be_imported_is_a_misfit():
-    assert misfits.misfits(load, lambda name: True) == {
+    assert errors.misfits(load, lambda name: True) == {
         "torchvision": "RuntimeError: operator torchvision::nms does not exist"
     }
-    assert misfits.misfits(load, lambda name: name == "torchaudio") == {}
+    assert errors.misfits(load, lambda name: name == "torchaudio") == {}
 
 
 def test_an_error_that_torchvision_has_caused_names_what_mends_it(broken_torchvision):
-    with pytest.raises(ImportError, match="Could not import module") as caught, misfits.named_misfits():
+    with pytest.raises(ImportError, match="Could not import module") as caught, errors.named_misfits():
         try:
             import torchvision  # noqa: F401
         except RuntimeError as error:
@@ -42,20 +43,20 @@ def test_an_error_that_torchvision_has_caused_names_what_mends_it(broken_torchvi
 
 
 def test_it_is_said_once(broken_torchvision):
-    with pytest.raises(RuntimeError) as caught, misfits.named_misfits(), misfits.named_misfits():
+    with pytest.raises(RuntimeError) as caught, errors.named_misfits(), errors.named_misfits():
         import torchvision  # noqa: F401
     assert len(caught.value.__notes__) == 1
 
 
 def test_other_errors_are_left_as_they_are(broken_torchvision):
-    with pytest.raises(KeyError) as caught, misfits.named_misfits():
+    with pytest.raises(KeyError) as caught, errors.named_misfits():
         raise KeyError("no model")
     assert not hasattr(caught.value, "__notes__")
 
 
 def test_an_error_that_only_mentions_a_package_that_fits_is_left_as_it_is(monkeypatch):
-    monkeypatch.setattr(misfits, "misfits", dict)
-    with pytest.raises(ValueError) as caught, misfits.named_misfits():
+    monkeypatch.setattr(errors, "misfits", dict)
+    with pytest.raises(ValueError) as caught, errors.named_misfits():
         raise ValueError("torchvision is fine")
     assert not hasattr(caught.value, "__notes__")
 
@@ -67,8 +68,6 @@ def test_launch_names_what_mends_it(broken_torchvision, monkeypatch):
         import torchvision  # noqa: F401
 
     monkeypatch.setattr(launch, "start_torch", start)
-    from tests.models import tiny_qwen3
-
     with pytest.raises(RuntimeError, match="nms does not exist") as caught:
         colo.launch(tiny_qwen3(), device="cpu")
-    assert misfits.MENDING in caught.value.__notes__[0]
+    assert errors.MENDING in caught.value.__notes__[0]

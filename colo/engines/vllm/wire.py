@@ -284,16 +284,7 @@ def _fits(value: Any, hint: Any) -> bool:
 
 
 _KINDS: Mapping[str, Callable[..., Exception]] = {
-    kind.__name__: kind
-    for kind in (
-        errors.PhaseError,
-        errors.BudgetError,
-        errors.StaleWeights,
-        errors.TransferError,
-        errors.EngineLost,
-        errors.Unsupported,
-        ValueError,
-    )
+    kind.__name__: kind for kind in (*errors.ColoError.__subclasses__(), ValueError)
 }
 """Errors that keep their kind on the way; every other is a `TransferError` that names it."""
 

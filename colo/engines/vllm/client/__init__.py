@@ -9,6 +9,8 @@ A link lasts as long as its vLLM. Lost or closed, it stays so, and an engine tha
 
 from __future__ import annotations
 
+import math
+import operator
 import os
 import secrets
 from abc import abstractmethod
@@ -19,10 +21,13 @@ import torch
 
 from colo.engine import Completion
 from colo.engines.base import EngineStatus
+from colo.engines.sampling import check_seeds, distorting
+from colo.engines.text import check_count, check_prompts
 from colo.engines.vllm.wire import Describe, Envelope, Request, WorkerError, WorkerInfo
 from colo.errors import EngineLost, Unsupported
 from colo.memory.probe import device_id
 from colo.memory.share import Description, probing
+from colo.weights.mismatch import not_numbers
 
 T = TypeVar("T")
 
@@ -67,6 +72,12 @@ class WorkerLink(Protocol):
 
     name_of_vllm: str
     """`vllm.LLM` or `server`, whichever a user has."""
+
+    for_logprobs: str
+    """Advice on starting this vLLM so that log-probabilities are those of what is sampled."""
+
+    for_positions: str
+    """Advice on giving it more positions, after a comma."""
 
     taken_bytes: int = 0
     """Device memory that vLLM took when it started, where that was seen."""
@@ -158,6 +169,16 @@ class WorkerLink(Protocol):
         """`value` of every rank that runs a part of this vLLM; usually it alone."""
         return [value]
 
+    def check_request(self, prompts: Sequence[Sequence[int]], params: Any) -> list[tuple[int, ...]]:
+        """Return the token ids of every prompt. Raises: as `Engine.generate`; `Unsupported` as `check_logprobs`."""
+        info = self.infos[0]
+        check_logprobs(params, info.logprobs_mode, self.for_logprobs)
+        check_count(len(prompts), params.n)
+        check_seeds(params.seed, len(prompts))
+        token_ids = [tuple(map(operator.index, prompt)) for prompt in prompts]
+        check_prompts(token_ids, info.vocab_size, info.max_length, or_else=self.for_positions)
+        return token_ids
+
     def envelope(self, request: Request) -> dict[str, Any]:
         """Make a request ready to travel, by the names of all fields."""
         return Envelope(operation=request.operation(), arguments=request.to_wire(), client=self.client).to_wire()
@@ -218,3 +239,21 @@ def answers_of(told: Sequence[Mapping[str, Any]], status: EngineStatus) -> list[
         if isinstance(answer, WorkerError) and answer.kind == EngineLost.__name__:
             raise status.lose(answer.message)
     return answers
+
+
+def check_logprobs(params: Any, mode: str, advice: str) -> None:
+    """Raise `Unsupported` unless `logprobs_mode` returns log-probabilities of the distribution that is sampled from."""
+    if mode == "processed_logprobs":
+        return
+    if mode != "raw_logprobs" or params.temperature not in (0, 1) or distorting(params):
+        raise Unsupported(
+            f"vLLM was started with logprobs_mode={mode!r} and returns no log-probabilities of what is sampled at "
+            f"temperature {params.temperature} with these filters: {advice}"
+            + (", or sample at temperature 1 without filters" if mode == "raw_logprobs" else "")
+        )
+
+
+def check_numbers(logprobs: Sequence[float]) -> None:
+    """Raise `FloatingPointError` unless every log-probability of what was sampled is a finite number."""
+    if not math.isfinite(sum(logprobs)):
+        raise FloatingPointError(not_numbers(None))

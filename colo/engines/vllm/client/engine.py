@@ -36,7 +36,6 @@ from colo.engines.vllm.client.start import (
     quantization_of,
     save_config,
     start_llm,
-    told_start,
 )
 from colo.engines.vllm.store import WeightStore
 from colo.engines.vllm.wire import Forget
@@ -116,8 +115,9 @@ class VLLMEngine(EngineBase):
                 max_lora_rank=max_lora_rank,
                 options=options,
             )
-            start = partial(start_llm, options, self.device, self._status, deadline_s=deadline_s)
-            self._start: Callable[[], WorkerLink] | None = partial(_start_told, start, own_process=own_process)
+            self._start: Callable[[], WorkerLink] | None = partial(
+                start_llm, options, self.device, self._status, own_process=own_process, deadline_s=deadline_s
+            )
             self._connect(self._start())
         except BaseException:
             self._owned.close()
@@ -462,8 +462,3 @@ class VLLMEngine(EngineBase):
         self._memory.release()
         if self._start is not None:
             self._link.call(Forget())
-
-
-def _start_told(start: Callable[..., WorkerLink], *, own_process: bool) -> WorkerLink:
-    with told_start(own_process=own_process):
-        return start(own_process=own_process)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import math
-import operator
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -14,15 +12,14 @@ import torch
 
 from colo.engine import Completion, SamplingParams
 from colo.engines.base import EngineStatus
-from colo.engines.sampling import check_seeds, completion_seed, distorting, needing_tokenizer, without_neutral
-from colo.engines.text import check_count, check_prompts, continuation
+from colo.engines.sampling import completion_seed, needing_tokenizer, without_neutral
+from colo.engines.text import continuation
 from colo.engines.vllm import compat
-from colo.engines.vllm.client import NamedAdapter, PauseMode, WorkerLink, answers_of, new_client
+from colo.engines.vllm.client import NamedAdapter, PauseMode, WorkerLink, answers_of, check_numbers, new_client
 from colo.engines.vllm.processes import Caller, NoAnswer, ProcessEnded
 from colo.engines.vllm.wire import WORKER_EXTENSION, Request, WorkerInfo
 from colo.errors import PhaseError, StaleWeights, TransferError, Unsupported
 from colo.memory.share import Description
-from colo.weights.mismatch import not_numbers
 
 T = TypeVar("T")
 
@@ -61,6 +58,8 @@ class LLMLink(WorkerLink):
         "slabs": "start it with share_memory=False to let it go",
     }
     name_of_vllm = "vllm.LLM"
+    for_logprobs = "start it with logprobs_mode='processed_logprobs'"
+    for_positions = ", or give vLLM a larger max_model_len"
 
     @abstractmethod
     def run(self, operation: str, function: Callable[[], T], *, deadline: bool = True) -> T:
@@ -97,21 +96,16 @@ class LLMLink(WorkerLink):
         self, prompts: Sequence[Sequence[int]], params: Any, *, version: int, adapter: NamedAdapter | None
     ) -> list[Completion]:
         """Sample from weights of `version`; see `Engine.generate`. `PhaseError` while other requests are in flight."""
-        llm, config = self.llm, self.model_config
+        llm = self.llm
         if llm.llm_engine.has_unfinished_requests():
             raise PhaseError(
                 "requests that you have added to llm.llm_engine are in flight or not collected, and their outputs "
                 "would be mixed with these: step until none is left, or abort them"
             )
         params = self.sampling_params(params, {})
-        check_count(len(prompts), params.n)
+        inputs = [{"prompt_token_ids": list(ids)} for ids in self.check_request(prompts, params)]
         each = for_prompts(params, len(prompts))
         asked = each[0] if isinstance(each, list) and each else each
-        check_logprobs(asked, config.logprobs_mode, "start it with logprobs_mode='processed_logprobs'")
-        token_ids = [tuple(map(operator.index, prompt)) for prompt in prompts]
-        more = ", or give vLLM a larger max_model_len"
-        check_prompts(token_ids, int(config.get_vocab_size()), int(config.max_model_len), or_else=more)
-        inputs = [{"prompt_token_ids": list(ids)} for ids in token_ids]
         request = _lora_request(*adapter) if adapter is not None else None
         try:
             outputs = self.run("generate", lambda: llm.generate(inputs, each, use_tqdm=False, lora_request=request))
@@ -119,8 +113,9 @@ class LLMLink(WorkerLink):
             self.abort_requests()  # else they would be taken for a user's, or hold up what comes next
             raise
         # vLLM has the text already where an option asked for it; else it is decoded when it is read
-        has_text = asked.detokenize and not config.skip_tokenizer_init
-        tokenizer = None if asked.detokenize or config.skip_tokenizer_init else llm.get_tokenizer()
+        has_tokenizer = not self.model_config.skip_tokenizer_init
+        has_text = asked.detokenize and has_tokenizer
+        tokenizer = llm.get_tokenizer() if has_tokenizer and not asked.detokenize else None
         name = adapter[0] if adapter is not None else None
         return completions(outputs, version, name, has_text=has_text, tokenizer=tokenizer)
 
@@ -371,7 +366,6 @@ def for_prompts(params: Any, num_prompts: int) -> Any:
     """
     from vllm import SamplingParams as VLLMSamplingParams
 
-    check_seeds(params.seed, num_prompts)
     seed, asked = params.seed, params
     if isinstance(params, SamplingParams):
         given = {field: getattr(params, field) for field in params.__dataclass_fields__}
@@ -405,24 +399,6 @@ _OF_TEXT = {
     "stop",
 }
 """Options with which vLLM decodes by itself."""
-
-
-def check_logprobs(params: Any, mode: str, advice: str) -> None:
-    """Raise `Unsupported` unless `logprobs_mode` returns log-probabilities of the distribution that is sampled from."""
-    if mode == "processed_logprobs":
-        return
-    if mode != "raw_logprobs" or params.temperature not in (0, 1) or distorting(params):
-        raise Unsupported(
-            f"vLLM was started with logprobs_mode={mode!r} and returns no log-probabilities of what is sampled at "
-            f"temperature {params.temperature} with these filters: {advice}"
-            + (", or sample at temperature 1 without filters" if mode == "raw_logprobs" else "")
-        )
-
-
-def check_numbers(logprobs: Sequence[float]) -> None:
-    """Raise `FloatingPointError` unless every log-probability of what was sampled is a finite number."""
-    if not math.isfinite(sum(logprobs)):
-        raise FloatingPointError(not_numbers(None))
 
 
 def completions(

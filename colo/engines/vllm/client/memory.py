@@ -77,30 +77,28 @@ class WorkerMemory:
             if segment.device_bytes != segment.size_bytes:
                 segment.settle()
 
-    # ---- what segments ask -------------------------------------------------------------------------------------------
-
     def why_it_stays(self, name: str) -> str:
         """The reason why a segment never leaves, in words that follow `it is`."""
         if name == ENGINE_KV_CACHE:
             return f"not in vLLM's sleep pool ({self._link.how_to_free['pool']})"
         return "the trainer's memory too" if self._shared else self._weights.why_they_stay
 
-    def before_move(self, name: str, target: Residency) -> None:
+    def before_move(self, segment: WorkerSegment, target: Residency) -> None:
         """Make ready for a segment's move: room in the device, or nobody who uses what leaves."""
+        device = self._link.device
         if target is not Residency.RESIDENT:
-            self._before_leaving(name, target)
-            return
-        device, segment = self._link.device, self.weights if name == ENGINE_WEIGHTS else self.kv_cache
-        if device.type == "cuda" and free_device_bytes(device) < segment.size_bytes:
+            self._before_leaving(segment.name, target)
+        elif device.type == "cuda" and free_device_bytes(device) < segment.size_bytes:
             torch.cuda.empty_cache()  # what torch keeps in this process, and the engine's will need
 
-    def begin_move(self, name: str, source: Residency, target: Residency) -> None:
+    def begin_move(self, segment: WorkerSegment, target: Residency) -> None:
         """Start a move in every worker; where one refuses, the others go back."""
+        name = segment.name
         answers = self._link.ask(wire.Begin(segment=name, target=str(target)))
         failed = [answer for answer in answers if isinstance(answer, wire.WorkerError)]
         if failed:
             if len(failed) < len(answers):
-                self._link.ask(wire.Begin(segment=name, target=str(source)))
+                self._link.ask(wire.Begin(segment=name, target=str(segment.residency)))
             raise failed[0].error()
 
     def wait_for(self, name: str) -> int:
@@ -139,9 +137,9 @@ class WorkerSegment:
                 f"'{SleepLevel.KEEP_WEIGHTS}' drops the KV cache only"
             )
         check_move(self.name, source, target)
-        self._holder.before_move(self.name, target)
+        self._holder.before_move(self, target)
         try:
-            self._holder.begin_move(self.name, source, target)
+            self._holder.begin_move(self, target)
         except Exception:
             raise
         except BaseException:  # an interrupt: whether the workers have moved it is unknown, and to move twice is not
@@ -501,5 +499,4 @@ def _check_exportable(adapter: AdapterWeights, tensors: Mapping[str, torch.Tenso
 
 def _tensors(adapter: AdapterWeights) -> dict[str, Any]:
     """Every A, then every B, by the names that PEFT gives them."""
-    tensors = {f"{_PREFIX}{module}.lora_A.weight": tensor for module, tensor in adapter.a.items()}
-    return tensors | {f"{_PREFIX}{module}.lora_B.weight": tensor for module, tensor in adapter.b.items()}
+    return {f"{_PREFIX}{name}.weight": tensor for name, tensor in adapter.named_tensors()}

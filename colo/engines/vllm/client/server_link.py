@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import json
 import math
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -33,11 +32,9 @@ from safetensors.torch import save_file
 from colo.engine import Completion, SamplingParams
 from colo.engines.base import EngineStatus
 from colo.engines.http import Body, HttpClient, Refused, Silent
-from colo.engines.sampling import check_seeds, check_taken, completion_seed
-from colo.engines.text import check_count, check_prompts
-from colo.engines.vllm.client import NamedAdapter, PauseMode, WorkerLink, answers_of, new_client
+from colo.engines.sampling import check_taken, completion_seed
+from colo.engines.vllm.client import NamedAdapter, PauseMode, WorkerLink, answers_of, check_numbers, new_client
 from colo.engines.vllm.client.engine import VLLMEngine
-from colo.engines.vllm.client.llm_link import check_logprobs, check_numbers
 from colo.engines.vllm.client.start import device_of
 from colo.engines.vllm.processes import lives, pid_namespace
 from colo.engines.vllm.wire import COLO, WORKER_EXTENSION, AdapterNumbers, Request, WorkerInfo
@@ -109,6 +106,8 @@ class ServerLink(WorkerLink):
         "slabs": "start the server with --enable-sleep-mode and without --load-format colo to let it go",
     }
     name_of_vllm = "server"
+    for_logprobs = "start it with --logprobs-mode processed_logprobs"
+    for_positions = ", or start it with more --max-model-len"
     goes_by_number = True
 
     def __init__(
@@ -173,13 +172,8 @@ class ServerLink(WorkerLink):
         Raises: `EngineLost` when the server is no longer healthy; `Unsupported` for sampling without log-probabilities;
         `ValueError` for what the server refuses.
         """
-        info = self.infos[0]
         params = self.sampling_params(params, {})
-        check_logprobs(params, info.logprobs_mode, "start it with --logprobs-mode processed_logprobs")
-        check_count(len(prompts), params.n)
-        check_seeds(params.seed, len(prompts))
-        token_ids = [tuple(map(operator.index, prompt)) for prompt in prompts]
-        check_prompts(token_ids, info.vocab_size, info.max_length, or_else=", or start it with more --max-model-len")
+        token_ids = self.check_request(prompts, params)
         try:
             answers = self._server.ask_all("/v1/completions", self._requests(token_ids, params, adapter))
         except Silent as error:
@@ -199,7 +193,7 @@ class ServerLink(WorkerLink):
                 choice,
                 version,
                 adapter=adapter[0] if adapter is not None else None,
-                has_text=info.has_tokenizer,
+                has_text=self.infos[0].has_tokenizer,
             )
             for index, choice in enumerate(choices)
         ]
@@ -284,20 +278,11 @@ class ServerLink(WorkerLink):
         if any(info.is_asleep for info in self.infos):
             raise PhaseError(f"the server at {self.url} is asleep: POST /wake_up to it first")
 
-    def _ask(
-        self,
-        method: str,
-        path: str,
-        body: Body | None = None,
-        *,
-        query: Mapping[str, str] | None = None,
-        patient: bool = False,
-        as_text: bool = False,
-    ) -> Any:
-        """The server's answer. Raises: `EngineLost` without one, `TransferError` for an error."""
+    def _ask(self, method: str, path: str, body: Body | None = None, **how: Any) -> Any:
+        """The server's answer; `how` as in `HttpClient.ask`. Raises: `EngineLost` without one, `TransferError`."""
         self.status.require_present()
         try:
-            return self._server.ask(method, path, body, query, patient=patient, as_text=as_text)
+            return self._server.ask(method, path, body, **how)
         except Silent as error:
             raise self.status.lose(str(error)) from error
         except Refused as error:

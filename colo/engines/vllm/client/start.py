@@ -29,9 +29,8 @@ from colo.engines.vllm import compat
 from colo.engines.vllm.client.llm_link import InProcessLink, LLMLink, OwnProcessLink
 from colo.engines.vllm.processes import start_apart_from_interrupts
 from colo.engines.vllm.wire import BITSANDBYTES, COLO, FORMAT_KEY, STORE_KEY, WORKER_EXTENSION
-from colo.errors import Unsupported
+from colo.errors import Unsupported, named_misfits
 from colo.memory.probe import used_device_bytes
-from colo.misfits import named_misfits
 
 T = TypeVar("T")
 
@@ -58,15 +57,16 @@ def start_llm(
             "a vLLM runs in this process already, and closing one of two breaks the other: start this one in a process "
             "of its own (own_process=True), or close the other first"
         )
-    # what vLLM takes beyond its segments is reported as residual
-    before_bytes = used_device_bytes(device) or 0
-    with compat.in_this_process(not own_process):
-        start = partial(LLM, **options)
-        llm = start_apart_from_interrupts(start, _shut_down) if own_process else _start_here(start, options, device)
-    taken_bytes = (used_device_bytes(device) or 0) - before_bytes
-    link = link_to(llm, device, status, own_process=own_process, deadline_s=deadline_s, is_own=True)
-    link.taken_bytes = taken_bytes
-    return link
+    with told_start(own_process=own_process):
+        # what vLLM takes beyond its segments is reported as residual
+        before_bytes = used_device_bytes(device) or 0
+        with compat.in_this_process(not own_process):
+            start = partial(LLM, **options)
+            llm = start_apart_from_interrupts(start, _shut_down) if own_process else _start_here(start, options, device)
+        taken_bytes = (used_device_bytes(device) or 0) - before_bytes
+        link = link_to(llm, device, status, own_process=own_process, deadline_s=deadline_s, is_own=True)
+        link.taken_bytes = taken_bytes
+        return link
 
 
 def _shut_down(llm: Any) -> None:
@@ -254,8 +254,6 @@ def logs_to_file() -> Iterator[None]:
 
     By its documented variable, which is as before afterwards. Where the user has set vLLM's logging up, or COLO_LOG is
     `debug`, nothing changes; a vLLM that this process has imported before goes on as it did.
-
-    vLLM: Every version. Stays.
     """
     if not _is_ours():
         yield
@@ -266,10 +264,7 @@ def logs_to_file() -> Iterator[None]:
 
 @contextmanager
 def told_start(*, own_process: bool) -> Iterator[None]:
-    """Say that vLLM is being started, where its log is, and how long it has taken; an error names both of the log's.
-
-    vLLM: Every version. Stays.
-    """
+    """Say that vLLM is being started, where its log is, and how long it has taken; an error names both of the log's."""
     path = log_file() if _is_ours() and (own_process or _logs_here()) else None
     begins_at = path.stat().st_size if path is not None and path.exists() else 0
     log.logger.info("starting vLLM (about a minute)%s", f"; its log: {path}" if path is not None else "")
@@ -287,18 +282,12 @@ def told_start(*, own_process: bool) -> Iterator[None]:
 
 @cache
 def log_file() -> Path:
-    """The file that vLLM's log goes to, the same for all engines of this process.
-
-    vLLM: Every version. Stays.
-    """
+    """The file that vLLM's log goes to, the same for all engines of this process."""
     return Path(tempfile.mkdtemp(prefix="colo-log-")) / "vllm.log"
 
 
 def last_error(path: Path, begins_at: int = 0) -> str | None:
-    """The last exception in the log, from a byte on, or else the last line of an error.
-
-    vLLM: Every version. Stays.
-    """
+    """The last exception in the log, from a byte on, or else the last line of an error."""
     with path.open("rb") as file:
         file.seek(begins_at)
         lines = file.read().decode(errors="replace").splitlines()

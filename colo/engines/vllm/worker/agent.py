@@ -56,7 +56,7 @@ def call(worker: Any, envelope: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class WorkerAgent:
-    """The operations of one worker; `OPERATIONS` says which request each answers.
+    """A method for each request of colo/engines/vllm/wire.py, whose class says what is asked.
 
     Only the client that called `describe` last is answered: one client must not copy what another has bound.
     """
@@ -70,7 +70,8 @@ class WorkerAgent:
         self._receiver: Receiver | None = None
         self._reload: Reload | None = None
         self._adapters = adapters.WorkerAdapters(worker)
-        self._given = Opened(torch.device(worker.device))
+        self._device = torch.device(worker.device)
+        self._given = Opened(self._device)
         """Tensors of the client's that a reload is given."""
 
         self._adapters_given: dict[int, tuple[Opened, dict[str, float]]] = {}
@@ -90,7 +91,7 @@ class WorkerAgent:
             raise errors.EngineLost("another client has connected since")
         return method(self, asked)
 
-    def describe(self, asked: wire.Describe) -> dict[str, Any]:
+    def _describe(self, asked: wire.Describe) -> dict[str, Any]:
         """Meet a new client and return `WorkerInfo`. Ends what an earlier client has begun, and unmaps its memory.
 
         Raises: `TransferError` when `home` is not the client's memory, so that the client is on another machine;
@@ -100,18 +101,20 @@ class WorkerAgent:
             _check_home(asked.home, self._client or "")
         if asked.client_pid is not None:
             end_with(asked.client_pid)
-        self._forget_client()
-        worker, config, segments = self._worker, self._worker.model_config, self._segments_now()
-        pooled_bytes = segments.by_name[ENGINE_WEIGHTS].size_bytes
-        pooled_cache_bytes = segments.by_name[ENGINE_KV_CACHE].size_bytes
-        parameters_bytes = sum({p.data_ptr(): p.numel() * p.element_size() for p in self._model.parameters()}.values())
-        in_slabs = self._placement is not None
-        pool = compat.sleep_pool(worker)
+        self._abandon_reload()
+        if self._receiver is not None:
+            self._receiver.release()
+        self._release()
+        worker, config, segments = self._worker, self._worker.model_config, self._segments_now().by_name
+        pooled_bytes, pooled_cache_bytes = (segments[name].size_bytes for name in (ENGINE_WEIGHTS, ENGINE_KV_CACHE))
+        parameters_bytes = sum({p.data_ptr(): p.nbytes for p in self._model.parameters()}.values())
+        placement, pool = self._placement, compat.sleep_pool(worker)
+        in_slabs = placement is not None
         return wire.WorkerInfo(
             pid=os.getpid(),
             pid_namespace=pid_namespace(),
             rank=worker.rank,
-            device=device_id(torch.device(worker.device)),
+            device=device_id(self._device),
             model_type=getattr(config.hf_config, "model_type", None),
             vocab_size=int(config.get_vocab_size()),
             max_length=int(config.max_model_len),
@@ -125,23 +128,15 @@ class WorkerAgent:
             is_asleep=pool is not None and any(record.is_asleep for record in pool.pointer_to_data.values()),
             max_adapters=self._adapters.capacity,
             takes_adapters_by_name=compat.takes_adapters_by_name(),
-            ipc_refusal=why_not_mapped(asked.probe, torch.device(worker.device)),
+            ipc_refusal=why_not_mapped(asked.probe, self._device),
             residual_bytes=compat.residual_bytes(worker, same_process=asked.same_process),
-            placing_s=self._placement.placing_s if self._placement is not None else 0.0,
-            outside=dict(self._placement.outside) if self._placement is not None else {},
+            placing_s=placement.placing_s if placement is not None else 0.0,
+            outside=dict(placement.outside) if placement is not None else {},
         ).to_wire()
 
-    def _forget_client(self) -> None:
-        """End a reload and transfers of an earlier client, and wake what it has put to sleep."""
-        self._abandon_reload()
-        if self._receiver is not None:
-            self._receiver.release()
-        self._release()
-
-    def record(self, asked: wire.Record) -> dict[str, Any] | LoadPlan:
-        """Record a load plan for process `to_pid`: in this process the plan itself."""
+    def _record(self, asked: wire.Record) -> dict[str, Any] | LoadPlan:
         source = {spec.name: empty(spec) for spec in map(TensorSpec.from_wire, asked.parameters)}
-        plan = self._record(source, asked.model_type)
+        plan = self._plan(source, asked.model_type)
         if asked.to_pid == os.getpid():
             return plan
         fallbacks = dict(plan.fallbacks)
@@ -177,49 +172,38 @@ class WorkerAgent:
         except errors.Unsupported as error:
             raise errors.Unsupported(f"{cannot} ({error}): {advice}") from error
 
-    def _record(self, source: dict[str, torch.Tensor], model_type: str | None) -> LoadPlan:
-        device = torch.device(self._worker.device)
-        return record(self._model, self._worker.model_config, device, source, model_type)
+    def _plan(self, source: dict[str, torch.Tensor], model_type: str | None) -> LoadPlan:
+        return record(self._model, self._worker.model_config, self._device, source, model_type)
 
-    def packed(self, asked: wire.Packed) -> dict[str, PackedWeight]:
-        """Weights that bitsandbytes has packed, by a transformers model's names; within one process only."""
+    def _packed(self, asked: wire.Packed) -> dict[str, PackedWeight]:
         if self._worker.model_config.quantization != wire.BITSANDBYTES:
             return {}
         return packed_weights(self._model)
 
-    def pinned_bytes(self, asked: wire.PinnedBytes) -> int:
-        """Host memory that this worker has pinned: for a level-1 sleep, and by torch."""
+    def _pinned_bytes(self, asked: wire.PinnedBytes) -> int:
         return self._segments_now().mover.arena.pinned_bytes + torch_pinned_bytes()
 
     # ---- sleep -------------------------------------------------------------------------------------------------------
 
-    def prepare(self, asked: wire.Prepare) -> None:
-        """Pin host memory for a level-1 sleep in the background."""
+    def _prepare(self, asked: wire.Prepare) -> None:
         self._segments_now().prepare()
 
-    def begin(self, asked: wire.Begin) -> None:
-        """Start moving a segment."""
+    def _begin(self, asked: wire.Begin) -> None:
         self._segments_now().begin(asked.segment, Residency(asked.target))
 
-    def wait(self, asked: wire.Wait) -> int:
-        """Wait until a segment has arrived; return its device bytes."""
+    def _wait(self, asked: wire.Wait) -> int:
         segments = self._segments_now()
         segments.wait(asked.segment)
         return segments.by_name[asked.segment].device_bytes
 
-    def release(self, asked: wire.Release) -> None:
-        """Bring everything back and forget it, and unmap the client's memory, which is about to be freed."""
-        self._release()
-
-    def _release(self) -> None:
-        self._given = Opened(torch.device(self._worker.device))
+    def _release(self, asked: wire.Release | None = None) -> None:
+        self._given = Opened(self._device)
         self._adapters_given.clear()
         if self._segments is not None:
             self._segments.close()
             self._segments = None
 
-    def forget(self, asked: wire.Forget) -> None:
-        """Drop references to the model and its KV cache: vLLM is about to end."""
+    def _forget(self, asked: wire.Forget) -> None:
         compat.forget_reloads(self._model)
         compat.free_kv_cache(self._worker)
 
@@ -230,15 +214,12 @@ class WorkerAgent:
 
     # ---- vLLM's own reload, where copies alone do not do -------------------------------------------------------------
 
-    def begin_reload(self, asked: wire.BeginReload) -> bool:
-        """Begin a layerwise reload: until `finish_reload` the model cannot compute. Returns `Reload.tied`."""
+    def _begin_reload(self, asked: wire.BeginReload) -> bool:
         self._abandon_reload()
-        device = torch.device(self._worker.device)
-        self._reload = Reload(self._model, self._worker.model_config, device)
+        self._reload = Reload(self._model, self._worker.model_config, self._device)
         return self._reload.tied
 
-    def reload_tensors(self, asked: wire.ReloadTensors) -> None:
-        """Load tensors."""
+    def _reload_tensors(self, asked: wire.ReloadTensors) -> None:
         reload = check_begun(self._reload)
         if asked.in_process:
             reload.load(asked.tensors, asked.model_type, keep=True)
@@ -246,71 +227,59 @@ class WorkerAgent:
         self._given.open(asked.tensors)
         reload.load(self._given.tensors, asked.model_type)
 
-    def abandon_reload(self, asked: wire.AbandonReload) -> None:
-        """End a layerwise reload that has failed, if one has begun; see `Reload.abandon`."""
-        self._abandon_reload()
-
-    def _abandon_reload(self) -> None:
+    def _abandon_reload(self, asked: wire.AbandonReload | None = None) -> None:
         reload, self._reload = self._reload, None
         if reload is not None:
             reload.abandon()
 
-    def finish_reload(self, asked: wire.FinishReload) -> dict[str, int]:
-        """Finish a layerwise reload: vLLM has post-processed the weights. Returns `left_out` of `Reload.finish`."""
+    def _finish_reload(self, asked: wire.FinishReload) -> dict[str, int]:
         reload, self._reload = check_begun(self._reload), None
-        left_out: dict[str, int] = reload.finish()["left_out"]
-        return left_out
+        return reload.finish()
 
     # ---- copies out of the trainer's memory --------------------------------------------------------------------------
 
-    def receive(self, asked: wire.Receive) -> Any:
-        """Run steps of a `Receiver`; see `colo.weights.transports.receiver`."""
+    def _receive(self, asked: wire.Receive) -> Any:
         if self._receiver is None:
-            device = torch.device(self._worker.device)
-            self._receiver = Receiver(device, self._record, number=self._worker.rank)
+            self._receiver = Receiver(self._device, self._plan, number=self._worker.rank)
         return [run_step(self._receiver, one["step"], one["arguments"]) for one in asked.steps][-1]
 
     # ---- adapters ----------------------------------------------------------------------------------------------------
 
-    def set_adapter(self, asked: wire.SetAdapter) -> bool:
+    def _set_adapter(self, asked: wire.SetAdapter) -> bool:
         """Load a LoRA adapter from memory, or replace what it holds: true if that was done in place.
 
         Memory of the client stays mapped. Ordering: it has been read when this returns.
         """
-        number = asked.number
+        number, scalings = asked.number, dict(asked.scalings or {})
         if asked.in_process:
-            return self._adapters.update(number, asked.tensors, dict(asked.scalings or {}))
+            return self._adapters.update(number, asked.tensors, scalings)
+        # the memory stays mapped: the next version is read at the same addresses, without places
+        opened, known = self._adapters_given.get(number, (Opened(self._device), scalings))
         if asked.tensors is not None:
-            given = self._adapters_given.pop(number, None)
-            opened = given[0] if given is not None else Opened(torch.device(self._worker.device))
+            self._adapters_given.pop(number, None)  # until it is open
             opened.open(asked.tensors)
-            self._adapters_given[number] = (opened, dict(asked.scalings or {}))
+            self._adapters_given[number] = opened, scalings
         elif number not in self._adapters_given:
             raise TransferError(f"the memory of adapter {number} is not mapped: send its places")
         else:
-            self._adapters_given[number][0].refresh()
-        # the memory stays mapped: the next version is read at the same addresses, without places
-        opened, known = self._adapters_given[number]
-        in_place = self._adapters.update(number, opened.tensors, known)
-        wait_for_queued(torch.device(self._worker.device))
+            opened.refresh()
+        in_place = self._adapters.update(number, opened.tensors, scalings if asked.tensors is not None else known)
+        wait_for_queued(self._device)
         return in_place
 
-    def adapter_refusal(self, asked: wire.AdapterRefusal) -> str | None:
-        """Say why the adapter that was activated last cannot be updated in place; `None` when it can."""
+    def _adapter_refusal(self, asked: wire.AdapterRefusal) -> str | None:
         return self._adapters.plan_refusal
 
-    def adapter_numbers(self, asked: wire.AdapterNumbers) -> list[int]:
-        """List the numbers of the LoRA adapters that this worker holds, whoever has loaded them."""
+    def _adapter_numbers(self, asked: wire.AdapterNumbers) -> list[int]:
         return self._adapters.numbers
 
-    def remove_adapter(self, asked: wire.RemoveAdapter) -> None:
-        """Forget a LoRA adapter, and unmap the memory that it was read from."""
+    def _remove_adapter(self, asked: wire.RemoveAdapter) -> None:
         self._adapters_given.pop(asked.number, None)
         self._adapters.remove(asked.number)
 
 
 OPERATIONS: dict[str, tuple[type[wire.Request], Callable[[WorkerAgent, Any], Any]]] = {
-    kind.operation(): (kind, getattr(WorkerAgent, kind.operation())) for kind in wire.Request.__subclasses__()
+    kind.operation(): (kind, getattr(WorkerAgent, f"_{kind.operation()}")) for kind in wire.Request.__subclasses__()
 }
 """Requests that a client may send, by name, and the method of `WorkerAgent` that answers each."""
 

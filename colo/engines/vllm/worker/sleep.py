@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from vllm.device_allocator.sleep_mode_backend import SleepModeBackend
 
+from colo.engines.base import TAGS
 from colo.engines.vllm import compat
 from colo.engines.vllm.worker.loader import placed_models
 from colo.memory import cuda_driver
@@ -22,16 +23,26 @@ from colo.memory.region import Region, require_free
 from colo.phases.phase import ENGINE_KV_CACHE, ENGINE_WEIGHTS, Residency
 from colo.units import MIB
 
-TAGS = {"weights": ENGINE_WEIGHTS, "kv_cache": ENGINE_KV_CACHE}
-
 CHUNK_BYTES = 256 * MIB
 """Larger than a trainer's: while an engine falls asleep or wakes up it generates nothing that copies could hold up."""
 
 _AWAY = {"weights": Residency.OFFLOADED, "kv_cache": Residency.DISCARDED}
 
 
-class PoolRegion(Region):
-    """One allocation of vLLM's sleep pool."""
+class _Borrowed(Region):
+    """Memory that is vLLM's: it is there again when the region is closed."""
+
+    def close(self) -> None:
+        """Bring the memory back."""
+        if not self.closed and not self.resident:
+            self._restore()
+            self.resident = True
+        self.closed = True
+        self._retire()
+
+
+class PoolRegion(_Borrowed):
+    """One allocation of vLLM's sleep pool, which vLLM frees as it allocated it: mapped."""
 
     def __init__(self, name: str, address: int, record: Any, device: torch.device) -> None:
         super().__init__(name, cuda_driver.view(address, record.handle[1], device))
@@ -45,16 +56,8 @@ class PoolRegion(Region):
         require_free(self.name, self.size_bytes, self.device)
         compat.remap(self._record)
 
-    def close(self) -> None:
-        """Map the memory again, since vLLM frees it as it allocated it."""
-        if not self.closed and not self.resident:
-            self._restore()
-            self.resident = True
-        self.closed = True
-        self._retire()
 
-
-class StorageRegion(Region):
+class StorageRegion(_Borrowed):
     """The memory of tensors that someone else made, on a device whose storages can be resized."""
 
     def __init__(self, name: str, storage: torch.UntypedStorage) -> None:
@@ -67,13 +70,6 @@ class StorageRegion(Region):
     def _restore(self) -> None:
         self.bytes.untyped_storage().resize_(self.size_bytes)
         self.bytes.zero_()  # attention multiplies what it masks, and fresh memory may hold NaN
-
-    def close(self) -> None:
-        """Bring the memory back: it is not ours."""
-        if not self.closed and not self.resident:
-            self._restore()
-            self.resident = True
-        self.closed = True
 
 
 class WorkerSegments:
@@ -189,28 +185,23 @@ def _pool_regions(pool: Any, tag: str, device: torch.device) -> Iterator[Region]
 
 
 def _other_tensors(model: nn.Module) -> Iterator[torch.Tensor]:
-    """Buffers and tensors held as attributes, also in tuples, lists and dictionaries."""
-
-    def within(value: Any) -> Iterator[torch.Tensor]:
-        if isinstance(value, nn.Parameter):
-            return
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            for item in value:
-                yield from within(item)
-        elif isinstance(value, dict):
-            yield from within(list(value.values()))
-
+    """Buffers and tensors held as attributes, also in tuples, lists and dictionaries; each once."""
     seen: set[int] = set()
     for module in model.modules():
-        for name, value in vars(module).items():
-            if name in ("_parameters", "_modules"):
-                continue
-            for tensor in within(value):
-                if id(tensor) not in seen and tensor.numel():
-                    seen.add(id(tensor))
-                    yield tensor
+        held = [value for name, value in vars(module).items() if name not in ("_parameters", "_modules")]
+        for tensor in _within(held):
+            if id(tensor) not in seen and tensor.numel():
+                seen.add(id(tensor))
+                yield tensor
+
+
+def _within(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        if not isinstance(value, nn.Parameter):
+            yield value
+    elif isinstance(value, (list, tuple, dict)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _within(item)
 
 
 class ColoSleepBackend(SleepModeBackend):  # type: ignore[misc]  # vLLM ships no types that mypy reads

@@ -137,7 +137,6 @@ class Reload:
 
     @torch.no_grad()
     def __init__(self, model: nn.Module, model_config: Any, device: torch.device) -> None:
-        """Begin."""
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
         self.tied = _is_tied(model)
@@ -168,11 +167,10 @@ class Reload:
         self._given += given
 
     @torch.no_grad()
-    def finish(self) -> dict[str, Any]:
-        """Check that post-processing has run on every tensor, and that no layer lacks weights.
+    def finish(self) -> dict[str, int]:
+        """Let vLLM post-process the weights; count the elements taken of tensors that were not taken whole, by name.
 
-        `left_out` counts the elements taken of tensors that the model has not taken whole. Raises: `TransferError`
-        naming layers that lack weights, which hold what they held before.
+        Raises: `TransferError` naming layers that lack weights, which hold what they held before.
         """
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
@@ -188,8 +186,7 @@ class Reload:
                 "trainer's model lacks them, or vLLM's loader of this model writes them past its own reload"
             )
         unused = compat.unused(self._model, self._given)
-        left_out = {name: count for name, count in self._taken.left_out().items() if name not in unused}
-        return {"num_tensors": len(self._given), "left_out": left_out}
+        return {name: count for name, count in self._taken.left_out().items() if name not in unused}
 
     def abandon(self) -> None:
         """End a reload that has failed: layers that are not complete hold what they held before, and can compute."""

@@ -19,10 +19,10 @@ class Workers:
     def why_it_stays(self, name):
         return "nailed"
 
-    def before_move(self, name, target):
+    def before_move(self, segment, target):
         pass
 
-    def begin_move(self, name, source, target):
+    def begin_move(self, segment, target):
         error, self.error = self.error, None
         if error is None or self.does_move:
             self.residency = target

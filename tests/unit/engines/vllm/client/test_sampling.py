@@ -7,15 +7,9 @@ import pytest
 
 from colo.engine import SamplingParams
 from colo.engines.sampling import distorting, row_seed, sampling_temperature
+from colo.engines.vllm.client import check_logprobs, check_numbers
 from colo.engines.vllm.client.engine import VLLMEngine
-from colo.engines.vllm.client.llm_link import (
-    InProcessLink,
-    check_logprobs,
-    check_numbers,
-    completions,
-    for_prompts,
-    sampling_params,
-)
+from colo.engines.vllm.client.llm_link import InProcessLink, completions, for_prompts, sampling_params
 from colo.errors import BudgetError, StaleWeights, Unsupported
 
 
@@ -98,12 +92,8 @@ class Link(InProcessLink):
     """A link to a vLLM that answers every call with one sample."""
 
     def __init__(self, skip_tokenizer_init=False):
-        self.model_config = SimpleNamespace(
-            logprobs_mode="processed_logprobs",
-            skip_tokenizer_init=skip_tokenizer_init,
-            get_vocab_size=lambda: 10,
-            max_model_len=10,
-        )
+        self.model_config = SimpleNamespace(skip_tokenizer_init=skip_tokenizer_init)
+        self.infos = (SimpleNamespace(logprobs_mode="processed_logprobs", vocab_size=10, max_length=10),)
         llm_engine = SimpleNamespace(has_unfinished_requests=lambda: False)
         self.asked = []
         self.llm = SimpleNamespace(llm_engine=llm_engine, generate=self._answer, get_tokenizer=Letters)
@@ -190,7 +180,7 @@ def test_a_list_of_seeds_has_one_for_each_prompt_and_a_single_one_by_name_is_vll
     for params in (SamplingParams(seed=[7, 9]), sampling_params(None, {"seed": [7, 9]})):
         assert [p.seed for p in for_prompts(params, 2)] == [7, 9]
         with pytest.raises(ValueError, match="2 seeds for 3 prompts"):
-            for_prompts(params, 3)
+            Link().generate([[1, 2]] * 3, params, version=3, adapter=None)
     own = sampling_params(None, {"seed": 5})
     assert for_prompts(own, 2) is own
 
