@@ -170,6 +170,7 @@ def demo(html: Path, png: Path | None, json_path: Path | None, **asked: Any) -> 
     help="Of one GPU: 24GiB (24GB is decimal), or a card such as L4; by default the GPU that is here, or an H100.",
 )
 @click.option("--mode", type=click.Choice(["full", "lora", "qlora"]), default="full", help="What is trained.")
+@click.option("--fold-adapter", is_flag=True, help="With lora: publish the adapter folded into a copy of the weights.")
 @click.option("--optimizer", type=click.Choice(["adamw", "sgd-momentum", "adafactor"]), default="adamw")
 @click.option(
     "--state",

@@ -64,7 +64,7 @@ _ELSEWHERE = {
 }
 """Advice for names that others have for such settings."""
 
-_SWITCHES = ("verify", "release_gradients", "suspend_nccl")
+_SWITCHES = ("verify", "release_gradients", "suspend_nccl", "fold_adapter")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,6 +85,11 @@ class RuntimeConfig:
     """Step each range of a streamed optimizer within the backward pass, as soon as its gradients are there, and drop
     them. `optimizer.step()` does the rest: call it after every backward pass. Nothing that looks at all gradients, such
     as `clip_grad_norm_` or a `GradScaler`, has an effect then."""
+
+    fold_adapter: bool = False
+    """Publish a PEFT adapter folded into the weights, one of any kind whose effect weights can have (DoRA, VeRA, OFT,
+    IA3, ...), in place of a LoRA beside them. It takes one more copy of the adapted weights, and a publication computes
+    and writes those anew."""
 
     device_limit_bytes: int | None = None
     """Play a device of this size: segments and `train_working_bytes` together may take so much. `None` takes what the

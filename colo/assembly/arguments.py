@@ -11,7 +11,7 @@ from dataclasses import fields
 from functools import wraps
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, cast
+from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -24,10 +24,7 @@ from colo.memory.dtensor import is_dtensor
 from colo.trainer.gradients import parameters_of
 from colo.trainer.megatron import OptimizerParts, as_torch
 from colo.trainer.state import unwrapped
-from colo.weights.sources.peft import adapter_weights, check_adapter_config, check_lora_config, is_peft_model
-
-if TYPE_CHECKING:
-    from peft import PeftModel
+from colo.weights.sources.peft import check_adapter_config, check_lora_config
 
 logger = logging.getLogger(__name__)
 
@@ -114,6 +111,12 @@ def check_launch(
         )
     if lora is not None:
         _check_lora(lora)
+        if isinstance(config, RuntimeConfig) and config.fold_adapter:
+            raise Unsupported(
+                "launch has the engine apply the adapter, and config has fold_adapter=True: leave that out, or put the "
+                "adapter on yourself, engine, model = colo.start(...), and colo.share(engine, get_peft_model(model, "
+                "lora), optimizer, config=config)"
+            )
 
 
 def check_share(model: object, optimizer: object, *, tokenizer: object, config: object) -> None:
@@ -308,16 +311,11 @@ def _named(value: object) -> str:
 
 
 def check_trainer(model: nn.Module, optimizer: Any, device: torch.device | None = None) -> None:
-    """Raise `Unsupported` unless a runtime can drive a model, its adapter and its optimizer, beside an engine's device.
-
-    Also `StaleWeights` for an adapter that is merged.
-    """
+    """Raise `Unsupported` unless a runtime can drive a model and its optimizer, beside an engine's device."""
     _check_sharding(model)
     check_optimizer(optimizer, model)
     if device is not None:
         _check_devices(model, device)
-    if is_peft_model(model):
-        adapter_weights(cast("PeftModel", model))
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:

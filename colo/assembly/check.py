@@ -12,7 +12,6 @@ from colo.engine import Completion
 from colo.errors import StaleWeights, Unsupported
 from colo.runtime import Runtime
 from colo.weights.mismatch import logprob_difference
-from colo.weights.sources.peft import adapter_weights, is_peft_model
 
 _TOKENS = 8
 """Tokens of a completion, which is enough to see another model."""
@@ -115,9 +114,10 @@ def _check_options(rt: Runtime, prompt: Sequence[int]) -> list[str]:
 
 def _served(rt: Runtime, sampled: Sequence[Completion]) -> int:
     """Tensors of the trained adapter; the engine has loaded all of them under its name."""
-    if not is_peft_model(rt.model):
+    adapter = rt.transport.source.adapter()
+    if adapter is None:
         return 0
     unserved = [completion for completion in sampled if completion.adapter is None]
     if unserved:
         raise Unsupported("the engine sampled without the adapter that is trained")
-    return sum(1 for _ in adapter_weights(cast("Any", rt.model)).named_tensors())
+    return sum(1 for _ in adapter.named_tensors())

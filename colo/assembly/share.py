@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 from torch import nn
@@ -41,16 +41,13 @@ from colo.units import GIB, MIB, format_bytes
 from colo.weights.packed import is_packed
 from colo.weights.ranks import RankGroup
 from colo.weights.sources.base import WeightSource
-from colo.weights.sources.heads import causal_lm
+from colo.weights.sources.folded import check_adapter, folded_bytes, module_source
+from colo.weights.sources.heads import causal_lm, is_peft_model, plain_model
 from colo.weights.sources.megatron import MegatronSource, bare, is_megatron
-from colo.weights.sources.module import ModuleSource
 from colo.weights.sources.peft import (
     TIED_WARNING,
     active_adapter,
-    adapter_weights,
-    check_adapter,
     check_lora_config,
-    is_peft_model,
     warn_of_tied_head,
     whole_adapter,
 )
@@ -59,7 +56,7 @@ from colo.weights.transports.base import Transport
 from colo.weights.transports.choice import move_in, record_plan, transport_for, why_not_shared
 
 if TYPE_CHECKING:
-    from peft import LoraConfig, PeftModel
+    from peft import LoraConfig
 
     from colo.engines.vllm.client.engine import VLLMEngine
 
@@ -125,14 +122,14 @@ def share(
     placed, module = _placed_or_none(model), as_module(model)
     check_share(module, optimizer, tokenizer=tokenizer, config=config)
     model, config = causal_lm(module), config or RuntimeConfig()
-    check_adapter(model)
+    check_adapter(model, fold=config.fold_adapter)
     check_free({"model": model, "optimizer": unwrapped(optimizer), "engine": engine})
     with Undo() as undo:
         resolved = resolve(engine, model, optimizer, placed, engine_options, dtype, config, undo)
-        source = source_of(model, placed, resolved)
+        source = source_of(model, placed, resolved, fold=config.fold_adapter)
         with source.ranks.fail_together("checking the model and its optimizer"):
             check_trainer(model, optimizer, resolved.device)
-        _try_adapter(resolved, model)  # an engine may refuse it, and no weights have moved yet
+        _try_adapter(resolved, source)  # an engine may refuse it, and no weights have moved yet
         _warn_of_kv_cache(resolved)
         if tokenizer is None and resolved is not engine and hasattr(engine, "llm_engine"):
             tokenizer = _tokenizer_of(engine)
@@ -174,6 +171,7 @@ def resolve(
         warn_of_tied_head(model)
         with RankGroup(model.parameters()).fail_together("checking the model and its optimizer"):
             check_trainer(model, optimizer)
+            module_source(model, fold=config.fold_adapter).adapter()
         held_bytes = _held_bytes([], model, optimizer)
         with told_of_others():
             capacity_bytes = capacity(config, model_device(model), held_bytes=held_bytes)
@@ -215,14 +213,14 @@ def _refuse_stages(model: nn.Module, placed: PlacedWeights | None, kind: str) ->
         )
 
 
-def source_of(model: nn.Module, placed: PlacedWeights | None, engine: Engine) -> WeightSource:
-    """The source of the weights of what was given. A collective for Megatron's stages.
+def source_of(model: nn.Module, placed: PlacedWeights | None, engine: Engine, *, fold: bool = False) -> WeightSource:
+    """The source of the weights of what was given, an adapter in them to `fold`. A collective for Megatron's stages.
 
     Names are those of the engine's family, and rows that pad the vocabulary are cut to the engine's.
     Raises: as `MegatronSource`.
     """
     if placed is None and not is_megatron(_stages(model)):
-        return ModuleSource(model)
+        return module_source(model, fold=fold)
     if placed is None:
         if engine.model_type is None:
             raise Unsupported(
@@ -237,11 +235,11 @@ def _stages(model: nn.Module) -> list[nn.Module]:
     return list(model) if isinstance(model, nn.ModuleList) else [model]
 
 
-def _try_adapter(engine: Engine, model: nn.Module) -> None:
+def _try_adapter(engine: Engine, source: WeightSource) -> None:
     """Load the adapter and remove it again, before any weights have moved. Raises: as `Engine.load_adapter`."""
-    if is_peft_model(model):
+    if (adapter := source.adapter()) is not None:
         takes = adapters_of(engine)
-        takes.load_adapter(_TRIAL, whole_adapter(adapter_weights(cast("PeftModel", model))))
+        takes.load_adapter(_TRIAL, whole_adapter(adapter))
         takes.remove_adapter(_TRIAL)
 
 
@@ -318,6 +316,8 @@ def _held_bytes(
     parameters = {id(p): p for p in [*model.parameters(), *parameters_of(stepped)]}
     state = [leaf for leaf in pytree.tree_leaves(dict(stepped.state)) if isinstance(leaf, torch.Tensor)]
     found = [p for key, p in parameters.items() if key not in shared]
+    if transport is not None and not transport.shares:
+        found += transport.source.memory()  # with weights that an adapter is folded into
     found += [p.grad for p in parameters.values() if p.grad is not None]
     if isinstance(stepped, MegatronOptimizers):
         state += stepped.gradients()
@@ -367,7 +367,7 @@ def start_for(
     and the KV cache do not fit; whatever the engine raises. The model is as it was then.
     """
     # An adapter that transformers has added (`add_adapter`) is within the model, without a wrapper.
-    base: Any = getattr(model, "get_base_model", lambda: model)() if is_peft_model(model) else model
+    base: Any = plain_model(model) if is_peft_model(model) else model
     if not hasattr(base, "config") or not hasattr(base, "get_output_embeddings"):
         raise Unsupported(f"an engine can be started for a transformers model, and this is {type(base).__name__}")
     packed = [name for name, parameter in base.named_parameters() if is_packed(parameter)]
@@ -378,11 +378,13 @@ def start_for(
             "lora=...)"
         )
     device = model_device(model)
-    lora = model.peft_config[active_adapter(model)] if is_peft_model(model) else None
+    is_folded = config.fold_adapter and is_peft_model(model)
+    lora = model.peft_config[active_adapter(model)] if is_peft_model(model) and not is_folded else None
     chosen = _dtype(base, dtype, device)
     request = EngineRequest(base, device, chosen, config, capacity_bytes, lora, dict(engine_options))
     mover = request.make_mover(undo)
-    kv_cache_bytes = request.kv_cache_bytes(base, beside_bytes=_bytes_of_copy(base, request.dtype))
+    beside_bytes = _bytes_of_copy(base, request.dtype) + (folded_bytes(model) if is_folded else 0)
+    kv_cache_bytes = request.kv_cache_bytes(base, beside_bytes=beside_bytes)
     with _in_host_memory(model):  # until the engine has its memory: the device never holds the weights twice
         engine: Engine
         if kind == "vllm":
@@ -391,7 +393,7 @@ def start_for(
         else:
             engine = make_torch_engine(base, request, mover, kv_cache_bytes)
         undo.add(engine.close)
-        tensors, plan = record_plan(engine, ModuleSource(model))
+        tensors, plan = record_plan(engine, module_source(model, fold=config.fold_adapter))
         if why_not_shared(plan, tensors, config) is None:
             move_in(tensors, plan.aliases)
     return engine

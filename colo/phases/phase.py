@@ -78,6 +78,7 @@ ENGINE_WEIGHTS = "engine.weights"
 ENGINE_KV_CACHE = "engine.kv_cache"
 TRAINER_PARAMETERS = "trainer.parameters"
 TRAINER_ADAPTER = "trainer.adapter"
+TRAINER_BASE = "trainer.base"  # weights beneath an adapter that is folded into copies of them
 TRAINER_GRADIENTS = "trainer.gradients"
 TRAINER_OPTIMIZER = "trainer.optimizer"
 TRAINER_BUCKET = "trainer.optimizer.bucket"  # one of streamed state, which moves within a step

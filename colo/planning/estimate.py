@@ -68,6 +68,7 @@ class Workload:
     release_gradients: bool = False  # each is stepped and dropped within the backward pass
     tp: int = 1  # tensor-parallel ranks, of engine and trainer alike
     lora_rank: int = 16
+    fold_adapter: bool = False  # the engine gets weights with the adapter in them, and those beneath stay
     dtype_bytes: int = 2  # of weights, activations and KV cache; at 2, bf16, full fine-tuning adds 2 for each master
     micro_batch: int = 1  # sequences of `context` tokens in one forward and backward pass
     residual_bytes: int = ENGINE_RESIDUAL_BYTES + TRAINER_RESIDUAL_BYTES  # on the device in every phase
@@ -82,6 +83,8 @@ class Workload:
         for name, least in (*((size, 1) for size in sizes), ("residual_bytes", 0)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, but is {getattr(self, name)}")
+        if self.fold_adapter and self.mode is not Mode.LORA:
+            raise ValueError(f"fold_adapter is for mode lora, an adapter on 16-bit weights, and mode is {self.mode}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -263,7 +266,8 @@ def smallest_cards(shape: ModelShape, workload: Workload) -> dict[str, tuple[int
     """Return for each of `WAYS` the bytes that the work needs and the smallest card that has them."""
     found: dict[str, tuple[int, Card | None]] = {}
     for way, (mode, state, release) in WAYS.items():
-        changed = replace(workload, mode=mode, state=state, release_gradients=release)
+        is_folded = workload.fold_adapter and mode is Mode.LORA
+        changed = replace(workload, mode=mode, state=state, release_gradients=release, fold_adapter=is_folded)
         needed_bytes = _evaluate(shape, changed).needed_bytes
         found[way] = needed_bytes, smallest_card(needed_bytes)
     return found
@@ -330,7 +334,8 @@ def _estimated(shape: ModelShape, w: Workload, *, streamed: bool) -> Estimate:
     if w.release_gradients:
         state[names.TRAINER_GRADIENTS] = min(state[names.TRAINER_GRADIENTS], window.gradients)
     logits = w.micro_batch * w.context * shape.vocab_size * (w.dtype_bytes + 4)  # and an fp32 copy
-    engine_adapters = w.dtype_bytes * state[names.TRAINER_PARAMETERS] // 4  # the engine's own copy, which never sleeps
+    # the engine's own copy, which never sleeps
+    engine_adapters = 0 if w.fold_adapter else w.dtype_bytes * state[names.TRAINER_PARAMETERS] // 4
     segments = {
         names.ENGINE_WEIGHTS: shape.weight_bytes(tp=w.tp, dtype_bytes=w.dtype_bytes, nf4=w.mode is Mode.QLORA),
         names.ENGINE_KV_CACHE: w.generations * shape.kv_bytes(w.context, tp=w.tp, dtype_bytes=w.dtype_bytes),
@@ -438,7 +443,8 @@ def trainer_state(shape: ModelShape, w: Workload) -> dict[str, int]:
     """Parameters of the trainer's own, gradients, optimizer state and master weights of what is trained."""
     full, trained = w.mode is Mode.FULL, _trained(shape, w)
     num_trained = sum(prod(size) * count for size, count in trained)
-    return {
+    base = {names.TRAINER_BASE: w.dtype_bytes * shape.num_adapted(tp=w.tp)} if w.fold_adapter else {}
+    return base | {
         names.TRAINER_PARAMETERS: 0 if full else 4 * num_trained,
         names.TRAINER_GRADIENTS: (w.dtype_bytes if full else 4) * num_trained,
         names.TRAINER_OPTIMIZER: sum(optimizer_bytes(w.optimizer, size) * count for size, count in trained),

@@ -110,6 +110,10 @@ class ModelShape:
                 shapes += [((ranks, size_in), group.count), ((size_out, ranks), group.count)]
         return shapes
 
+    def num_adapted(self, *, tp: int = 1) -> int:
+        """Elements of the weights on one of `tp` ranks that PEFT's `all-linear` adapts."""
+        return sum(prod(group.local_shape(tp)) * group.count for group in self.groups if group.rank_factor)
+
     def check_tp(self, tp: int) -> None:
         """Raise `ValueError` unless `tp` ranks can share the heads and the widths evenly."""
         sizes = {

@@ -12,7 +12,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from colo.phases.phase import ENGINE_KV_CACHE, TRAINER_GRADIENTS, TRAINER_PARAMETERS, Phase
+from colo.phases.phase import ENGINE_KV_CACHE, TRAINER_BASE, TRAINER_GRADIENTS, TRAINER_PARAMETERS, Phase
 from colo.planning.estimate import (
     ACTIVATIONS,
     BUS_BYTES_PER_S,
@@ -40,6 +40,7 @@ _SEGMENTS = {
     ACTIVATIONS: "the engine's workspace, or the trainer's",
     LOGITS: "workspace of the chunked log-probabilities",
     RESIDUAL: "CUDA context, graphs and buffers that never leave",
+    TRAINER_BASE: "weights beneath the adapter, of which the engine has those with it",
 }
 
 

@@ -30,7 +30,8 @@ from colo.rl.loss import Aggregation, GRPOLossConfig, group_advantages, grpo_los
 from colo.rl.rewards import RewardFunction, call_reward, check_columns, check_weights, checked_call, named_rewards
 from colo.units import format_bytes
 from colo.weights.mismatch import evaluating
-from colo.weights.sources.peft import adds_nothing, is_peft_model
+from colo.weights.sources.heads import is_peft_model
+from colo.weights.sources.peft import adds_nothing
 
 if TYPE_CHECKING:
     from colo.runtime import Runtime

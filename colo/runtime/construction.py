@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,7 +18,7 @@ from colo.errors import BudgetError, Unsupported
 from colo.memory.dtensor import local_bytes, local_shard
 from colo.memory.offload import Mover
 from colo.memory.probe import used_device_bytes
-from colo.phases.phase import ENGINE_KV_CACHE, TRAINER_ADAPTER, TRAINER_PARAMETERS, Phase, Residency
+from colo.phases.phase import ENGINE_KV_CACHE, TRAINER_ADAPTER, TRAINER_BASE, TRAINER_PARAMETERS, Phase, Residency
 from colo.phases.scheduler import Budget, Scheduler
 from colo.phases.segment import FixedSegment, Segment
 from colo.phases.trace import Trace
@@ -28,12 +29,9 @@ from colo.trainer.separable import why_not_separable
 from colo.trainer.session import LATE, TrainerEvents, TrainerSession
 from colo.units import format_bytes
 from colo.weights.publish import Publisher
-from colo.weights.sources.peft import adapter_weights, is_peft_model
+from colo.weights.sources.folded import FoldedSource
+from colo.weights.sources.heads import is_peft_model
 from colo.weights.transports.base import Transport
-
-if TYPE_CHECKING:
-    from peft import PeftModel
-
 
 _FITS = "resident: it fits beside weights and gradients"
 
@@ -152,28 +150,35 @@ def make_scheduler(parts: Parts, session: TrainerSession) -> Scheduler:
 
 
 def _weights_segments(model: nn.Module, transport: Transport, device: torch.device) -> list[Segment]:
-    """The weights, and an adapter beside them, as far as they are on the device: FSDP2 may keep them off it."""
-    weights = transport.source.memory()
-    held_bytes = sum(local_bytes(tensor) for tensor in weights if local_shard(tensor).device == device)
+    """The weights, and an adapter beside them, as far as they are on the device: FSDP2 may keep them off it.
+
+    Of an adapter that is folded into the weights, also those that it is folded into.
+    """
+    weights, source = transport.source.memory(), transport.source
+    base = list(source.base().values()) if isinstance(source, FoldedSource) else []
+    known = {id(tensor) for tensor in (*weights, *base)}
+    adapter = [p for p in model.parameters() if id(p) not in known]
+
+    def num_bytes(tensors: Sequence[torch.Tensor]) -> int:
+        return sum(local_bytes(tensor) for tensor in tensors if local_shard(tensor).device == device)
+
     residency = Residency.SHARED if transport.shares else Residency.RESIDENT
-    segments: list[Segment] = [FixedSegment(TRAINER_PARAMETERS, held_bytes, residency)]
-    base = {id(tensor) for tensor in weights}
-    others = [p for p in model.parameters() if id(p) not in base]
-    adapter_bytes = sum(local_bytes(p) for p in others if local_shard(p).device == device)
-    if adapter_bytes:
-        segments.append(FixedSegment(TRAINER_ADAPTER, adapter_bytes, Residency.RESIDENT))
+    segments: list[Segment] = [FixedSegment(TRAINER_PARAMETERS, num_bytes(weights), residency)]
+    for name, tensors in ((TRAINER_BASE, base), (TRAINER_ADAPTER, adapter)):
+        if size_bytes := num_bytes(tensors):
+            segments.append(FixedSegment(name, size_bytes, Residency.RESIDENT))
     return segments
 
 
 def make_versions(parts: Parts, scheduler: Scheduler) -> WeightVersions:
     """Make the versions of the model's weights, with a publisher of them and of an adapter, if there is one."""
-    model, transport = parts.model, parts.transport
+    transport, source = parts.transport, parts.transport.source
     publisher = Publisher(
         parts.engine,
         transport,
         parts.trace,
-        adapter=(lambda: adapter_weights(cast("PeftModel", model))) if is_peft_model(model) else None,
-        fingerprint=transport.source.fingerprint,
+        adapter=source.adapter if source.adapter() is not None else None,
+        fingerprint=source.fingerprint,
         verify=parts.config.verify,
     )
     return WeightVersions(parts.engine, transport, publisher, scheduler, parts.config)

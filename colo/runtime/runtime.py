@@ -36,12 +36,11 @@ from colo.trainer.state import unwrapped
 from colo.units import format_bytes
 from colo.weights.mismatch import MismatchCheck, first_not_finite, not_numbers
 from colo.weights.publish import Publication
-from colo.weights.sources.peft import adapter_weights, is_disabled, is_peft_model
+from colo.weights.sources.folded import FoldedSource
+from colo.weights.sources.peft import is_disabled
 from colo.weights.transports.base import Transport
 
 if TYPE_CHECKING:
-    from peft import PeftModel
-
     from colo.report.report import Report
 
 
@@ -69,8 +68,7 @@ class Runtime:
     ) -> None:
         stepped = unwrapped(optimizer)
         check_free({"model": model, "optimizer": stepped, "engine": engine})
-        if is_peft_model(model):
-            adapter_weights(cast("PeftModel", model))  # refuse what an engine could not apply
+        transport.source.adapter()  # refuse what an engine could not apply
         self.engine = engine
         self.model = model
         self.optimizer = optimizer
@@ -169,7 +167,7 @@ class Runtime:
         token_ids = encode_prompts(prompts, self.tokenizer)
         self.versions.refresh()
         published = self.versions.publisher.adapter_name
-        adapter = None if is_peft_model(self.model) and is_disabled(self.model) else published
+        adapter = None if published is not None and is_disabled(self.model) else published
         self._is_sampling = True
         try:
             completions = self.engine.generate(token_ids, params, adapter=adapter)
@@ -194,8 +192,8 @@ class Runtime:
     def _name_not_finite(self, error: Exception) -> None:
         """Raise `FloatingPointError` if a weight of the trainer's is why what was sampled is not made of numbers."""
         weights = [(part.name, part.tensor) for part in self.versions.source.parts() if part.tensor is not None]
-        if is_peft_model(self.model):
-            weights += adapter_weights(cast("PeftModel", self.model)).named_tensors()
+        if (adapter := self.versions.source.adapter()) is not None:
+            weights += adapter.named_tensors()
         culprit = first_not_finite(weights)
         if culprit is not None:
             raise FloatingPointError(not_numbers(culprit)) from error
@@ -335,6 +333,12 @@ def facts_of(rt: Runtime, side: TrainerSide, *, is_compared: bool) -> dict[str, 
     }
     if elsewhere := side.session.num_stepped_elsewhere:
         facts["offload"] += f"; {elsewhere} parameters are stepped by an optimizer that colo was not given"
+    if isinstance(transport.source, FoldedSource):
+        folded = transport.source.folded
+        facts["adapter"] = (
+            f"folded into {len(folded)} weights at each publication; a second copy of those takes "
+            f"{format_bytes(sum(tensor.nbytes for tensor in folded.values()))}"
+        )
     if residual := engine.residual_bytes:
         parts = ", ".join(f"{kind} {format_bytes(num_bytes)}" for kind, num_bytes in residual.items())
         facts["asleep"] = f"{format_bytes(sum(residual.values()))} stay with the engine: {parts}"

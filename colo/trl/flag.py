@@ -56,6 +56,10 @@ class ColoOptions:
         default=False,
         metadata={"help": "Step and drop each gradient within the backward pass; its optimizer's state is streamed."},
     )
+    colo_fold_adapter: bool = field(
+        default=False,
+        metadata={"help": "Publish an adapter folded into the weights: one that is more than LoRA, such as DoRA."},
+    )
     colo_seeded: bool = field(
         default=False,
         metadata={"help": "Seed every rollout by its step: a resumed run draws what the first would have."},
@@ -93,6 +97,7 @@ class ColoOptions:
             kv_cache_bytes=self.colo_kv_cache_bytes,  # type: ignore[arg-type]  # read as a size
             release_gradients=self.colo_release_gradients,
             accumulation_steps=self.gradient_accumulation_steps,  # type: ignore[attr-defined]  # TRL's
+            fold_adapter=self.colo_fold_adapter,
         )
 
 
@@ -188,7 +193,8 @@ class ColoRLOOTrainer(_WithEngine, RLOOTrainer):  # type: ignore[misc]
 def _started(model: str, args: Any, model_init_kwargs: Any, options: dict[str, Any]) -> tuple[Any, Any]:
     """The engine and the model; what they are made with is taken out of the trainer's `options`."""
     engine_options = _engine_options(model, args, model_init_kwargs, options.pop("quantization_config", None))
-    lora = options.pop("peft_config", None)
+    # one that will be folded is TRL's to add: the engine has none
+    lora = None if args.colo_fold_adapter else options.pop("peft_config", None)
     if lora is not None and hasattr(grpo_trainer, "add_fused_lm_head"):
         refuse_adapted_head(model, lora, revision_of(engine_options or {}))
     set_seed(args.seed)  # as TRL does before it makes a model, whose adapter is random

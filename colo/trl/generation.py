@@ -21,7 +21,7 @@ from colo.phases.phase import Phase
 from colo.runtime import Runtime
 from colo.trainer.state import untraced
 from colo.units import GIB
-from colo.weights.sources.peft import active_adapter, adds_nothing, is_disabled
+from colo.weights.sources.peft import active_adapters, adds_nothing, is_disabled
 
 Generated = tuple[list[list[int]], list[list[int]], list[list[list[float]]], list[list[list[int]]]]
 """Prompts, completions, and for each token of those a list with its log-probability, and one with its id."""
@@ -292,13 +292,15 @@ def keep_initial_adapter(trainer: Any) -> Callable[[], None]:
         return lambda: None
     if adds_nothing(model):
         return lambda: None
-    name = active_adapter(model)
+    (name, *_) = active_adapters(model)
     config = copy.copy(model.peft_config[name])
     config.init_lora_weights = True
     model.add_adapter(REF, config)
     for key, parameter in list(model.named_parameters()):
-        if f".{name}." in key:
-            model.get_parameter(key.replace(f".{name}.", f".{REF}.")).data = parameter.detach().clone()
+        parts = key.split(".")
+        if name in parts:
+            copied = ".".join(REF if part == name else part for part in parts)
+            model.get_parameter(copied).data = parameter.detach().clone()
     return lambda: model.delete_adapter(REF)
 
 

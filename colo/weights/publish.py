@@ -57,7 +57,7 @@ class Publisher:
         transport: Transport,
         trace: Trace,
         *,
-        adapter: Callable[[], AdapterWeights] | None = None,
+        adapter: Callable[[], AdapterWeights | None] | None = None,
         fingerprint: Callable[[], Hashable] = lambda: None,
         verify: bool = True,
     ) -> None:
@@ -109,6 +109,8 @@ class Publisher:
             adapter = self._adapter()
         except StaleWeights:
             return True  # `check` raises it, and poisons
+        if adapter is None:
+            return True
         now = Digest.of(dict(adapter.named_tensors()), self._adapter_digest)
         return adapter.scalings == self._scalings and not now.differs(self._adapter_digest)
 
@@ -228,12 +230,13 @@ class Publisher:
 
     def _send(self) -> int:
         """Run the transport; return the bytes copied: reported by copying ones, measured for the shared one."""
+        renewed_bytes = self._transport.source.renew()
         if not self._transport.shares:
             return self._transport.transfer(self.version)
         meter = CopyMeter(lambda: self._transport.source.tensors().values())
         with meter:
             num_bytes = self._transport.transfer(self.version)
-        return num_bytes + meter.num_bytes
+        return num_bytes + meter.num_bytes + renewed_bytes
 
     def _has_base(self) -> bool:
         """True if the engine still holds the frozen weights under an adapter, which are sent once."""

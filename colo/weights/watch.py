@@ -4,27 +4,19 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Hashable
-from typing import TYPE_CHECKING, cast
-
-import torch
-
-from colo.weights.sources.base import WeightSource
-from colo.weights.sources.module import all_modules, held_by
-from colo.weights.sources.peft import adapter_settings, is_peft_model
-
-if TYPE_CHECKING:
-    from peft import PeftModel
 import threading
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from colo.memory.load_plan import tensors_in
+from colo.weights.sources.base import WeightSource
+from colo.weights.sources.module import all_modules, held_by
 
 _version_of = operator.attrgetter("_version")
 
@@ -54,7 +46,7 @@ class WriteWatch:
 
     def _state(self) -> tuple[list[torch.Tensor], list[int], Hashable]:
         models = self._source.modules
-        adapters = [adapter_settings(cast("PeftModel", model)) if is_peft_model(model) else None for model in models]
+        settings = self._source.settings()
         self._source.reshard()
         modules = list(itertools.chain.from_iterable(map(all_modules, models)))
         ignored = [
@@ -65,7 +57,7 @@ class WriteWatch:
             if name in module._non_persistent_buffers_set or name in self._foreign
         ]
         tensors = [t for t in held_by(modules)[1] if t is not None and id(t) not in ignored]
-        return tensors, list(map(_version_of, tensors)), tuple(adapters)
+        return tensors, list(map(_version_of, tensors)), settings
 
 
 _running = threading.local()

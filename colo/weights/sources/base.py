@@ -17,6 +17,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import nn
 
+from colo.engine import AdapterWeights
 from colo.memory.dtensor import is_dtensor
 from colo.memory.specs import TensorSpec
 from colo.weights.boxes import PlacedPart
@@ -25,6 +26,10 @@ from colo.weights.ranks import RankGroup
 T = TypeVar("T")
 
 _LAYER = re.compile(r"(.*?\.\d+)\.")
+
+_COMPILED = "_orig_mod."
+_PEFT_PREFIX = "base_model.model."
+_PEFT_BASE = ".base_layer."
 
 
 class WeightSource(Protocol):
@@ -68,6 +73,18 @@ class WeightSource(Protocol):
     def groups(self) -> list[list[str]]:
         """Names in order, those of a layer together."""
 
+    def adapter(self) -> AdapterWeights | None:
+        """The adapter that engines apply beside the weights, live; `None` without one, or where it is folded in.
+
+        Raises: `Unsupported` for one that an engine could not apply, `StaleWeights` for one that is merged or gone.
+        """
+
+    def settings(self) -> Hashable:
+        """A value that changes as an adapter is activated, scaled, or switched on or off."""
+
+    def renew(self) -> int:
+        """Compute weights anew that are made of other tensors; return the bytes that were written, 0 without such."""
+
     def fingerprint(self) -> Hashable:
         """Changes when what lies on this rank is written to or replaced, except through `.data`."""
 
@@ -108,6 +125,11 @@ def in_layers(names: Iterable[str]) -> list[list[str]]:
         groups[-1].append(name)
         last = layer
     return groups
+
+
+def plain_name(name: str) -> str:
+    """The name that a parameter or module has without PEFT or `torch.compile` around the model."""
+    return name.replace(_COMPILED, "").removeprefix(_PEFT_PREFIX).replace(_PEFT_BASE, ".")
 
 
 class InTurn(Mapping[str, torch.Tensor]):

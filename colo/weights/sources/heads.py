@@ -40,7 +40,7 @@ def added_heads(model: nn.Module) -> frozenset[str]:
     They are children that transformers does not give a model of its config. A model with a `forward` of its own has
     none.
     """
-    plain = _plain(model)
+    plain = plain_model(model)
     if not isinstance(plain, PreTrainedModel):
         return frozenset()
     usual = (plain.get_output_embeddings(), getattr(plain, plain.base_model_prefix, None))
@@ -79,11 +79,12 @@ def _outermost(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Mo
             yield from _outermost(child, f"{prefix}{name}.")
 
 
-def _plain(model: Any) -> Any:
+def plain_model(model: Any) -> Any:
     """The model without `torch.compile` and PEFT around it."""
     model = getattr(model, "_orig_mod", model)
     if is_peft_model(model) and not isinstance(model, PreTrainedModel):
-        model = model.get_base_model()
+        # which a `PeftMixedModel` does not have
+        model = getattr(model, "get_base_model", lambda: model.base_model.model)()
     return getattr(model, "_orig_mod", model)
 
 

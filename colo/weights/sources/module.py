@@ -11,7 +11,7 @@ import operator
 import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -22,8 +22,14 @@ from colo.memory.share import dtype_name
 from colo.memory.specs import TensorSpec
 from colo.weights.boxes import PlacedPart, parts_of
 from colo.weights.ranks import RankGroup
-from colo.weights.sources.base import Gathered, in_layers
-from colo.weights.sources.heads import added_heads
+from colo.weights.sources.base import Gathered, in_layers, plain_name
+from colo.weights.sources.heads import added_heads, is_peft_model
+from colo.weights.sources.peft import adapter_settings, adapter_weights
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+
+    from colo.engine import AdapterWeights
 
 T = TypeVar("T")
 _parameters_of, _buffers_of = operator.attrgetter("_parameters"), operator.attrgetter("_buffers")
@@ -32,9 +38,6 @@ _version_of = operator.attrgetter("_version")
 OUTPUT_LAYER = "lm_head.weight"
 """The output layer of a transformers model that generates, unless that is the embedding."""
 
-_COMPILED = "_orig_mod."
-_PEFT_PREFIX = "base_model.model."
-_PEFT_BASE = ".base_layer."
 _ADAPTER_PARTS = (".lora_", ".modules_to_save.", ".lora_magnitude_vector.")
 
 
@@ -165,6 +168,18 @@ class ModuleSource:
                 "put them back, or close the runtime and build another with the model as it is now"
             )
 
+    def adapter(self) -> AdapterWeights | None:
+        """The model's active adapter; `None` without one. Raises: as `adapter_weights`."""
+        return adapter_weights(cast("PeftModel", self.model)) if is_peft_model(self.model) else None
+
+    def settings(self) -> Hashable:
+        """Settings of the model's adapter; `None` without one."""
+        return adapter_settings(cast("PeftModel", self.model)) if is_peft_model(self.model) else None
+
+    def renew(self) -> int:
+        """Do nothing: the weights are the model's own tensors."""
+        return 0
+
     def fingerprint(self) -> Hashable:
         """Changes when a base weight is written to or replaced, except through `.data`, which torch does not count."""
         tensors = self.tensors()
@@ -256,8 +271,3 @@ def own_output_layer(num_elements: int) -> TransferError:
         f"the engine takes 0 of the {num_elements} elements of {OUTPUT_LAYER}: its output layer is its embedding, and "
         "the model's is not. Start it on a checkpoint of this very architecture"
     )
-
-
-def plain_name(name: str) -> str:
-    """The name that a parameter or module has without PEFT or `torch.compile` around the model."""
-    return name.replace(_COMPILED, "").removeprefix(_PEFT_PREFIX).replace(_PEFT_BASE, ".")

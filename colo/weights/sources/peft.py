@@ -13,9 +13,7 @@ from torch import nn
 from colo.engine import AdapterWeights
 from colo.errors import StaleWeights, Unsupported
 from colo.memory.dtensor import is_dtensor
-from colo.weights.sources.base import Gathered
-from colo.weights.sources.heads import is_peft_model as is_peft_model
-from colo.weights.sources.module import plain_name
+from colo.weights.sources.base import Gathered, plain_name
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
@@ -59,6 +57,9 @@ _EXACT = frozenset(
 """Settings of `LoraConfig` that change how an adapter begins, where it sits or how it scales. All of it reaches the
 engine. Whatever else is set, now or in a later PEFT, computes something an engine's `W x + s B (A x)` does not."""
 
+_FOLDS = frozenset({"use_dora", "modules_to_save", "lora_bias", "trainable_token_indices", "target_parameters"})
+"""Settings of which the effect is in weights once the adapter is folded into them."""
+
 _REASONS = {
     "use_dora": "DoRA changes the weight's magnitude too",
     "modules_to_save": "whole modules would have to be trained and sent beside the adapter",
@@ -75,15 +76,18 @@ TIED_WARNING = "Model has `tie_word_embeddings=True`"
 """Start of PEFT's warning of an adapter on tied weights, which says nothing of logits."""
 
 
-def check_lora_config(config: LoraConfig) -> None:
-    """Raise `Unsupported`, naming the setting and the reason, for what an engine could not apply exactly."""
+def check_lora_config(config: LoraConfig, *, folded: bool = False) -> None:
+    """Raise `Unsupported`, naming the setting and the reason, for what an engine could not apply exactly.
+
+    `folded`: the engine gets whole weights with the adapter in them.
+    """
     for setting in fields(config):
         value = getattr(config, setting.name)
         # a list of what is allowed: a setting of a later PEFT is refused until it is known
-        if setting.name not in _EXACT and value:
+        if setting.name not in _EXACT and value and not (folded and setting.name in _FOLDS):
             reason = _REASONS.get(setting.name, "an engine computes W x + scaling * B (A x) and nothing else")
             raise Unsupported(f"LoraConfig({setting.name}={value!r}) is not supported: {reason}")
-    if getattr(config, "bias", "none") != "none":
+    if getattr(config, "bias", "none") != "none" and not folded:
         raise Unsupported(f"LoraConfig(bias={config.bias!r}) is not supported: it would change the shared base weights")
 
 
@@ -126,36 +130,34 @@ def adds_nothing(model: nn.Module) -> bool:
     )
 
 
-def check_adapter(model: Any) -> None:
-    """Raise `Unsupported`, by PEFT's name of it, for an active adapter that is not one plain LoRA.
-
-    Looks at configs and classes alone, so that it can be called before anything is started.
-    """
-    if not hasattr(model, "peft_config"):
-        return
-    if not is_peft_model(model) or type(model).__name__ == "PeftMixedModel":
-        raise Unsupported(f"a {type(model).__name__} mixes adapters, and {_ONLY_LORA}")
-    check_lora_config(model.peft_config[active_adapter(model)])
-
-
 def check_adapter_config(config: Any, subject: str) -> None:
     """Raise `Unsupported`, by PEFT's name of it, for an adapter that is not a LoRA."""
-    kind = str(getattr(config.peft_type, "value", config.peft_type))
+    kind = kind_of(config)
     if kind != "LORA":
-        raise Unsupported(f"{subject} is {kind} ({type(config).__name__}), and {_ONLY_LORA}")
+        raise Unsupported(f"{subject} is {kind} ({type(config).__name__}), and {ONLY_LORA}")
 
 
-_ONLY_LORA = (
+ONLY_LORA = (
     "engines apply LoRA only, W x + scaling * B (A x): train a peft.LoraConfig, or the whole model without an adapter"
 )
 
 
-def active_adapter(model: PeftModel) -> str:
-    """The one active adapter. Raises: `Unsupported` when there are several, or another kind than LoRA."""
+def kind_of(config: Any) -> str:
+    """PEFT's name of a kind of adapters, such as `LORA`."""
+    return str(getattr(config.peft_type, "value", config.peft_type))
+
+
+def active_adapters(model: Any) -> list[str]:
+    """Names of the active adapters."""
     active: Any = getattr(model, "active_adapters", None)
     if callable(active):  # transformers' own, a method
         active = active()
-    names = list(active or [model.active_adapter])
+    return list(active or [model.active_adapter])
+
+
+def active_adapter(model: PeftModel) -> str:
+    """The one active adapter. Raises: `Unsupported` when there are several, or another kind than LoRA."""
+    names = active_adapters(model)
     if len(names) != 1:
         raise Unsupported(f"{len(names)} adapters are active ({', '.join(names)}): activate one with set_adapter")
     check_adapter_config(model.peft_config[names[0]], f"adapter {names[0]}")

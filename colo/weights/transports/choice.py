@@ -18,6 +18,7 @@ from colo.memory.probe import free_device_bytes
 from colo.memory.storage import places_of, with_own_storage
 from colo.weights.packed import PackedWeight, is_packed
 from colo.weights.sources.base import WeightSource
+from colo.weights.sources.folded import FoldedSource
 from colo.weights.sources.module import ModuleSource, check_taken
 from colo.weights.transports.base import Transport
 from colo.weights.transports.ipc import IpcTransport, Peer
@@ -55,6 +56,8 @@ def _choose(source: WeightSource, engine: Engine, config: RuntimeConfig) -> Tran
     """Choose for this rank alone; asks no other rank of the trainer."""
     _check_packed(source.tensors(), engine)
     tensors, plan = record_plan(engine, source)
+    if isinstance(source, FoldedSource):
+        _move_apart(source.base(), plan.aliases)
     why_not = why_not_shared(plan, tensors, config)
     if why_not is None and isinstance(source, ModuleSource):
         move_in(tensors, plan.aliases)
@@ -128,6 +131,13 @@ def why_not_shared(plan: LoadPlan, tensors: Mapping[str, torch.Tensor], config: 
                 return f"{name} cannot be shared: it is {tensor.dtype} here and {copies[0].target.dtype} in the engine"
             return f"{name} cannot be shared: the engine lays it out differently"
     return None
+
+
+def _move_apart(base: Mapping[str, torch.Tensor], aliases: Mapping[str, torch.Tensor]) -> None:
+    """Give weights beneath a folded adapter memory of their own where theirs is the engine's: others go there."""
+    for name, tensor in base.items():
+        if name in aliases and is_same_memory(tensor, aliases[name]):
+            tensor.data = tensor.detach().clone()
 
 
 def move_in(tensors: Mapping[str, torch.Tensor], aliases: Mapping[str, torch.Tensor]) -> None:

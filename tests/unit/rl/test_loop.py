@@ -14,7 +14,7 @@ from colo.engine import Completion
 from colo.rl.loop import Batch, GRPOConfig, Problem, Reference, grpo, train_step
 from colo.rl.loss import Aggregation, GRPOLossConfig
 from colo.units import MIB
-from colo.weights.sources.module import plain_name
+from colo.weights.sources.base import plain_name
 from tests.checkpoints import char_tokenizer, save_checkpoint
 from tests.models import tiny_qwen3
 from tests.runtimes import make_engine

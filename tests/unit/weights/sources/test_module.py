@@ -11,14 +11,15 @@ from transformers import AutoModelForCausalLM
 
 from colo.errors import StaleWeights, TransferError, Unsupported
 from colo.memory.digest import Digest
-from colo.weights.sources.module import ModuleSource, check_taken, own_output_layer, plain_name, recording_specs
+from colo.weights.sources.base import plain_name
+from colo.weights.sources.heads import is_peft_model
+from colo.weights.sources.module import ModuleSource, check_taken, own_output_layer, recording_specs
 from colo.weights.sources.peft import (
     active_adapter,
     adapter_settings,
     adapter_weights,
     check_lora_config,
     is_disabled,
-    is_peft_model,
 )
 from tests.models import tiny_qwen3
 
