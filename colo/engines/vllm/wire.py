@@ -9,6 +9,7 @@ import re
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Self, dataclass_transform, get_args, get_origin, get_type_hints
@@ -261,8 +262,7 @@ class WorkerInfo(Message):
     """Weights that lie in no slab, with the reason."""
 
 
-def _hints(kind: Any) -> Mapping[str, Any]:
-    return get_type_hints(kind)
+_hints = cache(get_type_hints)
 
 
 def _fits(value: Any, hint: Any) -> bool:
