@@ -235,15 +235,9 @@ def check_room(
 
 def forward(model: PreTrainedModel, token_ids: torch.Tensor, cache: BufferCache) -> torch.Tensor:
     """Append `token_ids` (int64 [rows, tokens]) to `cache`; returns the logits after the last, [rows, vocab]."""
-    num_tokens = token_ids.shape[1]
-    output = model(
-        input_ids=token_ids,
-        attention_mask=cache.attention_mask(num_tokens),
-        position_ids=cache.position_ids(num_tokens),
-        past_key_values=cache,
-        use_cache=True,
-        logits_to_keep=1,
-    )
+    size = token_ids.shape[1]
+    where = {"attention_mask": cache.attention_mask(size), "position_ids": cache.position_ids(size)}
+    output = model(input_ids=token_ids, past_key_values=cache, use_cache=True, logits_to_keep=1, **where)
     logits: torch.Tensor = output.logits[:, -1]
     return logits
 

@@ -8,7 +8,7 @@ that a family whose projections go by other names simply keeps them unfused.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -193,10 +193,7 @@ class FusedWeights:
 
 
 def empty_model(config: PretrainedConfig, *, dtype: torch.dtype, attn_implementation: str | None) -> PreTrainedModel:
-    """A transformers model of `config` whose parameters are on the meta device and whose buffers are computed.
-
-    Raises: as `require_causal_lm`.
-    """
+    """Make a model of `config`, its parameters on the meta device, its buffers computed. Raises: `Unsupported`."""
     require_causal_lm(config)
     options: dict[str, Any] = {"dtype": dtype, "attn_implementation": attn_implementation}
     with init_empty_weights(include_buffers=False):
@@ -240,6 +237,9 @@ def bind(model: PreTrainedModel, views: Mapping[str, torch.Tensor], tied: Mappin
         setattr(model.get_submodule(owner), leaf, views[name] if name in views else buffer.to(device))
 
 
+_Hook = Callable[[nn.Module, tuple[torch.Tensor, ...], torch.Tensor], torch.Tensor | None]
+
+
 class LoadedAdapters:
     """LoRA adapters by name, on the linear modules of one model.
 
@@ -250,7 +250,7 @@ class LoadedAdapters:
     def __init__(self, model: nn.Module) -> None:
         self._modules = dict(model.named_modules())
         self._by_name: dict[str, AdapterWeights] = {}
-        self._hooks: dict[str, _LowRankHook] = {}
+        self._hooks: dict[str, _Hook] = {}
         self._applied: AdapterWeights | None = None
 
     @property
@@ -276,7 +276,7 @@ class LoadedAdapters:
         for module_name in adapter.a:
             self._check(module_name, adapter)
         for module_name in adapter.a.keys() - self._hooks.keys():
-            hook = _LowRankHook(self, module_name)
+            hook = self._hook(module_name)
             self._modules[module_name].register_forward_hook(hook)
             self._hooks[module_name] = hook  # before which it does nothing, so that one of two can be left behind
         self._by_name[name] = adapter if adapter.shared else self._copied(adapter)
@@ -304,12 +304,17 @@ class LoadedAdapters:
         finally:
             self._applied = None
 
-    def applied_by(self, hook: _LowRankHook) -> AdapterWeights | None:
-        """Adapter for `hook` to apply now: none if the hook is not its module's, or the adapter lacks the module."""
-        adapter = self._applied
-        if adapter is None or hook.module_name not in adapter.a or self._hooks.get(hook.module_name) is not hook:
-            return None
-        return adapter
+    def _hook(self, name: str) -> _Hook:
+        """`y + scaling * B (A x)` in the order and the dtypes of PEFT's `lora.Linear.forward`: results agree."""
+
+        def add(module: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor | None:
+            adapter = self._applied
+            if adapter is None or name not in adapter.a or self._hooks.get(name) is not add:
+                return None
+            a, b = adapter.a[name], adapter.b[name]
+            return (output + F.linear(F.linear(args[0].to(a.dtype), a), b) * adapter.scalings[name]).to(output.dtype)
+
+        return add
 
     def _check(self, name: str, adapter: AdapterWeights) -> None:
         module, a, b = self._modules.get(name), adapter.a[name], adapter.b[name]
@@ -331,22 +336,6 @@ class LoadedAdapters:
             return {name: t.detach().to(devices[name], copy=True) for name, t in tensors.items()}
 
         return replace(adapter, a=copied(adapter.a), b=copied(adapter.b), scalings=dict(adapter.scalings))
-
-
-class _LowRankHook:
-    """`y + scaling * B (A x)` in the order and the dtypes of PEFT's `lora.Linear.forward`, so that results agree."""
-
-    def __init__(self, adapters: LoadedAdapters, module_name: str) -> None:
-        self._adapters = adapters
-        self.module_name = module_name
-
-    def __call__(self, module: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor | None:
-        adapter = self._adapters.applied_by(self)
-        if adapter is None:
-            return None
-        a, b = adapter.a[self.module_name], adapter.b[self.module_name]
-        scaling = adapter.scalings[self.module_name]
-        return (output + F.linear(F.linear(args[0].to(a.dtype), a), b) * scaling).to(output.dtype)
 
 
 def _group(specs: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> list[dict[str, tuple[Any, torch.dtype]]]:

@@ -52,20 +52,15 @@ _OF_TRANSFORMERS = {
 """Names of transformers' generation options, each with the option here that means the same."""
 
 
-def check_names(options: Mapping[str, Any]) -> None:
-    """Raise `ValueError` for options by transformers' names, with ours: no engine takes those."""
-    if others := [name for name in options if name in _OF_TRANSFORMERS]:
-        advice = "; ".join(f"in place of {name}, {_OF_TRANSFORMERS[name]}" for name in others)
-        raise ValueError(f"{', '.join(others)} of transformers' generate: sampling options have vLLM's names. {advice}")
-
-
 def without_neutral(options: Mapping[str, Any], taken: Collection[str]) -> dict[str, Any]:
     """The options without those that change nothing: not `taken` by an engine, or `None` in place of a neutral value.
 
     What is neither taken nor neutral is left in, but for transformers' names, which raise `ValueError`.
     """
     left = {name: value for name, value in options.items() if not _is_left_out(name, value, taken)}
-    check_names(left)
+    if others := [name for name in left if name in _OF_TRANSFORMERS]:
+        advice = "; ".join(f"in place of {name}, {_OF_TRANSFORMERS[name]}" for name in others)
+        raise ValueError(f"{', '.join(others)} of transformers' generate: sampling options have vLLM's names. {advice}")
     return left
 
 

@@ -9,7 +9,6 @@ import re
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Self, dataclass_transform, get_args, get_origin, get_type_hints
@@ -49,13 +48,13 @@ class Message:
         dataclass(frozen=True, kw_only=True)(cls)
 
     def __post_init__(self) -> None:
-        for name, hint in _hints(type(self)).items():
+        for name, hint in get_type_hints(type(self)).items():
             if not _fits(getattr(self, name), hint):
                 raise TypeError(f"{name} is {getattr(self, name)!r}")
 
     def to_wire(self) -> dict[str, Any]:
         """Every field by its name."""
-        return {name: getattr(self, name) for name in _hints(type(self))}
+        return {name: getattr(self, name) for name in get_type_hints(type(self))}
 
     @classmethod
     def from_wire(cls, wire: Mapping[str, Any]) -> Self:
@@ -260,9 +259,6 @@ class WorkerInfo(Message):
 
     outside: Mapping[str, str] = field(default_factory=dict)
     """Weights that lie in no slab, with the reason."""
-
-
-_hints = cache(get_type_hints)
 
 
 def _fits(value: Any, hint: Any) -> bool:

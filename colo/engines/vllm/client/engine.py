@@ -319,8 +319,7 @@ class VLLMEngine(EngineBase):
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Run vLLM's layerwise reload on all tensors of the model. Poisons until the next `commit`.
 
-        Raises: `PhaseError` while the weights are away; what a worker raised, after which all of it has to be loaded
-        again.
+        Raises: `PhaseError` while the weights are away; what a worker raised: then load all of it again.
         """
         self.poison_for_load()
         self._weights.reload(weights)
@@ -372,11 +371,7 @@ class VLLMEngine(EngineBase):
             self.reset_prefix_cache()
 
     def replace_adapter(self, old: str, new: str, adapter: AdapterWeights) -> None:
-        """Put `adapter`, named `new`, in the place of `old`; see `Engine.replace_adapter`.
-
-        Workers write it over `old`, without vLLM's loader, if modules and shapes are the same. `PhaseError` without
-        weights.
-        """
+        """Put `adapter`, named `new`, in the place of `old`, over it if shapes agree; see `Engine.replace_adapter`."""
         self._status.require_weights("replace an adapter")
         if self._adapters.replace(old, new, adapter):
             self.reset_prefix_cache()

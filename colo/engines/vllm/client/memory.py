@@ -227,16 +227,11 @@ class WorkerWeights:
             except (TransferError, Unsupported) as error:
                 fallbacks |= dict.fromkeys((spec.name for spec in specs), str(error))
                 continue
-            copies += (
-                Copy(
-                    name=spec.name,
-                    shape=spec.shape,
-                    stride=spec.strides,
-                    offset=spec.offset,
-                    target=view(spec.target, memory[spec.target.memory]),
+            for spec in specs:
+                target = view(spec.target, memory[spec.target.memory])
+                copies.append(
+                    Copy(name=spec.name, shape=spec.shape, stride=spec.strides, offset=spec.offset, target=target)
                 )
-                for spec in specs
-            )
         plan = LoadPlan.of(source, copies=copies, fallbacks=fallbacks)
         return replace(plan, unused=frozenset(recorded[0].unused))
 
@@ -246,12 +241,7 @@ class WorkerWeights:
         Raises: what a worker raised, with its traceback; `TransferError` for weights that no worker has a place for.
         """
         specs: dict[str, torch.Tensor] = {}
-        _, left_out = in_all_ranks(
-            self._link,
-            "loading weights",
-            lambda: self._reload(weights, specs),
-            lambda left_out: left_out,
-        )
+        _, left_out = in_all_ranks(self._link, "loading weights", lambda: self._reload(weights, specs), lambda c: c)
         check_taken(specs, [counts for of_rank in left_out for counts in of_rank])
 
     def _reload(
@@ -260,12 +250,12 @@ class WorkerWeights:
         """See `reload`. Returns what each worker has not taken whole, and leaves in `specs` what it was given."""
         call, model_type = self._link.call, self._link.model_type
         tied = any(call(wire.BeginReload()))
+        checked = _checked(recording_specs(weights, specs), tied=tied)
         try:
             if self._link.same_process:
-                given = {n: t.detach() for n, t in _checked(recording_specs(weights, specs), tied=tied)}
+                given = {name: tensor.detach() for name, tensor in checked}
                 call(wire.ReloadTensors(tensors=given, model_type=model_type, in_process=True))
             else:
-                checked = _checked(recording_specs(weights, specs), tied=tied)
                 for group in self._staging.put_groups(checked):
                     call(wire.ReloadTensors(tensors=group, model_type=model_type, in_process=False))
         except BaseException:

@@ -77,13 +77,7 @@ def connect(
     """
     found = device_of(device)
     link = partial(
-        ServerLink,
-        base_url(url),
-        found,
-        model_name=model_name,
-        deadline_s=deadline_s,
-        api_key=api_key,
-        http=http,
+        ServerLink, base_url(url), found, model_name=model_name, deadline_s=deadline_s, api_key=api_key, http=http
     )
     return VLLMEngine.over(
         link, found, when_lost="close this runtime, start the server again if it has ended, and connect again"
