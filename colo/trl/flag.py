@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
 import warnings
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from transformers import set_seed
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 _OPTIONS_OF_A_START = ("dtype", "revision")
 """Keys of `model_init_kwargs` that colo takes."""
+
+T = TypeVar("T")
 
 _FLAG = "pass args=ColoGRPOConfig(..., fast_inference=True), or ColoRLOOConfig"
 
@@ -107,6 +110,25 @@ def _choice(name: str, value: str, kind: type[Offload] | type[OptimizerState]) -
     return kind(value).value
 
 
+def _with_old_name(kind: type[T]) -> type[T]:
+    """Let a config take `colo_kv_cache_mib`, the earlier name of `colo_kv_cache_bytes`, with a warning."""
+    init = kind.__init__
+
+    @functools.wraps(init)
+    def with_old_name(self: Any, *args: Any, colo_kv_cache_mib: int | None = None, **given: Any) -> None:
+        if colo_kv_cache_mib is not None:
+            new = f'colo_kv_cache_bytes="{colo_kv_cache_mib}MiB"'
+            if "colo_kv_cache_bytes" in given:
+                raise TypeError(f"colo_kv_cache_mib is the earlier name of colo_kv_cache_bytes: pass {new} alone")
+            warnings.warn(f"colo_kv_cache_mib has another name now: pass {new}", FutureWarning, stacklevel=2)
+            given["colo_kv_cache_bytes"] = f"{colo_kv_cache_mib}MiB"
+        init(self, *args, **given)
+
+    kind.__init__ = with_old_name  # type: ignore[method-assign]  # a field would be saved beside the new one
+    return kind
+
+
+@_with_old_name
 @dataclass
 class ColoGRPOConfig(ColoOptions, GRPOConfig):  # type: ignore[misc]
     """`GRPOConfig` with `fast_inference` and colo's options."""
@@ -114,6 +136,7 @@ class ColoGRPOConfig(ColoOptions, GRPOConfig):  # type: ignore[misc]
     _VALID_DICT_FIELDS = [*GRPOConfig._VALID_DICT_FIELDS, "colo_engine_options"]  # noqa: RUF012
 
 
+@_with_old_name
 @dataclass
 class ColoRLOOConfig(ColoOptions, RLOOConfig):  # type: ignore[misc]
     """`RLOOConfig` with `fast_inference` and colo's options."""

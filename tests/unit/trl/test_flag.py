@@ -59,6 +59,17 @@ def test_by_default_it_is_trls_config(kind, tmp_path):
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
+def test_the_earlier_name_of_the_caches_size_is_taken_with_a_warning_and_kept_nowhere(kind, tmp_path):
+    with pytest.warns(FutureWarning, match='pass colo_kv_cache_bytes="8MiB"'):
+        args = kind(**options(tmp_path), colo_kv_cache_mib=8)
+    assert args.colo_config().kv_cache_bytes == 8 * MIB
+    assert "colo_kv_cache_mib" not in repr(args)
+    assert "colo_kv_cache_mib" not in args.to_dict()
+    with pytest.raises(TypeError, match='pass colo_kv_cache_bytes="8MiB" alone'):
+        kind(**options(tmp_path), colo_kv_cache_mib=8, colo_kv_cache_bytes="4MiB")
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
