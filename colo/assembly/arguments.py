@@ -56,6 +56,8 @@ _TAKEN_BY_LAUNCH = {
     "dtype": "launch(model, dtype=...)",
     "device": "launch(model, device=...)",
     "kv_cache_bytes": "config=colo.RuntimeConfig(kv_cache_bytes=...)",
+    "gpu_memory_utilization": 'the bytes of the KV cache, config=colo.RuntimeConfig(kv_cache_bytes="4GiB"), the only '
+    "size that vLLM is given; device_limit_bytes=... limits everything together",
 }
 
 

@@ -31,6 +31,7 @@ from colo.trl.checks import (
     check_released,
     check_trainer,
     checked,
+    warn_of_unused,
 )
 from colo.trl.generation import ColoGeneration, PhaseCallback, keep_initial_adapter, watch_forwards
 from colo.weights.ranks import RankGroup
@@ -67,6 +68,7 @@ def attach(
     """
     check_contract(trainer)
     check_trainer(trainer)
+    warn_of_unused(trainer.args)
     check_fused_head(trainer.model)
     check_output(trainer.args.output_dir)
     check_columns(trainer.reward_funcs, trainer.train_dataset, trainer.eval_dataset)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib.metadata
 import inspect
@@ -9,6 +10,7 @@ import json
 import math
 import numbers
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -94,6 +96,21 @@ def check_released(args: Any) -> None:
         raise ValueError(
             f"release_gradients=True leaves no gradients for max_grad_norm={args.max_grad_norm} to clip: pass "
             "max_grad_norm=0 to the trainer's config"
+        )
+
+
+_OF_TRLS_VLLM = ("vllm_gpu_memory_utilization", "vllm_enable_sleep_mode", "vllm_model_impl", "vllm_server_base_url")
+
+
+def warn_of_unused(args: Any) -> None:
+    """Warn of settings of the vLLM that TRL would start, which is none of colo's."""
+    defaults = {field.name: field.default for field in dataclasses.fields(args)}
+    given = {name: getattr(args, name) for name in _OF_TRLS_VLLM if name in defaults}
+    if unused := [f"{name}={value!r}" for name, value in given.items() if value != defaults[name]]:
+        warnings.warn(
+            f"{', '.join(unused)} are of TRL's own vLLM and have no effect on colo's engine: the KV cache has "
+            "kv_cache_bytes (colo_kv_cache_bytes), and vLLM's options are engine_options (colo_engine_options)",
+            stacklevel=3,
         )
 
 

@@ -91,6 +91,11 @@ def train_step(model, optimizer):
         ),
         ({"engine_options": {"max_model_len": 1}}, ValueError, r"pass engine='vllm' with \['max_model_len'\]"),
         ({"engine": "vllm", "engine_options": {"dtype": "auto"}}, TypeError, r"pass launch\(model, dtype=...\)"),
+        (
+            {"engine": "vllm", "engine_options": {"gpu_memory_utilization": 0.5}},
+            TypeError,
+            "has 'gpu_memory_utilization', .*kv_cache_bytes=\"4GiB\".* device_limit_bytes",
+        ),
         ({"tokenizer": "Qwen/Qwen3-0.6B"}, TypeError, r"AutoTokenizer.from_pretrained\('Qwen/Qwen3-0.6B'\)"),
         ({"tokenizer": 7}, TypeError, "tokenizer is what .* returns, not 7"),
         ({"device": "gpu"}, ValueError, "device must be 'cuda', 'cuda:0' or 'cpu', not 'gpu'"),

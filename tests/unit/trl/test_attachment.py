@@ -141,6 +141,23 @@ def test_plain_sampling_is_not_warned_about(make, attach):
     assert [str(warning.message) for warning in told if warning.category is UserWarning] == []
 
 
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"vllm_gpu_memory_utilization": 0.5}, "vllm_gpu_memory_utilization=0.5 .* no effect .* kv_cache_bytes"),
+        ({"vllm_enable_sleep_mode": True, "vllm_model_impl": "transformers"}, "=True, vllm_model_impl='transformers' "),
+        (
+            {"vllm_server_base_url": "http://127.0.0.1:8000"},
+            "vllm_server_base_url='http://127.0.0.1:8000' .* no effect",
+        ),
+    ],
+    ids=str,
+)
+def test_settings_of_trls_own_vllm_are_warned_about(make, attach, changes, words):
+    with pytest.warns(UserWarning, match=words):
+        attach(make(**changes))
+
+
 @pytest.mark.parametrize("options", [{}, {"own_process": True, "max_model_len": 64}], ids=str)
 @pytest.mark.parametrize(
     "changes",
