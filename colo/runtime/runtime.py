@@ -331,8 +331,10 @@ def facts_of(rt: Runtime, side: TrainerSide, *, is_compared: bool) -> dict[str, 
         "offload": f"{rt.config.offload}: {_why_offload(trace)}",
         "optimizer": side.why,
     }
-    if elsewhere := side.session.num_stepped_elsewhere:
+    if elsewhere := side.session.unseen.num_stepped_elsewhere:
         facts["offload"] += f"; {elsewhere} parameters are stepped by an optimizer that colo was not given"
+    if without := side.session.unseen.num_without_state:
+        facts["offload"] += f"; {without} parameters are stepped without state where colo looks for it"
     if isinstance(transport.source, FoldedSource):
         folded = transport.source.folded
         facts["adapter"] = (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -29,6 +28,7 @@ from colo.trainer.megatron import MegatronOptimizers, as_torch
 from colo.trainer.planes import RANGE_BYTES
 from colo.trainer.state import TrainerState
 from colo.trainer.streamed import StreamedState
+from colo.trainer.unseen import UnseenState
 
 LATE = (TRAINER_OPTIMIZER, TRAINER_MASTER_WEIGHTS)
 """Segments that a training phase needs only when the optimizer steps; but see `TrainerSession.needs`."""
@@ -88,12 +88,6 @@ class TrainerSession:
             )
         self.optimizer = as_torch(optimizer)
         self._steps_early = isinstance(self.optimizer, MegatronOptimizers)
-        own = set(map(id, parameters_of(self.optimizer)))
-        others = [p for p in model.parameters() if id(p) not in own] if model is not None else []
-        self._others = {parameter: parameter._version for parameter in others}
-        self.num_stepped_elsewhere = 0
-        """Number of parameters that an optimizer unknown to colo steps; its state is not moved."""
-
         self.has_stepped = False
         """True after a step since `begin_training`."""
 
@@ -105,6 +99,9 @@ class TrainerSession:
             "after_step": events.after_step,
             "other_gradients": lambda: unreduced(modules),
         }
+        self.unseen = UnseenState(self.optimizer, model)
+        """State that is not moved."""
+
         self._backward = BackwardWatch(
             modules=modules, admit=events.on_gradient, on_pass=self._on_backward, on_progress=self._on_progress
         )
@@ -175,21 +172,10 @@ class TrainerSession:
         A collective with Megatron's `overlap_param_gather`: weights of the last step are gathered first.
         """
         self._finish_step()
-        self._look_for_other_optimizers()
+        self.unseen.look()
         if parameters:
             self._backward.watch(parameters_of(self.optimizer))
         self._state.refresh()
-
-    def _look_for_other_optimizers(self) -> None:
-        stepped = [p for p, version in self._others.items() if p.requires_grad and p._version != version]
-        if stepped and not self.num_stepped_elsewhere:
-            warnings.warn(
-                f"{len(stepped)} parameters of shape {tuple(stepped[0].shape)} and others have changed that the "
-                "optimizer colo was given does not step: where another one does, its state never leaves the device. "
-                "Give all optimizers as a list",
-                stacklevel=2,
-            )
-        self.num_stepped_elsewhere = len(stepped)
 
     def _finish_step(self) -> None:
         if isinstance(self.optimizer, MegatronOptimizers):
@@ -233,8 +219,9 @@ class TrainerSession:
         self._state.bring_back()
 
     def stop_watching(self) -> None:
-        """Take back the hooks of backward passes. Idempotent."""
+        """Take back the hooks of backward passes, and of other optimizers' steps. Idempotent."""
         self._backward.remove()
+        self.unseen.remove()
 
     def close(self, device: torch.device | None = None) -> None:
         """Return the state to ordinary memory of `device`, and the hooks with it; see `TrainerState.close`."""

@@ -12,6 +12,8 @@ from colo.phases.trace import MemorySample, Trace
 from colo.runtime.runtime import facts_of
 from colo.units import GIB, MIB
 
+NOTHING_UNSEEN = SimpleNamespace(num_stepped_elsewhere=0, num_without_state=0)
+
 
 def facts(*, trace=None, residual=None, kept=(), is_compared=True, **config):
     trace = Trace(capacity_bytes=GIB) if trace is None else trace
@@ -24,7 +26,7 @@ def facts(*, trace=None, residual=None, kept=(), is_compared=True, **config):
         device=torch.device("cpu"),
         kept_state=kept,
     )
-    side = SimpleNamespace(why="resident: it fits", session=SimpleNamespace(num_stepped_elsewhere=0))
+    side = SimpleNamespace(why="resident: it fits", session=SimpleNamespace(unseen=NOTHING_UNSEEN))
     return facts_of(rt, side, is_compared=is_compared)
 
 
