@@ -407,7 +407,7 @@ class Turns:
 
         Raises: `PhaseError` in a second pass where the first has stepped already.
         """
-        if self._config.release_gradients and number > 1:
+        if self._session.releases_gradients and number > 1:
             raise PhaseError(
                 "release_gradients=True steps within the backward pass, and this is the second one since "
                 "optimizer.step(): call it after every backward pass, or leave release_gradients out"

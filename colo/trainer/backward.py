@@ -53,8 +53,8 @@ class BackwardWatch:
             if parameter.requires_grad and parameter not in self._watched:
                 self._watched[parameter] = None
                 # before autograd accumulates, when a gradient may still be away, and after, when it is complete
-                self._hooks.append(parameter.register_hook(_weakly(self._on_admission)))
-                self._hooks.append(parameter.register_post_accumulate_grad_hook(_weakly(self._on_gradient)))
+                self._hooks.append(parameter.register_hook(weakly(self._on_admission)))
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(weakly(self._on_gradient)))
         self._every = max(1, len(self._watched) // PROGRESS_CALLS)
 
     def forget(self) -> None:
@@ -87,12 +87,15 @@ class BackwardWatch:
             self._on_pass(count)
 
 
-def _weakly(method: Callable[[torch.Tensor], None]) -> Callable[[torch.Tensor], None]:
-    """Call a method while its object lives. Python's collector does not look into hooks that autograd holds."""
+def weakly(method: Callable[[Any], None]) -> Callable[..., None]:
+    """Call a method with a hook's first argument while its object lives.
+
+    Python's collector does not look into hooks that autograd holds, and torch holds those of all optimizers for ever.
+    """
     reference = WeakMethod(method)
 
-    def call(tensor: torch.Tensor) -> None:
+    def call(subject: Any, *_: Any) -> None:
         if (found := reference()) is not None:
-            found(tensor)
+            found(subject)
 
     return call

@@ -103,7 +103,7 @@ class TrainerSession:
         """State that is not moved."""
 
         self._backward = BackwardWatch(
-            modules=modules, admit=events.on_gradient, on_pass=self._on_backward, on_progress=self._on_progress
+            modules=modules, admit=self._on_admission, on_pass=self._on_backward, on_progress=self._on_progress
         )
         self._state: TrainerState
         try:
@@ -200,6 +200,15 @@ class TrainerSession:
             return None
         # Gradients are a segment of their own and do not count, even where the loop has dropped them.
         return peak_bytes - (self._state.gradients.size_bytes - self._gradients_before)
+
+    @property
+    def releases_gradients(self) -> bool:
+        """True while backward passes may step, and drop gradients."""
+        return self._state.releases
+
+    def _on_admission(self) -> None:
+        self._events.on_gradient()
+        self._state.before_gradient()
 
     def _on_backward(self, number: int) -> None:
         self._meter.sample()

@@ -54,6 +54,9 @@ class TrainerState:
     Ownership: owns the segments. `close` leaves an optimizer that works without colo.
     """
 
+    releases = False
+    """True while backward passes may step, and drop gradients."""
+
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
@@ -128,6 +131,9 @@ class TrainerState:
         """Make everything resident and wait for it. Raises: `BudgetError` when the device has no room."""
         for move in [segment.begin(Residency.RESIDENT) for segment in self.segments if segment.host_bytes]:
             move.wait()
+
+    def before_gradient(self) -> None:
+        """Make ready for a gradient that is about to be added to what its parameter has."""
 
     def close(self, device: torch.device | None = None) -> None:
         """Give the state memory of its own, on the device or where `device` is the host there, and remove the hooks.

@@ -16,17 +16,18 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from colo.errors import BudgetError, PhaseError
+from colo.memory.dtensor import local_bytes
 from colo.memory.offload import Mover
 from colo.memory.parking import Parking
 from colo.memory.uninterrupted import uninterrupted
 from colo.phases.phase import TRAINER_MASTER_WEIGHTS, Residency
+from colo.trainer.backward import weakly
 from colo.trainer.gradients import ParameterGradients, TakenGradients, parameters_of
 from colo.trainer.master_weights import MasterWeightsOptimizer
 from colo.trainer.planes import RANGE_BYTES, StateWindow, Work, is_plane, part_of
-from colo.trainer.remainders import (
-    OF_MASTERS,
-)
+from colo.trainer.remainders import OF_MASTERS
 from colo.trainer.state import StateSegment, StepArguments, TrainerState, untraced
+from colo.units import format_bytes
 
 PROGRESS_CALLS = 8
 """Number of reports of progress in a step."""
@@ -54,6 +55,9 @@ class StreamedState(TrainerState):
         With `may_release`, a backward pass in which that is true steps ranges and drops their gradients.
         Raises: as `TrainerState`.
         """
+        self.releases = may_release is not None
+        """True while backward passes may drop gradients: until one comes in parts."""
+
         self._on_progress = on_progress
         self._may_release = may_release
         self._watched: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -61,6 +65,7 @@ class StreamedState(TrainerState):
         self._taken = TakenGradients()
         self._done: dict[torch.Tensor, set[int]] = {}  # ranges of each parameter that the present step has stepped
         self._missing: dict[int, set[int]] | None = None  # by range, whose gradients the present backward pass lacks
+        self._left = _LeftGradient()
         self._changes: list[tuple[torch.Tensor, int]] = []
         self._is_under_way = False
         super().__init__(optimizer, mover, region_bytes=region_bytes, **events)
@@ -85,13 +90,13 @@ class StreamedState(TrainerState):
     def _find_state(self) -> None:
         self.window.take_in()
         self._stock = self.window.stock
-        if self._may_release is not None:
+        if self.releases:
             assert isinstance(self.gradients, ParameterGradients), "Megatron's optimizers are not streamed"
             self.gradients.bytes_of_all = self.window.released_bytes
             for parameter in parameters_of(self.optimizer):
                 if parameter.requires_grad and parameter not in self._watched:
                     self._watched[parameter] = None
-                    self._hooks.append(parameter.register_post_accumulate_grad_hook(self._on_gradient))
+                    self._hooks.append(parameter.register_post_accumulate_grad_hook(weakly(self._on_gradient)))
 
     # ---- the step ---------------------------------------------------------------------------------------------------
 
@@ -158,7 +163,9 @@ class StreamedState(TrainerState):
                 self.window.begin(Residency.OFFLOADED)
                 self._taken.clear()
                 self._done.clear()
-                self._missing = None
+                if self._missing is not None:
+                    self._missing = None
+                    self._left.leave(parameters_of(self.optimizer))
                 self._is_under_way = False
                 if self._changes:
                     self.optimizer.note_changes(self._changes)
@@ -171,10 +178,28 @@ class StreamedState(TrainerState):
 
     # ---- stepping within the backward pass --------------------------------------------------------------------------
 
+    def before_gradient(self) -> None:
+        """See `TrainerState.before_gradient`. Raises: `PhaseError` for a loop that zeroes gradients."""
+        if self._left.take_back() and self.releases and self._may_release is not None and self._may_release():
+            raise PhaseError(
+                "gradients have been zeroed, as by zero_grad(set_to_none=False), with which torch goes on to step "
+                "weights that get none any more; release_gradients=True leaves nothing to zero: call zero_grad(), or "
+                "leave release_gradients out"
+            )
+
     def _on_gradient(self, parameter: torch.Tensor) -> None:
         if self._may_release is None or not self._may_release():
             return
-        _refuse_reentrant()
+        if self.releases and _is_reentrant():
+            self._keep_gradients()
+        if not self.releases:
+            if parameter in self._done:
+                raise PhaseError(
+                    f"a weight of shape {tuple(parameter.shape)} has been stepped, and gets another part of its "
+                    "gradient from a reentrant checkpoint: checkpoint with use_reentrant=False, or leave "
+                    "release_gradients out"
+                )
+            return
         with torch.no_grad():
             if self._missing is None:
                 self._before_step()
@@ -190,6 +215,24 @@ class StreamedState(TrainerState):
                     for member in work.parameters:  # a gradient goes when the last of its ranges is stepped
                         if len(self._done.get(member, ())) == len(self.window.work_of(member)):
                             member.grad = None
+
+    def _keep_gradients(self) -> None:
+        """Drop no gradient from now on: each checkpoint of a layer adds to them, and none tells if it is the last.
+
+        What has been stepped already is outside of checkpoints, and had the whole of its gradient.
+        """
+        warnings.warn(
+            "release_gradients=True has no effect from now on: reentrant checkpointing brings gradients in parts, and "
+            f"all {format_bytes(self._all_bytes())} of them stay until optimizer.step(). Checkpoint with "
+            "use_reentrant=False",
+            stacklevel=4,
+        )
+        self.releases = False
+        assert isinstance(self.gradients, ParameterGradients)
+        self.gradients.bytes_of_all = self._all_bytes
+
+    def _all_bytes(self) -> int:
+        return sum(local_bytes(p) for p in parameters_of(self.optimizer) if p.requires_grad)
 
     # ---- leaving and loading ----------------------------------------------------------------------------------------
 
@@ -244,18 +287,43 @@ def _with_closure_called(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tu
     return args, {**kwargs, "closure": again}
 
 
-def _refuse_reentrant() -> None:
-    """Raise `PhaseError` within a backward pass of `torch.utils.checkpoint`'s reentrant kind.
+def _is_reentrant() -> bool:
+    """Tell whether this is a backward pass within one of `torch.utils.checkpoint`'s reentrant kind.
 
-    It accumulates gradients in a backward pass of its own for each checkpoint, so that a layer that is used twice gets
-    its gradient in parts, and nothing tells which part is the last.
+    torch runs it in the thread that has called it, also where devices have threads of their own.
     """
     frame: Any = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
         if code.co_name == "backward" and code.co_filename.endswith("torch/utils/checkpoint.py"):
-            raise PhaseError(
-                "release_gradients=True steps a weight when its gradient is complete, which reentrant checkpointing "
-                "does not tell: checkpoint with use_reentrant=False, or leave release_gradients out"
-            )
+            return True
         frame = frame.f_back
+    return False
+
+
+class _LeftGradient:
+    """A gradient of zeros, of one small parameter, by which to see that a loop zeroes gradients and does not drop them.
+
+    `zero_grad(set_to_none=False)` has torch step weights that get no gradient any more with zeros: moments and weight
+    decay still change them. Where gradients are dropped as they come nothing is left to zero.
+    """
+
+    def __init__(self) -> None:
+        self._found: tuple[torch.Tensor, torch.Tensor, int] | None = None
+
+    def leave(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Give the smallest parameter such a gradient, after a step."""
+        smallest = min((p for p in parameters if p.requires_grad), key=torch.Tensor.numel, default=None)
+        if smallest is not None and smallest.grad is None:
+            smallest.grad = torch.zeros_like(smallest)
+            self._found = smallest, smallest.grad, smallest.grad._version
+
+    def take_back(self) -> bool:
+        """Drop it, before another gradient is added; true where it has been zeroed."""
+        if self._found is None:
+            return False
+        (parameter, gradient, version), self._found = self._found, None
+        if parameter.grad is not gradient:
+            return False
+        parameter.grad = None
+        return gradient._version != version

@@ -8,13 +8,14 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from typing import Any
-from weakref import WeakMethod, finalize
+from weakref import finalize
 
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils import _pytree as pytree
 
+from colo.trainer.backward import weakly
 from colo.trainer.gradients import parameters_of
 from colo.trainer.master_weights import MasterWeightsOptimizer
 from colo.trainer.megatron import MegatronOptimizers, OptimizerParts
@@ -41,7 +42,7 @@ class UnseenState:
         self._stepped_elsewhere: set[int] = set()  # by optimizers of torch's that colo was not given
         self._stepped: set[int] = set()  # by the others, with a gradient
         self._is_checked = isinstance(optimizer, MegatronOptimizers)  # which has state of copies of them
-        self._hook = register_optimizer_step_post_hook(untraced(_weakly(self._on_step)))
+        self._hook = register_optimizer_step_post_hook(untraced(weakly(self._on_step)))
         finalize(self, self._hook.remove)  # of a runtime that is dropped
 
     def remove(self) -> None:
@@ -111,14 +112,3 @@ def _with_state(optimizer: Any) -> Iterator[torch.Tensor]:
 
 def _is_kept(leaf: object) -> bool:
     return leaf.dim() > 0 if isinstance(leaf, torch.Tensor) else not isinstance(leaf, (int, float, str, type(None)))
-
-
-def _weakly(method: Any) -> Any:
-    """Call a method of an object that the hook, which torch holds, does not keep alive."""
-    reference = WeakMethod(method)
-
-    def call(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if (found := reference()) is not None:
-            found(optimizer)
-
-    return call

@@ -4,6 +4,7 @@ import copy
 import gc
 import io
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from tests.models import tiny_qwen3
 from tests.runtimes import ALWAYS, adamw, launch, qwen3, train_step
 
 STREAMED = RuntimeConfig(kv_cache_bytes=MIB, optimizer="streamed")
+RELEASED = RuntimeConfig(kv_cache_bytes=MIB, release_gradients=True)
 
 
 class Part:
@@ -143,7 +145,7 @@ def closed(rt):
     rt.close()
 
 
-@pytest.mark.parametrize("make", [launch, share, lambda: launch(config=ALWAYS), lambda: launch(config=STREAMED)])
+@pytest.mark.parametrize("make", [launch, share, *(partial(launch, config=c) for c in (ALWAYS, STREAMED, RELEASED))])
 @pytest.mark.parametrize("used", [just_made, trained, state_is_away, within_a_rollout, within_training, closed])
 def test_what_nobody_refers_to_goes_model_optimizer_and_engine(make, used):
     def dropped():

@@ -4,6 +4,7 @@ import gc
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import colo
 from colo.config import RuntimeConfig
@@ -183,6 +184,92 @@ def test_gradients_are_released_once_between_steps_and_only_in_training():
             rt.optimizer.zero_grad()
             backward()
             rt.optimizer.step()
+
+
+def pairs(rt, steps, use_reentrant):
+    """Weights after steps on two passes forward and one back, as of a preference loss, over checkpointed layers."""
+    rt.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
+    rt.model.enable_input_require_grads()
+    for step in range(steps):
+        with rt.train():
+            better, worse = (torch.tensor([[7 * step + i + k for i in range(6)]]) for k in (1, 9))
+            losses = [rt.model(input_ids=ids, labels=ids).loss for ids in (better, worse)]
+            torch.nn.functional.softplus(losses[0] - losses[1]).backward()
+            rt.optimizer.step()
+            rt.optimizer.zero_grad()
+    return [p.detach().clone() for p in rt.model.parameters()]
+
+
+@pytest.mark.parametrize("region_bytes", [4096, BUCKET_BYTES])
+def test_gradients_that_come_in_parts_stay_for_the_step_and_a_warning_says_why(region_bytes):
+    with launch(optimizer="resident") as rt:
+        expected = pairs(rt, 3, use_reentrant=True)
+    with launch(release_gradients=True, region_bytes=region_bytes) as rt:
+        with pytest.warns(UserWarning, match=r"reentrant .* KiB of them stay .*use_reentrant=False") as told:
+            found = pairs(rt, 3, use_reentrant=True)
+        assert sum("reentrant" in str(warning.message) for warning in told) == 1
+        assert all(torch.equal(p, q) for p, q in zip(found, expected, strict=True))
+        planned_bytes = rt.scheduler.segments[TRAINER_GRADIENTS].size_bytes
+        assert planned_bytes == sum(p.nbytes for p in rt.model.parameters()), "later phases are planned with all"
+    with launch(optimizer="resident") as rt:
+        expected = pairs(rt, 3, use_reentrant=False)
+    with launch(release_gradients=True, region_bytes=region_bytes) as rt:
+        found = pairs(rt, 3, use_reentrant=False)
+        assert all(torch.equal(p, q) for p, q in zip(found, expected, strict=True))
+        assert rt.scheduler.segments[TRAINER_GRADIENTS].size_bytes < planned_bytes / 2
+
+
+def test_a_weight_that_was_stepped_takes_no_further_part_of_its_gradient():
+    with launch(release_gradients=True, region_bytes=4096) as rt, rt.train():
+        hidden = rt.model.model(input_ids=torch.tensor([[1, 2, 3]])).last_hidden_state
+        within = checkpoint(rt.model.lm_head, hidden, use_reentrant=True)
+        with pytest.warns(UserWarning), pytest.raises(PhaseError, match="another part .* use_reentrant=False"):
+            (within.sum() + rt.model.lm_head(hidden).square().sum()).backward()
+
+
+def zero_by_hand(rt):
+    for p in rt.model.parameters():
+        if p.grad is not None:
+            p.grad.zero_()
+
+
+@pytest.mark.parametrize("offload", ["auto", "always"])
+@pytest.mark.parametrize("zero", [lambda rt: rt.optimizer.zero_grad(set_to_none=False), zero_by_hand])
+def test_zeroing_released_gradients_is_refused_before_a_weight_is_stepped(zero, offload):
+    with launch(release_gradients=True, offload=offload) as rt:
+        ids = torch.tensor([[1, 2, 3]])
+
+        def step():
+            with rt.train():
+                rt.model(input_ids=ids, labels=ids).loss.backward()
+                rt.optimizer.step()
+
+        for _ in range(2):  # without any, and with those dropped
+            step()
+            rt.generate([[1, 2]], max_tokens=2)
+        rt.optimizer.zero_grad()
+        step()
+        zero(rt)
+        rt.generate([[1, 2]], max_tokens=2)
+        before = [p.detach().clone() for p in rt.model.parameters()]
+        with pytest.raises(PhaseError, match=r"set_to_none=False.* call zero_grad\(\), or leave release_gradients out"):
+            step()
+        assert all(torch.equal(p, q) for p, q in zip(rt.model.parameters(), before, strict=True))
+        step()
+        assert not torch.equal(rt.model.lm_head.weight, before[-1])
+
+
+@pytest.mark.parametrize("settings", [{"optimizer": "streamed"}, {"release_gradients": True}], ids=str)
+def test_layers_that_are_frozen_later_are_stepped_as_with_resident_state(settings):
+    def frozen(**settings):
+        with launch(**settings) as rt:
+            for layer in rt.model.model.layers:
+                train(rt, 1)
+                layer.requires_grad_(False)
+            return train(rt, 2)
+
+    expected = frozen(optimizer="resident")
+    assert all(torch.equal(p, expected[name]) for name, p in frozen(**settings).items())
 
 
 def test_settings_that_contradict_released_gradients_are_refused():
