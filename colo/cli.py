@@ -133,8 +133,8 @@ def demo(html: Path, png: Path | None, json_path: Path | None, **asked: Any) -> 
         require_vllm("--engine vllm")
     from colo.demo import run
     from colo.doctor import circumstances
+    from colo.report import memory_timeline
     from colo.report.live import LiveTable
-    from colo.report.report import memory_timeline
     from colo.report.table import memory_headline
 
     with _one_thread(), LiveTable(asked["steps"], console=out) as table:

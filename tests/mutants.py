@@ -85,7 +85,6 @@ EXTRA = {
     "rl/loop": ("rl/test_reference.py",),
     "rl/logit_tiles": ("rl/test_logprob.py",),
     "planning/model_shape": ("planning/test_architecture.py",),
-    "report/report": ("report/test_png.py", "report/test_timeline.py"),
     "trl/generation": ("trl/test_reference.py", "trl/test_phases.py"),
     "runtime/turns": (*TURNS, "runtime/test_states.py"),
     "runtime/versions": _runtimes("faults", "staleness", "publishing"),

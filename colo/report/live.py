@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
+from colo.report import html
 from colo.units import format_bytes
 
 if TYPE_CHECKING:
@@ -154,10 +155,5 @@ def _duration(seconds: float) -> str:
 
 
 def _html(table: Table) -> str:
-    from html import escape
-
-    columns = [[str(column.header), *map(str, column.cells)] for column in table.columns]
-    rows = list(zip(*columns, strict=True))
-    head = "".join(f"<th>{escape(cell)}</th>" for cell in rows[0])
-    body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows[1:])
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    rows = zip(*(map(str, column.cells) for column in table.columns), strict=True)
+    return html.table([str(column.header) for column in table.columns], rows)

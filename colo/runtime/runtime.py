@@ -41,7 +41,7 @@ from colo.weights.sources.peft import is_disabled
 from colo.weights.transports.base import Transport
 
 if TYPE_CHECKING:
-    from colo.report.report import Report
+    from colo.report import Report
 
 
 class Runtime:
@@ -218,7 +218,7 @@ class Runtime:
 
     def report(self) -> Report:
         """Report where time and memory went, with the reason of each choice; print it, or show it in a notebook."""
-        from colo.report.report import Report
+        from colo.report import Report
 
         self._turns.check_process()
         facts = facts_of(self, self._turns.side, is_compared=self._has_logits)

@@ -4,7 +4,7 @@ import pytest
 from traces import PARTIAL, run
 
 from colo.errors import Unsupported
-from colo.report.report import write_png
+from colo.report import write_png
 
 
 @pytest.mark.parametrize("make", PARTIAL)

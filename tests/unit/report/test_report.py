@@ -9,7 +9,7 @@ from rich.console import Console
 import colo
 from colo.config import Offload, RuntimeConfig
 from colo.phases.trace import Trace
-from colo.report.report import Report
+from colo.report import Report
 from colo.trainer.master_weights import MasterWeights
 from colo.units import MIB
 from tests.models import tiny_qwen3

@@ -2,7 +2,7 @@ from rich.text import Text
 
 from colo.phases.phase import Phase
 from colo.phases.trace import MemorySample, Trace
-from colo.report.report import memory_timeline
+from colo.report import memory_timeline
 from colo.report.table import BLOCKS
 from colo.units import GIB
 
