@@ -205,11 +205,9 @@ def _runtime(
     lora = _lora() if mode == "lora" else None
     # vLLM's LoRA kernels for CUDA take no fp32.
     dtype = torch.bfloat16 if lora and engine == "vllm" and device.type == "cuda" else torch.float32
-    weights_bytes, trained_bytes = _sizes(lora, dtype)
-    kv_cache_bytes = int(KV_CACHE_WEIGHTS * weights_bytes)
+    weights_bytes, trained_bytes = _sizes(model, lora, dtype)
     in_pool = engine == "vllm" and device.type == "cuda"
-    if in_pool:
-        kv_cache_bytes = VLLM_POOL_BYTES
+    kv_cache_bytes = VLLM_POOL_BYTES if in_pool else int(KV_CACHE_WEIGHTS * weights_bytes)
     adapter_bytes = trained_bytes if lora else 0
     train_bytes = weights_bytes + adapter_bytes + 3 * trained_bytes  # gradients and two moments
     larger_bytes = max(train_bytes, weights_bytes + adapter_bytes + kv_cache_bytes)
@@ -239,10 +237,8 @@ def _lora() -> Any:
     return LoraConfig(r=LORA_RANK, lora_alpha=2 * LORA_RANK, target_modules="all-linear")
 
 
-def _sizes(lora: Any, dtype: torch.dtype) -> tuple[int, int]:
+def _sizes(model: Any, lora: Any, dtype: torch.dtype) -> tuple[int, int]:
     """Bytes of the weights in `dtype`, and of what is trained: all of them, or an adapter in fp32."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(_model_config())
     weights_bytes = sum(dtype.itemsize * p.numel() for p in model.parameters())
     if lora is None:
         return weights_bytes, weights_bytes

@@ -16,25 +16,24 @@ class Card:
     memory_bytes: int  # `torch.cuda.mem_get_info()[1]`; drivers differ by about 1%, here is the least that was seen
 
 
-def _card(name: str, gib: float) -> Card:
-    return Card(name, int(gib * GIB))
-
-
-CARDS = (
-    _card("RTX 4060", 7.6),
-    _card("RTX 3060", 11.6),
-    _card("T4", 14.5),
-    _card("RTX 4080", 15.5),
-    _card("L4", 22.0),
-    _card("A10G", 22.0),
-    _card("RTX 4090", 23.5),
-    _card("RTX 5090", 31.3),
-    _card("A100 40GB", 39.4),
-    _card("L40S", 44.4),
-    _card("A6000", 47.4),
-    _card("H100", 79.1),
-    _card("H200", 139.7),
-    _card("B200", 178.3),
+CARDS = tuple(
+    Card(name, int(gib * GIB))
+    for name, gib in (
+        ("RTX 4060", 7.6),
+        ("RTX 3060", 11.6),
+        ("T4", 14.5),
+        ("RTX 4080", 15.5),
+        ("L4", 22.0),
+        ("A10G", 22.0),
+        ("RTX 4090", 23.5),
+        ("RTX 5090", 31.3),
+        ("A100 40GB", 39.4),
+        ("L40S", 44.4),
+        ("A6000", 47.4),
+        ("H100", 79.1),
+        ("H200", 139.7),
+        ("B200", 178.3),
+    )
 )
 """Known cards, the smallest first."""
 

@@ -187,16 +187,13 @@ class FitRow:
     train_bytes: int  # device bytes of the train phase
 
 
-def estimate(
-    shape: ModelShape, *, gpu_memory_bytes: int, mode: Mode | str, context: int, generations: int, **options: Any
-) -> Estimate:
-    """Estimate a workload, with suggestions when it does not fit. `options` are the remaining fields of `Workload`.
+def estimate(shape: ModelShape, **workload: Any) -> Estimate:
+    """Estimate a workload, given by the fields of `Workload`, with suggestions when it does not fit.
 
-    Raises: `ValueError` for a value out of range or a `tp` that does not divide the model, `TypeError` for an option
+    Raises: `ValueError` for a value out of range or a `tp` that does not divide the model, `TypeError` for a field
     that there is not.
     """
-    options |= {"gpu_memory_bytes": gpu_memory_bytes, "mode": mode, "context": context, "generations": generations}
-    found = _evaluate(shape, Workload(**options))
+    found = _evaluate(shape, Workload(**workload))
     return found if found.fits else replace(found, suggestions=tuple(_suggestions(found)))
 
 
@@ -218,10 +215,8 @@ def plan(
     Raises: as `load_model_config`, `ModelShape.from_config` and `estimate`.
     """
     shape = ModelShape.from_config(load_model_config(model))
-    gpu_memory_bytes = read_card(gpu_memory).memory_bytes
-    return estimate(
-        shape, gpu_memory_bytes=gpu_memory_bytes, mode=mode, context=context, generations=generations, **options
-    )
+    asked = {"mode": mode, "context": context, "generations": generations, **options}
+    return estimate(shape, gpu_memory_bytes=read_card(gpu_memory).memory_bytes, **asked)
 
 
 def max_generations(shape: ModelShape, *, resident: bool = False, **workload: Any) -> int:

@@ -14,10 +14,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from statistics import fmean
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from colo.engine import Completion, SamplingParams
 from colo.engines.text import Message, check_prompts, encode_prompts, positions_of
@@ -87,31 +89,23 @@ class Batch:
 
     input_ids_BT: Tensor
     attention_mask_BT: Tensor
-    completion_mask_BT: Tensor
-    """1 at generated tokens."""
-
-    engine_logprobs_BT: Tensor
-    """float32 (B, T - 1): what the engine says about the tokens from the second on; 0 where nothing was generated."""
+    completion_mask_BT: Tensor  # 1 at generated tokens
+    engine_logprobs_BT: Tensor  # float32 (B, T - 1): of the tokens from the second on; 0 where nothing was generated
 
     @classmethod
     def of(cls, completions: Sequence[Completion], device: torch.device) -> Batch:
         """Collate completions."""
-        length = max(len(c.prompt_token_ids) + len(c.token_ids) for c in completions)
-        ids = torch.zeros(len(completions), length, dtype=torch.long)
-        attention, generated = torch.zeros_like(ids), torch.zeros_like(ids)
-        logprobs = torch.zeros(len(completions), length - 1, dtype=torch.float32)
-        for row, completion in enumerate(completions):
-            start = len(completion.prompt_token_ids)
-            end = start + len(completion.token_ids)
-            ids[row, :end] = torch.tensor(completion.prompt_token_ids + completion.token_ids)
-            attention[row, :end] = 1
-            generated[row, start:end] = 1
-            logprobs[row, start - 1 : end - 1] = torch.tensor(completion.logprobs, dtype=torch.float32)
+
+        def padded(rows: Iterable[Sequence[float]], dtype: torch.dtype = torch.long) -> Tensor:
+            return pad_sequence([torch.tensor(row, dtype=dtype) for row in rows], batch_first=True).to(device)
+
+        sizes = [(len(c.prompt_token_ids), len(c.token_ids)) for c in completions]
+        logprobs = ([0.0] * (len(c.prompt_token_ids) - 1) + list(c.logprobs) for c in completions)
         return cls(
-            input_ids_BT=ids.to(device),
-            attention_mask_BT=attention.to(device),
-            completion_mask_BT=generated.to(device),
-            engine_logprobs_BT=logprobs.to(device),
+            input_ids_BT=padded(c.prompt_token_ids + c.token_ids for c in completions),
+            attention_mask_BT=padded([1] * (prompt + generated) for prompt, generated in sizes),
+            completion_mask_BT=padded([0] * prompt + [1] * generated for prompt, generated in sizes),
+            engine_logprobs_BT=padded(logprobs, torch.float32),
         )
 
 
@@ -172,7 +166,7 @@ def _steps(
         rewards, metrics = score(problems, completions, step=step + 1)
         with rt.train():
             metrics |= train_step(rt, completions, rewards, config, reference)
-        metrics["completion_tokens"] = sum(len(c.token_ids) for c in completions) / len(completions)
+        metrics["completion_tokens"] = fmean(len(c.token_ids) for c in completions)
         rt.log(**metrics)
         if log is not None:
             log(metrics)
@@ -306,8 +300,8 @@ class _Scorer:
         values = self._values(problems, completions, step)
         weighted = [[self._weights[name] * value for value in column] for name, column in values.items()]
         sums = [sum(row) for row in zip(*weighted, strict=True)]
-        metrics = {} if self._single else {f"rewards/{name}": _mean(column) for name, column in values.items()}
-        return sums, metrics | {"reward": _mean(sums)}
+        metrics = {} if self._single else {f"rewards/{name}": fmean(column) for name, column in values.items()}
+        return sums, metrics | {"reward": fmean(sums)}
 
     def _values(
         self, problems: Sequence[Problem], completions: Sequence[Completion], step: int
@@ -345,10 +339,6 @@ def _reply(problem: Problem, completion: Completion) -> Any:
     text = list(completion.token_ids) if completion.text is None else completion.text
     is_conversation = not isinstance(problem.prompt, str) and any(isinstance(p, Mapping) for p in problem.prompt)
     return [{"role": "assistant", "content": text}] if is_conversation else text
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
 
 
 # ---- the policy that a KL term compares with -----------------------------------------------------------------------
