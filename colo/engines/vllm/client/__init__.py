@@ -13,9 +13,9 @@ import math
 import operator
 import os
 import secrets
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -37,22 +37,11 @@ NamedAdapter = tuple[str, int]
 """Name of an adapter, and the number by which workers know it."""
 
 
-class WorkerLink(Protocol):
+class WorkerLink(ABC):
     """Carries operations to every worker, and requests to vLLM. One caller at a time.
 
     Once vLLM has ended, or does not answer, the status is lost: this call and every later one raise `EngineLost`.
     """
-
-    device: torch.device
-    status: EngineStatus
-    infos: Sequence[WorkerInfo]
-    """Accounts of the workers, of when the link was made."""
-
-    client: str
-    """Identifies this link among the clients of the same workers."""
-
-    deadline_s: float
-    """Silence after which vLLM counts as lost."""
 
     same_process: bool = False
     is_own: bool = False
@@ -81,6 +70,17 @@ class WorkerLink(Protocol):
 
     taken_bytes: int = 0
     """Device memory that vLLM took when it started, where that was seen."""
+
+    def __init__(self, device: torch.device, status: EngineStatus, deadline_s: float) -> None:
+        """Begin without workers; `deadline_s` is the silence after which vLLM counts as lost."""
+        self.device = device
+        self.status = status
+        self.deadline_s = deadline_s
+        self.client = secrets.token_hex(8)
+        """Identifies this link among the clients of the same workers."""
+
+        self.infos: Sequence[WorkerInfo] = ()
+        """Accounts of the workers, of when the link was made."""
 
     @property
     def distorting(self) -> tuple[str, ...]:
@@ -225,11 +225,6 @@ class WorkerLink(Protocol):
                 f"vLLM runs on {found} and the trainer on {wanted}: set CUDA_VISIBLE_DEVICES so that both see the same "
                 "GPU first"
             )
-
-
-def new_client() -> str:
-    """A name that no other client has."""
-    return secrets.token_hex(8)
 
 
 def answers_of(told: Sequence[Mapping[str, Any]], status: EngineStatus) -> list[Any]:

@@ -242,6 +242,8 @@ class VLLMEngine(EngineBase):
 
     def sampling_params(self, params: Any = None, **options: Any) -> Any:
         """Make what `generate` takes, from options by name or from parameters; a server takes none of vLLM's own."""
+        if params is not None and options:
+            raise TypeError(f"give {sorted(options)} within the sampling parameters, or all options by name")
         return self._link.sampling_params(params, options)
 
     def sampling_temperature(self, params: Any) -> float | None:

@@ -15,7 +15,7 @@ from colo.engines.base import EngineStatus
 from colo.engines.sampling import completion_seed, needing_tokenizer, without_neutral
 from colo.engines.text import continuation
 from colo.engines.vllm import compat
-from colo.engines.vllm.client import NamedAdapter, PauseMode, WorkerLink, answers_of, check_numbers, new_client
+from colo.engines.vllm.client import NamedAdapter, PauseMode, WorkerLink, answers_of, check_numbers
 from colo.engines.vllm.processes import Caller, NoAnswer, ProcessEnded
 from colo.engines.vllm.wire import WORKER_EXTENSION, Request, WorkerInfo
 from colo.errors import PhaseError, StaleWeights, TransferError, Unsupported
@@ -37,14 +37,10 @@ class LLMLink(WorkerLink):
         self, llm: Any, device: torch.device, status: EngineStatus, *, deadline_s: float, is_own: bool = False
     ) -> None:
         """Connect to `llm`. Raises: `Unsupported` when it runs on another device than `device`."""
+        super().__init__(device, status, deadline_s)
         self.llm = llm
         self.model_config = llm.llm_engine.vllm_config.model_config
-        self.device = device
-        self.status = status
-        self.deadline_s = deadline_s
         self.is_own = is_own
-        self.client = new_client()
-        self.infos: Sequence[WorkerInfo] = ()
         try:
             self.infos = self.meet_workers()
             self.check_device()
@@ -336,12 +332,10 @@ def sampling_params(params: Any, sampling: Mapping[str, Any]) -> Any:
 
     Options that change nothing may be any that other engines have. Texts are decoded by colo, when they are read, where
     no option asks for more than the tokens' own.
-    Raises: `TypeError` for both parameters and options, `Unsupported` for parameters of another kind, such as a list.
+    Raises: `Unsupported` for parameters of another kind, such as a list.
     """
     from vllm import SamplingParams as VLLMSamplingParams
 
-    if params is not None and sampling:
-        raise TypeError(f"give {sorted(sampling)} within the sampling parameters, or all options by name")
     if params is None:
         options = without_neutral(sampling, VLLMSamplingParams.__struct_fields__)
         given = VLLMSamplingParams(**options)

@@ -33,7 +33,7 @@ from colo.engine import Completion, SamplingParams
 from colo.engines.base import EngineStatus
 from colo.engines.http import Body, HttpClient, Refused, Silent
 from colo.engines.sampling import check_taken, completion_seed
-from colo.engines.vllm.client import NamedAdapter, PauseMode, WorkerLink, answers_of, check_numbers, new_client
+from colo.engines.vllm.client import NamedAdapter, PauseMode, WorkerLink, answers_of, check_numbers
 from colo.engines.vllm.client.engine import VLLMEngine
 from colo.engines.vllm.client.start import device_of
 from colo.engines.vllm.processes import lives, pid_namespace
@@ -116,12 +116,8 @@ class ServerLink(WorkerLink):
         http: httpx.AsyncBaseTransport | None,
     ) -> None:
         """Connect. `http` replaces the network. Raises: see `colo.connect`."""
+        super().__init__(device, status, deadline_s)
         self.url = url
-        self.device = device
-        self.status = status
-        self.deadline_s = deadline_s
-        self.client = new_client()
-        self.infos: Sequence[WorkerInfo] = ()
         self._adapters = ServedAdapters(
             self.client,
             lambda path, body: self._ask("POST", path, dict(body), as_text=True),
@@ -150,8 +146,6 @@ class ServerLink(WorkerLink):
 
         Raises: `TypeError` for vLLM's own, `ValueError` for options that a server does not take.
         """
-        if params is not None and options:
-            raise TypeError(f"give {sorted(options)} within the sampling parameters, or all options by name")
         if params is None:
             params = SamplingParams(**check_taken(options, "a server", "leave it out, or start vLLM from here"))
         if not isinstance(params, SamplingParams):

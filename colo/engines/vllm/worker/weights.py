@@ -6,7 +6,7 @@ Also the backend by which clients of vLLM's own four calls bring them.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
@@ -43,20 +43,23 @@ def record(
             why = str(error)
     if why:
         return LoadPlan.of(source, fallbacks=dict.fromkeys(source, why))
+    load, as_checkpoint = _loader(model, model_type)
+    optional = dict(compat.loadable_buffers(model))
+    destinations = compat.unpadded_parameters(model)
+    plan = LoadPlan.record(load, source, destinations, optional=optional, as_checkpoint=as_checkpoint)
+    return replace(plan, unused=compat.unused(model, source))
+
+
+def _loader(
+    model: nn.Module, model_type: str | None
+) -> tuple[Any, Callable[[Any], Iterable[tuple[str, torch.Tensor]]]]:
+    """vLLM's loader, and a function that makes what it takes of weights by a transformers model's names."""
     rename = compat.renamer(model)
 
     def as_checkpoint(tensors: Any) -> Iterable[tuple[str, torch.Tensor]]:
         return ((rename(name), view) for name, view in checkpoint_views(tensors, model_type))
 
-    load: Any = model.load_weights
-    plan = LoadPlan.record(
-        load,
-        source,
-        compat.unpadded_parameters(model),
-        optional=dict(compat.loadable_buffers(model)),
-        as_checkpoint=as_checkpoint,
-    )
-    return replace(plan, unused=compat.unused(model, source))
+    return model.load_weights, as_checkpoint
 
 
 def _why_not_recorded(model: nn.Module, model_config: Any, device: torch.device) -> str | None:
@@ -105,14 +108,8 @@ def record_packed(model: nn.Module, source: dict[str, torch.Tensor], model_type:
     plain = {name: tensor for name, tensor in source.items() if name not in packed}
     inside = _packed_parameters(model)
     destinations = {name: t for name, t in compat.unpadded_parameters(model).items() if name not in inside}
-    rename = compat.renamer(model)
-    load: Any = model.load_weights
-    plan = LoadPlan.record(
-        load,
-        plain,
-        destinations,
-        as_checkpoint=lambda tensors: ((rename(n), view) for n, view in checkpoint_views(tensors, model_type)),
-    )
+    load, as_checkpoint = _loader(model, model_type)
+    plan = LoadPlan.record(load, plain, destinations, as_checkpoint=as_checkpoint)
     copies, fallbacks = list(plan.copies), dict(plan.fallbacks)
     for name in source.keys() & packed.keys():
         tensor, target = source[name], packed[name].data
@@ -159,11 +156,10 @@ class Reload:
         given = dict(tensors) if keep else {name: tensor.clone() for name, tensor in tensors.items()}
         if not keep:
             self._synchronize()
-        rename = compat.renamer(self._model)
-        load: Any = self._model.load_weights
+        load, as_checkpoint = _loader(self._model, model_type)
         self._taken.expect(given)
         with self._taken:
-            load((rename(name), view) for name, view in checkpoint_views(given, model_type))
+            load(as_checkpoint(given))
         self._given += given
 
     @torch.no_grad()
