@@ -17,6 +17,7 @@ import importlib
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -36,6 +37,10 @@ class BudgetError(ColoError):
         super().__init__(message)
         self.needed_bytes = needed_bytes
         self.free_bytes = free_bytes
+
+    def __reduce__(self) -> tuple[Any, ...]:  # by default its class would be called with the message alone
+        kind = partial(type(self), needed_bytes=self.needed_bytes, free_bytes=self.free_bytes)
+        return kind, self.args, self.__dict__
 
     @property
     def missing_bytes(self) -> int:

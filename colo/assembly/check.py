@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -59,8 +59,9 @@ def check(
         rt.engine.sampling_params(None, **sampling)
     with rt.rollout():
         sampled = rt.generate(prompts, max_tokens=_TOKENS, temperature=1.0, seed=7, ignore_eos=True)
-        options = _check_options(rt, prompts[0])
+        honoured, filtered = _sample(rt, prompts[0])
     difference = logprob_difference(rt.model, sampled, temperature=1.0, device=rt.device)
+    honoured |= {name: _are_best(rt, *pair) for name, pair in filtered.items()}
     rt.transport.source.reshard()
     most = rt.config.max_mismatch if max_mismatch is None else max_mismatch
     found = difference if difference is not None else float("nan")
@@ -69,7 +70,9 @@ def check(
             f"log-probabilities of the engine differ from the trainer's by {found:.3g} on average, and {most:g} is "
             "allowed: the two compute different models. Compare dtypes, quantization and rope settings"
         )
-    return Check(found, sum(len(each.token_ids) for each in sampled), tuple(options), _served(rt, sampled))
+    if ignored := [name for name, holds in honoured.items() if not holds]:
+        raise Unsupported(f"the engine does not honour {', '.join(ignored)}: what it samples is not what it is told")
+    return Check(found, sum(len(each.token_ids) for each in sampled), tuple(honoured), _served(rt, sampled))
 
 
 def _prompts(rt: Runtime) -> list[list[int]]:
@@ -79,12 +82,12 @@ def _prompts(rt: Runtime) -> list[list[int]]:
     return cast("list[list[int]]", torch.randint(0, int(size), (4, 6), generator=generator).tolist())
 
 
-def _check_options(rt: Runtime, prompt: Sequence[int]) -> list[str]:
-    """Names of the options that were seen at work. Raises: `Unsupported` for one that is taken and not honoured."""
+def _sample(rt: Runtime, prompt: Sequence[int]) -> tuple[dict[str, bool], dict[str, tuple[Completion, Completion]]]:
+    """Options by name, true where they were honoured, and for filters that leave the best tokens: drawn and greedy."""
 
-    def tokens(**sampling: Any) -> tuple[int, ...]:
+    def sampled(**sampling: Any) -> Completion:
         defaults = {"max_tokens": _TOKENS, "ignore_eos": True}
-        return rt.generate([prompt], **(defaults | sampling))[0].token_ids
+        return rt.generate([prompt], **(defaults | sampling))[0]
 
     def is_refused(**sampling: Any) -> bool:
         try:
@@ -93,23 +96,46 @@ def _check_options(rt: Runtime, prompt: Sequence[int]) -> list[str]:
             return True
         return False
 
-    greedy = tokens(temperature=0.0)
-    seeded = tokens(temperature=1.0, seed=11)
+    greedy = sampled(temperature=0.0)
+    ids, seeded = greedy.token_ids, sampled(temperature=1.0, seed=11).token_ids
     honoured = {
-        "max_tokens": len(greedy) == _TOKENS,
-        "temperature": tokens(temperature=0.0) == greedy,
-        "seed": tokens(temperature=1.0, seed=11) == seeded,
-        "stop_token_ids": tokens(temperature=0.0, stop_token_ids=[greedy[2]]) == greedy[: greedy.index(greedy[2]) + 1],
+        "max_tokens": len(ids) == _TOKENS,
+        "seed": sampled(temperature=1.0, seed=11).token_ids == seeded,
+        "stop_token_ids": sampled(temperature=0.0, stop_token_ids=[ids[2]]).token_ids == ids[: ids.index(ids[2]) + 1],
         "n": len(rt.generate([prompt], n=3, max_tokens=1)) == 3,
     }
     filters: dict[str, dict[str, Any]] = {"top_k": {"top_k": 1}, "top_p": {"top_p": 1e-6}, "min_p": {"min_p": 1.0}}
+    filtered = {"temperature": (sampled(temperature=0.0), greedy)}
     for name, given in filters.items():
         if not is_refused(**given):  # as vLLM's are where it returns log-probabilities from before they act
-            honoured[name] = tokens(**given, seed=1) == greedy
-    ignored = [name for name, holds in honoured.items() if not holds]
-    if ignored:
-        raise Unsupported(f"the engine does not honour {', '.join(ignored)}: what it samples is not what it is told")
-    return list(honoured)
+            filtered[name] = (sampled(**given, seed=1), greedy)
+    return honoured, filtered
+
+
+def _are_best(rt: Runtime, drawn: Completion, greedy: Completion) -> bool:
+    """Tell whether tokens are the greedy ones, up to the first that is as likely as the greedy one.
+
+    Logits in bf16 have equals among 150,000 tokens, of which a filter that leaves the best may draw any. Every rank of
+    a sharded trainer makes two passes, whatever it has drawn.
+    """
+    pairs = zip(drawn.token_ids, greedy.token_ids, strict=True)
+    at = next((number for number, (token, best) in enumerate(pairs) if token != best), 0)
+    prompt = (*greedy.prompt_token_ids, *greedy.token_ids[:at])
+    cost, least = (
+        logprob_difference(  # of a completion that claims to be certain: -log p
+            rt.model,
+            [replace(greedy, prompt_token_ids=prompt, token_ids=(token,), logprobs=(0.0,))],
+            temperature=1.0,
+            device=rt.device,
+        )
+        for token in (drawn.token_ids[at], greedy.token_ids[at])
+    )
+    assert cost is not None and least is not None, "one token each"
+    dtypes = {parameter.dtype for parameter in rt.model.parameters()} | {torch.float32}
+    if rt.device.type == "cuda":  # where vLLM computes in it whatever the trainer does
+        dtypes.add(torch.bfloat16)
+    rounding = max(torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point)
+    return abs(cost - least) <= max(1e-3, 16 * rounding)
 
 
 def _served(rt: Runtime, sampled: Sequence[Completion]) -> int:

@@ -1,3 +1,5 @@
+import pickle
+
 import pytest
 
 from colo import errors
@@ -27,3 +29,13 @@ def test_a_budget_error_says_how_many_bytes_are_missing(needed, free, missing):
     error = BudgetError("too much", needed_bytes=needed, free_bytes=free)
     assert (str(error), error.needed_bytes, error.free_bytes) == ("too much", needed, free)
     assert error.missing_bytes == missing
+
+
+@pytest.mark.parametrize("kind", ColoError.__subclasses__())
+def test_an_error_of_another_process_arrives_as_it_was(kind):
+    sizes = {"needed_bytes": 10, "free_bytes": 4} if kind is BudgetError else {}
+    error = kind("3 bytes did not arrive", **sizes)
+    error.add_note("ask for less")
+    found = pickle.loads(pickle.dumps(error))
+    assert (type(found), str(found), found.__notes__) == (kind, str(error), ["ask for less"])
+    assert vars(found) == vars(error)

@@ -39,11 +39,15 @@ class Deaf(TorchEngine):
         return super().sampling_params(params, **{k: v for k, v in options.items() if k not in self.ignored})
 
 
-def deaf(**changes):
-    engine = Deaf(qwen3(), device="cpu", dtype=torch.float32, kv_cache_bytes=MIB)
+def deaf_engine(config=None, **changes):
+    engine = Deaf(config or qwen3(), device="cpu", dtype=torch.float32, kv_cache_bytes=MIB)
     for name, value in changes.items():
         setattr(engine, name, value)
-    return shared(engine)
+    return engine
+
+
+def deaf(**changes):
+    return shared(deaf_engine(**changes))
 
 
 def test_an_engine_that_does_what_the_trainer_does_passes_and_no_weight_changes():
@@ -85,6 +89,20 @@ def test_a_trainer_that_computes_something_else_is_found():
 @pytest.mark.parametrize("option", ["top_k", "top_p", "min_p", "seed", "stop_token_ids"])
 def test_an_option_that_the_engine_ignores_is_named(option):
     with deaf(ignored=(option,)) as rt, pytest.raises(Unsupported, match=f"does not honour {option}:"):
+        colo.check(rt)
+
+
+def test_tokens_that_are_equally_likely_may_be_drawn_by_a_filter_that_leaves_the_best():
+    model = made(tie_word_embeddings=False)
+    with torch.no_grad():  # every token has a twin
+        head = model.get_output_embeddings().weight
+        head[1::2] = head[::2]
+    with shared(model=model) as rt:
+        assert {"top_k", "top_p", "min_p"} <= set(colo.check(rt).options)
+    with (
+        shared(deaf_engine(model.config, ignored=("top_p",)), model=model) as rt,
+        pytest.raises(Unsupported, match="honour top_p:"),
+    ):
         colo.check(rt)
 
 
