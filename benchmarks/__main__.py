@@ -10,6 +10,7 @@ tiny, which shows that it works and no more. house, offload, stream, logprob, sh
 from __future__ import annotations
 
 import importlib
+import shlex
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -152,14 +153,18 @@ def _stopped_by_signals(minutes: float) -> Iterator[None]:
 
 def _written(ctx: click.Context) -> str:
     """Spell the command that runs the benchmark again."""
-    words = [ctx.command_path]
+    words: list[str] = []
     for parameter in ctx.command.params:
         value = ctx.params.get(parameter.name or "")
         is_about_output = parameter.name in ("json_path", "minutes")
         if value is None or is_about_output or (value == parameter.default and parameter.name != "shape"):
             continue
-        words += [parameter.opts[0], f"{value >> 20}MiB" if parameter.metavar == "SIZE" else str(value)]
-    return " ".join(words)
+        if isinstance(value, bool):
+            words += parameter.opts[:1] * value
+            continue
+        for each in value if isinstance(value, tuple) else (value,):
+            words += [parameter.opts[0], f"{each >> 20}MiB" if parameter.metavar == "SIZE" else str(each)]
+    return " ".join([ctx.command_path, shlex.join(words)]).strip()
 
 
 def _shapes(*names: str) -> Callable[[Any], Any]:

@@ -7,7 +7,6 @@ checkpoints, and the same with gradients that are released: bytes as the driver 
 
 from __future__ import annotations
 
-import gc
 import statistics
 import threading
 from collections.abc import Iterator
@@ -33,24 +32,20 @@ _STEPS = 5
 def run(record: Record, *, shape: str, device: str, ranges: tuple[int, ...]) -> None:
     """Measure steps with ranges of each size in MiB, then training; see the module's docstring."""
     target = torch.device(device)
+    unit = MIB if target.type == "cuda" else KIB
     for size in ranges:
         record.tell(f"ranges of {size} MiB")
-        with _streamed(shape, target, size * (MIB if target.type == "cuda" else KIB)) as (model, optimizer, state):
-            for parameter in model.parameters():
-                parameter.grad = torch.randn_like(parameter)
-            record.add(_steps(size, optimizer, state, target))
+        record.add(_steps(shape, size, size * unit, target))
     for released in (False, True):
         record.tell("training" + released * " with released gradients")
-        size = min(ranges)
-        num_bytes = size * (MIB if target.type == "cuda" else KIB)
-        with _streamed(shape, target, num_bytes, released=released) as (model, optimizer, _):
-            record.add(_training(model, optimizer, target, sequences=1 if released else 8, released=released))
+        record.add(_training(shape, min(ranges) * unit, target, sequences=1 if released else 8, released=released))
 
 
 @contextmanager
 def _streamed(
     name: str, device: torch.device, range_bytes: int, *, released: bool = False
 ) -> Iterator[tuple[Any, Any, StreamedState]]:
+    clear(device)  # of the part before, whose names held a model and its gradients until it returned
     with device:
         model = AutoModelForCausalLM.from_config(shape(name, device), dtype=torch.bfloat16)
     mover = Mover(device)
@@ -59,26 +54,26 @@ def _streamed(
     yield model, optimizer, state
     state.close(torch.device("cpu"))
     mover.close()
-    del model, optimizer, state
-    gc.collect()
-    clear(device)
 
 
-def _steps(size: int, optimizer: Any, state: StreamedState, device: torch.device) -> Row:
-    with _driver_bytes(device) as used:
-        seconds = [timed(optimizer.step, device) for _ in range(_STEPS + 1)]
-    bus_s = statistics.median(_bus_seconds(state.window, device) for _ in range(3))
-    step_s = statistics.median(seconds[1:])
-    return {
-        "way": f"step, ranges of {size} MiB",
-        "step_s": step_s,
-        "bus_s": bus_s,
-        "of_bus": step_s / bus_s,
-        "first_s": seconds[0],
-        "window_bytes": state.window.size_bytes,
-        "driver_bytes": used[0],
-        "state_bytes": state.window.total_bytes,
-    }
+def _steps(shape: str, size: int, range_bytes: int, device: torch.device) -> Row:
+    with _streamed(shape, device, range_bytes) as (model, optimizer, state):
+        for parameter in model.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        with _driver_bytes(device) as used:
+            seconds = [timed(optimizer.step, device) for _ in range(_STEPS + 1)]
+        bus_s = statistics.median(_bus_seconds(state.window, device) for _ in range(3))
+        step_s = statistics.median(seconds[1:])
+        return {
+            "way": f"step, ranges of {size} MiB",
+            "step_s": step_s,
+            "bus_s": bus_s,
+            "of_bus": step_s / bus_s,
+            "first_s": seconds[0],
+            "window_bytes": state.window.size_bytes,
+            "driver_bytes": used[0],
+            "state_bytes": state.window.total_bytes,
+        }
 
 
 def _bus_seconds(window: StateWindow, device: torch.device) -> float:
@@ -103,27 +98,28 @@ def _bus_seconds(window: StateWindow, device: torch.device) -> float:
     return timed(both_ways, device)
 
 
-def _training(model: Any, optimizer: Any, device: torch.device, *, sequences: int, released: bool) -> Row:
+def _training(shape: str, range_bytes: int, device: torch.device, *, sequences: int, released: bool) -> Row:
     length = 4096 if device.type == "cuda" else 32
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    model.train()
-    ids = torch.randint(1, model.config.vocab_size, (1, length), device=device)
+    with _streamed(shape, device, range_bytes, released=released) as (model, optimizer, _):
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.train()
+        ids = torch.randint(1, model.config.vocab_size, (1, length), device=device)
 
-    def step() -> None:
-        for _ in range(sequences):
-            (-model_logprobs(model, ids, torch.ones_like(ids)).mean()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        def step() -> None:
+            for _ in range(sequences):
+                (-model_logprobs(model, ids, torch.ones_like(ids)).mean()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
 
-    with _driver_bytes(device, of_all=True) as used:
-        seconds = [timed(step, device) for _ in range(3)]
-    return {
-        "way": "training, gradients released" if released else "training",
-        "step_s": min(seconds[1:]),
-        "sequences": sequences,
-        "tokens": length,
-        "driver_bytes": used[0],
-    }
+        with _driver_bytes(device, of_all=True) as used:
+            seconds = [timed(step, device) for _ in range(3)]
+        return {
+            "way": "training, gradients released" if released else "training",
+            "step_s": min(seconds[1:]),
+            "sequences": sequences,
+            "tokens": length,
+            "driver_bytes": used[0],
+        }
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -118,3 +119,26 @@ def test_what_is_interrupted_keeps_the_rows_it_has(tmp_path, number, minutes, co
     found = json.loads(path.read_text())
     assert (process.returncode, found["ended"], found["rows"]) == (code, words, [{"way": "first"}])
     assert "first" in out and f"{words}: 1 rows are kept" in err and "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        "--shape 0.6b --card 24064MiB --released --sides 'bf16, sleep'",
+        "--shape 8b --optimizer streamed --steps 3 --engine torch",
+    ],
+)
+def test_the_command_that_is_written_down_runs_again(run, monkeypatch, tmp_path, written):
+    from benchmarks import trl
+
+    given = []
+    monkeypatch.setattr(trl, "run", lambda record, **options: given.append(options))
+    commands = []
+    arguments = ["trl", *shlex.split(written), "--device", "cpu"]
+    for number in range(2):
+        path = tmp_path / f"{number}.json"
+        assert run(*arguments, "--json", path)[0] == 0
+        commands.append(json.loads(path.read_text())["command"])
+        arguments = shlex.split(commands[-1].removeprefix("python -m benchmarks "))
+    assert commands[0] == commands[1] and given[0] == given[1]
+    assert all(word in shlex.split(commands[0]) for word in shlex.split(written))
