@@ -32,8 +32,8 @@ from colo.rl.loss import Aggregation, GRPOLossConfig, group_advantages, grpo_los
 from colo.rl.rewards import RewardFunction, call_reward, check_columns, check_weights, checked_call, named_rewards
 from colo.units import format_bytes
 from colo.weights.mismatch import evaluating
+from colo.weights.sources.folded import changes_nothing
 from colo.weights.sources.heads import is_peft_model
-from colo.weights.sources.peft import adds_nothing
 
 if TYPE_CHECKING:
     from colo.runtime import Runtime
@@ -366,7 +366,7 @@ class Reference:
             held = model.state_dict().keys()
             buffers = {name: buffer for name, buffer in model.named_buffers() if name in held}
             self._kept = _copied(dict(model.named_parameters()) | buffers)
-        elif not adds_nothing(model):
+        elif not changes_nothing(model):
             self._kept = _copied({name: p for name, p in model.named_parameters() if p.requires_grad})
 
     @property

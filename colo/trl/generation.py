@@ -21,7 +21,8 @@ from colo.phases.phase import Phase
 from colo.runtime import Runtime
 from colo.trainer.state import untraced
 from colo.units import GIB
-from colo.weights.sources.peft import active_adapters, adds_nothing, is_disabled
+from colo.weights.sources.folded import changes_nothing
+from colo.weights.sources.peft import active_adapters, is_disabled
 
 Generated = tuple[list[list[int]], list[list[int]], list[list[list[float]]], list[list[list[int]]]]
 """Prompts, completions, and for each token of those a list with its log-probability, and one with its id."""
@@ -266,7 +267,7 @@ def initialized_once(model: Any, beta: float) -> Iterator[None]:
         yield
     finally:
         config.init_lora_weights = before
-        if REF in model.peft_config and adds_nothing(model):
+        if REF in model.peft_config and changes_nothing(model):
             model.delete_adapter(REF)  # the model without its adapter is the same, takes nothing, and is not saved
         elif REF in model.peft_config:
             model.peft_config[REF] = copy.copy(config)
@@ -289,19 +290,25 @@ def keep_initial_adapter(trainer: Any) -> Callable[[], None]:
                 "the base weights again: the model is not the one you gave. Set model.peft_config['default']."
                 "init_lora_weights = True before the trainer is made, or give the model to ColoGRPOTrainer"
             )
+        _copy_to_reference(model, "default", is_last=True)  # which TRL, that looks for ".default.", has left out
         return lambda: None
-    if adds_nothing(model):
+    if changes_nothing(model):
         return lambda: None
     (name, *_) = active_adapters(model)
     config = copy.copy(model.peft_config[name])
     config.init_lora_weights = True
     model.add_adapter(REF, config)
+    _copy_to_reference(model, name)
+    return lambda: model.delete_adapter(REF)
+
+
+def _copy_to_reference(model: Any, name: str, *, is_last: bool = False) -> None:
+    """Copy an adapter's tensors to the reference: all, or those whose names end with the adapter's (`is_last`)."""
     for key, parameter in list(model.named_parameters()):
         parts = key.split(".")
-        if name in parts:
+        if name in (parts[-1:] if is_last else parts):
             copied = ".".join(REF if part == name else part for part in parts)
             model.get_parameter(copied).data = parameter.detach().clone()
-    return lambda: model.delete_adapter(REF)
 
 
 @contextmanager

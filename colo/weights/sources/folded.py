@@ -22,7 +22,14 @@ from colo.weights.packed import is_packed
 from colo.weights.sources.base import plain_name
 from colo.weights.sources.heads import is_peft_model, plain_model
 from colo.weights.sources.module import ModuleSource, all_modules, saved_buffers
-from colo.weights.sources.peft import ONLY_LORA, active_adapter, active_adapters, check_lora_config, kind_of
+from colo.weights.sources.peft import (
+    ONLY_LORA,
+    active_adapter,
+    active_adapters,
+    adds_nothing,
+    check_lora_config,
+    kind_of,
+)
 
 _FOLDABLE = frozenset(
     {
@@ -119,6 +126,31 @@ class FoldedSource(ModuleSource):
 def module_source(model: nn.Module, *, fold: bool) -> ModuleSource:
     """The source of a model's weights, with its adapter, if it has one, folded into them or beside them."""
     return FoldedSource(model) if fold and is_peft_model(model) else ModuleSource(model)
+
+
+@torch.no_grad()
+def changes_nothing(model: Any) -> bool:
+    """True if a PEFT model computes what it does without its adapter, of any kind that folds: a new one, most often.
+
+    Not so if anything trains that switching the adapter off would leave on.
+    """
+    if adds_nothing(model):
+        return True
+    layers = list(_adapted_layers(model))
+    own = {id(p) for _, layer in layers for p in layer.parameters()} - {
+        id(p) for _, layer in layers for p in _base_of(layer).parameters()
+    }
+    if any(p.requires_grad and id(p) not in own for p in model.parameters()):
+        return False
+    try:
+        check_foldable(model)
+    except Unsupported:
+        return False
+    return all(
+        torch.equal(folded, base)
+        for _, layer in layers
+        for folded, base in zip(_fold(layer).parameters(), _base_of(layer).parameters(), strict=True)
+    )
 
 
 # ---- which adapters fold ---------------------------------------------------------------------------------------------

@@ -4,12 +4,14 @@ import warnings
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import AdaLoraConfig, LoraConfig, VeraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 from trl import RLOOConfig, RLOOTrainer
 
+from colo.config import RuntimeConfig
 from colo.errors import Unsupported
 from colo.trl import ColoGRPOConfig, ColoGRPOTrainer, ColoRLOOConfig, ColoRLOOTrainer
+from colo.units import MIB
 from tests.trainers import logged, trained
 
 INITS = [True, "gaussian", False, "pissa", "pissa_niter_4", "olora", "orthogonal"]
@@ -122,5 +124,54 @@ def test_without_a_kl_term_nothing_is_added(make, attach):
 def test_a_failed_attach_leaves_no_copy(make, attach):
     trainer = make(made_with={"peft_config": lora("pissa")}, beta=0.1, generation_kwargs={"num_beams": 4})
     with pytest.raises((Unsupported, TypeError, ValueError)):
+        attach(trainer)
+    assert set(trainer.model.peft_config) == {"default"}
+
+
+# ---- adapters that are more than LoRA, folded into the weights -------------------------------------------------------
+
+QV = {"target_modules": ["q_proj", "v_proj"]}
+FOLDED = {
+    "VeRA": VeraConfig(r=4, **QV),
+    "DoRA": LoraConfig(r=4, use_dora=True, **QV),
+    "AdaLoRA": AdaLoraConfig(total_step=20, init_r=4, target_r=2, **QV),
+}
+
+
+@pytest.mark.parametrize("kind", FOLDED)
+def test_a_new_adapter_of_any_kind_is_its_own_reference_switched_off(make, kind):
+    options = {**FLAG, "colo_fold_adapter": True, "beta": 0.1, "max_steps": 3, "learning_rate": 0.1}
+    trainer = make(kind=ColoGRPOTrainer, config=ColoGRPOConfig, made_with={"peft_config": FOLDED[kind]}, **options)
+    assert trainer.colo.transport.shares
+    base = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if not p.requires_grad}
+    assert_begins_at_zero(trainer)
+    assert set(trainer.model.peft_config) == {"default"}
+    assert max(logged(trainer, "colo/mismatch")) < 1e-4
+    now = dict(trainer.model.named_parameters())
+    assert all(torch.equal(now[name], p) for name, p in base.items())
+
+
+@pytest.mark.parametrize("by", ["flag", "attach"])
+def test_the_reference_of_one_that_was_trained_before_is_a_copy_of_all_its_tensors(make, attach, checkpoint, by):
+    torch.manual_seed(0)
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(checkpoint, dtype="float32"), FOLDED["VeRA"])
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter))
+    options = {"beta": 0.1, "max_steps": 3, "learning_rate": 0.1}
+    if by == "flag":
+        options |= FLAG | {"colo_fold_adapter": True}
+        trainer = make(model, kind=ColoGRPOTrainer, config=ColoGRPOConfig, **options)
+    else:
+        trainer = make(model, **options)
+        attach(trainer, config=RuntimeConfig(kv_cache_bytes=MIB, fold_adapter=True))
+    assert all(".ref" not in name for name in trained(trainer.model))
+    assert_begins_at_zero(trainer)
+
+
+def test_attach_refuses_one_without_the_switch_and_leaves_the_trainer_as_it_is(make, attach):
+    trainer = make(made_with={"peft_config": FOLDED["VeRA"]}, beta=0.1)
+    with pytest.raises(Unsupported, match=r"VERA \(VeraConfig\).*RuntimeConfig\(fold_adapter=True\), for .*KiB"):
         attach(trainer)
     assert set(trainer.model.peft_config) == {"default"}
