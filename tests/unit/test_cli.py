@@ -225,6 +225,14 @@ def test_plan_of_a_known_model(colo, qwen3_8b, tmp_path):
     assert "8.19 billion parameters" in out
 
 
+def test_plan_counts_what_a_folded_adapter_takes(colo, qwen3_8b, tmp_path):
+    options = ("--mode", "lora", "--fold-adapter", "--json", tmp_path / "plan.json")
+    code, out, _ = colo("plan", qwen3_8b, "--gpu-memory", "80GiB", *options)
+    assert code == 0
+    assert json.loads((tmp_path / "plan.json").read_text())["segments"]["trainer.base"] == 2 * 6_945_767_424
+    assert "trainer.base: weights beneath the adapter" in " ".join(out.split())
+
+
 def test_plan_says_whether_it_fits(colo, qwen3_8b, tmp_path):
     fits = {}
     for size in ("24GiB", "640GiB"):

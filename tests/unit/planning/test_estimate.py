@@ -82,6 +82,17 @@ def test_lora_trains_fp32_adapters_beside_a_shared_base():
     assert round(2 * adapters / 1e6) == 87
 
 
+def test_a_folded_adapter_leaves_the_weights_beneath_beside_the_engines():
+    found, beside = plan(mode="lora", fold_adapter=True), plan(mode="lora")
+    linear = sum(g.num_parameters() for g in QWEN3_8B.groups if g.module in ("attention", "mlp"))
+    assert found.segments["trainer.base"] == 2 * linear
+    assert "trainer.base" not in beside.segments
+    adapters = beside.segments["trainer.parameters"] // 4
+    assert beside.segments["residual"] - found.segments["residual"] == 2 * adapters  # of which the engine has no copy
+    assert all(held["trainer.base"] == 2 * linear for held in found.phases.values())
+    assert module.smallest_cards(QWEN3_8B, found.workload).keys() == module.WAYS.keys()
+
+
 def test_qlora_packs_the_base():
     linear = sum(g.num_parameters() for g in QWEN3_8B.groups if g.module in ("attention", "mlp"))
     rest = PARAMETERS - linear
@@ -423,6 +434,7 @@ def test_table_of_contexts_against_generations():
         ({"generations": 0}, "generations must be at least 1, but is 0"),
         ({"gpu_memory_bytes": 0}, "gpu_memory_bytes must be at least 1, but is 0"),
         ({"residual_bytes": -1}, "residual_bytes must be at least 0, but is -1"),
+        ({"fold_adapter": True}, "fold_adapter is for mode lora, an adapter on 16-bit weights, and mode is full"),
         ({"tp": 5}, "tp 5 does not divide num_attention_heads = 32"),
     ],
 )

@@ -30,13 +30,13 @@ def test_a_command_line_is_parsed(kind, tmp_path):
         "torch",
     ]
     words += ["--colo_kv_cache_bytes", "8MiB", "--colo_offload", "always", "--colo_seeded"]
-    words += ["--colo_optimizer", "streamed"]
+    words += ["--colo_optimizer", "streamed", "--colo_fold_adapter"]
     words += ["--colo_engine_options", '{"max_num_seqs": 4}']
     (args,) = HfArgumentParser(kind).parse_args_into_dataclasses(words)
     assert (args.fast_inference, args.colo_engine, args.colo_seeded) == (True, "torch", True)
     assert args.colo_engine_options == {"max_num_seqs": 4}
     assert (args.colo_config().kv_cache_bytes, args.colo_config().offload) == (8 * MIB, Offload.ALWAYS)
-    assert args.colo_config().optimizer is OptimizerState.STREAMED
+    assert (args.colo_config().optimizer, args.colo_config().fold_adapter) == (OptimizerState.STREAMED, True)
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
