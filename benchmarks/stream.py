@@ -21,8 +21,8 @@ from colo.memory.offload import Mover
 from colo.memory.probe import total_device_bytes
 from colo.rl.logprob import model_logprobs
 from colo.trainer.master_weights import MasterWeights
-from colo.trainer.planes import StateWindow
 from colo.trainer.streamed import StreamedState
+from colo.trainer.window import StateWindow
 from colo.units import KIB, MIB
 
 _COPY_BYTES = 256 * MIB

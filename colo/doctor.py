@@ -257,7 +257,7 @@ def _try_kernels() -> bool:
     torch = importlib.import_module("torch")
     if not torch.cuda.is_available():
         return False
-    importlib.import_module("colo.memory.kernels").try_out(torch.device("cuda", torch.cuda.current_device()))
+    importlib.import_module("colo.memory.copy_plan").try_out(torch.device("cuda", torch.cuda.current_device()))
     return True
 
 

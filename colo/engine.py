@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from colo.memory.load_plan import LoadPlan
     from colo.memory.offload import Mover
-    from colo.phases.segment import Segment
+    from colo.phases.phase import Segment
 
 T = TypeVar("T")
 

@@ -27,8 +27,7 @@ import torch
 from colo.errors import BudgetError
 from colo.memory.offload import Mover, Transfer
 from colo.memory.region import ResizedRegion
-from colo.phases.phase import Residency, check_move
-from colo.phases.segment import Done, Move
+from colo.phases.phase import Done, Move, Residency, check_move
 from colo.phases.trace import Trace
 
 if TYPE_CHECKING:
@@ -167,7 +166,7 @@ class FakeSegment:
         return self._residency
 
     def begin(self, target: Residency) -> Move:
-        """Start moving; see `colo.phases.segment.Segment.begin`."""
+        """Start moving; see `colo.phases.phase.Segment.begin`."""
         if target is self._residency:
             return self._departure or Done()
         check_move(self.name, self._residency, target)

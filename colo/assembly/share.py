@@ -25,17 +25,15 @@ from colo.engines.layout import empty_model
 from colo.engines.text import positions_of
 from colo.engines.torch import TorchEngine
 from colo.errors import BudgetError, Unsupported
-from colo.memory.dtensor import is_dtensor, local_bytes, local_shard
 from colo.memory.offload import Mover
 from colo.memory.probe import free_device_bytes
-from colo.memory.storage import storage_key
-from colo.phases.phase import ENGINE_KV_CACHE
-from colo.phases.segment import Segment
+from colo.memory.storage import is_dtensor, local_bytes, local_shard, storage_key
+from colo.phases.phase import ENGINE_KV_CACHE, Segment
 from colo.planning.kv_cache import layer_caches
 from colo.runtime import Runtime
 from colo.runtime.lifetime import check_free, collect_dropped
 from colo.trainer.gradients import parameters_of
-from colo.trainer.megatron import MegatronOptimizers, as_torch
+from colo.trainer.optimizers import MegatronOptimizers, as_torch
 from colo.trainer.state import unwrapped
 from colo.units import GIB, MIB, format_bytes
 from colo.weights.packed import is_packed

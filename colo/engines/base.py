@@ -12,8 +12,7 @@ from colo.engine import EngineState, SamplingParams, SleepLevel
 from colo.engines.sampling import check_taken, sampling_temperature
 from colo.errors import BudgetError, EngineLost, PhaseError, StaleWeights
 from colo.memory.offload import Mover
-from colo.phases.phase import ENGINE_KV_CACHE, ENGINE_WEIGHTS, Residency
-from colo.phases.segment import Segment
+from colo.phases.phase import ENGINE_KV_CACHE, ENGINE_WEIGHTS, Residency, Segment
 
 WEIGHTS_AT: Mapping[SleepLevel, Residency] = {
     SleepLevel.KEEP_WEIGHTS: Residency.RESIDENT,

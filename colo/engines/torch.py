@@ -25,8 +25,7 @@ from colo.memory.load_plan import LoadPlan
 from colo.memory.offload import Mover, RegionSegment
 from colo.memory.region import Region, allocate_region, close_all
 from colo.memory.uninterrupted import uninterrupted
-from colo.phases.phase import ENGINE_KV_CACHE, ENGINE_WEIGHTS, Residency
-from colo.phases.segment import Move, Segment
+from colo.phases.phase import ENGINE_KV_CACHE, ENGINE_WEIGHTS, Move, Residency, Segment
 from colo.weights.mismatch import first_not_finite, not_numbers
 
 if TYPE_CHECKING:

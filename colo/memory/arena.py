@@ -24,11 +24,9 @@ from colo.errors import BudgetError, ColoError, PhaseError
 from colo.memory.probe import available_host_bytes, local_cpus
 from colo.units import GIB, MIB, align_up, format_bytes
 
-ALIGNMENT_BYTES = 4096
-"""Extents start and end on pages, so that no two share one."""
+ALIGNMENT_BYTES = 4096  # extents start and end on pages, so that no two share one
 
-BLOCK_ALIGNMENT_BYTES = 2 * MIB
-"""Blocks are whole huge pages."""
+BLOCK_ALIGNMENT_BYTES = 2 * MIB  # blocks are whole huge pages
 
 MAX_BLOCK_BYTES = 32 * GIB
 """The most that one call registers with the driver (LMCache#5177: it fails from 512 GiB on)."""

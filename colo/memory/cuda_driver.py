@@ -101,15 +101,7 @@ def open_exported(handle: bytes, size_bytes: int, device: torch.device) -> torch
 
     Lifetime: mapped until the last tensor over it dies. Raises: `TransferError` when it cannot be mapped.
     """
-    address = ctypes.c_uint64()
-    with torch.cuda.device(device):
-        _ensure_context()
-        code = _driver().cuIpcOpenMemHandle_v2(
-            ctypes.byref(address), _Handle.from_buffer_copy(handle), ctypes.c_uint(_LAZY_PEER_ACCESS)
-        )
-    if code != 0:
-        raise TransferError(f"CUDA IPC does not map memory of another process here ({_name_of(code)}, {code})")
-    return _tensor(address.value, size_bytes, device, "cuIpcCloseMemHandle")
+    return _tensor(_open(handle, device), size_bytes, device, "cuIpcCloseMemHandle")
 
 
 class Mapped:
@@ -121,17 +113,21 @@ class Mapped:
 
     def __init__(self, handle: bytes, device: torch.device) -> None:
         """Map a whole allocation. Raises: `TransferError` when it cannot be mapped."""
-        address = ctypes.c_uint64()
-        with torch.cuda.device(device):
-            _ensure_context()
-            code = _driver().cuIpcOpenMemHandle_v2(
-                ctypes.byref(address), _Handle.from_buffer_copy(handle), ctypes.c_uint(_LAZY_PEER_ACCESS)
-            )
-        if code != 0:
-            raise TransferError(f"CUDA IPC does not map memory of another process here ({_name_of(code)}, {code})")
-        self.address: int = address.value
+        self.address = _open(handle, device)
         unmap = weakref.finalize(self, _release, "cuIpcCloseMemHandle", self.address, device.index or 0)
         unmap.atexit = False  # the driver unmaps what a process leaves behind
+
+
+def _open(handle: bytes, device: torch.device) -> int:
+    address = ctypes.c_uint64()
+    with torch.cuda.device(device):
+        _ensure_context()
+        code = _driver().cuIpcOpenMemHandle_v2(
+            ctypes.byref(address), _Handle.from_buffer_copy(handle), ctypes.c_uint(_LAZY_PEER_ACCESS)
+        )
+    if code != 0:
+        raise TransferError(f"CUDA IPC does not map memory of another process here ({_name_of(code)}, {code})")
+    return address.value
 
 
 def page_lock(owner: object, data: torch.Tensor, device: torch.device) -> weakref.finalize[..., Any] | None:

@@ -16,10 +16,8 @@ from functools import cached_property
 import torch
 from torch import nn
 
-from colo.memory.copy_plan import CopyPlan
-from colo.memory.dtensor import local_shard
-from colo.memory.storage import places_of
-from colo.memory.tiles import flat
+from colo.memory.copy_plan import CopyPlan, flat
+from colo.memory.storage import local_shard, places_of
 
 _MODULUS = 1 << 64
 

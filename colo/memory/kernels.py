@@ -1,27 +1,22 @@
 """Triton kernels: memory copied, digested or compared in many places in one launch, and masters in two bytes.
 
-Import through `colo.memory.triton_kernels`.
+Import through `colo.memory.copy_plan`.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from colo.memory import tiles
+_BLOCK = 4096  # masters that one program handles
 
-_BLOCK = 4096
-"""Masters that one program handles."""
+_WORDS_AT_ONCE = 1024  # words of a tile that a program loads before it stores the first
 
-_WORDS_AT_ONCE = 1024
-"""Words of a tile that a program loads before it stores the first."""
-
-_TILES_PER_PROGRAM = 4
-"""Few, so that NCCL's blocks come in as soon as programs end."""
+_TILES_PER_PROGRAM = 4  # few, so that NCCL's blocks come in as soon as programs end
 
 
 @triton.jit
 def _number_of(position):
-    """The odd number (int32) of a word's position in a digest: see `colo.memory.tiles`."""
+    """The odd number (int32) of a word's position in a digest: see `colo.memory.copy_plan`."""
     mixed = position.to(tl.uint32) + 0x9E3779B9
     mixed = (mixed ^ (mixed >> 16)) * 0x85EBCA6B
     mixed = (mixed ^ (mixed >> 13)) * 0xC2B2AE35
@@ -232,7 +227,7 @@ def _launch_over(elements, kernel, *arguments) -> None:
 
 
 def walk(table: torch.Tensor, found: torch.Tensor, doing: str) -> None:
-    """Queue the kernel that copies, digests or compares a table of `colo.memory.tiles.cut`.
+    """Queue the kernel that copies, digests or compares a table of `colo.memory.copy_plan.cut`.
 
     `found` (int64) has a number for each pair, 0 before: a digest is added to it, a difference makes it 1. `doing` is
     "copy", "digest", "copy and digest" or "compare".
@@ -241,50 +236,3 @@ def walk(table: torch.Tensor, found: torch.Tensor, doing: str) -> None:
     switches = {"COPY": "copy" in doing, "DIGEST": "digest" in doing, "COMPARE": doing == "compare"}
     with torch.cuda.device_of(table):
         _walk[(programs,)](table, found, len(table), **switches, BLOCK=_WORDS_AT_ONCE, num_warps=8)
-
-
-def try_out(device: torch.device) -> None:
-    """Compile the kernels for `device` and check their results. Raises: Triton's errors; `RuntimeError`."""
-    generator = torch.Generator().manual_seed(0)
-    words = torch.randint(-(2**31), 2**31, (4 * tiles.WORDS + 24,), generator=generator).to(torch.int32)
-    halves, numbers = words.view(torch.int16)[: 6 * 40].view(6, 40), (words[:40] % 60_000) / 7
-    sources = [words, words[1:7], halves[:, 3:34], halves[:, :9].t(), numbers.to(torch.bfloat16).to(torch.float16)]
-    pairs = [(source.to(device), torch.zeros_like(source, device=device)) for source in sources]
-    pairs += [(numbers.to(device), torch.zeros(40, dtype=d, device=device)) for d in (torch.bfloat16, torch.float16)]
-    pairs += [(numbers[1:].to(device), torch.zeros(39, dtype=torch.bfloat16, device=device))]
-    pairs += [(pairs[5][0].bfloat16(), numbers.new_zeros(40, device=device))]
-    spans = [(tiles.Strided.of(source), tiles.Strided.of(target)) for source, target in pairs]
-    of = [run for number, (source, target) in enumerate(spans) for run in tiles.runs(source, target, number)]
-    table, found = tiles.cut(of).to(device), [torch.zeros(len(pairs), dtype=torch.int64, device=device) for _ in "123"]
-    for doing, numbers in zip(("compare", "copy and digest", "compare"), found, strict=True):
-        walk(table, numbers, doing)
-    told = [numbers.tolist() for numbers in found]
-    copied = [not bool(tiles.differ(*pair)) for pair in pairs]
-    sums = [int(tiles.digest_of(*pair)) for pair in pairs]
-    if told != [[1] * len(pairs), sums, [0] * len(pairs)] or not all(copied):
-        raise RuntimeError(f"Triton's kernels are wrong: {told}, {sums}, {copied}")
-    split = split_masters(torch.tensor([0x3F808001, -0x00400001], dtype=torch.int32, device=device))
-    joined = join_masters(*split)
-    if [*(half.tolist() for half in split), joined.tolist()] != [
-        [0x3F81, -64],
-        [-0x7FFF, 0],
-        [0x3F808001, -0x00400000],
-    ]:
-        raise RuntimeError(f"Triton's kernels are wrong: {split}, {joined}")
-    numbers = torch.tensor([1, 3, 5, 7], dtype=torch.int32, device=device)
-    masters = torch.tensor([0x3F808001, -0x00400001, 0x40000000, 0x7FFF, 0x8000], dtype=torch.int32, device=device)
-    weights, kept = (torch.zeros(5, dtype=torch.int16, device=device) for _ in "12")
-    digests, changed = (torch.zeros(size, dtype=torch.int64, device=device) for size in (2, 1))
-    close_masters(masters, weights, kept, digests, numbers, changed)
-    opened, written = torch.empty_like(masters), torch.empty_like(masters)
-    open_masters(weights, kept, digests, numbers, opened)
-    open_masters(weights, kept, digests + 1, numbers, written)
-    told = [found.tolist() for found in (weights, digests, changed, opened, written)]
-    if told != [
-        [0x3F81, -64, 0x4000, 0, 1],
-        [0x3F81 - 3 * 64 + 5 * 0x4000, 1],
-        [4],
-        [0x3F808001, -0x00400000, 0x40000000, 0x7FFF, 0x8000],
-        [0x3F810000, -0x00400000, 0x40000000, 0, 0x10000],
-    ]:
-        raise RuntimeError(f"Triton's kernels are wrong: {told}")

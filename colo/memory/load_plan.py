@@ -244,8 +244,7 @@ def _joined(run: list[Copy]) -> Copy:
     return Copy(name=first.name, shape=(count,), stride=(1,), offset=first.offset, target=target)
 
 
-_Part = tuple[int, Sequence[int], Sequence[int]]
-"""Offset, shape and strides of a view, in elements."""
+_Part = tuple[int, Sequence[int], Sequence[int]]  # offset, shape and strides of a view, in elements
 
 
 class _NeedsValuesError(Exception):

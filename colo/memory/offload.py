@@ -16,12 +16,14 @@ from colo.errors import PhaseError
 from colo.memory.arena import Extent, PinnedArena
 from colo.memory.region import Region, close_all
 from colo.memory.uninterrupted import uninterrupted
-from colo.phases.phase import Residency, check_move
-from colo.phases.segment import Done, Move
+from colo.phases.phase import Done, Move, Residency, check_move
 from colo.units import MIB
 
 if TYPE_CHECKING:
     from colo.phases.trace import Trace
+
+
+Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
 
 class Transfer:
@@ -82,30 +84,32 @@ class Mover:
             self._since_tick = dict.fromkeys(self._streams, 0)
             self._ticks = {lane: torch.zeros((), dtype=torch.int32, device=device) for lane in self._streams}
 
-    def copy_out(self, source: torch.Tensor, target: torch.Tensor) -> Transfer:
-        """Queue a copy from the device to the host (both uint8, same length) and return at once.
+    def copy_out(self, pairs: Pairs) -> Transfer:
+        """Queue copies from the device to the host (pairs of source and target, uint8) and return at once.
 
-        Ordering: kernels queued on the current stream finish before the copy reads.
+        Ordering: kernels queued on the current stream finish before the copies read.
         """
-        return self._copy("d2h", [(source, target)], after_queued=True)
-
-    def copy_in(self, source: torch.Tensor, target: torch.Tensor, *, after_queued: bool = True) -> Transfer:
-        """Queue a copy from the host to the device (both uint8, same length) and return at once.
-
-        Ordering: as `copy_out`. Without `after_queued` the copy does not wait for the current stream: only for memory
-        that no queued kernel uses, such as a region that has just been restored.
-        """
-        return self._copy("h2d", [(source, target)], after_queued=after_queued)
-
-    def copy_all_out(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Transfer:
-        """Queue copies of many (source, target) pairs as one `copy_out`."""
         return self._copy("d2h", pairs, after_queued=True)
 
-    def copy_all_in(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], *, after_queued: bool) -> Transfer:
-        """Queue copies of many (source, target) pairs as one `copy_in`."""
+    def copy_in(self, pairs: Pairs, *, after_queued: bool = True) -> Transfer:
+        """Queue copies from the host to the device, as `copy_out` does.
+
+        Without `after_queued` the copies do not wait for the current stream: only for memory that no queued kernel
+        uses, such as a region that has just been restored.
+        """
         return self._copy("h2d", pairs, after_queued=after_queued)
 
-    def _copy(self, lane: str, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], *, after_queued: bool) -> Transfer:
+    def record(self, name: str, lane: str, start_s: float, transfers: Sequence[Transfer], num_bytes: int) -> None:
+        """Add one span for copies that have finished to the trace."""
+        if self.trace is not None and transfers:
+            end_s = start_s + sum(transfer.seconds for transfer in transfers)
+            self.trace.add(name, start_s, end_s=end_s, category="copy", resource=lane, num_bytes=num_bytes)
+
+    def now_s(self) -> float:
+        """Seconds since the trace began."""
+        return self.trace.now_s() if self.trace is not None else 0.0
+
+    def _copy(self, lane: str, pairs: Pairs, *, after_queued: bool) -> Transfer:
         if not self._streams:
             start_s = time.perf_counter()
             for source, target in pairs:
@@ -129,9 +133,7 @@ class Mover:
             finished.record(stream)
         return Transfer(started=started, finished=finished)
 
-    def _chunks(
-        self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, int]]:
+    def _chunks(self, pairs: Pairs) -> Iterator[tuple[torch.Tensor, torch.Tensor, int]]:
         """Cut pairs into pieces of at most `chunk_bytes`; yield the length of each too."""
         for source, target in pairs:
             for offset in range(0, source.numel(), self.chunk_bytes):
@@ -195,7 +197,7 @@ class RegionSegment:
             self._residency = Residency.RESIDENT
 
     def begin(self, target: Residency) -> Move:
-        """Start moving to `target`; see `colo.phases.segment.Segment.begin`."""
+        """Start moving to `target`; see `colo.phases.phase.Segment.begin`."""
         with uninterrupted():  # regions and the records of them change together
             if target is self._residency:
                 return self._move or Done()
@@ -228,15 +230,12 @@ class RegionSegment:
 
     def remove(self, regions: Sequence[Region]) -> None:
         """Close some of the regions and return their extents; without any left the segment is discarded."""
-        self.take_out(regions)
-        close_all([region.close for region in regions])
-
-    def take_out(self, regions: Sequence[Region]) -> None:
-        """Take regions out of the segment as they are, and return their extents to the arena."""
         self.settle()
         self._take_out(regions)
+        close_all([region.close for region in regions])
 
     def _take_out(self, regions: Sequence[Region]) -> None:
+        """Take regions out of the segment as they are, and return their extents to the arena."""
         for region in regions:
             self._regions.remove(region)
             extent = self._extents.pop(region, None)
@@ -309,8 +308,8 @@ class _Departure:
     def __init__(self, segment: RegionSegment) -> None:
         self._segment = segment
         self.moved_bytes = segment.size_bytes
-        self._record = _Recorder(segment._mover, f"out {segment.name}", "d2h", self.moved_bytes)
-        copy = segment._mover.copy_all_out
+        self._start_s = segment._mover.now_s()
+        copy = segment._mover.copy_out
         self._pending = [(region, copy(region.pairs(segment._host_view(region)))) for region in segment._regions]
         self._transfers = [transfer for _, transfer in self._pending]
 
@@ -342,9 +341,10 @@ class _Departure:
         return kept_bytes
 
     def _finish(self) -> None:
-        if self._segment._move is self:
-            self._segment._move = None
-            self._record(self._transfers)
+        segment = self._segment
+        if segment._move is self:
+            segment._move = None
+            segment._mover.record(f"out {segment.name}", "d2h", self._start_s, self._transfers, self.moved_bytes)
 
 
 class _Arrival:
@@ -354,7 +354,7 @@ class _Arrival:
         self._segment = segment
         regions = [region for region in segment._regions if not region.resident]
         self.moved_bytes = sum(region.size_bytes for region in regions) if copies else 0
-        self._record = _Recorder(segment._mover, f"back {segment.name}", "h2d", self.moved_bytes)
+        self._start_s = segment._mover.now_s()
         self._transfers: list[Transfer] = []
         for region in regions:
             region.restore()
@@ -362,37 +362,19 @@ class _Arrival:
         if copies and regions:
             pairs = [(h, d) for region in regions for d, h in region.pairs(segment._host_view(region))]
             is_reused = any(region.reuses_memory for region in regions)
-            self._transfers.append(segment._mover.copy_all_in(pairs, after_queued=is_reused))
+            self._transfers.append(segment._mover.copy_in(pairs, after_queued=is_reused))
 
     def wait(self) -> None:
-        if self._segment._move is not self:
+        segment = self._segment
+        if segment._move is not self:
             return
         for transfer in self._transfers:
             transfer.wait()
         with uninterrupted():
-            self._segment._arrived()
-            self._segment._move = None
-        self._record(self._transfers)
+            segment._arrived()
+            segment._move = None
+        segment._mover.record(f"back {segment.name}", "h2d", self._start_s, self._transfers, self.moved_bytes)
 
     def poll(self) -> bool:
         """True when every copy has finished."""
         return all(transfer.done for transfer in self._transfers)
-
-
-class _Recorder:
-    """Adds one span for a group of copies to the mover's trace, once they have finished."""
-
-    def __init__(self, mover: Mover, name: str, resource: str, num_bytes: int) -> None:
-        self._trace = mover.trace
-        self._name = name
-        self._resource = resource
-        self._num_bytes = num_bytes
-        self._start_s = self._trace.now_s() if self._trace is not None else 0.0
-
-    def __call__(self, transfers: Sequence[Transfer]) -> None:
-        if self._trace is None or not transfers:
-            return
-        end_s = self._start_s + sum(transfer.seconds for transfer in transfers)
-        self._trace.add(
-            self._name, self._start_s, end_s=end_s, category="copy", resource=self._resource, num_bytes=self._num_bytes
-        )

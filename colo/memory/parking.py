@@ -24,8 +24,7 @@ from colo.memory.offload import Mover, RegionSegment
 from colo.memory.region import ALIGNMENT_BYTES, Region, allocate_region
 from colo.memory.storage import hidden_bases, num_others, num_references, storage_bytes, storage_key
 from colo.memory.uninterrupted import uninterrupted
-from colo.phases.phase import Residency
-from colo.phases.segment import Done, Move
+from colo.phases.phase import Done, Move, Residency
 from colo.units import GIB, batches
 
 
@@ -56,9 +55,7 @@ class Parking(RegionSegment):
     ) -> None:
         """Without `keeps_addresses` tensors come back into memory of torch's allocator, each by itself."""
         super().__init__(name, regions=(), away=Residency.OFFLOADED, mover=mover)
-        self.expected_bytes = 0
-        """Size of the segment while it has no tensors."""
-
+        self.expected_bytes = 0  # size of the segment while it has no tensors
         self.kept: list[Kept] = []
         """Tensors that `look` was given and that must stay, because something else refers to their memory."""
 
@@ -273,9 +270,7 @@ class _Block:
         self.offsets = [tensor.storage_offset() * tensor.element_size() for tensor in tensors]
         self.size_bytes = storage.nbytes()
         self.padded_bytes = -(-self.size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        self.address = storage.data_ptr()
-        """Address of the bytes that the tensors point to."""
-
+        self.address = storage.data_ptr()  # address of the bytes that the tensors point to
         self.start = 0
         self.host: torch.Tensor | None = None  # uint8, while the tensors point there
         self.device: torch.Tensor | None = None  # uint8, memory of torch's that they have left or go to

@@ -29,8 +29,7 @@ from colo.units import align_up, format_bytes
 ALIGNMENT_BYTES = 256
 """Offset alignment of tensors within a region: what the CUDA allocator gives, and vectorized kernels expect."""
 
-Spec = tuple[Sequence[int], torch.dtype]
-"""Shape and dtype of a tensor to place in a region."""
+Spec = tuple[Sequence[int], torch.dtype]  # shape and dtype of a tensor to place in a region
 
 
 class Region(ABC):

@@ -23,22 +23,19 @@ import torch
 
 from colo.errors import TransferError, Unsupported
 from colo.memory import cuda_driver
-from colo.memory.copy_plan import copy_all
-from colo.memory.fence import wait_for_queued
+from colo.memory.copy_plan import copy_all, wait_for_queued
 from colo.memory.probe import device_id
 from colo.memory.region import carve, carved_bytes
 from colo.memory.specs import NOWHERE, Place, TensorSpec
 from colo.memory.storage import places_of, with_own_storage
 from colo.units import MIB, format_bytes
 
-Description = dict[str, Any]
-"""Handle of some memory for a peer. No two are the same."""
+Description = dict[str, Any]  # handle of some memory for a peer. No two are the same.
 
 Wire = Mapping[str, Any]
 """A set of tensors for a peer: `tensors`, each as `Place.to_wire` gives it, and the `memory` that they lie in."""
 
-GROUP_BYTES = 256 * MIB
-"""Bytes that are staged at once, unless a single tensor is larger."""
+GROUP_BYTES = 256 * MIB  # bytes that are staged at once, unless a single tensor is larger
 
 _PROBE_BYTES = 512
 _CPU = torch.device("cpu")
@@ -190,9 +187,7 @@ class Allocations:
     """Allocations of torch's on a GPU that hold given tensors, each described once."""
 
     def __init__(self) -> None:
-        self.memory: list[Description] = []
-        """Descriptions for `open_shared_memory`."""
-
+        self.memory: list[Description] = []  # descriptions for `open_shared_memory`
         self._indices: dict[bytes, int] = {}
 
     def place(self, tensor: torch.Tensor) -> tuple[int, int]:
@@ -326,8 +321,7 @@ class MappedBuffer:
         """
         self._mapped = open_shared_memory(description, device)
         self.is_copy = copied or self._mapped.device.type != device.type
-        self.bytes = self._mapped
-        """uint8, shape [size]; a copy holds what was there at the last `refresh`."""
+        self.bytes = self._mapped  # uint8, shape [size]; a copy holds what was there at the last `refresh`
 
         if self.is_copy:
             self.bytes = torch.empty_like(self._mapped, device=device)

@@ -11,10 +11,10 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar, Self
 
 from colo.errors import TransferError
 
@@ -31,8 +31,7 @@ DTYPE_BYTES: Mapping[str, int] = MappingProxyType(
 )
 """Bytes of one element by torch's short dtype name. `float4_e2m1fn_x2` holds two values in an element, as in torch."""
 
-NOWHERE = -1
-"""Index of the memory of a tensor without elements."""
+NOWHERE = -1  # index of the memory of a tensor without elements
 
 _NUM_SHOWN = 5
 
@@ -49,21 +48,36 @@ def arriving(kind: type) -> Iterator[None]:
         raise TransferError(f"what arrived is no {kind.__name__}: {missing}") from error
 
 
+class Words:
+    """A dataclass that travels as JSON, by the names of its fields."""
+
+    __slots__ = ()
+    within: ClassVar[Mapping[str, type[Words]]] = {}  # fields that are such words themselves
+
+    def to_wire(self) -> dict[str, Any]:
+        """Fields by name."""
+        given = {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
+        given |= {name: given[name].to_wire() for name in self.within}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in given.items()}
+
+    @classmethod
+    def from_wire(cls, wire: Wire) -> Self:
+        """Raises: `TransferError` with the reason."""
+        with arriving(cls):
+            given = {field.name: wire[field.name] for field in fields(cls)}  # type: ignore[arg-type]
+            return cls(**given | {name: kind.from_wire(given[name]) for name, kind in cls.within.items()})
+
+
 @dataclass(frozen=True, slots=True)
-class TensorSpec:
+class TensorSpec(Words):
     """One tensor of a set of weights, without its values."""
 
-    name: str
-    """The name the sender uses, such as `model.layers.0.mlp.down_proj.weight`."""
-
-    dtype: str
-    """A key of `DTYPE_BYTES`, such as `bfloat16`."""
-
+    name: str  # the name the sender uses, such as `model.layers.0.mlp.down_proj.weight`
+    dtype: str  # a key of `DTYPE_BYTES`, such as `bfloat16`
     shape: tuple[int, ...]
     """Sizes of the dimensions; `()` is a scalar of one element, a zero anywhere makes the tensor empty."""
 
-    strides: tuple[int, ...] | None = None
-    """Strides in elements, where they matter; no part of a manifest."""
+    strides: tuple[int, ...] | None = None  # strides in elements, where they matter; no part of a manifest
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not isinstance(self.dtype, str):
@@ -78,17 +92,6 @@ class TensorSpec:
             if len(self.strides) != len(self.shape):
                 raise ValueError(f"{self.name}: {len(self.shape)} dimensions have {len(self.strides)} strides")
 
-    def to_wire(self) -> dict[str, Any]:
-        """Fields by name, to travel as JSON."""
-        strides = None if self.strides is None else list(self.strides)
-        return {"name": self.name, "dtype": self.dtype, "shape": list(self.shape), "strides": strides}
-
-    @classmethod
-    def from_wire(cls, wire: Wire) -> TensorSpec:
-        """Raises: `TransferError` with the reason."""
-        with arriving(cls):
-            return cls(wire["name"], wire["dtype"], wire["shape"], wire.get("strides"))
-
     @property
     def num_elements(self) -> int:
         """Product of the shape; 1 for a scalar."""
@@ -101,17 +104,13 @@ class TensorSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Place(Words):
     """A tensor in one of several pieces of memory that another process maps."""
 
-    tensor: TensorSpec
-    """Name, dtype, shape and strides."""
-
-    memory: int
-    """Index of the piece of memory, or `NOWHERE`."""
-
-    offset_bytes: int
-    """Start of the tensor in it."""
+    within = MappingProxyType({"tensor": TensorSpec})
+    tensor: TensorSpec  # name, dtype, shape and strides
+    memory: int  # index of the piece of memory, or `NOWHERE`
+    offset_bytes: int  # start of the tensor in it
 
     def __post_init__(self) -> None:
         _check_whole("Place", memory=self.memory, offset_bytes=self.offset_bytes)
@@ -120,34 +119,20 @@ class Place:
         if self.tensor.strides is None:
             raise ValueError(f"{self.tensor.name} needs strides to be found in memory")
 
-    def to_wire(self) -> dict[str, Any]:
-        """Fields by name, to travel as JSON."""
-        return {"tensor": self.tensor.to_wire(), "memory": self.memory, "offset_bytes": self.offset_bytes}
-
-    @classmethod
-    def from_wire(cls, wire: Wire) -> Place:
-        """Raises: `TransferError` with the reason."""
-        with arriving(cls):
-            return cls(TensorSpec.from_wire(wire["tensor"]), wire["memory"], wire["offset_bytes"])
-
 
 @dataclass(frozen=True, slots=True)
-class CopySpec:
+class CopySpec(Words):
     """A copy that a loader makes: elements of a parameter, to a place in the engine's memory."""
 
-    shape: tuple[int, ...]
-    """Shape of the elements that are read."""
-
-    strides: tuple[int, ...]
-    """Their strides in the parameter."""
-
-    offset: int
-    """The first of them, counted in elements."""
-
-    target: Place
-    """Their destination; `target.tensor.name` is the name of the parameter."""
+    within = MappingProxyType({"target": Place})
+    shape: tuple[int, ...]  # shape of the elements that are read
+    strides: tuple[int, ...]  # their strides in the parameter
+    offset: int  # the first of them, counted in elements
+    target: Place  # their destination; `target.tensor.name` is the name of the parameter
 
     def __post_init__(self) -> None:
+        for name in ("shape", "strides"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
         _check_whole("CopySpec", offset=self.offset, **{f"size {n}": size for n, size in enumerate(self.shape)})
         _check_whole("CopySpec", **{f"stride {n}": stride for n, stride in enumerate(self.strides)})
         if len(self.shape) != len(self.strides) or self.offset < 0:
@@ -158,18 +143,6 @@ class CopySpec:
         """Name of the parameter."""
         return self.target.tensor.name
 
-    def to_wire(self) -> dict[str, Any]:
-        """Fields by name, to travel as JSON."""
-        target = self.target.to_wire()
-        return {"shape": list(self.shape), "strides": list(self.strides), "offset": self.offset, "target": target}
-
-    @classmethod
-    def from_wire(cls, wire: Wire) -> CopySpec:
-        """Raises: `TransferError` with the reason."""
-        with arriving(cls):
-            shape, strides = tuple(wire["shape"]), tuple(wire["strides"])
-            return cls(shape, strides, wire["offset"], Place.from_wire(wire["target"]))
-
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
@@ -178,8 +151,7 @@ class Manifest:
     Sender and receiver each build one. Where they disagree the update is refused with `TransferError`.
     """
 
-    specs: tuple[TensorSpec, ...]
-    """Every tensor once, in order."""
+    specs: tuple[TensorSpec, ...]  # every tensor once, in order
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "specs", tuple(self.specs))

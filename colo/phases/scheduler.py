@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING
 
 from colo.config import Offload
 from colo.errors import BudgetError
-from colo.phases.ledger import Holding, Ledger
 from colo.phases.phase import NEEDS, Need, Phase, Residency
 from colo.phases.trace import MemorySample, Trace
-from colo.phases.transition import Action, Step, Transition, plan_evictions, plan_transition
+from colo.phases.transition import Action, Holding, Ledger, Step, Transition, plan_evictions, plan_transition
 
 if TYPE_CHECKING:
-    from colo.phases.segment import Move, Segment
+    from colo.phases.phase import Move, Segment
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,18 +53,13 @@ class Scheduler:
         """Memory that each phase uses in addition to its segments; kept free when the phase is entered."""
 
         self._segments = {segment.name: segment for segment in segments}
-        self.offload = budget.offload
-        """When trainer state leaves for a rollout; may be changed between phases."""
-
+        self.offload = budget.offload  # when trainer state leaves for a rollout; may be changed between phases
         self._budget = budget
         self._needs = needs
         self._departing: dict[str, Move] = {}
         self._used_device_bytes = used_device_bytes
-        self.promised_bytes = 0
-        """Device bytes that the current phase was promised at most."""
-
-        self.side_by_side = True
-        """True if late segments of the current phase fit beside its working memory."""
+        self.promised_bytes = 0  # device bytes that the current phase was promised at most
+        self.side_by_side = True  # true if late segments of the current phase fit beside its working memory
 
     @property
     def segments(self) -> Mapping[str, Segment]:

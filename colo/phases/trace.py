@@ -19,8 +19,7 @@ from colo.phases.phase import Phase
 MAX_SAMPLES = 100_000
 """Memory samples kept of a run: some thousand steps in full, longer runs thinner the further back."""
 
-MAX_SPANS = 100_000
-"""Spans kept of a run: those of its last several thousand steps."""
+MAX_SPANS = 100_000  # spans kept of a run: those of its last several thousand steps
 
 EVALUATION = "evaluation"
 """Name of the span of a training phase without a backward pass: it ends no training step."""
@@ -30,25 +29,18 @@ EVALUATION = "evaluation"
 class Span:
     """Something that took time."""
 
-    name: str
-    """Action, such as `rollout` or `offload trainer.optimizer`."""
-
+    name: str  # action, such as `rollout` or `offload trainer.optimizer`
     category: str
     """`phase`, `switch` (entering or leaving one), `transition` (within a switch), `step` (of a transition), `copy`
     (asynchronous, beside other work), or `work`."""
 
-    start_s: float
-    """Seconds since the trace began."""
-
+    start_s: float  # seconds since the trace began
     duration_s: float
-    phase: Phase
-    """The phase it belongs to."""
-
+    phase: Phase  # the phase it belongs to
     resource: str = "host"
     """Resource that it kept busy: `host`, `device`, `d2h`, `h2d`, `engine`. One row of a timeline each."""
 
-    num_bytes: int = 0
-    """Bytes moved, where bytes were."""
+    num_bytes: int = 0  # bytes moved, where bytes were
 
     @property
     def end_s(self) -> float:
@@ -62,12 +54,8 @@ class MemorySample:
 
     time_s: float
     phase: Phase
-    segments: Mapping[str, int]
-    """Device bytes by segment name."""
-
-    host_bytes: int = 0
-    """Bytes of the host arena in use."""
-
+    segments: Mapping[str, int]  # device bytes by segment name
+    host_bytes: int = 0  # bytes of the host arena in use
     device_used_bytes: int | None = None
     """All device memory in use as the driver sees it, other processes included; `None` where there is no driver."""
 
@@ -86,9 +74,7 @@ class Trace:
     metrics: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     """Name to one value a training step, such as `reward`."""
 
-    capacity_bytes: int | None = None
-    """The capacity line of the memory picture."""
-
+    capacity_bytes: int | None = None  # the capacity line of the memory picture
     began_s: float = field(default_factory=time.perf_counter)
 
     since_s: float = 0.0

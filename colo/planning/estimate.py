@@ -32,7 +32,7 @@ ENGINE_BATCH_TOKENS = 8192  # tokens of one engine step: vLLM's default for max_
 # sequences of a 4-billion Qwen3, whose vocabulary is 151,936.
 SAMPLER_BYTES_PER_LOGIT = 38
 BUS_BYTES_PER_S = 54.6e9  # each way at once; measured: pinned memory to an H200 (examples/bench/results/offload.json)
-RANGE_BYTES, NUM_SLOTS = 64 * MIB, 3  # as colo/trainer/planes.py has them, which imports torch
+RANGE_BYTES, NUM_SLOTS = 64 * MIB, 3  # as colo/trainer/window.py has them, which imports torch
 # Left resident by vLLM 0.26 asleep (context, CUDA graphs, workspaces), measured: Qwen3-8B on an H200.
 ENGINE_RESIDUAL_BYTES = round(1.4 * GIB)
 TRAINER_RESIDUAL_BYTES = GIB // 2  # an allowance, not measured: cuBLAS workspaces, what the allocator rounds up

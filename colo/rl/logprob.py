@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from colo.errors import Unsupported
-from colo.memory.dtensor import is_dtensor
+from colo.memory.storage import is_dtensor
 from colo.rl.logit_tiles import Head, LogitStep, TokenLogprobs, check_steps, tile_sides
 from colo.units import GIB
 

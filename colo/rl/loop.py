@@ -24,8 +24,8 @@ from torch.nn.utils.rnn import pad_sequence
 from colo.engine import Completion, SamplingParams
 from colo.engines.text import Message, check_prompts, encode_prompts, positions_of
 from colo.errors import BudgetError, Unsupported
-from colo.memory.dtensor import is_dtensor
 from colo.memory.probe import available_host_bytes, free_device_bytes
+from colo.memory.storage import is_dtensor
 from colo.memory.uninterrupted import uninterrupted
 from colo.rl.logprob import model_logprobs
 from colo.rl.loss import Aggregation, GRPOLossConfig, group_advantages, grpo_loss

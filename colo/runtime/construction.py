@@ -15,17 +15,24 @@ from transformers import PreTrainedModel
 from colo.config import Offload, OptimizerState, RuntimeConfig
 from colo.engine import Engine
 from colo.errors import BudgetError, Unsupported
-from colo.memory.dtensor import local_bytes, local_shard
 from colo.memory.offload import Mover
 from colo.memory.probe import used_device_bytes
-from colo.phases.phase import ENGINE_KV_CACHE, TRAINER_ADAPTER, TRAINER_BASE, TRAINER_PARAMETERS, Phase, Residency
+from colo.memory.storage import local_bytes, local_shard
+from colo.phases.phase import (
+    ENGINE_KV_CACHE,
+    TRAINER_ADAPTER,
+    TRAINER_BASE,
+    TRAINER_PARAMETERS,
+    FixedSegment,
+    Phase,
+    Residency,
+    Segment,
+)
 from colo.phases.scheduler import Budget, Scheduler
-from colo.phases.segment import FixedSegment, Segment
 from colo.phases.trace import Trace
 from colo.phases.transition import Action, Transition
 from colo.runtime.versions import WeightVersions
-from colo.trainer.megatron import as_torch
-from colo.trainer.separable import why_not_separable
+from colo.trainer.optimizers import as_torch, why_not_separable
 from colo.trainer.session import LATE, TrainerEvents, TrainerSession
 from colo.units import format_bytes
 from colo.weights.publish import Publisher

@@ -22,11 +22,10 @@ from colo.config import Offload
 from colo.engine import EngineState
 from colo.errors import BudgetError, EngineLost, PhaseError, StaleWeights
 from colo.memory.communicators import Communicators, megatron_groups
-from colo.memory.fence import wait_for_queued
+from colo.memory.copy_plan import wait_for_queued
 from colo.memory.probe import free_device_bytes, total_device_bytes
 from colo.memory.uninterrupted import uninterrupted
-from colo.phases.phase import TRAINER_GRADIENTS, Phase, Residency
-from colo.phases.segment import Segment
+from colo.phases.phase import TRAINER_GRADIENTS, Phase, Residency, Segment
 from colo.phases.trace import EVALUATION
 from colo.runtime.construction import Parts, make_trainer_side, make_versions
 from colo.trainer.session import LATE

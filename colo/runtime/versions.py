@@ -7,7 +7,7 @@ import torch
 from colo.config import RuntimeConfig
 from colo.engine import Engine, EngineState, Recovers
 from colo.errors import PhaseError
-from colo.memory.fence import wait_for_queued
+from colo.memory.copy_plan import wait_for_queued
 from colo.memory.uninterrupted import uninterrupted
 from colo.phases.phase import ENGINE_WEIGHTS, Phase, Residency
 from colo.phases.scheduler import Scheduler

@@ -14,12 +14,11 @@ import torch
 from torch import nn
 from torch.utils.weak import TensorWeakRef
 
-from colo.memory.dtensor import local_bytes, local_shard
 from colo.memory.offload import Mover
 from colo.memory.parking import Kept, Parking
-from colo.phases.phase import TRAINER_GRADIENTS, Residency
-from colo.phases.segment import Done, Move
-from colo.trainer.megatron import MegatronOptimizers
+from colo.memory.storage import local_bytes, local_shard
+from colo.phases.phase import TRAINER_GRADIENTS, Done, Move, Residency
+from colo.trainer.optimizers import MegatronOptimizers
 
 
 class HoldsGradient(Protocol):

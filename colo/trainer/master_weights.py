@@ -8,16 +8,16 @@ model's weights are the masters rounded (mixed-precision training, arXiv:1710.03
 from __future__ import annotations
 
 import itertools
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 
-from colo.memory.dtensor import assembly_of, is_dtensor, local_shard
 from colo.memory.region import ALIGNMENT_BYTES
+from colo.memory.storage import assembly_of, is_dtensor, local_shard
 from colo.memory.uninterrupted import uninterrupted
 from colo.trainer.gradients import TakenGradients, parameters_of
+from colo.trainer.optimizers import why_not_separable
 from colo.trainer.remainders import (
     DIGEST_ELEMENTS,
     MASTER_DIGESTS,
@@ -29,7 +29,6 @@ from colo.trainer.remainders import (
     split,
     written_blocks,
 )
-from colo.trainer.separable import why_not_separable
 from colo.units import MIB, align_up, batches
 
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
@@ -97,9 +96,7 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
             raise ValueError(f"bucket_bytes must be positive or None, not {bucket_bytes}")
         groups = _as_groups(params)
         self._masters: dict[torch.Tensor, Master] = {}
-        self.bucket_bytes = bucket_bytes
-        """fp32 gradients that a step handles at a time; `None` for all."""
-
+        self.bucket_bytes = bucket_bytes  # fp32 gradients that a step handles at a time; `None` for all
         self.is_streamed = False
         """True while a runtime streams the state; the runtime then loads masters from state dicts."""
 
@@ -343,64 +340,33 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
         self.publish_state()
 
 
-class Master(ABC):
-    """One parameter's master. `tensor` is what the inner optimizer works on."""
-
-    def __init__(self, parameter: torch.Tensor, tensor: torch.Tensor) -> None:
-        self.parameter = parameter
-        self.tensor = tensor.requires_grad_(parameter.requires_grad)
-
-    @abstractmethod
-    def prepare(self) -> None:
-        """Put the master into `tensor` for a step, with any values written to the parameter since the last one."""
-
-    @abstractmethod
-    def follow(self) -> None:
-        """After a step that failed before it was rounded: take over what somebody has written since."""
-
-    @abstractmethod
-    def round(self) -> tuple[torch.Tensor, int]:
-        """Make the parameter its master, rounded; the number of elements that changed and of all on this rank."""
-
-    @abstractmethod
-    def abandon(self) -> None:
-        """Drop what a failed step may have written, if the master can be made without it."""
-
-    @property
-    @abstractmethod
-    def state(self) -> dict[str, torch.Tensor]:
-        """Entries of the optimizer's state for this master, by key."""
-
-    @abstractmethod
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Take over the master from a state of either kind, into new memory."""
-
-    @abstractmethod
-    def value(self) -> torch.Tensor:
-        """The master (fp32)."""
-
-
-class WholeMaster(Master):
-    """A master that is kept in fp32."""
+class WholeMaster:
+    """One parameter's master, kept in fp32."""
 
     def __init__(self, parameter: torch.Tensor) -> None:
-        super().__init__(parameter, parameter.detach().to(torch.float32, copy=True))
+        self.parameter = parameter
+        self.tensor = parameter.detach().to(torch.float32, copy=True).requires_grad_(parameter.requires_grad)
+        """The tensor that the inner optimizer works on."""
+
         self._unrounded: int | None = None  # with a step under way, the writes to the parameter before it
 
     def prepare(self) -> None:
-        """See `Master.prepare`. Elements that nobody has written keep the master's precision."""
+        """Have the master in `tensor` for a step, with any values written to the parameter since the last one.
+
+        Elements that nobody has written keep the master's precision.
+        """
         self.follow()
         self._unrounded = self.parameter._version
 
     def follow(self) -> None:
-        """See `Master.follow`."""
+        """After a step that failed before it was rounded: take over what somebody has written since."""
         # Where a step has failed, the parameter is not yet its master rounded: then torch's count of writes must do.
         if self._unrounded != self.parameter._version:
             master, weight = self.tensor, self.parameter
             torch.where(self._rounded() == weight, master, weight.to(torch.float32), out=master)
 
     def round(self) -> tuple[torch.Tensor, int]:
-        """See `Master.round`."""
+        """Make the parameter its master, rounded; the number of elements that changed and of all on this rank."""
         rounded = self._rounded()
         shard = local_shard(self.parameter)
         changed = (local_shard(rounded) != shard).sum(dtype=torch.float64)
@@ -409,7 +375,7 @@ class WholeMaster(Master):
         return changed, shard.numel()
 
     def abandon(self) -> None:
-        """See `Master.abandon`: there is no other copy."""
+        """Drop what a failed step may have written, where there is another copy: here there is none."""
 
     def _rounded(self) -> torch.Tensor:
         """The master in the parameter's dtype; bf16 as `SplitMaster` rounds it, so that both train alike."""
@@ -419,11 +385,11 @@ class WholeMaster(Master):
 
     @property
     def state(self) -> dict[str, torch.Tensor]:
-        """See `Master.state`."""
+        """Entries of the optimizer's state for this master, by key."""
         return {MASTER_WEIGHT: self.tensor}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """See `Master.load`."""
+        """Take over the master from a state of either kind, into new memory."""
         self._unrounded = None
         device = self.parameter.device
         if MASTER_WEIGHT in state:
@@ -438,11 +404,11 @@ class WholeMaster(Master):
             self.tensor.data = _joined(self.parameter, state[MASTER_REMAINDER], state[MASTER_DIGESTS])
 
     def value(self) -> torch.Tensor:
-        """See `Master.value`."""
+        """The master (fp32)."""
         return self.tensor.detach()
 
 
-class SplitMaster(Master):
+class SplitMaster:
     """A master of which 16 bits are the bf16 weight, and a remainder has the other 16.
 
     The fp32 tensor exists while it is stepped. Whether somebody has written to the weights since, digests of their
@@ -450,18 +416,19 @@ class SplitMaster(Master):
     """
 
     def __init__(self, parameter: torch.Tensor) -> None:
-        super().__init__(parameter, _placeholder(parameter))
+        self.parameter = parameter
+        self.tensor = _placeholder(parameter).requires_grad_(parameter.requires_grad)
         self._state: dict[str, torch.Tensor] = {}
         self._is_open = False
 
     def prepare(self) -> None:
-        """See `Master.prepare`."""
+        """See `WholeMaster.prepare`."""
         if not self._is_open:
             self.tensor.data = self.value()
             self._is_open = True
 
     def follow(self) -> None:
-        """See `Master.follow`."""
+        """See `WholeMaster.follow`."""
         if self._is_open and self._state:
             weight = self.parameter.detach()
             flat = self.tensor.detach().view(-1)
@@ -469,7 +436,7 @@ class SplitMaster(Master):
             torch.where(changed, weight.reshape(-1).to(torch.float32), flat, out=flat)
 
     def round(self) -> tuple[torch.Tensor, int]:
-        """See `Master.round`."""
+        """See `WholeMaster.round`."""
         if not self._is_open:
             return torch.zeros((), dtype=torch.float64, device=self.parameter.device), 0
         weight, remainder = split(self.tensor)
@@ -485,13 +452,13 @@ class SplitMaster(Master):
         return changed, self.parameter.numel()
 
     def abandon(self) -> None:
-        """See `Master.abandon`: weight and remainder are as before the step."""
+        """See `WholeMaster.abandon`: weight and remainder are as before the step."""
         self.tensor.data = _placeholder(self.parameter)
         self._is_open = False
 
     @property
     def state(self) -> dict[str, torch.Tensor]:
-        """See `Master.state`. There is none before the first step, whose masters are the weights."""
+        """See `WholeMaster.state`. There is none before the first step, whose masters are the weights."""
         return self._state
 
     def adopt(self, state: dict[str, torch.Tensor]) -> None:
@@ -499,7 +466,7 @@ class SplitMaster(Master):
         self._state = state
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """See `Master.load`."""
+        """See `WholeMaster.load`."""
         self.abandon()
         device = self.parameter.device
         if MASTER_WEIGHT in state:
@@ -509,12 +476,15 @@ class SplitMaster(Master):
             self._state = {key: state[key].to(device, copy=True) for key in (MASTER_REMAINDER, MASTER_DIGESTS)}
 
     def value(self) -> torch.Tensor:
-        """See `Master.value`."""
+        """See `WholeMaster.value`."""
         if self._is_open:
             return self.tensor.detach()
         if not self._state:
             return self.parameter.detach().to(torch.float32)
         return _joined(self.parameter, self._state[MASTER_REMAINDER], self._state[MASTER_DIGESTS])
+
+
+Master = WholeMaster | SplitMaster
 
 
 def can_be_split(parameter: torch.Tensor) -> bool:

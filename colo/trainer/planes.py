@@ -1,41 +1,30 @@
-"""Optimizer state in host memory, and the window on the device that it passes through as it is stepped.
+"""Optimizer state in host memory, in planes, which is stepped range by range.
 
-For classes that compute element by element (Adam's kind, SGD, RMSprop, ...) state lies in planes. Each kind of state
-(`exp_avg`, `exp_avg_sq`; `master_remainder`, by which bf16 weights differ from their fp32 masters) is one pinned slab
-over many parameters in order, and a parameter's state is an ordinary host tensor over its stretch of it. A step walks
-the elements in equal ranges, wherever parameters begin and end, through a ring of slots: copy in, step, copy out, each
-in a stream of its own. A slot steps by the user's class, over one flat parameter that never moves. So nothing is
-pointed, hidden or gathered, a large embedding needs no larger window, and Python runs per range, not per parameter.
-
-Classes that look beyond an element but not beyond a parameter (Adafactor, Muon, 8-bit state) step some whole parameters
-at a time, whose state is parked like any other (`colo.memory.parking`), the next ones coming meanwhile.
+For classes that compute element by element (Adam's kind, SGD, RMSprop, ...) each kind of state (`exp_avg`,
+`exp_avg_sq`; `master_remainder`, by which bf16 weights differ from their fp32 masters) is one pinned slab over many
+parameters in order, and a parameter's state is an ordinary host tensor over its stretch of it. A step walks the
+elements in equal ranges, wherever parameters begin and end, through a ring of slots: copy in, step, copy out, each in a
+stream of its own. A slot steps by the user's class, over one flat parameter that never moves. So nothing is pointed,
+hidden or gathered, a large embedding needs no larger window, and Python runs per range, not per parameter.
 """
 
 from __future__ import annotations
 
 import sys
-import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
-from colo.errors import BudgetError
 from colo.memory.arena import Extent
-from colo.memory.dtensor import is_dtensor, local_bytes, local_shard
 from colo.memory.offload import Mover
-from colo.memory.parking import Kept, Parking
-from colo.memory.region import Region, allocate_region, carve, carved_bytes
-from colo.memory.storage import storage_key
-from colo.memory.uninterrupted import uninterrupted
-from colo.phases.phase import TRAINER_OPTIMIZER, Residency, check_move
-from colo.phases.segment import Done, Move
-from colo.trainer.gradients import parameters_of
-from colo.trainer.master_weights import MasterWeightsOptimizer, SplitMaster, WholeMaster
+from colo.memory.region import carve
+from colo.memory.storage import is_dtensor, local_shard
+from colo.trainer.master_weights import SplitMaster, WholeMaster
+from colo.trainer.optimizers import own_step
 from colo.trainer.remainders import (
     DIGEST_ELEMENTS,
     MASTER_DIGESTS,
@@ -46,409 +35,30 @@ from colo.trainer.remainders import (
     open_masters,
     split,
 )
-from colo.trainer.separable import is_elementwise, own_step
-from colo.trainer.state import Stock, take_stock
-from colo.units import MIB, align_up, batches, format_bytes
+from colo.units import align_up
 
-NUM_SLOTS = 3
-"""Ranges on the device at once: one comes, one is stepped, one leaves."""
+Pieces = list[tuple[torch.Tensor, int, int, int]]  # (parameter, start, stop, place in the range) of elements
 
-RANGE_BYTES = 64 * MIB
-"""State of a range. On an H100 ranges of 32 to 256 MiB are stepped at the speed of the bus; at 16 MiB Python bounds
-the step, at 512 MiB too few ranges are under way to overlap."""
+Note = Callable[[list[torch.Tensor], list[tuple[torch.Tensor, int]]], None]
+"""Told which parameters have been stepped, and the changed and all elements of their 16-bit weights."""
 
 
+@dataclass(eq=False)
 class Work:
     """Unit of a step: `parameters`, or a range of their elements. `number` is unique."""
 
-    def __init__(self, number: int, parameters: list[torch.Tensor]) -> None:
-        self.number = number
-        self.parameters = parameters
+    number: int
+    parameters: list[torch.Tensor]
 
 
+@dataclass(eq=False)
 class Range(Work):
-    """Elements [first, last) of some planes; `pieces` are (parameter, start, stop, place in the range)."""
+    """Elements [first, last) of some planes."""
 
-    def __init__(self, number: int, planes: Planes, first: int, last: int) -> None:
-        super().__init__(number, [])
-        self.planes, self.first, self.last = planes, first, last
-        self.pieces: list[tuple[torch.Tensor, int, int, int]] = []
-
-
-class Bucket(Work):
-    """Whole parameters, whose state is parked."""
-
-    def __init__(self, number: int, parameters: list[torch.Tensor], parking: Parking) -> None:
-        super().__init__(number, parameters)
-        self.parking = parking
-        self.expected_bytes = 0  # of what a first step makes
-        self.transient_bytes = 0
-
-
-class StateWindow:
-    """Host memory of streamed state, and the device memory that it passes through.
-
-    To the scheduler it is the segment `trainer.optimizer`. Ownership: owns slots, planes and parked state.
-    """
-
-    name = TRAINER_OPTIMIZER
-    away = Residency.OFFLOADED
-
-    def __init__(self, optimizer: Any, mover: Mover, *, range_bytes: int) -> None:
-        self.optimizer = optimizer
-        self.kept: list[Kept] = []
-        self._mover = mover
-        self._range_bytes = range_bytes
-        self._has_masters = isinstance(optimizer, MasterWeightsOptimizer)
-        self.base: Any = optimizer.inner if self._has_masters else optimizer
-        """The optimizer whose class steps, and which keeps the state."""
-
-        self._masters: Mapping[torch.Tensor, Any] = optimizer.masters if self._has_masters else {}
-        if self._has_masters:
-            optimizer.is_streamed = True
-        self._planes: list[Planes] = []
-        self._buckets: list[Bucket] = []
-        self._number = 0
-        self._work_of: dict[int, list[Work]] = {}
-        self._is_open = False
-        self._region: Region | None = None
-        self._slots: list[StateSlot] = []
-        self._turn = 0
-        self._streams: dict[str, torch.cuda.Stream] = {}
-        if mover.device.type == "cuda":
-            self._streams = {lane: torch.cuda.Stream(mover.device) for lane in ("in", "out")}
-        self.stock = take_stock(optimizer)
-
-    # ---- as a segment -----------------------------------------------------------------------------------------------
-
-    @property
-    def residency(self) -> Residency:
-        """`RESIDENT` while the window is on the device, `OFFLOADED` otherwise."""
-        return Residency.RESIDENT if self._is_open else Residency.OFFLOADED
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of the window: slots and flat parameters, and what three neighbouring buckets have."""
-        sizes = [0, *(max(b.parking.size_bytes, b.expected_bytes) for b in self._buckets), 0]
-        windows = (
-            before + own + after + bucket.transient_bytes
-            for bucket, before, own, after in zip(self._buckets, sizes, sizes[1:], sizes[2:], strict=False)
-        )
-        return carved_bytes(self._parts()) + max(windows, default=0)
-
-    @property
-    def device_bytes(self) -> int:
-        """Device bytes held at this moment."""
-        region_bytes = self._region.device_bytes if self._region is not None else 0
-        return region_bytes + sum(bucket.parking.device_bytes for bucket in self._buckets)
-
-    @property
-    def host_bytes(self) -> int:
-        """Bytes of the arena held."""
-        return sum(planes.host_bytes for planes in self._planes) + sum(b.parking.host_bytes for b in self._buckets)
-
-    @property
-    def total_bytes(self) -> int:
-        """Bytes of all state, what a first step is expected to make included."""
-        return sum(planes.total_bytes for planes in self._planes) + sum(
-            max(bucket.parking.size_bytes, bucket.expected_bytes) for bucket in self._buckets
-        )
-
-    @property
-    def home_bytes(self) -> int:
-        """Host bytes of the state in excess of the window's size."""
-        return max(0, self.total_bytes - self.size_bytes)
-
-    def begin(self, target: Residency) -> Move:
-        """Open the window, or close it; see `Segment.begin`."""
-        if target is self.residency:
-            return Done()
-        check_move(self.name, self.residency, target)
-        with uninterrupted():
-            if target is Residency.RESIDENT:
-                self._open()
-            else:
-                self._leave()
-        return Done()
-
-    def hand_over(self, device: torch.device) -> None:
-        """See `Parking.hand_over`; `close` has done it."""
-
-    def close(self, *, on_device: bool) -> None:
-        """Give all state memory of its own: on the device as far as there is room, or in host memory, as it is."""
-        self._leave()
-        if self._region is not None:
-            self._region.close()
-            self._region, self._slots = None, []
-        left_bytes = 0
-        for planes in self._planes:
-            left_bytes += planes.let_go(on_device=on_device)
-        for bucket in self._buckets:
-            if on_device:
-                with suppress(BudgetError, torch.OutOfMemoryError):
-                    bucket.parking.begin(Residency.RESIDENT).wait()
-                left_bytes += bucket.parking.host_bytes if bucket.parking.residency is Residency.OFFLOADED else 0
-            bucket.parking.hand_over(self._mover.device)
-        self._planes, self._buckets = [], []
-        if self._has_masters:
-            self.optimizer.is_streamed = False
-            self.publish()
-        if left_bytes:
-            warnings.warn(
-                f"{format_bytes(left_bytes)} of the optimizer's state stay in host memory, since "
-                f"{self._mover.device} has no room for them: it steps again once it is shared with a runtime, or loads "
-                "its state where there is room",
-                stacklevel=6,
-            )
-
-    def _open(self) -> None:
-        """Take the slots' memory. Raises: `BudgetError` when the device has no room."""
-        parts = self._parts()
-        if size_bytes := carved_bytes(parts):
-            if self._region is not None and self._region.size_bytes < size_bytes:
-                self._region.close()
-                self._region, self._slots = None, []
-            if self._region is None:
-                self._region = allocate_region(size_bytes, self._mover.device, name=self.name)
-                *flats, first, second, third = carve(self._region.bytes, parts)
-                self._slots = [StateSlot(flats, part) for part in (first, second, third)]
-            elif not self._region.resident:
-                self._region.restore()
-        self._is_open = True
-
-    def _leave(self) -> None:
-        for stream in self._streams.values():
-            stream.synchronize()
-        if self._region is not None and self._region.resident:
-            self._region.release()
-        for bucket in self._buckets:
-            bucket.parking.begin(Residency.OFFLOADED)
-        self._is_open = False
-
-    def _parts(self) -> list[tuple[tuple[int], torch.dtype]]:
-        """Memory of the flat parameter, its gradient and 16-bit weights, and of the slots."""
-        used = [planes for planes in self._planes if planes.ranges]
-        if not used:
-            return []
-        elements = max(planes.range_elements for planes in used)
-        flat_bytes = max(planes.dtype.itemsize for planes in used) * elements
-        slot_bytes = max(carved_bytes(planes.specs) for planes in used)
-        weight_bytes = 2 * elements if self._masters else 0
-        return [((n,), torch.uint8) for n in (flat_bytes, flat_bytes, weight_bytes, *NUM_SLOTS * (slot_bytes,))]
-
-    # ---- what there is to step --------------------------------------------------------------------------------------
-
-    def host_memory(self) -> list[torch.Tensor]:
-        """The planes, as bytes (uint8)."""
-        return [plane.view(torch.uint8) for planes in self._planes for plane in planes.host.values()]
-
-    def work(self) -> Iterator[Work]:
-        """Yield everything that a step handles, in the order in which it is stepped."""
-        for planes in self._planes:
-            yield from planes.ranges
-        yield from self._buckets
-
-    def work_of(self, parameter: torch.Tensor) -> list[Work]:
-        """The ranges of a parameter, or its bucket."""
-        return self._work_of[id(parameter)]
-
-    def has_planes(self, parameter: torch.Tensor) -> bool:
-        """True for a parameter whose state lies in planes."""
-        return isinstance(next(iter(self._work_of.get(id(parameter), ())), None), Range)
-
-    def released_bytes(self) -> int:
-        """Bytes of gradients alive at once when each range drops its own: the most that two neighbours have."""
-        sizes = [sum(local_bytes(p) for p in work.parameters if p.requires_grad) for work in self.work()]
-        return max((one + other for one, other in zip(sizes, [*sizes[1:], 0], strict=True)), default=0)
-
-    def take_in(self) -> None:
-        """Find parameters that are new, and state that somebody has made, replaced or loaded; it goes to the host.
-
-        Raises: `BudgetError` when the host has no room for it.
-        """
-        self._extend()
-        with torch.no_grad():
-            for planes in self._planes:
-                planes.take_in()
-        self.stock = take_stock(self.optimizer)
-        shared = self._park(self.stock)
-        self.kept = [kept for bucket in self._buckets for kept in bucket.parking.kept] + shared
-
-    def prepare(self) -> None:
-        """Reserve host memory for all state. Raises: `BudgetError`; nothing has changed then."""
-        self._extend()
-        with torch.no_grad():
-            for planes in self._planes:
-                planes.take_in()
-                planes.begin_step()
-        self._mover.arena.reserve(sum(max(0, b.expected_bytes - b.parking.host_bytes) for b in self._buckets))
-
-    def load(self, loaded: dict[torch.Tensor, dict[str, Any]]) -> None:
-        """Write loaded state of planes to the host, once torch has loaded the scalars."""
-        for planes in self._planes:
-            planes.load({p: loaded[p] for p in planes.parameters if p in loaded})
-        self.publish()
-
-    def master_of(self, parameter: torch.Tensor) -> Any:
-        """The master of a parameter, or `None`."""
-        return self._masters.get(parameter)
-
-    def publish(self) -> None:
-        """Copy the state into `optimizer.state`, for an optimizer with masters."""
-        if self._has_masters:
-            self.optimizer.publish_state()
-
-    def _extend(self) -> None:
-        new: list[tuple[dict[str, Any], torch.Tensor]] = []
-        for group in self.optimizer.param_groups:
-            for parameter in group["params"]:
-                is_new = id(parameter) not in self._work_of
-                if is_new and (parameter.requires_grad or self.optimizer.state.get(parameter)):
-                    new.append((group, parameter))
-        by_kind: dict[Any, list[torch.Tensor]] = {}
-        rest: list[torch.Tensor] = []
-        for group, parameter in new:
-            number = next(n for n, g in enumerate(self.optimizer.param_groups) if g is group)
-            if is_elementwise(self.base) and _has_plain_elements(parameter, self._mover.device):
-                master = self._masters.get(parameter)
-                by_kind.setdefault((number, parameter.dtype, type(master)), []).append(parameter)
-            else:
-                rest.append(parameter)
-        for (number, _, kind), parameters in by_kind.items():
-            planes = Planes(self, number, parameters, kind, self._mover)
-            planes.cut(self._range_bytes, self._number)
-            self._number += len(planes.ranges)
-            self._planes.append(planes)
-            for work in planes.ranges:
-                for parameter in work.parameters:
-                    self._work_of.setdefault(id(parameter), []).append(work)
-        for parameters in batches(rest, lambda p: self._expected_bytes(p) or 8 * p.numel(), self._range_bytes):
-            parking = Parking(self.name, self._mover, name_of=lambda t: self.stock.name_of(t), keeps_addresses=False)
-            bucket = Bucket(self._number, parameters, parking)
-            bucket.expected_bytes = sum(map(self._expected_bytes, parameters))
-            bucket.transient_bytes = (
-                sum(self.optimizer.transient_bytes(p) for p in parameters) if self._has_masters else 0
-            )
-            self._number += 1
-            self._buckets.append(bucket)
-            self._work_of.update({id(p): [bucket] for p in parameters})
-
-    def _expected_bytes(self, parameter: torch.Tensor) -> int:
-        """Bytes that a first step makes for a parameter in a bucket, as far as is known."""
-        if not self._has_masters:
-            return 0
-        num_bytes: int = self.optimizer.expected_master_bytes(parameter)
-        return num_bytes
-
-    def _park(self, stock: Stock) -> list[Kept]:
-        """Give each bucket the tensors of its parameters' state; what several parameters share stays on the device.
-
-        So does what the optimizer itself refers to, such as a table: it may use it for any parameter.
-        """
-        if not self._buckets:
-            return []
-        own = [value for name, value in vars(self.base).items() if name not in ("state", "param_groups")]
-        shared = {id(leaf) for leaf in pytree.tree_leaves(own) if isinstance(leaf, torch.Tensor)}
-        bucket_of = {
-            number: work[0]
-            for number, parameter in enumerate(parameters_of(self.optimizer))
-            if isinstance((work := self._work_of.get(id(parameter), [None]))[0], Bucket)
-        }
-        owners: dict[int, set[int]] = defaultdict(set)
-        for tensor in (*stock.moments, *stock.masters):
-            owners[storage_key(tensor)] |= {
-                bucket_of[key].number if key in bucket_of else -1 for key in stock.keys_of(tensor)
-            }
-        members: dict[int, list[torch.Tensor]] = defaultdict(list)
-        kept = []
-        for tensor in (*stock.moments, *stock.masters):
-            if owners[storage_key(tensor)] == {-1}:
-                continue  # of planes
-            if id(tensor) in shared or len(owners[storage_key(tensor)]) > 1:
-                kept.append(Kept(stock.name_of(tensor), tensor.nbytes, "several parameters share it"))
-            else:
-                members[owners[storage_key(tensor)].copy().pop()].append(tensor)
-        for bucket in self._buckets:
-            self._look(bucket, members[bucket.number])
-        return kept
-
-    def _look(self, bucket: Bucket, tensors: list[torch.Tensor]) -> None:
-        bucket.parking.look(tensors)
-        if tensors:
-            bucket.expected_bytes = 0
-        if not self._is_open:
-            bucket.parking.begin(Residency.OFFLOADED)
-
-    # ---- stepping ---------------------------------------------------------------------------------------------------
-
-    def step(self, work: Work, due: list[torch.Tensor], following: Work | None, note: Note) -> None:
-        """Step the parameters of `work` that are `due`, and `note` each stepped one, also on an error."""
-        if isinstance(work, Range):
-            self._step_range(work, due, note)
-        else:
-            assert isinstance(work, Bucket)
-            self._step_bucket(work, due, following)
-            changes = getattr(self.optimizer, "changes", None)
-            note(due, [changes] if changes is not None else [])
-
-    def _step_bucket(self, bucket: Bucket, due: list[torch.Tensor], following: Work | None) -> None:
-        bucket.parking.begin(Residency.RESIDENT).wait()
-        if isinstance(following, Bucket):
-            following.parking.begin(Residency.RESIDENT)
-        try:
-            if self._has_masters:
-                self.optimizer.step_part(due)
-            else:
-                ids = set(map(id, due))
-                groups = [
-                    {**group, "params": [p for p in group["params"] if id(p) in ids]}
-                    for group in self.base.param_groups
-                ]
-                own_step(type(self.base))(part_of(self.base, groups, self.base.state))
-        finally:
-            self.stock = take_stock(self.optimizer)
-            self._park(self.stock)
-            bucket.parking.begin(Residency.OFFLOADED)
-
-    def _step_range(self, work: Range, due: list[torch.Tensor], note: Note) -> None:
-        """Copy a range's state into a slot, step it there, and queue its way back."""
-        planes, slot = work.planes, self._slots[self._turn % NUM_SLOTS]
-        self._turn += 1
-        state = slot.views(planes)
-        with _on(self._streams.get("in")):
-            _wait(slot.left)  # the range that was here last is still being copied out
-            planes.copy_in(work, state)
-            arrived = _event(self._streams.get("in"))
-        _wait(arrived)
-        ids, leaving = set(map(id, due)), []
-        try:
-            for pieces in planes.intervals(work, ids):
-                names, changes = planes.step(slot, pieces, state)
-                leaving.append((pieces, names))
-                note([piece[0] for piece in pieces], changes)
-        finally:  # weights that have been written and their state belong together
-            stepped = _event(torch.cuda.current_stream(self._mover.device) if self._streams else None)
-            with _on(self._streams.get("out")):
-                _wait(stepped)
-                for pieces, names in leaving:
-                    planes.copy_out(work, pieces, names, state)
-                slot.left = _event(self._streams.get("out"))
-
-    def end_part(self, parameters: Iterable[torch.Tensor]) -> None:
-        """End the step for some parameters, all of whose elements have been stepped: the next is another one."""
-        ids = set(map(id, parameters))
-        for planes in self._planes:
-            planes.end_part(ids)
-
-    def end_step(self) -> None:
-        """Wait until the host's state is whole, and show what a step has counted."""
-        for stream in self._streams.values():
-            stream.synchronize()
-        for planes in self._planes:
-            planes.end_step()
-        if self._has_masters:
-            self.optimizer.end_step()
-        self.publish()
+    planes: Planes
+    first: int
+    last: int
+    pieces: Pieces = field(default_factory=list)
 
 
 class StateSlot:
@@ -493,15 +103,22 @@ class Planes:
     """The state of some parameters of one group, of one dtype and with one kind of master, over all their elements."""
 
     def __init__(
-        self, window: StateWindow, group: int, parameters: list[torch.Tensor], kind: type, mover: Mover
+        self,
+        base: Any,
+        masters: Mapping[torch.Tensor, Any],
+        group: int,
+        parameters: list[torch.Tensor],
+        kind: type,
+        mover: Mover,
     ) -> None:
+        """`base` is the optimizer whose class steps; `kind` is that of all masters."""
         self.parameters = parameters
         self.ranges: list[Range] = []
         self.range_elements = 0
         self.host: dict[str, torch.Tensor] = {}
         """Pinned slabs by the name of the state, shape [elements], of digests [blocks]."""
 
-        self._window, self._group, self._mover = window, group, mover
+        self._base, self._masters, self._group, self._mover = base, masters, group, mover
         self._is_split, self._is_whole = kind is SplitMaster, kind is WholeMaster
         self.dtype = torch.float32 if self._is_split or self._is_whole else parameters[0].dtype
         """The dtype that the class steps in."""
@@ -514,14 +131,13 @@ class Planes:
             # at a block of digests, so that no block spans two parameters
             start += align_up(local_shard(parameter).numel(), DIGEST_ELEMENTS)
         self._num_elements = start
-        self._extents: dict[str, Extent] = {}
+        self.extents: dict[str, Extent] = {}
         self._views: dict[torch.Tensor, dict[str, torch.Tensor]] = {parameter: {} for parameter in parameters}
         self._tokens: dict[torch.Tensor, object] = {}  # parameters with equal scalars have the same
         self._noted: dict[torch.Tensor, tuple[Any, ...]] = {}  # identities of the scalars that a token is of
         self._after: dict[object, tuple[object, dict[str, Any]]] = {}  # token: that after the step, and its scalars
         self._stepped: dict[torch.Tensor, object] = {}
-        self.layout = self._layout()
-        """The dtype of each kind of state, as it was when the window was laid out."""
+        self.layout = self._layout()  # the dtype of each kind of state, as it was when the window was laid out
 
     # ---- layout -----------------------------------------------------------------------------------------------------
 
@@ -543,11 +159,11 @@ class Planes:
         trial = torch.nn.Parameter(torch.zeros(2, dtype=self.dtype, device=self._mover.device))
         trial.grad = torch.zeros_like(trial)
         trials: dict[Any, dict[str, Any]] = defaultdict(dict)
-        own_step(type(self._window.base))(part_of(self._window.base, [self._options([trial])], trials))
+        own_step(type(self._base))(part_of(self._base, [self._options([trial])], trials))
         return names | {name: value.dtype for name, value in trials[trial].items() if is_plane(value, trial)}
 
     def _options(self, parameters: list[torch.nn.Parameter]) -> dict[str, Any]:
-        return {**self._window.base.param_groups[self._group], "params": parameters}
+        return {**self._base.param_groups[self._group], "params": parameters}
 
     def count(self, name: str, elements: int) -> int:
         """Entries of a plane for a number of elements."""
@@ -557,11 +173,6 @@ class Planes:
     def specs(self) -> list[tuple[tuple[int], torch.dtype]]:
         """Shape and dtype of a range's state, by kind."""
         return [((self.count(name, self.range_elements),), dtype) for name, dtype in self.layout.items()]
-
-    @property
-    def host_bytes(self) -> int:
-        """Bytes of the arena held."""
-        return sum(extent.size_bytes for extent in self._extents.values())
 
     @property
     def total_bytes(self) -> int:
@@ -576,7 +187,7 @@ class Planes:
         if not size:
             return
         for n, first in enumerate(range(0, self._num_elements, size)):
-            self.ranges.append(Range(number + n, self, first, min(first + size, self._num_elements)))
+            self.ranges.append(Range(number + n, [], self, first, min(first + size, self._num_elements)))
         for parameter, start in self._starts.items():
             stop = start + local_shard(parameter).numel()
             for work in self.ranges[start // size : max(start, stop - 1) // size + 1]:
@@ -589,11 +200,11 @@ class Planes:
 
     def _state_of(self, parameter: torch.Tensor) -> dict[str, Any]:
         """The state that the stepping class keeps of a parameter, as the optimizer has it."""
-        state: dict[str, Any] = self._window.base.state.get(self._key_of(parameter), {})
+        state: dict[str, Any] = self._base.state.get(self._key_of(parameter), {})
         return state
 
     def _key_of(self, parameter: torch.Tensor) -> torch.Tensor:
-        master = self._window.master_of(parameter)
+        master = self._masters.get(parameter)
         return parameter if master is None else master.tensor
 
     def take_in(self) -> None:
@@ -602,7 +213,7 @@ class Planes:
             state = self._state_of(parameter)
             if state:
                 self._adopt(parameter, state)
-            master = self._window.master_of(parameter)
+            master = self._masters.get(parameter)
             if master is not None and (kept := master.state):
                 self._adopt_master(parameter, master, kept)
 
@@ -610,7 +221,9 @@ class Planes:
         own = self._views[parameter]
         for name, value in state.items():
             if value is not None and own.get(name) is value:
-                if local_shard(value).data_ptr() != self._address_of(name, parameter):  # somebody has assigned its data
+                plane = self.host[name]
+                address = plane.data_ptr() + self.count(name, self._starts[parameter]) * plane.dtype.itemsize
+                if local_shard(value).data_ptr() != address:  # somebody has assigned its data
                     host = self._stretch_of(name, parameter)
                     host.copy_(local_shard(value))
                     local_shard(value).data = host
@@ -642,7 +255,7 @@ class Planes:
             return
         count = self.count(name, self._num_elements)
         extent = self._mover.arena.allocate(count * dtype.itemsize)
-        self._extents[name] = extent
+        self.extents[name] = extent
         self.host[name] = self._mover.arena.tensor(extent, 0, count * dtype.itemsize).view(dtype)
         for parameter in self._starts:
             self._views[parameter][name] = _like(parameter, self._stretch_of(name, parameter))
@@ -651,21 +264,17 @@ class Planes:
         """A host tensor over a parameter's stretch of a plane, with a storage of its own and no view of another."""
         dtype, shard = self.host[name].dtype, local_shard(parameter)
         first, length = self.count(name, self._starts[parameter]), self.count(name, shard.numel())
-        arena, extent = self._mover.arena, self._extents[name]
+        arena, extent = self._mover.arena, self.extents[name]
         memory = arena.tensor(extent, first * dtype.itemsize, length * dtype.itemsize)
         shape = torch.Size([length]) if name == MASTER_DIGESTS else shard.shape
         made = torch.empty(0, dtype=dtype)
         strides = torch.empty(shape, device="meta").stride()
         return made.set_(memory.untyped_storage(), memory.storage_offset() // dtype.itemsize, shape, strides)
 
-    def _address_of(self, name: str, parameter: torch.Tensor) -> int:
-        plane = self.host[name]
-        return plane.data_ptr() + self.count(name, self._starts[parameter]) * plane.dtype.itemsize
-
     def load(self, loaded: dict[torch.Tensor, dict[str, Any]]) -> None:
         """Write what a state dict has into the planes; scalars are in the optimizer's state already."""
         for parameter, given in loaded.items():
-            master = self._window.master_of(parameter)
+            master = self._masters.get(parameter)
             if master is not None:
                 of_master = {name: given[name] for name in OF_MASTERS if name in given}
                 if of_master:
@@ -675,13 +284,13 @@ class Planes:
                 if name not in OF_MASTERS and is_plane(value, parameter):
                     self._need(name, self.layout.get(name, value.dtype))
                     local_shard(self._views[parameter][name]).copy_(local_shard(value))
-                    self._window.base.state[self._key_of(parameter)][name] = self._views[parameter][name]
+                    self._base.state[self._key_of(parameter)][name] = self._views[parameter][name]
 
     def let_go(self, *, on_device: bool) -> int:
         """Give the state memory of its own: on the device as far as there is room; bytes that stay on the host."""
         left_bytes = 0
         # tensors of the state stay valid after the runtime, over host memory if need be
-        for name, extent in self._extents.items():  # it goes back with the last tensor over it
+        for name, extent in self.extents.items():  # it goes back with the last tensor over it
             parts = [local_shard(views[name]) for views in self._views.values() if name in views]
             self._mover.arena.release_after(extent, parts)
         for parameter, views in self._views.items():
@@ -691,7 +300,7 @@ class Planes:
                     try:
                         host.data = host.to(self._mover.device, copy=True)
                         if name == MASTER_WEIGHT:
-                            local_shard(self._window.master_of(parameter).tensor).data = host
+                            local_shard(self._masters[parameter].tensor).data = host
                     except torch.OutOfMemoryError:
                         left_bytes += host.nbytes
         return left_bytes
@@ -761,13 +370,13 @@ class Planes:
             slice(one.stop, other.start) for one, other in pairwise([*places, slice(stop - start, None)])
         ]  # between parameters, of which digests are of zeros
         old = slot.scratch(weights[0].dtype, start, stop) if self._is_split or self._is_whole else None
-        if old is None:
-            torch._foreach_copy_([flat.data[place] for place in places], weights)
-        else:
-            torch._foreach_copy_([old[place] for place in places], weights)
+        read = flat.data if old is None else old
+        torch._foreach_copy_([read[place] for place in places], weights)
+        if old is not None:
             _zero(old, gaps)
             self._fill(flat.data, old, places, pieces, mine)
-        gradients = [_dense(local_shard(p.grad)).reshape(-1)[a:b] for p, a, b, _ in pieces]
+        held = [(local_shard(p.grad), a, b) for p, a, b, _ in pieces]
+        gradients = [(g if g.layout is torch.strided else g.to_dense()).reshape(-1)[a:b] for g, a, b in held]
         torch._foreach_copy_([gradient[place] for place in places], gradients)
         made = self._step_flat(flat, pieces, mine)
         names = [name for name, value in made.items() if is_plane(value, flat)]
@@ -778,23 +387,20 @@ class Planes:
                 mine[name] = state[name][start:stop]
             if made[name].data_ptr() != mine[name].data_ptr():
                 mine[name].copy_(made[name])
-        changes, kept = [], []
-        if old is None:
-            torch._foreach_copy_(weights, [flat.data[place] for place in places])
-        else:
+        changes = []
+        if old is not None:
             _zero(flat.data, gaps)
-            changed = self._empty(flat.data, old, mine)
-            torch._foreach_copy_(weights, [old[place] for place in places])
-            kept = [name for name in OF_MASTERS if name in self.layout]
-            changes = [(changed, sum(weight.numel() for weight in weights))]
+            changes = [(self._empty(flat.data, old, mine), sum(weight.numel() for weight in weights))]
+            names += [name for name in OF_MASTERS if name in self.layout]
+        torch._foreach_copy_(weights, [read[place] for place in places])
         token = self._tokens[pieces[0][0]]
         self._after.setdefault(token, (object(), {n: v for n, v in made.items() if not is_plane(v, flat)}))
         self._stepped.update((piece[0], token) for piece in pieces)
-        return [*names, *kept], changes
+        return names, changes
 
     def _step_flat(self, flat: torch.nn.Parameter, pieces: Pieces, mine: dict[str, torch.Tensor]) -> dict[str, Any]:
         """Call the class's step for the flat parameter; the state that it has afterwards."""
-        base, known = self._window.base, self._state_of(pieces[0][0])
+        base, known = self._base, self._state_of(pieces[0][0])
         given = {
             name: mine[name] if name in mine else value.detach().clone() if torch.is_tensor(value) else value
             for name, value in known.items()
@@ -818,7 +424,7 @@ class Planes:
             master = state[MASTER_WEIGHT]
             flat.copy_(torch.where(_rounded(master, old.dtype) == old, master, old.to(torch.float32)))
             return
-        known = [bool(self._window.master_of(piece[0]).state) for piece in pieces]
+        known = [bool(self._masters[piece[0]].state) for piece in pieces]
         if all(known):
             open_masters(old, state[MASTER_REMAINDER], state[MASTER_DIGESTS], flat)
             return
@@ -851,7 +457,7 @@ class Planes:
         ended = {p: token for p, token in self._stepped.items() if id(p) in ids}
         for parameter, token in ended.items():
             after, scalars = self._after[token]
-            state = self._window.base.state[self._key_of(parameter)]
+            state = self._base.state[self._key_of(parameter)]
             for name, value in scalars.items():
                 mine = state.get(name)
                 if torch.is_tensor(value) and torch.is_tensor(mine):
@@ -861,8 +467,7 @@ class Planes:
             views = self._views[parameter]
             state.update((name, view) for name, view in views.items() if name not in OF_MASTERS)
             if self._is_split:
-                master = self._window.master_of(parameter)
-                master.adopt({name: views[name] for name in (MASTER_REMAINDER, MASTER_DIGESTS)})
+                self._masters[parameter].adopt({name: views[name] for name in (MASTER_REMAINDER, MASTER_DIGESTS)})
             # the next step compares tokens, not values, which would wait for the GPU
             self._tokens[parameter] = after
         if pairs:
@@ -873,13 +478,6 @@ class Planes:
 
     def _scalars_of(self, parameter: torch.Tensor) -> dict[str, Any]:
         return {name: v for name, v in self._state_of(parameter).items() if not is_plane(v, parameter)}
-
-
-Note = Callable[[list[torch.Tensor], list[tuple[torch.Tensor, int]]], None]
-"""Told which parameters have been stepped, and the changed and all elements of their 16-bit weights."""
-
-Pieces = list[tuple[torch.Tensor, int, int, int]]
-"""(parameter, start, stop, place in the range) of elements."""
 
 
 def part_of(optimizer: Any, groups: list[dict[str, Any]], state: Any) -> Any:
@@ -915,18 +513,6 @@ def is_plane(value: Any, parameter: torch.Tensor) -> bool:
     return torch.is_tensor(value) and value.shape == parameter.shape
 
 
-def _has_plain_elements(parameter: torch.Tensor, device: torch.device) -> bool:
-    shard = local_shard(parameter)
-    return (
-        shard.device == device
-        and parameter.dim() > 0
-        and shard.numel() > 0
-        and shard.is_floating_point()
-        and shard.is_contiguous()
-        and not (parameter.grad is not None and parameter.grad.layout is not torch.strided)
-    )
-
-
 def _like(parameter: Any, shard: torch.Tensor) -> torch.Tensor:
     """Wrap a shard, on any device, as a tensor that is sharded like a parameter."""
     if not is_dtensor(parameter):
@@ -935,22 +521,5 @@ def _like(parameter: Any, shard: torch.Tensor) -> torch.Tensor:
     return made
 
 
-def _dense(gradient: torch.Tensor) -> torch.Tensor:
-    return gradient if gradient.layout is torch.strided else gradient.to_dense()
-
-
 def _rounded(master: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return split(master)[0] if dtype is torch.bfloat16 else master.detach().to(dtype)
-
-
-def _on(stream: torch.cuda.Stream | None) -> AbstractContextManager[Any]:
-    return nullcontext() if stream is None else torch.cuda.stream(stream)
-
-
-def _event(stream: torch.cuda.Stream | None) -> torch.cuda.Event | None:
-    return None if stream is None else stream.record_event()
-
-
-def _wait(event: torch.cuda.Event | None) -> None:
-    if event is not None:
-        torch.cuda.current_stream().wait_event(event)

@@ -15,7 +15,7 @@ from functools import lru_cache
 
 import torch
 
-from colo.memory.triton_kernels import kernels
+from colo.memory.copy_plan import kernels
 
 MASTER_WEIGHT = "master_weight"
 """Key under which an optimizer's state keeps a parameter's fp32 master (`colo.optim.MasterWeights`)."""
@@ -23,11 +23,9 @@ MASTER_WEIGHT = "master_weight"
 MASTER_REMAINDER, MASTER_DIGESTS = "master_remainder", "master_digests"
 """Keys of what a bf16 weight is short of its master (int16), and of digests of the weight's blocks (int64)."""
 
-OF_MASTERS = (MASTER_WEIGHT, MASTER_REMAINDER, MASTER_DIGESTS)
-"""Keys of everything that is kept of a master."""
+OF_MASTERS = (MASTER_WEIGHT, MASTER_REMAINDER, MASTER_DIGESTS)  # keys of everything that is kept of a master
 
-DIGEST_ELEMENTS = 1024
-"""Elements of a weight, in their order in memory, that one digest covers."""
+DIGEST_ELEMENTS = 1024  # elements of a weight, in their order in memory, that one digest covers
 
 _SIGN_AND_QUIET_NAN = (-64, 0x7FC0)  # as int16, of a negative and of a positive NaN
 _INFINITY = 0x7F800000

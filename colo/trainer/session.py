@@ -20,15 +20,15 @@ from colo.phases.phase import (
     Need,
     Phase,
     Residency,
+    Segment,
 )
-from colo.phases.segment import Segment
 from colo.trainer.backward import BackwardWatch
 from colo.trainer.gradients import parameters_of, unreduced
-from colo.trainer.megatron import MegatronOptimizers, as_torch
-from colo.trainer.planes import RANGE_BYTES
+from colo.trainer.optimizers import MegatronOptimizers, as_torch
 from colo.trainer.state import TrainerState
 from colo.trainer.streamed import StreamedState
 from colo.trainer.unseen import UnseenState
+from colo.trainer.window import RANGE_BYTES
 
 LATE = (TRAINER_OPTIMIZER, TRAINER_MASTER_WEIGHTS)
 """Segments that a training phase needs only when the optimizer steps; but see `TrainerSession.needs`."""

@@ -19,16 +19,21 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from colo.errors import BudgetError, Unsupported
-from colo.memory.dtensor import local_bytes, local_shard
 from colo.memory.offload import Mover
 from colo.memory.parking import Kept, Parking
 from colo.memory.region import ALIGNMENT_BYTES
-from colo.memory.storage import dense_parts
-from colo.phases.phase import TRAINER_KEPT, TRAINER_MASTER_WEIGHTS, TRAINER_OPTIMIZER, Residency, check_move
-from colo.phases.segment import Done, Move, Segment
+from colo.memory.storage import dense_parts, local_bytes, local_shard
+from colo.phases.phase import (
+    TRAINER_KEPT,
+    TRAINER_MASTER_WEIGHTS,
+    TRAINER_OPTIMIZER,
+    FixedSegment,
+    Residency,
+    Segment,
+)
 from colo.trainer.gradients import Gradients, HoldsGradient, make_gradients, parameters_of
 from colo.trainer.master_weights import MasterWeightsOptimizer
-from colo.trainer.megatron import MegatronOptimizers, OptimizerParts, as_torch
+from colo.trainer.optimizers import MegatronOptimizers, OptimizerParts, as_torch
 from colo.trainer.remainders import OF_MASTERS
 from colo.units import GIB, align_up
 
@@ -75,7 +80,7 @@ class TrainerState:
         self._after_step = after_step or (lambda: None)
         self._replaced: set[str] = set()  # segments that have left the device for state that is being loaded
         self._stock = Stock()
-        self._sizes = StateSizes(self.optimizer)
+        self._sizes = expected_sizes(self.optimizer)
         self._identities: list[int] = []  # of what was in the state when stock was taken
         self.gradients: Gradients = make_gradients(self.optimizer, mover, other_gradients)
         self.parkings = self._make_parkings(region_bytes)
@@ -111,21 +116,18 @@ class TrainerState:
 
     def _find_state(self) -> None:
         is_gradient = any(reason is IS_GRADIENT for _, reason in self._stock.staying)  # it may be none by now
-        if (identities := _identities(self.optimizer.state)) != self._identities or is_gradient:
-            self._identities, self._stock, self._sizes = (
-                identities,
-                take_stock(self.optimizer),
-                StateSizes(self.optimizer),
-            )
-        elif not identities:  # parameters may have joined, or been frozen, before the first step
-            self._sizes = StateSizes(self.optimizer)
-        stock, sizes = self._stock, self._sizes
+        identities = _identities(self.optimizer.state)
+        is_other = identities != self._identities or is_gradient
+        if is_other:
+            self._identities, self._stock = identities, take_stock(self.optimizer)
+        if is_other or not identities:  # parameters may have joined, or been frozen, before the first step
+            self._sizes = expected_sizes(self.optimizer)
         state, masters = self.parkings
-        for parking, tensors in ((state, stock.moments), (masters, stock.masters)):
-            assert isinstance(parking, Parking)
-            parking.look(tensors)
-        state.expected_bytes = 0 if self.kept.holds_state else sizes.total  # type: ignore[attr-defined]
-        masters.expected_bytes = sizes.masters_total  # type: ignore[attr-defined]
+        assert isinstance(state, Parking) and isinstance(masters, Parking)
+        state.look(self._stock.moments)
+        masters.look(self._stock.masters)
+        of_state, masters.expected_bytes = self._sizes
+        state.expected_bytes = 0 if self.kept.holds_state else of_state
 
     def bring_back(self) -> None:
         """Make everything resident and wait for it. Raises: `BudgetError` when the device has no room."""
@@ -201,15 +203,11 @@ class TrainerState:
         return self._stock.name_of(tensor)
 
 
-class KeptSegment:
+class KeptSegment(FixedSegment):
     """State and gradients that never leave the device, for example because unknown code refers to their memory."""
 
-    name = TRAINER_KEPT
-    residency = Residency.RESIDENT
-    away = None
-    host_bytes = 0
-
     def __init__(self, state: TrainerState) -> None:
+        super().__init__(TRAINER_KEPT, 0, Residency.RESIDENT)
         self._state = state
 
     @property
@@ -230,17 +228,6 @@ class KeptSegment:
     def size_bytes(self) -> int:
         """Bytes of everything that stays."""
         return sum(kept.size_bytes for kept in self.items)
-
-    @property
-    def device_bytes(self) -> int:
-        """All of `size_bytes`: it never leaves the device."""
-        return self.size_bytes
-
-    def begin(self, target: Residency) -> Move:
-        """Refuse every move. Raises: `PhaseError`."""
-        if target is not self.residency:
-            check_move(self.name, Residency.SHARED, target)
-        return Done()
 
 
 # ---- what an optimizer keeps -----------------------------------------------------------------------------------------
@@ -276,9 +263,7 @@ class Stock:
         self.masters: list[torch.Tensor] = []
         """Such tensors of fp32 masters: whole ones, or their remainders and digests."""
 
-        self.staying: list[tuple[Found, str]] = []
-        """Tensors that colo can never move, and why."""
-
+        self.staying: list[tuple[Found, str]] = []  # tensors that colo can never move, and why
         self._found: dict[int, Found] = {}
         self._shared: dict[int, list[object]] = {}  # further keys of tensors of several parameters
         self._parameters: set[int] = set()
@@ -326,7 +311,12 @@ def take_stock(optimizer: Any) -> Stock:
                 _add(stock, Found(leaf, name, value), is_master=id(leaf) in masters)
             elif not isinstance(leaf, _OPAQUE):
                 for part in pytree.tree_leaves(leaf):
-                    _look_at(stock, part, name, value, masters)
+                    if isinstance(part, torch.Tensor):
+                        _add(stock, Found(part, name, value), is_master=id(part) in masters)
+                    elif not isinstance(part, _OPAQUE):
+                        reason = f"colo does not look into objects of type {type(part).__name__}"
+                        within = _tensors_within(part)
+                        stock.staying += [(Found(tensor, name, value, leaf=part), reason) for tensor in within]
     return stock
 
 
@@ -356,14 +346,6 @@ def _storage_of(tensor: torch.Tensor) -> int:
         tensor = local_shard(tensor)
     key: int = tensor.untyped_storage()._cdata
     return key
-
-
-def _look_at(stock: Stock, leaf: Any, key: object, within: object, masters: set[int]) -> None:
-    if isinstance(leaf, torch.Tensor):
-        _add(stock, Found(leaf, key, within), is_master=id(leaf) in masters)
-    elif not isinstance(leaf, _OPAQUE):
-        reason = f"colo does not look into objects of type {type(leaf).__name__}"
-        stock.staying += [(Found(tensor, key, within, leaf=leaf), reason) for tensor in _tensors_within(leaf)]
 
 
 def _add(stock: Stock, found: Found, *, is_master: bool) -> None:
@@ -432,46 +414,33 @@ def _tensors_within(value: object) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(held) if isinstance(leaf, torch.Tensor)]
 
 
-class StateSizes:
-    """Bytes of the state that a first step will make, for optimizers whose state is known: Adam's and SGD's kinds."""
+def expected_sizes(optimizer: Any) -> tuple[int, int]:
+    """Bytes of state, without masters, and of masters, that a first step will make.
 
-    def __init__(self, optimizer: Any) -> None:
-        """`optimizer` is one of torch's, `colo.trainer.master_weights.MasterWeightsOptimizer`, or Megatron's."""
-        self.total = 0
-        """Bytes for all parameters, without masters."""
-
-        self.masters_total = 0
-        """Bytes of masters that the first step will add."""
-
-        if isinstance(optimizer, MegatronOptimizers):
-            for inner in optimizer.inner:  # whose main parameters require no gradients themselves
-                self._add(inner, inner.param_groups, steps_all=True)
-        elif isinstance(optimizer, OptimizerParts):
-            for part in optimizer.inner:
-                sizes = StateSizes(part)
-                self.total, self.masters_total = self.total + sizes.total, self.masters_total + sizes.masters_total
-        elif isinstance(optimizer, MasterWeightsOptimizer):
-            self._add(optimizer.inner, optimizer.param_groups, steps_all=False)
-            self.masters_total = sum(map(optimizer.expected_master_bytes, parameters_of(optimizer)))
-        else:
-            self._add(optimizer, optimizer.param_groups, steps_all=False)
-
-    def _add(self, inner: Any, groups: list[dict[str, Any]], *, steps_all: bool) -> None:
-        for outer, group in zip(groups, inner.param_groups, strict=True):
-            if copies := _copies(inner, group):
-                for parameter in outer["params"]:
-                    if parameter.requires_grad or steps_all:
-                        self.total += copies * align_up(local_bytes(parameter), ALIGNMENT_BYTES)
-
-
-def _copies(inner: Any, group: dict[str, Any]) -> int:
-    """Count tensors as large as a parameter in the state of one; 0 for optimizers that are not known.
-
-    Adam, AdamW: two moments (three with amsgrad); SGD with momentum: one buffer.
+    For optimizers whose state is known: Adam's and SGD's kinds, of torch's own and in what `as_torch` gives.
     """
-    if isinstance(inner, (torch.optim.Adam, torch.optim.AdamW)):
-        return 3 if group.get("amsgrad") else 2
-    return int(isinstance(inner, torch.optim.SGD) and group.get("momentum", 0) != 0)
+    if isinstance(optimizer, MegatronOptimizers):  # whose main parameters require no gradients themselves
+        return sum(_bytes_of_state(part, part.param_groups, steps_all=True) for part in optimizer.inner), 0
+    if isinstance(optimizer, OptimizerParts):
+        sizes = [expected_sizes(part) for part in optimizer.inner]
+        return sum(state for state, _ in sizes), sum(masters for _, masters in sizes)
+    if isinstance(optimizer, MasterWeightsOptimizer):
+        masters_bytes = sum(map(optimizer.expected_master_bytes, parameters_of(optimizer)))
+        return _bytes_of_state(optimizer.inner, optimizer.param_groups), masters_bytes
+    return _bytes_of_state(optimizer, optimizer.param_groups), 0
+
+
+def _bytes_of_state(inner: Any, groups: list[dict[str, Any]], *, steps_all: bool = False) -> int:
+    """Bytes of the state of `groups`' parameters. Adam, AdamW: two moments (three with amsgrad); SGD: its momentum."""
+    num_bytes = 0
+    for outer, group in zip(groups, inner.param_groups, strict=True):
+        copies = int(isinstance(inner, torch.optim.SGD) and group.get("momentum", 0) != 0)
+        if isinstance(inner, (torch.optim.Adam, torch.optim.AdamW)):
+            copies = 3 if group.get("amsgrad") else 2
+        for parameter in outer["params"] if copies else ():
+            if parameter.requires_grad or steps_all:
+                num_bytes += copies * align_up(local_bytes(parameter), ALIGNMENT_BYTES)
+    return num_bytes
 
 
 def unwrapped(optimizer: Any) -> Any:

@@ -1,7 +1,7 @@
 """A step of an optimizer whose state stays in host memory, and passes through a window on the device.
 
 torch calls an optimizer's `step` between two hooks. The first of ours makes the whole step, a range or a bucket at a
-time (colo/trainer/planes.py), and has torch call the class's `step` with an optimizer that has no parameters. So
+time (colo/trainer/window.py), and has torch call the class's `step` with an optimizer that has no parameters. So
 nothing of the user's optimizer is replaced, and no gradient is hidden from anybody.
 """
 
@@ -16,21 +16,21 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from colo.errors import BudgetError, PhaseError
-from colo.memory.dtensor import local_bytes
 from colo.memory.offload import Mover
 from colo.memory.parking import Parking
+from colo.memory.storage import local_bytes
 from colo.memory.uninterrupted import uninterrupted
 from colo.phases.phase import TRAINER_MASTER_WEIGHTS, Residency
 from colo.trainer.backward import weakly
 from colo.trainer.gradients import ParameterGradients, TakenGradients, parameters_of
 from colo.trainer.master_weights import MasterWeightsOptimizer
-from colo.trainer.planes import RANGE_BYTES, StateWindow, Work, is_plane, part_of
+from colo.trainer.planes import Work, is_plane, part_of
 from colo.trainer.remainders import OF_MASTERS
 from colo.trainer.state import StateSegment, StepArguments, TrainerState, untraced
+from colo.trainer.window import RANGE_BYTES, StateWindow
 from colo.units import format_bytes
 
-PROGRESS_CALLS = 8
-"""Number of reports of progress in a step."""
+PROGRESS_CALLS = 8  # number of reports of progress in a step
 
 
 class StreamedState(TrainerState):

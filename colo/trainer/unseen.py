@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from colo.trainer.backward import weakly
 from colo.trainer.gradients import parameters_of
 from colo.trainer.master_weights import MasterWeightsOptimizer
-from colo.trainer.megatron import MegatronOptimizers, OptimizerParts
+from colo.trainer.optimizers import MegatronOptimizers, OptimizerParts
 from colo.trainer.state import untraced
 
 

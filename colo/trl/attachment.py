@@ -19,7 +19,7 @@ from colo.engine import Engine
 from colo.engines.sampling import distorting, needing_tokenizer
 from colo.engines.text import positions_of
 from colo.errors import Unsupported
-from colo.memory.dtensor import local_shard
+from colo.memory.storage import local_shard
 from colo.runtime import Runtime
 from colo.trainer.master_weights import MasterWeightsOptimizer
 from colo.trainer.state import unwrapped

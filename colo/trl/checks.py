@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from colo.errors import Unsupported
-from colo.memory.dtensor import is_dtensor
+from colo.memory.storage import is_dtensor
 from colo.rl.logit_tiles import LogitStep
 from colo.rl.logprob import SeenPass
 from colo.weights.mismatch import evaluating

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from colo.errors import Unsupported
-from colo.memory.dtensor import is_dtensor, local_shard
 from colo.memory.share import dtype_name
+from colo.memory.storage import is_dtensor, local_shard
 from colo.weights.ranks import own_rank
 
 
@@ -24,11 +24,8 @@ from colo.weights.ranks import own_rank
 class Box:
     """A range of indices in each dimension of a tensor."""
 
-    offset: tuple[int, ...]
-    """The first index in each dimension."""
-
-    shape: tuple[int, ...]
-    """Number of indices in each dimension."""
+    offset: tuple[int, ...]  # the first index in each dimension
+    shape: tuple[int, ...]  # number of indices in each dimension
 
     @property
     def num_elements(self) -> int:
@@ -73,8 +70,7 @@ class Landing:
 
     box: Box
     offset: int
-    stride: tuple[int, ...]
-    """For each dimension of the box."""
+    stride: tuple[int, ...]  # for each dimension of the box
 
     def of(self, part: Box) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
         """Offset, shape and strides of where `part` goes, which lies within the box."""
@@ -82,8 +78,7 @@ class Landing:
         return self.offset + sum((a - b) * step for a, b, step in steps), part.shape, self.stride
 
 
-_Axis = tuple[int, int, int]
-"""Length of one dimension of a copy, and its strides in source and target."""
+_Axis = tuple[int, int, int]  # length of one dimension of a copy, and its strides in source and target
 
 
 def landings(
@@ -157,30 +152,20 @@ class Slice:
 
     name: str
     box: Box
-    dtype: str
-    """Dtype of the memory that it lies in, or goes to: a key of `DTYPE_BYTES`."""
+    dtype: str  # dtype of the memory that it lies in, or goes to: a key of `DTYPE_BYTES`
 
 
-Run = tuple[int, int]
-"""The first index of some that follow one another, and the one after the last."""
+Run = tuple[int, int]  # the first index of some that follow one another, and the one after the last
 
 
 @dataclass(frozen=True, slots=True)
 class PlacedPart:
     """A box of elements of one weight, on one rank."""
 
-    name: str
-    """Hugging Face name of the weight."""
-
-    offset: tuple[int, ...]
-    """First element of the box in the whole weight, an index for each dimension."""
-
-    shape: tuple[int, ...]
-    """Its size in each dimension; a zero anywhere is a part without elements."""
-
-    rank: int
-    """Global rank of the process that holds it."""
-
+    name: str  # Hugging Face name of the weight
+    offset: tuple[int, ...]  # first element of the box in the whole weight, an index for each dimension
+    shape: tuple[int, ...]  # its size in each dimension; a zero anywhere is a part without elements
+    rank: int  # global rank of the process that holds it
     tensor: torch.Tensor | None = None
     """The elements, of shape `shape`, with the trainer's dtype and its memory; `None` for a part of another rank."""
 

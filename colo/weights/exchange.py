@@ -18,7 +18,6 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -38,18 +37,11 @@ class Delivery:
 
     sender: int
     receiver: int
-    held: int
-    """Index of the sender's part."""
-
-    taken: int
-    """Index of the receiver's."""
-
+    held: int  # index of the sender's part
+    taken: int  # index of the receiver's
     box: Box
-    dtype: str
-    """Dtype that travels: the engine's dtype, or the trainer's where that is narrower."""
-
-    lands_as: str
-    """The engine's dtype."""
+    dtype: str  # dtype that travels: the engine's dtype, or the trainer's where that is narrower
+    lands_as: str  # the engine's dtype
 
     @property
     def num_bytes(self) -> int:
@@ -61,11 +53,8 @@ class Delivery:
 class ExchangePlan:
     """Every delivery there is."""
 
-    buckets: tuple[tuple[Delivery, ...], ...]
-    """Deliveries between ranks, in groups that travel together."""
-
-    local: tuple[Delivery, ...]
-    """Deliveries within a rank."""
+    buckets: tuple[tuple[Delivery, ...], ...]  # deliveries between ranks, in groups that travel together
+    local: tuple[Delivery, ...]  # deliveries within a rank
 
     @property
     def every(self) -> list[Delivery]:
@@ -76,23 +65,12 @@ class ExchangePlan:
         """Bytes that `rank` receives of others."""
         return sum(delivery.num_bytes for bucket in self.buckets for delivery in bucket if delivery.receiver == rank)
 
-    def sent_bytes(self, rank: int) -> int:
-        """Bytes that `rank` sends to others."""
-        return sum(delivery.num_bytes for bucket in self.buckets for delivery in bucket if delivery.sender == rank)
-
-    def staged_bytes(self, rank: int) -> int:
-        """The most bytes that `rank` sends and receives in one bucket."""
-        loads = (sum(m.num_bytes for m in bucket if rank in (m.sender, m.receiver)) for bucket in self.buckets)
-        return max(loads, default=0)
-
 
 @dataclass(frozen=True, slots=True)
 class Told:
     """One rank's words about itself."""
 
-    specs: tuple[TensorSpec, ...]
-    """All weights, whole, in the order in which they travel."""
-
+    specs: tuple[TensorSpec, ...]  # all weights, whole, in the order in which they travel
     held: tuple[Slice, ...]
     taken: tuple[Slice, ...]
 
@@ -139,7 +117,7 @@ def make_plan(
         for rank, index in places:
             for source, box in _covering(rank, taken[rank][index], holders[name], sent):
                 engines = taken[rank][index].dtype
-                dtype = _narrower(held[source[0]][source[1]].dtype, engines)
+                dtype = min(engines, held[source[0]][source[1]].dtype, key=DTYPE_BYTES.__getitem__)
                 if source[0] == rank:
                     local.append(Delivery(rank, rank, source[1], index, box, dtype, engines))
                     continue
@@ -173,10 +151,6 @@ def _covering(
             f"no rank of the trainer holds {missing} of the {part.box.num_elements} elements of {part.name} that the "
             f"engine of rank {rank} takes, from {left[0].offset} on"
         )
-
-
-def _narrower(trainers: str, engines: str) -> str:
-    return engines if DTYPE_BYTES[engines] <= DTYPE_BYTES[trainers] else trainers
 
 
 @dataclass
@@ -262,18 +236,11 @@ class Exchange:
         self._targets = targets
         self._device = device
         self._buckets = [bucket_of(ranks.rank, deliveries) for deliveries in plan.buckets]
+        self._buffer_bytes = max((bucket.num_bytes for bucket in self._buckets), default=0)
+        self.working_bytes = _NUM_BUFFERS * self._buffer_bytes  # memory that `send` takes for its time
         self._local = [delivery for delivery in plan.local if delivery.receiver == ranks.rank]
         self._error: Exception | None = None
         self._seconds: MutableMapping[str, float] = {}
-
-    @property
-    def working_bytes(self) -> int:
-        """Memory that `send` takes for its time: two buckets."""
-        return _NUM_BUFFERS * self._buffer_bytes
-
-    @property
-    def _buffer_bytes(self) -> int:
-        return max((bucket.num_bytes for bucket in self._buckets), default=0)
 
     @torch.no_grad()
     def send(self, parts: Sequence[PlacedPart], seconds: MutableMapping[str, float] | None = None) -> None:
@@ -283,11 +250,14 @@ class Exchange:
         Raises: `TransferError` on every rank when one has failed, with rank and cause there; what has failed, here.
         """
         self._seconds = {} if seconds is None else seconds
-        held = partial(_held, parts)
+
+        def held(delivery: Delivery) -> torch.Tensor:
+            return held_view(parts[delivery.held], delivery.box)
+
         with self._stage("own"):
-            self._attempt(self._copy_own, held)
-        size_bytes = self._buffer_bytes
-        buffers = [torch.empty(size_bytes, dtype=torch.uint8, device=self._device) for _ in range(_NUM_BUFFERS)]
+            self._attempt(lambda: copy_all([self._place(d) for d in self._local], [held(d) for d in self._local]))
+        size = self._buffer_bytes
+        buffers = [torch.empty(size, dtype=torch.uint8, device=self._device) for _ in range(_NUM_BUFFERS)]
         flying: deque[_Flying] = deque()
         for index, bucket in enumerate(self._buckets):
             if len(flying) == _NUM_BUFFERS:
@@ -303,27 +273,21 @@ class Exchange:
                 flying.append((bucket, buffer, self._start(sends, receives, said), said))
         while flying:
             self._land(*flying.popleft())
-        self._end("sending slices of the weights")
-
-    def _attempt(self, action: Callable[..., None], *arguments: Any) -> None:
-        """Do it, unless something has failed before; keep what it raises for `_end`."""
-        if self._error is None:
-            try:
-                action(*arguments)
-            except Exception as error:  # noqa: BLE001 - raised by `_end`, when the other ranks wait no more
-                self._error = error
-
-    def _end(self, operation: str) -> None:
         error, self._error = self._error, None
-        self._ranks.report_failure(operation, error)
+        self._ranks.report_failure("sending slices of the weights", error)
         if error is not None:
             raise error
 
+    def _attempt(self, action: Callable[..., None], *arguments: Any) -> None:
+        """Do it, unless something has failed before; keep what it raises for the end."""
+        if self._error is None:
+            try:
+                action(*arguments)
+            except Exception as error:  # noqa: BLE001 - raised when the other ranks wait no more
+                self._error = error
+
     def _place(self, delivery: Delivery) -> torch.Tensor:
         return self._targets[delivery.taken].view(delivery.box)
-
-    def _copy_own(self, held: _View) -> None:
-        copy_all([self._place(d) for d in self._local], [held(d) for d in self._local])
 
     def _start(
         self, sends: Sequence[tuple[int, torch.Tensor]], receives: Sequence[tuple[int, torch.Tensor]], said: str
@@ -341,7 +305,11 @@ class Exchange:
     def _land(self, bucket: Round, buffer: torch.Tensor, works: list[Any], said: str) -> None:
         """Wait for a bucket and put what has come where it goes."""
         with self._stage("wire"):
-            _wait(works, said)
+            try:
+                for work in works:
+                    work.wait()
+            except RuntimeError as error:
+                raise _broken(said, error) from error
         with self._stage("unpack"):
             for parcel in bucket.receives:
                 self._attempt(self._unpack, parcel, buffer)
@@ -358,20 +326,8 @@ class Exchange:
         copy_all([self._place(d) for d in parcel.deliveries], parcel.fields(buffer))
 
 
-def _held(parts: Sequence[PlacedPart], delivery: Delivery) -> torch.Tensor:
-    return held_view(parts[delivery.held], delivery.box)
-
-
 def _pack(parcel: Parcel, buffer: torch.Tensor, held: _View) -> None:
     copy_all(parcel.fields(buffer), [held(delivery) for delivery in parcel.deliveries])
-
-
-def _wait(works: Sequence[Any], said: str) -> None:
-    try:
-        for work in works:
-            work.wait()
-    except RuntimeError as error:
-        raise _broken(said, error) from error
 
 
 def _broken(said: str, error: RuntimeError) -> TransferError:
@@ -383,8 +339,7 @@ def _broken(said: str, error: RuntimeError) -> TransferError:
 
 # ---- parcels ------------------------------------------------------------------------------------------------------
 
-ALIGNMENT_BYTES = 16
-"""Alignment of parcels in their buffer, so that elements of every width can be read there."""
+ALIGNMENT_BYTES = 16  # alignment of parcels in their buffer, so that elements of every width can be read there
 
 
 @dataclass(frozen=True, slots=True)
@@ -392,8 +347,7 @@ class Target:
     """A box of a weight in the engine's memory."""
 
     memory: torch.Tensor
-    landing: Landing
-    """Its elements there; offset and strides are those in the storage of `memory`."""
+    landing: Landing  # its elements there; offset and strides are those in the storage of `memory`
 
     def view(self, box: Box) -> torch.Tensor:
         """The memory of the elements of `box`."""
@@ -416,8 +370,7 @@ class Parcel:
 
     peer: int
     deliveries: tuple[Delivery, ...]
-    offset: int
-    """Offset in the bucket's buffer, in bytes."""
+    offset: int  # offset in the bucket's buffer, in bytes
 
     @property
     def num_bytes(self) -> int:
@@ -445,8 +398,7 @@ class Round:
 
     sends: tuple[Parcel, ...]
     receives: tuple[Parcel, ...]
-    num_bytes: int
-    """Bytes of a buffer for all of them."""
+    num_bytes: int  # bytes of a buffer for all of them
 
 
 def bucket_of(rank: int, deliveries: Iterable[Delivery]) -> Round:

@@ -15,15 +15,13 @@ import torch
 from torch import nn
 
 from colo.engine import Completion
-from colo.memory.dtensor import is_dtensor, local_shard
+from colo.memory.storage import is_dtensor, local_shard
 from colo.weights.sources.base import WeightSource
 
-MAX_TOKENS = 64
-"""Tokens of a completion that are compared; bounds the logits."""
+MAX_TOKENS = 64  # tokens of a completion that are compared; bounds the logits
 
 
-_CHUNK_ELEMENTS = 1 << 24
-"""Elements that are looked at in one go for values that are no numbers."""
+_CHUNK_ELEMENTS = 1 << 24  # elements that are looked at in one go for values that are no numbers
 
 PASS_TOKENS = 4096
 """The most tokens of one pass over several completions: a small model's pass waits for its host, not for the GPU."""
@@ -84,11 +82,8 @@ def _passes(completions: Sequence[Completion], most_tokens: int) -> list[list[_C
 class _Compared:
     """The part of a completion that is compared."""
 
-    token_ids: list[int]
-    """The prompt's, then the first of what was sampled."""
-
-    logprobs: tuple[float, ...]
-    """The engine's log-probabilities of the sampled tokens."""
+    token_ids: list[int]  # the prompt's, then the first of what was sampled
+    logprobs: tuple[float, ...]  # the engine's log-probabilities of the sampled tokens
 
     @property
     def lengths(self) -> tuple[int, int]:
@@ -113,11 +108,8 @@ def _differences(model: Any, same: Sequence[_Compared], temperature: float, devi
 class Mismatch:
     """The gap of one comparison."""
 
-    mean: float
-    """Mean |log p(engine) - log p(trainer)| of a token."""
-
-    temperature: float
-    """The temperature at which the tokens were sampled."""
+    mean: float  # mean |log p(engine) - log p(trainer)| of a token
+    temperature: float  # the temperature at which the tokens were sampled
 
 
 class MismatchCheck:

@@ -17,8 +17,7 @@ from torch import nn
 from colo.errors import Unsupported
 from colo.memory.storage import with_own_storage
 
-_KINDS = ("Params4bit", "Int8Params")
-"""Parameters of bitsandbytes."""
+_KINDS = ("Params4bit", "Int8Params")  # parameters of bitsandbytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,8 +27,7 @@ class PackedWeight:
     data: torch.Tensor
     """Two elements a byte (uint8, shape [num_elements / 2, 1]): a view of the engine's memory."""
 
-    quant_state: Any
-    """bitsandbytes' `QuantState`, with the scales not packed themselves. Not to be modified."""
+    quant_state: Any  # bitsandbytes' `QuantState`, with the scales not packed themselves. Not to be modified.
 
 
 def is_packed(parameter: torch.Tensor) -> bool:

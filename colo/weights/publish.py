@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 
     from colo.weights.transports.base import Transport
 
-MOST_PUBLICATIONS = 10_000
-"""Publications that are remembered one by one."""
+MOST_PUBLICATIONS = 10_000  # publications that are remembered one by one
 
 ADAPTER = "policy"
 """Adapters are called `policy@N` in the engine: prefix caches are keyed by name, so every version has its own."""
@@ -39,12 +38,8 @@ class Publication:
 
     version: int
     transport: str
-    num_bytes: int
-    """Bytes that left the trainer's memory, adapters included; 0 where all of it is shared."""
-
-    adapter_bytes: int
-    """Bytes of the adapter among them; 0 where the engine refers to the trainer's tensors."""
-
+    num_bytes: int  # bytes that left the trainer's memory, adapters included; 0 where all of it is shared
+    adapter_bytes: int  # bytes of the adapter among them; 0 where the engine refers to the trainer's tensors
     seconds: float
 
 
@@ -62,16 +57,10 @@ class Publisher:
         verify: bool = True,
     ) -> None:
         """`adapter` returns a LoRA run's adapter; `fingerprint` differs after a write to the weights under it."""
-        self.version = 0
-        """Version of the trainer's weights: raised by every optimizer step."""
-
-        self.published: deque[Publication] = deque(maxlen=MOST_PUBLICATIONS)
-        """The last publications."""
-
+        self.version = 0  # version of the trainer's weights: raised by every optimizer step
+        self.published: deque[Publication] = deque(maxlen=MOST_PUBLICATIONS)  # the last publications
         self.num_published = 0
-        self.bytes_synced = 0
-        """Bytes that all publications together have copied out of the trainer's memory."""
-
+        self.bytes_synced = 0  # bytes that all publications together have copied out of the trainer's memory
         self._engine = engine
         self._transport = transport
         self._trace = trace

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from colo.errors import TransferError
-from colo.memory.dtensor import is_dtensor
+from colo.memory.storage import is_dtensor
 from colo.memory.uninterrupted import end_wait
 
 T = TypeVar("T")

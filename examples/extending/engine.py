@@ -6,8 +6,7 @@ import colo
 from colo.engine import Engine, LoadPlans
 from colo.engines.base import EngineBase
 from colo.memory.load_plan import LoadPlan
-from colo.phases.phase import ENGINE_KV_CACHE, ENGINE_WEIGHTS, Residency
-from colo.phases.segment import FixedSegment
+from colo.phases.phase import ENGINE_KV_CACHE, ENGINE_WEIGHTS, FixedSegment, Residency
 from colo.testing import FakeDevice, FakeSegment
 
 TOKENS = 16

@@ -1,12 +1,11 @@
-"""The kernels that move and check weights: they compile here, and do what torch does at sizes of many tiles."""
+"""The kernels that move and check weights: they compile here, and do what torch does at sizes of many copy_plan."""
 
 import pytest
 import torch
 from tiny_vllm import CUDA
 
-from colo.memory import digest, tiles, triton_kernels
-from colo.memory.copy_plan import CopyPlan
-from colo.memory.tiles import CASTS
+from colo.memory import copy_plan, digest
+from colo.memory.copy_plan import CASTS, CopyPlan
 from colo.units import MIB
 
 pytestmark = pytest.mark.gpu
@@ -17,13 +16,13 @@ DTYPES = (torch.float32, torch.bfloat16)
 @pytest.fixture
 def without_kernels(monkeypatch):
     def switch():
-        monkeypatch.setattr(triton_kernels, "kernels", lambda device: None)
+        monkeypatch.setattr(copy_plan, "kernels", lambda device: None)
 
     return switch
 
 
 def test_sums_of_many_large_tiles_are_those_of_torch(without_kernels):
-    assert triton_kernels.kernels(CUDA) is not None  # else slow, with a warning
+    assert copy_plan.kernels(CUDA) is not None  # else slow, with a warning
     words = torch.randint(-(2**31), 2**31, (20 * MIB,), device=CUDA).to(torch.int32)
     held = {"all": words, "odd": words[3 : 7 * MIB + 4], "bytes": words.view(torch.uint8)[1 : 5 * MIB]}
     sums = digest.Digest.of(held).sums
@@ -92,7 +91,7 @@ def test_one_launch_copies_every_bit_as_torch_does_and_its_digests_are_those_of_
     sums = plan.replay_digested()
     assert not plan.flags().any()
     for source, target in pairs:
-        assert torch.equal(tiles.bits_of(source.to(target.dtype)), tiles.bits_of(target))
+        assert torch.equal(copy_plan.bits_of(source.to(target.dtype)), copy_plan.bits_of(target))
     assert torch.equal(sums, plan.digests())
     assert torch.equal(sums, CopyPlan([(target, target) for _, target in pairs]).digests())
     without_kernels()

@@ -66,7 +66,7 @@ def test_a_step_waits_for_little_more_than_the_bus():
         seconds.append(time.perf_counter() - start_s)
     state_bytes = streamed.window.total_bytes
     host, device = mover.arena.view(mover.arena.allocate(GIB)), torch.empty(GIB, dtype=torch.uint8, device=CUDA)
-    copies = [mover.copy_in(host, device) for _ in range(4)]
+    copies = [mover.copy_in([(host, device)]) for _ in range(4)]
     for copy in copies:
         copy.wait()
     bus_s = state_bytes / (GIB / sorted(copy.seconds for copy in copies)[1])

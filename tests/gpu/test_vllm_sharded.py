@@ -29,7 +29,7 @@ def one_rank(checkpoint, results, way):
     import colo
     from colo.config import RuntimeConfig
     from colo.engines.vllm.client.engine import VLLMEngine
-    from colo.memory.dtensor import local_shard
+    from colo.memory.storage import local_shard
     from colo.units import GIB
 
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) if way == "slices" else 0)

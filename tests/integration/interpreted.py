@@ -5,9 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colo.memory import kernels, tiles, triton_kernels
-from colo.memory.copy_plan import CopyPlan
-from colo.memory.tiles import CASTS
+from colo.memory import copy_plan, kernels
+from colo.memory.copy_plan import CASTS, CopyPlan
 from colo.trainer import remainders
 
 CPU = torch.device("cpu")
@@ -17,12 +16,12 @@ CPU = torch.device("cpu")
 def by_kernels():
     """Small tiles and blocks, so that a few words are several of them, and the kernels in use, or not."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tiles, "WORDS", 16)
+        patch.setattr(copy_plan, "WORDS", 16)
         patch.setattr(kernels, "_WORDS_AT_ONCE", 8)
-        patch.setattr(tiles, "_PEELED_BYTES", 40)
+        patch.setattr(copy_plan, "_PEELED_BYTES", 40)
 
         def using(module):
-            patch.setattr(triton_kernels, "kernels", lambda device: module)
+            patch.setattr(copy_plan, "kernels", lambda device: module)
 
         yield [lambda: using(kernels), lambda: using(None)]
 
@@ -30,7 +29,7 @@ def by_kernels():
 @pytest.mark.parametrize("doing", ["copy and digest", "compare"])
 @pytest.mark.parametrize("broken", ["nothing", "everything"])
 def test_a_kernel_that_walks_wrongly_is_not_used(monkeypatch, doing, broken):
-    assert kernels.try_out(CPU) is None
+    assert copy_plan.try_out(CPU) is None
     walk = kernels.walk
 
     def walk_wrongly(table, found, what):
@@ -41,7 +40,7 @@ def test_a_kernel_that_walks_wrongly_is_not_used(monkeypatch, doing, broken):
 
     monkeypatch.setattr(kernels, "walk", walk_wrongly)
     with pytest.raises(RuntimeError, match="Triton's kernels are wrong"):
-        kernels.try_out(CPU)
+        copy_plan.try_out(CPU)
 
 
 @pytest.mark.parametrize(
@@ -56,7 +55,7 @@ def test_a_kernel_that_walks_wrongly_is_not_used(monkeypatch, doing, broken):
 def test_a_kernel_of_masters_that_is_wrong_is_not_used(monkeypatch, name, broken):
     monkeypatch.setattr(kernels, name, broken)
     with pytest.raises(RuntimeError, match="Triton's kernels are wrong"):
-        kernels.try_out(CPU)
+        copy_plan.try_out(CPU)
 
 
 @st.composite
@@ -84,19 +83,19 @@ def test_the_kernel_copies_digests_and_compares_as_torch_does(by_kernels, pairs)
     for use in by_kernels:
         use()
         for _, target in pairs:
-            tiles.bits_of(target).zero_()
+            copy_plan.bits_of(target).zero_()
         plan = CopyPlan(pairs[:2], pairs[2:], device=CPU)
         before = plan.flags().tolist()
         sums, again = plan.replay_digested(), plan.digests()
         assert torch.equal(sums, again) and not plan.flags().any()
-        found.append((before, sums.tolist(), [tiles.bits_of(target).tolist() for _, target in pairs]))
+        found.append((before, sums.tolist(), [copy_plan.bits_of(target).tolist() for _, target in pairs]))
         assert CopyPlan([(target, target) for _, target in pairs]).digests().tolist() == sums.tolist()
         untouched = CopyPlan(pairs[:1], read=[target for _, target in pairs[1:]], device=CPU)
         untouched.replay()
         assert untouched.replay_digested().tolist() == sums.tolist()
         number = next((n for n, (_, target) in enumerate(pairs) if target.numel()), None)
         if number is not None:
-            tiles.bits_of(pairs[number][1])[-1, -1] ^= 1
+            copy_plan.bits_of(pairs[number][1])[-1, -1] ^= 1
             assert [n for n, is_other in enumerate(plan.flags().tolist()) if is_other] == [number]
             plan.replay()
             assert not plan.flags().any()

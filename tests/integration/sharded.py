@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 import colo
 from colo.config import Offload
 from colo.engines.torch import TorchEngine
-from colo.memory.dtensor import local_shard
 from colo.memory.offload import Mover
+from colo.memory.storage import local_shard
 from colo.phases.phase import Phase
 from colo.units import MIB
 from colo.weights import exchange

@@ -22,10 +22,9 @@ from colo.engines.text import check_count
 from colo.memory import cuda_driver, region
 from colo.memory.arena import PinnedArena
 from colo.memory.offload import Mover
-from colo.phases.ledger import Holding, Ledger
 from colo.phases.phase import Phase, Residency
 from colo.phases.scheduler import Budget, Scheduler
-from colo.phases.transition import plan_transition
+from colo.phases.transition import Holding, Ledger, plan_transition
 from colo.rl import loop
 from colo.testing import FakeDevice, FakeSegment
 from colo.units import GIB, MIB
@@ -129,7 +128,7 @@ REFUSALS = {
 }
 """By the function that refuses."""
 
-PASSED_ON = {"phases/ledger.py refuse"}
+PASSED_ON = {"phases/transition.py refuse"}
 """A function that makes an error for others to raise. `colo.testing` is for tests."""
 
 

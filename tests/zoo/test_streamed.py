@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from colo.phases.phase import Residency
-from colo.trainer.planes import Bucket, Range
-from colo.trainer.separable import is_elementwise, why_not_separable
+from colo.trainer.optimizers import is_elementwise, why_not_separable
+from colo.trainer.planes import Range
 from colo.trainer.streamed import StreamedState
+from colo.trainer.window import Bucket
 from tests.zoo.trained import STEPS, Trained, assert_same
 
 with warnings.catch_warnings(), redirect_stdout(io.StringIO()):  # the packages have something to say when imported

@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from colo.engine import AdapterWeights
-from colo.memory.dtensor import is_dtensor
 from colo.memory.specs import TensorSpec
+from colo.memory.storage import is_dtensor
 from colo.weights.boxes import PlacedPart
 from colo.weights.ranks import RankGroup
 
@@ -36,27 +36,19 @@ class WeightSource(Protocol):
     """A trainer's weights in Hugging Face names, each tied tensor once.
 
     `specs`, `tensors` and `groups` are the same on every rank; `parts`, `held` and `fingerprint` are what this rank
-    has. None but `gathered` and what `ranks` asks is a collective.
+    has. None but `gathered` and what `ranks` asks is a collective. A subclass has what is the same for all.
     """
 
+    ranks: RankGroup  # those that the weights are spread over
+    is_sharded: bool  # true if some weights are not whole on every rank
+    foreign: set[str]  # names of buffers that are no weights of the engine's; see `given_to`
+
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Give the items of `tensors()`."""
-
-    @property
-    def ranks(self) -> RankGroup:
-        """The ranks that the weights are spread over."""
-
-    @property
-    def is_sharded(self) -> bool:
-        """True if some weights are not whole on every rank."""
+        return iter(self.tensors().items())
 
     @property
     def modules(self) -> Sequence[nn.Module]:
         """The models of this rank: one, or stages of one."""
-
-    @property
-    def foreign(self) -> set[str]:
-        """Names of buffers that are no weights of the engine's; see `given_to`."""
 
     def specs(self) -> list[TensorSpec]:
         """Every weight, whole and without data, with strides, in the order in which they travel."""
@@ -96,21 +88,26 @@ class WeightSource(Protocol):
 
     def given_to(self, take: Callable[[dict[str, torch.Tensor]], T]) -> T:
         """Return what `take` returns for `tensors()`, without buffers that the engine's loader does not know."""
+        return take(self.tensors())
 
     def gathered(self, tensors: Mapping[str, torch.Tensor]) -> AbstractContextManager[Mapping[str, torch.Tensor]]:
         """`tensors`, each whole when it is its turn; every rank takes them in order."""
 
     def settle_names(self) -> None:
         """Fix the names of the engine's weights as those of now."""
+        return
 
     def check_names(self, names: Iterable[str] | None = None) -> None:
         """Raise `StaleWeights` when there are other weights, by name, than when the engine was given them."""
+        return
 
     def reshard(self) -> None:
         """Make the model hold parts again where a pass has left whole weights."""
+        return
 
     def outermost_sharded(self) -> list[nn.Module]:
-        """Modules in which backward passes of a sharded model begin."""
+        """Modules in which backward passes of a sharded model begin by themselves, as FSDP2's do."""
+        return []
 
 
 def in_layers(names: Iterable[str]) -> list[list[str]]:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from colo.errors import Unsupported
-from colo.memory.dtensor import is_dtensor
+from colo.memory.storage import is_dtensor
 from colo.units import format_bytes
 from colo.weights.packed import is_packed
 from colo.weights.sources.base import plain_name

@@ -199,15 +199,10 @@ def _boxes(
 class Run:
     """Rows that follow one another in Megatron's tensor, and in one of the checkpoint's."""
 
-    start: int
-    """The first, in Megatron's tensor."""
-
+    start: int  # the first, in Megatron's tensor
     count: int
-    target: int
-    """Index of the checkpoint's tensor."""
-
-    first: int
-    """First of the rows in the checkpoint's tensor."""
+    target: int  # index of the checkpoint's tensor
+    first: int  # first of the rows in the checkpoint's tensor
 
 
 def same_rows(count: int) -> tuple[Run, ...]:
@@ -240,8 +235,7 @@ def within(runs: Sequence[Run], start: int, count: int) -> Iterator[Run]:
 
 
 _SHARDED_WRAPPERS = ("FullyShardedDataParallel", "MegatronFSDP", "TorchFullyShardedDataParallel")
-_NO_WEIGHTS = "_extra_state"
-"""Suffix of Transformer Engine's extra state, such as scales of its fp8 kernels."""
+_NO_WEIGHTS = "_extra_state"  # suffix of Transformer Engine's extra state, such as scales of its fp8 kernels
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,14 +243,9 @@ class HeldTensor:
     """A part of one of Megatron's tensors."""
 
     key: str
-    tensor: torch.Tensor
-    """The parameter or buffer itself, or a view of it."""
-
-    whole: tuple[int, ...]
-    """Shape of the whole tensor, over all ranks."""
-
-    offset: tuple[int, ...]
-    """First index of the part in the whole, per axis."""
+    tensor: torch.Tensor  # the parameter or buffer itself, or a view of it
+    whole: tuple[int, ...]  # shape of the whole tensor, over all ranks
+    offset: tuple[int, ...]  # first index of the part in the whole, per axis
 
 
 def is_megatron(model: object) -> bool:

@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 from colo.errors import StaleWeights, TransferError
-from colo.memory.dtensor import local_shard
 from colo.memory.share import dtype_name
 from colo.memory.specs import TensorSpec
+from colo.memory.storage import local_shard
 from colo.weights.boxes import PlacedPart, parts_of
 from colo.weights.ranks import RankGroup
 from colo.weights.sources.base import Gathered, in_layers, plain_name

@@ -65,8 +65,7 @@ Table = Mapping[str, str | tuple[str, ...]]
 
 EMBEDDING, OUTPUT_LAYER = "embedding.word_embeddings.weight", "output_layer.weight"
 
-VOCABULARY = frozenset({EMBEDDING, OUTPUT_LAYER})
-"""Weights with a row for each token, which Megatron pads."""
+VOCABULARY = frozenset({EMBEDDING, OUTPUT_LAYER})  # weights with a row for each token, which Megatron pads
 
 QKV = frozenset({"self_attention.linear_qkv.weight", "self_attention.linear_qkv.bias"})
 """Weights that have queries, keys and values in turns."""
@@ -166,17 +165,12 @@ _EXPERT = re.compile(r"mlp\.experts\.experts\.(\d+)\.")
 class Named:
     """A tensor of Megatron's in terms of a table."""
 
-    entry: str
-    """Its name in the table."""
-
-    names: tuple[str, ...]
-    """The weights of a checkpoint that it consists of."""
-
+    entry: str  # its name in the table
+    names: tuple[str, ...]  # the weights of a checkpoint that it consists of
     group: int
     """Layers are numbered from 1 on; what comes before them is in group 0, what comes after in the last one."""
 
-    order: tuple[int, int]
-    """Its place within the group."""
+    order: tuple[int, int]  # its place within the group
 
 
 class Names:

@@ -12,7 +12,7 @@ from torch import nn
 
 from colo.engine import AdapterWeights
 from colo.errors import StaleWeights, Unsupported
-from colo.memory.dtensor import is_dtensor
+from colo.memory.storage import is_dtensor
 from colo.weights.sources.base import Gathered, plain_name
 
 if TYPE_CHECKING:

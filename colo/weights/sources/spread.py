@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -14,13 +14,10 @@ from colo.units import MIB
 from colo.weights.boxes import Box, Landing, PlacedPart, Slice, slices_of
 from colo.weights.exchange import Exchange, Target, Told, agree, make_plan
 from colo.weights.ranks import RankGroup
-from colo.weights.sources.base import InTurn
+from colo.weights.sources.base import InTurn, WeightSource
 from colo.weights.sources.module import saved_buffers
 
-T = TypeVar("T")
-
-BUCKET_BYTES = 128 * MIB
-"""Bytes that travel at a time to a weight that is put together."""
+BUCKET_BYTES = 128 * MIB  # bytes that travel at a time to a weight that is put together
 
 
 @runtime_checkable
@@ -54,8 +51,8 @@ class PlacedWeights(Protocol):
         """Changes when a weight of this rank is written to or replaced, except through `.data`."""
 
 
-class SpreadSource:
-    """A `WeightSource` over `PlacedWeights`; see there for what its members do."""
+class SpreadSource(WeightSource):
+    """A `WeightSource` over `PlacedWeights`, which settle names with the places of parts, and refuse others."""
 
     is_sharded = True
 
@@ -65,9 +62,6 @@ class SpreadSource:
         self._device = device
         self.ranks = RankGroup.of(placed.group, device)
         self.foreign: set[str] = set()
-
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return iter(self.tensors().items())
 
     @property
     def modules(self) -> Sequence[nn.Module]:
@@ -120,26 +114,9 @@ class SpreadSource:
         """Every weight by name, without memory."""
         return {spec.name: _empty(spec) for spec in self.specs()}
 
-    def given_to(self, take: Callable[[dict[str, torch.Tensor]], T]) -> T:
-        """Return what `take` returns for every weight."""
-        return take(self.tensors())
-
     def gathered(self, tensors: Mapping[str, torch.Tensor]) -> AbstractContextManager[Mapping[str, torch.Tensor]]:
         """Put each weight together when it is its turn; every rank takes them in order."""
         return Assembled(self.specs(), self.parts(), self.ranks, device=self._device)
-
-    def settle_names(self) -> None:
-        """Do nothing: names were settled when the places of parts were."""
-
-    def check_names(self, names: Iterable[str] | None = None) -> None:
-        """Do nothing: who knows the parts refuses others."""
-
-    def reshard(self) -> None:
-        """Do nothing: nothing is left whole."""
-
-    def outermost_sharded(self) -> list[nn.Module]:
-        """Return none: no module begins its backward pass by itself, as FSDP2's do."""
-        return []
 
 
 class Assembled(InTurn):

@@ -27,8 +27,8 @@ import torch
 
 from colo.errors import TransferError
 from colo.memory import cuda_driver
+from colo.memory.copy_plan import wait_for_queued
 from colo.memory.digest import Digest
-from colo.memory.fence import wait_for_queued
 from colo.memory.share import Description, MappedBuffer, SharedMemory, open_shared_memory
 from colo.memory.specs import DTYPE_BYTES, TensorSpec, arriving
 from colo.units import align_up
@@ -37,17 +37,14 @@ from colo.weights.boxes import Box
 ALIGNMENT_BYTES = 256
 """Alignment that `cudaMalloc` guarantees, so that every dtype and every vectorized kernel can work in place."""
 
-DEADLINE_S = 60.0
-"""Seconds that a worker waits for the next group."""
+DEADLINE_S = 60.0  # seconds that a worker waits for the next group
 
 _CPU = torch.device("cpu")
 _lock = threading.Lock()
 _WORD_BYTES = 8
-_FILLED, _STOPPED, _FIRST_READER = 0, 1, 2
-"""Places of the counts, in words."""
+_FILLED, _STOPPED, _FIRST_READER = 0, 1, 2  # places of the counts, in words
 
-_BY_SENDER, _BY_READER = 1, 2
-"""Who has stopped."""
+_BY_SENDER, _BY_READER = 1, 2  # who has stopped
 
 _SPIN_S, _SLEEP_S = 2e-3, 5e-5
 """Turns take fractions of a millisecond; who has waited longer gives the core away."""
@@ -57,14 +54,9 @@ _SPIN_S, _SLEEP_S = 2e-3, 5e-5
 class Piece:
     """A box of one tensor, contiguous in a half of the buffer: all of the tensor, unless that is larger than a half."""
 
-    name: str
-    """Name of the tensor."""
-
-    box: Box
-    """Elements of it."""
-
-    offset_bytes: int
-    """Start of the piece in its half; a multiple of `ALIGNMENT_BYTES`."""
+    name: str  # name of the tensor
+    box: Box  # elements of it
+    offset_bytes: int  # start of the piece in its half; a multiple of `ALIGNMENT_BYTES`
 
     def to_wire(self) -> dict[str, Any]:
         """Fields by name, to travel as JSON."""

@@ -12,10 +12,9 @@ from torch import nn
 from colo.config import RuntimeConfig, Weights
 from colo.engine import Engine, LoadPlans, PacksWeights, in_all_ranks
 from colo.errors import StaleWeights, Unsupported
-from colo.memory.dtensor import is_dtensor
 from colo.memory.load_plan import LoadPlan
 from colo.memory.probe import free_device_bytes
-from colo.memory.storage import places_of, with_own_storage
+from colo.memory.storage import is_dtensor, places_of, with_own_storage
 from colo.weights.packed import PackedWeight, is_packed
 from colo.weights.sources.base import WeightSource
 from colo.weights.sources.folded import FoldedSource

@@ -16,18 +16,17 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from colo.errors import EngineLost, TransferError, Unsupported
-from colo.memory.dtensor import is_dtensor
-from colo.memory.fence import wait_for_queued
+from colo.memory.copy_plan import wait_for_queued
 from colo.memory.share import Exported, dtype_name, spec_of
 from colo.memory.specs import Manifest, TensorSpec
+from colo.memory.storage import is_dtensor
 from colo.units import MIB
 from colo.weights.sources.base import WeightSource
 from colo.weights.sources.module import check_taken
 from colo.weights.transports.base import CopyingTransport
 from colo.weights.transports.buffer import SenderBuffer
 
-BUCKET_BYTES = 256 * MIB
-"""Half of a shared buffer."""
+BUCKET_BYTES = 256 * MIB  # half of a shared buffer
 
 
 @runtime_checkable
@@ -97,9 +96,7 @@ class IpcTransport(CopyingTransport):
         self._sums: list[list[int]] | None = None
         self._layout: list[tuple[str, torch.dtype, torch.Size]] = []
         self._manifest: Manifest | None = None
-        self._described: Manifest | None = None
-        """Manifest of the tensors that the workers know."""
-
+        self._described: Manifest | None = None  # manifest of the tensors that the workers know
         self._why_staged = f"{_STAGED}, as was asked for"
         if peer.ipc_refusal is not None:
             self._why_staged = f"{_STAGED} in host memory, since a worker says: {peer.ipc_refusal}"

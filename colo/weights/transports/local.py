@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from colo.errors import TransferError
+from colo.memory.copy_plan import wait_for_queued
 from colo.memory.digest import Digest
-from colo.memory.fence import wait_for_queued
 from colo.memory.load_plan import LoadPlan
 from colo.units import MIB
 from colo.weights.sources.base import WeightSource

@@ -13,11 +13,10 @@ from pathlib import Path
 import torch
 
 from colo.errors import TransferError, Unsupported
-from colo.memory import cuda_driver, triton_kernels
-from colo.memory.copy_plan import Pair, is_fusable
+from colo.memory import cuda_driver
+from colo.memory.copy_plan import Pair, Strided, is_fusable, kernels
 from colo.memory.probe import device_id
 from colo.memory.share import Description, description_of, open_shared_memory
-from colo.memory.tiles import Strided
 from colo.weights.boxes import Landing
 from colo.weights.exchange import Delivery, Target
 from colo.weights.ranks import RankGroup
@@ -30,12 +29,8 @@ class EnginePlace:
     """A box of a weight in one of several pieces of memory."""
 
     memory: int
-    landing: Landing
-    """Offset and strides in elements of its dtype, from `shift_bytes` of the memory on."""
-
-    shift_bytes: int
-    """Bytes of the memory before the storage that the landing counts from; may be negative."""
-
+    landing: Landing  # offset and strides in elements of its dtype, from `shift_bytes` of the memory on
+    shift_bytes: int  # bytes of the memory before the storage that the landing counts from; may be negative
     dtype: torch.dtype
 
 
@@ -46,11 +41,8 @@ class Reach:
     host: str
     gpu: str
     memory: tuple[Description, ...]
-    places: tuple[EnginePlace, ...]
-    """Places of what the engine takes, in order."""
-
-    why_not: str = ""
-    """The reason why nobody can."""
+    places: tuple[EnginePlace, ...]  # places of what the engine takes, in order
+    why_not: str = ""  # the reason why nobody can
 
     @classmethod
     def of(cls, targets: Sequence[Target], device: torch.device) -> Reach:
@@ -131,7 +123,7 @@ def _why_not_written(pairs: Sequence[Pair], device: torch.device) -> str:
     """The reason why this rank's kernel cannot write to others; empty if it can."""
     if device.type == "cpu":
         return ""
-    if triton_kernels.kernels(device) is None:
+    if kernels(device) is None:
         return "Triton does not work here"
     others = (pair for pair in pairs if not is_fusable(*pair, device))
     return next((f"{part.dtype} on {part.device} goes to an engine of {to.dtype}" for part, to in others), "")

@@ -22,9 +22,8 @@ from typing import Any
 import torch
 
 from colo.errors import TransferError, Unsupported
-from colo.memory.copy_plan import CopyPlan
+from colo.memory.copy_plan import CopyPlan, wait_for_queued
 from colo.memory.digest import Digest
-from colo.memory.fence import wait_for_queued
 from colo.memory.load_plan import Copy, LoadPlan
 from colo.memory.share import Opened, empty
 from colo.memory.specs import Manifest, TensorSpec
@@ -213,9 +212,7 @@ class _Group:
     ) -> None:
         """Copies become a CUDA graph at the second time with `as_graph`; each keeps workspace of its own."""
         self.tensors = tensors
-        self.names = names
-        """By key of `tensors`, names of the whole tensors."""
-
+        self.names = names  # by key of `tensors`, names of the whole tensors
         self.digest: Digest | None = None
         self._plan = plan
         self._as_graph = as_graph

@@ -21,12 +21,10 @@ from dataclasses import dataclass
 import torch
 
 from colo.errors import TransferError, Unsupported
-from colo.memory.copy_plan import CopyPlan, Pair
-from colo.memory.fence import wait_for_queued
+from colo.memory.copy_plan import CopyPlan, Pair, Strided, wait_for_queued
 from colo.memory.load_plan import LoadPlan
 from colo.memory.share import dtype_name
 from colo.memory.specs import TensorSpec
-from colo.memory.tiles import Strided
 from colo.units import MIB, format_bytes
 from colo.weights.boxes import Box, PlacedPart, Slice, landings, slices_of
 from colo.weights.exchange import Delivery, Exchange, ExchangePlan, Target, Told, agree, held_view, make_plan
@@ -35,14 +33,11 @@ from colo.weights.sources.base import WeightSource
 from colo.weights.transports.base import CopyingTransport
 from colo.weights.transports.peers import Peers, reach
 
-_STAGES = 4
-"""Stages of a transfer that waits for NVLink."""
+_STAGES = 4  # stages of a transfer that waits for NVLink
 
-_NAMED_RANKS = 8
-"""Reports name so many ranks at most."""
+_NAMED_RANKS = 8  # reports name so many ranks at most
 
-BUCKET_BYTES = 128 * MIB
-"""Bytes that a rank sends and receives at a time, through buffers. Two are under way."""
+BUCKET_BYTES = 128 * MIB  # bytes that a rank sends and receives at a time, through buffers. Two are under way.
 
 
 class SlicesTransport(CopyingTransport):
@@ -73,9 +68,7 @@ class SlicesTransport(CopyingTransport):
         self._device = torch.empty(0, device=device).device  # with a number, as tensors' devices have
         self._bucket_bytes = BUCKET_BYTES if bucket_bytes is None else bucket_bytes
         self._why_not_shared = why_not_shared
-        self.received_bytes = 0
-        """Bytes that have come to this rank from others."""
-
+        self.received_bytes = 0  # bytes that have come to this rank from others
         self.seconds: defaultdict[str, float] = defaultdict(float)
         """Seconds of this process by stage: looking for what has moved, meeting, copying; see also `Exchange`."""
 
@@ -187,8 +180,9 @@ class SlicesTransport(CopyingTransport):
         ranks = self.source.ranks
         with self._stage("look"):
             try:
-                where = self._whereabouts()
-                has_moved = not _is_same(where, self._where)
+                (tensors, places), (known, known_places) = self._whereabouts(), self._where
+                is_same = places == known_places and len(tensors) == len(known)
+                has_moved = not (is_same and all(map(operator.is_, tensors, known)))
             except Exception:  # noqa: BLE001 - planning raises it on every rank
                 has_moved = True
         with self._stage("meet"):
@@ -318,10 +312,6 @@ def _nowhere(delivery: Delivery) -> Strided:
     return Strided(0, shape, tuple(torch.empty(shape, dtype=dtype, device="meta").stride()), dtype)
 
 
-def _is_same(here: tuple[list[torch.Tensor], list[Hashable]], there: tuple[list[torch.Tensor], list[Hashable]]) -> bool:
-    return here[1] == there[1] and len(here[0]) == len(there[0]) and all(map(operator.is_, here[0], there[0]))
-
-
 def why_not_sliced(plan: LoadPlan) -> str | None:
     """The reason why weights have to travel whole to this rank's engine, `None` when slices will do."""
     if plan.fallbacks:
@@ -361,17 +351,10 @@ def _check_spec(spec: TensorSpec, plan: LoadPlan) -> None:
 class Differences:
     """Findings of a comparison; `failed` and `anywhere` are the same on every rank."""
 
-    failed: bool
-    """True if a rank could not compute its digests."""
-
-    anywhere: bool
-    """True if some rank's engine holds other bytes than were sent."""
-
-    taken: list[int]
-    """Indices of what differs among the targets of this rank."""
-
-    apart: list[str]
-    """Parts of which ranks have different values: the weight and the ranks, in words."""
+    failed: bool  # true if a rank could not compute its digests
+    anywhere: bool  # true if some rank's engine holds other bytes than were sent
+    taken: list[int]  # indices of what differs among the targets of this rank
+    apart: list[str]  # parts of which ranks have different values: the weight and the ranks, in words
 
 
 class Comparison:
@@ -390,30 +373,22 @@ class Comparison:
             for index, part in enumerate(slices):
                 owners[part.name, part.box].setdefault(rank, index)
         self._shared = [(n, of) for (n, box), of in owners.items() if len(of) > 1 and box.num_elements]
-        sent, taken, shared = (dict[int, list[int]]() for _ in range(3))
-        for places in (sent, taken, shared):
-            places |= {rank: [] for rank in held}
-        for number, delivery in enumerate(self._every):
-            sent[delivery.sender].append(number)
-            taken[delivery.receiver].append(number)
-        for number, (_, of) in enumerate(self._shared):
-            for rank in of:
-                shared[rank].append(number)
-        self._width = 1 + max((len(sent[r]) + len(taken[r]) + len(shared[r]) for r in held), default=0)
-        self.shared = [self._shared[number][1][ranks.rank] for number in shared.get(ranks.rank, ())]
+        self.shared = [of[ranks.rank] for _, of in self._shared if ranks.rank in of]
         """Indices of this rank's parts that others hold too."""
 
-        row = {rank: number * self._width + 1 for number, rank in enumerate(sorted(held))}
-        at: list[dict[int, dict[int, int]]] = []
-        for places in (sent, taken, shared):
-            at.append({r: {n: row[r] + i for i, n in enumerate(numbers)} for r, numbers in places.items()})
-            row = {rank: start + len(places[rank]) for rank, start in row.items()}
-        left = [at[0][d.sender][n] for n, d in enumerate(self._every)]
-        right = [at[1][d.receiver][n] for n, d in enumerate(self._every)]
+        numbers = {rank: itertools.count(1) for rank in held}  # the next place in a rank's row
+        sent = [(delivery.sender, next(numbers[delivery.sender])) for delivery in plan.every]
+        taken = [(delivery.receiver, next(numbers[delivery.receiver])) for delivery in plan.every]
+        shared = [{rank: (rank, next(numbers[rank])) for rank in of} for _, of in self._shared]
+        self._width = max(map(next, numbers.values()), default=1)
         self._pairs = [(n, first, rank) for n, (_, (first, *of)) in enumerate(self._shared) for rank in of]
-        left += [at[2][first][n] for n, first, _ in self._pairs]
-        right += [at[2][rank][n] for n, _, rank in self._pairs]
-        self._left, self._right = (torch.tensor(of, dtype=torch.int64, device=ranks.device) for of in (left, right))
+        left = [*sent, *(shared[n][first] for n, first, _ in self._pairs)]
+        right = [*taken, *(shared[n][rank] for n, _, rank in self._pairs)]
+        start = {rank: row * self._width for row, rank in enumerate(sorted(held))}
+        self._left, self._right = (
+            torch.tensor([start[rank] + place for rank, place in of], dtype=torch.int64, device=ranks.device)
+            for of in (left, right)
+        )
 
     def of(self, digests: Sequence[torch.Tensor] | None) -> Differences:
         """Compare. A collective. `digests` (int64) are of what this rank sends, takes and shares; `None` if it cannot.

@@ -14,8 +14,7 @@ from colo.engine import Adapters, Engine, EngineState, LoadPlans, Recovers, Slee
 from colo.engines.base import EngineBase, EngineStatus
 from colo.engines.http import HttpClient, Refused, Silent
 from colo.errors import EngineLost, PhaseError, TransferError, Unsupported
-from colo.phases.phase import ENGINE_KV_CACHE, ENGINE_WEIGHTS, Residency, check_move
-from colo.phases.segment import Done, FixedSegment
+from colo.phases.phase import ENGINE_KV_CACHE, ENGINE_WEIGHTS, Done, FixedSegment, Residency, check_move
 
 EXAMPLE = runpy.run_path(str(Path(__file__).parents[3] / "examples" / "extending" / "engine.py"))
 TOKENS, CACHE_BYTES = EXAMPLE["TOKENS"], 4096

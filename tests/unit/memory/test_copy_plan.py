@@ -1,15 +1,14 @@
-"""Recorded copies: what the tables say, whatever the strides, and what torch does where there is no kernel."""
+"""Recorded copies: what the tables say, whatever the strides, and what torch does without a kernel that works."""
 
 import ctypes
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colo.memory import copy_plan, tiles
-from colo.memory.copy_plan import CopyPlan, copy_all
-from colo.memory.tiles import CopyRows, Strided, cut, digest_of, in_words, runs, sum_of
+from colo.memory import copy_plan
+from colo.memory.copy_plan import CopyPlan, CopyRows, Strided, copy_all, cut, digest_of, in_words, runs, sum_of
 
 DTYPES = [torch.uint8, torch.bfloat16, torch.float32, torch.int64]
 
@@ -41,7 +40,7 @@ def interpreted(table):
     sums = {}
     for tile in table.tolist():
         source, target, source_step, target_step, row_words, words, kind, place, place_step, number, _ = tile
-        assert (source | target) % kind == 0 and words % row_words == 0 and 0 < words <= max(tiles.WORDS, row_words)
+        assert (source | target) % kind == 0 and words % row_words == 0 and 0 < words <= max(copy_plan.WORDS, row_words)
         for word in range(words):
             row, column = divmod(word, row_words)
             data = ctypes.string_at(source + (row * source_step + column) * kind, kind)
@@ -54,12 +53,13 @@ def interpreted(table):
     return sums
 
 
+@settings(deadline=None)
 @given(st.lists(views(), min_size=1, max_size=3), st.sampled_from([8, 16, 2048]))
 def test_tiles_are_the_copy_whatever_the_strides_and_sum_up_to_the_digest(pairs, words):
     of = [run for n, pair in enumerate(pairs) for run in runs(*map(Strided.of, pair), n)]
     sums = interpreted(cut(of, words))
     for number, (source, target) in enumerate(pairs):
-        assert torch.equal(tiles.bits_of(source), tiles.bits_of(target))
+        assert torch.equal(copy_plan.bits_of(source), copy_plan.bits_of(target))
         assert sums.get(number, 0) == int(digest_of(source)) % 2**64 == int(digest_of(target)) % 2**64
 
 
@@ -113,7 +113,7 @@ def test_every_bit_that_differs_is_noticed(dtype, rows, columns, offset, transpo
     right[row, column] = changed.view(dtype)[0]
     with pytest.MonkeyPatch.context() as patch:
         for at_once in (1, 7, 1 << 24):
-            patch.setattr(tiles, "_COMPARED_AT_ONCE", at_once)
+            patch.setattr(copy_plan, "_COMPARED_AT_ONCE", at_once)
             assert differ(left, right)
     assert int(digest_of(left)) != int(digest_of(right))
 
@@ -180,3 +180,29 @@ def test_words_are_whole_and_in_a_row():
     assert in_words(base[2:8]).data_ptr() == base[2:].data_ptr()
     for other in (base[:3], base[1:5], base[::2], base.view(3, 4).T):
         assert in_words(other) is None
+
+
+def test_a_cpu_has_no_kernels(recwarn):
+    assert copy_plan.kernels.__wrapped__(torch.device("cpu")) is None
+    assert not recwarn.list
+
+
+def test_kernels_that_do_not_work_are_warned_of_and_memory_that_is_missing_now_is_not_taken_for_that(monkeypatch):
+    pytest.importorskip("triton", reason="Triton is missing, which torch for CUDA brings along")
+    from colo.memory import kernels
+
+    def fail(error):
+        def try_out(device):
+            raise error
+
+        monkeypatch.setattr(copy_plan, "try_out", try_out)
+
+    gpu = torch.device("cuda", 0)
+    fail(RuntimeError("no compiler"))
+    with pytest.warns(RuntimeWarning, match="without Triton, which is slower: no compiler"):
+        assert copy_plan.kernels.__wrapped__(gpu) is None
+    fail(torch.OutOfMemoryError("not now"))
+    with pytest.raises(torch.OutOfMemoryError):
+        copy_plan.kernels.__wrapped__(gpu)
+    monkeypatch.setattr(copy_plan, "try_out", lambda device: None)
+    assert copy_plan.kernels.__wrapped__(gpu) is kernels

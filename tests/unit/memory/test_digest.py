@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from colo.memory import tiles
+from colo.memory import copy_plan
 from colo.memory.digest import Digest
 
 WORDS = st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=40)
@@ -14,18 +14,18 @@ WORDS = st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=40)
 def small():
     """Chunks of eight words, so that a few words are several of them, and a rest."""
     with pytest.MonkeyPatch.context() as patch:
-        tiles._weights.cache_clear()
-        patch.setattr(tiles, "_CHUNK", 8)
+        copy_plan._weights.cache_clear()
+        patch.setattr(copy_plan, "_CHUNK", 8)
         yield
-    tiles._weights.cache_clear()
+    copy_plan._weights.cache_clear()
 
 
 def checksum(data):
     """The sum of words, which is that of two parts wherever they lie."""
     words = data.view(torch.int32)
     half = len(words) // 3
-    whole = int(tiles.sum_of(words)) % 2**64
-    assert whole == int(tiles.sum_of(words[half:], half) + tiles.sum_of(words[:half])) % 2**64
+    whole = int(copy_plan.sum_of(words)) % 2**64
+    assert whole == int(copy_plan.sum_of(words[half:], half) + copy_plan.sum_of(words[:half])) % 2**64
     return whole
 
 
@@ -60,10 +60,10 @@ def test_the_order_of_words_counts_within_chunks_and_between_them():
 @pytest.fixture
 def large():
     with pytest.MonkeyPatch.context() as patch:
-        tiles._weights.cache_clear()
-        patch.setattr(tiles, "_CHUNK", 1 << 18)
+        copy_plan._weights.cache_clear()
+        patch.setattr(copy_plan, "_CHUNK", 1 << 18)
         yield
-    tiles._weights.cache_clear()
+    copy_plan._weights.cache_clear()
 
 
 CHANGES = {

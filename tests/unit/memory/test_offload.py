@@ -236,13 +236,13 @@ def test_on_a_gpu_copies_are_queued_in_chunks_with_a_kernel_between_and_an_event
     mover = Mover(torch.device("cuda", 0), chunk_bytes=100, host_limit_bytes=MIB)
     source = torch.arange(250, dtype=torch.uint8)
     target = torch.empty_like(source)
-    transfer = mover.copy_out(source, target)
+    transfer = mover.copy_out([(source, target)])
     begin, end = ["d2h, -1 waits for kernels", "record"], ["record"]
     assert log.notes == [*begin, "copy 100", "tick", "copy 100", "tick", "copy 50", *end]
     assert torch.equal(source, target)
     log.notes.clear()
-    mover.copy_out(source[:50], target[:50])
-    mover.copy_out(source[:1], target[:1])
+    mover.copy_out([(source[:50], target[:50])])
+    mover.copy_out([(source[:1], target[:1])])
     assert log.notes == [*begin, "copy 50", *end, *begin, "tick", "copy 1", *end]
     log.notes.clear()
     assert not transfer.done
@@ -253,13 +253,13 @@ def test_on_a_gpu_copies_are_queued_in_chunks_with_a_kernel_between_and_an_event
 def test_on_a_gpu_copies_back_wait_for_kernels_only_if_they_are_to(log):
     mover = Mover(torch.device("cuda", 0), chunk_bytes=100)
     pairs = [(torch.ones(60, dtype=torch.uint8), torch.empty(60, dtype=torch.uint8)) for _ in range(2)]
-    mover.copy_all_in(pairs, after_queued=False)
+    mover.copy_in(pairs, after_queued=False)
     assert log.notes == ["record", "copy 60", "tick", "copy 60", "record"]
     log.notes.clear()
-    mover.copy_in(*pairs[0])
+    mover.copy_in(pairs[:1])
     assert log.notes[0] == "h2d, -1 waits for kernels"
     log.notes.clear()
-    mover.copy_in(*pairs[0], after_queued=False)
+    mover.copy_in(pairs[:1], after_queued=False)
     assert log.notes == ["record", "tick", "copy 60", "record"]
 
 
@@ -290,6 +290,6 @@ def test_closing_waits_for_the_streams_before_the_arena_goes(log, monkeypatch):
 def test_on_a_cpu_a_copy_is_done_when_it_returns_and_knows_what_it_took(device):
     mover = Mover(device)
     assert mover.chunk_bytes == 64 * MIB
-    transfer = mover.copy_in(torch.ones(8), torch.zeros(8))
+    transfer = mover.copy_in([(torch.ones(8), torch.zeros(8))])
     assert transfer.done and 0 <= transfer.seconds < 10
     assert (Transfer().done, Transfer().seconds, Transfer().wait()) == (True, 0.0, None)

@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 from colo.config import Offload
 from colo.errors import BudgetError, PhaseError
 from colo.memory.offload import RegionSegment
-from colo.phases.phase import Need, Phase, Residency
+from colo.phases.phase import FixedSegment, Need, Phase, Residency
 from colo.phases.scheduler import Budget, Scheduler
-from colo.phases.segment import FixedSegment
 from colo.phases.trace import Trace
 from colo.testing import FakeDevice, ForgetfulRegion, IllegalAccess, LateMover
 from colo.trainer.gradients import ParameterGradients
@@ -55,8 +54,8 @@ def holds(segment, expected):
 
 def test_a_copy_runs_when_it_is_waited_for_and_those_before_it_in_its_direction(mover):
     source, first, second, third = (torch.full((2500,), float(n)).view(torch.uint8) for n in range(4))
-    one, two = mover.copy_out(source, first), mover.copy_out(source, second)
-    back = mover.copy_in(source, third)
+    one, two = mover.copy_out([(source, first)]), mover.copy_out([(source, second)])
+    back = mover.copy_in([(source, third)])
     assert not (one.done or two.done or back.done)
     assert not torch.equal(first, source)
     two.wait()
@@ -67,7 +66,7 @@ def test_a_copy_runs_when_it_is_waited_for_and_those_before_it_in_its_direction(
 def test_a_copy_out_waits_for_kernels_that_were_queued_before_and_not_for_later_ones(mover):
     source, target = torch.zeros(100, dtype=torch.uint8), torch.zeros(100, dtype=torch.uint8)
     mover.queue(lambda: source.fill_(1))
-    transfer = mover.copy_out(source, target)
+    transfer = mover.copy_out([(source, target)])
     mover.queue(lambda: source.fill_(2))
     transfer.wait()
     assert target.eq(1).all()
@@ -78,15 +77,15 @@ def test_a_copy_out_waits_for_kernels_that_were_queued_before_and_not_for_later_
 def test_a_copy_in_waits_for_kernels_unless_it_need_not(mover):
     source, target, ran = torch.ones(8, dtype=torch.uint8), torch.zeros(8, dtype=torch.uint8), []
     mover.queue(lambda: ran.append("kernel"))
-    mover.copy_in(source, target, after_queued=False).wait()
+    mover.copy_in([(source, target)], after_queued=False).wait()
     assert target.eq(1).all() and not ran
-    mover.copy_in(source, target).wait()
+    mover.copy_in([(source, target)]).wait()
     assert ran == ["kernel"]
 
 
 def test_a_copy_that_meets_memory_given_back_says_so(mover):
     region = filled("r", 1000, FakeDevice(AMPLE))
-    transfer = mover.copy_out(region.bytes, torch.zeros(1024, dtype=torch.uint8))
+    transfer = mover.copy_out([(region.bytes, torch.zeros(1024, dtype=torch.uint8))])
     region.release()
     with pytest.raises(IllegalAccess, match="memory that has been given back"):
         transfer.wait()

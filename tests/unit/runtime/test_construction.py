@@ -7,7 +7,7 @@ import torch
 
 from colo.config import Offload, RuntimeConfig
 from colo.errors import BudgetError
-from colo.memory.dtensor import local_bytes
+from colo.memory.storage import local_bytes
 from colo.phases.phase import Phase, Residency
 from colo.phases.scheduler import Budget, Scheduler
 from colo.runtime.construction import check_phases, prepare_arena

@@ -13,7 +13,7 @@ from torch.optim import AdamW
 from colo.memory.offload import Mover
 from colo.phases.phase import Residency
 from colo.trainer.gradients import GradientBuffers, ParameterGradients
-from colo.trainer.megatron import MegatronOptimizers
+from colo.trainer.optimizers import MegatronOptimizers
 from colo.trainer.state import TrainerState
 from colo.units import MIB
 from tests.zoo.trained import is_at_host

@@ -8,7 +8,7 @@ from transformers import Adafactor
 from colo.memory.offload import Mover
 from colo.phases.phase import Residency
 from colo.trainer.master_weights import MasterWeights
-from colo.trainer.separable import register_separable
+from colo.trainer.optimizers import register_separable
 from colo.trainer.state import TrainerState
 
 

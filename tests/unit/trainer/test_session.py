@@ -11,7 +11,7 @@ from torch.optim import AdamW
 from colo.errors import BudgetError
 from colo.memory.offload import Mover
 from colo.phases.phase import NEEDS, TRAINER_MASTER_WEIGHTS, Need, Phase, Residency
-from colo.trainer.megatron import MegatronOptimizers
+from colo.trainer.optimizers import MegatronOptimizers
 from colo.trainer.session import TrainerSession
 
 SIZE = 4096

@@ -16,7 +16,7 @@ from colo.errors import PhaseError, Unsupported
 from colo.memory.offload import Mover
 from colo.phases.phase import Residency
 from colo.trainer.master_weights import MasterWeights
-from colo.trainer.state import StateSizes, TrainerState
+from colo.trainer.state import TrainerState, expected_sizes
 from colo.units import MIB
 from tests.models import tiny_qwen3
 from tests.runtimes import make_engine
@@ -197,11 +197,11 @@ def test_only_state_that_is_known_beforehand_is_expected():
         (torch.optim.Adagrad, 0),
         (Nested, 0),
     ):
-        assert StateSizes(kind([trained, frozen])).total == copies * 512
+        assert expected_sizes(kind([trained, frozen]))[0] == copies * 512
     groups = [{"params": [trained]}, {"params": [torch.nn.Parameter(torch.zeros(64))], "amsgrad": True}]
-    assert StateSizes(torch.optim.AdamW(groups)).total == 2 * 512 + 3 * 256
+    assert expected_sizes(torch.optim.AdamW(groups))[0] == 2 * 512 + 3 * 256
     halves = [torch.nn.Parameter(torch.zeros(64, dtype=torch.bfloat16))]
-    assert StateSizes(MasterWeights(torch.optim.AdamW)(halves)).total == 2 * 256
+    assert expected_sizes(MasterWeights(torch.optim.AdamW)(halves))[0] == 2 * 256
 
 
 def test_gradients_that_are_held_are_among_what_stays_and_refuse_to_move(mover):
@@ -241,7 +241,7 @@ def test_the_first_step_is_expected_before_it_happens(mover):
         assert state.parkings[1].size_bytes == 0
         backward(net, 0)
         optimizer.step()
-        assert state.parkings[0].size_bytes == expected == StateSizes(optimizer).total
+        assert state.parkings[0].size_bytes == expected == expected_sizes(optimizer)[0]
         state.close()
 
 

@@ -14,12 +14,13 @@ from torch.optim.lr_scheduler import StepLR
 from colo.errors import BudgetError
 from colo.memory.offload import Mover
 from colo.phases.phase import Residency
-from colo.trainer import planes
+from colo.trainer import window
 from colo.trainer.master_weights import MasterWeights
-from colo.trainer.planes import Bucket, Planes, Range
-from colo.trainer.separable import register_separable
+from colo.trainer.optimizers import register_separable
+from colo.trainer.planes import Planes, Range
 from colo.trainer.state import TrainerState
 from colo.trainer.streamed import StreamedState
+from colo.trainer.window import Bucket
 from colo.units import MIB
 
 R, O = Residency.RESIDENT, Residency.OFFLOADED  # noqa: E741
@@ -274,7 +275,7 @@ def test_an_interrupt_in_a_bucket_waits_for_its_end(kind, ends_at, mover, interr
 
 
 STAGES = [(Planes, name) for name in ("copy_in", "step", "_fill", "_step_flat", "_empty", "intervals")]
-STAGES += [(planes.StateWindow, name) for name in ("step", "prepare", "end_step", "take_in")]
+STAGES += [(window.StateWindow, name) for name in ("step", "prepare", "end_step", "take_in")]
 
 
 @pytest.mark.parametrize("kind", ["plain", "remainders", "whole"])
@@ -377,7 +378,7 @@ def test_a_step_that_failed_and_was_given_up_counts_where_it_was_made(kind, move
     """Parameters that it has stepped have made a step each; the others have not."""
     twin, ours = Trained(kind), Trained(kind)
     state = streamed(ours, mover, region_bytes=1)  # whose ranges are of one parameter each
-    original, calls = planes.StateWindow.step, []
+    original, calls = window.StateWindow.step, []
 
     def ends(self, work, *arguments):
         calls.append(work)
@@ -389,7 +390,7 @@ def test_a_step_that_failed_and_was_given_up_counts_where_it_was_made(kind, move
         trained.step(0)
     ours.backward(1)
     with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
-        patch.setattr(planes.StateWindow, "step", ends)
+        patch.setattr(window.StateWindow, "step", ends)
         ours.optimizer.step()
     twin.backward(1)
     made = {id(p) for work in calls[:3] for p in work.parameters}

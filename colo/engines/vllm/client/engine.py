@@ -43,8 +43,7 @@ from colo.errors import EngineLost, PhaseError, TransferError, Unsupported
 from colo.memory.load_plan import LoadPlan
 from colo.memory.offload import Mover
 from colo.memory.share import Staging
-from colo.phases.phase import ENGINE_WEIGHTS, Residency
-from colo.phases.segment import Segment
+from colo.phases.phase import ENGINE_WEIGHTS, Residency, Segment
 from colo.weights.packed import PackedWeight
 
 

@@ -21,14 +21,13 @@ from colo.engines.vllm import wire
 from colo.engines.vllm.client import NamedAdapter, WorkerLink
 from colo.engines.vllm.store import WeightStore
 from colo.errors import ColoError, EngineLost, PhaseError, TransferError, Unsupported
-from colo.memory.fence import wait_for_queued
+from colo.memory.copy_plan import wait_for_queued
 from colo.memory.load_plan import Copy, LoadPlan
 from colo.memory.probe import device_id, free_device_bytes
 from colo.memory.share import Description, Exported, Staging, Wire, open_shared_memory, spec_of, view
 from colo.memory.specs import CopySpec
 from colo.memory.storage import num_references
-from colo.phases.phase import ENGINE_KV_CACHE, ENGINE_WEIGHTS, Residency, check_move
-from colo.phases.segment import Done, Move
+from colo.phases.phase import ENGINE_KV_CACHE, ENGINE_WEIGHTS, Done, Move, Residency, check_move
 from colo.weights.sources.module import OUTPUT_LAYER, check_taken, own_output_layer, recording_specs
 from colo.weights.watch import count_read, uncounted
 

@@ -24,7 +24,7 @@ from colo.engines.vllm.worker.loader import OwnMemory, Placement, placement_of
 from colo.engines.vllm.worker.sleep import WorkerSegments
 from colo.engines.vllm.worker.weights import Reload, check_begun, packed_weights, record
 from colo.errors import TransferError
-from colo.memory.fence import wait_for_queued
+from colo.memory.copy_plan import wait_for_queued
 from colo.memory.load_plan import LoadPlan
 from colo.memory.probe import device_id, torch_pinned_bytes
 from colo.memory.share import Allocations, Description, Opened, empty, open_shared_memory, spec_of, why_not_mapped

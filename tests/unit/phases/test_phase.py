@@ -3,8 +3,7 @@
 import pytest
 
 from colo.errors import PhaseError
-from colo.phases.phase import Residency
-from colo.phases.segment import Done, FixedSegment, Segment
+from colo.phases.phase import Done, FixedSegment, Residency, Segment
 
 
 @pytest.mark.parametrize(("residency", "device_bytes"), [(Residency.RESIDENT, 7), (Residency.SHARED, 0)])

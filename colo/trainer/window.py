@@ -1,0 +1,419 @@
+"""The window on the device that an optimizer's state in host memory passes through as it is stepped.
+
+State that classes compute element by element lies in planes, and passes in ranges (colo/trainer/planes.py). Classes
+that look beyond an element but not beyond a parameter (Adafactor, Muon, 8-bit state) step some whole parameters at a
+time, whose state is parked like any other (`colo.memory.parking`), the next ones coming meanwhile.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from colo.errors import BudgetError
+from colo.memory.offload import Mover
+from colo.memory.parking import Kept, Parking
+from colo.memory.region import Region, allocate_region, carve, carved_bytes
+from colo.memory.storage import local_bytes, local_shard, storage_key
+from colo.memory.uninterrupted import uninterrupted
+from colo.phases.phase import TRAINER_OPTIMIZER, Done, Move, Residency, check_move
+from colo.trainer.gradients import parameters_of
+from colo.trainer.master_weights import MasterWeightsOptimizer
+from colo.trainer.optimizers import is_elementwise, own_step
+from colo.trainer.planes import Note, Planes, Range, StateSlot, Work, part_of
+from colo.trainer.state import Stock, take_stock
+from colo.units import MIB, batches, format_bytes
+
+NUM_SLOTS = 3  # ranges on the device at once: one comes, one is stepped, one leaves
+
+RANGE_BYTES = 64 * MIB
+"""State of a range. On an H100 ranges of 32 to 256 MiB are stepped at the speed of the bus; at 16 MiB Python bounds
+the step, at 512 MiB too few ranges are under way to overlap."""
+
+
+@dataclass(eq=False)
+class Bucket(Work):
+    """Whole parameters, whose state is parked."""
+
+    parking: Parking
+    expected_bytes: int  # of what a first step makes
+    transient_bytes: int
+
+
+class StateWindow:
+    """Host memory of streamed state, and the device memory that it passes through.
+
+    To the scheduler it is the segment `trainer.optimizer`. Ownership: owns slots, planes and parked state.
+    """
+
+    name = TRAINER_OPTIMIZER
+    away = Residency.OFFLOADED
+
+    def __init__(self, optimizer: Any, mover: Mover, *, range_bytes: int) -> None:
+        self.optimizer = optimizer
+        self.kept: list[Kept] = []
+        self._mover = mover
+        self._range_bytes = range_bytes
+        self._has_masters = isinstance(optimizer, MasterWeightsOptimizer)
+        self.base: Any = optimizer.inner if self._has_masters else optimizer
+        """The optimizer whose class steps, and which keeps the state."""
+
+        self._masters: Mapping[torch.Tensor, Any] = optimizer.masters if self._has_masters else {}
+        if self._has_masters:
+            optimizer.is_streamed = True
+        self._planes: list[Planes] = []
+        self._buckets: list[Bucket] = []
+        self._number = 0
+        self._work_of: dict[int, list[Work]] = {}
+        self._is_open = False
+        self._region: Region | None = None
+        self._slots: list[StateSlot] = []
+        self._turn = 0
+        self._streams: dict[str, torch.cuda.Stream] = {}
+        if mover.device.type == "cuda":
+            self._streams = {lane: torch.cuda.Stream(mover.device) for lane in ("in", "out")}
+        self.stock = take_stock(optimizer)
+
+    # ---- as a segment -----------------------------------------------------------------------------------------------
+
+    @property
+    def residency(self) -> Residency:
+        """`RESIDENT` while the window is on the device, `OFFLOADED` otherwise."""
+        return Residency.RESIDENT if self._is_open else Residency.OFFLOADED
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the window: slots and flat parameters, and what three neighbouring buckets have."""
+        sizes = [0, *(max(b.parking.size_bytes, b.expected_bytes) for b in self._buckets), 0]
+        windows = (
+            before + own + after + bucket.transient_bytes
+            for bucket, before, own, after in zip(self._buckets, sizes, sizes[1:], sizes[2:], strict=False)
+        )
+        return carved_bytes(self._parts()) + max(windows, default=0)
+
+    @property
+    def device_bytes(self) -> int:
+        """Device bytes held at this moment."""
+        region_bytes = self._region.device_bytes if self._region is not None else 0
+        return region_bytes + sum(bucket.parking.device_bytes for bucket in self._buckets)
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of the arena held."""
+        extents = (extent for planes in self._planes for extent in planes.extents.values())
+        return sum(e.size_bytes for e in extents) + sum(b.parking.host_bytes for b in self._buckets)
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all state, what a first step is expected to make included."""
+        return sum(planes.total_bytes for planes in self._planes) + sum(
+            max(bucket.parking.size_bytes, bucket.expected_bytes) for bucket in self._buckets
+        )
+
+    @property
+    def home_bytes(self) -> int:
+        """Host bytes of the state in excess of the window's size."""
+        return max(0, self.total_bytes - self.size_bytes)
+
+    def begin(self, target: Residency) -> Move:
+        """Open the window, or close it; see `Segment.begin`."""
+        if target is self.residency:
+            return Done()
+        check_move(self.name, self.residency, target)
+        with uninterrupted():
+            if target is Residency.RESIDENT:
+                self._open()
+            else:
+                self._leave()
+        return Done()
+
+    def hand_over(self, device: torch.device) -> None:
+        """See `Parking.hand_over`; `close` has done it."""
+
+    def close(self, *, on_device: bool) -> None:
+        """Give all state memory of its own: on the device as far as there is room, or in host memory, as it is."""
+        self._leave()
+        if self._region is not None:
+            self._region.close()
+            self._region, self._slots = None, []
+        left_bytes = 0
+        for planes in self._planes:
+            left_bytes += planes.let_go(on_device=on_device)
+        for bucket in self._buckets:
+            if on_device:
+                with suppress(BudgetError, torch.OutOfMemoryError):
+                    bucket.parking.begin(Residency.RESIDENT).wait()
+                left_bytes += bucket.parking.host_bytes if bucket.parking.residency is Residency.OFFLOADED else 0
+            bucket.parking.hand_over(self._mover.device)
+        self._planes, self._buckets = [], []
+        if self._has_masters:
+            self.optimizer.is_streamed = False
+            self.publish()
+        if left_bytes:
+            warnings.warn(
+                f"{format_bytes(left_bytes)} of the optimizer's state stay in host memory, since "
+                f"{self._mover.device} has no room for them: it steps again once it is shared with a runtime, or loads "
+                "its state where there is room",
+                stacklevel=6,
+            )
+
+    def _open(self) -> None:
+        """Take the slots' memory. Raises: `BudgetError` when the device has no room."""
+        parts = self._parts()
+        if size_bytes := carved_bytes(parts):
+            if self._region is not None and self._region.size_bytes < size_bytes:
+                self._region.close()
+                self._region, self._slots = None, []
+            if self._region is None:
+                self._region = allocate_region(size_bytes, self._mover.device, name=self.name)
+                *flats, first, second, third = carve(self._region.bytes, parts)
+                self._slots = [StateSlot(flats, part) for part in (first, second, third)]
+            elif not self._region.resident:
+                self._region.restore()
+        self._is_open = True
+
+    def _leave(self) -> None:
+        for stream in self._streams.values():
+            stream.synchronize()
+        if self._region is not None and self._region.resident:
+            self._region.release()
+        for bucket in self._buckets:
+            bucket.parking.begin(Residency.OFFLOADED)
+        self._is_open = False
+
+    def _parts(self) -> list[tuple[tuple[int], torch.dtype]]:
+        """Memory of the flat parameter, its gradient and 16-bit weights, and of the slots."""
+        used = [planes for planes in self._planes if planes.ranges]
+        if not used:
+            return []
+        elements = max(planes.range_elements for planes in used)
+        flat_bytes = max(planes.dtype.itemsize for planes in used) * elements
+        slot_bytes = max(carved_bytes(planes.specs) for planes in used)
+        weight_bytes = 2 * elements if self._masters else 0
+        return [((n,), torch.uint8) for n in (flat_bytes, flat_bytes, weight_bytes, *NUM_SLOTS * (slot_bytes,))]
+
+    # ---- what there is to step --------------------------------------------------------------------------------------
+
+    def host_memory(self) -> list[torch.Tensor]:
+        """The planes, as bytes (uint8)."""
+        return [plane.view(torch.uint8) for planes in self._planes for plane in planes.host.values()]
+
+    def work(self) -> Iterator[Work]:
+        """Yield everything that a step handles, in the order in which it is stepped."""
+        for planes in self._planes:
+            yield from planes.ranges
+        yield from self._buckets
+
+    def work_of(self, parameter: torch.Tensor) -> list[Work]:
+        """The ranges of a parameter, or its bucket."""
+        return self._work_of[id(parameter)]
+
+    def has_planes(self, parameter: torch.Tensor) -> bool:
+        """True for a parameter whose state lies in planes."""
+        return isinstance(next(iter(self._work_of.get(id(parameter), ())), None), Range)
+
+    def released_bytes(self) -> int:
+        """Bytes of gradients alive at once when each range drops its own: the most that two neighbours have."""
+        sizes = [sum(local_bytes(p) for p in work.parameters if p.requires_grad) for work in self.work()]
+        return max((one + other for one, other in zip(sizes, [*sizes[1:], 0], strict=True)), default=0)
+
+    def take_in(self) -> None:
+        """Find parameters that are new, and state that somebody has made, replaced or loaded; it goes to the host.
+
+        Raises: `BudgetError` when the host has no room for it.
+        """
+        self._extend()
+        with torch.no_grad():
+            for planes in self._planes:
+                planes.take_in()
+        self.stock = take_stock(self.optimizer)
+        shared = self._park(self.stock)
+        self.kept = [kept for bucket in self._buckets for kept in bucket.parking.kept] + shared
+
+    def prepare(self) -> None:
+        """Reserve host memory for all state. Raises: `BudgetError`; nothing has changed then."""
+        self._extend()
+        with torch.no_grad():
+            for planes in self._planes:
+                planes.take_in()
+                planes.begin_step()
+        self._mover.arena.reserve(sum(max(0, b.expected_bytes - b.parking.host_bytes) for b in self._buckets))
+
+    def load(self, loaded: dict[torch.Tensor, dict[str, Any]]) -> None:
+        """Write loaded state of planes to the host, once torch has loaded the scalars."""
+        for planes in self._planes:
+            planes.load({p: loaded[p] for p in planes.parameters if p in loaded})
+        self.publish()
+
+    def publish(self) -> None:
+        """Copy the state into `optimizer.state`, for an optimizer with masters."""
+        if self._has_masters:
+            self.optimizer.publish_state()
+
+    def _extend(self) -> None:
+        by_kind: dict[Any, list[torch.Tensor]] = defaultdict(list)
+        rest: list[torch.Tensor] = []
+        for number, group in enumerate(self.optimizer.param_groups):
+            for parameter in group["params"]:
+                is_new = id(parameter) not in self._work_of
+                if not is_new or not (parameter.requires_grad or self.optimizer.state.get(parameter)):
+                    continue
+                if is_elementwise(self.base) and _has_plain_elements(parameter, self._mover.device):
+                    by_kind[number, parameter.dtype, type(self._masters.get(parameter))].append(parameter)
+                else:
+                    rest.append(parameter)
+        for (number, _, kind), parameters in by_kind.items():
+            planes = Planes(self.base, self._masters, number, parameters, kind, self._mover)
+            planes.cut(self._range_bytes, self._number)
+            self._number += len(planes.ranges)
+            self._planes.append(planes)
+            for work in planes.ranges:
+                for parameter in work.parameters:
+                    self._work_of.setdefault(id(parameter), []).append(work)
+        for parameters in batches(rest, lambda p: self._expected_bytes(p) or 8 * p.numel(), self._range_bytes):
+            parking = Parking(self.name, self._mover, name_of=lambda t: self.stock.name_of(t), keeps_addresses=False)
+            transient_bytes = sum(self.optimizer.transient_bytes(p) for p in parameters) if self._has_masters else 0
+            expected_bytes = sum(map(self._expected_bytes, parameters))
+            bucket = Bucket(self._number, parameters, parking, expected_bytes, transient_bytes)
+            self._number += 1
+            self._buckets.append(bucket)
+            self._work_of.update({id(p): [bucket] for p in parameters})
+
+    def _expected_bytes(self, parameter: torch.Tensor) -> int:
+        """Bytes that a first step makes for a parameter in a bucket, as far as is known."""
+        return self.optimizer.expected_master_bytes(parameter) if self._has_masters else 0
+
+    def _park(self, stock: Stock) -> list[Kept]:
+        """Give each bucket the tensors of its parameters' state; what several parameters share stays on the device.
+
+        So does what the optimizer itself refers to, such as a table: it may use it for any parameter.
+        """
+        if not self._buckets:
+            return []
+        own = [value for name, value in vars(self.base).items() if name not in ("state", "param_groups")]
+        shared = {id(leaf) for leaf in pytree.tree_leaves(own) if isinstance(leaf, torch.Tensor)}
+        numbers = {id(parameter): number for number, parameter in enumerate(parameters_of(self.optimizer))}
+        bucket_of: dict[Any, int] = {numbers.get(id(p)): b.number for b in self._buckets for p in b.parameters}
+        owners: dict[int, set[int]] = defaultdict(set)
+        for tensor in (*stock.moments, *stock.masters):
+            owners[storage_key(tensor)] |= {bucket_of.get(key, -1) for key in stock.keys_of(tensor)}
+        members: dict[int, list[torch.Tensor]] = defaultdict(list)
+        kept = []
+        for tensor in (*stock.moments, *stock.masters):
+            first, *others = owners[storage_key(tensor)]
+            if not others and first == -1:
+                continue  # of planes
+            if others or id(tensor) in shared:
+                kept.append(Kept(stock.name_of(tensor), tensor.nbytes, "several parameters share it"))
+            else:
+                members[first].append(tensor)
+        for bucket in self._buckets:
+            bucket.parking.look(members[bucket.number])
+            if members[bucket.number]:
+                bucket.expected_bytes = 0
+            if not self._is_open:
+                bucket.parking.begin(Residency.OFFLOADED)
+        return kept
+
+    # ---- stepping ---------------------------------------------------------------------------------------------------
+
+    def step(self, work: Work, due: list[torch.Tensor], following: Work | None, note: Note) -> None:
+        """Step the parameters of `work` that are `due`, and `note` each stepped one, also on an error."""
+        if isinstance(work, Range):
+            self._step_range(work, due, note)
+        else:
+            assert isinstance(work, Bucket)
+            self._step_bucket(work, due, following)
+            changes = getattr(self.optimizer, "changes", None)
+            note(due, [changes] if changes is not None else [])
+
+    def _step_bucket(self, bucket: Bucket, due: list[torch.Tensor], following: Work | None) -> None:
+        bucket.parking.begin(Residency.RESIDENT).wait()
+        if isinstance(following, Bucket):
+            following.parking.begin(Residency.RESIDENT)
+        try:
+            if self._has_masters:
+                self.optimizer.step_part(due)
+            else:
+                ids = set(map(id, due))
+                groups = [
+                    {**group, "params": [p for p in group["params"] if id(p) in ids]}
+                    for group in self.base.param_groups
+                ]
+                own_step(type(self.base))(part_of(self.base, groups, self.base.state))
+        finally:
+            self.stock = take_stock(self.optimizer)
+            self._park(self.stock)
+            bucket.parking.begin(Residency.OFFLOADED)
+
+    def _step_range(self, work: Range, due: list[torch.Tensor], note: Note) -> None:
+        """Copy a range's state into a slot, step it there, and queue its way back."""
+        planes, slot = work.planes, self._slots[self._turn % NUM_SLOTS]
+        self._turn += 1
+        state = slot.views(planes)
+        with _on(self._streams.get("in")):
+            _wait(slot.left)  # the range that was here last is still being copied out
+            planes.copy_in(work, state)
+            arrived = _event(self._streams.get("in"))
+        _wait(arrived)
+        ids, leaving = set(map(id, due)), []
+        try:
+            for pieces in planes.intervals(work, ids):
+                names, changes = planes.step(slot, pieces, state)
+                leaving.append((pieces, names))
+                note([piece[0] for piece in pieces], changes)
+        finally:  # weights that have been written and their state belong together
+            stepped = _event(torch.cuda.current_stream(self._mover.device) if self._streams else None)
+            with _on(self._streams.get("out")):
+                _wait(stepped)
+                for pieces, names in leaving:
+                    planes.copy_out(work, pieces, names, state)
+                slot.left = _event(self._streams.get("out"))
+
+    def end_part(self, parameters: Iterable[torch.Tensor]) -> None:
+        """End the step for some parameters, all of whose elements have been stepped: the next is another one."""
+        ids = set(map(id, parameters))
+        for planes in self._planes:
+            planes.end_part(ids)
+
+    def end_step(self) -> None:
+        """Wait until the host's state is whole, and show what a step has counted."""
+        for stream in self._streams.values():
+            stream.synchronize()
+        for planes in self._planes:
+            planes.end_step()
+        if self._has_masters:
+            self.optimizer.end_step()
+        self.publish()
+
+
+def _has_plain_elements(parameter: torch.Tensor, device: torch.device) -> bool:
+    shard = local_shard(parameter)
+    return (
+        shard.device == device
+        and parameter.dim() > 0
+        and shard.numel() > 0
+        and shard.is_floating_point()
+        and shard.is_contiguous()
+        and not (parameter.grad is not None and parameter.grad.layout is not torch.strided)
+    )
+
+
+def _on(stream: torch.cuda.Stream | None) -> AbstractContextManager[Any]:
+    return nullcontext() if stream is None else torch.cuda.stream(stream)
+
+
+def _event(stream: torch.cuda.Stream | None) -> torch.cuda.Event | None:
+    return None if stream is None else stream.record_event()
+
+
+def _wait(event: torch.cuda.Event | None) -> None:
+    if event is not None:
+        torch.cuda.current_stream().wait_event(event)
