@@ -21,8 +21,7 @@ from colo.config import RuntimeConfig, unknown_name
 from colo.engines.vllm import compat
 from colo.errors import Unsupported
 from colo.memory.storage import is_dtensor
-from colo.trainer.gradients import parameters_of
-from colo.trainer.optimizers import OptimizerParts, as_torch
+from colo.trainer.optimizers import OptimizerParts, as_torch, parameters_of
 from colo.trainer.state import unwrapped
 from colo.weights.sources.peft import check_adapter_config, check_lora_config
 

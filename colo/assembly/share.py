@@ -32,8 +32,7 @@ from colo.phases.phase import ENGINE_KV_CACHE, Segment
 from colo.planning.kv_cache import layer_caches
 from colo.runtime import Runtime
 from colo.runtime.lifetime import check_free, collect_dropped
-from colo.trainer.gradients import parameters_of
-from colo.trainer.optimizers import MegatronOptimizers, as_torch
+from colo.trainer.optimizers import MegatronOptimizers, as_torch, parameters_of
 from colo.trainer.state import unwrapped
 from colo.units import GIB, MIB, format_bytes
 from colo.weights.packed import is_packed

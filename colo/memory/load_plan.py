@@ -222,7 +222,7 @@ class LoadPlan:
             return None
         if _count_misses(prod(shape), [(copy.offset, copy.shape, copy.stride) for copy in copies]) != (0, 0):
             return None
-        return first.target.as_strided(shape, _contiguous_stride(shape), shift)
+        return first.target.as_strided(shape, contiguous_strides(shape), shift)
 
 
 def _continues(copy: Copy, following: Copy) -> bool:
@@ -248,7 +248,7 @@ _Part = tuple[int, Sequence[int], Sequence[int]]  # offset, shape and strides of
 
 
 class _NeedsValuesError(Exception):
-    """Raised when code asks a stand-in for values."""
+    """Says that code asks a stand-in for values."""
 
 
 class _Recorder(TorchDispatchMode):
@@ -270,7 +270,11 @@ class _Recorder(TorchDispatchMode):
             elif args[0].shape != args[1].shape:
                 self.fallbacks.setdefault(name, "the loader broadcasts it")
             elif args[1].numel():
-                self.copies.append(_copy_of(name, args[1], args[0]))
+                target, source = args
+                shape, stride = tuple(source.shape), tuple(source.stride())
+                self.copies.append(
+                    Copy(name=name, shape=shape, stride=stride, offset=_offset(source), target=target.detach())
+                )
             return args[0]
         if func is torch.ops.aten.copy_.default and storage_key(args[1]) in self._computed:
             return args[0]  # its sources are fallbacks already
@@ -292,11 +296,6 @@ class _Recorder(TorchDispatchMode):
 
     def _name_of(self, tensor: torch.Tensor) -> str | None:
         return self._names.get(storage_key(tensor)) if tensor.device.type == "meta" else None
-
-
-def _copy_of(name: str, source: torch.Tensor, target: torch.Tensor) -> Copy:
-    shape, stride = tuple(source.shape), tuple(source.stride())
-    return Copy(name=name, shape=shape, stride=stride, offset=_offset(source), target=target.detach())
 
 
 def tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
@@ -385,13 +384,13 @@ def _same_strides(shape: Sequence[int], left: Sequence[int], right: Sequence[int
 
 
 def _is_contiguous(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    return 0 in shape or _same_strides(shape, stride, _contiguous_stride(shape))
+    return 0 in shape or _same_strides(shape, stride, contiguous_strides(shape))
 
 
-def _contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
-    return tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides, in elements, of a tensor without gaps."""
+    return tuple(prod(max(1, size) for size in shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 def _offset(tensor: torch.Tensor) -> int:
-    """Offset of a tensor in its storage, in elements."""
     return int(tensor.storage_offset())

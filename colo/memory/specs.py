@@ -212,6 +212,5 @@ def _check_whole(owner: str, **numbers: object) -> None:
 
 
 def _some(items: list[str]) -> str:
-    """The first few of a list, and how many more there are."""
     more = len(items) - _NUM_SHOWN
     return ", ".join(items[:_NUM_SHOWN]) + (f" and {more} more" if more > 0 else "")

@@ -121,9 +121,12 @@ def plan_transition(
     Raises: `PhaseError` for an illegal edge; `BudgetError`, with the ledger, when the phase does not fit.
     """
     check_edge(source, target)
-    request = _Request(target, ledger, needs[target], working_bytes, offload)
-    leaving, side_by_side = request.evictions()
-    moves = [(h, h.away) for h in leaving if h.away is not None] + [(h, Residency.RESIDENT) for h in request.arriving]
+    by_need: dict[Need, list[Holding]] = {need: [] for need in Need}
+    for holding in ledger.holdings.values():
+        by_need[needs[target].get(holding.name, Need.UNUSED)].append(holding)
+    leaving, side_by_side = _evictions(target, ledger, by_need, working_bytes, offload)
+    moves = [(h, h.away) for h in leaving if h.away is not None]
+    moves += [(h, Residency.RESIDENT) for h in by_need[Need.RESIDENT] if h.residency in _AWAY]
     steps = sorted(
         (Step(segment=h.name, source=h.residency, target=to, size_bytes=h.size_bytes) for h, to in moves),
         key=lambda step: list(Action).index(step.action),  # frees first, so that the peak stays low
@@ -139,7 +142,7 @@ def plan_transition(
             free_bytes=after.host_capacity_bytes,
             advice="Raise host_limit_bytes, or keep more on the device.",
         )
-    late_bytes = _away_bytes(after, request.late)
+    late_bytes = _away_bytes(after, by_need[Need.LATE])
     return Transition(
         source=source,
         target=target,
@@ -172,59 +175,47 @@ def plan_evictions(
     return tuple(steps)
 
 
-class _Request:
-    """Requirements of a phase on one ledger, and the segments that make room for it."""
+def _evictions(
+    target: Phase, ledger: Ledger, by_need: Mapping[Need, list[Holding]], working_bytes: int, offload: Offload
+) -> tuple[list[Holding], bool]:
+    """Choose the segments that leave; also true if late segments and working memory fit together.
 
-    def __init__(
-        self, target: Phase, ledger: Ledger, table: Mapping[str, Need], working_bytes: int, offload: Offload
-    ) -> None:
-        self.target = target
-        self.ledger = ledger
-        self.working_bytes = working_bytes
-        by_need: dict[Need, list[Holding]] = {need: [] for need in Need}
-        for holding in ledger.holdings.values():
-            by_need[table.get(holding.name, Need.UNUSED)].append(holding)
-        self.arriving = [h for h in by_need[Need.RESIDENT] if h.residency in _AWAY]
-        self.late = by_need[Need.LATE]
-        self._movable = [h for h in by_need[Need.UNUSED] if _may_leave(h, offload)]
-        self._yielding = [h for h in self.late if _may_leave(h, offload)]
-        self._eager = offload is Offload.ALWAYS and target in (Phase.ROLLOUT, Phase.TRAIN)
+    Where they do not, they take turns: late segments that are resident may leave too, and come back when the working
+    memory has gone.
+    """
+    movable = [h for h in by_need[Need.UNUSED] if _may_leave(h, offload)]
+    arriving_bytes = sum(h.size_bytes for h in by_need[Need.RESIDENT] if h.residency in _AWAY)
+    late_bytes = _away_bytes(ledger, by_need[Need.LATE])
+    is_eager = offload is Offload.ALWAYS and target in (Phase.ROLLOUT, Phase.TRAIN)
+    wanted_bytes = arriving_bytes + late_bytes + working_bytes - ledger.free_bytes
+    chosen = movable if is_eager else _cheapest(movable, wanted_bytes)
+    available_bytes = ledger.free_bytes + sum(h.size_bytes for h in chosen)
+    if arriving_bytes + late_bytes + working_bytes <= available_bytes:
+        return chosen, True
+    # each of the two has to fit without the other: late segments come when the working memory has gone
+    _require(target, ledger, arriving_bytes + late_bytes, available_bytes)
+    # late segments leave last of all: they have to come back within the phase
+    yielding = [h for h in by_need[Need.LATE] if _may_leave(h, offload)]
+    yielding = _cheapest(yielding, arriving_bytes + working_bytes - available_bytes)
+    _require(target, ledger, arriving_bytes + working_bytes, available_bytes + sum(h.size_bytes for h in yielding))
+    return [*chosen, *yielding], False
 
-    def evictions(self) -> tuple[list[Holding], bool]:
-        """Choose the segments that leave; also true if late segments and working memory fit together.
 
-        Where they do not, they take turns: late segments that are resident may leave too, and come back when the
-        working memory has gone.
-        """
-        arriving_bytes = sum(h.size_bytes for h in self.arriving)
-        late_bytes = _away_bytes(self.ledger, self.late)
-        wanted_bytes = arriving_bytes + late_bytes + self.working_bytes - self.ledger.free_bytes
-        chosen = self._movable if self._eager else _cheapest(self._movable, wanted_bytes)
-        available_bytes = self.ledger.free_bytes + sum(h.size_bytes for h in chosen)
-        if arriving_bytes + late_bytes + self.working_bytes <= available_bytes:
-            return chosen, True
-        # each of the two has to fit without the other: late segments come when the working memory has gone
-        self._require(arriving_bytes + late_bytes, available_bytes)
-        # late segments leave last of all: they have to come back within the phase
-        yielding = _cheapest(self._yielding, arriving_bytes + self.working_bytes - available_bytes)
-        self._require(arriving_bytes + self.working_bytes, available_bytes + sum(h.size_bytes for h in yielding))
-        return [*chosen, *yielding], False
-
-    def _require(self, needed_bytes: int, available_bytes: int) -> None:
-        if needed_bytes > available_bytes:
-            staying = [h.name for h in self.ledger.holdings.values() if h.device_bytes and not h.away]
-            kept = f" {', '.join(staying)} cannot leave." if staying else ""
-            what = f"phase {self.target}"
-            if available_bytes < 0:  # the capacity is smaller than what stays in any case
-                held_bytes = self.ledger.capacity_bytes - available_bytes
-                what, needed_bytes = f"{what}, with what stays,", needed_bytes + held_bytes
-                available_bytes = self.ledger.capacity_bytes
-            raise self.ledger.refuse(
-                what,
-                needed_bytes=needed_bytes,
-                free_bytes=available_bytes,
-                advice=f"Make the KV cache, the batch or the model smaller, or raise device_limit_bytes.{kept}",
-            )
+def _require(target: Phase, ledger: Ledger, needed_bytes: int, available_bytes: int) -> None:
+    if needed_bytes > available_bytes:
+        staying = [h.name for h in ledger.holdings.values() if h.device_bytes and not h.away]
+        kept = f" {', '.join(staying)} cannot leave." if staying else ""
+        what = f"phase {target}"
+        if available_bytes < 0:  # the capacity is smaller than what stays in any case
+            held_bytes = ledger.capacity_bytes - available_bytes
+            what, needed_bytes = f"{what}, with what stays,", needed_bytes + held_bytes
+            available_bytes = ledger.capacity_bytes
+        raise ledger.refuse(
+            what,
+            needed_bytes=needed_bytes,
+            free_bytes=available_bytes,
+            advice=f"Make the KV cache, the batch or the model smaller, or raise device_limit_bytes.{kept}",
+        )
 
 
 _AWAY = (Residency.OFFLOADED, Residency.DISCARDED)

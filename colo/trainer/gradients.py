@@ -27,11 +27,6 @@ class HoldsGradient(Protocol):
     grad: torch.Tensor | None
 
 
-def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """List the parameters of an optimizer, group by group."""
-    return [p for group in optimizer.param_groups for p in group["params"]]
-
-
 class ParameterGradients(Parking):
     """The gradients of an optimizer's parameters, each in memory of its own.
 

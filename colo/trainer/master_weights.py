@@ -16,8 +16,8 @@ import torch
 from colo.memory.region import ALIGNMENT_BYTES
 from colo.memory.storage import assembly_of, is_dtensor, local_shard
 from colo.memory.uninterrupted import uninterrupted
-from colo.trainer.gradients import TakenGradients, parameters_of
-from colo.trainer.optimizers import why_not_separable
+from colo.trainer.gradients import TakenGradients
+from colo.trainer.optimizers import parameters_of, why_not_separable
 from colo.trainer.remainders import (
     DIGEST_ELEMENTS,
     MASTER_DIGESTS,
@@ -95,7 +95,7 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
         if bucket_bytes is not None and bucket_bytes <= 0:
             raise ValueError(f"bucket_bytes must be positive or None, not {bucket_bytes}")
         groups = _as_groups(params)
-        self._masters: dict[torch.Tensor, Master] = {}
+        self.masters: dict[torch.Tensor, Master] = {}  # of each 16-bit parameter
         self.bucket_bytes = bucket_bytes  # fp32 gradients that a step handles at a time; `None` for all
         self.is_streamed = False
         """True while a runtime streams the state; the runtime then loads masters from state dicts."""
@@ -107,23 +107,18 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
         self._counted: list[tuple[torch.Tensor, int]] = []
         self._loading: dict[Any, Any] = {}
         self._remainders = bucket_bytes is not None if remainders is None else remainders
-        self._inner = make_optimizer([self._with_masters(group) for group in groups])
+        self.inner = make_optimizer([self._with_masters(group) for group in groups])
         # the inner optimizer is known only once it is made, so that it is made again with whole masters
-        if self._remainders and remainders is None and why_not_separable(self._inner) is not None:
+        if self._remainders and remainders is None and why_not_separable(self.inner) is not None:
             self._remainders = False  # it may look at all masters at once, or as it is made
-            self._masters.clear()
-            self._inner = make_optimizer([self._with_masters(group) for group in groups])
+            self.masters.clear()
+            self.inner = make_optimizer([self._with_masters(group) for group in groups])
         self._shown: list[dict[str, Any]] = []  # hyperparameters of the inner groups, as ours have shown them
-        super().__init__(groups, self._inner.defaults)
+        super().__init__(groups, self.inner.defaults)
         self.register_state_dict_pre_hook(lambda _: self._before_save())
         self.register_load_state_dict_pre_hook(lambda _, state_dict: self._before_load(state_dict))
         self.register_load_state_dict_post_hook(lambda _: self._after_load())
         self.publish_state()
-
-    @property
-    def inner(self) -> torch.optim.Optimizer:
-        """The optimizer that works on the masters."""
-        return self._inner
 
     @property
     def changed_fraction(self) -> float | None:
@@ -137,18 +132,13 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
         counts, sizes = zip(*changes, strict=True)
         self.changes = torch.stack([count.to(counts[0].device) for count in counts]).sum(), sum(sizes)
 
-    @property
-    def masters(self) -> Mapping[torch.Tensor, Master]:
-        """The master of each 16-bit parameter."""
-        return self._masters
-
     def master_of(self, parameter: torch.Tensor) -> torch.Tensor:
         """The master of a parameter (fp32, in its shape), as the next step would find it. Raises: `KeyError`."""
-        return self._masters[parameter].value()
+        return self.masters[parameter].value()
 
     def expected_master_bytes(self, parameter: torch.Tensor) -> int:
         """Bytes that the first step will keep of a parameter's master, where it keeps nothing yet."""
-        master = self._masters.get(parameter)
+        master = self.masters.get(parameter)
         if not isinstance(master, SplitMaster) or master.state or not parameter.requires_grad:
             return 0
         sizes = 2 * parameter.numel(), 8 * -(-parameter.numel() // DIGEST_ELEMENTS)
@@ -156,7 +146,7 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
 
     def transient_bytes(self, parameter: torch.Tensor) -> int:
         """Bytes in fp32 that a step has while it handles a parameter: its gradient, and a master made for the step."""
-        master = self._masters.get(parameter)
+        master = self.masters.get(parameter)
         if master is None or not parameter.requires_grad:
             return 0
         return (8 if isinstance(master, SplitMaster) else 4) * local_shard(parameter).numel()
@@ -164,8 +154,8 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, with masters of their own; see `torch.optim.Optimizer.add_param_group`."""
         super().add_param_group(param_group)
-        if len(self.param_groups) > len(self._inner.param_groups):
-            self._inner.add_param_group(self._with_masters(self.param_groups[-1]))
+        if len(self.param_groups) > len(self.inner.param_groups):
+            self.inner.add_param_group(self._with_masters(self.param_groups[-1]))
             self.publish_state()
 
     @torch.no_grad()
@@ -175,9 +165,7 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if parameters := parameters_of(
-            self
-        ):  # none: the runtime has stepped what there is, see colo/trainer/streamed.py
+        if parameters := parameters_of(self):  # none where the runtime has stepped them: colo/trainer/streamed.py
             self.step_part(parameters)
             self._taken.clear()
         return loss
@@ -209,13 +197,13 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
     def _step_bucket(self, bucket: list[torch.Tensor]) -> None:
         # the inner optimizer steps every parameter that has a gradient, those of other buckets too
         hidden = self._hide_gradients(except_for=bucket)
-        masters = [self._masters[parameter] for parameter in bucket if parameter in self._masters]
+        masters = [self.masters[parameter] for parameter in bucket if parameter in self.masters]
         try:
             for master in masters:
                 assert master.parameter.grad is not None, "buckets are of parameters with gradients"
                 master.prepare()
                 master.tensor.grad = master.parameter.grad.to(torch.float32)
-            self._inner.step()
+            self.inner.step()
             self._taken.note(bucket)
         except BaseException:
             for master in masters:
@@ -227,7 +215,7 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
             for master in masters:
                 master.tensor.grad = None
         for master in masters:
-            self._round(master)
+            self._counted.append(master.round())
 
     def _go_on(self, ids: set[int]) -> None:
         """After a step that failed: forget gradients that have changed since, and round the masters of the others.
@@ -236,51 +224,49 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
         """
         self._taken.drop_changed()
         for parameter in self._taken.present():
-            if parameter in self._masters and id(parameter) in ids:
-                self._masters[parameter].follow()
-                self._round(self._masters[parameter])
-
-    def _round(self, master: Master) -> None:
-        self._counted.append(master.round())
+            if parameter in self.masters and id(parameter) in ids:
+                self.masters[parameter].follow()
+                self._counted.append(self.masters[parameter].round())
 
     def _hide_gradients(self, except_for: list[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Take away the gradients of parameters without masters whose turn is not now."""
         turn = {id(parameter) for parameter in except_for}
-        others = [p for p in parameters_of(self) if p not in self._masters and id(p) not in turn]
+        others = [p for p in parameters_of(self) if p not in self.masters and id(p) not in turn]
         hidden = [(parameter, parameter.grad) for parameter in others if parameter.grad is not None]
         for parameter, _ in hidden:
             parameter.grad = None
         return hidden
 
     def _with_masters(self, group: dict[str, Any]) -> dict[str, Any]:
+        """The inner optimizer's group for one of ours."""
         return {**group, "params": [self._master_of(parameter) for parameter in group["params"]]}
 
     def _master_of(self, parameter: torch.Tensor) -> torch.Tensor:
         if not parameter.is_floating_point() or parameter.element_size() >= 4:
             return parameter
         is_split = self._remainders and can_be_split(parameter)
-        master = self._masters[parameter] = SplitMaster(parameter) if is_split else WholeMaster(parameter)
+        master = self.masters[parameter] = SplitMaster(parameter) if is_split else WholeMaster(parameter)
         return master.tensor
 
     def copy_hyperparameters(self) -> None:
         """Give the inner optimizer the hyperparameters that were written to our groups since the last step."""
         shown = itertools.chain(self._shown, itertools.repeat({}))
-        for outer, inner, before in zip(self.param_groups, self._inner.param_groups, shown, strict=False):
+        for outer, inner, before in zip(self.param_groups, self.inner.param_groups, shown, strict=False):
             inner.update({k: v for k, v in _without_parameters(outer).items() if k not in before or before[k] is not v})
 
     def show_hyperparameters(self) -> None:
         """Copy hyperparameters and counters of the inner optimizer's groups into our own groups."""
-        for outer, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
+        for outer, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             outer.update(_without_parameters(inner))
         self._shown = [_without_parameters(outer) for outer in self.param_groups]
 
     def publish_state(self) -> None:
         """Enter the inner optimizer's state and the masters into `self.state`, keyed by the model's parameters."""
-        for outer, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
+        for outer, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             for parameter, stepped in zip(outer["params"], inner["params"], strict=True):
-                state = dict(self._inner.state.get(stepped, {}))
-                if parameter in self._masters:
-                    state |= self._masters[parameter].state
+                state = dict(self.inner.state.get(stepped, {}))
+                if parameter in self.masters:
+                    state |= self.masters[parameter].state
                 if state:
                     self.state[parameter] = state
 
@@ -290,15 +276,15 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
         `torch.distributed.checkpoint` loads only the keys of the present state dict. For an optimizer without any
         state it first runs a step with zero gradients; here the masters are state already, so that it does not.
         """
-        if self._inner.state or not any(is_dtensor(parameter) for parameter in self._masters):
+        if self.inner.state or not any(is_dtensor(parameter) for parameter in self.masters):
             return
         from torch.distributed.checkpoint.state_dict import _init_optim_state
 
-        split = [master for master in self._masters.values() if isinstance(master, SplitMaster)]
+        split = [master for master in self.masters.values() if isinstance(master, SplitMaster)]
         try:
             for master in split:
                 master.prepare()
-            _init_optim_state(self._inner)
+            _init_optim_state(self.inner)
         finally:
             for master in split:
                 master.abandon()
@@ -315,7 +301,7 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
         """Raise `ValueError` for a state dict without masters."""
         state = state_dict["state"]
         pairs = zip(_numbers(state_dict), parameters_of(self), strict=False)  # torch refuses other groups afterwards
-        with_master = [i for i, parameter in pairs if parameter in self._masters and i in state]
+        with_master = [i for i, parameter in pairs if parameter in self.masters and i in state]
         if lacking := [i for i in with_master if not {MASTER_WEIGHT, MASTER_REMAINDER} & state[i].keys()]:
             raise ValueError(
                 f"the state of {len(lacking)} parameters, number {lacking[0]} for one, has no {MASTER_WEIGHT}: it was "
@@ -331,10 +317,10 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
             state = dict(loaded["state"].get(index, {}))
             of_master = {key: state.pop(key) for key in OF_MASTERS if key in state}
             if of_master:  # new memory rather than a copy into the old, which may be offloaded
-                self._masters[parameter].load(of_master)
+                self.masters[parameter].load(of_master)
             if state:
                 inner_state[index] = state
-        self._inner.load_state_dict({"state": inner_state, "param_groups": loaded["param_groups"]})
+        self.inner.load_state_dict({"state": inner_state, "param_groups": loaded["param_groups"]})
         self._shown = [_without_parameters(outer) for outer in self.param_groups]
         self.state.clear()
         self.publish_state()

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -46,6 +48,11 @@ def _all_parts(optimizer: Any) -> list[torch.optim.Optimizer]:
 _OWN = ("state", "param_groups", "defaults")
 
 
+def parameters_of(optimizer: Any) -> list[torch.Tensor]:
+    """List the parameters of an optimizer, group by group."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
 def is_megatron_optimizer(optimizer: object) -> bool:
     """Tell whether this is one of Megatron's optimizers. Does not import Megatron."""
     module = sys.modules.get("megatron.core.optimizer.optimizer")  # without which there are none
@@ -80,19 +87,25 @@ class OptimizerParts:
 
     def register_step_pre_hook(self, hook: Callable[..., Any]) -> Any:
         """Call `hook` before any of them steps."""
-        return _Handles([optimizer.register_step_pre_hook(hook) for optimizer in self.inner])
+        return self._register("step_pre_hook", hook)
 
     def register_step_post_hook(self, hook: Callable[..., Any]) -> Any:
         """Call `hook` after any of them has stepped."""
-        return _Handles([optimizer.register_step_post_hook(hook) for optimizer in self.inner])
+        return self._register("step_post_hook", hook)
 
     def register_load_state_dict_pre_hook(self, hook: Callable[..., Any]) -> Any:
         """Call `hook` before a state dict is loaded into any of them."""
-        return _Handles([optimizer.register_load_state_dict_pre_hook(hook) for optimizer in self.inner])
+        return self._register("load_state_dict_pre_hook", hook)
 
     def register_load_state_dict_post_hook(self, hook: Callable[..., Any]) -> Any:
         """Call `hook` after a state dict has been loaded into any of them."""
-        return _Handles([optimizer.register_load_state_dict_post_hook(hook) for optimizer in self.inner])
+        return self._register("load_state_dict_post_hook", hook)
+
+    def _register(self, kind: str, hook: Callable[..., Any]) -> Any:
+        handles = ExitStack()
+        for optimizer in self.inner:
+            handles.callback(getattr(optimizer, f"register_{kind}")(hook).remove)
+        return SimpleNamespace(remove=handles.close)
 
 
 class MegatronOptimizers(OptimizerParts):
@@ -125,9 +138,12 @@ class MegatronOptimizers(OptimizerParts):
         # fp32 parameters are their own main parameters, which stay: autograd uses them
         own = {storage_key(parameter) for parameter in self.param_groups[0]["params"]}
         return {
-            f"{number}.{index}": self._state_of(optimizer, main, own)
+            f"{number}.{index}": {
+                **optimizer.state.get(main, {}),
+                **({MASTER_WEIGHT: main} if storage_key(main) not in own else {}),  # else a view of the model's
+            }
             for number, optimizer in enumerate(self.inner)
-            for index, main in enumerate(_main_parameters(optimizer))
+            for index, main in enumerate(parameters_of(optimizer))
         }
 
     def finish_step(self) -> None:
@@ -156,7 +172,7 @@ class MegatronOptimizers(OptimizerParts):
 
     def kept(self) -> list[Kept]:
         """Gradients of main parameters, which the last step has left, unless they lie in buffers."""
-        mains = [main for optimizer in self.inner for main in _main_parameters(optimizer)]
+        mains = [main for optimizer in self.inner for main in parameters_of(optimizer)]
         found = _bytes_by_storage(main.grad for main in mains)
         for key in _bytes_by_storage(getattr(p, "main_grad", None) for p in self.param_groups[0]["params"]):
             found.pop(key, None)
@@ -182,23 +198,6 @@ class MegatronOptimizers(OptimizerParts):
         """Stages in their data-parallel wrappers, as far as optimizers know them: the distributed one does."""
         return list({id(chunk): chunk for part in self._parts for chunk in getattr(part, "model_chunks", ())}.values())
 
-    def _state_of(self, optimizer: torch.optim.Optimizer, main: torch.Tensor, own: set[int]) -> dict[str, Any]:
-        state = optimizer.state.get(main, {})
-        is_copy = storage_key(main) not in own  # else a view of the model's
-        return {**state, MASTER_WEIGHT: main} if is_copy else {**state}
-
-
-class _Handles:
-    """Several hooks that are removed together."""
-
-    def __init__(self, handles: list[RemovableHandle]) -> None:
-        self._handles = handles
-
-    def remove(self) -> None:
-        """Take the hooks back. Idempotent."""
-        for handle in self._handles:
-            handle.remove()
-
 
 def _parts_of(optimizer: Any) -> Iterator[Any]:
     """Megatron's optimizers that have one of torch's, out of chains."""
@@ -218,11 +217,7 @@ def _model_parameters(part: Any) -> Iterator[torch.Tensor]:
         for group in (*part.float16_groups, *part.fp32_from_fp32_groups):
             yield from group
     else:
-        yield from _main_parameters(part.optimizer)
-
-
-def _main_parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        yield from parameters_of(part.optimizer)
 
 
 def _views_of(chunk: Any) -> dict[str, list[Any]]:

@@ -267,9 +267,8 @@ class Planes:
         arena, extent = self._mover.arena, self.extents[name]
         memory = arena.tensor(extent, first * dtype.itemsize, length * dtype.itemsize)
         shape = torch.Size([length]) if name == MASTER_DIGESTS else shard.shape
-        made = torch.empty(0, dtype=dtype)
-        strides = torch.empty(shape, device="meta").stride()
-        return made.set_(memory.untyped_storage(), memory.storage_offset() // dtype.itemsize, shape, strides)
+        made, at = torch.empty(0, dtype=dtype), memory.storage_offset() // dtype.itemsize
+        return made.set_(memory.untyped_storage(), at, shape, torch.empty(shape, device="meta").stride())
 
     def load(self, loaded: dict[torch.Tensor, dict[str, Any]]) -> None:
         """Write what a state dict has into the planes; scalars are in the optimizer's state already."""

@@ -23,8 +23,8 @@ from colo.phases.phase import (
     Segment,
 )
 from colo.trainer.backward import BackwardWatch
-from colo.trainer.gradients import parameters_of, unreduced
-from colo.trainer.optimizers import MegatronOptimizers, as_torch
+from colo.trainer.gradients import unreduced
+from colo.trainer.optimizers import MegatronOptimizers, as_torch, parameters_of
 from colo.trainer.state import TrainerState
 from colo.trainer.streamed import StreamedState
 from colo.trainer.unseen import UnseenState

@@ -31,9 +31,9 @@ from colo.phases.phase import (
     Residency,
     Segment,
 )
-from colo.trainer.gradients import Gradients, HoldsGradient, make_gradients, parameters_of
+from colo.trainer.gradients import Gradients, HoldsGradient, make_gradients
 from colo.trainer.master_weights import MasterWeightsOptimizer
-from colo.trainer.optimizers import MegatronOptimizers, OptimizerParts, as_torch
+from colo.trainer.optimizers import MegatronOptimizers, OptimizerParts, as_torch, parameters_of
 from colo.trainer.remainders import OF_MASTERS
 from colo.units import GIB, align_up
 

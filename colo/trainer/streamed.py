@@ -22,8 +22,9 @@ from colo.memory.storage import local_bytes
 from colo.memory.uninterrupted import uninterrupted
 from colo.phases.phase import TRAINER_MASTER_WEIGHTS, Residency
 from colo.trainer.backward import weakly
-from colo.trainer.gradients import ParameterGradients, TakenGradients, parameters_of
+from colo.trainer.gradients import ParameterGradients, TakenGradients
 from colo.trainer.master_weights import MasterWeightsOptimizer
+from colo.trainer.optimizers import parameters_of
 from colo.trainer.planes import Work, is_plane, part_of
 from colo.trainer.remainders import OF_MASTERS
 from colo.trainer.state import StateSegment, StepArguments, TrainerState, untraced

@@ -16,9 +16,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils import _pytree as pytree
 
 from colo.trainer.backward import weakly
-from colo.trainer.gradients import parameters_of
 from colo.trainer.master_weights import MasterWeightsOptimizer
-from colo.trainer.optimizers import MegatronOptimizers, OptimizerParts
+from colo.trainer.optimizers import MegatronOptimizers, OptimizerParts, parameters_of
 from colo.trainer.state import untraced
 
 

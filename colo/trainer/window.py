@@ -24,9 +24,8 @@ from colo.memory.region import Region, allocate_region, carve, carved_bytes
 from colo.memory.storage import local_bytes, local_shard, storage_key
 from colo.memory.uninterrupted import uninterrupted
 from colo.phases.phase import TRAINER_OPTIMIZER, Done, Move, Residency, check_move
-from colo.trainer.gradients import parameters_of
 from colo.trainer.master_weights import MasterWeightsOptimizer
-from colo.trainer.optimizers import is_elementwise, own_step
+from colo.trainer.optimizers import is_elementwise, own_step, parameters_of
 from colo.trainer.planes import Note, Planes, Range, StateSlot, Work, part_of
 from colo.trainer.state import Stock, take_stock
 from colo.units import MIB, batches, format_bytes

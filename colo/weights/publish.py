@@ -66,7 +66,7 @@ class Publisher:
         self._trace = trace
         self._adapter = adapter
         self._verify = verify
-        self._loaded_adapter: str | None = None
+        self.adapter_name: str | None = None  # of the published version; `None` without LoRA
         self._uncertain: set[str] = set()  # names of adapters that an interrupted call may have left in the engine
         self._scalings: dict[str, float] = {}
         self._adapter_digest: Digest | None = None
@@ -74,11 +74,6 @@ class Publisher:
         self._shard_digest: Digest | None = None  # of this rank's part of the weights that were published
         self._fingerprint = fingerprint
         self._sent: Hashable | None = None
-
-    @property
-    def adapter_name(self) -> str | None:
-        """Name of the adapter of the published version; `None` without LoRA."""
-        return self._loaded_adapter
 
     @property
     def is_current(self) -> bool:
@@ -146,7 +141,7 @@ class Publisher:
 
     def start_over(self) -> None:
         """Forget what the lost engine was given: it has been started again."""
-        self._loaded_adapter = self._adapter_digest = self._base_digest = None
+        self.adapter_name = self._adapter_digest = self._base_digest = None
         self._uncertain.clear()
         self._sent = None
 
@@ -239,7 +234,7 @@ class Publisher:
     def _load_adapter(self, adapter: AdapterWeights) -> int:
         """Give the engine the adapter, and return the bytes of it that were copied."""
         engine, name = adapters_of(self._engine), f"{ADAPTER}@{self.version}"
-        old, self._loaded_adapter = self._loaded_adapter, None
+        old, self.adapter_name = self.adapter_name, None
         for left in self._uncertain:
             with suppress(ValueError):  # it is not there
                 engine.remove_adapter(left)
@@ -251,6 +246,6 @@ class Publisher:
                 engine.load_adapter(name, adapter)
             else:
                 engine.replace_adapter(old, name, adapter)
-        self._loaded_adapter = name
+        self.adapter_name = name
         self._uncertain.clear()
         return meter.num_bytes

@@ -30,36 +30,30 @@ class RankGroup:
     def __init__(self, tensors: Iterable[torch.Tensor] = ()) -> None:
         sharded: list[Any] = [tensor for tensor in tensors if is_dtensor(tensor)]
         self._meshes = list(dict.fromkeys(tensor.device_mesh for tensor in sharded))
-        self._group: Any = None
+        self.wire: Any = None
+        """The process group that ranks send to each other in; `None` is torch's own, of all processes."""
+
+        self.device = _device_of(self._meshes[0]) if sharded else torch.device("cpu")
+        """Device of the numbers that ranks compare."""
+
         self._order: torch.Tensor | None = None
-        self._device = _device_of(self._meshes[0]) if sharded else torch.device("cpu")
 
     @classmethod
     def of(cls, group: Any, device: torch.device) -> RankGroup:
         """The ranks of a process group, of more than one; `device` is one that the group can reduce on."""
         ranks = cls()
-        ranks._group, ranks._device = group, device
+        ranks.wire, ranks.device = group, device
         return ranks
 
     @property
     def is_alone(self) -> bool:
         """True if there are no other ranks to agree with."""
-        return not self._meshes and self._group is None
+        return not self._meshes and self.wire is None
 
     @property
     def rank(self) -> int:
         """Global rank of this process."""
         return own_rank()
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the numbers that ranks compare."""
-        return self._device
-
-    @property
-    def wire(self) -> Any:
-        """The process group that ranks send to each other in; `None` is torch's own, of all processes."""
-        return self._group
 
     def min(self, count: int, at: str = "") -> int:
         """The smallest `count` of all ranks. `at` says for what it is asked, numbers aside.
@@ -72,7 +66,7 @@ class RankGroup:
 
         point = zlib.crc32(_NUMBERS.sub("", at).encode())
         # the least `point` is also the greatest only if all ranks ask at one point
-        smallest = torch.tensor([count, point, -point], device=self._device)
+        smallest = torch.tensor([count, point, -point], device=self.device)
         for group in self.groups():
             with self._named(at or "a comparison"):
                 _wait(distributed.all_reduce(smallest, distributed.ReduceOp.MIN, group=group, async_op=True))
@@ -106,8 +100,8 @@ class RankGroup:
     def rows(self, row: torch.Tensor) -> torch.Tensor:
         """A row of numbers of each rank, in the order of ranks: shape [num_ranks, len(row)]. Rows are on `device`."""
         if self._order is None:
-            told = self._all_rows(torch.tensor([self.rank], device=self._device)).flatten().tolist()
-            self._order = torch.tensor([told.index(rank) for rank in sorted(set(told))], device=self._device)
+            told = self._all_rows(torch.tensor([self.rank], device=self.device)).flatten().tolist()
+            self._order = torch.tensor([told.index(rank) for rank in sorted(set(told))], device=self.device)
         return self._all_rows(row)[self._order]
 
     def _all_rows(self, row: torch.Tensor) -> torch.Tensor:
@@ -129,9 +123,9 @@ class RankGroup:
         """
         from torch import distributed
 
-        if not self.is_alone and distributed.get_world_size(self._group) == num_ranks:
+        if not self.is_alone and distributed.get_world_size(self.wire) == num_ranks:
             with self._named("meeting"):
-                _wait(distributed.all_reduce(torch.zeros(1, device=self._device), group=self._group, async_op=True))
+                _wait(distributed.all_reduce(torch.zeros(1, device=self.device), group=self.wire, async_op=True))
 
     @contextmanager
     def _named(self, at: str) -> Iterator[None]:
@@ -168,8 +162,8 @@ class RankGroup:
 
     def groups(self) -> Iterator[Any]:
         """A process group for every dimension of every mesh: what all of them have seen, every rank has."""
-        if self._group is not None:
-            yield self._group
+        if self.wire is not None:
+            yield self.wire
         for mesh in self._meshes:
             yield from (mesh.get_group(dim) for dim in range(mesh.ndim))
 

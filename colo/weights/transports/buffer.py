@@ -147,10 +147,10 @@ class SenderBuffer:
             self._unlock = cuda_driver.page_lock(self._slab, self._slab.bytes, device)
         self._turns = SharedMemory((_FIRST_READER + readers) * _WORD_BYTES, _CPU)
         self._words = self._turns.bytes.view(torch.int64).numpy()
-        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._events: list[tuple[torch.cuda.Event, ...]] = []  # of each half: filled, and read
         if place.type == "cuda" and readers == 1:  # an event tells of one reader, the last that has recorded it
             with torch.cuda.device(place):
-                self._events = [(_event(), _event()) for _ in self._halves]
+                self._events = [tuple(torch.cuda.Event(interprocess=True) for _ in "12") for _ in self._halves]
         self._digests: dict[int, Digest] = {}
 
     def describe(self) -> dict[str, Any]:
@@ -274,12 +274,11 @@ class ReaderBuffer:
         self._sender = Path(f"/proc/{turns['pid']}") if turns is not None else None
         self._place = _FIRST_READER + number % readers  # an engine may have more workers than this sender counts
         self._deadline_s = deadline_s
-        self._events = [tuple(_opened_event(handle, device) for handle in pair) for pair in events]
-        self._tensors = [self._views(index, dtypes) for index in range(len(self.groups))]
-
-    def tensors(self, index: int) -> dict[str, torch.Tensor]:
-        """The pieces of a group by the keys of `keyed`, where they lie for this worker."""
-        return self._tensors[index]
+        self._events = [
+            [torch.cuda.Event.from_ipc_handle(device, bytes.fromhex(handle)) for handle in pair] for pair in events
+        ]
+        self.tensors = [self._views(index, dtypes) for index in range(len(self.groups))]
+        """The pieces of each group by the keys of `keyed`, where they lie for this worker."""
 
     def take(self, index: int, read: Callable[[], None]) -> bool:
         """Let `read` queue copies out of a group once it is filled; false when another worker has failed before.
@@ -363,11 +362,3 @@ def _fence() -> None:
     for _ in range(2):  # the release of the first time orders what came before, the second acquisition what follows
         with _lock:
             pass
-
-
-def _event() -> torch.cuda.Event:
-    return torch.cuda.Event(interprocess=True)
-
-
-def _opened_event(handle: str, device: torch.device) -> Any:
-    return torch.cuda.Event.from_ipc_handle(device, bytes.fromhex(handle))

@@ -17,6 +17,7 @@ import torch
 
 from colo.errors import EngineLost, TransferError, Unsupported
 from colo.memory.copy_plan import wait_for_queued
+from colo.memory.load_plan import contiguous_strides
 from colo.memory.share import Exported, dtype_name, spec_of
 from colo.memory.specs import Manifest, TensorSpec
 from colo.memory.storage import is_dtensor
@@ -189,7 +190,7 @@ class IpcTransport(CopyingTransport):
             self.close()
         exported = None if self._staged else self._export(tensors)
         specs = [
-            spec_of(name, tensor, None if exported is not None else _without_gaps(tensor))
+            spec_of(name, tensor, None if exported is not None else contiguous_strides(tensor.shape))
             for name, tensor in tensors.items()
         ]
         answers = self._peer.receive(
@@ -224,7 +225,8 @@ class IpcTransport(CopyingTransport):
         """The manifest of the tensors; the last one again while they are like those: its digest takes time."""
         layout = [(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()]
         if self._manifest is None or layout != self._layout:
-            self._layout, self._manifest = layout, _manifest(tensors)
+            specs = (TensorSpec(name, dtype_name(t), tuple(t.shape)) for name, t in tensors.items())
+            self._layout, self._manifest = layout, Manifest(specs=tuple(specs))
         return self._manifest
 
     def _export(self, tensors: Mapping[str, torch.Tensor]) -> Exported | None:
@@ -249,12 +251,3 @@ class IpcTransport(CopyingTransport):
         if self._buffer is not None:
             self._buffer.close()
         self._exported = self._buffer = None
-
-
-def _manifest(tensors: Mapping[str, torch.Tensor]) -> Manifest:
-    return Manifest(specs=tuple(TensorSpec(n, dtype_name(t), tuple(t.shape)) for n, t in tensors.items()))
-
-
-def _without_gaps(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The strides of a contiguous tensor of this shape."""
-    return torch.empty(tensor.shape, device="meta").stride()

@@ -24,7 +24,7 @@ import torch
 from colo.errors import TransferError, Unsupported
 from colo.memory.copy_plan import CopyPlan, wait_for_queued
 from colo.memory.digest import Digest
-from colo.memory.load_plan import Copy, LoadPlan
+from colo.memory.load_plan import Copy, LoadPlan, contiguous_strides
 from colo.memory.share import Opened, empty
 from colo.memory.specs import Manifest, TensorSpec
 from colo.weights.boxes import Landing, landings
@@ -83,7 +83,7 @@ class Receiver:
         for copy in plan.copies:
             by_name.setdefault(copy.name, []).append(copy)
         self._groups = [
-            _Group(_plan_of(plan, pieces, by_name), self._buffer.tensors(index), {k: p.name for k, p in pieces.items()})
+            _Group(_plan_of(plan, pieces, by_name), self._buffer.tensors[index], {k: p.name for k, p in pieces.items()})
             for index, pieces in enumerate(map(keyed, self._buffer.groups))
         ]
 
@@ -148,7 +148,7 @@ class Receiver:
         """Names of exported tensors that the engine does not hold as they are now."""
         self._bound()
         groups = self._groups if self._buffer is None else []
-        return [name for group in groups for name in group.named(group.flags())]
+        return [name for group in groups for name in group.named(group.copies.flags())]
 
     def release(self) -> None:
         """Unmap the sender's memory. The sender frees it after this."""
@@ -221,7 +221,7 @@ class _Group:
 
     def copy(self, *, verify: bool) -> torch.Tensor | None:
         """Queue the copies and, with `verify`, a comparison of every byte: flags for `named`."""
-        copies = self._copies  # before a capture, in which its tables cannot be made
+        copies = self.copies  # before a capture, in which its tables cannot be made
 
         def run() -> torch.Tensor | None:
             copies.replay()
@@ -239,12 +239,9 @@ class _Group:
         graph.replay()
         return flags
 
-    def flags(self) -> torch.Tensor:
-        """Queue a comparison of what the engine holds with where it came from: for `named`."""
-        return self._copies.flags()
-
     @cached_property
-    def _copies(self) -> CopyPlan:
+    def copies(self) -> CopyPlan:
+        """The copies, which also compare what the engine holds with where it came from: flags for `named`."""
         return self._plan.comparison(self.tensors)
 
     def named(self, flags: torch.Tensor) -> list[str]:
@@ -259,7 +256,7 @@ def _plan_of(plan: LoadPlan, pieces: Mapping[str, Piece], copies: Mapping[str, S
     return LoadPlan(
         copies=tuple(itertools.chain.from_iterable(taken)),
         sources=sources,
-        strides={key: _without_gaps(shape) for key, (_, shape) in sources.items()},
+        strides={key: contiguous_strides(shape) for key, (_, shape) in sources.items()},
     )
 
 
@@ -279,13 +276,9 @@ def _taken(key: str, piece: Piece, landing: Landing, target: torch.Tensor) -> Co
     if part is None:
         return None
     offset, sizes, strides = landing.of(part)
-    own = _without_gaps(piece.box.shape)
+    own = contiguous_strides(piece.box.shape)
     start = sum((a - b) * step for a, b, step in zip(part.offset, piece.box.offset, own, strict=True))
     return Copy(name=key, shape=sizes, stride=own, offset=start, target=target.as_strided(sizes, strides, offset))
-
-
-def _without_gaps(shape: Sequence[int]) -> tuple[int, ...]:
-    return torch.empty(tuple(shape), device="meta").stride()
 
 
 def _arrived(groups: Sequence[_Group], copied: Sequence[int]) -> Iterator[str]:

@@ -145,7 +145,7 @@ def test_every_reader_sees_every_group_in_order_and_none_is_overwritten_before(r
             def look(index=index):
                 if index < len(pauses) and pauses[index] == number:
                     time.sleep(1e-3)
-                (tensor,) = mine.tensors(index).values()
+                (tensor,) = mine.tensors[index].values()
                 seen[number].append((float(tensor[0]), float(tensor[-1])))
 
             assert mine.take(index, look)
