@@ -28,7 +28,7 @@ from colo.memory.probe import device_id
 from colo.memory.region import carve, carved_bytes
 from colo.memory.specs import NOWHERE, Place, TensorSpec
 from colo.memory.storage import places_of, with_own_storage
-from colo.units import MIB, format_bytes
+from colo.units import MIB, batches, format_bytes
 
 Description = dict[str, Any]  # handle of some memory for a peer. No two are the same.
 
@@ -55,7 +55,8 @@ class Exported:
         """
         self._slab: SharedMemory | None = None
         self._kept: list[torch.Tensor] = []  # keep torch's allocator from reusing memory that a peer maps
-        places, memory = self._in_place(tensors) if _all_on_gpu(tensors) else self._moved(tensors)
+        is_on_gpu = all(tensor.device.type == "cuda" for tensor in tensors.values())
+        places, memory = self._in_place(tensors) if is_on_gpu else self._moved(tensors)
         self.wire: Wire = {"tensors": [place.to_wire() for place in places], "memory": memory}
         self._places = places_of(tensors)
 
@@ -119,17 +120,8 @@ class Staging:
 
     def put_groups(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[Wire]:
         """Copy `tensors`, `GROUP_BYTES` at a time; the peer reads one group before the next is asked for."""
-        group: dict[str, torch.Tensor] = {}
-        specs: list[tuple[tuple[int, ...], torch.dtype]] = []
-        for name, tensor in tensors:
-            spec = (tuple(tensor.shape), tensor.dtype)
-            if group and carved_bytes([*specs, spec]) > GROUP_BYTES:
-                yield self.put(group)
-                group, specs = {}, []
-            group[name] = tensor
-            specs.append(spec)
-        if group:
-            yield self.put(group)
+        for group in batches(tensors, lambda item: carved_bytes([(item[1].shape, item[1].dtype)]), GROUP_BYTES):
+            yield self.put(dict(group))
 
     def move_to(self, device: torch.device) -> None:
         """Be memory of another device from now on."""
@@ -406,10 +398,6 @@ def _laid_out(
         for name, view in zip(layout, views, strict=True)
     ]
     return views, places
-
-
-def _all_on_gpu(tensors: Mapping[str, torch.Tensor]) -> bool:
-    return all(tensor.device.type == "cuda" for tensor in tensors.values())
 
 
 def _of_gpu(handle: bytes, device: torch.device) -> Description:

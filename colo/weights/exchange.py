@@ -254,7 +254,7 @@ class Exchange:
         def held(delivery: Delivery) -> torch.Tensor:
             return held_view(parts[delivery.held], delivery.box)
 
-        with self._stage("own"):
+        with timed(self._seconds, "own"):
             self._attempt(lambda: copy_all([self._place(d) for d in self._local], [held(d) for d in self._local]))
         size = self._buffer_bytes
         buffers = [torch.empty(size, dtype=torch.uint8, device=self._device) for _ in range(_NUM_BUFFERS)]
@@ -263,13 +263,13 @@ class Exchange:
             if len(flying) == _NUM_BUFFERS:
                 self._land(*flying.popleft())
             buffer = buffers[index % _NUM_BUFFERS]
-            with self._stage("pack"):
+            with timed(self._seconds, "pack"):
                 for parcel in bucket.sends:
                     self._attempt(_pack, parcel, buffer, held)
             said = f"bucket {index + 1} of {len(self._buckets)}"
             sends = [(parcel.peer, parcel.within(buffer)) for parcel in bucket.sends]
             receives = [(parcel.peer, parcel.within(buffer)) for parcel in bucket.receives]
-            with self._stage("wire"):
+            with timed(self._seconds, "wire"):
                 flying.append((bucket, buffer, self._start(sends, receives, said), said))
         while flying:
             self._land(*flying.popleft())
@@ -304,23 +304,15 @@ class Exchange:
 
     def _land(self, bucket: Round, buffer: torch.Tensor, works: list[Any], said: str) -> None:
         """Wait for a bucket and put what has come where it goes."""
-        with self._stage("wire"):
+        with timed(self._seconds, "wire"):
             try:
                 for work in works:
                     work.wait()
             except RuntimeError as error:
                 raise _broken(said, error) from error
-        with self._stage("unpack"):
+        with timed(self._seconds, "unpack"):
             for parcel in bucket.receives:
                 self._attempt(self._unpack, parcel, buffer)
-
-    @contextmanager
-    def _stage(self, name: str) -> Iterator[None]:
-        start_s = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start_s
 
     def _unpack(self, parcel: Parcel, buffer: torch.Tensor) -> None:
         copy_all([self._place(d) for d in parcel.deliveries], parcel.fields(buffer))
@@ -328,6 +320,16 @@ class Exchange:
 
 def _pack(parcel: Parcel, buffer: torch.Tensor, held: _View) -> None:
     copy_all(parcel.fields(buffer), [held(delivery) for delivery in parcel.deliveries])
+
+
+@contextmanager
+def timed(seconds: MutableMapping[str, float], stage: str) -> Iterator[None]:
+    """Add the seconds that the block takes to those of its stage."""
+    start_s = time.perf_counter()
+    try:
+        yield
+    finally:
+        seconds[stage] = seconds.get(stage, 0.0) + time.perf_counter() - start_s
 
 
 def _broken(said: str, error: RuntimeError) -> TransferError:

@@ -11,7 +11,7 @@ from colo.errors import TransferError
 from colo.memory.copy_plan import wait_for_queued
 from colo.memory.digest import Digest
 from colo.memory.load_plan import LoadPlan
-from colo.units import MIB
+from colo.units import MIB, batches
 from colo.weights.sources.base import WeightSource
 from colo.weights.transports.base import CopyingTransport
 
@@ -41,7 +41,13 @@ class LocalTransport(CopyingTransport):
         self._engine = engine
         self._plan = plan
         self.replaces_all = not plan.fallbacks  # an engine's loader may read what it does not write
-        self._parts = _parts(plan, source.tensors()) if source.is_sharded else []
+        self._parts: list[LoadPlan] = []
+        """Parts of the plan of at most `GATHERED_BYTES`, or of one larger tensor, where weights are sharded."""
+
+        if source.is_sharded:
+            tensors = source.tensors()
+            groups = batches(plan.sources, lambda name: tensors[name].nbytes, GATHERED_BYTES)
+            self._parts = [plan.subset(names) for names in groups]
         how = f"{len(plan.copies)} recorded copies are replayed"
         if plan.fallbacks:
             name, cause = next(iter(plan.fallbacks.items()))
@@ -102,16 +108,3 @@ class LocalTransport(CopyingTransport):
         with self.source.gathered({name: tensors[name] for name in self._plan.sources}) as whole:
             self._plan.check_source(tensors)
             return [do(part, {name: whole[name] for name in part.sources}) for part in self._parts]
-
-
-def _parts(plan: LoadPlan, tensors: Mapping[str, torch.Tensor]) -> list[LoadPlan]:
-    """Cut the plan into parts of at most `GATHERED_BYTES`, or of one larger tensor."""
-    groups: list[list[str]] = []
-    room_bytes = -1  # the first weight begins a part, also one without elements
-    for name in plan.sources:
-        if tensors[name].nbytes > room_bytes:
-            groups.append([])
-            room_bytes = GATHERED_BYTES
-        groups[-1].append(name)
-        room_bytes -= tensors[name].nbytes
-    return [plan.subset(names) for names in groups]

@@ -12,10 +12,8 @@ from __future__ import annotations
 
 import itertools
 import operator
-import time
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,7 +25,7 @@ from colo.memory.share import dtype_name
 from colo.memory.specs import TensorSpec
 from colo.units import MIB, format_bytes
 from colo.weights.boxes import Box, PlacedPart, Slice, landings, slices_of
-from colo.weights.exchange import Delivery, Exchange, ExchangePlan, Target, Told, agree, held_view, make_plan
+from colo.weights.exchange import Delivery, Exchange, ExchangePlan, Target, Told, agree, held_view, make_plan, timed
 from colo.weights.ranks import RankGroup
 from colo.weights.sources.base import WeightSource
 from colo.weights.transports.base import CopyingTransport
@@ -69,7 +67,7 @@ class SlicesTransport(CopyingTransport):
         self._bucket_bytes = BUCKET_BYTES if bucket_bytes is None else bucket_bytes
         self._why_not_shared = why_not_shared
         self.received_bytes = 0  # bytes that have come to this rank from others
-        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self.seconds: dict[str, float] = {}
         """Seconds of this process by stage: looking for what has moved, meeting, copying; see also `Exchange`."""
 
         self._devices = {copy.target.device for copy in plan.copies} | {self._device}
@@ -120,14 +118,14 @@ class SlicesTransport(CopyingTransport):
         """Write to all engines; returns digests of what was read. When it returns, all ranks have written."""
         error: Exception | None = None
         sums = torch.empty(0)
-        with self._stage("copy"):
+        with timed(self.seconds, "copy"):
             try:
                 sums = stage.replay_digested()
                 for device in self._devices:
                     wait_for_queued(device)  # what goes to another GPU ends in that one's stream
             except Exception as caught:  # noqa: BLE001 - the others wait for an answer
                 error = caught
-        with self._stage("meet"):
+        with timed(self.seconds, "meet"):
             self.source.ranks.report_failure("sending slices of the weights", error)
         if error is not None:
             raise error
@@ -178,14 +176,14 @@ class SlicesTransport(CopyingTransport):
     def _meet(self) -> None:
         """Wait until every rank is here, and plan anew, on every rank, where tensors of one have moved."""
         ranks = self.source.ranks
-        with self._stage("look"):
+        with timed(self.seconds, "look"):
             try:
                 (tensors, places), (known, known_places) = self._whereabouts(), self._where
                 is_same = places == known_places and len(tensors) == len(known)
                 has_moved = not (is_same and all(map(operator.is_, tensors, known)))
             except Exception:  # noqa: BLE001 - planning raises it on every rank
                 has_moved = True
-        with self._stage("meet"):
+        with timed(self.seconds, "meet"):
             wait_for_queued(self._device)  # streams order nothing across processes, and peers write into this engine
             has_moved = ranks.any(has_moved, "looking for slices of the weights")
         if has_moved:
@@ -213,14 +211,6 @@ class SlicesTransport(CopyingTransport):
             bucket_bytes=self._bucket_bytes,
         )
         return _Route(ranks, told, plan, [target for _, target in named], parts, self._device)
-
-    @contextmanager
-    def _stage(self, name: str) -> Iterator[None]:
-        start_s = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[name] += time.perf_counter() - start_s
 
 
 class _Route:
