@@ -97,15 +97,7 @@ def _walk_tile(
 
 
 @triton.jit(do_not_specialize=["count"])
-def _walk(
-    tiles,
-    found,
-    count,
-    COPY: tl.constexpr,
-    DIGEST: tl.constexpr,
-    COMPARE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def _walk(tiles, found, count, COPY: tl.constexpr, DIGEST: tl.constexpr, COMPARE: tl.constexpr, BLOCK: tl.constexpr):
     # tiles of one program are far apart in the table, so that local and remote ones load every multiprocessor alike
     for number in range(tl.program_id(0), count, tl.num_programs(0)):
         tile = tiles + number * 11

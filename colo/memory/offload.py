@@ -30,11 +30,7 @@ class Transfer:
     """A copy between host and device: queued or, on a CPU, done already."""
 
     def __init__(
-        self,
-        *,
-        started: torch.cuda.Event | None = None,
-        finished: torch.cuda.Event | None = None,
-        seconds: float = 0.0,
+        self, *, started: torch.cuda.Event | None = None, finished: torch.cuda.Event | None = None, seconds: float = 0.0
     ) -> None:
         self._started = started
         self._finished = finished

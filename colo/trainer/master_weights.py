@@ -42,11 +42,7 @@ class MasterWeights:
     """
 
     def __init__(
-        self,
-        make_optimizer: MakeOptimizer,
-        *,
-        bucket_bytes: int | None = 512 * MIB,
-        remainders: bool | None = None,
+        self, make_optimizer: MakeOptimizer, *, bucket_bytes: int | None = 512 * MIB, remainders: bool | None = None
     ) -> None:
         """See `MasterWeightsOptimizer`."""
         if not callable(make_optimizer):

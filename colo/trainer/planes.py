@@ -411,12 +411,7 @@ class Planes:
         return state.get(flat, {})
 
     def _fill(
-        self,
-        flat: torch.Tensor,
-        old: torch.Tensor,
-        places: list[slice],
-        pieces: Pieces,
-        state: dict[str, torch.Tensor],
+        self, flat: torch.Tensor, old: torch.Tensor, places: list[slice], pieces: Pieces, state: dict[str, torch.Tensor]
     ) -> None:
         """Write the masters of 16-bit weights into the flat parameter."""
         if self._is_whole:

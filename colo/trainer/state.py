@@ -23,14 +23,7 @@ from colo.memory.offload import Mover
 from colo.memory.parking import Kept, Parking
 from colo.memory.region import ALIGNMENT_BYTES
 from colo.memory.storage import dense_parts, local_bytes, local_shard
-from colo.phases.phase import (
-    TRAINER_KEPT,
-    TRAINER_MASTER_WEIGHTS,
-    TRAINER_OPTIMIZER,
-    FixedSegment,
-    Residency,
-    Segment,
-)
+from colo.phases.phase import TRAINER_KEPT, TRAINER_MASTER_WEIGHTS, TRAINER_OPTIMIZER, FixedSegment, Residency, Segment
 from colo.trainer.gradients import Gradients, HoldsGradient, make_gradients
 from colo.trainer.master_weights import MasterWeightsOptimizer
 from colo.trainer.optimizers import MegatronOptimizers, OptimizerParts, as_torch, parameters_of

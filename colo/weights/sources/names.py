@@ -144,15 +144,7 @@ FAMILIES: Mapping[str, Table] = MappingProxyType(
         "qwen3_moe": {**LLAMA, **EXPERTS},
         "glm4_moe": {**LLAMA, **EXPERTS, **SHARED_EXPERT, **NEXT_TOKENS},
         "mixtral": {**ENDS, **NORMS, **ATTENTION, **MIXTRAL_EXPERTS},
-        "deepseek_v3": {
-            **ENDS,
-            **NORMS,
-            **LATENT_ATTENTION,
-            **DENSE,
-            **EXPERTS,
-            **SHARED_EXPERT,
-            **NEXT_TOKENS,
-        },
+        "deepseek_v3": {**ENDS, **NORMS, **LATENT_ATTENTION, **DENSE, **EXPERTS, **SHARED_EXPERT, **NEXT_TOKENS},
     }
 )
 """Tables by `model_type` of a transformers config."""

@@ -88,10 +88,7 @@ def record_plan(engine: Engine, source: WeightSource) -> tuple[dict[str, torch.T
         why = f"the {engine.name} engine does not say where its weights lie"
         return source.tensors(), source.given_to(lambda given: LoadPlan.of(given, fallbacks=dict.fromkeys(given, why)))
     plan, left_out = in_all_ranks(
-        engine,
-        "recording a load plan",
-        lambda: source.given_to(engine.record_plan),
-        lambda plan: plan.left_out,
+        engine, "recording a load plan", lambda: source.given_to(engine.record_plan), lambda plan: plan.left_out
     )
     tensors = source.tensors()
     check_taken(tensors, left_out)

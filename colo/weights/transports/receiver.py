@@ -50,10 +50,7 @@ class Receiver:
         self._update: _Update | None = None
 
     def bind(
-        self,
-        tensors: list[dict[str, Any]],
-        model_type: str | None,
-        exported: Mapping[str, Any] | None = None,
+        self, tensors: list[dict[str, Any]], model_type: str | None, exported: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
         """Take the description of what will be sent: each tensor as `TensorSpec.to_wire` gives it, with strides.
 
