@@ -104,28 +104,28 @@ LATENT_ATTENTION: Table = {
     "self_attention.linear_kv_up_proj.weight": "self_attn.kv_b_proj.weight",
     "self_attention.linear_proj.weight": "self_attn.o_proj.weight",
 }
-DENSE: Table = {
-    "mlp.linear_fc1.weight_w": "mlp.gate_proj.weight",
-    "mlp.linear_fc1.weight_v": "mlp.up_proj.weight",
-    "mlp.linear_fc2.weight": "mlp.down_proj.weight",
-}
+
+
+def _gated(
+    megatrons: str, theirs: str, projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+) -> Table:
+    """The three matrices of a gated linear unit, whose first two are halves of one to Megatron."""
+    halves = ("linear_fc1.weight_w", "linear_fc1.weight_v", "linear_fc2.weight")
+    return {f"{megatrons}.{of}": f"{theirs}.{name}.weight" for of, name in zip(halves, projections, strict=True)}
+
+
+DENSE: Table = _gated("mlp", "mlp")
 EXPERTS: Table = {
     "mlp.router.weight": "mlp.gate.weight",
-    "mlp.experts.{expert}.linear_fc1.weight_w": "mlp.experts.{expert}.gate_proj.weight",
-    "mlp.experts.{expert}.linear_fc1.weight_v": "mlp.experts.{expert}.up_proj.weight",
-    "mlp.experts.{expert}.linear_fc2.weight": "mlp.experts.{expert}.down_proj.weight",
+    **_gated("mlp.experts.{expert}", "mlp.experts.{expert}"),
 }
 SHARED_EXPERT: Table = {
     "mlp.router.expert_bias": "mlp.gate.e_score_correction_bias",
-    "mlp.shared_experts.linear_fc1.weight_w": "mlp.shared_experts.gate_proj.weight",
-    "mlp.shared_experts.linear_fc1.weight_v": "mlp.shared_experts.up_proj.weight",
-    "mlp.shared_experts.linear_fc2.weight": "mlp.shared_experts.down_proj.weight",
+    **_gated("mlp.shared_experts", "mlp.shared_experts"),
 }
 MIXTRAL_EXPERTS: Table = {
     "mlp.router.weight": "block_sparse_moe.gate.weight",
-    "mlp.experts.{expert}.linear_fc1.weight_w": "block_sparse_moe.experts.{expert}.w1.weight",
-    "mlp.experts.{expert}.linear_fc1.weight_v": "block_sparse_moe.experts.{expert}.w3.weight",
-    "mlp.experts.{expert}.linear_fc2.weight": "block_sparse_moe.experts.{expert}.w2.weight",
+    **_gated("mlp.experts.{expert}", "block_sparse_moe.experts.{expert}", ("w1", "w3", "w2")),
 }
 NEXT_TOKENS: Table = {  # of layers that predict more tokens than the next one (MTP)
     "enorm.weight": "enorm.weight",

@@ -13,25 +13,12 @@ if TYPE_CHECKING:
 class Transport(Protocol):
     """One way for weights to reach an engine."""
 
-    @property
-    def name(self) -> str:
-        """Short name for reports, such as `shared`."""
-
-    @property
-    def reason(self) -> str:
-        """The reason why this transport was chosen, in a sentence for the user."""
-
-    @property
-    def source(self) -> WeightSource:
-        """The trainer's weights."""
-
-    @property
-    def shares(self) -> bool:
-        """True if trainer and engine have one copy of the weights, so that a publication copies nothing."""
-
-    @property
-    def replaces_all(self) -> bool:
-        """True if a transfer writes every weight of the engine, so that their earlier contents do not matter."""
+    source: WeightSource  # the trainer's weights
+    reason: str  # why this transport was chosen, in a sentence for the user
+    name: str  # short name for reports, such as `shared`
+    shares: bool  # true if trainer and engine have one copy of the weights, so that a publication copies nothing
+    replaces_all: bool
+    """True if a transfer writes every weight of the engine, so that their earlier contents do not matter."""
 
     @property
     def working_bytes(self) -> int:
@@ -53,31 +40,24 @@ class Transport(Protocol):
         """True if the engine's weights are the trainer's at this moment, as far as can be told. Sends nothing."""
 
     def reconnect(self) -> None:
-        """Describe everything anew to an engine that has been started again."""
+        """Describe everything anew to an engine that has been started again, if anything is remembered of it."""
+        return
 
     def move_out(self, device: torch.device) -> None:
         """Give parameters that lie in the engine's memory memory of their own on `device`, if there are any."""
+        return
 
     def close(self) -> None:
-        """Let go of what is held for the engine. Ordering: before the engine is closed. Idempotent."""
+        """Let go of what is held for the engine, if anything is. Ordering: before the engine is closed. Idempotent."""
+        return
 
 
-class CopyingTransport:
+class CopyingTransport(Transport):
     """The common part of transports with a copy each for trainer and engine. It holds nothing for the engine."""
 
     shares = False
     replaces_all = False
-    source: WeightSource
 
     def check(self) -> None:
         """Raise `StaleWeights` when the model has other weights, by name, than the engine was given."""
         self.source.check_names()
-
-    def move_out(self, device: torch.device) -> None:
-        """Do nothing: parameters have memory of their own."""
-
-    def reconnect(self) -> None:
-        """Do nothing: nothing is remembered of the engine."""
-
-    def close(self) -> None:
-        """Do nothing: nothing is held for the engine."""

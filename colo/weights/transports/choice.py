@@ -146,7 +146,7 @@ def move_in(tensors: Mapping[str, torch.Tensor], aliases: Mapping[str, torch.Ten
                 parameter.data = with_own_storage(aliases[name])
 
 
-class SharedTransport:
+class SharedTransport(Transport):
     """Trainer and engine on one copy of the weights. The only work left is to check that they still are."""
 
     name = "shared"
@@ -195,9 +195,6 @@ class SharedTransport:
     def is_current(self) -> bool:
         """True: what the trainer holds is what the engine holds (`verify` checks that it is still so)."""
         return True
-
-    def reconnect(self) -> None:
-        """Do nothing: the engine has mapped the same memory again."""
 
     def close(self) -> None:
         """Let go of the engine's memory. Ordering: after `move_out`, which gives the parameters memory of their own."""

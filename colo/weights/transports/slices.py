@@ -76,23 +76,6 @@ class SlicesTransport(CopyingTransport):
         self._sent: list[torch.Tensor] | None = None
 
     @property
-    def reason(self) -> str:
-        """The reason why there is not one memory, how many bytes come from where, and which way they take."""
-        own = sum(d.num_bytes for d in self._route.plan.local if d.receiver == self.source.ranks.rank)
-        return (
-            f"{self._why_not_shared}; of {len(self._plan.copies)} recorded copies {own} bytes are this rank's own and "
-            f"{self.bytes_to_receive} come from other ranks, as slices ({self._by_rank()}), {self._route.how}"
-        )
-
-    def _by_rank(self) -> str:
-        """Bytes that a transfer brings to each rank, and of many ranks the least and the most."""
-        received = {rank: self._route.plan.received_bytes(rank) for rank in self._route.ranks}
-        if len(received) > _NAMED_RANKS:
-            least, most = (format_bytes(of(received.values())) for of in (min, max))
-            return f"{len(received)} ranks receive {least} to {most} each"
-        return ", ".join(f"rank {rank} receives {format_bytes(size)}" for rank, size in received.items())
-
-    @property
     def bytes_to_receive(self) -> int:
         """Bytes that each transfer brings to this rank from others, by the plan."""
         return self._route.plan.received_bytes(self.source.ranks.rank)
@@ -210,7 +193,18 @@ class SlicesTransport(CopyingTransport):
             order=[spec.name for spec in specs],
             bucket_bytes=self._bucket_bytes,
         )
-        return _Route(ranks, told, plan, [target for _, target in named], parts, self._device)
+        route = _Route(ranks, told, plan, [target for _, target in named], parts, self._device)
+        own_bytes = sum(d.num_bytes for d in plan.local if d.receiver == ranks.rank)
+        received = {rank: plan.received_bytes(rank) for rank in told}
+        by_rank = ", ".join(f"rank {rank} receives {format_bytes(size)}" for rank, size in received.items())
+        if len(received) > _NAMED_RANKS:
+            least, most = (format_bytes(of(received.values())) for of in (min, max))
+            by_rank = f"{len(received)} ranks receive {least} to {most} each"
+        self.reason = (
+            f"{self._why_not_shared}; of {len(self._plan.copies)} recorded copies {own_bytes} bytes are this rank's "
+            f"own and {received[ranks.rank]} come from other ranks, as slices ({by_rank}), {route.how}"
+        )
+        return route
 
 
 class _Route:
@@ -229,7 +223,7 @@ class _Route:
         parts: Sequence[PlacedPart],
         device: torch.device,
     ) -> None:
-        self.plan, self.ranks = plan, tuple(told)
+        self.plan = plan
         self.comparison = Comparison(plan, {rank: words.held for rank, words in told.items()}, ranks)
         self.num_bytes = sum(target.landing.box.num_elements * target.memory.element_size() for target in targets)
         """Bytes of this rank's engine."""
