@@ -55,8 +55,7 @@ class Exported:
         """
         self._slab: SharedMemory | None = None
         self._kept: list[torch.Tensor] = []  # keep torch's allocator from reusing memory that a peer maps
-        is_on_gpu = all(tensor.device.type == "cuda" for tensor in tensors.values())
-        places, memory = self._in_place(tensors) if is_on_gpu else self._moved(tensors)
+        places, memory = self._in_place(tensors) if _all_on_gpu(tensors) else self._moved(tensors)
         self.wire: Wire = {"tensors": [place.to_wire() for place in places], "memory": memory}
         self._places = places_of(tensors)
 
@@ -398,6 +397,10 @@ def _laid_out(
         for name, view in zip(layout, views, strict=True)
     ]
     return views, places
+
+
+def _all_on_gpu(tensors: Mapping[str, torch.Tensor]) -> bool:
+    return all(tensor.device.type == "cuda" for tensor in tensors.values())
 
 
 def _of_gpu(handle: bytes, device: torch.device) -> Description:

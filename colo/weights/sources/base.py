@@ -70,12 +70,15 @@ class WeightSource(Protocol):
 
         Raises: `Unsupported` for one that an engine could not apply, `StaleWeights` for one that is merged or gone.
         """
+        return None
 
     def settings(self) -> Hashable:
         """A value that changes as an adapter is activated, scaled, or switched on or off."""
+        return None
 
     def renew(self) -> int:
         """Compute weights anew that are made of other tensors; return the bytes that were written, 0 without such."""
+        return 0
 
     def fingerprint(self) -> Hashable:
         """Changes when what lies on this rank is written to or replaced, except through `.data`."""

@@ -91,17 +91,6 @@ class SpreadSource(WeightSource):
         groups = ([n for n in names if n not in self._placed.left_out] for names in self._placed.groups)
         return [names for names in groups if names]
 
-    def adapter(self) -> None:
-        """Return `None`: stages have no adapter of PEFT's."""
-
-    def settings(self) -> Hashable:
-        """Return `None`: stages have no adapter of PEFT's."""
-        return None
-
-    def renew(self) -> int:
-        """Do nothing: the weights are the stages' own tensors."""
-        return 0
-
     def fingerprint(self) -> Hashable:
         """Changes when a weight of this rank is written to or replaced, except through `.data`."""
         return self._placed.fingerprint()
