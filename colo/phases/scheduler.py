@@ -52,7 +52,7 @@ class Scheduler:
         self.working_bytes: dict[Phase, int] = {}
         """Memory that each phase uses in addition to its segments; kept free when the phase is entered."""
 
-        self._segments = {segment.name: segment for segment in segments}
+        self.segments: Mapping[str, Segment] = {segment.name: segment for segment in segments}
         self.offload = budget.offload  # when trainer state leaves for a rollout; may be changed between phases
         self._budget = budget
         self._needs = needs
@@ -61,14 +61,9 @@ class Scheduler:
         self.promised_bytes = 0  # device bytes that the current phase was promised at most
         self.side_by_side = True  # true if late segments of the current phase fit beside its working memory
 
-    @property
-    def segments(self) -> Mapping[str, Segment]:
-        """Every segment by name."""
-        return self._segments
-
     def ledger(self) -> Ledger:
         """Who holds what now; moves under way count as finished."""
-        rows = (Holding.of(segment) for segment in self._segments.values())
+        rows = (Holding.of(segment) for segment in self.segments.values())
         budget = self._budget
         return Ledger.of(rows, capacity_bytes=budget.capacity_bytes, host_capacity_bytes=budget.host_capacity_bytes)
 
@@ -125,7 +120,7 @@ class Scheduler:
 
     def fetch(self, name: str) -> Move:
         """Start bringing one segment to the device within the current phase; see `require`."""
-        segment = self._segments[name]
+        segment = self.segments[name]
         done: list[Step] = []
         try:
             if segment.residency is Residency.OFFLOADED:
@@ -146,7 +141,7 @@ class Scheduler:
 
         Nothing happens to a segment that is elsewhere.
         """
-        segment = self._segments[name]
+        segment = self.segments[name]
         if segment.residency is Residency.OFFLOADED:
             self._departing.pop(name, None)
             segment.begin(Residency.DISCARDED).wait()
@@ -154,7 +149,7 @@ class Scheduler:
 
     def fits(self, name: str) -> bool:
         """Tell if there is room for a segment that is away, without moving another."""
-        return self._segments[name].size_bytes <= self.ledger().free_bytes
+        return self.segments[name].size_bytes <= self.ledger().free_bytes
 
     def settle(self) -> None:
         """Wait until every departure has finished and its bytes are free."""
@@ -170,8 +165,8 @@ class Scheduler:
             MemorySample(
                 time_s=self.trace.now_s(),
                 phase=self.phase,
-                segments={name: segment.device_bytes for name, segment in self._segments.items()},
-                host_bytes=sum(segment.host_bytes for segment in self._segments.values()),
+                segments={name: segment.device_bytes for name, segment in self.segments.items()},
+                host_bytes=sum(segment.host_bytes for segment in self.segments.values()),
                 device_used_bytes=self._used_device_bytes(),
             )
         )
@@ -203,7 +198,7 @@ class Scheduler:
             raise
 
     def _start(self, step: Step) -> Move:
-        move = self._segments[step.segment].begin(step.target)
+        move = self.segments[step.segment].begin(step.target)
         if step.action is Action.OFFLOAD:
             self._departing[step.segment] = move
         else:
@@ -216,7 +211,7 @@ class Scheduler:
             try:
                 if step.device_delta_bytes < 0:
                     self._make_room(step.size_bytes, keep=step.segment)
-                self._segments[step.segment].begin(step.source).wait()
+                self.segments[step.segment].begin(step.source).wait()
                 self._departing.pop(step.segment, None)
             except Exception as failure:  # noqa: BLE001 - reported with the error that made undoing necessary
                 error.add_note(f"undoing '{step}' failed too: {failure!r}; the runtime is idle")
@@ -229,7 +224,7 @@ class Scheduler:
     def _make_room(self, needed_bytes: int, *, keep: str | None = None) -> None:
         """Wait for departures under way, oldest first, until `needed_bytes` are free."""
         for name in [n for n in self._departing if n != keep]:
-            held_bytes = sum(segment.device_bytes for segment in self._segments.values())
+            held_bytes = sum(segment.device_bytes for segment in self.segments.values())
             if held_bytes + needed_bytes <= self._budget.capacity_bytes:
                 return
             self._departing.pop(name).wait()
@@ -240,7 +235,7 @@ class Scheduler:
         ledger = self.ledger()
         leaving: tuple[Step, ...] = ()
         if segment.size_bytes > ledger.free_bytes and self.phase in (Phase.IDLE, Phase.TRAIN):
-            unused = [n for n in self._segments if self._needs[self.phase].get(n, Need.UNUSED) is Need.UNUSED]
+            unused = [n for n in self.segments if self._needs[self.phase].get(n, Need.UNUSED) is Need.UNUSED]
             leaving = plan_evictions(ledger, unused, needed_bytes=segment.size_bytes, offload=self.offload)
         free_bytes = ledger.free_bytes + sum(step.size_bytes for step in leaving)
         if segment.size_bytes > free_bytes:

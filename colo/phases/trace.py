@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from colo.phases.phase import Phase
 
@@ -30,13 +31,13 @@ class Span:
     """Something that took time."""
 
     name: str  # action, such as `rollout` or `offload trainer.optimizer`
-    category: str
+    category: str = "work"
     """`phase`, `switch` (entering or leaving one), `transition` (within a switch), `step` (of a transition), `copy`
     (asynchronous, beside other work), or `work`."""
 
     start_s: float  # seconds since the trace began
     duration_s: float
-    phase: Phase  # the phase it belongs to
+    phase: Phase = Phase.IDLE  # the phase it belongs to
     resource: str = "host"
     """Resource that it kept busy: `host`, `device`, `d2h`, `h2d`, `engine`. One row of a timeline each."""
 
@@ -85,44 +86,18 @@ class Trace:
         return time.perf_counter() - self.began_s
 
     @contextmanager
-    def span(
-        self,
-        name: str,
-        *,
-        category: str = "work",
-        phase: Phase = Phase.IDLE,
-        resource: str = "host",
-        num_bytes: int = 0,
-    ) -> Iterator[None]:
-        """Record the body as one span, also when it raises."""
+    def span(self, name: str, **details: Any) -> Iterator[None]:
+        """Record the body as one span, also when it raises; `details` are other fields of a `Span`."""
         start_s = self.now_s()
         try:
             yield
         finally:
-            self.add(name, start_s, category=category, phase=phase, resource=resource, num_bytes=num_bytes)
+            self.add(name, start_s, **details)
 
-    def add(
-        self,
-        name: str,
-        start_s: float,
-        *,
-        end_s: float | None = None,
-        category: str = "work",
-        phase: Phase = Phase.IDLE,
-        resource: str = "host",
-        num_bytes: int = 0,
-    ) -> None:
-        """Record a span that began at `start_s` and ends at `end_s`, or now."""
+    def add(self, name: str, start_s: float, *, end_s: float | None = None, **details: Any) -> None:
+        """Record a span that began at `start_s` and ends at `end_s`, or now; `details` as for `span`."""
         duration_s = max(0.0, (self.now_s() if end_s is None else end_s) - start_s)
-        span = Span(
-            name=name,
-            category=category,
-            start_s=start_s,
-            duration_s=duration_s,
-            phase=phase,
-            resource=resource,
-            num_bytes=num_bytes,
-        )
+        span = Span(name=name, start_s=start_s, duration_s=duration_s, **details)
         self.spans.append(span)
         if len(self.spans) > MAX_SPANS:
             self._forget()
