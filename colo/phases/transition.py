@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING
 
 from colo.config import Offload
 from colo.errors import BudgetError
@@ -253,16 +253,6 @@ def _cheapest(candidates: list[Holding], needed_bytes: int) -> list[Holding]:
     return chosen
 
 
-@runtime_checkable
-class LivesOnHost(Protocol):
-    """A segment with host bytes beside those that it takes while it is offloaded."""
-
-    @property
-    def home_bytes(self) -> int:
-        """Host bytes in every residency, as of streamed state, which is never on the device as a whole."""
-        ...
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Holding:
     """One segment's line in the ledger."""
@@ -271,7 +261,7 @@ class Holding:
     size_bytes: int  # device bytes when resident; for a discarded segment, what becoming resident will take
     residency: Residency
     away: Residency | None = None  # where it goes when its bytes are needed; `None` for never
-    home_bytes: int = 0  # host bytes that it takes in any residency
+    home_bytes: int = 0  # host bytes that it takes in any residency, as streamed state does
 
     @property
     def device_bytes(self) -> int:
@@ -296,7 +286,7 @@ class Holding:
             size_bytes=segment.size_bytes,
             residency=segment.residency,
             away=segment.away,
-            home_bytes=segment.home_bytes if isinstance(segment, LivesOnHost) else 0,
+            home_bytes=getattr(segment, "home_bytes", 0),
         )
 
 

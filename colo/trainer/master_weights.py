@@ -211,7 +211,7 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
             for master in masters:
                 master.tensor.grad = None
         for master in masters:
-            self._counted.append(master.round())
+            self._round(master)
 
     def _go_on(self, ids: set[int]) -> None:
         """After a step that failed: forget gradients that have changed since, and round the masters of the others.
@@ -222,7 +222,10 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
         for parameter in self._taken.present():
             if parameter in self.masters and id(parameter) in ids:
                 self.masters[parameter].follow()
-                self._counted.append(self.masters[parameter].round())
+                self._round(self.masters[parameter])
+
+    def _round(self, master: Master) -> None:
+        self._counted.append(master.round())
 
     def _hide_gradients(self, except_for: list[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Take away the gradients of parameters without masters whose turn is not now."""
@@ -333,7 +336,7 @@ class WholeMaster:
         self._unrounded: int | None = None  # with a step under way, the writes to the parameter before it
 
     def prepare(self) -> None:
-        """Have the master in `tensor` for a step, with any values written to the parameter since the last one.
+        """Put the master into `tensor` for a step, with any values written to the parameter since the last one.
 
         Elements that nobody has written keep the master's precision.
         """

@@ -304,7 +304,7 @@ def test_a_step_that_failed_and_is_repeated_is_one_step(bucket_bytes, fails_at, 
         with pytest.raises(torch.OutOfMemoryError):
             optimizer.step()
         assert all(p.grad is gradient for p, gradient in zip(params, gradients, strict=True))
-        assert all(optimizer.master_of(p).grad is None for p in params if p in optimizer._masters)
+        assert all(optimizer.master_of(p).grad is None for p in params if p in optimizer.masters)
         optimizer.step()
         reference.step()
     assert_equal(optimizer, params, reference, others)
