@@ -253,7 +253,6 @@ def check_begun(reload: Reload | None) -> Reload:
 
 # ---- a trainer's weights through vLLM's own four calls: the weight-transfer backend `colo` ---------------------------
 
-#
 #   vllm serve MODEL --host 127.0.0.1 --load-format colo --weight-transfer-config '{"backend": "colo"}'
 #
 #   init_weight_transfer_engine {"init_info":   {"step": "bind", "arguments": {...}}}    what will be sent
