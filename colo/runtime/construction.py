@@ -152,7 +152,9 @@ def make_scheduler(parts: Parts, session: TrainerSession) -> Scheduler:
         used_device_bytes=partial(used_device_bytes, mover.device),
     )
     scheduler.working_bytes[Phase.TRAIN] = parts.config.train_working_bytes
+    source = transport.source
     scheduler.working_bytes[Phase.SYNC] = transport.working_bytes
+    scheduler.working_bytes[Phase.SYNC] += source.working_bytes if isinstance(source, FoldedSource) else 0
     return scheduler
 
 

@@ -22,6 +22,7 @@ from colo.phases.phase import ENGINE_KV_CACHE
 from colo.runtime.construction import Parts
 from colo.runtime.turns import Turns
 from colo.trainer.state import unwrapped
+from colo.weights.sources.folded import FoldedSource
 from colo.weights.sources.heads import causal_lm
 
 _open: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -146,6 +147,7 @@ class Closing:
             self.return_state,
             self._take_weights_home,
             self._transport.close,
+            self._release_folded,
             self._engine.close,
             self._mover.close,
             self.last.close,
@@ -193,6 +195,11 @@ class Closing:
             return
         with suppress(EngineLost):  # its memory went with it
             self._engine.sleep(SleepLevel.KEEP_WEIGHTS)
+
+    def _release_folded(self) -> None:
+        """Let go of the weights with an adapter in them, which lie in the engine's memory or take as much."""
+        if isinstance(self._transport.source, FoldedSource):
+            self._transport.source.release()
 
     def _take_weights_home(self) -> None:
         """Give the model memory of its own again, where it has been living in the engine's."""

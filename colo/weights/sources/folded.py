@@ -50,8 +50,9 @@ _WRITES_ADAPTER = "coft"
 class FoldedSource(ModuleSource):
     """The weights of a model with its active adapters folded in; weights beside the adapted layers are the live ones.
 
-    Ownership: owns the folded weights, one more copy of those of every adapted layer. Ordering: they hold nothing until
-    `renew` is called, and what it has computed until the next call.
+    Ownership: owns the folded weights, one more copy of those of every adapted layer, unless they are the engine's
+    memory. Ordering: they have no memory until `allocate` gives them some, or a transport the engine's; they hold what
+    `renew` has computed last.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -73,8 +74,26 @@ class FoldedSource(ModuleSource):
     def _memory_for(self, name: str, base: torch.Tensor) -> nn.Parameter:
         kept = self._folded.get(name)
         if kept is None or (kept.shape, kept.dtype) != (base.shape, base.dtype):
-            kept = self._folded[name] = nn.Parameter(torch.empty_like(base), requires_grad=False)
+            kept = self._folded[name] = nn.Parameter(_without_memory(base), requires_grad=False)
         return kept
+
+    def allocate(self) -> None:
+        """Give the folded weights memory of their own."""
+        base = self.base()
+        for name, tensor in self.folded.items():
+            tensor.data = torch.empty_like(base[name])
+
+    def release(self) -> None:
+        """Let go of the folded weights' memory, or of the engine's."""
+        for tensor in self._folded.values():
+            tensor.data = _without_memory(tensor)
+
+    @property
+    def working_bytes(self) -> int:
+        """Memory that folding the largest layer takes: a copy of it, and its change in fp32, which may be copied."""
+        layers = [list(_base_of(layer).parameters()) for _, layer in _adapted_layers(self.model)]
+        sizes = [sum(p.nbytes + 8 * p.numel() for p in layer) for layer in layers]
+        return max(sizes, default=0)
 
     @property
     def folded(self) -> Mapping[str, torch.Tensor]:
@@ -278,6 +297,11 @@ def _outside(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Modu
 
 def _adapted_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
     return ((prefix, module) for prefix, module in _outside(plain_model(model)) if _is_adapted(module))
+
+
+def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """One element in the place of all."""
+    return torch.zeros((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
 
 
 def _own_weights(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

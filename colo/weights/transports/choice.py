@@ -64,6 +64,9 @@ def _choose(source: WeightSource, engine: Engine, config: RuntimeConfig) -> Tran
         engine.share_weights()
         return SharedTransport(source, plan.aliases)
     why_not = why_not or "the weights are spread over the trainer's ranks"
+    if isinstance(source, FoldedSource):
+        source.allocate()
+        _, plan = record_plan(engine, source)  # with the strides that they have now
     is_elsewhere = isinstance(engine, Peer) and not engine.same_process
     if is_elsewhere and (plan.fallbacks or config.weights is not Weights.AUTO):
         staged = config.weights is Weights.STAGED
@@ -204,8 +207,9 @@ class SharedTransport(Transport):
 
     def move_out(self, device: torch.device) -> None:
         """Give every parameter memory of its own on `device`, one at a time, or on the host where there is no room."""
+        folded = self.source.folded if isinstance(self.source, FoldedSource) else {}  # nobody needs those any more
         for name, parameter in self.source:
-            if name not in self._aliases:
+            if name not in self._aliases or name in folded:
                 continue
             size_bytes = parameter.numel() * parameter.element_size()
             fits = device.type != "cuda" or free_device_bytes(device) > 2 * size_bytes

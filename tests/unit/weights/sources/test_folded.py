@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 import colo
 from colo.config import RuntimeConfig
 from colo.errors import StaleWeights, Unsupported
+from colo.phases.phase import Phase
 from colo.rl.loop import Reference
 from colo.units import MIB, format_bytes
 from tests.models import TINY, tiny_qwen3
@@ -441,6 +442,11 @@ def test_one_more_copy_of_the_adapted_weights_is_counted_and_said(share, weights
         assert rt.bytes_synced == base_bytes
         own = sum(segment(rt, name).device_bytes for name in sizes if name.startswith("trainer."))
         assert own - base_bytes - adapter_bytes <= 4 * adapter_bytes  # gradients and optimizer state
+    assert rt.scheduler.working_bytes[Phase.SYNC] == 3 * 32 * (32 + 1) * 4  # the larger layer, its change and another
+    source = rt.transport.source
+    assert sum(tensor.untyped_storage().nbytes() for tensor in source.folded.values()) >= base_bytes
+    rt.close()
+    assert sum(tensor.untyped_storage().nbytes() for tensor in source.folded.values()) == 4 * 4  # an element of each
 
 
 def test_a_base_in_the_engines_memory_gets_its_own(share):
