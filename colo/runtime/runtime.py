@@ -254,6 +254,13 @@ class Runtime:
         self._turns.check_process()
         self._closing.last.callback(function)
 
+    def __repr__(self) -> str:
+        state = "closed" if self._closing.has_begun else f"phase {self.phase}, version {self.weights_version}"
+        return (
+            f"<colo.Runtime of {type(self.model).__name__} and {self.engine.name} on {self.device}, weights "
+            f"{self.transport.name}: {state}>"
+        )
+
     def __enter__(self) -> Runtime:
         return self
 

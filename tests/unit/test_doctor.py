@@ -412,3 +412,12 @@ def test_the_engine_that_is_taken_where_none_is_named_is_said(has_cuda, name):
     (found,) = engine(there.__getitem__)
     assert asked == ["cuda" if has_cuda else "cpu"]
     assert (found.status, found.value.split(";")[0]) == (Status.OK, f"{name!r} where none is named")
+
+
+def test_the_other_distribution_of_the_name_is_a_problem():
+    def is_missing(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    assert doctor.namesake(is_missing) == []
+    finding = only(doctor.namesake(lambda name: object()))
+    assert finding.status is Status.PROBLEM and "pip uninstall colo" in finding.advice

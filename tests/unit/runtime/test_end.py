@@ -23,6 +23,16 @@ def test_what_is_closed_lets_go_of_the_engines_memory_though_it_is_still_a_varia
     assert memory() is None
 
 
+def test_a_runtime_says_what_it_is_and_where_it_stands():
+    rt = launch()
+    assert repr(rt) == "<colo.Runtime of Qwen3ForCausalLM and torch on cpu, weights shared: phase idle, version 0>"
+    with rt.train():
+        train_step(rt)
+        assert "phase train, version 1>" in repr(rt)
+    rt.close()
+    assert repr(rt).endswith("weights shared: closed>")
+
+
 def test_nothing_works_after_close_and_closing_twice_is_fine():
     rt = launch()
     with rt.train():
