@@ -12,8 +12,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
-PROGRESS_CALLS = 8
-"""Number of calls of `on_progress` in a backward pass."""
+PROGRESS_CALLS = 8  # number of calls of `on_progress` in a backward pass
 
 
 class BackwardWatch:
@@ -33,9 +32,7 @@ class BackwardWatch:
         on_pass: Callable[[int], None],
         on_progress: Callable[[], None],
     ) -> None:
-        self.passes = 0
-        """Backward passes that have begun since `forget`."""
-
+        self.passes = 0  # backward passes that have begun since `forget`
         self._admit = admit
         self._on_pass = on_pass
         self._on_progress = on_progress

@@ -88,9 +88,7 @@ class TrainerSession:
             )
         self.optimizer = as_torch(optimizer)
         self._steps_early = isinstance(self.optimizer, MegatronOptimizers)
-        self.has_stepped = False
-        """True after a step since `begin_training`."""
-
+        self.has_stepped = False  # true after a step since `begin_training`
         self._gradients_before = self._passes_before = 0
         self._events = events
         self._meter = PeakMeter(mover.device)
@@ -99,9 +97,7 @@ class TrainerSession:
             "after_step": events.after_step,
             "other_gradients": lambda: unreduced(modules),
         }
-        self.unseen = UnseenState(self.optimizer, model)
-        """State that is not moved."""
-
+        self.unseen = UnseenState(self.optimizer, model)  # state that is not moved
         self._backward = BackwardWatch(
             modules=modules, admit=self._on_admission, on_pass=self._on_backward, on_progress=self._on_progress
         )

@@ -52,8 +52,7 @@ class TrainerState:
     Ownership: owns the segments. `close` leaves an optimizer that works without colo.
     """
 
-    releases = False
-    """True while backward passes may step, and drop gradients."""
+    releases = False  # true while backward passes may step, and drop gradients
 
     def __init__(
         self,

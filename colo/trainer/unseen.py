@@ -25,9 +25,7 @@ class UnseenState:
     """Looks for parameters that are stepped with state that is not moved, and warns of each kind once."""
 
     def __init__(self, optimizer: Any, model: nn.Module | None) -> None:
-        self.num_stepped_elsewhere = 0
-        """Number of parameters that an optimizer unknown to colo steps."""
-
+        self.num_stepped_elsewhere = 0  # number of parameters that an optimizer unknown to colo steps
         self.num_without_state = 0
         """Number of parameters of which the optimizer has nothing in its state after a step."""
 

@@ -43,8 +43,7 @@ _FOLDABLE = frozenset(
 _SUMS = frozenset({"LOHA", "LOKR", "LORA", "VERA"})
 """Kinds that add to the weights, so that several adapters of a layer can be merged in any order."""
 
-_WRITES_ADAPTER = "coft"
-"""A setting of OFT with which a merge, as every pass, writes to the adapter itself."""
+_WRITES_ADAPTER = "coft"  # a setting of OFT with which a merge, as every pass, writes to the adapter itself
 
 
 class FoldedSource(ModuleSource):
