@@ -10,7 +10,7 @@ Both depend on where bytes are, so that weights packed in another order do not p
 from __future__ import annotations
 
 import zlib
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Mapping
 from functools import cached_property
 
 import torch
@@ -52,7 +52,7 @@ class Digest:
     @cached_property
     def sums(self) -> dict[str, int]:
         """A number for each tensor: the same in every process for the same bytes on a device of the same kind."""
-        found = [*self._known, *_values(self._queued)]
+        found = [*self._known, *(value % _MODULUS for part in self._queued for value in part.tolist())]
         by_name = dict(zip(self._prepared.names, found, strict=True))
         return {name: by_name[name] for name in self._prepared.places}
 
@@ -93,8 +93,3 @@ class _Prepared:
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
     return flat(tensor).view(torch.uint8).numpy().data
-
-
-def _values(sums: Iterable[torch.Tensor]) -> list[int]:
-    """Wait for sums of `CopyPlan.digests` and return them as numbers below 2^64."""
-    return [int(value) % _MODULUS for part in sums for value in part.tolist()]

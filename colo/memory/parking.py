@@ -135,11 +135,11 @@ class Parking(RegionSegment):
             return move
         return super().begin(target)
 
-    def hand_over(self, device: torch.device) -> None:
+    def hand_over(self) -> None:
         """Give every tensor that is on the device memory of torch's allocator, and let go of all. Idempotent.
 
         Parked tensors keep their host memory, which is theirs then. Without room on the device, or where somebody has
-        views of them, tensors keep the region's. `device`: of the state, as it is.
+        views of them, tensors keep the region's.
         """
         self.settle()
         for pack in (*self._packs(), *self._aside):

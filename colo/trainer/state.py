@@ -39,9 +39,6 @@ class StateSegment(Segment, Protocol):
 
     kept: list[Kept]
 
-    def hand_over(self, device: torch.device) -> None:
-        """Give every tensor memory of its own; see `Parking.hand_over`."""
-
 
 class TrainerState:
     """The state of an optimizer and its gradients as segments.
@@ -150,8 +147,9 @@ class TrainerState:
                     parking.begin(Residency.OFFLOADED).wait()
         else:
             self.bring_back()
-        for parking in (*self.parkings, self.gradients):
-            parking.hand_over(self._mover.device)
+        for segment in self.segments:
+            assert isinstance(segment, Parking), "streamed state is returned otherwise"
+            segment.hand_over()
 
     def _pre_hook(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepArguments | None:
         """Step pre-hook: make state resident. Streaming returns new `(args, kwargs)` for `step`.

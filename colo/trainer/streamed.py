@@ -240,7 +240,7 @@ class StreamedState(TrainerState):
     def _return_state(self, *, to_host: bool) -> None:
         self.bring_back()
         self.window.close(on_device=not to_host)
-        self.gradients.hand_over(self._mover.device)
+        self.gradients.hand_over()
 
     def _watch_loading(self) -> Any:
         hook = untraced(lambda _, given: self._before_load(given))  # before those of optimizers that take state away

@@ -133,9 +133,6 @@ class StateWindow:
                 self._leave()
         return Done()
 
-    def hand_over(self, device: torch.device) -> None:
-        """See `Parking.hand_over`; `close` has done it."""
-
     def close(self, *, on_device: bool) -> None:
         """Give all state memory of its own: on the device as far as there is room, or in host memory, as it is."""
         self._leave()
@@ -150,7 +147,7 @@ class StateWindow:
                 with suppress(BudgetError, torch.OutOfMemoryError):
                     bucket.parking.begin(Residency.RESIDENT).wait()
                 left_bytes += bucket.parking.host_bytes if bucket.parking.residency is Residency.OFFLOADED else 0
-            bucket.parking.hand_over(self._mover.device)
+            bucket.parking.hand_over()
         self._planes, self._buckets = [], []
         if self._has_masters:
             self.optimizer.is_streamed = False

@@ -512,8 +512,8 @@ def test_what_is_handed_over_belongs_to_whoever_has_it(is_away, has_moved, devic
         cycle(segment, given)
     if is_away:
         segment.begin(O).wait()
-    segment.hand_over(device)
-    segment.hand_over(device)
+    segment.hand_over()
+    segment.hand_over()
     assert segment.residency is D and segment.size_bytes == segment.device_bytes == segment.host_bytes == 0
     scribble(mover)
     assert all(map(torch.equal, given, expected)) and is_at_host(mover, given[0]) is is_away
@@ -529,7 +529,7 @@ def test_a_view_stays_one_after_all_is_handed_over(mover):
     cycle(segment, given)
     view = given[0][:3]
     segment.look(given)
-    segment.hand_over(mover.device)
+    segment.hand_over()
     given[0].fill_(9)
     assert view.eq(9).all()
 
