@@ -82,7 +82,6 @@ TRAINER_ADAPTER = "trainer.adapter"
 TRAINER_BASE = "trainer.base"  # weights beneath an adapter that is folded into copies of them
 TRAINER_GRADIENTS = "trainer.gradients"
 TRAINER_OPTIMIZER = "trainer.optimizer"
-TRAINER_BUCKET = "trainer.optimizer.bucket"  # one of streamed state, which moves within a step
 TRAINER_MASTER_WEIGHTS = "trainer.master_weights"
 TRAINER_KEPT = "trainer.kept"
 

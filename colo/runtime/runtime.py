@@ -27,7 +27,7 @@ from colo.engines.text import Prompts, encode_prompts, with_text
 from colo.memory.offload import Mover
 from colo.memory.parking import Kept
 from colo.memory.uninterrupted import uninterrupted
-from colo.phases.phase import ENGINE_WEIGHTS, TRAINER_BUCKET, Phase
+from colo.phases.phase import ENGINE_WEIGHTS, Phase
 from colo.phases.trace import Trace
 from colo.runtime.construction import Parts, TrainerSide, has_logits, prepare_arena
 from colo.runtime.lifetime import Closing, check_free, collect_dropped, forget, register, runtime_of
@@ -385,7 +385,7 @@ def _what_is_kept(kept: Sequence[Kept]) -> str:
 
 
 def _why_offload(trace: Trace) -> str:
-    moved = sorted({s.name.removeprefix("out ") for s in trace.spans if s.name.startswith("out ")} - {TRAINER_BUCKET})
+    moved = sorted({s.name.removeprefix("out ") for s in trace.spans if s.name.startswith("out ")})
     if moved:
         return f"{', '.join(moved)} left the device for rollouts"
     return "no state of the trainer had to leave the device"
