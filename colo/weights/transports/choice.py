@@ -189,8 +189,9 @@ class SharedTransport(Transport):
             if not is_same_memory(parameter, alias):
                 raise StaleWeights(
                     f"{name} is no longer the engine's memory ({_describe(parameter)}, shared was {_describe(alias)}): "
-                    "something replaced it, such as model.to(dtype), half(), load_state_dict(assign=True) or a "
-                    "quantizer. Undo that, or build the runtime from the model as it is now"
+                    "something gave it other memory, such as parameter.data = x, model.to(dtype), half(), "
+                    "load_state_dict(assign=True) or a quantizer. Write values into its memory instead, "
+                    "parameter.data.copy_(x); for the model as it is now close the runtime and build another"
                 )
         self.source.check_names(parameters)
         self._places = places

@@ -76,6 +76,17 @@ def test_a_broken_alias_is_noticed_at_the_next_rollout_and_names_the_parameter(r
         rt.engine.generate([[1]], colo.SamplingParams())
 
 
+def test_a_parameter_given_other_memory_is_told_how_to_be_written_to(rt):
+    weight = rt.model.lm_head.weight
+    values, shared = torch.randn_like(weight), weight.data
+    weight.data = values
+    with pytest.raises(colo.StaleWeights, match=r"parameter.data = x.* instead, parameter\.data\.copy_\(x\)"):
+        rt.generate([PROMPT])
+    weight.data = shared  # had it been written to
+    weight.data.copy_(values)
+    assert logprob_gap(rt) < 1e-4
+
+
 def test_one_replaced_parameter_is_enough(rt):
     layer = rt.model.model.layers[1].mlp
     layer.up_proj.weight = torch.nn.Parameter(layer.up_proj.weight.detach().clone())
