@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -197,6 +198,7 @@ class EngineBase:
 
     def close(self) -> None:
         """Release everything. Idempotent."""
+        self._status.check_process()
         if not self._status.closed:
             self._status.close()
             self._release()
@@ -240,6 +242,7 @@ class EngineStatus:
         """The reason why the engine is lost; `None` while it is not."""
 
         self.when_lost = when_lost
+        self._pid = os.getpid()
         self._segments = segments
         self._check_alive = check_alive
         self._on_loss = on_loss
@@ -256,11 +259,20 @@ class EngineStatus:
         return EngineState.PAUSED if self.paused else EngineState.AWAKE
 
     def require(self, verb: str, *states: EngineState) -> None:
-        """Raise `EngineLost` for a lost engine, and `PhaseError` for one in none of `states`."""
+        """Raise `EngineLost` for a lost engine, and `PhaseError` for one in none of `states`, or of another process."""
+        self.check_process()
         self._check_alive()
         self.require_present()
         if (state := self.state) not in states:
             raise PhaseError(f"the engine is {state} and cannot {verb}: {ADVICE[state]}")
+
+    def check_process(self) -> None:
+        """Raise `PhaseError` in a forked child, which has none of what the engine talks to."""
+        if os.getpid() != self._pid:
+            raise PhaseError(
+                f"the engine belongs to process {self._pid}, and this is {os.getpid()}, a child that was forked from "
+                "it: use the engine there"
+            )
 
     def require_open(self, verb: str) -> None:
         """Raise `PhaseError` for a closed engine, `EngineLost` for a lost one."""

@@ -319,6 +319,7 @@ class Runtime:
 
     @accumulation_steps.setter
     def accumulation_steps(self, steps: int) -> None:
+        self._turns.check_process()
         self._turns.accumulation_steps = replace(self.config, accumulation_steps=steps).accumulation_steps
 
 

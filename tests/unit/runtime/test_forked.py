@@ -9,6 +9,7 @@ import time
 import pytest
 import torch
 
+import colo
 from colo.errors import PhaseError
 from colo.phases.phase import Phase
 from tests import forked
@@ -49,6 +50,37 @@ CALLS = {
     "backward": backward,
     "step": lambda rt: rt.optimizer.step(),
 }
+
+
+OF_THE_ENGINE = {
+    "pause": lambda engine: engine.pause(),
+    "resume": lambda engine: engine.resume(),
+    "sleep": lambda engine: engine.sleep(1),
+    "wake": lambda engine: engine.wake(),
+    "commit": lambda engine: engine.commit(7),
+    "load_weights": lambda engine: engine.load_weights([]),
+    "record_plan": lambda engine: engine.record_plan({}),
+    "close": lambda engine: engine.close(),
+}
+
+
+@pytest.mark.parametrize("call", OF_THE_ENGINE.values(), ids=OF_THE_ENGINE)
+def test_every_call_of_the_engine_is_refused_too(rt, call):
+    told = forked.start(lambda: call(rt.engine))()
+    assert str(told).startswith("PhaseError: the engine belongs to process"), told
+    assert len(rt.generate([[1, 2]], n=2, max_tokens=2)) == 2
+
+
+SETS_UP_ANOTHER = {
+    "check": lambda rt: colo.check(rt),
+    "share": lambda rt: colo.share(rt.engine, rt.model, rt.optimizer),
+    "accumulation_steps": lambda rt: setattr(rt, "accumulation_steps", 2),
+}
+
+
+@pytest.mark.parametrize("call", SETS_UP_ANOTHER.values(), ids=SETS_UP_ANOTHER)
+def test_what_takes_the_runtimes_parts_is_refused_in_a_child(rt, call):
+    assert str(forked.start(lambda: call(rt))()).startswith("PhaseError: ")
 
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)

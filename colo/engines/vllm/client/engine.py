@@ -428,6 +428,7 @@ class VLLMEngine(EngineBase):
 
         Raises: `BudgetError` when the device has no room to wake a vLLM that is asleep: free some and close again.
         """
+        self._status.check_process()
         if self._status.closed:
             return
         if self._status.lost is None:
