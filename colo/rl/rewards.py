@@ -112,7 +112,8 @@ def check_rewards(
     With `allow_none` a `None`, by which TRL means that a reward does not apply, becomes NaN.
     Raises: `ValueError` for anything but a list, tensor or array of `expected` finite numbers.
     """
-    wanted = f"return a list of {expected} numbers, one for each completion"
+    or_none = ", or None where it has no opinion" if allow_none else ""
+    wanted = f"return a list of {expected} numbers, one for each completion{or_none}"
     if hasattr(values, "tolist"):
         values = values.tolist()
     if isinstance(values, (str, bytes, Mapping)) or not isinstance(values, Iterable):
@@ -130,7 +131,7 @@ def check_rewards(
         elif not isinstance(value, Real) or not math.isfinite(value):
             raise ValueError(
                 f"reward {name!r} returned {value!r:.100} for completion {index} of {expected}{_at(step)}: return a "
-                "finite number, such as 0.0 for what cannot be scored"
+                f"finite number, such as 0.0 for what cannot be scored{or_none}"
             )
         else:
             found[index] = float(value)

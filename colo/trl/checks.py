@@ -8,7 +8,6 @@ import importlib.metadata
 import inspect
 import json
 import math
-import numbers
 import os
 import warnings
 from collections.abc import Mapping, Sequence
@@ -22,6 +21,7 @@ from colo.errors import Unsupported
 from colo.memory.storage import is_dtensor
 from colo.rl.logit_tiles import LogitStep
 from colo.rl.logprob import SeenPass
+from colo.rl.rewards import check_rewards
 from colo.weights.mismatch import evaluating
 
 # ---- the trainer ----------------------------------------------------------------------------------------------------
@@ -228,8 +228,9 @@ def checked(reward: Any, name: str, trainer: Any) -> Any:
         return reward
 
     def check(rewards: Any, columns: Mapping[str, Any]) -> Any:
-        _check(rewards, len(columns["completions"]), f"reward {name!r} at step {trainer.state.global_step}")
-        return rewards
+        count, step = len(columns["completions"]), trainer.state.global_step
+        found = check_rewards(name, rewards, count, step=step, allow_none=True)
+        return rewards if isinstance(rewards, Sequence) or hasattr(rewards, "tolist") else found
 
     if _is_awaited(reward):
 
@@ -280,32 +281,6 @@ def _check_columns(rewards: Sequence[Any], columns: Sequence[str], has: str) -> 
 
 def _is_awaited(reward: Any) -> bool:
     return inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(getattr(reward, "__call__", None))  # noqa: B004
-
-
-def _check(rewards: Any, count: int, subject: str) -> None:
-    """Raise `TypeError` or `ValueError`, in one line, for what is not a number or `None` for each of `count`."""
-    values = rewards.tolist() if hasattr(rewards, "tolist") else rewards  # torch's and numpy's
-    if isinstance(values, str) or not isinstance(values, Sequence):
-        raise TypeError(f"{subject} returned {_shown(values)}: return a list with a number for each completion")
-    if len(values) != count:
-        raise ValueError(
-            f"{subject} returned {len(values)} values for {count} completions: return one for each, and None where it "
-            "has no opinion"
-        )
-    for index, value in enumerate(values):
-        where = f"{subject} returned {_shown(value)} for completion {index}"
-        if value is None:
-            continue
-        if getattr(value, "ndim", None) == 0:
-            value = value.item()
-        if not isinstance(value, numbers.Real):
-            raise TypeError(f"{where}: return a number, such as float(...) of it, or None where it has no opinion")
-        if not math.isfinite(value):
-            raise ValueError(f"{where}: return a finite number, or None where it has no opinion")
-
-
-def _shown(value: Any) -> str:
-    return repr(value) if value is None or isinstance(value, (str, float, int)) else f"a {type(value).__name__}"
 
 
 # ---- TRL's fused LM head: log-probabilities from hidden states and the head's weight -------------------------------
