@@ -47,6 +47,7 @@ _ELSEWHERE = {
     **dict.fromkeys(("model_name", "model_name_or_path", "model_id", "pretrained_model_name_or_path"), "pass it first"),
     **{f.name: f"pass config=colo.RuntimeConfig({f.name}=...)" for f in fields(RuntimeConfig)},
     "optimizer": "launch takes a function that makes one, and share takes one",
+    "gpu_memory_utilization": 'pass config=colo.RuntimeConfig(kv_cache_bytes="4GiB")',
 }
 """Advice for names that `launch` and `share` do not take: the place of each."""
 

@@ -104,6 +104,7 @@ def train_step(model, optimizer):
         ({"dtype": torch.int8}, ValueError, "not torch.int8"),
         ({"lr": 1e-5}, TypeError, r"launch\(\) takes no 'lr': pass optimizer=lambda params: AdamW\(params, lr=1e-6\)"),
         ({"learning_rate": 1e-5}, TypeError, "takes no 'learning_rate': pass optimizer=lambda"),
+        ({"gpu_memory_utilization": 0.5}, TypeError, r"pass config=colo.RuntimeConfig\(kv_cache_bytes="),
         ({"kv_cache_bytes": 1}, TypeError, r"pass config=colo.RuntimeConfig\(kv_cache_bytes=...\)"),
         ({"max_model_len": 8}, TypeError, r"pass engine_options=\{'max_model_len': ...\}"),
         ({"peft_config": LORA}, TypeError, r"pass lora=LoraConfig\(...\)"),
