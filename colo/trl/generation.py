@@ -252,6 +252,9 @@ class PhaseCallback(TrainerCallback):  # type: ignore[misc]
 REF = "ref"
 """The adapter that TRL switches to for its reference."""
 
+_COPIED = "default"
+"""The adapter that TRL copies for it, of a model that has one."""
+
 _REWRITE = ("pissa", "corda", "olora", "loftq", "lora_ga")
 
 
@@ -277,7 +280,7 @@ def initialized_once(model: Any, beta: float) -> Iterator[None]:
 def keep_initial_adapter(trainer: Any) -> Callable[[], None]:
     """Give the trainer a frozen copy of its adapter as "ref", if it needs one and has none; return what takes it back.
 
-    Raises: `Unsupported` where TRL has initialized the base twice.
+    Raises: `Unsupported` where TRL has initialized the base twice, or copied another adapter than the one that trains.
     """
     model = trainer.model
     if not getattr(trainer, "beta", 0.0) or not hasattr(model, "add_adapter") or not hasattr(model, "get_base_model"):
@@ -290,7 +293,13 @@ def keep_initial_adapter(trainer: Any) -> Callable[[], None]:
                 "the base weights again: the model is not the one you gave. Set model.peft_config['default']."
                 "init_lora_weights = True before the trainer is made, or give the model to ColoGRPOTrainer"
             )
-        _copy_to_reference(model, "default", is_last=True)  # which TRL, that looks for ".default.", has left out
+        (name, *_) = active_adapters(model)
+        if name not in (REF, _COPIED):
+            raise Unsupported(
+                f"TRL made the reference of beta={trainer.beta} from adapter {_COPIED!r}, and {name!r} is the one that "
+                f"trains: give the model that one alone, under the name {_COPIED!r}"
+            )
+        _copy_to_reference(model, _COPIED, is_last=True)  # which TRL, that looks for ".default.", has left out
         return lambda: None
     if changes_nothing(model):
         return lambda: None
@@ -326,7 +335,7 @@ def as_policy(model: Any) -> Iterator[None]:
         finally:
             model.base_model.disable_adapter_layers()
     elif model.active_adapter == REF:
-        model.set_adapter(next(name for name in model.peft_config if name != REF))
+        model.set_adapter(_COPIED if _COPIED in model.peft_config else next(n for n in model.peft_config if n != REF))
         try:
             yield
         finally:

@@ -115,6 +115,16 @@ def test_a_base_that_trl_has_initialized_twice_is_refused_by_name(make, attach, 
     assert not hasattr(trainer, "colo")
 
 
+def test_a_reference_that_is_another_adapter_than_the_one_that_trains_is_refused(make, attach, checkpoint):
+    model = adapted(checkpoint, False)
+    model.add_adapter("mine", lora("olora"))
+    model.set_adapter("mine")
+    trainer = make(model, beta=0.1)
+    with pytest.raises(Unsupported, match="from adapter 'default', and 'mine' is the one that trains"):
+        attach(trainer)
+    attach(make(model.base_model.unload(), made_with={"peft_config": lora(True)}, beta=0.1))
+
+
 def test_without_a_kl_term_nothing_is_added(make, attach):
     trainer = make(made_with={"peft_config": lora("pissa")})
     attach(trainer)
