@@ -19,7 +19,7 @@ def facts(*, trace=None, residual=None, kept=(), is_compared=True, **config):
     trace = Trace(capacity_bytes=GIB) if trace is None else trace
     rt = SimpleNamespace(
         engine=SimpleNamespace(name="vllm", placement="in another process", residual_bytes=residual or {}, segments=()),
-        transport=SimpleNamespace(name="ipc", reason="weights are copied", shares=False),
+        transport=SimpleNamespace(name="ipc", reason="weights are copied", shares=False, source=None),
         versions=SimpleNamespace(publisher=SimpleNamespace(version=3, num_published=2, bytes_synced=5 * MIB)),
         trace=trace,
         config=RuntimeConfig(**config),

@@ -90,7 +90,13 @@ class Parts:
             FakeSegment("trainer.optimizer", 500, self.memory),
         ]
         self.scheduler = Scheduler(segments, Budget(capacity_bytes=capacity_bytes, host_capacity_bytes=1000))
-        source = SimpleNamespace(modules=[self.model], foreign=frozenset(), reshard=lambda: None, ranks=self.ranks)
+        source = SimpleNamespace(
+            modules=[self.model],
+            foreign=frozenset(),
+            settings=lambda: None,
+            reshard=lambda: None,
+            ranks=self.ranks,
+        )
         self.is_equal = True
         self.transport = SimpleNamespace(
             source=source,
