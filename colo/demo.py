@@ -202,7 +202,10 @@ def _runtime(
     model: Any, device: torch.device, mode: str, engine: Literal["torch", "vllm"], options: dict[str, Any]
 ) -> Runtime:
     """A runtime on a device just large enough for the larger of the two phases."""
-    lora = _lora() if mode == "lora" else None
+    from peft import LoraConfig
+
+    adapter = LoraConfig(r=LORA_RANK, lora_alpha=2 * LORA_RANK, target_modules="all-linear")
+    lora = adapter if mode == "lora" else None
     # vLLM's LoRA kernels for CUDA take no fp32.
     dtype = torch.bfloat16 if lora and engine == "vllm" and device.type == "cuda" else torch.float32
     weights_bytes, trained_bytes = _sizes(model, lora, dtype)
@@ -229,12 +232,6 @@ def _runtime(
         tokenizer=CharTokenizer(),
         config=config,
     )
-
-
-def _lora() -> Any:
-    from peft import LoraConfig
-
-    return LoraConfig(r=LORA_RANK, lora_alpha=2 * LORA_RANK, target_modules="all-linear")
 
 
 def _sizes(model: Any, lora: Any, dtype: torch.dtype) -> tuple[int, int]:

@@ -475,7 +475,9 @@ def load_function(name: str) -> RewardFunction:
             f"{name!r} names no reward: give module:function, path.py:function, or one of TRL's, {', '.join(_OF_TRL)}"
         )
     try:
-        module = _load_file(Path(place)) if place.endswith(".py") else _load_module(place)
+        if not place.endswith(".py") and str(Path.cwd()) not in sys.path:
+            sys.path.insert(0, str(Path.cwd()))  # as `python -m` has it
+        module = _load_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
     except (Exception, SystemExit) as error:
         raise ValueError(f"reward {name!r} cannot be loaded ({type(error).__name__}: {error})") from error
     function = getattr(module, wanted, None)
@@ -486,12 +488,6 @@ def load_function(name: str) -> RewardFunction:
         raise ValueError(f"{place} has no function {wanted!r}, but {there or 'none'}: name one of those")
     found: RewardFunction = function
     return found
-
-
-def _load_module(name: str) -> Any:
-    if str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))  # as `python -m` has it
-    return importlib.import_module(name)
 
 
 def _load_file(path: Path) -> Any:

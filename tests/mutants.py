@@ -87,7 +87,7 @@ EXTRA = {
     "trl/generation": ("trl/test_reference.py", "trl/test_phases.py"),
     "runtime/turns": (*TURNS, "runtime/test_states.py"),
     "runtime/versions": _runtimes("faults", "staleness", "publishing"),
-    "runtime/lifetime": _runtimes("registry", "closing", "sharing", "end", "faults", "parked_state", "training"),
+    "runtime/lifetime": _runtimes("closing", "sharing", "end", "faults", "parked_state", "training"),
     "runtime/construction": _runtimes("room", "lora", "sharing"),
     "runtime/runtime": (*TURNS, "runtime/test_generation.py", "runtime/test_facts.py"),
 }

@@ -129,13 +129,11 @@ def _verdict(estimate: Estimate) -> Text:
     caches = [(estimate.kv_bytes_per_token, "token"), (estimate.kv_bytes_per_sequence, "sequence")]
     text.append(f"KV cache: {' and '.join(f'{format_bytes(size)} a {of}' for size, of in caches if size)}. ")
     text.append(f"Logits, if they were held whole: {format_bytes(estimate.logits_bytes)}")
-    return text if estimate.fits else text.append(_advice(estimate))
-
-
-def _advice(estimate: Estimate) -> str:
-    if not estimate.suggestions:
-        return "\nNo single change makes it fit: combine some, or take a smaller model"
-    return "\nAny one of these makes it fit:" + "".join(f"\n  {each.text}" for each in estimate.suggestions)
+    if estimate.suggestions:
+        text.append("\nAny one of these makes it fit:" + "".join(f"\n  {each.text}" for each in estimate.suggestions))
+    elif not estimate.fits:
+        text.append("\nNo single change makes it fit: combine some, or take a smaller model")
+    return text
 
 
 def _rows(estimate: Estimate) -> list[FitRow]:

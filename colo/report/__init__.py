@@ -79,7 +79,9 @@ def memory_timeline(trace: Trace, *, width: int = 100, num_cycles: int = 3) -> T
 
     The height of each block is the segment's bytes as a share of the capacity, or of the peak where there is none.
     """
-    samples = _last_samples(trace, num_cycles)
+    steps = cycles(trace)
+    start_s = steps[-num_cycles].start_s if len(steps) >= num_cycles else 0.0
+    samples = [sample for sample in trace.samples if sample.time_s >= start_s]
     if not samples:
         return Text("no memory has been recorded yet")
     names = [name for name in samples[0].segments if any(s.segments.get(name) for s in samples)]
@@ -98,12 +100,6 @@ def memory_timeline(trace: Trace, *, width: int = 100, num_cycles: int = 3) -> T
         f"\n{'':<{label}}  r rollout  t train  s sync  . between; full height {format_bytes(scale_bytes)}", "dim"
     )
     return text
-
-
-def _last_samples(trace: Trace, num_cycles: int) -> list[MemorySample]:
-    steps = cycles(trace)
-    start_s = steps[-num_cycles].start_s if len(steps) >= num_cycles else 0.0
-    return [sample for sample in trace.samples if sample.time_s >= start_s]
 
 
 def _pick(samples: Sequence[MemorySample], most: int) -> list[MemorySample]:

@@ -313,7 +313,7 @@ class _Scorer:
             return {name: checked_call(name, score, len(completions), step=step)}
         columns: dict[str, list[Any]] = {"completion_ids": [list(completion.token_ids) for completion in completions]}
         for column in dict.fromkeys(name for problem in problems for name in _columns(problem)):
-            columns[column] = [_value(problem, column) for problem in of]
+            columns[column] = [p.columns.get(column, p.answer if column == "answer" else None) for p in of]
         prompts = [problem.prompt for problem in of]
         replies = [_reply(problem, completion) for problem, completion in zip(of, completions, strict=True)]
         return {
@@ -328,10 +328,6 @@ def _one_by_one(reward: Reward, completions: Sequence[Completion], of: Sequence[
 
 def _columns(problem: Problem) -> tuple[str, ...]:
     return tuple(problem.columns) if problem.answer is None else ("answer", *problem.columns)
-
-
-def _value(problem: Problem, column: str) -> Any:
-    return problem.columns.get(column, problem.answer if column == "answer" else None)
 
 
 def _reply(problem: Problem, completion: Completion) -> Any:
@@ -388,7 +384,9 @@ class Reference:
 
     def _run_frozen(self, compute: Callable[[Any], T]) -> T:
         device = next(self._model.parameters()).device
-        free_bytes = free_device_bytes(device) + _cached_bytes(device)
+        free_bytes = free_device_bytes(device)
+        if device.type == "cuda":  # what torch's allocator keeps and reuses, such as the last step's gradients
+            free_bytes += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         if device.type != "cpu" and self.size_bytes > free_bytes:
             raise BudgetError(
                 f"the reference of the KL term needs {format_bytes(self.size_bytes)} of the device beside the model, "
@@ -400,13 +398,6 @@ class Reference:
         frozen = {f"model.{name}": t.to(device, non_blocking=True) for name, t in self._kept.items()}
         result: T = torch.func.functional_call(_Call(self._model, compute), frozen, ())
         return result
-
-
-def _cached_bytes(device: torch.device) -> int:
-    """Freed device memory that torch's allocator keeps and reuses, such as that of the last step's gradients."""
-    if device.type != "cuda":
-        return 0
-    return int(torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
 
 
 class _Call(nn.Module):
@@ -437,12 +428,11 @@ def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
             needed_bytes=needed_bytes,
             free_bytes=free_bytes,
         )
-    return {name: _on_host(tensor.detach()) for name, tensor in tensors.items()}
-
-
-def _on_host(tensor: Tensor) -> Tensor:
-    kept = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.device.type == "cuda")
-    return kept.copy_(tensor)
+    copies = {}
+    for name, tensor in tensors.items():
+        kept = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.device.type == "cuda")
+        copies[name] = kept.copy_(tensor.detach())
+    return copies
 
 
 @contextmanager

@@ -314,7 +314,9 @@ class Turns:
             # the peak of the phase is known now, before anything moves
             self._learn_working_bytes()
             self._scheduler.enter(Phase.IDLE)
-            if self._session.has_stepped and self._is_rollout_next():
+            self._steps_taken += self._session.has_stepped
+            # as many as came between the last two rollouts
+            if self._session.has_stepped and self._steps_taken == self._steps_expected:
                 if self._scheduler.offload is Offload.ALWAYS and self._device.type == "cuda":
                     # Of activations and gradients. Before anything leaves: the driver frees nothing beside copies.
                     torch.cuda.empty_cache()
@@ -322,11 +324,6 @@ class Turns:
                 # or drop its gradients.
                 self._session.look_again(parameters=False)
                 self._scheduler.anticipate(Phase.ROLLOUT, but_for={TRAINER_GRADIENTS})
-
-    def _is_rollout_next(self) -> bool:
-        """Count a training phase with a step; true once as many came as between the last two rollouts."""
-        self._steps_taken += 1
-        return self._steps_taken == self._steps_expected
 
     def _pause(self) -> None:
         if self._engine.state is EngineState.AWAKE:

@@ -1,4 +1,4 @@
-"""Checks of a trainer, of its folders and of its reward functions, made before an engine is started or a step made."""
+"""Checks of a trainer, its LM head, folders and reward functions, before an engine is started or a step is made."""
 
 from __future__ import annotations
 
