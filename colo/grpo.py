@@ -154,7 +154,10 @@ def train(
         most = positions_of(AutoConfig.from_pretrained(model.model_name_or_path)).count
         needed = longest + args.max_completion_length  # a whole context would ask for a KV cache as large
         args.vllm_max_model_length = needed if most is None else min(needed, most)
-    args.model_init_kwargs = _init_options(model) | dict(args.model_init_kwargs or {})
+    revision = None if model.model_revision == "main" else model.model_revision
+    given = {"dtype": model.dtype, "attn_implementation": model.attn_implementation, "revision": revision}
+    given = {name: value for name, value in given.items() if value is not None}
+    args.model_init_kwargs = given | dict(args.model_init_kwargs or {})
     tell(f"loading {model.model_name_or_path} for the engine {args.colo_engine!r}")
     whole = WholeSteps()
     trainer = ColoGRPOTrainer(
@@ -300,13 +303,6 @@ def _check_model(model: GRPOModelConfig) -> Any:
         check_lora_config(lora)
         refuse_adapted_head(model.model_name_or_path, lora, model.model_revision)
     return lora
-
-
-def _init_options(model: GRPOModelConfig) -> dict[str, Any]:
-    """Options of the model's start that were given."""
-    revision = None if model.model_revision == "main" else model.model_revision
-    given = {"dtype": model.dtype, "attn_implementation": model.attn_implementation, "revision": revision}
-    return {name: value for name, value in given.items() if value is not None}
 
 
 def _rows(name: str, run: RunArguments, split: str) -> Any:

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 import torch
 from torch import nn
@@ -129,7 +129,9 @@ def share(
         _try_adapter(resolved, source)  # an engine may refuse it, and no weights have moved yet
         _warn_of_kv_cache(resolved)
         if tokenizer is None and resolved is not engine and hasattr(engine, "llm_engine"):
-            tokenizer = _tokenizer_of(engine)
+            llm = cast("Any", engine)
+            started_without = llm.llm_engine.vllm_config.model_config.skip_tokenizer_init
+            tokenizer = None if started_without else llm.get_tokenizer()
         rt = assemble(resolved, model, optimizer, config, undo, source=source, tokenizer=tokenizer, owns_model=False)
         undo.pop_all()
     return rt
@@ -248,11 +250,6 @@ def _warn_of_kv_cache(engine: Engine) -> None:
             "(a server with --enable-sleep-mode) to let it go",
             stacklevel=5,
         )
-
-
-def _tokenizer_of(llm: Any) -> Any:
-    """Return the tokenizer of a `vllm.LLM`, or `None` where it was started without."""
-    return None if llm.llm_engine.vllm_config.model_config.skip_tokenizer_init else llm.get_tokenizer()
 
 
 def assemble(

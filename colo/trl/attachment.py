@@ -74,7 +74,9 @@ def attach(
     check_columns(trainer.reward_funcs, trainer.train_dataset, trainer.eval_dataset)
     engine = default_engine(trainer.accelerator.device) if engine is None else engine
     options = dict(engine_options or {})
-    config = _config_of(trainer, config or RuntimeConfig())
+    if config is not None and config.release_gradients:
+        check_released(trainer.args)
+    config = replace(config or RuntimeConfig(), accumulation_steps=trainer.args.gradient_accumulation_steps)
     before = trainer.optimizer, trainer.model_wrapped
     rt, forget, folders = None, keep_initial_adapter(trainer), ExitStack()
     try:
@@ -115,13 +117,6 @@ def detach(trainer: Any) -> None:
     runtime = getattr(trainer, "colo", None)
     if runtime is not None:
         runtime.close()
-
-
-def _config_of(trainer: Any, config: RuntimeConfig) -> RuntimeConfig:
-    """Settings with the trainer's accumulation. Raises: `ValueError` for gradients that would be gone too early."""
-    if config.release_gradients:
-        check_released(trainer.args)
-    return replace(config, accumulation_steps=trainer.args.gradient_accumulation_steps)
 
 
 def sampling_of(trainer: Any, rt: Runtime, context: int) -> dict[str, Any]:

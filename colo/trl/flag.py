@@ -168,7 +168,8 @@ class _WithEngine:
         check_output(args.output_dir)
         rewards = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
         check_columns(rewards, options.get("train_dataset"), options.get("eval_dataset"))
-        if not isinstance(model, str) or _is_sharded(args):
+        is_sharded = args.fsdp or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+        if not isinstance(model, str) or is_sharded:
             with initialized_once(model, args.beta):
                 super().__init__(model, reward_funcs, args, **options)  # type: ignore[call-arg]
             self._attach(args, args.colo_engine, args.colo_engine_options)
@@ -230,10 +231,6 @@ def _started(model: str, args: Any, model_init_kwargs: Any, options: dict[str, A
         dtype=(model_init_kwargs or {}).get("dtype"),
         config=args.colo_config(),
     )
-
-
-def _is_sharded(args: Any) -> bool:
-    return bool(args.fsdp) or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
 
 
 def _engine_options(model: str, args: Any, model_init_kwargs: Any, quantization_config: Any) -> dict[str, Any] | None:

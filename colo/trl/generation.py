@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -166,13 +167,9 @@ def watch_forwards(model: Any, runtime: Runtime) -> list[Any]:
     return [module.register_forward_pre_hook(hook, prepend=True) for module in watched]
 
 
-_REPORTED = ("reward", "reward_std", "loss", "kl", "entropy", "grad_norm", "completions/mean_length")
+_REPORTED = re.compile("(eval_)?reward|reward_std|loss|kl|entropy|grad_norm|completions/mean_length|rewards/.*/mean")
 _NAMES = {"completions/mean_length": "completion_tokens"}
 """Names of TRL's metrics in colo's reports, where these differ."""
-
-
-def _is_reported(name: str) -> bool:
-    return name in _REPORTED or name == "eval_reward" or (name.startswith("rewards/") and name.endswith("/mean"))
 
 
 class PhaseCallback(TrainerCallback):  # type: ignore[misc]
@@ -216,7 +213,7 @@ class PhaseCallback(TrainerCallback):  # type: ignore[misc]
 
     def on_log(self, *_: Any, logs: Mapping[str, Any] | None = None, **__: Any) -> None:
         """Pass the trainer's metrics of steps and evaluations on to the runtime's report."""
-        found = {_NAMES.get(name, name): value for name, value in (logs or {}).items() if _is_reported(name)}
+        found = {_NAMES.get(name, name): value for name, value in (logs or {}).items() if _REPORTED.fullmatch(name)}
         self._runtime.log(**found)
 
     def _add_metrics(self) -> None:
