@@ -61,7 +61,6 @@ def test_what_has_left_for_rollouts_is_named_once_in_order():
     trace = Trace(capacity_bytes=GIB)
     for name in (
         "out trainer.optimizer",
-        "out trainer.optimizer.bucket",
         "in trainer.optimizer",
         "out trainer.gradients",
         "out trainer.optimizer",
