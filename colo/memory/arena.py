@@ -8,6 +8,7 @@ registered once with the driver, and never returned before `close`.
 from __future__ import annotations
 
 import ctypes
+import logging
 import mmap
 import os
 import threading
@@ -23,6 +24,8 @@ import torch
 from colo.errors import BudgetError, ColoError, PhaseError
 from colo.memory.probe import available_host_bytes, local_cpus
 from colo.units import GIB, MIB, align_up, format_bytes
+
+logger = logging.getLogger(__name__)
 
 ALIGNMENT_BYTES = 4096  # extents start and end on pages, so that no two share one
 
@@ -58,7 +61,8 @@ class PinnedArena:
         """The most bytes the arena may hold. Lowering it gives nothing back."""
 
         self._blocks: list[_PinnedBlock] = []
-        self._lock = threading.RLock()
+        self._lock = threading.RLock()  # never held while pages are pinned, which takes seconds
+        self._growing = threading.Lock()
         self._setup: ThreadPoolExecutor | None = None
         self._closed = False
         self._returned: deque[Extent] = deque()  # by `release_after`, at any moment; taken back by the next call
@@ -76,23 +80,29 @@ class PinnedArena:
         return sum(block.size_bytes - block.free_bytes for block in self._blocks)
 
     def prepare(self, num_bytes: int) -> Future[None]:
-        """Set up room for `num_bytes` more in a background thread; the future raises what `reserve` would."""
+        """Set up room for `num_bytes` more in a background thread; the future raises what `reserve` would.
+
+        A failure is logged, too: extents are lent all the while, and find the room that there is.
+        """
         with self._lock:
             self._check_open()
             if self._setup is None:
                 self._setup = ThreadPoolExecutor(max_workers=1, thread_name_prefix="colo-arena")
-            return self._setup.submit(self.reserve, num_bytes)
+            future = self._setup.submit(self.reserve, num_bytes)
+        future.add_done_callback(_tell_of_failure)
+        return future
 
     def reserve(self, num_bytes: int) -> None:
         """Make sure that extents of `num_bytes` in all can be lent without growing.
 
         Raises: `BudgetError` when that would exceed the limit or the memory of the host; nothing has changed then.
         """
-        with self._lock:
-            self._check_open()
-            self._take_back()
-            # free bytes may be in pieces: `allocate` grows for an extent that none of them holds
-            missing_bytes = num_bytes - sum(block.free_bytes for block in self._blocks)
+        with self._growing:
+            with self._lock:
+                self._check_open()
+                self._take_back()
+                # free bytes may be in pieces: `allocate` grows for an extent that none of them holds
+                missing_bytes = num_bytes - sum(block.free_bytes for block in self._blocks)
             if missing_bytes > 0:
                 self._grow(missing_bytes, MAX_BLOCK_BYTES)
 
@@ -102,15 +112,13 @@ class PinnedArena:
         Raises: `BudgetError` when the arena cannot grow; nothing has changed then.
         """
         size_bytes = align_up(max(size_bytes, 1), ALIGNMENT_BYTES)
-        with self._lock:
-            self._check_open()
-            self._take_back()
-            extent = self._first_fit(size_bytes)
-            if extent is None:
-                self._grow(size_bytes, size_bytes)
-                extent = self._first_fit(size_bytes)
-            assert extent is not None, "a fresh block holds what it was made for"
+        extent = self._lend(size_bytes)
+        if extent is not None:
             return extent
+        with self._growing:  # after what is being prepared, which may have room for it
+            while (extent := self._lend(size_bytes)) is None:
+                self._grow(size_bytes, size_bytes)
+        return extent
 
     def release(self, extent: Extent) -> None:
         """Take an extent back. Raises: `PhaseError` when it was not lent, or was returned already."""
@@ -167,11 +175,15 @@ class PinnedArena:
         while self._returned and not self._closed:
             self.release(self._returned.popleft())
 
-    def _first_fit(self, size_bytes: int) -> Extent | None:
-        for index, block in enumerate(self._blocks):
-            offset_bytes = block.lend(size_bytes)
-            if offset_bytes is not None:
-                return Extent(block=index, offset_bytes=offset_bytes, size_bytes=size_bytes)
+    def _lend(self, size_bytes: int) -> Extent | None:
+        """Lend from the first block that has room."""
+        with self._lock:
+            self._check_open()
+            self._take_back()
+            for index, block in enumerate(self._blocks):
+                offset_bytes = block.lend(size_bytes)
+                if offset_bytes is not None:
+                    return Extent(block=index, offset_bytes=offset_bytes, size_bytes=size_bytes)
         return None
 
     def _grow(self, num_bytes: int, max_block_bytes: int) -> None:
@@ -188,9 +200,18 @@ class PinnedArena:
             )
         max_block_bytes = align_up(max_block_bytes, BLOCK_ALIGNMENT_BYTES)
         while num_bytes > 0:
-            block_bytes = min(num_bytes, max_block_bytes)
-            self._blocks.append(_PinnedBlock(block_bytes, self._device))
-            num_bytes -= block_bytes
+            block = _PinnedBlock(min(num_bytes, max_block_bytes), self._device)
+            with self._lock:
+                if self._closed:  # meanwhile
+                    block.close()
+                self._check_open()
+                self._blocks.append(block)
+            num_bytes -= block.size_bytes
+
+
+def _tell_of_failure(future: Future[None]) -> None:
+    if not future.cancelled() and (error := future.exception()) is not None:
+        logger.warning("host memory is not pinned ahead, so that the first copies wait for it: %s", error)
 
 
 class _PinnedBlock:

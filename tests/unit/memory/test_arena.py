@@ -62,6 +62,52 @@ def test_preparing_too_much_reports_through_the_future(arena):
     assert arena.pinned_bytes == 0
 
 
+def test_preparing_too_much_is_logged_for_who_does_not_wait(arena, caplog):
+    with pytest.raises(BudgetError):
+        arena.prepare(arena.limit_bytes + 2 * MIB).result()
+    arena.close()  # which waits for the thread
+    assert "host memory is not pinned ahead" in caplog.text and "the host arena holds" in caplog.text
+
+
+def test_extents_come_and_go_while_memory_is_pinned(arena, monkeypatch):
+    kept = arena.allocate(MIB)
+    begun, may_end = threading.Event(), threading.Event()
+    touch = arenas._touch
+
+    def slow(*arguments):
+        begun.set()
+        assert may_end.wait(60)
+        touch(*arguments)
+
+    monkeypatch.setattr(arenas, "_touch", slow)
+    prepared = arena.prepare(4 * MIB)
+    assert begun.wait(60)
+    assert not prepared.done()
+    arena.release(kept)
+    assert arena.allocate(MIB // 2).block == 0 and arena.used_bytes == MIB // 2
+    may_end.set()
+    prepared.result(60)
+    assert arena.pinned_bytes >= 4 * MIB
+
+
+def test_who_needs_more_than_there_is_takes_what_is_being_prepared(arena, monkeypatch):
+    begun, may_end = threading.Event(), threading.Event()
+    touch = arenas._touch
+
+    def slow(*arguments):
+        begun.set()
+        assert may_end.wait(60)
+        touch(*arguments)
+
+    monkeypatch.setattr(arenas, "_touch", slow)
+    prepared = arena.prepare(4 * MIB)
+    assert begun.wait(60)
+    threading.Timer(0.2, may_end.set).start()
+    assert arena.allocate(2 * MIB).block == 0
+    prepared.result(60)
+    assert arena.pinned_bytes == 4 * MIB, "nothing was pinned twice"
+
+
 def test_a_closed_arena_lends_nothing(arena):
     arena.allocate(1)
     arena.close()
