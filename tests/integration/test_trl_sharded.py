@@ -8,7 +8,9 @@ from colo.testing import tiny_checkpoint
 from tests.trainers import ALPHABET
 
 SCRIPT = Path(__file__).parent / "trl_sharded.py"
-CLOSE = 1e-5
+CLOSE = {"masters": 2e-3, "lora": 1e-5}
+"""Largest gap of log-probabilities, in bf16 and in fp32: on CPUs without instructions for bf16 the rounding of a
+product depends on how many rows it has."""
 
 
 @pytest.fixture(scope="module")
@@ -21,18 +23,18 @@ def both(two_ranks, tmp_path_factory):
 @pytest.fixture(params=["masters", "lora"])
 def ranks(both, request):
     """Of weights in bf16 with fp32 masters, or of an adapter."""
-    return [runs[request.param] for runs in both]
+    return [runs[request.param] | {"close": CLOSE[request.param]} for runs in both]
 
 
 def test_engines_get_slices_of_the_weights_and_sample_from_what_was_trained(ranks):
     assert len(ranks[0]["rewards"]) == 3
     for found in ranks:
         assert found["transport"] == "slices"
-        assert len(found["gaps"]) == 3 and max(found["gaps"]) < CLOSE
+        assert len(found["gaps"]) == 3 and max(found["gaps"]) < found["close"]
         assert found["version"] == 3
         assert found["changed"] == found["trained"] > 0
         assert found["sum"] == ranks[0]["sum"]
-        assert found["gap"] < CLOSE
+        assert found["gap"] < found["close"]
 
 
 def test_each_rank_parks_its_part_of_the_state(ranks):
