@@ -112,8 +112,15 @@ def distorting(params: Any) -> tuple[str, ...]:
     return tuple(
         name
         for name, value in options.items()
-        if not name.startswith("_") and name not in skipped and value and value not in _PLAIN.get(name, ())
+        if not name.startswith("_")
+        and name not in skipped
+        and _is_given(name, value)
+        and value not in _PLAIN.get(name, ())
     )
+
+
+def _is_given(name: str, value: Any) -> bool:
+    return value is not None if name == "thinking_token_budget" else bool(value)  # of which 0 ends the thinking at once
 
 
 def sampling_temperature(params: Any) -> float | None:
@@ -125,7 +132,7 @@ def sampling_temperature(params: Any) -> float | None:
 def needing_tokenizer(params: Any) -> tuple[str, ...]:
     """Names of options with which vLLM reads or writes text while it samples; without a tokenizer it skips them."""
     options = _options(params)
-    asked = [name for name in _OF_TOKENIZER if options.get(name)]
+    asked = [name for name in _OF_TOKENIZER if _is_given(name, options.get(name))]
     return (*asked, *(name for name in _OF_DECODER if options.get(name) is False))
 
 

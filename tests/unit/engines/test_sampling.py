@@ -345,6 +345,7 @@ CHANGES = [
     {"extra_args": {"mine": 1}},
     {"logits_processors": [id]},
     {"thinking_token_budget": 9},
+    {"thinking_token_budget": 0},
     {"trace_decode_token_ids": [1]},
     {"truncate_prompt_tokens": 4},
     {"of_a_later_vllm": 0.5},
@@ -368,6 +369,7 @@ def test_greedy_sampling_is_told_by_its_temperature_whatever_the_filters():
 
 def test_options_that_vllm_skips_without_a_tokenizer_are_named():
     assert needing_tokenizer(PLAIN | {"stop": [], "skip_special_tokens": True, "detokenize": True}) == ()
+    assert needing_tokenizer({"thinking_token_budget": 0}) == ("thinking_token_budget",)
     assert needing_tokenizer({"skip_special_tokens": False}) == ("skip_special_tokens",)
     assert needing_tokenizer({"spaces_between_special_tokens": False}) == ("spaces_between_special_tokens",)
     given = {"bad_words": ["a"], "stop": "b", "structured_outputs": object(), "thinking_token_budget": 3, "top_k": 2}
