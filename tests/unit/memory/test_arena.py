@@ -69,20 +69,30 @@ def test_preparing_too_much_is_logged_for_who_does_not_wait(arena, caplog):
     assert "host memory is not pinned ahead" in caplog.text and "the host arena holds" in caplog.text
 
 
-def test_extents_come_and_go_while_memory_is_pinned(arena, monkeypatch):
+@pytest.fixture
+def pinning(monkeypatch):
+    """Begins to pin memory in the background, which ends only once the event that is returned is set."""
+
+    def begin(arena, num_bytes):
+        begun, may_end = threading.Event(), threading.Event()
+        touch = arenas._touch
+
+        def slow(*arguments):
+            begun.set()
+            assert may_end.wait(60)
+            touch(*arguments)
+
+        monkeypatch.setattr(arenas, "_touch", slow)
+        prepared = arena.prepare(num_bytes)
+        assert begun.wait(60) and not prepared.done()
+        return prepared, may_end
+
+    return begin
+
+
+def test_extents_come_and_go_while_memory_is_pinned(arena, pinning):
     kept = arena.allocate(MIB)
-    begun, may_end = threading.Event(), threading.Event()
-    touch = arenas._touch
-
-    def slow(*arguments):
-        begun.set()
-        assert may_end.wait(60)
-        touch(*arguments)
-
-    monkeypatch.setattr(arenas, "_touch", slow)
-    prepared = arena.prepare(4 * MIB)
-    assert begun.wait(60)
-    assert not prepared.done()
+    prepared, may_end = pinning(arena, 4 * MIB)
     arena.release(kept)
     assert arena.allocate(MIB // 2).block == 0 and arena.used_bytes == MIB // 2
     may_end.set()
@@ -90,18 +100,8 @@ def test_extents_come_and_go_while_memory_is_pinned(arena, monkeypatch):
     assert arena.pinned_bytes >= 4 * MIB
 
 
-def test_who_needs_more_than_there_is_takes_what_is_being_prepared(arena, monkeypatch):
-    begun, may_end = threading.Event(), threading.Event()
-    touch = arenas._touch
-
-    def slow(*arguments):
-        begun.set()
-        assert may_end.wait(60)
-        touch(*arguments)
-
-    monkeypatch.setattr(arenas, "_touch", slow)
-    prepared = arena.prepare(4 * MIB)
-    assert begun.wait(60)
+def test_who_needs_more_than_there_is_takes_what_is_being_prepared(arena, pinning):
+    prepared, may_end = pinning(arena, 4 * MIB)
     threading.Timer(0.2, may_end.set).start()
     assert arena.allocate(2 * MIB).block == 0
     prepared.result(60)
