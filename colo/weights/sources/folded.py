@@ -21,7 +21,7 @@ from colo.units import format_bytes
 from colo.weights.packed import is_packed
 from colo.weights.sources.base import plain_name
 from colo.weights.sources.heads import is_peft_model, plain_model
-from colo.weights.sources.module import ModuleSource, all_modules, saved_buffers
+from colo.weights.sources.module import ModuleSource, all_modules, own_saved_buffers, saved_buffers
 from colo.weights.sources.peft import (
     ONLY_LORA,
     active_adapter,
@@ -306,10 +306,7 @@ def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
 def _own_weights(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """A module's parameters and the floating-point buffers that checkpoints hold, without those of its children."""
     yield from ((name, p) for name, p in module._parameters.items() if p is not None)
-    buffers = (
-        (n, b) for n, b in module._buffers.items() if b is not None and n not in module._non_persistent_buffers_set
-    )
-    yield from ((name, buffer) for name, buffer in buffers if buffer.is_floating_point() and buffer.numel())
+    yield from own_saved_buffers(module)
 
 
 def _base_of(layer: Any) -> nn.Module:

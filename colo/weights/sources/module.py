@@ -228,12 +228,19 @@ def saved_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Floating-point buffers that checkpoints hold, by name, each once."""
     seen: set[int] = set()
     for prefix, module in model.named_modules():
-        for name, buffer in module._buffers.items():
-            if buffer is None or name in module._non_persistent_buffers_set or id(buffer) in seen:
-                continue
-            if buffer.is_floating_point() and buffer.numel():
+        for name, buffer in own_saved_buffers(module):
+            if id(buffer) not in seen:
                 seen.add(id(buffer))
                 yield f"{prefix}.{name}" if prefix else name, buffer
+
+
+def own_saved_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The same of a module without its children."""
+    for name, buffer in module._buffers.items():
+        if buffer is None or name in module._non_persistent_buffers_set:
+            continue
+        if buffer.is_floating_point() and buffer.numel():
+            yield name, buffer
 
 
 def recording_specs(
