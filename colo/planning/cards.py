@@ -64,7 +64,14 @@ def read_card(memory: str | int | None) -> Card:
 
 
 def _plain(name: str) -> str:
-    return name.lower().replace(" ", "").replace("-", "").removeprefix("nvidia").removeprefix("geforce")
+    return (
+        name.lower()
+        .replace(" ", "")
+        .replace("-", "")
+        .removeprefix("nvidia")
+        .removeprefix("geforce")
+        .removeprefix("rtx")
+    )
 
 
 def _present() -> Card | None:

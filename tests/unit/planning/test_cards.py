@@ -29,7 +29,9 @@ def test_cards_go_up_and_have_less_than_is_sold():
     assert given["L4"] < given["RTX 4090"] and given["L40S"] < given["A6000"]
 
 
-@pytest.mark.parametrize("name", ["L4", "l4", "RTX 4090", "rtx4090", "NVIDIA GeForce RTX 4090", "A100-40GB", "H100"])
+@pytest.mark.parametrize(
+    "name", ["L4", "l4", "RTX 4090", "rtx4090", "NVIDIA GeForce RTX 4090", "4090", "A100-40GB", "H100"]
+)
 def test_a_card_is_known_however_its_name_is_written(name):
     assert read_card(name) in CARDS
 
