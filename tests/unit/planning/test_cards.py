@@ -48,6 +48,7 @@ def test_what_is_neither_is_refused_with_the_names(memory):
 
 
 def test_the_gpu_that_is_there_is_planned_for(monkeypatch):
+    plan("Qwen3-0.6B", gpu_memory="L4")  # imports of the model's code ask the GPU for more than is played here
     found = SimpleNamespace(name="NVIDIA L4", total_memory=22 * GIB)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
