@@ -1,16 +1,9 @@
 """What the documents say of the code: the files, tests and names that they mention are there."""
 
 import re
-import runpy
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Whitespace
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
-
-from tests.unchanged import tiny
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -38,6 +31,18 @@ def test_files_that_are_named_are_there(document):
     named = set(PATH.findall(LINK.sub("", text))) if document.name != HISTORY else set()
     missing = {name for name in links | named if not (ROOT / name).exists() and not (ROOT / f"{name}.py").exists()}
     assert missing == set()
+
+
+def anchors(path):
+    """What the headings of a page are called in links, in the way that GitHub and the site share."""
+    headings = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```", "", path.read_text(), flags=re.M | re.S), re.M)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_headings_that_are_linked_to_are_there(document):
+    links = re.findall(r"\]\((?!https?:)([^)#]*)#([^)]+)\)", document.read_text())
+    assert [(page, to) for page, to in links if to not in anchors(document.parent / page if page else document)] == []
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
@@ -133,31 +138,6 @@ def test_the_measured_rows_of_readme_are_few_and_have_one_figure_to_a_cell():
 def test_every_measured_figure_of_readme_is_in_the_full_table():
     figures = re.findall(r"\d[\d,.]*\d", section(read("README.md"), "Measured").group(1))
     assert {figure for figure in figures if figure not in read("docs/measured.md")} == set()
-
-
-def words(folder):
-    """A tokenizer of whole words."""
-    tokens = {"[UNK]": 0} | {
-        word: index for index, word in enumerate(["The", "capital", "of", "France", "is", "Paris", "a", "city"], 1)
-    }
-    model = Tokenizer(WordLevel(tokens, unk_token="[UNK]"))
-    model.pre_tokenizer = Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=model, unk_token="[UNK]").save_pretrained(folder)
-
-
-def test_the_loop_of_the_usage_page_runs(tmp_path, monkeypatch):
-    folder = tmp_path / "model"
-    AutoModelForCausalLM.from_config(tiny()).save_pretrained(folder)
-    words(folder)
-    script = re.search(r"^A whole loop:\n\n```python\n(.*?)^```$", read("docs/usage.md"), re.MULTILINE | re.DOTALL)[1]
-    changed = script.replace('"Qwen/Qwen3-0.6B", engine="vllm"', f'{str(folder)!r}, device="cpu"').replace(
-        "(20)", "(2)"
-    )
-    assert changed.count("cpu") == 1
-    (tmp_path / "script.py").write_text(changed)
-    monkeypatch.chdir(tmp_path)
-    runpy.run_path("script.py", run_name="__main__")
-    assert (tmp_path / "run.html").stat().st_size > 1000
 
 
 # ---- CHANGELOG -------------------------------------------------------------------------------------------------------
