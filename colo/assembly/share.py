@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 import torch
@@ -31,7 +32,7 @@ from colo.memory.storage import is_dtensor, local_bytes, local_shard, storage_ke
 from colo.phases.phase import ENGINE_KV_CACHE, Segment
 from colo.planning.kv_cache import layer_caches
 from colo.runtime import Runtime
-from colo.runtime.lifetime import check_free, collect_dropped
+from colo.runtime.lifetime import check_free, collect_dropped, end_runtime_of
 from colo.trainer.optimizers import MegatronOptimizers, as_torch, parameters_of
 from colo.trainer.state import unwrapped
 from colo.units import GIB, MIB, format_bytes
@@ -271,6 +272,7 @@ def assemble(
     undo.add(transport.close)
     undo.callback(transport.move_out, engine.device)  # the last that is added runs first: parameters leave, then close
     held_bytes = _held_bytes(engine.segments, model, optimizer, transport)
+    undo.add(partial(end_runtime_of, engine))  # where Ctrl-C comes before it is returned
     with told_of_others():
         return Runtime(
             engine=engine,

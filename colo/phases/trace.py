@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import time
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -75,6 +76,9 @@ class Trace:
     metrics: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     """Name to one value a training step, such as `reward`."""
 
+    steps: list[float] = field(default_factory=list)
+    """End of each step of the optimizer, in seconds since the trace began; several optimizers step as one."""
+
     capacity_bytes: int | None = None  # the capacity line of the memory picture
     began_s: float = field(default_factory=time.perf_counter)
 
@@ -109,6 +113,7 @@ class Trace:
         forgotten = next(ends, half)
         self.since_s = max(span.end_s for span in self.spans[:forgotten])
         del self.spans[:forgotten]
+        del self.steps[: bisect_left(self.steps, self.since_s)]
 
     def record(self, sample: MemorySample) -> None:
         """Append a memory sample. Past `MAX_SAMPLES` the older half is thinned; the peaks of all phases stay."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import cycle, groupby
 from typing import NamedTuple
 
@@ -125,6 +125,7 @@ class CurveChart:
     y: Axis
     series: Series
     places: Sequence[int]  # indices of the values that are drawn (see `extremes`)
+    x_label: str = "training step"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -212,8 +213,12 @@ def reward_chart(trace: Trace) -> CurveChart | None:
     if not any(map(math.isfinite, rewards)):
         return None
     ends = f"{rewards[0]:.3g} at first, {rewards[-1]:.3g} at last"
-    series = Series(rewards, CURVE, "reward", ends)
-    return _curve_chart("Reward", f"Mean of each training step: {ends}.", series, PLAIN_UNITS)
+    series, num_steps = Series(rewards, CURVE, "reward", ends), len(cycles(trace))
+    if len(rewards) == num_steps:
+        return _curve_chart("Reward", f"Mean of each training step: {ends}.", series, PLAIN_UNITS)
+    # fewer where a trainer logs every so often, or a rollout serves several steps
+    caption = f"{len(rewards)} values of {num_steps} training steps: {ends}."
+    return replace(_curve_chart("Reward", caption, series, PLAIN_UNITS), x_label="value")
 
 
 def busy_chart(trace: Trace) -> RowChart | None:

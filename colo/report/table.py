@@ -164,9 +164,10 @@ def peak_samples(trace: Trace) -> dict[Phase, MemorySample]:
 def cycles(trace: Trace) -> list[Cycle]:
     """The training steps of a trace, from its `phase` spans; the last one may be unfinished.
 
-    A step ends where its last training phase ends. What comes between (parking state, the user's own code) belongs
-    to the step that it prepares. What a phase does within itself is its own time, moves included. Rollouts that are
-    followed by an evaluation, passes without a backward one, are no steps.
+    A step ends where the optimizer has stepped, the last one before a rollout where its training phase ends. What comes
+    between (parking state, the user's own code) belongs to the step that it prepares. What a phase does within itself
+    is its own time, moves included. Rollouts that are followed by an evaluation, passes without a backward one, are no
+    steps.
     """
     return [cycle for cycle, is_evaluation in _all_cycles(trace) if not is_evaluation]
 
@@ -184,18 +185,28 @@ def _all_cycles(trace: Trace) -> list[tuple[Cycle, bool]]:
     first_s = min([groups[0][0].start_s, *(start for start, _ in switches[:1])])
     starts = [first_s, *(group[-1].end_s for group in groups[:-1])]
     return [
-        (_cycle(group, switches, start), group[-1].name == EVALUATION)
-        for group, start in zip(groups, starts, strict=True)
+        (_cycle(group, switches, begin_s, end_s), group[-1].name == EVALUATION)
+        for group, start_s in zip(groups, starts, strict=True)
+        for begin_s, end_s in pairwise([start_s, *_steps_within(group, trace.steps), group[-1].end_s])
     ]
 
 
-def _cycle(spans: Sequence[Span], switches: Sequence[tuple[float, float]], start_s: float) -> Cycle:
-    end_s = spans[-1].end_s
+def _steps_within(group: Sequence[Span], steps: Sequence[float]) -> list[float]:
+    """The ends of the optimizer's steps in the training phases of a group, without the last one's."""
+    trained = (span for span in group if span.phase is Phase.TRAIN)
+    inside = (steps[bisect_left(steps, span.start_s) : bisect_right(steps, span.end_s)] for span in trained)
+    return [end_s for ends in inside for end_s in ends][:-1]
+
+
+def _cycle(spans: Sequence[Span], switches: Sequence[tuple[float, float]], start_s: float, end_s: float) -> Cycle:
+    """The step from `start_s` to `end_s`, which lie within `spans`."""
     parts_s = dict.fromkeys(PARTS, 0.0)
     parts_s["switch"] = covered_s(switches, start_s, end_s)
     for span in spans:
-        parts_s[span.phase] += span.duration_s
-        parts_s["switch"] -= covered_s(switches, span.start_s, span.end_s)
+        first_s, last_s = max(span.start_s, start_s), min(span.end_s, end_s)
+        if first_s < last_s:
+            parts_s[span.phase] += last_s - first_s
+            parts_s["switch"] -= covered_s(switches, first_s, last_s)
     parts_s["switch"] = max(0.0, parts_s["switch"])
     parts_s["idle"] = max(0.0, end_s - start_s - sum(parts_s.values()))
     return Cycle(start_s=start_s, end_s=end_s, parts_s=parts_s)
@@ -332,7 +343,7 @@ def memory_headline(trace: Trace) -> str:
 
 
 def _metric_sheet(trace: Trace) -> Sheet:
-    columns = ("metric", "steps", "first", "last", "lowest", "highest", "curve")
+    columns = ("metric", "values", "first", "last", "lowest", "highest", "curve")
     rows = []
     for name, values in trace.metrics.items():
         if values:

@@ -23,7 +23,6 @@ from colo.runtime.construction import Parts
 from colo.runtime.turns import Turns
 from colo.trainer.state import unwrapped
 from colo.weights.sources.folded import FoldedSource
-from colo.weights.sources.heads import causal_lm
 
 _open: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -57,13 +56,16 @@ def check_free(parts: Mapping[str, object]) -> None:
 
 
 def runtime_of(part: object) -> Any:
-    """The open runtime of a part, or of a list of stages. Raises: `ValueError` when it has none."""
+    """The open runtime of a part, of a list of stages, or of a module around a model (`torch.compile`, a value head).
+
+    Raises: `ValueError` when it has none, or several.
+    """
     part = part[0] if isinstance(part, (list, tuple)) and part else part  # stages of a model, or optimizers
-    part = causal_lm(part) if isinstance(part, nn.Module) else unwrapped(part)
-    for runtime in _open:
-        if any(one is part for one in _parts_of(runtime)):
-            return runtime
-    raise ValueError(f"this {type(part).__name__} has no open runtime")
+    inside = {id(one) for one in (part.modules() if isinstance(part, nn.Module) else [unwrapped(part)])}
+    found = [runtime for runtime in _open if any(id(one) in inside for one in _parts_of(runtime))]
+    if len(found) != 1:
+        raise ValueError(f"this {type(part).__name__} has {len(found) or 'no'} open runtime{'s' * (len(found) > 1)}")
+    return found[0]
 
 
 def collect_dropped(but: object = None) -> int:
@@ -89,8 +91,14 @@ def forget(runtime: Any) -> None:
     """Let other runtimes drive these parts. Idempotent."""
     _open.discard(runtime)
     for part in _parts_of(runtime):
-        if hasattr(part, "__dict__"):
-            vars(part).pop(KEEPER, None)
+        if hasattr(part, "__dict__") and (keeper := vars(part).pop(KEEPER, None)) is not None:
+            keeper.runtime = None  # a shallow copy of the part has the same keeper
+
+
+def end_runtime_of(part: object) -> None:
+    """Close the runtime of a part, if it has one: of a start that fails once the runtime is there."""
+    with suppress(ValueError):
+        runtime_of(part).close()
 
 
 def _parts_of(runtime: Any) -> list[Any]:

@@ -96,11 +96,12 @@ class Runtime:
             prepare_arena(turns.side.rollout, mover)  # pins in the background, beside the first publication
             self.versions.publish()
             self._closing = Closing(parts, turns, owns_model=owns_model)
+            self._has_begun = False
+            self._is_sampling = False
+            undo.callback(forget, self)
+            register(self)
             engine.before_generate = self._before_generate
             undo.pop_all()
-        self._has_begun = False
-        self._is_sampling = False
-        register(self)
 
     @classmethod
     def of(cls, part: object) -> Runtime:

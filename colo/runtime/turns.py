@@ -378,7 +378,9 @@ class Turns:
         """Raise the version of the weights."""
         with uninterrupted():
             self._versions.note_step()
-            self._session.note_step()
+            if not self._session.note_step():  # another optimizer's, of the same gradients
+                del self._trace.steps[-1:]
+            self._trace.steps.append(self._trace.now_s())
             fraction = getattr(self._session.optimizer, "changed_fraction", None)
             if fraction is not None:
                 self._trace.metric("changed_fraction", fraction)

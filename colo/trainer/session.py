@@ -214,10 +214,12 @@ class TrainerSession:
         self._meter.sample()
         self._events.on_progress()
 
-    def note_step(self) -> None:
-        """Count backward passes anew: a step has used the gradients."""
+    def note_step(self) -> bool:
+        """Count backward passes anew: a step has used the gradients. False for a step that none came before."""
+        had_passes = self._backward.passes > 0
         self.has_stepped = True
         self._backward.forget()
+        return had_passes
 
     def bring_back(self) -> None:
         """Bring everything to the device. Raises: `BudgetError` when it has no room."""

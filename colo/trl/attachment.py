@@ -38,6 +38,9 @@ from colo.weights.ranks import RankGroup
 
 logger = logging.getLogger(__name__)
 
+ATTACHED = "_colo_attached"
+"""Attribute of a config of which a trainer has been attached: its flag was read."""
+
 
 def attach(
     trainer: Any,
@@ -164,6 +167,7 @@ def _set(trainer: Any, rt: Runtime, generation: ColoGeneration) -> None:
     before = {name: getattr(trainer, name) for name in new if hasattr(trainer, name)}
     for name, value in new.items():
         setattr(trainer, name, value)
+    setattr(trainer.args, ATTACHED, True)
 
     def take_back() -> None:
         for handle in handles:

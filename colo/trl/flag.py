@@ -6,8 +6,8 @@ import functools
 import inspect
 import os
 import warnings
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from transformers import set_seed
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
@@ -17,7 +17,7 @@ from colo.assembly.arguments import chosen_device, default_engine
 from colo.assembly.launch import refuse_adapted_head, revision_of, start
 from colo.config import Offload, OptimizerState, RuntimeConfig
 from colo.errors import Unsupported
-from colo.trl.attachment import attach, choose_process
+from colo.trl.attachment import ATTACHED, attach, choose_process
 from colo.trl.checks import check_args, check_checkpoint, check_columns, check_output, check_released
 from colo.trl.generation import initialized_once
 
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 _OPTIONS_OF_A_START = ("dtype", "revision")
 """Keys of `model_init_kwargs` that colo takes."""
+
+_SWITCHES = ("fast_inference", "colo_release_gradients", "colo_fold_adapter", "colo_seeded")
 
 T = TypeVar("T")
 
@@ -69,8 +71,10 @@ class ColoOptions:
     )
 
     def __post_init__(self) -> None:
-        if self.fast_inference and getattr(self, "use_vllm", False):
-            raise ValueError("fast_inference takes the place of use_vllm: leave use_vllm out")
+        for name in _SWITCHES:
+            if getattr(self, name) not in (True, False):  # "false" would be true
+                raise ValueError(f"{name} must be True or False, not {getattr(self, name)!r}")
+        self.refuse_use_vllm()
         self.colo_offload = _choice("colo_offload", self.colo_offload, Offload)
         self.colo_optimizer = _choice("colo_optimizer", self.colo_optimizer, OptimizerState)
         self.choose_engine()
@@ -85,6 +89,21 @@ class ColoOptions:
             check_released(self)
         if not isinstance(self.colo_engine_options, dict | None):
             raise ValueError(f"colo_engine_options must be a mapping, or JSON of one, not {self.colo_engine_options!r}")
+
+    def refuse_use_vllm(self) -> None:
+        """Raise `ValueError` for TRL's own vLLM beside colo's engine; either may have been set later."""
+        if self.fast_inference and getattr(self, "use_vllm", False):
+            raise ValueError("fast_inference takes the place of use_vllm: leave use_vllm out")
+
+    def get_warmup_steps(self, *args: Any, **given: Any) -> int:
+        """Return TRL's, which every trainer asks for as it begins to train; warn in one that has not read the flag."""
+        if self.fast_inference and not hasattr(self, ATTACHED):
+            warnings.warn(
+                "fast_inference=True is in the config of a trainer that trains as TRL's own, without colo's engine: "
+                "make a ColoGRPOTrainer or ColoRLOOTrainer with it, or call colo.attach(trainer)",
+                stacklevel=2,
+            )
+        return super().get_warmup_steps(*args, **given)  # type: ignore[misc, no-any-return]
 
     def choose_engine(self) -> None:
         """Put the engine that is there in the place of `auto`."""
@@ -144,26 +163,35 @@ class ColoRLOOConfig(ColoOptions, RLOOConfig):  # type: ignore[misc]
     _VALID_DICT_FIELDS = [*RLOOConfig._VALID_DICT_FIELDS, "colo_engine_options"]  # noqa: RUF012
 
 
+class _NoRuntime:
+    """Stands for the runtime of a trainer that has none, as an attribute of its class."""
+
+    def __get__(self, trainer: Any, kind: type) -> Any:
+        raise AttributeError(f"this trainer has no runtime: it was closed, or made without the flag; {_FLAG}")
+
+
 class _WithEngine:
     """Starts the engine first for a model that is named, and attaches to one that is given.
 
     A model that accelerate will shard is loaded by TRL: a rank's engine has memory of its own.
     """
 
-    colo: Runtime
+    colo: Runtime = cast("Runtime", _NoRuntime())
 
     def __init__(
         self, model: Any, reward_funcs: Any = None, args: Any = None, *positional: Any, **options: Any
     ) -> None:
+        model = os.fspath(model) if isinstance(model, os.PathLike) else model
         options |= zip(list(inspect.signature(super().__init__).parameters)[3:], positional, strict=False)
         if not getattr(args, "fast_inference", False):
             warnings.warn(
                 f"{type(self).__name__} without fast_inference=True trains as TRL's own trainer, without colo's "
-                f"engine: {_FLAG}",
+                f"engine{_unused(args)}: {_FLAG}",
                 stacklevel=2,
             )
             super().__init__(model, reward_funcs, args, **options)  # type: ignore[call-arg]
             return
+        args.refuse_use_vllm()
         check_args(args)
         check_output(args.output_dir)
         rewards = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
@@ -188,14 +216,10 @@ class _WithEngine:
         finally:
             args.model_init_kwargs = given
 
-    def __getattr__(self, name: str) -> Any:
-        if name == "colo":
-            raise AttributeError(f"this trainer has no runtime: it was closed, or made without the flag; {_FLAG}")
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         if getattr(self, "colo", None) is not None:
-            check_checkpoint(resume_from_checkpoint, self.model if model is None else model)
+            trained = self.model if model is None else model  # type: ignore[attr-defined]  # TRL's
+            check_checkpoint(resume_from_checkpoint, trained)
         super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
 
     def _attach(self, args: Any, engine: Any, engine_options: Any) -> None:
@@ -212,6 +236,14 @@ class ColoGRPOTrainer(_WithEngine, GRPOTrainer):  # type: ignore[misc]
 
 class ColoRLOOTrainer(_WithEngine, RLOOTrainer):  # type: ignore[misc]
     """`RLOOTrainer` in the same way; see `ColoGRPOTrainer`."""
+
+
+def _unused(args: Any) -> str:
+    """Name colo's options that were given without the flag."""
+    known = {one.name: one.default for one in fields(ColoOptions)}
+    given = [name for name, default in known.items() if getattr(args, name, default) != default]
+    given = [name for name in given if name != "colo_engine"]  # which is chosen for all
+    return f", and {', '.join(given)} without effect" if given else ""
 
 
 def _started(model: str, args: Any, model_init_kwargs: Any, options: dict[str, Any]) -> tuple[Any, Any]:

@@ -46,6 +46,7 @@ DEADLINE_S = 60.0
 _RETRY_S = 0.1
 """Pause before the store listens again after an error, such as EMFILE."""
 
+_OPS = ("hello", "slab", "done", "drop")
 
 Layout = Mapping[str, Wire]
 """`Place.to_wire` of every weight, by name."""
@@ -83,10 +84,15 @@ class WeightStore:
         self._folder = Path(tempfile.mkdtemp(prefix="colo-"))  # mode 0700: the socket in it is this user's alone
         self.address = str(self._folder / "store")
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._listener.bind(self.address)
-        self._listener.listen()
-        # a thread, since the constructor of vLLM blocks this one while its worker asks for memory
-        threading.Thread(target=self._accept, name="colo-store", daemon=True).start()
+        try:
+            self._listener.bind(self.address)
+            self._listener.listen()
+            # a thread, since the constructor of vLLM blocks this one while its worker asks for memory
+            threading.Thread(target=self._accept, name="colo-store", daemon=True).start()
+        except BaseException as error:
+            self.close()
+            error.add_note(f"no store for the engine's weights at {self.address}: TMPDIR may be a shorter path")
+            raise
 
     @property
     def size_bytes(self) -> int:
@@ -131,21 +137,26 @@ class WeightStore:
                 self._closed.wait(_RETRY_S)
 
     def _serve(self, connection: socket.socket) -> None:
-        with connection, suppress(OSError), connection.makefile("rw", encoding="utf-8") as stream:  # of one that ended
+        # whatever is said, this side serves others too: a line that is no text becomes one that is no JSON
+        conversation = connection.makefile("rw", encoding="utf-8", errors="replace")
+        with connection, suppress(OSError), conversation as stream:  # of one that ended
             worker = _Worker()
             for line in stream:
-                request: dict[str, Any] = {}
                 try:
-                    request = json.loads(line)
                     with self._lock:
-                        answer = self._answer(worker, request)
-                except Exception as error:  # noqa: BLE001 - raised by the worker; this side serves others too
-                    size = f" ({format_bytes(request['size_bytes'])} asked for)" if "size_bytes" in request else ""
-                    answer = {"error": f"{error}{size}"}
+                        answer = self._answer(worker, json.loads(line))
+                except Exception as error:  # noqa: BLE001 - raised by the worker
+                    answer = {"error": " ".join([str(error), *getattr(error, "__notes__", ())])}
                 stream.write(json.dumps(answer) + "\n")
                 stream.flush()
 
-    def _answer(self, worker: _Worker, request: Mapping[str, Any]) -> dict[str, Any]:
+    def _answer(self, worker: _Worker, request: Any) -> dict[str, Any]:
+        if not isinstance(request, dict) or request.get("op") not in _OPS:
+            raise TransferError(f"{request!r} is no request: op is one of {', '.join(_OPS)}")
+        if self._closed.is_set():
+            raise TransferError("the store was closed")
+        if request["op"] != "hello" and worker.rank not in self._by_rank:
+            raise TransferError(f"{request['op']} before hello")
         if request["op"] == "hello":
             rank = worker.rank = request["rank"]
             worker.pid = request["pid"]
@@ -162,7 +173,11 @@ class WeightStore:
             raise TransferError(f"another worker of rank {worker.rank} has taken the place of process {worker.pid}")
         if request["op"] == "slab":
             index, worker.given = worker.given, worker.given + 1
-            return self._slab(memory, index, request["size_bytes"]).describe(to_pid=worker.pid)
+            try:
+                return self._slab(memory, index, request["size_bytes"]).describe(to_pid=worker.pid)
+            except (OSError, RuntimeError) as error:
+                error.add_note(f"({format_bytes(request['size_bytes'])} asked for)")
+                raise
         if request["op"] == "drop":
             in_use = {place["memory"] for place in memory.layout.values()}
             for index in set(request["indices"]) - in_use:
@@ -263,10 +278,9 @@ class StoreClient:
         try:
             self._stream.write(json.dumps(request) + "\n")
             self._stream.flush()
-            line = self._stream.readline()
-        except OSError as error:
+            answer: dict[str, Any] = json.loads(self._stream.readline() or '{"error": "the trainer has ended"}')
+        except (OSError, ValueError) as error:  # of a trainer that ended within a line, too
             raise TransferError(f"the trainer's weight store at {self._address} stopped answering: {error}") from error
-        answer: dict[str, Any] = json.loads(line or '{"error": "the trainer has ended"}')
         if "error" in answer:
             raise TransferError(f"the trainer's weight store refused: {answer['error']}")
         return answer

@@ -1,5 +1,6 @@
 """Engines that are started for a model which exists, and pairs of both that wait for an optimizer."""
 
+import gc
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +17,9 @@ from colo.config import RuntimeConfig
 from colo.engine import EngineState
 from colo.engines.torch import TorchEngine
 from colo.memory.offload import Mover
+from colo.runtime import Runtime, construction, lifetime, turns
+from colo.runtime import runtime as runtime_module
+from colo.runtime.lifetime import KEEPER, collect_dropped
 from colo.trainer.master_weights import MasterWeights
 from colo.units import MIB, format_bytes
 from tests.runtimes import adamw, launch, make_engine, qwen3, train_step
@@ -184,6 +188,40 @@ class TestUndoing:
         with pytest.raises(MemoryError), share._in_host_memory(model):
             pytest.fail("not reached")
         assert all(p.device.type == "cuda" for p in parameters)
+
+    @pytest.mark.parametrize("start", [colo.share, launch])
+    @pytest.mark.parametrize(
+        "step", ["Runtime.__init__", "register", "prepare_arena", "Closing.__init__", "make_versions", "check_phases"]
+    )
+    @pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
+    def test_a_start_that_fails_at_its_end_leaves_nothing(self, monkeypatch, start, step, error):
+        """The step is made, and fails then."""
+        where, _, name = step.rpartition(".")
+        part = {"Runtime": Runtime, "Closing": lifetime.Closing}.get(where) or construction
+        if step in ("register", "prepare_arena"):
+            part = runtime_module
+        elif step == "make_versions":
+            part = turns
+        real = getattr(part, name)
+
+        def fail(*args, **given):
+            real(*args, **given)
+            raise error("mine")
+
+        model = made()
+        optimizer = adamw(model.parameters())
+        values = [p.detach().clone() for p in model.parameters()]
+        with monkeypatch.context() as patch:
+            patch.setattr(part, name, fail)
+            with pytest.raises(error, match="mine"):
+                colo.share("torch", model, optimizer, config=CONFIG) if start is colo.share else launch(model)
+        gc.collect()
+        assert collect_dropped() == 0
+        assert all(torch.equal(a, p) for a, p in zip(values, model.parameters(), strict=True))
+        assert not any(p._backward_hooks or p._post_accumulate_grad_hooks for p in model.parameters())
+        assert not any(value for name, value in vars(optimizer).items() if name.endswith("_hooks"))
+        assert KEEPER not in vars(model)
+        colo.share("torch", model, optimizer, config=CONFIG).close()
 
     def test_an_engine_that_was_awake_is_awake_again(self):
         engine, model = make_engine(), made()

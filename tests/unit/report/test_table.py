@@ -85,6 +85,24 @@ def test_several_rollouts_and_trainings_in_a_row_are_one_step():
     assert [(step.start_s, step.end_s) for step in cycles(trace)] == [(0, 4), (4, 6)]
 
 
+def test_every_step_of_the_optimizer_in_a_training_phase_is_a_step():
+    """As with several steps for a rollout: the first has the rollout in it, the last ends where the phase does."""
+    trace = Trace()
+    add(trace, "rollout", 1, 4)
+    add(trace, "switch", 4, 5, "switch", Phase.TRAIN)
+    add(trace, "train", 5, 12)
+    add(trace, "rollout", 12, 13)
+    add(trace, "train", 14, 15)
+    trace.steps += [7, 8, 11, 15]
+    steps = cycles(trace)
+    assert [(step.start_s, step.end_s) for step in steps] == [(1, 7), (7, 8), (8, 12), (12, 15)]
+    assert [step.parts_s["train"] for step in steps] == [2, 1, 4, 1]
+    assert [step.parts_s["rollout"] for step in steps] == [3, 0, 0, 1]
+    assert [step.parts_s["switch"] for step in steps] == [1, 0, 0, 0]
+    assert {row.phase: row.count for row in phase_figures(trace)}["train"] == 2
+    assert "4 training steps" in printed(trace)
+
+
 def test_an_evaluation_is_no_training_step_and_has_a_row_of_its_own():
     trace = run(2)
     for t in (20.0, 24.0):
@@ -111,10 +129,11 @@ def test_no_phases_no_steps():
 
 @settings(max_examples=60, deadline=None)
 @given(
-    st.lists(st.tuples(st.sampled_from(["rollout", "sync", "train"]), st.floats(0, 9), st.floats(0, 9), st.booleans()))
+    st.lists(st.tuples(st.sampled_from(["rollout", "sync", "train"]), st.floats(0, 9), st.floats(0, 9), st.booleans())),
+    st.lists(st.floats(0, 100)),
 )
-def test_steps_follow_each_other_and_their_parts_add_up(turns):
-    trace, now_s = Trace(), 0.0
+def test_steps_follow_each_other_and_their_parts_add_up(turns, stepped):
+    trace, now_s = Trace(steps=sorted(stepped)), 0.0
     for name, gap_s, length_s, switches in turns:
         if switches:
             add(trace, "switch", now_s, now_s + gap_s, "switch", Phase(name))

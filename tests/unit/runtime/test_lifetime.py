@@ -72,15 +72,27 @@ def test_what_an_engine_drives_is_taken_too():
     forget(runtime)
 
 
-def test_a_model_within_a_module_that_adds_a_head_is_found():
-    class WithValues(nn.Module):
-        def __init__(self, model):
-            super().__init__()
-            self.policy, self.value = model, nn.Linear(1, 1)
+class WithValues(nn.Module):
+    def __init__(self, *models):
+        super().__init__()
+        self.policies, self.value = nn.ModuleList(models), nn.Linear(1, 1)
 
+
+@pytest.mark.parametrize(
+    "wrap",
+    [WithValues, torch.nn.DataParallel, partial(torch.compile, backend="eager")],
+    ids=["head", "ranks", "compiled"],
+)
+def test_a_model_within_another_module_is_found(wrap):
     model = AutoModelForCausalLM.from_config(tiny_qwen3())
     runtime = Driver(model=model)
-    assert runtime_of(WithValues(model)) is runtime
+    assert runtime_of(wrap(model)) is runtime
+
+
+def test_of_a_module_with_several_models_no_one_runtime_is_found():
+    first, second = Driver(model=nn.Linear(1, 1)), Driver(model=nn.Linear(1, 1))
+    with pytest.raises(ValueError, match="this WithValues has 2 open runtimes"):
+        runtime_of(WithValues(first.model, second.model))
 
 
 @pytest.mark.parametrize("kept", ["model", "optimizer", "engine"])
@@ -182,6 +194,47 @@ def test_a_cell_that_is_run_twice_leaves_one_engine():
         rt.close()
     finally:
         gc.enable()
+
+
+def test_an_exception_that_holds_a_cell_keeps_its_runtime_until_it_is_gone():
+    noted = {}
+
+    def cell():
+        rt = launch()
+        noted.update(references(rt))
+        with rt.rollout():
+            raise KeyError("in the cell")
+
+    try:
+        cell()
+    except KeyError as error:
+        held = error  # as `sys.last_exc` does
+    assert colo.Runtime.of(noted["model"]()) is noted["runtime"]()
+    again = launch()
+    assert len(again.generate([[1, 2]])) == 1
+    again.close()
+    del held
+    assert alive(noted) == []
+
+
+def test_a_shallow_copy_of_a_model_lets_go_of_a_closed_runtime():
+    rt = launch()
+    copied, noted = copy.copy(rt.model), references(rt)
+    rt.close()
+    del rt
+    assert alive(noted) == []
+    assert next(copied.parameters()).isfinite().all()
+
+
+def test_parameters_that_are_left_of_a_runtime_train_without_it():
+    rt = share()
+    trained(rt)
+    parameters, noted = list(rt.model.parameters()), references(rt)
+    del rt
+    assert alive(noted) == []
+    sum((p**2).sum() for p in parameters).backward()
+    adamw(parameters).step()
+    assert all(p.isfinite().all() for p in parameters)
 
 
 def test_tensors_that_you_have_taken_outlive_a_runtime_that_is_dropped():

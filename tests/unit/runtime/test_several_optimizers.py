@@ -130,3 +130,18 @@ def test_a_list_of_other_things_is_refused():
         colo.share(make_engine(), model, [])
     with pytest.raises(TypeError, match="takes an optimizer of the model's parameters"):
         colo.share(make_engine(), model, [AdamW(model.parameters()), AdamW])
+
+
+@pytest.mark.parametrize("kind", ["list", "three", "container", "masters"])
+def test_a_report_counts_their_steps_on_the_same_gradients_once(kind):
+    model = AutoModelForCausalLM.from_config(qwen3())
+    optimizer = KINDS[kind](model)
+    with colo.share(make_engine(), model, optimizer, config=ALWAYS) as rt:
+        rt.generate([[1, 2]])
+        with rt.train():
+            for _ in range(3):
+                model(input_ids=IDS, labels=IDS).loss.backward()
+                for one in optimizer if isinstance(optimizer, list) else [optimizer]:
+                    one.step()
+                model.zero_grad()
+        assert rt.report().to_json()["num_steps"] == 3

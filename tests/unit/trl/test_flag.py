@@ -1,19 +1,21 @@
 import sys
+from pathlib import Path
 
 import pytest
 import yaml
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, HfArgumentParser
-from trl import TrlParser
+from trl import GRPOTrainer, RLOOTrainer, TrlParser
 from trl.trainer import grpo_trainer
 
 from colo.config import Offload, OptimizerState
 from colo.errors import Unsupported
 from colo.trl import ColoGRPOConfig, ColoGRPOTrainer, ColoRLOOConfig, ColoRLOOTrainer
 from colo.units import MIB
-from tests.trainers import options, sums
+from tests.trainers import digits, options, sums
 
 CONFIGS = [ColoGRPOConfig, ColoRLOOConfig]
+SWITCHES = ["fast_inference", "colo_release_gradients", "colo_fold_adapter", "colo_seeded"]
 FLAG = {"fast_inference": True, "colo_engine": "torch", "colo_kv_cache_bytes": "1MiB"}
 
 
@@ -81,9 +83,23 @@ def test_the_earlier_name_of_the_caches_size_is_taken_with_a_warning_and_kept_no
         ({"colo_kv_cache_bytes": "4 gibs"}, "colo_kv_cache_bytes: cannot read '4 gibs' as a size"),
         ({"colo_release_gradients": True, "gradient_accumulation_steps": 1}, "pass max_grad_norm=0"),
         ({"colo_release_gradients": True, "gradient_accumulation_steps": 2}, "accumulation_steps must be 1, not 2"),
+        *(({name: "false"}, f"{name} must be True or False, not 'false'") for name in SWITCHES),
+        ({"fast_inference": None}, "fast_inference must be True or False, not None"),
         ({"colo_engine_options": [1]}, r"colo_engine_options must be a mapping, or JSON of one, not \[1\]"),
     ],
-    ids=["use_vllm", "engine", "offload", "optimizer", "cache", "unit", "clipped", "accumulated", "options"],
+    ids=[
+        "use_vllm",
+        "engine",
+        "offload",
+        "optimizer",
+        "cache",
+        "unit",
+        "clipped",
+        "accumulated",
+        *SWITCHES,
+        "none",
+        "options",
+    ],
 )
 def test_wrong_values_are_refused_before_anything_is_loaded(kind, changes, words, tmp_path):
     with pytest.raises(ValueError, match=words):
@@ -91,7 +107,50 @@ def test_wrong_values_are_refused_before_anything_is_loaded(kind, changes, words
 
 
 def make_flagged(make, **changes):
-    return make(kind=ColoGRPOTrainer, config=ColoGRPOConfig, **(FLAG | changes))
+    return make(**({"kind": ColoGRPOTrainer, "config": ColoGRPOConfig} | FLAG | changes))
+
+
+@pytest.mark.parametrize("later", [False, True], ids=["made with", "set later"])
+@pytest.mark.parametrize(("kind", "config"), [(GRPOTrainer, ColoGRPOConfig), (RLOOTrainer, ColoRLOOConfig)])
+def test_a_trainer_of_trls_says_that_it_does_not_read_the_flag(make, kind, config, later):
+    trainer = make(kind=kind, config=config, **({} if later else FLAG))
+    trainer.args.fast_inference = True
+    with pytest.warns(UserWarning, match=r"fast_inference=True is in the config .* make a ColoGRPOTrainer"):
+        trainer.train()
+
+
+def test_one_that_is_attached_has_its_engine_and_says_nothing(make, attach):
+    trainer = make(config=ColoGRPOConfig, **FLAG)
+    attach(trainer)
+    trainer.train()
+    assert trainer.colo.weights_version > 0
+
+
+def test_options_without_the_flag_are_named(make):
+    given = {"colo_seeded": True, "colo_kv_cache_bytes": "1MiB"}
+    with pytest.warns(UserWarning, match="engine, and colo_kv_cache_bytes, colo_seeded without effect: pass args="):
+        make(kind=ColoGRPOTrainer, config=ColoGRPOConfig, **given)
+
+
+def test_use_vllm_that_is_set_later_is_refused_before_a_server_is_waited_for(make, checkpoint, tmp_path):
+    args = ColoGRPOConfig(**options(tmp_path), **FLAG)
+    args.use_vllm = True
+    with pytest.raises(ValueError, match="takes the place of use_vllm"):
+        ColoGRPOTrainer(checkpoint, digits, args, train_dataset=sums())
+
+
+def test_a_model_is_named_by_a_path_too(make, checkpoint):
+    assert make_flagged(make, model=Path(checkpoint)).colo.transport.shares
+
+
+def test_an_attribute_that_a_subclass_lacks_is_the_one_that_is_named(make):
+    class Own(ColoGRPOTrainer):
+        @property
+        def share(self):
+            return self.args.of_nothing
+
+    with pytest.raises(AttributeError, match="has no attribute 'of_nothing'"):
+        make_flagged(make, kind=Own).share  # noqa: B018
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,8 @@ import pytest
 import torch
 
 from colo.phases.phase import Phase
-from tests.trainers import logged
+from colo.report.charts import reward_chart
+from tests.trainers import logged, sums
 
 IDS = torch.tensor([[1, 10, 2, 11]])
 METRICS = ["rollout_s", "train_s", "switch_s", "rollout_gib", "train_gib", "tokens_per_s", "mismatch", "sent_bytes"]
@@ -89,6 +90,31 @@ def test_the_report_has_trls_metrics_and_counts_training_steps_alone(make, attac
         assert rt.trace.metrics[name] == logged(trainer, logs) and len(logged(trainer, logs)) == 3
     assert rt.trace.metrics["completion_tokens"] == logged(trainer, "completions/mean_length")
     assert len(rt.trace.metrics["eval_reward"]) == 4
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"steps_per_generation": 4, "gradient_accumulation_steps": 2},
+        {"num_iterations": 2},
+        {"steps_per_generation": 4, "gradient_accumulation_steps": 1, "max_steps": 3},
+        {"num_iterations": 2, "eval_strategy": "steps", "eval_steps": 1},
+        {"max_steps": -1, "num_train_epochs": 2, "dataset": sums(8)},
+    ],
+    ids=["generation", "iterations", "cut short", "evaluated", "epochs"],
+)
+def test_the_report_counts_steps_of_the_optimizer_however_many_a_rollout_serves(make, attach, changes):
+    trainer = make(**({"max_steps": 4} | changes))
+    rt = attach(trainer)
+    trainer.train()
+    assert rt.report().to_json()["num_steps"] == trainer.state.global_step == len(logged(trainer, "loss"))
+
+
+def test_a_report_says_how_many_values_a_run_has_logged(make, attach):
+    trainer = make(max_steps=4, logging_steps=2)
+    rt = attach(trainer)
+    trainer.train()
+    assert reward_chart(rt.trace).heading.caption.startswith("2 values of 4 training steps")
 
 
 def test_evaluation_is_no_part_of_a_steps_metrics(make, attach):

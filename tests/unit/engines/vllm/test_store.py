@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import resource
 import socket
 import stat
@@ -227,6 +228,72 @@ def test_a_worker_that_ends_within_a_line_ends_its_own_conversation_only(store):
     assert not has_to_fill(store)
 
 
+@contextmanager
+def connected(store):
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.settimeout(5)
+        connection.connect(store.address)
+        yield lambda line: (connection.sendall(line + b"\n"), json.loads(connection.recv(1 << 16)))[1]
+
+
+HELLO = json.dumps({"op": "hello", "rank": 0, "pid": 1, "device": "cpu"}).encode()
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        (b"\xff\xfe\x00", "Expecting value"),
+        (b"5", "5 is no request"),
+        (b"null", "None is no request"),
+        (b'"size_bytes"', "'size_bytes' is no request"),
+        (b'{"size_bytes": 4}', "is no request: op is one of hello, slab, done, drop"),
+        (b'{"op": "resize", "layout": {}}', "is no request: op is one of hello, slab, done, drop"),
+        (b'{"op": "slab", "size_bytes": "x"}', "cannot be interpreted as an integer"),
+        (b'{"op": "slab", "size_bytes": 1152921504606846976}', "memory .1048576.00 TiB asked for"),
+        (b'{"op": "drop", "indices": [3]}', "out of range"),
+    ],
+)
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+def test_whatever_is_said_has_an_answer_and_the_conversation_goes_on(store, said, words):
+    with connected(store) as ask:
+        assert ask(HELLO)["fill"] is True
+        assert re.search(words, ask(said)["error"])
+        assert ask(HELLO)["fill"] is True, "and nothing was taken for done"
+
+
+@pytest.mark.parametrize("op", ["slab", "done", "drop"])
+def test_a_worker_says_first_who_it_is(store, op):
+    with connected(store) as ask:
+        assert ask(json.dumps({"op": op}).encode())["error"] == f"{op} before hello"
+
+
+def test_a_store_that_was_closed_makes_no_memory_for_a_worker_that_is_left(store):
+    with connected(store) as ask:
+        ask(HELLO)
+        store.close()
+        assert ask(b'{"op": "slab", "size_bytes": 4096}') == {"error": "the store was closed"}
+    assert store.size_bytes == 0
+
+
+@pytest.mark.parametrize("fails", ["bind", "listen", "thread"])
+def test_a_store_that_cannot_begin_leaves_no_folder_and_no_file(monkeypatch, tmp_path, fails):
+    def fail(*_):
+        raise OSError(f"no {fails}")
+
+    kind = type("Socket", (socket.socket,), {} if fails == "thread" else {fails: fail})
+    before = open_files()
+    with monkeypatch.context() as patch:
+        patch.setattr(module.tempfile, "tempdir", str(tmp_path))
+        patch.setattr(module.socket, "socket", kind)
+        if fails == "thread":
+            patch.setattr(module.threading.Thread, "start", fail)
+        with pytest.raises(OSError, match=f"no {fails}") as raised:
+            WeightStore(CPU)
+    assert "TMPDIR may be a shorter path" in raised.value.__notes__[0]
+    assert list(tmp_path.iterdir()) == []
+    assert open_files() == before
+
+
 def test_a_checkpoint_may_take_longer_to_read_than_an_answer(store, monkeypatch):
     monkeypatch.setattr(module, "DEADLINE_S", 0.2)
     with worker(store) as client:
@@ -266,6 +333,26 @@ def test_closing_is_idempotent_and_leaves_no_folder_and_no_thread(store):
     assert not Path(mine.address).parent.exists()
     assert (kept == 0).all()
     wait_until(lambda: len(store_threads()) <= before)
+
+
+@pytest.mark.parametrize("answer", [b'{"pid": 1, "fi', b"\xff\xfe\n", b""], ids=["cut", "no text", "nothing"])
+def test_a_trainer_that_ends_within_a_line_is_an_error_of_ours(tmp_path, answer):
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(str(tmp_path / "store"))
+    listener.listen()
+
+    def tell():
+        connection, _ = listener.accept()
+        with connection:
+            connection.recv(4096)
+            connection.sendall(answer)
+
+    thread = threading.Thread(target=tell, daemon=True)
+    thread.start()
+    with pytest.raises(TransferError, match="stopped answering|the trainer has ended"):
+        StoreClient(str(tmp_path / "store"), rank=0, pid=1, device=CPU)
+    thread.join()
+    listener.close()
 
 
 @pytest.mark.parametrize("silent_from", [0, 1])
