@@ -8,16 +8,18 @@ import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 import colo
 from colo import errors
-from colo.testing import tiny_checkpoint
+from colo.rl.loop import Problem
+from colo.testing import tiny_checkpoint, tiny_config
 from colo.units import MIB
-from tests.trainers import ALPHABET, digits, options, sums
+from tests.trainers import digits, options, sums
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -34,13 +36,17 @@ NEEDS_MORE = {
 
 CHANGES = {
     r'"Qwen/Qwen3-[\w.]+"': "CHECKPOINT",
+    r'engine="vllm"(?=.*config=)': 'engine="torch"',
     r'engine="vllm"': 'engine="torch", config=SMALL',
     r'share\("vllm", model, optimizer\)': 'share("torch", model, optimizer, config=SMALL)',
-    r"fast_inference=True": "fast_inference=True, **ON_A_CPU",
+    r'ColoGRPOConfig\("out", ([^)]*)\)': r'ColoGRPOConfig("out", **(ON_A_CPU | dict(\1)))',
+    r"tools=\[double\]": "tools=[double], processing_class=CALLING",
     r"range\(20\)|\]\] \* 100": lambda found: {"r": "range(2)", "]": "]]"}[found[0][0]],
     r"max_tokens=(32|64|256|512)": "max_tokens=4",
 }
 """What is another for a tiny model on a CPU: patterns, and what takes their place."""
+if importlib.util.find_spec("wandb") is None:
+    CHANGES['report_to="wandb", run_name="first"'] = 'report_to="none"'
 
 
 def blocks(page):
@@ -55,7 +61,7 @@ class Reader:
     """Somebody who types the blocks of a page, one after the other, with a model, a reward and rows at hand."""
 
     def __init__(self, folder):
-        checkpoint = str(tiny_checkpoint(folder / "tiny", alphabet=ALPHABET + 'abcdefghijklmnopqrstuvwxyz ?.T{}":'))
+        checkpoint = str(tiny_checkpoint(folder / "tiny"))
         self.names = {
             "__name__": "__main__",
             "CHECKPOINT": checkpoint,
@@ -65,6 +71,7 @@ class Reader:
             "torch": torch,
             "reward": digits,
             "dataset": sums(),
+            "held_out": sums(4),
             "loss": lambda model, completions: model(torch.tensor([completions[0].prompt_token_ids])).logits.mean(),
         }
 
@@ -93,7 +100,7 @@ def reader(tmp_path, monkeypatch):
     found.close()
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if runnable(page)])
+@pytest.mark.parametrize("page", [page for page in PAGES if runnable(page) and page != "recipes.md"])
 def test_every_block_of_a_page_runs(page, reader):
     for block in runnable(page):
         reader.type(block)
@@ -102,6 +109,50 @@ def test_every_block_of_a_page_runs(page, reader):
         assert {"facts", "num_steps", "median_step_s", "peak_bytes", "phases", "steps", "segment_peaks", "metrics"} <= (
             set(reader.names["figures"])
         )
+
+
+class Runs(ModuleType):
+    """wandb, as far as the recipe calls it, where it is not installed."""
+
+    def init(self, **settings):
+        self.settings, self.logged, self.ended = settings, [], False
+        return self
+
+    def log(self, figures):
+        self.logged.append(figures)
+
+    def finish(self):
+        self.ended = True
+
+
+def test_every_recipe_runs(reader, monkeypatch):
+    folder = tiny_checkpoint("judge")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    config = tiny_config(vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id, num_labels=1)
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
+    runs = None if importlib.util.find_spec("wandb") else Runs("wandb")
+    calling = AutoTokenizer.from_pretrained(folder)
+    calling.response_template, calling.parse_response = {}, lambda ids, **_: {"role": "assistant", "content": ""}
+    reader.names |= {"CALLING": calling, "judge_folder": str(folder), "judge_tokenizer": tokenizer, "step": 3}
+    reader.names["batches"] = [[Problem(prompt="1+2=")]]
+    recipes = blocks("recipes.md")
+    for block in recipes:
+        with monkeypatch.context() as patch:
+            if runs is not None and "import wandb" in block:
+                patch.setitem(sys.modules, "wandb", runs)
+            reader.type(block)
+        if runs is not None and "import wandb" in block:
+            assert runs.ended and "rewards/digits" in runs.logged[0] and "peak_gib/engine.weights" in runs.logged[1]
+        if "judged]" in block:
+            assert 0 < reader.names["metrics"][0]["completion_tokens"] <= 4
+            assert next(reader.names["judge"].parameters()).device.type == "cpu"
+        if "train_step(" in block:
+            first, second = reader.names["turns"]
+            assert second[0].prompt_token_ids[: len(first[0].prompt_token_ids)] == first[0].prompt_token_ids
+    assert len(recipes) >= 14 and max(len(block.splitlines()) for block in recipes) <= 15
+    assert Path("out/checkpoint-1/trainer_state.json").exists()
+    for name in ("trained", "merged"):
+        AutoModelForCausalLM.from_pretrained(name)
 
 
 @pytest.mark.parametrize("mark", NEEDS_MORE)
