@@ -119,6 +119,11 @@ def test_readme_says_first_who_it_is_for_and_when_to_take_something_else():
     assert all(name in first for name in ("PyTorch loop", "TRL's own colocate mode", "verl", "Unsloth"))
 
 
+def test_readme_says_what_one_gains_before_how_to_set_up():
+    order = re.findall(r"^## (.*)$", read("README.md"), re.MULTILINE)
+    assert order == ["What you gain", "Set up", "Use", "A run", "Cards", "Limits"]
+
+
 def test_readme_has_the_two_commands_to_set_up():
     fences = re.findall(r"^```\n(pip .*?)\n```$", read("README.md"), re.MULTILINE)
     assert fences == [
@@ -128,7 +133,7 @@ def test_readme_has_the_two_commands_to_set_up():
 
 
 def test_the_measured_rows_of_readme_are_few_and_have_one_figure_to_a_cell():
-    lines = [line for line in section(read("README.md"), "Measured").group(1).splitlines() if line[:1] == "|"]
+    lines = [line for line in section(read("README.md"), "What you gain").group(1).splitlines() if line[:1] == "|"]
     cells = [cell.strip() for line in lines[2:] for cell in line.strip("|").split("|")[1:]]
     assert len(lines) - 2 <= 8
     units = re.compile(r"r = \d+|level \d|\d+B\b")
@@ -136,7 +141,7 @@ def test_the_measured_rows_of_readme_are_few_and_have_one_figure_to_a_cell():
 
 
 def test_every_measured_figure_of_readme_is_in_the_full_table():
-    figures = re.findall(r"\d[\d,.]*\d", section(read("README.md"), "Measured").group(1))
+    figures = re.findall(r"\d[\d,.]*\d", section(read("README.md"), "What you gain").group(1))
     assert {figure for figure in figures if figure not in read("docs/measured.md")} == set()
 
 
