@@ -89,6 +89,7 @@ def small_instruct_model(path: str | os.PathLike[str], *, dtype: torch.dtype = t
     model.hf_quantizer = None  # weights are whole now, and would be saved as if they were not
     del model.config.quantization_config
     tokenizer = AutoTokenizer.from_pretrained(place, gguf_file=file, padding_side="left")
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token  # which older transformers do not read
     tokenizer.save_pretrained(folder)
     model.save_pretrained(folder)  # last: a folder with weights is whole
     return folder

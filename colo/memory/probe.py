@@ -10,6 +10,7 @@ import psutil
 import torch
 
 from colo.memory.control_group import memory_limit
+from colo.units import MIB
 
 
 def free_device_bytes(device: torch.device) -> int:
@@ -32,6 +33,15 @@ def used_device_bytes(device: torch.device) -> int | None:
         return None
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
     return int(total_bytes - free_bytes)
+
+
+def has_room(tensor: torch.Tensor, device: torch.device) -> bool:
+    """True if a copy of a tensor fits on the device, and as much again; of a CPU always.
+
+    torch's allocator takes 2 MiB for a small tensor and 20 MiB for those up to 10 MiB.
+    """
+    needed_bytes = 2 * tensor.numel() * tensor.element_size() + 20 * MIB
+    return device.type != "cuda" or free_device_bytes(device) > needed_bytes
 
 
 def device_id(device: torch.device) -> str:

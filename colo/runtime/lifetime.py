@@ -7,6 +7,7 @@ hold none and all of them go, with the engine's processes.
 from __future__ import annotations
 
 import gc
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, suppress
@@ -17,11 +18,13 @@ from torch import nn
 
 from colo.engine import SleepLevel
 from colo.errors import EngineLost, PhaseError
+from colo.memory.probe import has_room
 from colo.memory.uninterrupted import uninterrupted
 from colo.phases.phase import ENGINE_KV_CACHE
 from colo.runtime.construction import Parts
 from colo.runtime.turns import Turns
 from colo.trainer.state import unwrapped
+from colo.units import format_bytes
 from colo.weights.sources.folded import FoldedSource
 
 _open: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -133,6 +136,7 @@ class Closing:
         self._session, self._scheduler = turns.side.session, turns.side.scheduler
         self._owns_model = owns_model
         self._steps: list[Callable[[], object]] = []
+        self._rest: list[nn.Parameter] = []
         self._is_done = False
 
     def begin(self) -> None:
@@ -157,6 +161,7 @@ class Closing:
             self._transport.close,
             self._release_folded,
             self._engine.close,
+            self._bring_the_rest,
             self._mover.close,
             self.last.close,
         ]
@@ -211,6 +216,25 @@ class Closing:
 
     def _take_weights_home(self) -> None:
         """Give the model memory of its own again, where it has been living in the engine's."""
-        self._transport.move_out(torch.device("cpu") if self._owns_model else self._mover.device)
+        device = torch.device("cpu") if self._owns_model else self._mover.device
+        here = [p for p in self._model.parameters() if p.device == device]
+        self._transport.move_out(device)
+        self._rest = [p for p in here if p.device != device]
         if self._owns_model:
             self._model.to("cpu")
+
+    def _bring_the_rest(self) -> None:
+        """Move weights to the device that it had no room for beside the engine's, which were the same memory."""
+        device, left_bytes = self._mover.device, 0
+        for parameter in self._rest:
+            if has_room(parameter, device):
+                parameter.data = parameter.data.to(device)
+            else:
+                left_bytes += parameter.nbytes
+        self._rest = []
+        if left_bytes:
+            warnings.warn(
+                f"{format_bytes(left_bytes)} of the model's weights stay in host memory: {device} has no room for them "
+                "beside the engine's. Let go of the engine, then call model.to(device)",
+                stacklevel=6,
+            )

@@ -411,7 +411,7 @@ class Turns:
                 "optimizer.step(): call it after every backward pass, or leave release_gradients out"
             )
         is_last = number == self.accumulation_steps
-        if not is_last or self.turn is not Turn.TRAIN or not self._scheduler.side_by_side:
+        if not is_last or self.turn is not Turn.TRAIN or not self._scheduler.side_by_side or self._session.is_streamed:
             return
         for name in LATE:
             segment = self._scheduler.segments[name]

@@ -198,6 +198,11 @@ class TrainerSession:
         return peak_bytes - (self._state.gradients.size_bytes - self._gradients_before)
 
     @property
+    def is_streamed(self) -> bool:
+        """True where state passes through a window, which opens as the optimizer steps and takes no time to come."""
+        return isinstance(self._state, StreamedState)
+
+    @property
     def releases_gradients(self) -> bool:
         """True while backward passes may step, and drop gradients."""
         return self._state.releases

@@ -15,6 +15,9 @@ from colo.phases.phase import Residency
 from colo.trainer.master_weights import MasterWeights
 from colo.trainer.state import TrainerState
 from colo.units import GIB, MIB
+from colo.weights.sources.module import ModuleSource
+from colo.weights.transports import choice
+from colo.weights.transports.choice import SharedTransport
 
 pytestmark = pytest.mark.gpu
 R, O, D = Residency.RESIDENT, Residency.OFFLOADED, Residency.DISCARDED  # noqa: E741
@@ -196,6 +199,18 @@ def test_gradients_of_an_unfinished_accumulation_are_parked_and_come_back():
     assert all(torch.equal(a, p.grad) for a, p in zip(expected, net.parameters(), strict=True))
     state.close()
     mover.close()
+
+
+def test_weights_that_find_no_room_of_their_own_move_to_the_host(monkeypatch):
+    net = torch.nn.Linear(8, 8, device=CUDA)
+    values = [p.detach().cpu() for p in net.parameters()]
+    aliases = {name: p.data for name, p in net.named_parameters()}
+    transport = SharedTransport(ModuleSource(net), aliases)
+    monkeypatch.setattr(choice, "has_room", lambda tensor, device: tensor.ndim == 1)
+    transport.move_out(CUDA)
+    assert (net.weight.device.type, net.bias.device) == ("cpu", CUDA)
+    assert net.bias.data_ptr() != aliases["bias"].data_ptr()
+    assert all(torch.equal(p.cpu(), value) for p, value in zip(net.parameters(), values, strict=True))
 
 
 def test_parked_state_comes_back_at_its_address_and_views_keep_theirs():

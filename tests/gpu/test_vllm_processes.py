@@ -64,7 +64,7 @@ def test_a_worker_holds_the_weights_once_and_all_that_stays_while_it_sleeps_is_n
     stays = used_device_bytes(CUDA) - before
     named = weights_bytes + sum(engine.residual_bytes.values())
     assert abs(stays - named) < weights_bytes // 4
-    assert engine.residual_bytes["workspaces and buffers"] < weights_bytes // 4
+    assert engine.residual_bytes["workspaces and buffers"] < 256 * MIB  # 198 on an H100
     engine.close()
     give_up_s = time.monotonic() + 20
     while used_device_bytes(CUDA) - before > weights_bytes // 2:  # its process takes a moment to end

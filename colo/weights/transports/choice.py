@@ -13,7 +13,7 @@ from colo.config import RuntimeConfig, Weights
 from colo.engine import Engine, LoadPlans, PacksWeights, in_all_ranks
 from colo.errors import StaleWeights, Unsupported
 from colo.memory.load_plan import LoadPlan
-from colo.memory.probe import free_device_bytes
+from colo.memory.probe import has_room
 from colo.memory.storage import is_dtensor, places_of, with_own_storage
 from colo.weights.packed import PackedWeight, is_packed
 from colo.weights.sources.base import WeightSource
@@ -212,9 +212,8 @@ class SharedTransport(Transport):
         for name, parameter in self.source:
             if name not in self._aliases or name in folded:
                 continue
-            size_bytes = parameter.numel() * parameter.element_size()
-            fits = device.type != "cuda" or free_device_bytes(device) > 2 * size_bytes
-            parameter.data = parameter.data.to(device if fits else "cpu", copy=True)
+            place = device if has_room(parameter, device) else "cpu"
+            parameter.data = parameter.data.to(place, copy=True)
 
 
 def is_same_memory(left: torch.Tensor, right: torch.Tensor) -> bool:

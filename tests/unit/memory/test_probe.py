@@ -16,6 +16,7 @@ from colo.memory.probe import (
     total_device_bytes,
     used_device_bytes,
 )
+from colo.units import MIB
 
 CPU = torch.device("cpu")
 
@@ -154,3 +155,13 @@ def test_peaks_are_not_counted_on_a_cpu():
     meter.start()
     meter.sample()
     assert meter.stop() is None
+
+
+def test_room_for_a_copy_is_twice_its_bytes_and_what_the_allocator_takes_at_least(monkeypatch):
+    monkeypatch.setattr(probe, "free_device_bytes", lambda device: 30 * MIB)
+    cuda = torch.device("cuda")
+    assert probe.has_room(torch.empty(MIB, dtype=torch.float32), cuda)
+    assert not probe.has_room(torch.empty(6 * MIB, dtype=torch.uint8), cuda)
+    monkeypatch.setattr(probe, "free_device_bytes", lambda device: MIB)
+    assert not probe.has_room(torch.empty(8), cuda), "torch takes 2 MiB for it"
+    assert probe.has_room(torch.empty(8), CPU)
