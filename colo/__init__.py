@@ -1,5 +1,8 @@
 """colo: one GPU, an inference engine and a trainer that take turns on one copy of the weights."""
 
+import importlib.metadata
+import warnings
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from colo.config import Offload, RuntimeConfig
@@ -60,8 +63,6 @@ _MODULES = ("optim", "rl", "trl")
 
 
 def __getattr__(name: str) -> Any:
-    import importlib
-
     if name == "__version__":
         return _version()
     try:
@@ -85,9 +86,16 @@ def __dir__() -> list[str]:
 
 def _version() -> str:
     """The version of the distribution, `colo-rl`; "0+unknown" for a source tree that is not installed."""
-    from importlib.metadata import PackageNotFoundError, version
-
     try:
-        return version("colo-rl")
-    except PackageNotFoundError:
+        return importlib.metadata.version("colo-rl")
+    except importlib.metadata.PackageNotFoundError:
         return "0+unknown"
+
+
+with suppress(importlib.metadata.PackageNotFoundError):
+    importlib.metadata.distribution("colo")
+    warnings.warn(
+        "the distribution colo, another project, is installed beside colo-rl and may have replaced files of it: "
+        "pip uninstall colo, and install colo-rl anew",
+        stacklevel=2,
+    )

@@ -204,15 +204,16 @@ def plan(model: str, gpu_memory: str | None, json_path: Path | None, **asked: An
 
 
 @app.command()
+@click.option("--contract", is_flag=True, help="Check only that vLLM and TRL have what colo calls in them.")
 @json_option
-def doctor(json_path: Path | None) -> int:
+def doctor(contract: bool, json_path: Path | None) -> int:
     """Examine this machine, and say what to do about what is found.
 
     Exits with 1 when there is a problem.
     """
     from colo import doctor as examiner
 
-    findings = examiner.examine()
+    findings = examiner.contract() if contract else examiner.examine()
     out.print(examiner.findings_table(findings))
     _write_json(json_path, examiner.to_json(findings))
     return int(any(finding.status == "problem" for finding in findings))

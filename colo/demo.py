@@ -11,7 +11,7 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch.nn import functional as F
@@ -21,12 +21,16 @@ from colo.assembly.arguments import chosen_device, default_engine
 from colo.assembly.launch import launch
 from colo.config import Offload, RuntimeConfig
 from colo.engine import Completion
+from colo.errors import Unsupported
 from colo.phases.phase import TRAINER_MASTER_WEIGHTS, TRAINER_OPTIMIZER, Phase
 from colo.rl.loop import GRPOConfig, Problem, grpo
 from colo.runtime import Runtime
 from colo.testing import tiny_config
 from colo.units import KIB, MIB
 from colo.weights.sources.module import ModuleSource
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
 
 ALPHABET = "0123456789+=;"
 END = ALPHABET.index(";")
@@ -198,14 +202,19 @@ def _model_config() -> Qwen3Config:
     return tiny_config(vocab_size=len(ALPHABET), eos_token_id=END, **sizes)
 
 
+def _adapter() -> LoraConfig:
+    try:
+        from peft import LoraConfig
+    except ImportError as error:
+        raise Unsupported("--mode lora needs PEFT: pip install 'colo-rl[lora]'") from error
+    return LoraConfig(r=LORA_RANK, lora_alpha=2 * LORA_RANK, target_modules="all-linear")
+
+
 def _runtime(
     model: Any, device: torch.device, mode: str, engine: Literal["torch", "vllm"], options: dict[str, Any]
 ) -> Runtime:
     """A runtime on a device just large enough for the larger of the two phases."""
-    from peft import LoraConfig
-
-    adapter = LoraConfig(r=LORA_RANK, lora_alpha=2 * LORA_RANK, target_modules="all-linear")
-    lora = adapter if mode == "lora" else None
+    lora = _adapter() if mode == "lora" else None
     # vLLM's LoRA kernels for CUDA take no fp32.
     dtype = torch.bfloat16 if lora and engine == "vllm" and device.type == "cuda" else torch.float32
     weights_bytes, trained_bytes = _sizes(model, lora, dtype)

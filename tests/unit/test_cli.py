@@ -277,3 +277,13 @@ def test_a_problem_that_doctor_finds_is_its_exit_code(colo, monkeypatch):
     code, out, _ = colo("doctor")
     assert code == 1
     assert "expandable_segments" in out
+
+
+def test_doctor_can_look_at_the_contract_alone(colo, monkeypatch):
+    from colo import doctor
+
+    lost = doctor.Finding("vllm's interface", doctor.Status.PROBLEM, "1 of 42 are not there: vllm.LLM.sleep")
+    monkeypatch.setattr(doctor, "contract", lambda: [lost])
+    code, out, _ = colo("doctor", "--contract")
+    assert code == 1
+    assert out.splitlines()[0].startswith("problem") and "vllm.LLM.sleep" in out

@@ -1,6 +1,7 @@
 """The demo's options, problems, rewards and result; that it learns is tested in tests/integration/test_demo.py."""
 
 import random
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from colo import demo
 from colo.demo import ALPHABET, END, LEARNING_RATE, CharTokenizer
 from colo.engine import Completion
+from colo.errors import Unsupported
 from colo.phases.phase import TRAINER_OPTIMIZER, Phase
 
 
@@ -105,6 +107,13 @@ def test_whatever_ends_a_run_closes_its_runtime(run_demo, monkeypatch, error):
     with pytest.raises(error):
         run_demo(on_step=stop)
     assert len(closed) == 1
+
+
+def test_an_adapter_without_peft_says_what_to_install(run_demo, monkeypatch):
+    monkeypatch.setattr(demo, "warm_up", lambda *_, **__: None)
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(Unsupported, match=r"--mode lora needs PEFT: pip install 'colo-rl\[lora\]'"):
+        run_demo(mode="lora")
 
 
 def test_the_result_as_plain_data_leaves_the_runtime_out(two_steps):

@@ -1,3 +1,4 @@
+import importlib
 import importlib.metadata
 import io
 import json
@@ -421,3 +422,71 @@ def test_the_other_distribution_of_the_name_is_a_problem():
     assert doctor.namesake(is_missing) == []
     finding = only(doctor.namesake(lambda name: object()))
     assert finding.status is Status.PROBLEM and "pip uninstall colo" in finding.advice
+
+
+# ---- the interface of vLLM and TRL -----------------------------------------------------------------------------------
+
+
+class Generation:
+    def generate(self, prompts, images, num_generations, profiler=None):
+        pass
+
+    def sync_weights(self):
+        pass
+
+
+def interface(tmp_path, **changes):
+    """What is said of a TRL and no vLLM, by a source that imports two names of it and tries a third."""
+    write(
+        tmp_path,
+        {
+            "trl/a.py": "from trl import GRPOTrainer\ntry:\n    from trl.new import X\nexcept ImportError:\n    X = 0",
+            "trl/b.py": "def f():\n    from trl.trainer import grpo_trainer",
+        },
+    )
+    there = {
+        "trl": SimpleNamespace(GRPOTrainer=object),
+        "trl.trainer": SimpleNamespace(),
+        "trl.trainer.grpo_trainer": SimpleNamespace(),
+        "trl.generation.vllm_generation": SimpleNamespace(VLLMGeneration=Generation),
+    } | changes
+
+    def load(name):
+        if name not in there:
+            raise ModuleNotFoundError(name)
+        return there[name]
+
+    return {finding.name: finding for finding in doctor.contract(load, tmp_path)}
+
+
+def test_the_interface_that_colo_uses_is_looked_for(tmp_path):
+    found = interface(tmp_path)
+    assert found["vllm"].status is Status.NOTE
+    assert (found["trl's interface"].status, found["trl's interface"].value) == (
+        Status.OK,
+        "2 imports and 2 calls are there",
+    )
+
+
+def test_names_and_parameters_that_are_gone_are_named(tmp_path):
+    class Other:
+        def generate(self, prompts, images, num_generations):
+            pass
+
+    changes = {"trl": SimpleNamespace(), "trl.generation.vllm_generation": SimpleNamespace(VLLMGeneration=Other)}
+    found = interface(tmp_path, **changes)["trl's interface"]
+    assert found.status is Status.PROBLEM
+    assert all(
+        name in found.value
+        for name in ("trl.GRPOTrainer", "VLLMGeneration.generate(profiler)", "VLLMGeneration.sync_weights")
+    )
+
+
+def test_the_installed_trl_has_what_colo_uses():
+    def load(name):  # vLLM's import takes long: tests/integration/test_vllm_pages.py
+        if name == "vllm":
+            raise ImportError(name)
+        return importlib.import_module(name)
+
+    found = {finding.name: finding for finding in doctor.contract(load)}["trl's interface"]
+    assert found.status is Status.OK, found.value

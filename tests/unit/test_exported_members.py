@@ -134,3 +134,55 @@ def test_importing_the_package_does_not_import_torch():
     code = "import sys, colo; sys.exit(', '.join({'torch', 'transformers', 'peft'} & set(sys.modules)) or 0)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_another_package_of_the_name_is_noticed_at_import(tmp_path):
+    info = tmp_path / "colo-1.1.1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: colo\nVersion: 1.1.1\n")
+    code = f"import sys; sys.path.append({str(tmp_path)!r}); import colo"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert "another project, is installed beside colo-rl" in done.stderr
+    assert "pip uninstall colo" in done.stderr
+
+
+BLOCKED = """
+import importlib, pkgutil, sys
+
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {}:
+            raise ModuleNotFoundError(name, name=name)
+
+sys.meta_path.insert(0, Absent())
+import colo
+"""
+
+
+def without(*packages, code):
+    done = subprocess.run(
+        [sys.executable, "-c", BLOCKED.format(packages) + code], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_the_memory_runtime_needs_torch_alone():
+    code = """
+import colo.optim
+for package in ("colo.memory", "colo.phases", "colo.trainer"):
+    for module in pkgutil.iter_modules(importlib.import_module(package).__path__, f"{package}."):
+        importlib.import_module(module.name)
+"""
+    packages = ("accelerate", "click", "httpx", "packaging", "peft", "rich", "safetensors", "transformers", "trl")
+    without(*packages, code=code)
+
+
+def test_a_runtime_needs_none_of_what_adapters_servers_and_the_command_line_do():
+    code = """
+from transformers import Qwen3Config
+config = Qwen3Config(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+                     num_key_value_heads=1, head_dim=16, vocab_size=64, eos_token_id=None)
+with colo.launch(config, engine="torch", device="cpu", config=colo.RuntimeConfig(kv_cache_bytes="1MiB")) as rt:
+    assert len(rt.generate([[1, 2]], max_tokens=2)[0].token_ids) == 2
+"""
+    without("click", "httpx", "peft", "trl", "vllm", code=code)
