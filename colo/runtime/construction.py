@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -82,16 +82,18 @@ def make_trainer_side(parts: Parts, events: TrainerEvents) -> TrainerSide:
         return _planned(parts, events, "streamed: asked for", streamed=True)
     if placement is OptimizerState.AUTO and config.offload is not Offload.NEVER and reason is None:
         found = _attempt(parts, events)
-        # one kind of state on all ranks: they meet in the same collectives
-        if not ranks.any(isinstance(found, BudgetError), "choosing where the optimizer's state is"):
-            assert isinstance(found, TrainerSide), "this rank would have said so"
-            return found
-        why = "streamed: another rank has no room for the whole of it"
-        if isinstance(found, BudgetError):
-            missing = format_bytes(found.missing_bytes)
-            why = f"streamed: with the whole of it on the device, {missing} would be missing"
-        else:
-            found.session.close()
+        with ExitStack() as undo:
+            why = "streamed: another rank has no room for the whole of it"
+            if isinstance(found, TrainerSide):
+                undo.callback(found.session.close)
+            else:
+                missing = format_bytes(found.missing_bytes)
+                why = f"streamed: with the whole of it on the device, {missing} would be missing"
+            # one kind of state on all ranks: they meet in the same collectives
+            if not ranks.any(isinstance(found, BudgetError), "choosing where the optimizer's state is"):
+                assert isinstance(found, TrainerSide), "this rank would have said so"
+                undo.pop_all()
+                return found
         return _planned(parts, events, why, streamed=True)
     asked = placement is OptimizerState.RESIDENT
     try:

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils.hooks import RemovableHandle
 
 from colo.errors import BudgetError, Unsupported
 from colo.memory.offload import Mover
@@ -74,13 +75,13 @@ class TrainerState:
         self.gradients: Gradients = make_gradients(self.optimizer, mover, other_gradients)
         self.parkings = self._make_parkings(region_bytes)
         self.kept = KeptSegment(self)
-        self._hooks = [
-            self.optimizer.register_step_pre_hook(untraced(self._pre_hook)),
-            self.optimizer.register_step_post_hook(untraced(lambda *_: self._stepped())),
-            self.optimizer.register_load_state_dict_post_hook(untraced(lambda _: self._after_load())),
-            self._watch_loading(),
-        ]
+        self._hooks: list[RemovableHandle] = []
         try:
+            self._hooks.append(self.optimizer.register_step_pre_hook(untraced(self._pre_hook)))
+            self._hooks.append(self.optimizer.register_step_post_hook(untraced(lambda *_: self._stepped())))
+            after_load = untraced(lambda _: self._after_load())
+            self._hooks.append(self.optimizer.register_load_state_dict_post_hook(after_load))
+            self._hooks.append(self._watch_loading())
             self.refresh()
         except BaseException:
             with suppress(Exception):  # state that cannot be moved back stays where it is; the optimizer works on

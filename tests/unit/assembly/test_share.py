@@ -22,6 +22,7 @@ from colo.runtime import runtime as runtime_module
 from colo.runtime.lifetime import KEEPER, collect_dropped
 from colo.trainer.master_weights import MasterWeights
 from colo.units import MIB, format_bytes
+from colo.weights.ranks import RankGroup
 from tests.runtimes import adamw, launch, make_engine, qwen3, train_step
 
 CONFIG = RuntimeConfig(kv_cache_bytes=MIB)
@@ -191,13 +192,22 @@ class TestUndoing:
 
     @pytest.mark.parametrize("start", [colo.share, launch])
     @pytest.mark.parametrize(
-        "step", ["Runtime.__init__", "register", "prepare_arena", "Closing.__init__", "make_versions", "check_phases"]
+        "step",
+        [
+            "Runtime.__init__",
+            "register",
+            "prepare_arena",
+            "Closing.__init__",
+            "make_versions",
+            "check_phases",
+            "RankGroup.any",
+        ],
     )
     @pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
     def test_a_start_that_fails_at_its_end_leaves_nothing(self, monkeypatch, start, step, error):
         """The step is made, and fails then."""
         where, _, name = step.rpartition(".")
-        part = {"Runtime": Runtime, "Closing": lifetime.Closing}.get(where) or construction
+        part = {"Runtime": Runtime, "Closing": lifetime.Closing, "RankGroup": RankGroup}.get(where) or construction
         if step in ("register", "prepare_arena"):
             part = runtime_module
         elif step == "make_versions":

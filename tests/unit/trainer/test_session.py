@@ -10,6 +10,7 @@ from torch.optim import AdamW
 
 from colo.errors import BudgetError
 from colo.memory.offload import Mover
+from colo.optim import register_separable
 from colo.phases.phase import NEEDS, TRAINER_MASTER_WEIGHTS, Need, Phase, Residency
 from colo.trainer.optimizers import MegatronOptimizers
 from colo.trainer.session import TrainerSession
@@ -199,6 +200,35 @@ def test_a_closed_session_leaves_an_optimizer_that_works_without_it():
     assert listener.told == []
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
     assert session.segments[0].host_bytes == 0
+
+
+@pytest.mark.parametrize("streamed", [False, True], ids=["resident", "streamed"])
+@pytest.mark.parametrize(
+    "step",
+    [
+        "register_step_pre_hook",
+        "register_step_post_hook",
+        "register_load_state_dict_pre_hook",
+        "register_load_state_dict_post_hook",
+    ],
+)
+def test_a_session_that_fails_at_a_hook_leaves_none(step, streamed):
+    class Refusing(AdamW):
+        pass
+
+    def refuse(*_, **__):
+        raise OSError("no hooks today")
+
+    setattr(Refusing, step, refuse)
+    register_separable(Refusing)
+    model = nn.Linear(8, 1)
+    optimizer = Refusing(model.parameters())
+    mover = Mover(torch.device("cpu"))
+    with pytest.raises(OSError, match="no hooks today"):
+        TrainerSession(optimizer, mover, region_bytes=SIZE, events=Listener(), streamed=streamed)
+    assert not any(value for name, value in vars(optimizer).items() if name.endswith("_hooks"))
+    backward(model)
+    optimizer.step()
 
 
 def test_a_listener_is_not_called_by_an_optimizer_whose_session_could_not_begin():
