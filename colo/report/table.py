@@ -15,7 +15,8 @@ from itertools import islice, pairwise
 from typing import NamedTuple
 
 from rich import box
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -288,12 +289,28 @@ def report_tables(trace: Trace) -> list[RenderableType]:
 
 def _table(sheet: Sheet) -> Group:
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True)
+    has_curve = "curve" in sheet.columns  # which alone gets narrower where there is little room
     for column in sheet.columns:
-        figures = column not in (sheet.columns[0], "curve")
-        table.add_column(column, justify="right" if figures else "left", no_wrap=figures)
+        is_text = column in (sheet.columns[0], "curve")
+        no_wrap = column != "curve" and (has_curve or not is_text)
+        table.add_column(column, justify="left" if is_text else "right", no_wrap=no_wrap)
     for row in sheet.rows:
-        table.add_row(*map(Text, row))  # a name may look like markup
+        cells = [Text(cell) for cell in row]  # a name may look like markup
+        table.add_row(*cells[:-1], _Curve(row[-1]) if has_curve else cells[-1])
     return Group(Text(sheet.title, style="bold"), table, "")
+
+
+class _Curve:
+    """A curve as text, from its first value to its last in whatever width there is."""
+
+    def __init__(self, blocks: str) -> None:
+        self._blocks = blocks
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement(min(8, len(self._blocks)), len(self._blocks))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield Text(sparkline(map(_BARS.index, self._blocks), options.max_width))
 
 
 def _phase_sheet(trace: Trace) -> Sheet:

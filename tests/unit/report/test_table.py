@@ -24,6 +24,8 @@ from colo.report.table import (
 )
 from colo.units import GIB
 
+NAMES = ("mismatch_sampled", "completion_tokens")
+
 
 def printed(trace, width=100):
     console = Console(width=width, color_system=None)
@@ -270,6 +272,23 @@ def test_text_fits_the_width(width):
     assert max(map(len, text.splitlines())) <= width
     for word in ("rollout", "switch", "out trainer.optimizer", "engine.weights", "reward", "10.00 s at the median"):
         assert word in text
+
+
+@pytest.mark.parametrize("width", [70, 80, 100, 200])
+def test_a_curve_gets_narrower_and_no_word_or_curve_is_cut(width):
+    trace = run(1)
+    for value in range(300):
+        trace.metric("mismatch_sampled", 1e-9 * (1 + value))
+        trace.metric("completion_tokens", -value)
+    text = printed(trace, width)
+    assert "\u2026" not in text and max(map(len, text.splitlines())) <= width
+    rising, falling = (next(row for row in text.splitlines() if name in row).split()[-1] for name in NAMES)
+    assert list(rising) == sorted(rising) and list(falling) == sorted(falling, reverse=True)
+    assert (
+        rising[0] == falling[-1] == "\u2581"
+        and rising[-1] == falling[0] == "\u2588"
+        and len(rising) >= min(24, width - 68)
+    )
 
 
 def test_every_row_has_a_cell_for_every_column():
