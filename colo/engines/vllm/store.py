@@ -24,6 +24,7 @@ import shutil
 import socket
 import tempfile
 import threading
+import weakref
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -81,8 +82,9 @@ class WeightStore:
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._by_rank: dict[int, _Memory] = {}
-        self._folder = Path(tempfile.mkdtemp(prefix="colo-"))  # mode 0700: the socket in it is this user's alone
-        self.address = str(self._folder / "store")
+        folder = tempfile.mkdtemp(prefix="colo-")  # mode 0700: the socket in it is this user's alone
+        self._remove_folder = weakref.finalize(self, _remove, folder, os.getpid())  # at the process's end too
+        self.address = str(Path(folder, "store"))
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             self._listener.bind(self.address)
@@ -121,7 +123,7 @@ class WeightStore:
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
         self._listener.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._remove_folder()
         for memory in self._by_rank.values():
             for slab in memory.slabs:
                 slab.close()
@@ -213,6 +215,11 @@ class WeightStore:
         raise TransferError(
             f"this process does not see the GPU {name} that the engine runs on: check CUDA_VISIBLE_DEVICES"
         )
+
+
+def _remove(folder: str, owner_pid: int) -> None:
+    if os.getpid() == owner_pid:  # not at the end of a forked child
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _check_layout(first: Layout, now: Layout) -> None:

@@ -7,6 +7,8 @@ import re
 import resource
 import socket
 import stat
+import subprocess
+import sys
 import threading
 import time
 from contextlib import closing, contextmanager, suppress
@@ -226,6 +228,21 @@ def test_a_worker_that_ends_within_a_line_ends_its_own_conversation_only(store):
     wait_until(lambda: len(store_threads()) == threads)
     load(store)
     assert not has_to_fill(store)
+
+
+def test_a_process_that_ends_without_closing_leaves_no_folder_and_its_forked_child_leaves_it_alone(tmp_path):
+    code = """
+import os, torch
+from colo.engines.vllm.store import WeightStore
+store = WeightStore(torch.device("cpu"))
+if os.fork() == 0:
+    raise SystemExit
+os.wait()
+assert os.path.exists(store.address)
+"""
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], env=environment, check=True)
+    assert list(tmp_path.glob("colo-*")) == []
 
 
 @contextmanager
