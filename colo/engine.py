@@ -336,9 +336,10 @@ class LoadPlans(Protocol):
     def record_plan(self, source: Mapping[str, torch.Tensor]) -> LoadPlan:
         """Record what the engine's own loader does with `source`, in Hugging Face names; no byte is moved."""
 
-    def share_weights(self) -> None:
+    def share_weights(self) -> bool:
         """Let a trainer work on the engine's own memory (`LoadPlan.aliases`): from now on it never leaves the device.
 
+        Returns true where that memory outlives the engine, as that of a `vllm.LLM` of the caller's.
         Raises: `PhaseError` unless the weights are resident.
         """
 

@@ -6,7 +6,7 @@ import inspect
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from functools import wraps
 from itertools import chain
@@ -23,6 +23,7 @@ from colo.errors import Unsupported
 from colo.memory.storage import is_dtensor
 from colo.trainer.optimizers import OptimizerParts, as_torch, parameters_of
 from colo.trainer.state import unwrapped
+from colo.weights.sources.module import saved_buffers
 from colo.weights.sources.peft import check_adapter_config, check_lora_config
 
 logger = logging.getLogger(__name__)
@@ -128,7 +129,9 @@ def check_share(model: object, optimizer: object, *, tokenizer: object, config: 
         raise TypeError(f"share(engine, model, optimizer) takes an nn.Module second, not {_named(model)}")
     check_optimizer_type(optimizer, "share(engine, model, optimizer) takes an optimizer of the model's parameters")
     _check_wrapper(model, "share the module within, colo.share(engine, model.module, optimizer)")
-    made_in_inference = [name for name, tensor in _tensors(model) if tensor.is_inference()]
+    # Of buffers those alone that an engine is given: what a model only computes with may be (Unsloth's `inv_freq`).
+    weights = chain(model.named_parameters(), saved_buffers(model))
+    made_in_inference = [name for name, tensor in weights if tensor.is_inference()]
     if made_in_inference:
         raise Unsupported(
             f"{len(made_in_inference)} tensors of the model, {made_in_inference[0]} for one, were made under "
@@ -294,10 +297,6 @@ def _check_lora(lora: Any) -> None:
     if not isinstance(lora, LoraConfig):
         raise TypeError(f"lora is a peft.LoraConfig, such as LoraConfig(r=16), not {_named(lora)}")
     check_lora_config(lora)
-
-
-def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    return chain(model.named_parameters(), model.named_buffers())
 
 
 def _named(value: object) -> str:

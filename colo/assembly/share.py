@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from transformers import PretrainedConfig, PreTrainedModel
 
+from colo import unsloth
 from colo.assembly.arguments import check_engine, check_share, check_trainer, chosen_dtype, names_checked
 from colo.config import RuntimeConfig
 from colo.engine import Engine, EngineState, adapters_of
@@ -121,6 +122,7 @@ def share(
     check_share(module, optimizer, tokenizer=tokenizer, config=config)
     model, config = causal_lm(module), config or RuntimeConfig()
     check_adapter(model, fold=config.fold_adapter)
+    unsloth.check_engine(model, engine, fold=config.fold_adapter)
     check_free({"model": model, "optimizer": unwrapped(optimizer), "engine": engine})
     with Undo() as undo:
         resolved = resolve(engine, model, optimizer, placed, engine_options, dtype, config, undo)
@@ -128,7 +130,7 @@ def share(
         with source.ranks.fail_together("checking the model and its optimizer"):
             check_trainer(model, optimizer, resolved.device)
         _try_adapter(resolved, source)  # an engine may refuse it, and no weights have moved yet
-        _warn_of_kv_cache(resolved)
+        _warn_of_kv_cache(resolved, engine)
         if tokenizer is None and resolved is not engine and hasattr(engine, "llm_engine"):
             llm = cast("Any", engine)
             started_without = llm.llm_engine.vllm_config.model_config.skip_tokenizer_init
@@ -243,13 +245,13 @@ def _try_adapter(engine: Engine, source: WeightSource) -> None:
         takes.remove_adapter(_TRIAL)
 
 
-def _warn_of_kv_cache(engine: Engine) -> None:
+def _warn_of_kv_cache(engine: Engine, given: object) -> None:
     kv_cache = next((segment for segment in engine.segments if segment.name == ENGINE_KV_CACHE), None)
     if kv_cache is not None and kv_cache.away is None and engine.device.type == "cuda":
+        how = "start vLLM with enable_sleep_mode=True (a server with --enable-sleep-mode)"
+        how = unsloth.HOW_TO_SLEEP if unsloth.is_unsloths(given) else how
         warnings.warn(
-            "the engine's KV cache stays on the device while the trainer works: start vLLM with enable_sleep_mode=True "
-            "(a server with --enable-sleep-mode) to let it go",
-            stacklevel=5,
+            f"the engine's KV cache stays on the device while the trainer works: {how} to let it go", stacklevel=5
         )
 
 

@@ -138,10 +138,11 @@ class TorchEngine(EngineBase):
         """The reason why a segment never leaves: a trainer works on it."""
         return f"the trainer's memory too ({segment.size_bytes} bytes): level 'keep-weights' drops the KV cache only"
 
-    def share_weights(self) -> None:
+    def share_weights(self) -> bool:
         """Let a trainer work on the weights (`weights.hf_views()`), which never leave from now on; see `Engine`."""
         self._require_weights("share its weights")
         self._weights_segment.away = None
+        return False
 
     def reset_prefix_cache(self) -> None:
         """Forget everything computed from earlier weights."""

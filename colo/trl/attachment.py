@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
+from colo import unsloth
 from colo.assembly.arguments import default_engine
 from colo.assembly.check import check
 from colo.assembly.share import share
@@ -57,7 +58,7 @@ def attach(
     back and leaves the trainer as it was made. `engine` is "vllm", the default on a GPU that has it, "torch" (the
     embedded one), or an engine that runs already, as `colo.share` takes it. vLLM runs in this process unless there
     are several ranks or `engine_options` has `own_process=True`; a process that ends is started again in the middle
-    of a step. Rewards that are not finite
+    of a step. A trainer of Unsloth's generates on its model's own vLLM. Rewards that are not finite
     numbers are refused. An optimizer that the trainer has not made yet is made now, with fp32 masters (`MasterWeights`)
     where weights that train are in 16 bits. With `seeded` every rollout draws from a seed of its own, by run and step:
     a resumed run draws what the first would have. vLLM draws for each sequence apart then, which is slower. With `beta`
@@ -71,7 +72,11 @@ def attach(
     """
     check_contract(trainer)
     check_trainer(trainer)
-    warn_of_unused(trainer.args)
+    llm = unsloth.engine_of(trainer.model)
+    if llm is None:
+        warn_of_unused(trainer.args)
+    else:
+        engine = _unsloths(trainer, llm, engine, engine_options)
     check_fused_head(trainer.model)
     check_output(trainer.args.output_dir)
     check_columns(trainer.reward_funcs, trainer.train_dataset, trainer.eval_dataset)
@@ -120,6 +125,18 @@ def detach(trainer: Any) -> None:
     runtime = getattr(trainer, "colo", None)
     if runtime is not None:
         runtime.close()
+
+
+def _unsloths(trainer: Any, llm: Any, engine: Any, engine_options: Mapping[str, Any] | None) -> Any:
+    """Make the vLLM of Unsloth's model ready to be attached, and return it. Raises: as `unsloth.check_engine`."""
+    if engine_options:
+        raise TypeError(f"engine_options are for an engine that attach() starts: {sorted(engine_options)}")
+    if engine is None or engine == "vllm":
+        engine = llm
+    unsloth.forget_rank(trainer.accelerator)
+    unsloth.wake(llm)
+    unsloth.check_engine(trainer.model, engine)
+    return engine
 
 
 def sampling_of(trainer: Any, rt: Runtime, context: int) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from colo import unsloth
 from colo.errors import Unsupported
 from colo.memory.storage import is_dtensor
 from colo.rl.logit_tiles import LogitStep
@@ -121,7 +122,7 @@ def check_trainer(trainer: Any) -> None:
             "this trainer has a runtime, trainer.colo: train with it, or call colo.trl.detach(trainer) before it is "
             "attached anew"
         )
-    if trainer.use_vllm:
+    if trainer.use_vllm and unsloth.engine_of(trainer.model) is None:
         raise ValueError("this trainer has a vLLM of its own: leave use_vllm out, colo starts the engine")
     if getattr(trainer, "_is_vlm", False) or not hasattr(trainer.processing_class, "convert_ids_to_tokens"):
         raise Unsupported("colo generates from text: a trainer with a processor for images is not supported")

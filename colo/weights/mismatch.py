@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from colo import unsloth
 from colo.engine import Completion
 from colo.memory.storage import is_dtensor, local_shard
 from colo.weights.sources.base import WeightSource
@@ -49,11 +50,12 @@ def logprob_difference(
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Switch dropout off; every module is left in the mode that it was in."""
+    """Switch dropout off, for logits; every module is left in the mode that it was in."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
-        yield
+        with unsloth.returning_logits():
+            yield
     finally:
         for module, training in modes:
             module.training = training

@@ -64,7 +64,8 @@ class BigramEngine(EngineBase):
         return LoadPlan.record(self.load, source, {"table.weight": self.table})
 
     def share_weights(self):
-        """The table never leaves as it is."""
+        """The table never leaves as it is, and ends with the engine."""
+        return False
 
 
 class Bigram(torch.nn.Module):

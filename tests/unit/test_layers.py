@@ -8,7 +8,7 @@ import colo
 ROOT = Path(colo.__file__).parent
 LAYERS = [
     ["errors", "log", "units"],
-    ["config"],
+    ["config", "unsloth"],
     ["phases"],
     ["memory"],
     ["engine"],

@@ -202,6 +202,12 @@ class AdapterNumbers(Request):
     """Tell the numbers of all LoRA adapters that a worker holds."""
 
 
+class KeepAdapter(Request):
+    """Give vLLM a LoRA adapter again that another request has had it evict."""
+
+    number: int
+
+
 class RemoveAdapter(Request):
     """Forget a LoRA adapter, and unmap the memory that it was read from."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass
 from typing import cast
 
@@ -59,10 +59,9 @@ def _choose(source: WeightSource, engine: Engine, config: RuntimeConfig) -> Tran
         _move_apart(source.base(), plan.aliases)
     why_not = why_not_shared(plan, tensors, config)
     if why_not is None and isinstance(source, ModuleSource):
-        move_in(tensors, plan.aliases)
+        at_home = move_in(tensors, plan.aliases)
         assert isinstance(engine, LoadPlans)  # of which the plan is
-        engine.share_weights()
-        return SharedTransport(source, plan.aliases)
+        return SharedTransport(source, plan.aliases, stay=at_home if engine.share_weights() else ())
     why_not = why_not or "the weights are spread over the trainer's ranks"
     if isinstance(source, FoldedSource):
         source.allocate()
@@ -139,14 +138,19 @@ def _move_apart(base: Mapping[str, torch.Tensor], aliases: Mapping[str, torch.Te
             tensor.data = tensor.detach().clone()
 
 
-def move_in(tensors: Mapping[str, torch.Tensor], aliases: Mapping[str, torch.Tensor]) -> None:
-    """Make every parameter the engine's memory, with the values it has now. Parameters stay the same objects."""
+def move_in(tensors: Mapping[str, torch.Tensor], aliases: Mapping[str, torch.Tensor]) -> frozenset[str]:
+    """Make every parameter the engine's memory, with the values it has now. Parameters stay the same objects.
+
+    Returns names of those that were its memory before.
+    """
+    at_home = frozenset(name for name, t in tensors.items() if name in aliases and is_same_memory(t, aliases[name]))
     with torch.no_grad():
         for name, parameter in tensors.items():
-            if name in aliases and not is_same_memory(parameter, aliases[name]):
+            if name in aliases and name not in at_home:
                 aliases[name].copy_(parameter)
                 # under the same object: optimizers, wrappers and hooks refer to it
                 parameter.data = with_own_storage(aliases[name])
+    return at_home
 
 
 class SharedTransport(Transport):
@@ -156,9 +160,13 @@ class SharedTransport(Transport):
     shares = True
     replaces_all = False
 
-    def __init__(self, source: ModuleSource, aliases: Mapping[str, torch.Tensor]) -> None:
+    def __init__(
+        self, source: ModuleSource, aliases: Mapping[str, torch.Tensor], *, stay: Collection[str] = ()
+    ) -> None:
+        """Names in `stay` are the engine's memory to the end and beyond: somebody else has shared them before."""
         self.source = source
         self._aliases = aliases
+        self._stay = stay
         self.reason = f"all {len(aliases)} weights are the engine's own memory"
         self._places: dict[str, Hashable] | None = None
 
@@ -207,10 +215,13 @@ class SharedTransport(Transport):
         self.source.tensors()  # lets go of those that the model no longer has
 
     def move_out(self, device: torch.device) -> None:
-        """Give every parameter memory of its own on `device`, one at a time, or on the host where there is no room."""
+        """Give every parameter memory of its own on `device`, one at a time, or on the host where there is no room.
+
+        But for those that were the engine's memory before it was shared here.
+        """
         folded = self.source.folded if isinstance(self.source, FoldedSource) else {}  # nobody needs those any more
         for name, parameter in self.source:
-            if name not in self._aliases or name in folded:
+            if name not in self._aliases or name in folded or name in self._stay:
                 continue
             place = device if has_room(parameter, device) else "cpu"
             parameter.data = parameter.data.to(place, copy=True)

@@ -359,6 +359,22 @@ def test_a_model_made_in_inference_mode_is_refused_and_its_copy_taken():
         assert rt.generate([[1, 2]], max_tokens=1)[0].weights_version == 1
 
 
+def test_buffers_of_inference_mode_that_no_engine_is_given_are_taken():
+    model = made()
+    rotary = model.model.rotary_emb
+    with torch.inference_mode():
+        rotary.inv_freq = rotary.inv_freq.clone()
+        scale = torch.ones(1)
+    assert rotary.inv_freq.is_inference()
+    with colo.share(engine(), model, adamw(model.parameters())) as rt:
+        with rt.train():
+            train_step(model, rt.optimizer)
+        assert rt.generate([[1, 2]], max_tokens=1)[0].weights_version == 1
+    model.model.register_buffer("scale", scale)  # which a checkpoint would hold
+    with pytest.raises(colo.Unsupported, match=r"1 tensors of the model, model.scale for one.*inference_mode\(\)"):
+        colo.share(engine(), model, adamw(model.parameters()))
+
+
 def test_share_within_inference_mode_leaves_what_trains():
     model = made()
     optimizer = adamw(model.parameters())

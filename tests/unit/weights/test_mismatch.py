@@ -1,5 +1,6 @@
 """The distance of log-probabilities, for a model whose logits are a table."""
 
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -123,6 +124,23 @@ def test_every_module_is_in_the_mode_that_it_was_in(fails):
     else:
         logprob_difference(model, [found], temperature=1.0, device=CPU)
     assert (model.training, model.frozen.training, model.trained.training) == (True, False, True)
+
+
+class Hiding(Table):
+    """Has hidden states in place of logits where Unsloth's setting asks for them."""
+
+    def forward(self, input_ids, **options):
+        if os.environ.get("UNSLOTH_RETURN_HIDDEN_STATES") == "1":
+            return SimpleNamespace(logits=torch.zeros(*input_ids.shape, 1))
+        return super().forward(input_ids, **options)
+
+
+def test_logits_are_compared_where_a_trainer_of_unsloths_has_asked_for_hidden_states(monkeypatch):
+    model = Hiding().eval()
+    found = completion(model, [1], [2], [0.5], temperature=1.0)
+    monkeypatch.setenv("UNSLOTH_RETURN_HIDDEN_STATES", "1")
+    assert logprob_difference(model, [found], temperature=1.0, device=CPU) == pytest.approx(0.5, abs=1e-5)
+    assert os.environ["UNSLOTH_RETURN_HIDDEN_STATES"] == "1"
 
 
 class Source:

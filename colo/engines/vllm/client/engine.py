@@ -259,6 +259,8 @@ class VLLMEngine(EngineBase):
         """
         version = self.ready()
         named = self._adapters.named(adapter) if adapter is not None else None
+        if named is not None:
+            self._adapters.keep(named)
         return self._link.generate(prompts, params, version=version, adapter=named)
 
     def pause(self, mode: PauseMode = "abort") -> None:
@@ -310,12 +312,13 @@ class VLLMEngine(EngineBase):
         packed: Mapping[str, PackedWeight] = self._link.call(wire.Packed())[0]
         return packed
 
-    def share_weights(self) -> None:
-        """Let a trainer work on the same memory: from now on it never leaves the device."""
+    def share_weights(self) -> bool:
+        """Let a trainer work on the same memory: from now on it never leaves the device; see `LoadPlans`."""
         self._status.require_weights("share its weights")
         if self._link.why_not_shared is not None:
             raise Unsupported("the memory of a server's weights cannot be shared: they are copied")
         self._memory.share_weights()
+        return self._start is None
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Run vLLM's layerwise reload on all tensors of the model. Poisons until the next `commit`.

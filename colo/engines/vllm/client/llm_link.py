@@ -206,6 +206,12 @@ class InProcessLink(LLMLink):
             # vLLM (0.26, 0.30) ends them in its scheduler only here, and whoever steps would wait for them forever.
             self.abort_requests()
 
+    def go_on(self) -> None:
+        """Generate again, without what others have asked for who resumed vLLM meanwhile, and was refused."""
+        if not self.llm.llm_engine.is_sleeping():
+            self.abort_requests()
+        super().go_on()
+
     def abort_requests(self) -> None:
         """End every request in vLLM, whoever waits for it."""
         core = self.llm.llm_engine

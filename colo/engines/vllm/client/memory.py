@@ -375,6 +375,11 @@ class AdapterRegistry:
         """One of them, for a request. `ValueError` when there is none of that name."""
         return name, self._number(name)
 
+    def keep(self, named: NamedAdapter) -> None:
+        """Let the workers give vLLM an adapter again that somebody else's request has had it evict."""
+        if self._link.llm is not None:  # a server's are guarded by the numbers that are reserved there
+            self._link.call(wire.KeepAdapter(number=named[1]))
+
     def _put(self, number: int, name: str, adapter: AdapterWeights) -> bool:
         """Send an adapter. Returns whether vLLM's prefix cache may hold an earlier one of its name."""
         try:

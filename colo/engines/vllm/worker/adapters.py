@@ -33,6 +33,9 @@ class WorkerAdapters:
     def __init__(self, worker: Any) -> None:
         self._worker = worker
         self._loaded: dict[int, _Loaded] = {}
+        self._models: dict[int, Any] = {}
+        """vLLM's objects of all adapters that were added, which it may evict."""
+
         self.plan_refusal: str | None = None
         """The reason why the adapter activated last cannot be updated in place; `None` when it can."""
 
@@ -63,13 +66,26 @@ class WorkerAdapters:
         matrices = _Matrices(tensors, torch.device(self._worker.device), manager.lora_config.lora_dtype)
         matrices.write(tensors, scalings)
         model = self._lora_model(manager, number, matrices.by_name, rank)
-        adapters = manager._adapter_manager
         self.remove(number)
-        # as vLLM's own manager does when it is full
+        self._register(model)
+        self._models[number] = model
+        self._activate(number, model, matrices)
+
+    def keep(self, number: int) -> None:
+        """Give vLLM adapter `number` again, if a request for another one has had it evicted since.
+
+        vLLM would read it from the path of a request otherwise, where none is.
+        """
+        model = self._models.get(number)
+        if model is not None and self._adapter_manager.get_adapter(number) is None:
+            self._register(model)
+
+    def _register(self, model: Any) -> None:
+        """Add an adapter, as vLLM's own manager does."""
+        adapters = self._adapter_manager
         if len(adapters) + 1 > adapters.capacity:
             adapters.remove_oldest_adapter()
         adapters.add_adapter(model)
-        self._activate(number, model, matrices)
 
     @torch.inference_mode(False)
     def update(self, number: int, tensors: Mapping[str, torch.Tensor], scalings: Mapping[str, float]) -> bool:
@@ -88,6 +104,7 @@ class WorkerAdapters:
     def remove(self, number: int) -> None:
         """Forget adapter `number`, if it is there."""
         self._loaded.pop(number, None)
+        self._models.pop(number, None)
         if self._manager is not None:
             self._adapter_manager.remove_adapter(number)
 

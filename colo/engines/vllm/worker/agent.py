@@ -273,6 +273,9 @@ class WorkerAgent:
     def _adapter_numbers(self, asked: wire.AdapterNumbers) -> list[int]:
         return self._adapters.numbers
 
+    def _keep_adapter(self, asked: wire.KeepAdapter) -> None:
+        self._adapters.keep(asked.number)
+
     def _remove_adapter(self, asked: wire.RemoveAdapter) -> None:
         self._adapters_given.pop(asked.number, None)
         self._adapters.remove(asked.number)

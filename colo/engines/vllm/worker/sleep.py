@@ -12,11 +12,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 from vllm.device_allocator.sleep_mode_backend import SleepModeBackend
 
 from colo.engines.base import TAGS
 from colo.engines.vllm import compat
 from colo.engines.vllm.worker.loader import placed_models
+from colo.errors import PhaseError
 from colo.memory import cuda_driver
 from colo.memory.offload import Mover, RegionSegment
 from colo.memory.region import Region, require_free
@@ -84,6 +86,7 @@ class WorkerSegments:
         self.mover = Mover(device, chunk_bytes=CHUNK_BYTES)
         self.by_name = _segments(self._regions, self.mover)
         self._others = OtherTensors()
+        self._guard: RemovableHandle | None = None
 
     def prepare(self) -> None:
         """Pin host memory for the weights in the background, so that the first sleep does not wait for it."""
@@ -98,6 +101,8 @@ class WorkerSegments:
         if name == ENGINE_WEIGHTS:
             self._others.before(target, segment, [self._worker.get_model()])
         segment.begin(target)
+        if name == ENGINE_KV_CACHE and target is not Residency.RESIDENT and self._guard is None:
+            self._guard = self._worker.get_model().register_forward_pre_hook(_refuse_without_cache)
         if target is not Residency.RESIDENT and self.mover.device.type == "cuda":
             torch.cuda.empty_cache()  # another process cannot use what torch caches in this one
         if target is Residency.RESIDENT and source is Residency.DISCARDED and name == ENGINE_WEIGHTS:
@@ -108,13 +113,20 @@ class WorkerSegments:
         segment = self.by_name[name]
         segment.settle()
         if name == ENGINE_KV_CACHE and segment.residency is Residency.RESIDENT:
+            self._let_pass()
             compat.after_kv_cache_wake(self._worker)
 
     def close(self) -> None:
         """Bring everything back and release the host arena."""
         for segment in self.by_name.values():
             segment.close()
+        self._let_pass()
         self.mover.close()
+
+    def _let_pass(self) -> None:
+        if self._guard is not None:
+            self._guard.remove()
+            self._guard = None
 
     def _regions(self, tag: str) -> Iterator[Region]:
         if self._pool is not None:
@@ -123,6 +135,14 @@ class WorkerSegments:
             for storage in compat.kv_cache_storages(self._worker):
                 if storage.nbytes():
                     yield StorageRegion(ENGINE_KV_CACHE, storage)
+
+
+def _refuse_without_cache(*_: Any) -> None:
+    """Refuse a pass for requests of somebody who has resumed vLLM: attention would read memory that is gone."""
+    raise PhaseError(
+        "vLLM was asked to generate while its KV cache is away, as it is outside a rollout: generate within "
+        "`with rt.rollout():`"
+    )
 
 
 class OtherTensors:

@@ -36,7 +36,10 @@ class Engine:
     model_type = None
     ipc_refusal = None
 
-    def __init__(self, dtype=torch.float32, *, factor=1, transposed=False, pids=None, same_process=False):
+    def __init__(
+        self, dtype=torch.float32, *, factor=1, transposed=False, pids=None, same_process=False, outlives=False
+    ):
+        self.outlives = outlives
         self.memory = {"qk": torch.zeros(*((2, 6) if transposed else (6, 2)), dtype=dtype)}
         self.is_shared = False
         self._factor = factor
@@ -60,6 +63,7 @@ class Engine:
 
     def share_weights(self):
         self.is_shared = True
+        return self.outlives
 
     def gather(self, value):
         return [value]
@@ -103,9 +107,22 @@ def test_weights_that_are_the_engines_memory_already_stay_there():
     model, engine = Net(), Engine()
     model.q.data, model.k.data = engine.memory["qk"][:3], engine.memory["qk"][3:]
     engine.memory["qk"].fill_(5)
-    assert choose(engine, model).name == "shared"
+    transport = choose(engine, model)
+    assert transport.name == "shared"
     assert [model.q.data_ptr(), model.k.data_ptr()] == [half.data_ptr() for half in engine.memory["qk"].split(3)]
     assert model.q.eq(5).all()
+    transport.move_out(CPU)
+    assert engine.memory["qk"].data_ptr() not in (model.q.data_ptr(), model.k.data_ptr()), "which ends with the engine"
+
+
+def test_those_that_were_another_owners_memory_before_stay_there_to_the_end():
+    model, engine = Net(), Engine(outlives=True)
+    model.q.data = engine.memory["qk"][:3]
+    transport = choose(engine, model)
+    moved_in = model.k.data_ptr()
+    transport.move_out(CPU)
+    transport.close()
+    assert model.q.data_ptr() == engine.memory["qk"].data_ptr() and model.k.data_ptr() != moved_in
 
 
 @pytest.mark.parametrize(
