@@ -119,6 +119,8 @@ def checkpoint(folder, shape):
     model.generation_config = GenerationConfig(**ends)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    del model
+    torch.cuda.empty_cache()
 
 
 def load(folder, utilization):
@@ -247,7 +249,7 @@ def shared(model, base, *, standby):
     )
     model.vllm_engine.wake_up()
     # with sleep mode, a setting by which the cache has to leave for training
-    crowded = {"train_working_bytes": torch.cuda.mem_get_info()[1] - 12 * GIB} if standby else {}
+    crowded = {"train_working_bytes": torch.cuda.mem_get_info()[1] - 16 * GIB} if standby else {}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         rt = colo.share(model.vllm_engine, model, optimizer, config=colo.RuntimeConfig(**crowded))
