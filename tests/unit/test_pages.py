@@ -30,6 +30,8 @@ NEEDS_MORE = {
     "import vllm\n": "tests/integration/test_vllm_pages.py runs it",
     'packed = {"quantization"': "bitsandbytes and vLLM in this process: tests/integration/test_vllm_packed.py",
     'colo.connect("http': "a server: tests/integration/test_vllm_server.py",
+    "from unsloth import": "Unsloth: tests/integration/test_unsloth.py",
+    "# generates on the model's own vLLM": "Unsloth: tests/integration/test_unsloth.py",
     "sharded by `fully_shard`": "several ranks: tests/integration/test_sharded.py",
 }
 """What a block has that cannot run here, and who runs such code."""
