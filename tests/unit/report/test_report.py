@@ -130,3 +130,9 @@ def test_another_kind_of_picture_is_refused(launch, tmp_path, name):
     with pytest.raises(ValueError, match=r"\.html or \.png"):
         launch().plot(path)
     assert not path.exists()
+
+
+def test_a_notebook_shows_the_tables_of_the_terminal_with_their_signs_escaped():
+    report = Report(facts={"engine": "torch <here>"}, trace=Trace())
+    shown = report._repr_html_()
+    assert shown.startswith("<pre ") and "torch &lt;here&gt;" in shown
