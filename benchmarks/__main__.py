@@ -113,6 +113,7 @@ def _run(name: str, command: str, given: dict[str, Any], *, minutes: float, json
         try:
             with _stopped_by_signals(minutes):
                 importlib.import_module(f"benchmarks.{name}").run(record, **given)
+            record.ended = "complete"
         except (Stopped, KeyboardInterrupt) as stop:
             record.ended = getattr(stop, "reason", "interrupted by Ctrl-C")
             code = getattr(stop, "code", 130)

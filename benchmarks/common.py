@@ -84,8 +84,8 @@ class Record:
         """Limits that the hardware sets, measured in the same run."""
 
         self.rows: list[Row] = []
-        self.ended = "complete"
-        """`complete`, or the reason that it is not."""
+        self.ended = "killed"
+        """`complete`, or the reason that it is not; what the file says of a process that cannot say it any more."""
 
         self._path = path
         self._circumstances = circumstances()

@@ -33,6 +33,8 @@ SHAPES: dict[str, Row] = {
 }
 """Qwen3's, with random weights."""
 
+_trained: list[Any] = []  # in the process of one side
+
 SIDES: dict[str, Row] = {
     "colo's flag, bf16 with fp32 masters": {"stock": False, "dtype": "bfloat16"},
     "TRL colocate, bf16": {"stock": True, "dtype": "bfloat16"},
@@ -54,6 +56,7 @@ def run(record: Record, *, shape: str, device: str, sides: str, **options: Any) 
             with others as held_bytes, ProcessPoolExecutor(1, mp_context=context) as process:  # gives its memory back
                 row = process.submit(_measured, name, str(folder), options | {"device": device}).result()
                 record.add(row | {"peak_bytes": row["peak_bytes"] and row["peak_bytes"] - held_bytes})
+                process.submit(_end).result()  # the row is kept, whatever becomes of this
 
 
 @contextmanager
@@ -164,8 +167,7 @@ def _measured(name: str, folder: str, options: Mapping[str, Any]) -> Row:
     history = [entry for entry in trainer.state.log_history if "reward" in entry]
     steps = [entry["step_time"] for entry in history][2:] or [history[-1]["step_time"]]
     between = synced_s or [entry["colo/switch_s"] + entry.get("colo/sync_s", 0.0) for entry in history]
-    if not stock:
-        trainer.colo.close()
+    _trained.append(trainer)
     return {
         "way": name,
         "start_s": ready_s,
@@ -179,6 +181,12 @@ def _measured(name: str, folder: str, options: Mapping[str, Any]) -> Row:
         "reward": history[-1]["reward"],
         "mismatch": history[-1].get("sampling/sampling_logp_difference/mean"),
     }
+
+
+def _end() -> None:
+    for trainer in _trained:
+        if hasattr(trainer, "colo"):
+            trainer.colo.close()
 
 
 def _time_syncs(trainer: Any) -> list[float]:

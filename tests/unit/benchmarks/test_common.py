@@ -36,6 +36,7 @@ def test_every_row_is_in_the_file_as_soon_as_it_is_there_with_its_circumstances(
         assert set(found) == {"benchmark", "command", "machine", "versions", "ended", "limit", "rows"}
         assert (found["benchmark"], found["command"]) == ("offload", "python -m benchmarks offload")
         assert (found["limit"], found["rows"]) == ({"out": 1.5}, rows)
+        assert found["ended"] == "killed", "as long as nobody has said how it ended"
     record.show([{"way": "all anew"}])
     assert json.loads(path.read_text())["rows"] == [{"way": "all anew"}]
     assert [file.name for file in path.parent.iterdir()] == ["figures.json"]
