@@ -326,6 +326,11 @@ class Engine(Protocol):
         """Release everything. Idempotent."""
 
 
+def missing_members(engine: object) -> list[str]:
+    """Members of `Engine` that an object has not."""
+    return sorted(name for name in vars(Engine) if not name.startswith("_") and not hasattr(engine, name))
+
+
 @runtime_checkable
 class LoadPlans(Protocol):
     """An engine whose loading can be recorded as copies into memory that this process sees.

@@ -22,7 +22,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from colo import unsloth
 from colo.assembly.arguments import check_engine, check_share, check_trainer, chosen_dtype, names_checked
 from colo.config import RuntimeConfig
-from colo.engine import Engine, EngineState, adapters_of
+from colo.engine import Engine, EngineState, adapters_of, missing_members
 from colo.engines.layout import empty_model
 from colo.engines.text import positions_of
 from colo.engines.torch import TorchEngine
@@ -191,9 +191,12 @@ def resolve(
         resolved = VLLMEngine.around(engine)
         undo.add(resolved.close)  # which leaves the `vllm.LLM` awake
     else:
+        given = repr(engine) if isinstance(engine, str) else type(engine).__name__
+        if hasattr(engine, "load_weights") or hasattr(engine, "commit"):  # meant to be one
+            given += f", which lacks {', '.join(missing_members(engine))}"
         raise TypeError(
             "share() takes a vllm.LLM, an engine of colo's or colo.connect(url) first, or 'torch' or 'vllm', not "
-            + (repr(engine) if isinstance(engine, str) else type(engine).__name__)
+            + given
         )
     resolved.mover.chunk_bytes = config.chunk_bytes
     if config.host_limit_bytes is not None:

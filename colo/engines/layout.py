@@ -209,6 +209,10 @@ def empty_model(config: PretrainedConfig, *, dtype: torch.dtype, attn_implementa
 
 def require_causal_lm(config: PretrainedConfig) -> None:
     """Raise `Unsupported` for a config of no text model of transformers', in place of a list of those there are."""
+    if not hasattr(config, "model_type"):
+        raise TypeError(
+            f"an engine takes a config of transformers, such as model.config, not a {type(config).__name__}"
+        )
     if type(config) not in AutoModelForCausalLM._model_mapping:
         raise Unsupported(
             f"transformers has no causal language model of {config.model_type!r} ({type(config).__name__}): colo "

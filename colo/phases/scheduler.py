@@ -61,6 +61,18 @@ class Scheduler:
         self.promised_bytes = 0  # device bytes that the current phase was promised at most
         self.side_by_side = True  # true if late segments of the current phase fit beside its working memory
 
+    def add(self, segment: Segment, needs: Mapping[Phase, Need]) -> None:
+        """Move one more segment, by its needs in each phase; a phase that is not named does not use it."""
+        self.segments = {**self.segments, segment.name: segment}
+        phases = {phase: {**self._needs.get(phase, {})} for phase in Phase}
+        for phase, need in needs.items():
+            phases[phase][segment.name] = need
+        self._needs = phases
+
+    def remove(self, name: str) -> None:
+        """Move a segment no more."""
+        self.segments = {other: segment for other, segment in self.segments.items() if other != name}
+
     def ledger(self) -> Ledger:
         """Who holds what now; moves under way count as finished."""
         rows = (Holding.of(segment) for segment in self.segments.values())

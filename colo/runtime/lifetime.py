@@ -19,6 +19,7 @@ from torch import nn
 from colo.engine import SleepLevel
 from colo.errors import EngineLost, PhaseError
 from colo.memory.probe import has_room
+from colo.memory.region import close_all
 from colo.memory.uninterrupted import uninterrupted
 from colo.phases.phase import ENGINE_KV_CACHE
 from colo.runtime.construction import Parts
@@ -201,6 +202,7 @@ class Closing:
     def return_state(self) -> None:
         """Return the optimizer's state to ordinary memory, and the hooks with it."""
         self._session.close(torch.device("cpu") if self._owns_model else None)
+        close_all([parked.close for parked in self._turns.parked])
 
     def _drop_kv_cache(self) -> None:
         self._scheduler.settle()

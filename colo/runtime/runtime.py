@@ -31,6 +31,7 @@ from colo.phases.phase import ENGINE_WEIGHTS, Phase
 from colo.phases.trace import Trace
 from colo.runtime.construction import Parts, TrainerSide, has_logits, prepare_arena
 from colo.runtime.lifetime import Closing, check_free, collect_dropped, forget, register, runtime_of
+from colo.runtime.parked import ParkedModule
 from colo.runtime.turns import PhaseBlock, Turns, Verb
 from colo.trainer.state import unwrapped
 from colo.units import format_bytes
@@ -77,6 +78,7 @@ class Runtime:
         self.transport = transport
         self.trace = mover.trace = Trace(capacity_bytes=capacity_bytes)
         self._device = mover.device
+        self._mover = mover
         self._has_logits = has_logits(model)
         parts = Parts(
             engine=engine,
@@ -178,6 +180,12 @@ class Runtime:
         finally:
             self._is_sampling = False
         self.scheduler.sample()
+        for completion in completions:
+            if len(completion.logprobs) != len(completion.token_ids):
+                raise ValueError(
+                    f"the engine {self.engine.name} gave {len(completion.logprobs)} log-probabilities for the "
+                    f"{len(completion.token_ids)} tokens of a completion: each needs its own"
+                )
         # Of what a base has sampled without the adapter that it is trained with there is nothing to compare.
         temperature = self.engine.sampling_temperature(params)
         if temperature is not None and adapter == published:
@@ -210,6 +218,27 @@ class Runtime:
         self._turns.require(Verb.RECOVER)
         self._turns.be_idle()
         self.versions.recover()
+
+    def park(
+        self, module: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, name: str | None = None
+    ) -> None:
+        """Let another module of the loop leave the device for rollouts: a critic with its optimizer, a reward model.
+
+        Its weights, gradients and state are on the device within `rt.train()`, and in pinned host memory during
+        rollouts where their bytes are needed (always with `offload="always"`); read or saved there they are ordinary
+        host tensors. They are a segment of the report, `name` or else the class's. Called on every rank, or on none.
+        Raises: `PhaseError` inside a rollout; `Unsupported` for tensors that are not plain or not on the device, for
+        those of the runtime itself, and DistributedDataParallel; `BudgetError` when a phase would not fit with it. The
+        module's own calls raise `PhaseError` while it is away.
+        """
+        self._turns.check_process()
+        taken = {id(tensor) for tensor in (*self.model.parameters(), *self.model.buffers())}
+        parked = ParkedModule(module, optimizer, self._mover, name=name or type(module).__name__, taken=taken)
+        try:
+            prepare_arena(self._turns.park(parked), self._mover)
+        except BaseException:
+            parked.close()
+            raise
 
     def log(self, **metrics: float) -> None:
         """Add one value to each of the named series of the report, such as `reward`."""

@@ -25,9 +25,11 @@ from colo.memory.communicators import Communicators, megatron_groups
 from colo.memory.copy_plan import wait_for_queued
 from colo.memory.probe import free_device_bytes, total_device_bytes
 from colo.memory.uninterrupted import uninterrupted
-from colo.phases.phase import TRAINER_GRADIENTS, Phase, Residency, Segment
+from colo.phases.phase import TRAINER_GRADIENTS, Need, Phase, Residency, Segment
 from colo.phases.trace import EVALUATION
-from colo.runtime.construction import Parts, make_trainer_side, make_versions
+from colo.phases.transition import Transition
+from colo.runtime.construction import Parts, check_phases, make_trainer_side, make_versions
+from colo.runtime.parked import ParkedModule
 from colo.trainer.session import LATE
 from colo.weights.mismatch import MismatchCheck
 
@@ -133,6 +135,7 @@ class Turns:
         self._session, self._scheduler = self.side.session, self.side.scheduler
         undo.callback(self._session.close)
         self.versions = self._versions = make_versions(parts, self._scheduler)
+        self.parked: list[ParkedModule] = []
 
     # ---- what the runtime asks --------------------------------------------------------------------------------------
 
@@ -184,6 +187,27 @@ class Turns:
             self.turn = Turn.IDLE
         if self._scheduler.phase is not Phase.IDLE:
             self._scheduler.enter(Phase.IDLE)
+
+    def park(self, parked: ParkedModule) -> Transition:
+        """Let a module leave for rollouts from now on; returns the plan of the next one.
+
+        Raises: `PhaseError` inside a rollout, `ValueError` for a name that is taken, `BudgetError` when a phase would
+        not fit with it.
+        """
+        segment = parked.segment
+        with self.lock, uninterrupted():
+            if self.turn is Turn.ROLLOUT:
+                raise PhaseError("park() inside rollout(): leave the block first")
+            if segment.name in self._scheduler.segments:
+                raise ValueError(f"there is a segment {segment.name!r} already: give park() another name")
+            self._scheduler.add(segment, {Phase.TRAIN: Need.RESIDENT})
+            try:
+                plan = check_phases(self._scheduler)
+            except BaseException:
+                self._scheduler.remove(segment.name)
+                raise
+            self.parked.append(parked)
+            return plan
 
     def close(self) -> None:
         """Allow nothing any more."""
@@ -250,7 +274,7 @@ class Turns:
         if self._steps_taken:
             self._steps_expected, self._steps_taken = self._steps_taken, 0
         with self._trace.span("switch to rollout", category="switch", phase=Phase.ROLLOUT):
-            self._session.look_again()  # first: an optimizer's late gather may still write weights
+            self._look_again()  # first: an optimizer's late gather may still write weights
             self._versions.notice_and_compare()
             is_current = self._versions.is_engine_current()
             with self._source.ranks.fail_together("entering a rollout"):
@@ -287,7 +311,7 @@ class Turns:
 
     def _enter_train(self) -> None:
         with self._trace.span("switch to train", category="switch", phase=Phase.TRAIN):
-            self._session.look_again()
+            self._look_again()
             with self._source.ranks.fail_together("entering a training phase"):
                 self._pause()
                 self._scheduler.enter(Phase.TRAIN)
@@ -298,6 +322,11 @@ class Turns:
         except BaseException:
             self.be_idle()
             raise
+
+    def _look_again(self, *, parameters: bool = True) -> None:
+        self._session.look_again(parameters=parameters)
+        for parked in self.parked:
+            parked.look()
 
     def _bring_gradients(self) -> None:
         """Bring gradients that a rollout parked: they will be added to, clipped, read or zeroed."""
@@ -322,7 +351,7 @@ class Turns:
                     torch.cuda.empty_cache()
                 # What has to leave for the rollout starts leaving now, beside other work. The loop may still read, clip
                 # or drop its gradients.
-                self._session.look_again(parameters=False)
+                self._look_again(parameters=False)
                 self._scheduler.anticipate(Phase.ROLLOUT, but_for={TRAINER_GRADIENTS})
 
     def _pause(self) -> None:

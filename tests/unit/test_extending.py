@@ -1,11 +1,15 @@
 """The examples of docs/extending: what somebody writes who adds an engine, a source, a transport or a model."""
 
+import dataclasses
 import re
 import runpy
 from pathlib import Path
 
 import pytest
 import torch
+
+import colo
+from colo.engines.torch import TorchEngine
 
 ROOT = Path(__file__).parents[2]
 KINDS = ("engine", "model", "source", "transport")
@@ -54,6 +58,33 @@ def test_an_engine_of_ones_own_learns_on_one_copy_of_the_weights():
     rewards, bytes_sent, transport = run("engine")
     assert (bytes_sent, transport) == (0, "shared")
     assert rewards[-1] > rewards[0] + 0.3
+
+
+def test_an_engine_that_lacks_members_is_told_which():
+    class Half:
+        load_weights = commit = None
+
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(TypeError, match=r"not Half, which lacks close, device, generate, .*weights_version$"):
+        colo.share(Half(), model, torch.optim.AdamW(model.parameters()))
+
+
+def test_an_engine_that_gives_a_token_no_log_probability_is_refused(monkeypatch):
+    example = runpy.run_path(str(ROOT / "examples" / "extending" / "engine.py"))
+    engine = example["BigramEngine"]
+    generate = engine.generate
+
+    def shorter(*args, **options):
+        return [dataclasses.replace(one, logprobs=one.logprobs[1:]) for one in generate(*args, **options)]
+
+    monkeypatch.setattr(engine, "generate", shorter)
+    with pytest.raises(ValueError, match=r"the engine bigram gave \d+ log-probabilities for the \d+ tokens"):
+        example["main"]()
+
+
+def test_a_path_in_place_of_a_config_is_told_what_is_meant(tmp_path):
+    with pytest.raises(TypeError, match="takes a config of transformers, such as model.config, not a PosixPath"):
+        TorchEngine(tmp_path, device="cpu", dtype=torch.float32, kv_cache_bytes=1 << 20)
 
 
 @pytest.mark.parametrize("kind", KINDS)
