@@ -142,7 +142,7 @@ def _measured(name: str, folder: str, options: Mapping[str, Any]) -> Row:
         bf16=not on_cpu,
         max_steps=options["steps"],
         per_device_train_batch_size=options["batch"],
-        gradient_accumulation_steps=1 if options["released"] else 2,
+        gradient_accumulation_steps=1 if options["released"] else options["accumulation"],
         max_grad_norm=0.0 if options["released"] else 1.0,
         num_generations=8,
         max_completion_length=options["tokens"],
