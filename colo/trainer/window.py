@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from colo.errors import BudgetError
 from colo.memory.offload import Mover
 from colo.memory.parking import Kept, Parking
+from colo.memory.probe import free_device_bytes
 from colo.memory.region import Region, allocate_region, carve, carved_bytes
 from colo.memory.storage import local_bytes, local_shard, storage_key
 from colo.memory.uninterrupted import uninterrupted
@@ -134,12 +135,14 @@ class StateWindow:
         return Done()
 
     def close(self, *, on_device: bool) -> None:
-        """Give all state memory of its own: on the device as far as there is room, or in host memory, as it is."""
+        """Give all state memory of its own: on the device where there is room for it, or in host memory, as it is."""
+        device, left_bytes = self._mover.device, 0
+        if on_device and device.type == "cuda" and free_device_bytes(device) < self.total_bytes:
+            on_device, left_bytes = False, self.host_bytes  # a part there would be of no use, and in the weights' way
         self._leave()
         if self._region is not None:
             self._region.close()
             self._region, self._slots = None, []
-        left_bytes = 0
         for planes in self._planes:
             left_bytes += planes.let_go(on_device=on_device)
         for bucket in self._buckets:

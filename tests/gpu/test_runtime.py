@@ -152,6 +152,35 @@ def test_closing_gives_the_device_back():
     assert before - free_device_bytes(CUDA) < 64 * MIB
 
 
+def test_a_critic_leaves_the_device_for_a_rollout_and_trains_to_the_same_bits():
+    def make():
+        torch.manual_seed(0)
+        critic = torch.nn.Sequential(torch.nn.Linear(2048, 2048), torch.nn.Tanh(), torch.nn.Linear(2048, 1)).to(CUDA)
+        return critic, fused(critic.parameters())
+
+    def step(critic, optimizer):
+        critic(torch.ones(4, 2048, device=CUDA)).square().mean().backward()
+        optimizer.step()
+
+    twin, (critic, optimizer) = make(), make()
+    rt = launch()
+    rt.park(critic, optimizer, name="critic")
+    for number in range(3):
+        with rt.train():
+            train_step(rt, number)
+            step(critic, optimizer)
+            free = free_device_bytes(CUDA)
+        with rt.rollout():
+            rt.generate(PROMPTS, max_tokens=1)
+            assert critic[0].weight.device.type == "cpu" and critic[0].weight.is_pinned()
+            assert rt.scheduler.segments["critic"].device_bytes == 0
+            assert free_device_bytes(CUDA) > free - 64 * MIB, "the KV cache has come, and the critic has gone"
+        step(*twin)  # gradients are kept, and added to
+    rt.close()
+    assert critic[0].weight.device == CUDA
+    assert all(torch.equal(a, b) for a, b in zip(critic.parameters(), twin[0].parameters(), strict=True))
+
+
 def test_a_rollout_whose_memory_someone_else_took_is_refused_and_can_be_repeated():
     rt = launch(config=RuntimeConfig(kv_cache_bytes=8 * GIB, offload=Offload.ALWAYS))
     train_step(rt, 0)

@@ -81,18 +81,21 @@ def test_nothing_grows_over_a_hundred_cycles():
         assert all(now <= then for now, then in zip(held(), before, strict=True)), "what others left may have gone"
 
 
-def test_the_window_begins_to_fill_beside_the_last_backward_pass():
+def test_the_window_is_there_while_the_optimizer_steps_and_not_beside_a_backward_pass():
     with launch(optimizer="streamed") as rt:
         train(rt, 2)
-        state = rt.scheduler.segments[TRAINER_OPTIMIZER]
+        state, opened = rt.scheduler.segments[TRAINER_OPTIMIZER], []
         with rt.rollout():
             rt.generate([[1, 2, 3]], max_tokens=2)
             assert state.residency is Residency.OFFLOADED
         with rt.train():
             rt.model(input_ids=torch.tensor([[1, 2]]), labels=torch.tensor([[1, 2]])).loss.backward()
-            assert state.residency is Residency.RESIDENT and 0 < state.device_bytes <= state.size_bytes
+            assert state.residency is Residency.OFFLOADED and state.device_bytes == 0
+            begin = state.begin
+            state.begin = lambda target: (begin(target), opened.append(state.device_bytes))[0]
             rt.optimizer.step()
             rt.optimizer.zero_grad()
+        assert max(opened) == state.size_bytes > 0 and state.device_bytes == 0
 
 
 def test_state_that_is_touched_within_a_rollout_is_brought_or_named():
