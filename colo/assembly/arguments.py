@@ -70,6 +70,7 @@ def names_checked(function: Callable[P, T]) -> Callable[P, T]:
     def checked(*args: P.args, **given: P.kwargs) -> T:
         for name in given:
             if name not in valid:
+                # before the call: Python's own `TypeError` says no more than that the name is unexpected
                 raise unknown_name(f"{function.__name__}()", name, valid, _elsewhere(valid))
         return function(*args, **given)
 
@@ -77,6 +78,7 @@ def names_checked(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def _elsewhere(valid: Sequence[str]) -> Mapping[str, str]:
+    # `start` takes no optimizer, and must not advise one
     known = {name: advice for name, advice in _ELSEWHERE.items() if advice != _OPTIMIZER or "optimizer" in valid}
     if "engine_options" in valid:
         options = ("max_model_len", "enforce_eager", "quantization", "tensor_parallel_size", "max_num_seqs", "seed")
@@ -184,6 +186,7 @@ def chosen_device(device: str | int | torch.device | None) -> torch.device:
         raise Unsupported(
             f"device={str(device)!r} was asked for, but torch sees no CUDA device: run `colo doctor`, or pass 'cpu'"
         )
+    # torch takes any number for a device, and fails at the first allocation
     if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
         raise Unsupported(f"device={str(device)!r} was asked for, but torch sees {torch.cuda.device_count()} of them")
     if found.type == "cpu":
@@ -236,6 +239,7 @@ def check_engine(engine: object, options: object) -> None:
 def _check_checkpoint(model: object) -> None:
     """Raise unless `launch` can make a model to train of `model`."""
     takes = "launch takes a folder or a hub id, a transformers config, or a transformers model"
+    # PEFT's models have it, and so do those that transformers has put an adapter on
     if hasattr(model, "peft_config"):
         raise TypeError(
             f"launch makes the adapter itself, and {_named(model)} has one: pass the model without it and "
@@ -243,6 +247,7 @@ def _check_checkpoint(model: object) -> None:
         )
     if isinstance(model, nn.Module):
         _check_wrapper(model, "launch(model.module, ...) and wrap rt.model")
+        # a compiled model has another's `forward`: its parameters' names begin with `_orig_mod.`
         if hasattr(model, "_orig_mod"):
             raise TypeError(
                 f"{takes}, not one that torch.compile has wrapped: launch(model._orig_mod, ...) and compile rt.model"
@@ -250,6 +255,7 @@ def _check_checkpoint(model: object) -> None:
     if isinstance(model, PreTrainedModel):
         if not model.can_generate():
             raise TypeError(f"{type(model).__name__} generates no tokens: load it with AutoModelForCausalLM")
+        # on meta there is nothing to copy
         if any(parameter.is_meta for parameter in model.parameters()):
             raise ValueError("the model is on the meta device, without weights: launch(model.config) draws random ones")
     elif isinstance(model, nn.Module):
@@ -262,10 +268,12 @@ def _check_checkpoint(model: object) -> None:
 
 def check_path(path: str | os.PathLike[str]) -> None:
     """Raise `FileNotFoundError` for what cannot be a hub id and is not there either, `Unsupported` for an adapter."""
+    # a hub id begins with none of these: what does must be a path
     if os.fspath(path).startswith((".", "/", "~")) and not Path(path).exists():
         raise FileNotFoundError(
             f"there is no {os.fspath(path)!r} in {os.fspath(Path.cwd())!r}: give a folder, with ~ expanded, or a hub id"
         )
+    # a folder with both is a model with an adapter beside it
     if Path(path, ADAPTER_FILE).exists() and not Path(path, "config.json").exists():
         raise adapter_alone(os.fspath(path))
 
@@ -282,6 +290,7 @@ def _check_wrapper(model: nn.Module, advice: str) -> None:
     """Raise `Unsupported` for torch's wrappers of a whole model: DistributedDataParallel, DataParallel, averages."""
     names = [name for name, _ in model.named_parameters()]
     is_torchs = type(model).__module__.startswith("torch.")
+    # torch's own wrappers alone: a user's module may have its parts in an attribute `module` too
     if is_torchs and names and all(name.startswith("module.") for name in names):
         raise Unsupported(
             f"the model is wrapped, and an engine does not know its weights by the names that {type(model).__name__} "
@@ -332,6 +341,8 @@ def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
         )
     trained = {id(p): p for p in parameters_of(stepped)}
     own = {id(p): p for p in model.parameters()}
+    # a value head's parameters are others too: they are foreign only where nothing of the model is trained, or a shape
+    # fits
     others = [p for key, p in trained.items() if key not in own]
     # One that the model had before, and that was replaced, would be trained in vain.
     untrained = {p.shape for key, p in own.items() if p.requires_grad and key not in trained}

@@ -55,6 +55,7 @@ def check(
             "those of rt.generate(...), and rt.log(mismatch=...) for the report"
         )
     prompts = prompts or _prompts(rt)
+    # refused before anything is sampled
     if sampling:
         rt.engine.sampling_params(None, **sampling)
     with rt.rollout():
@@ -62,9 +63,11 @@ def check(
         honoured, filtered = _sample(rt, prompts[0])
     difference = logprob_difference(rt.model, sampled, temperature=1.0, device=rt.device)
     honoured |= {name: _are_best(rt, *pair) for name, pair in filtered.items()}
+    # the passes have left a sharded model whole: accelerate looks for shards in its optimizer
     rt.transport.source.reshard()
     most = rt.config.max_mismatch if max_mismatch is None else max_mismatch
     found = difference if difference is not None else float("nan")
+    # `not <=`: NaN is a mismatch too
     if most is not None and not found <= most:
         raise StaleWeights(
             f"log-probabilities of the engine differ from the trainer's by {found:.3g} on average, and {most:g} is "
@@ -86,6 +89,7 @@ def _sample(rt: Runtime, prompt: Sequence[int]) -> tuple[dict[str, bool], dict[s
     """Options by name, true where they were honoured, and for filters that leave the best tokens: drawn and greedy."""
 
     def sampled(**sampling: Any) -> Completion:
+        # `ignore_eos`: completions of equal length, which `_are_best` pairs one by one
         defaults = {"max_tokens": _TOKENS, "ignore_eos": True}
         return rt.generate([prompt], **(defaults | sampling))[0]
 
@@ -101,9 +105,11 @@ def _sample(rt: Runtime, prompt: Sequence[int]) -> tuple[dict[str, bool], dict[s
     honoured = {
         "max_tokens": len(ids) == _TOKENS,
         "seed": sampled(temperature=1.0, seed=11).token_ids == seeded,
+        # up to where the stop token comes first: a tiny model repeats itself
         "stop_token_ids": sampled(temperature=0.0, stop_token_ids=[ids[2]]).token_ids == ids[: ids.index(ids[2]) + 1],
         "n": len(rt.generate([prompt], n=3, max_tokens=1)) == 3,
     }
+    # each filter at a setting that leaves one token: the result must be the greedy one
     filters: dict[str, dict[str, Any]] = {"top_k": {"top_k": 1}, "top_p": {"top_p": 1e-6}, "min_p": {"min_p": 1.0}}
     filtered = {"temperature": (sampled(temperature=0.0), greedy)}
     for name, given in filters.items():
@@ -131,6 +137,7 @@ def _are_best(rt: Runtime, drawn: Completion, greedy: Completion) -> bool:
         for token in (drawn.token_ids[at], greedy.token_ids[at])
     )
     assert cost is not None and least is not None, "one token each"
+    # rounding of the coarsest dtype that one of the two computes in
     dtypes = {parameter.dtype for parameter in rt.model.parameters()} | {torch.float32}
     if rt.device.type == "cuda":  # where vLLM computes in it whatever the trainer does
         dtypes.add(torch.bfloat16)

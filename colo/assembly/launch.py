@@ -62,6 +62,7 @@ LORA_LEARNING_RATE = 1e-5
 
 @names_checked
 @named_misfits()
+# parameters made in a caller's inference mode could not be trained
 @torch.inference_mode(False)
 def launch(
     model: Checkpoint,
@@ -95,6 +96,7 @@ def launch(
         arguments = (model, engine, engine_options, lora, device, dtype, config)
         request, started, trained = _start(*arguments, undo, optimizer=optimizer, tokenizer=tokenizer)
         if tokenizer is None:
+            # before the runtime: a checkpoint without a readable tokenizer fails while nothing has been published
             tokenizer = tokenizer_of(request.model, revision_of(request.engine_options))
         rt = assemble(
             started,
@@ -161,6 +163,7 @@ def _start(
     capacity_bytes = capacity(config, target, held_bytes=0)
     request = EngineRequest(model, target, weights_dtype, config, capacity_bytes, lora, options)
     if lora is not None:
+        # a tied head with an adapter is warned of before a minute of start-up
         warn_of_tied_head(adapted_outline(config_of(model, revision_of(options)), lora))
     with told_of_others():
         started, trained = (start_vllm if engine == "vllm" else start_torch)(request, undo)
@@ -171,6 +174,7 @@ def default_optimizer(params: Any) -> torch.optim.Optimizer:
     """AdamW with fp32 masters for 16-bit parameters (learning rate 1e-6), or without for fp32 ones (1e-5)."""
     params = list(params)
     fused = all(p.device.type == "cuda" for p in params)
+    # in bf16 alone most updates at this learning rate would round away
     if any(p.element_size() < 4 for p in params):
         return MasterWeights(lambda ps: torch.optim.AdamW(ps, lr=FULL_LEARNING_RATE, fused=fused))(params)
     return torch.optim.AdamW(params, lr=LORA_LEARNING_RATE, fused=fused)
@@ -200,6 +204,7 @@ def tokenizer_of(model: Checkpoint, revision: str) -> Any:
     if isinstance(model, (PretrainedConfig, PreTrainedModel)):
         return None
     folder = Path(model)
+    # AutoTokenizer would raise, and a folder without one is taken
     if folder.is_dir() and not any(folder.glob("tokenizer*")):
         return None
     return AutoTokenizer.from_pretrained(os.fspath(model), revision=revision)
@@ -215,6 +220,7 @@ def start_torch(request: EngineRequest, undo: Undo) -> tuple[Engine, Any]:
     undo.add(engine.close)
     engine.load_weights(ModuleSource(checkpoint))
     if request.config.weights is not Weights.AUTO:
+        # a copy each was asked for: the trainer keeps its own tensors
         return engine, _own(checkpoint, request.model).to(request.device).requires_grad_(True).train()
     model = empty_model(checkpoint.config, dtype=request.dtype, attn_implementation=None)
     bind(model, _ordinary(engine.weights.hf_views()), engine.weights.layout.tied)
@@ -225,15 +231,18 @@ def start_torch(request: EngineRequest, undo: Undo) -> tuple[Engine, Any]:
 def start_vllm(request: EngineRequest, undo: Undo) -> tuple[Engine, Any]:
     """Start vLLM, which reads the checkpoint itself, and make a model over its memory, or a copy where that fails."""
     packs, config = _is_packed_by_vllm(request), config_of(request.model, revision_of(request.engine_options))
+    # options before the start: `vllm.LLM` sizes its LoRA buffers once
     add_lora_options(request, config)
     if not packs:
         _check_complete(request.model, request.dtype, revision_of(request.engine_options))
+    # on the meta device: the weights must not exist twice while vLLM starts
     model = empty_model(config, dtype=request.dtype, attn_implementation=None)
     kv_cache_bytes = request.kv_cache_bytes(model, packed=packs)
     engine = make_vllm_engine(request, request.make_mover(undo), kv_cache_bytes)
     undo.add(engine.close)
     packed = engine.packed_weights() if isinstance(engine, PacksWeights) else {}
     pack(model, packed, compute_dtype=request.dtype)
+    # recorded on the empty model: shapes are all that a plan needs
     tensors, plan = record_plan(engine, ModuleSource(model))
     # the model has no memory yet: whether it can have the engine's decides where it gets some
     why_not = why_not_shared(plan, tensors, request.config)
@@ -247,6 +256,7 @@ def start_vllm(request: EngineRequest, undo: Undo) -> tuple[Engine, Any]:
         if isinstance(request.model, PreTrainedModel):
             _copy_weights(request.model, model)
         elif isinstance(request.model, PretrainedConfig):
+            # vLLM has filled the memory with dummies
             _draw_weights(model)
     else:
         checkpoint = _load_checkpoint(request.model, request.dtype, revision_of(request.engine_options))
@@ -282,10 +292,12 @@ def _is_packed_by_vllm(request: EngineRequest) -> bool:
         raise Unsupported("weights that bitsandbytes has packed cannot be trained: pass lora=LoraConfig(...)")
     if request.dtype not in (torch.float16, torch.bfloat16):
         raise Unsupported(f"vLLM packs 16-bit weights, and these would be {request.dtype}: pass dtype=torch.bfloat16")
+    # `setdefault`: this process unless the caller has said otherwise, which is refused
     if options.setdefault("own_process", False):
         raise Unsupported(
             "vLLM keeps packed weights where no other process can map them: pass engine_options={'own_process': False}"
         )
+    # vLLM is imported apart, before `require_packing` imports it
     import_apart()
     compat.require_packing()
     return True
@@ -353,6 +365,7 @@ def _read(path: str, **options: Any) -> tuple[Any, list[str]]:
         raise adapter_alone(path)  # transformers would put it on its base
     require_causal_lm(config_of(path, options["revision"]))
     with _without_its_code(path):
+        # a plain load draws at random what is missing, and only warns
         model, info = AutoModelForCausalLM.from_pretrained(
             path, output_loading_info=True, trust_remote_code=False, **options
         )
@@ -386,6 +399,7 @@ def _without_its_code(model: str | os.PathLike[str]) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
+        # transformers raises `ValueError` for much else
         if "trust_remote_code" not in str(error):
             raise
         raise Unsupported(
@@ -404,6 +418,7 @@ def dtype_of(model: Checkpoint, revision: str) -> torch.dtype | None:
     if isinstance(model, PreTrainedModel):
         return next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
     config = config_of(model, revision)
+    # a multimodal config keeps it one level down
     named: object = config.dtype or config.get_text_config().dtype
     found = getattr(torch, named, None) if isinstance(named, str) else named
     return found if isinstance(found, torch.dtype) else None

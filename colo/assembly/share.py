@@ -127,6 +127,7 @@ def share(
     with Undo() as undo:
         resolved = resolve(engine, model, optimizer, placed, engine_options, dtype, config, undo)
         source = source_of(model, placed, resolved, fold=config.fold_adapter)
+        # every rank learns of it: one that goes on alone would wait in the next collective
         with source.ranks.fail_together("checking the model and its optimizer"):
             check_trainer(model, optimizer, resolved.device)
         _try_adapter(resolved, source)  # an engine may refuse it, and no weights have moved yet
@@ -171,6 +172,7 @@ def resolve(
         check_engine(engine, engine_options)
         _refuse_stages(model, placed, engine)
         warn_of_tied_head(model)
+        # ranks meet here: each would otherwise start an engine for a model that another refuses
         with RankGroup(model.parameters()).fail_together("checking the model and its optimizer"):
             check_trainer(model, optimizer)
             module_source(model, fold=config.fold_adapter).adapter()
@@ -182,6 +184,7 @@ def resolve(
         raise TypeError("engine_options and dtype are for an engine that share() starts by name: this one runs already")
     if isinstance(engine, Engine):
         if engine.state is EngineState.AWAKE:
+            # an engine that was awake is left awake where something fails
             undo.add(lambda: engine.resume() if engine.state is EngineState.PAUSED else None)
         resolved = engine
     elif hasattr(engine, "llm_engine"):
@@ -198,6 +201,7 @@ def resolve(
             "share() takes a vllm.LLM, an engine of colo's or colo.connect(url) first, or 'torch' or 'vllm', not "
             + given
         )
+    # the mover came with the engine, its settings come with the runtime
     resolved.mover.chunk_bytes = config.chunk_bytes
     if config.host_limit_bytes is not None:
         resolved.mover.arena.limit_bytes = config.host_limit_bytes
@@ -245,6 +249,7 @@ def _try_adapter(engine: Engine, source: WeightSource) -> None:
     if (adapter := source.adapter()) is not None:
         takes = adapters_of(engine)
         takes.load_adapter(_TRIAL, whole_adapter(adapter))
+        # at once: engines hold few adapters
         takes.remove_adapter(_TRIAL)
 
 
@@ -312,8 +317,10 @@ def _held_bytes(
 ) -> int:
     """Device bytes of what the runtime will count: segments of the engine, weights beside it, gradients and state."""
     device = model_device(model)
+    # weights that are the engine's memory are in its segments already
     shared = {id(tensor) for _, tensor in transport.source} if transport is not None and transport.shares else set()
     stepped = as_torch(unwrapped(optimizer))
+    # by id: tied weights and optimizers that overlap count once
     parameters = {id(p): p for p in [*model.parameters(), *parameters_of(stepped)]}
     state = [leaf for leaf in pytree.tree_leaves(dict(stepped.state)) if isinstance(leaf, torch.Tensor)]
     found = [p for key, p in parameters.items() if key not in shared]
@@ -322,6 +329,7 @@ def _held_bytes(
     found += [p.grad for p in parameters.values() if p.grad is not None]
     if isinstance(stepped, MegatronOptimizers):
         state += stepped.gradients()
+    # by storage: views of one buffer count once; as bytes of the shard that is here
     storages = {storage_key(local_shard(t)): local_bytes(t) for t in [*found, *state] if t.device == device}
     return sum(segment.device_bytes for segment in segments) + sum(storages.values())
 
@@ -330,6 +338,7 @@ def capacity(config: RuntimeConfig, device: torch.device, *, held_bytes: int) ->
     """Bytes that segments may take: the given limit, or what is free and what they hold already."""
     if config.device_limit_bytes is not None:
         return config.device_limit_bytes - config.device_reserve_bytes
+    # bytes of segments are not free, and the runtime counts them as its own
     available_bytes = free_device_bytes(device) + held_bytes
     unplanned = _UNPLANNED_FRACTION if device.type == "cuda" else 0.0
     return int(available_bytes * (1 - unplanned)) - config.device_reserve_bytes
@@ -380,10 +389,12 @@ def start_for(
         )
     device = model_device(model)
     is_folded = config.fold_adapter and is_peft_model(model)
+    # folded: the engine needs no LoRA kernels, and no matrices
     lora = model.peft_config[active_adapter(model)] if is_peft_model(model) and not is_folded else None
     chosen = _dtype(base, dtype, device)
     request = EngineRequest(base, device, chosen, config, capacity_bytes, lora, dict(engine_options))
     mover = request.make_mover(undo)
+    # weights that stay the trainer's own lie beside the engine's
     beside_bytes = _bytes_of_copy(base, request.dtype) + (folded_bytes(model) if is_folded else 0)
     kv_cache_bytes = request.kv_cache_bytes(base, beside_bytes=beside_bytes)
     with _in_host_memory(model):  # until the engine has its memory: the device never holds the weights twice
@@ -425,6 +436,7 @@ def _bytes_of_copy(base: nn.Module, dtype: torch.dtype) -> int:
 @contextmanager
 def _in_host_memory(model: nn.Module) -> Iterator[None]:
     """Keep weights in host memory for a while; on the way out those come back that have found no other place."""
+    # shards stay: an engine starts beside them
     away = {p: p.device for p in model.parameters() if p.device.type == "cuda" and not is_dtensor(p)}
     try:
         for parameter in away:
@@ -432,6 +444,7 @@ def _in_host_memory(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         for parameter, device in away.items():
+            # those that have moved into the engine's memory are there already
             if parameter.device != device:
                 parameter.data = parameter.data.to(device)
 
@@ -482,6 +495,7 @@ def _default_kv_bytes(model: Any, dtype: torch.dtype, left_bytes: int, device: t
     most_bytes = int(0.9 * left_bytes)
     if device.type != "cuda":
         most_bytes = min(most_bytes, GIB)
+    # one sequence at least, or 16 MiB: `_admit` refuses it if that does not fit either
     return max(min(wanted_bytes, most_bytes), min(16 * MIB, bytes_per_token * length))
 
 
@@ -538,6 +552,7 @@ def add_lora_options(request: EngineRequest, config: PretrainedConfig) -> None:
         raise Unsupported("the KV cache is planned by colo: pass config=RuntimeConfig(kv_cache_bytes=...)")
     if request.lora is not None:
         rank = max([request.lora.r, *(request.lora.rank_pattern or {}).values()])
+        # `setdefault` first: a limit of the caller's own stands
         if rank > options.setdefault("max_lora_rank", rank_limit(rank)):
             raise Unsupported(f"the adapter has rank {rank} and the engine would take {options['max_lora_rank']}")
         options.setdefault("lora_target_modules", _adapted_modules(config, request.lora))
@@ -559,6 +574,7 @@ def adapted_outline(config: PretrainedConfig, lora: LoraConfig) -> PreTrainedMod
 
     model = empty_model(config, dtype=torch.bfloat16, attn_implementation=None)
     settings = copy.deepcopy(lora)
+    # nothing is drawn for an outline, and PiSSA's kind would ask for weights
     settings.init_lora_weights = False
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", TIED_WARNING)

@@ -81,9 +81,11 @@ def make_trainer_side(parts: Parts, events: TrainerEvents) -> TrainerSide:
             raise Unsupported(f"RuntimeConfig has optimizer='streamed': {reason}")
         return _planned(parts, events, "streamed: asked for", streamed=True)
     if placement is OptimizerState.AUTO and config.offload is not Offload.NEVER and reason is None:
+        # resident first: only where it does not fit does state pass through the host in every step
         found = _attempt(parts, events)
         with ExitStack() as undo:
             why = "streamed: another rank has no room for the whole of it"
+            # a rank that has room gives its session up where another has none
             if isinstance(found, TrainerSide):
                 undo.callback(found.session.close)
             else:
@@ -136,6 +138,7 @@ def _side(
         with planning:
             return TrainerSide(session=session, scheduler=scheduler, rollout=check_phases(scheduler), why=why)
     except BaseException:
+        # the session has hooked the optimizer: without a runtime every step would call into nothing
         session.close()
         raise
 
@@ -156,6 +159,7 @@ def make_scheduler(parts: Parts, session: TrainerSession) -> Scheduler:
     scheduler.working_bytes[Phase.TRAIN] = parts.config.train_working_bytes
     source = transport.source
     scheduler.working_bytes[Phase.SYNC] = transport.working_bytes
+    # a folded adapter is merged layer by layer while it is published
     scheduler.working_bytes[Phase.SYNC] += source.working_bytes if isinstance(source, FoldedSource) else 0
     return scheduler
 
@@ -173,6 +177,7 @@ def _weights_segments(model: nn.Module, transport: Transport, device: torch.devi
     def num_bytes(tensors: Sequence[torch.Tensor]) -> int:
         return sum(local_bytes(tensor) for tensor in tensors if local_shard(tensor).device == device)
 
+    # shared weights are the engine's bytes, and counted there
     residency = Residency.SHARED if transport.shares else Residency.RESIDENT
     segments: list[Segment] = [FixedSegment(TRAINER_PARAMETERS, num_bytes(weights), residency)]
     for name, tensors in ((TRAINER_BASE, base), (TRAINER_ADAPTER, adapter)):
@@ -205,11 +210,13 @@ def check_phases(scheduler: Scheduler) -> Transition:
 
     Raises: `BudgetError` when one of them could not be entered.
     """
+    # a runtime that could roll out but never train would fail after the first, long rollout
     # as it will be when the first step has been made: KV cache dropped, optimizer state on the device
     ledger = scheduler.ledger()
     for name, residency in ((ENGINE_KV_CACHE, Residency.DISCARDED), *((n, Residency.RESIDENT) for n in LATE)):
         holding = ledger.holdings[name]
         if holding.residency is not residency and (holding.away or residency is Residency.RESIDENT):
+            # a segment that never leaves cannot be discarded, not even in a plan
             ledger = ledger.moved(name, residency)
     rollout = scheduler.plan(Phase.ROLLOUT, ledger)
     scheduler.plan(Phase.TRAIN, rollout.after)
@@ -220,5 +227,6 @@ def prepare_arena(rollout: Transition, mover: Mover) -> None:
     """Pin host memory in the background for the state that will have to leave, so that no step waits for it."""
     expected_bytes = sum(step.moved_bytes for step in rollout.steps if step.action is Action.OFFLOAD)
     expected_bytes += sum(holding.home_bytes for holding in rollout.after.holdings.values())
+    # more than the limit is refused where it is needed, with the bytes
     if mover.device.type == "cuda" and 0 < expected_bytes <= mover.arena.limit_bytes:
         mover.arena.prepare(expected_bytes)

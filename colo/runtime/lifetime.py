@@ -28,6 +28,7 @@ from colo.trainer.state import unwrapped
 from colo.units import format_bytes
 from colo.weights.sources.folded import FoldedSource
 
+# weak: a registry of strong references would keep every runtime for ever
 _open: weakref.WeakSet[Any] = weakref.WeakSet()
 
 KEEPER = "_colo_runtime"
@@ -50,6 +51,7 @@ class _Keeper:
 def check_free(parts: Mapping[str, object]) -> None:
     """Raise `PhaseError` when a part, a model, an optimizer or an engine (also a `vllm.LLM`), has an open runtime."""
     taken = {id(part) for runtime in _open for part in _parts_of(runtime)}
+    # an engine around a `vllm.LLM` is an object of its own: the LLM within tells
     taken |= {id(llm) for runtime in _open if (llm := getattr(runtime.engine, "llm", None)) is not None}
     for name, part in parts.items():
         if any(id(one) in taken for one in _with_stages([part])):
@@ -65,6 +67,7 @@ def runtime_of(part: object) -> Any:
     Raises: `ValueError` when it has none, or several.
     """
     part = part[0] if isinstance(part, (list, tuple)) and part else part  # stages of a model, or optimizers
+    # `modules()` includes the module itself: a wrapper finds the runtime of the model within
     inside = {id(one) for one in (part.modules() if isinstance(part, nn.Module) else [unwrapped(part)])}
     found = [runtime for runtime in _open if any(id(one) in inside for one in _parts_of(runtime))]
     if len(found) != 1:
@@ -77,6 +80,7 @@ def collect_dropped(but: object = None) -> int:
 
     Runtimes are part of reference cycles, which Python would collect at some later time.
     """
+    # a list of `None`: a reference held here would keep the runtime that is to be collected
     others = [None for runtime in _open if runtime is not but]
     if others:
         gc.collect()
@@ -88,6 +92,7 @@ def register(runtime: Any) -> None:
     _open.add(runtime)
     for part in _parts_of(runtime):
         if hasattr(part, "__dict__"):
+            # into `__dict__`, past `nn.Module.__setattr__` and whatever a class does there
             vars(part)[KEEPER] = _Keeper(runtime)
 
 
@@ -148,6 +153,7 @@ class Closing:
         with suppress(Exception):  # what cannot be left in order is closed all the same
             self._turns.leave()
         self._turns.be_idle()
+        # a model of ours goes to the host, and so does its state: nothing to make room for
         if not self._owns_model and self._session.has_state_on_host:
             with suppress(Exception):  # which is raised below
                 self._drop_kv_cache()
@@ -206,6 +212,7 @@ class Closing:
 
     def _drop_kv_cache(self) -> None:
         self._scheduler.settle()
+        # a cache that cannot leave has no memory to give
         if self._scheduler.segments[ENGINE_KV_CACHE].away is None:
             return
         with suppress(EngineLost):  # its memory went with it
@@ -230,6 +237,7 @@ class Closing:
         device, left_bytes = self._mover.device, 0
         for parameter in self._rest:
             if has_room(parameter, device):
+                # `has_room` counts what torch's allocator takes for a small tensor, 2 MiB
                 parameter.data = parameter.data.to(device)
             else:
                 left_bytes += parameter.nbytes

@@ -38,6 +38,7 @@ class ParkedModule:
     ) -> None:
         """`taken` are the `id`s of tensors that the runtime moves already. Raises: `Unsupported`, naming a tensor."""
         self.segment = Parking(name, mover, name_of=lambda _: name)
+        # weak: parking keeps neither of them alive
         self._module = ref(module)
         self._optimizer = None if optimizer is None else ref(optimizer)
         if any(isinstance(part, DistributedDataParallel) for part in module.modules()):
@@ -51,6 +52,7 @@ class ParkedModule:
                 raise Unsupported(f"{name}: {key} is the runtime's already, which moves it as the phases ask for")
             if tensor.device != mover.device:
                 raise Unsupported(f"{name}: {key} is on {tensor.device}: call module.to({str(mover.device)!r}) before")
+        # by our own note: on a CPU, where host and device are one, nothing else would tell
         self._hooks = [module.register_forward_pre_hook(weakly(self._check))]
         if optimizer is not None:
             self._hooks.append(optimizer.register_step_pre_hook(weakly(self._check)))
@@ -80,6 +82,7 @@ class ParkedModule:
                     yield parameter.grad
         if optimizer is not None:
             leaves = pytree.tree_leaves(list(optimizer.state.values()))
+            # counters without a dimension stay on the host, where optimizers read them
             yield from (leaf for leaf in leaves if type(leaf) in _PLAIN and leaf.ndim)
 
     def _check(self, _: Any) -> None:

@@ -67,6 +67,7 @@ class Runtime:
         tokenizer: Any = None,
         owns_model: bool = False,
     ) -> None:
+        # accelerate's wrapper has no hooks
         stepped = unwrapped(optimizer)
         check_free({"model": model, "optimizer": stepped, "engine": engine})
         transport.source.adapter()  # refuse what an engine could not apply
@@ -92,16 +93,19 @@ class Runtime:
         )
         num_sequences = config.mismatch_sequences if self._has_logits else 0
         self._mismatch = mismatch = MismatchCheck(num_sequences=num_sequences, max_mismatch=config.max_mismatch)
+        # whatever fails from here on, the optimizer is left without hooks
         with ExitStack() as undo:
             self._turns = turns = Turns(parts, mismatch, undo)
             self.scheduler, self.versions = turns.side.scheduler, turns.versions
             prepare_arena(turns.side.rollout, mover)  # pins in the background, beside the first publication
+            # before the first rollout: an engine that cannot take the weights is refused at once
             self.versions.publish()
             self._closing = Closing(parts, turns, owns_model=owns_model)
             self._has_begun = False
             self._is_sampling = False
             undo.callback(forget, self)
             register(self)
+            # calls of the engine's own `generate` are guarded too
             engine.before_generate = self._before_generate
             undo.pop_all()
 
@@ -158,6 +162,7 @@ class Runtime:
         Raises: `PhaseError` inside `train()` or after `close()`; as `Engine.generate` for everything else.
         """
         self._turns.check_process()
+        # the lock covers the phase as well: another thread's `generate` must not find it half entered
         with self._turns.lock:
             self._turns.require(Verb.GENERATE)
             if self._turns.phase is None:
@@ -170,6 +175,7 @@ class Runtime:
         token_ids = encode_prompts(prompts, self.tokenizer)
         self.versions.refresh()
         published = self.versions.publisher.adapter_name
+        # a model whose adapter is switched off is asked as its base
         adapter = None if published is not None and is_disabled(self.model) else published
         self._is_sampling = True
         try:
@@ -195,6 +201,7 @@ class Runtime:
     def _before_generate(self) -> None:
         """Refresh the weights for a call of the engine's own `generate`, which need not come from `_sample`."""
         self._turns.check_process()
+        # `_sample` has refreshed already
         if self._turns.phase is Phase.ROLLOUT and not self._is_sampling:
             self.versions.refresh()
 
@@ -276,6 +283,7 @@ class Runtime:
             if not self._closing.has_begun:
                 with uninterrupted():
                     self._closing.begin()
+                    # at once: parts can be shared anew even where a later step of closing fails
                     forget(self)
             self._closing.go_on()
 
@@ -299,7 +307,9 @@ class Runtime:
             self.close()
 
     def __del__(self) -> None:
+        # `__init__` may have failed before there was anything to end
         closing = vars(self).get("_closing")
+        # while Python ends, modules that closing needs may be gone
         if closing is not None and not sys.is_finalizing() and not self._turns.is_elsewhere:
             closing.abandon()
 
@@ -350,6 +360,7 @@ class Runtime:
     @accumulation_steps.setter
     def accumulation_steps(self, steps: int) -> None:
         self._turns.check_process()
+        # checked by the config's own rules
         self._turns.accumulation_steps = replace(self.config, accumulation_steps=steps).accumulation_steps
 
 

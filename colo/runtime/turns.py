@@ -112,6 +112,7 @@ class Turns:
         Raises: as `make_trainer_side`; `Unsupported` where communicators cannot be suspended.
         """
         self.turn = Turn.IDLE
+        # reentrant: hooks of a phase that is being entered may ask for a phase themselves
         self.lock = RLock()
         self._pid = os.getpid()
         self._engine = parts.engine
@@ -130,6 +131,7 @@ class Turns:
         self._steps_expected = 1  # training phases with a step, between two rollouts: as many as there were last time
         self._steps_taken = 0
         groups = [*self._source.ranks.groups(), *megatron_groups()] if config.suspend_nccl else []
+        # before the trainer's side: what may be refused here has hooked nothing yet
         self._communicators = Communicators(groups, self._device)
         self.side = make_trainer_side(parts, self)
         self._session, self._scheduler = self.side.session, self.side.scheduler
@@ -165,6 +167,7 @@ class Turns:
         A hook that is called while the phase changes may call it: nothing happens then.
         """
         self.check_process()
+        # the lock first: Ctrl-C must be able to end the wait for a thread that generates
         with self.lock, uninterrupted():
             if self.phase is not phase and not self._is_changing:
                 self.leave()
@@ -196,6 +199,7 @@ class Turns:
         """
         segment = parked.segment
         with self.lock, uninterrupted():
+            # it is resident, and the plan of this rollout was made without it
             if self.turn is Turn.ROLLOUT:
                 raise PhaseError("park() inside rollout(): leave the block first")
             if segment.name in self._scheduler.segments:
@@ -222,6 +226,7 @@ class Turns:
                     self._enter(block.phase)
                     self._block = block
             except BaseException:  # an interrupt that has waited until the phase was entered
+                # `__exit__` will not run, since `__enter__` raises
                 if self._block is block:
                     self.end(block, None)
                 raise
@@ -256,6 +261,7 @@ class Turns:
                 (self._enter_rollout if phase is Phase.ROLLOUT else self._enter_train)()
             finally:
                 self._is_changing = False
+            # an entry that failed has left the turn as it was
             self.turn, self._block, self._entered_s = next_turn(verb, self.turn), None, self._trace.now_s()
 
     def _leave(self) -> None:
@@ -268,9 +274,11 @@ class Turns:
             with torch.inference_mode(False):
                 (self._leave_rollout if phase is Phase.ROLLOUT else self._leave_train)()
         finally:
+            # also after an error: the phase is over, whatever could not be put back
             self.turn, self._block = Turn.IDLE, None
 
     def _enter_rollout(self) -> None:
+        # only after steps: an evaluation between two rollouts says nothing about how many there will be
         if self._steps_taken:
             self._steps_expected, self._steps_taken = self._steps_taken, 0
         with self._trace.span("switch to rollout", category="switch", phase=Phase.ROLLOUT):
@@ -289,8 +297,10 @@ class Turns:
                     self._scheduler.enter(Phase.ROLLOUT)
                     wait_for_queued(self._device)  # writes to weights that an engine in another process maps
                     self._engine.resume()
+                # after the last collective of this entry: suspended communicators carry none
                 self._communicators.suspend()
             except BaseException:
+                # the engine may be awake and the KV cache mapped: both go back, whatever else fails
                 with suppress(Exception):  # of which the first is raised
                     self._leave_rollout()
                 raise
@@ -314,8 +324,10 @@ class Turns:
             self._look_again()
             with self._source.ranks.fail_together("entering a training phase"):
                 self._pause()
+                # the engine pauses before its KV cache is taken from it
                 self._scheduler.enter(Phase.TRAIN)
                 self._bring_gradients()
+        # before the comparison, whose activations belong to the phase
         self._session.begin_training()
         try:
             self._measure_mismatch()
@@ -367,6 +379,7 @@ class Turns:
 
         Raises: `StaleWeights`, and the engine is poisoned, when it computes something else than the trainer.
         """
+        # the sampled tokens came from weights that the trainer may not have any more: those are not compared
         if self._mismatch.has_noted:
             self._versions.notice_writes()  # of a loop that has changed weights since it sampled
         version = self._versions.current
@@ -376,6 +389,7 @@ class Turns:
         self._trace.metric("mismatch_sampled", found.mean)
         cause = self._mismatch.why_too_large(found)
         if cause is not None:
+            # poisoned before it raises: a loop that catches the error must not sample on
             self._engine.poison(cause)
             raise StaleWeights(cause)
 
@@ -444,6 +458,7 @@ class Turns:
             return
         for name in LATE:
             segment = self._scheduler.segments[name]
+            # three questions: is it away, does the plan have room, and does the driver have it too
             if segment.residency is Residency.OFFLOADED and self._scheduler.fits(name) and self._is_roomy(segment):
                 try:
                     self._scheduler.fetch(name)
@@ -473,11 +488,13 @@ class PhaseBlock(AbstractContextManager[T]):
 
     def __enter__(self) -> T:
         self._turns.begin(self)
+        # only now: a block whose entry is interrupted counts as over, and the next verb leaves it
         self.is_over = False
         return self._runtime
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        # before leaving: an interrupt within `end` leaves a block that `require` recognizes
         self.is_over = True
         self._turns.end(self, error)

@@ -43,6 +43,7 @@ class WeightVersions:
     def note_step(self) -> None:
         """Raise the version: the optimizer has stepped."""
         self.publisher.version += 1
+        # the step's own writes are in the new version: they are not to raise it again
         self._writes.accept()
 
     def notice_writes(self) -> None:
@@ -55,6 +56,7 @@ class WeightVersions:
         seen = self._writes.has_changed() or self.publisher.has_other_contents()
         # every rank takes part in each collective below, so all have to agree on whether there is one
         changed = self._ranks.any(seen or self.publisher.has_changed_shard(), "entering a rollout")
+        # a comparison costs a pass over the weights: only to verify, or where ranks hold parts
         if not changed and (self._verify or not self._ranks.is_alone):  # torch counts few of the writes to parts
             changed = self.is_engine_current() and not self._is_equal()
         if changed:
@@ -72,11 +74,14 @@ class WeightVersions:
                 self._scheduler.plan(Phase.SYNC)  # refuse while nothing has changed
                 # A wake maps memory and then copies, which nothing can hide: a copy of old weights is not worth it.
                 self._scheduler.forget(ENGINE_WEIGHTS)
+            # a phase of its own: a copy may need room that neither rollout nor training leaves
             self._scheduler.enter(Phase.SYNC)
         try:
             with trace.span(Phase.SYNC, category="phase", phase=Phase.SYNC, resource="device"):
                 self.publisher.publish()
         finally:
+            # also after a failed transfer: the engine is poisoned by then, and memory must not stay as the transfer had
+            # it
             self._scheduler.enter(Phase.IDLE)
 
     def recover(self) -> None:
@@ -88,6 +93,7 @@ class WeightVersions:
         with self._ranks.fail_together("recovering the engine"):
             self._scheduler.plan(Phase.ROLLOUT)  # refuse while nothing has changed
             self._scheduler.anticipate(Phase.ROLLOUT)
+            # bytes on their way are settled first: a starting engine measures what is free
             self._scheduler.settle()
             if not is_lost_elsewhere:
                 if not isinstance(engine, Recovers):
@@ -106,8 +112,12 @@ class WeightVersions:
             waits = not self._ranks.is_alone and self._engine.weights_version is None
             if not self.publisher.is_current and not waits:
                 self.publisher.publish()
+                # publishing pauses the engine
                 self._engine.resume()
+                # digests of what has just been published: the next call compares with them
                 self.publisher.note_contents()
+            # a kernel that writes weights may still be queued here, and an engine in another process knows nothing of
+            # this stream
             wait_for_queued(self._engine.device)
 
     def _is_equal(self) -> bool:
@@ -115,6 +125,7 @@ class WeightVersions:
         is_away = self._scheduler.segments[ENGINE_WEIGHTS].residency in (Residency.OFFLOADED, Residency.DISCARDED)
         takes_memory = is_away or self._transport.working_bytes > 0
         with self._ranks.fail_together("making room to compare weights"):
+            # memory is asked for only if it is needed: a comparison in place moves nothing
             if takes_memory:
                 self._scheduler.enter(Phase.SYNC)
         try:

@@ -38,6 +38,7 @@ class BackwardWatch:
         self._on_progress = on_progress
         self._counts: MutableMapping[torch.Tensor, int] = WeakIdKeyDictionary()  # gradients by parameter
         self._seen = 0
+        # weak keys: a parameter that a loop has replaced must be able to go
         self._watched: MutableMapping[torch.Tensor, None] = WeakIdKeyDictionary()
         self._hooks: list[RemovableHandle] = []
         self._every = 1
@@ -52,6 +53,7 @@ class BackwardWatch:
                 # before autograd accumulates, when a gradient may still be away, and after, when it is complete
                 self._hooks.append(parameter.register_hook(weakly(self._on_admission)))
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(weakly(self._on_gradient)))
+        # counted in gradients, since nothing else tells how far a pass has come
         self._every = max(1, len(self._watched) // PROGRESS_CALLS)
 
     def forget(self) -> None:

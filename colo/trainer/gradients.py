@@ -63,6 +63,7 @@ class ParameterGradients(Parking):
         """Bytes of the gradients; without any, bytes of those that a backward pass will make."""
         if self._regions:
             return sum(region.size_bytes for region in self._regions)
+        # before the first backward pass the plan must have room for what it will make
         return self.device_bytes or max(0, self.bytes_of_all() - self._staying_bytes)
 
     @property
@@ -89,12 +90,14 @@ class ParameterGradients(Parking):
         self.look([gradient for gradient in gradients if gradient.layout is torch.strided])
         sparse = [gradient for gradient in gradients if gradient.layout is not torch.strided]
         if sparse:
+            # torch has no storage of a sparse tensor to point elsewhere
             self.kept.append(Kept("gradients", sum(map(local_bytes, sparse)), "they are sparse"))
         self._staying_bytes = sum(kept.size_bytes for kept in self.kept)
 
     def begin(self, target: Residency) -> Move:
         """Start a move; see `Parking.begin`. Gradients that the loop has dropped since do not come back."""
         if target is not self.residency:
+            # a loop may have called `zero_grad` since `refresh`: what it has dropped must not be moved
             self._find()
         elif not self._regions:
             return Done()
@@ -112,6 +115,7 @@ class ParameterGradients(Parking):
         num_bytes = 0
         for parameter in self._parameters:
             if parameter.requires_grad:
+                # no call for plain parameters: this runs for each of them, several times in a step
                 num_bytes += parameter.nbytes if type(parameter) is nn.Parameter else local_bytes(parameter)
         return num_bytes
 
@@ -189,6 +193,7 @@ class TakenGradients:
         return [
             parameter
             for parameter, (gradient, version) in self._noted.items()
+            # identity and count: `zero_` keeps the tensor, `backward` may keep it too, and either is another gradient
             if parameter.grad is not None and gradient() is parameter.grad and parameter.grad._version == version
         ]
 
@@ -245,6 +250,7 @@ def _fsdp_parameters(modules: Iterable[nn.Module]) -> Iterator[Any]:
         for inner in module.modules():
             get_state: Any = getattr(inner, "_get_fsdp_state", None)
             state = get_state() if get_state is not None else None
+            # newer versions of torch have several groups for a module, older ones one
             groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
             for group in groups:
                 yield from getattr(group, "fsdp_params", ())

@@ -125,6 +125,7 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
 
     def note_changes(self, changes: Iterable[tuple[torch.Tensor, int]]) -> None:
         """Add up change counts of parts into those of the whole step."""
+        # on one device: the parameters of a model may be on several
         counts, sizes = zip(*changes, strict=True)
         self.changes = torch.stack([count.to(counts[0].device) for count in counts]).sum(), sum(sizes)
 
@@ -135,6 +136,7 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
     def expected_master_bytes(self, parameter: torch.Tensor) -> int:
         """Bytes that the first step will keep of a parameter's master, where it keeps nothing yet."""
         master = self.masters.get(parameter)
+        # whole masters are there from the beginning, and state that is there is counted itself
         if not isinstance(master, SplitMaster) or master.state or not parameter.requires_grad:
             return 0
         sizes = 2 * parameter.numel(), 8 * -(-parameter.numel() // DIGEST_ELEMENTS)
@@ -150,6 +152,7 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, with masters of their own; see `torch.optim.Optimizer.add_param_group`."""
         super().add_param_group(param_group)
+        # not for the first groups: torch's own `__init__` adds them by this method, and the inner optimizer has them
         if len(self.param_groups) > len(self.inner.param_groups):
             self.inner.add_param_group(self._with_masters(self.param_groups[-1]))
             self.publish_state()
@@ -175,10 +178,12 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
             self._go_on(set(map(id, parameters)))
             # those in `_taken` were stepped before the last attempt failed
             waiting = [p for p in parameters if p.grad is not None and p not in self._taken]
+            # 4 bytes: gradients of a bucket are cast to fp32 together
             for bucket in batches(waiting, lambda parameter: 4 * parameter.numel(), self.bucket_bytes):
                 with uninterrupted():  # masters, gradients and the note of what was taken in change together
                     self._step_bucket(bucket)
         finally:
+            # also after an error: what was stepped is shown and counted
             with uninterrupted():
                 self.show_hyperparameters()
                 self.publish_state()
@@ -198,8 +203,10 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
             for master in masters:
                 assert master.parameter.grad is not None, "buckets are of parameters with gradients"
                 master.prepare()
+                # a cast per bucket, not per model: all gradients in fp32 would take as much as the masters
                 master.tensor.grad = master.parameter.grad.to(torch.float32)
             self.inner.step()
+            # noted as soon as the step is made: an interrupt before rounding is made good by `_go_on`
             self._taken.note(bucket)
         except BaseException:
             for master in masters:
@@ -207,6 +214,7 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
             raise
         finally:
             for parameter, gradient in hidden:
+                # hidden gradients come back whatever has happened: they are the loop's
                 parameter.grad = gradient
             for master in masters:
                 master.tensor.grad = None
@@ -241,6 +249,7 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
         return {**group, "params": [self._master_of(parameter) for parameter in group["params"]]}
 
     def _master_of(self, parameter: torch.Tensor) -> torch.Tensor:
+        # fp32 and wider have nothing to gain from a master
         if not parameter.is_floating_point() or parameter.element_size() >= 4:
             return parameter
         is_split = self._remainders and can_be_split(parameter)
@@ -251,6 +260,7 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
         """Give the inner optimizer the hyperparameters that were written to our groups since the last step."""
         shown = itertools.chain(self._shown, itertools.repeat({}))
         for outer, inner, before in zip(self.param_groups, self.inner.param_groups, shown, strict=False):
+            # only what differs from what we have shown: the inner optimizer's own counters must not be set back
             inner.update({k: v for k, v in _without_parameters(outer).items() if k not in before or before[k] is not v})
 
     def show_hyperparameters(self) -> None:
@@ -262,6 +272,7 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
     def publish_state(self) -> None:
         """Enter the inner optimizer's state and the masters into `self.state`, keyed by the model's parameters."""
         for outer, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
+            # both lists have the same order: `_with_masters` made one of the other
             for parameter, stepped in zip(outer["params"], inner["params"], strict=True):
                 state = dict(self.inner.state.get(stepped, {}))
                 if parameter in self.masters:
@@ -277,6 +288,7 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
         """
         if self.inner.state or not any(is_dtensor(parameter) for parameter in self.masters):
             return
+        # private to torch: the function by which a checkpoint's loader makes state too
         from torch.distributed.checkpoint.state_dict import _init_optim_state
 
         split = [master for master in self.masters.values() if isinstance(master, SplitMaster)]
@@ -321,6 +333,7 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
                 inner_state[index] = state
         self.inner.load_state_dict({"state": inner_state, "param_groups": loaded["param_groups"]})
         self._shown = [_without_parameters(outer) for outer in self.param_groups]
+        # first the old: entries of parameters without loaded state would stay
         self.state.clear()
         self.publish_state()
 
@@ -348,6 +361,7 @@ class WholeMaster:
         # Where a step has failed, the parameter is not yet its master rounded: then torch's count of writes must do.
         if self._unrounded != self.parameter._version:
             master, weight = self.tensor, self.parameter
+            # `out=` keeps the tensor object, which the inner optimizer's state is keyed by
             torch.where(self._rounded() == weight, master, weight.to(torch.float32), out=master)
 
     def round(self) -> tuple[torch.Tensor, int]:
@@ -402,12 +416,14 @@ class SplitMaster:
 
     def __init__(self, parameter: torch.Tensor) -> None:
         self.parameter = parameter
+        # one element expanded: the inner optimizer needs a tensor of the right shape before any step
         self.tensor = _placeholder(parameter).requires_grad_(parameter.requires_grad)
         self._state: dict[str, torch.Tensor] = {}
         self._is_open = False
 
     def prepare(self) -> None:
         """See `WholeMaster.prepare`."""
+        # an attempt that failed before its rounding has left the stepped master in `tensor`
         if not self._is_open:
             self.tensor.data = self.value()
             self._is_open = True
@@ -422,6 +438,7 @@ class SplitMaster:
 
     def round(self) -> tuple[torch.Tensor, int]:
         """See `WholeMaster.round`."""
+        # never opened: nothing was stepped, as of a parameter that another attempt has rounded
         if not self._is_open:
             return torch.zeros((), dtype=torch.float64, device=self.parameter.device), 0
         weight, remainder = split(self.tensor)
@@ -455,6 +472,7 @@ class SplitMaster:
         self.abandon()
         device = self.parameter.device
         if MASTER_WEIGHT in state:
+            # by the file's master alone: where the weight differs, its digest does too, and the weight wins
             weight, remainder = split(state[MASTER_WEIGHT].to(device, torch.float32))
             self._state = {MASTER_REMAINDER: remainder, MASTER_DIGESTS: block_digests(weight)}
         else:
@@ -485,6 +503,7 @@ def _placeholder(parameter: torch.Tensor) -> torch.Tensor:
 def _joined(parameter: torch.Tensor, remainder: torch.Tensor, digests: torch.Tensor) -> torch.Tensor:
     """Join a weight with its master's remainder, which may be in host memory."""
     device, weight = parameter.device, parameter.detach().reshape(-1)
+    # digests of the present weight against those of the kept remainder: blocks that were written to lose it
     kept = remainder.to(device).reshape(-1).masked_fill(written_blocks(weight, digests.to(device)), 0)
     return join(weight, kept).view(parameter.shape)
 
@@ -504,6 +523,7 @@ def _as_groups(params: Any) -> list[dict[str, Any]]:
     if not items:
         raise ValueError("the optimizer got an empty parameter list")
     if not isinstance(items[0], dict):
+        # torch takes (name, parameter) pairs too
         items = [{"params": [item[1] if isinstance(item, tuple) else item for item in items]}]
     members = [item["params"] for item in items]
     lists = [[given] if isinstance(given, torch.Tensor) else list(given) for given in members]

@@ -76,6 +76,7 @@ class StateSlot:
         if found is None:
             found = dict(zip(planes.layout, carve(self._memory, planes.specs), strict=True))
             self._views[id(planes)] = found
+        # these lie outside of the region: the window was laid out before anybody knew of them
         more = {  # names that the class has begun to use since the window was laid out
             name: torch.empty(planes.range_elements, dtype=plane.dtype, device=self._memory.device)
             for name, plane in planes.host.items()
@@ -120,6 +121,7 @@ class Planes:
 
         self._base, self._masters, self._group, self._mover = base, masters, group, mover
         self._is_split, self._is_whole = kind is SplitMaster, kind is WholeMaster
+        # masters are fp32 whatever the weights are; without a master the class steps in the weights' own dtype
         self.dtype = torch.float32 if self._is_split or self._is_whole else parameters[0].dtype
         """The dtype that the class steps in."""
 
@@ -148,6 +150,7 @@ class Planes:
             names |= {MASTER_REMAINDER: torch.int16, MASTER_DIGESTS: torch.int64}
         if self._is_whole:
             names[MASTER_WEIGHT] = torch.float32
+        # classes keep the same state for every parameter of a group, so that the first with any answers for all
         for parameter in self.parameters:
             state = self._state_of(parameter)
             for name, value in state.items():
@@ -159,6 +162,7 @@ class Planes:
         trial = torch.nn.Parameter(torch.zeros(2, dtype=self.dtype, device=self._mover.device))
         trial.grad = torch.zeros_like(trial)
         trials: dict[Any, dict[str, Any]] = defaultdict(dict)
+        # `own_step`, not `step`: torch's profiling wrapper would run the user's hooks for this trial
         own_step(type(self._base))(part_of(self._base, [self._options([trial])], trials))
         return names | {name: value.dtype for name, value in trials[trial].items() if is_plane(value, trial)}
 
@@ -181,6 +185,7 @@ class Planes:
 
     def cut(self, range_bytes: int, number: int) -> None:
         """Cut the elements into ranges of about `range_bytes`, at digests' blocks, numbered from `number` on."""
+        # digests are one number for 1024 elements, too few to count in a range's size
         element_bytes = max(1, sum(t.itemsize for n, t in self.layout.items() if n != MASTER_DIGESTS))
         size = max(DIGEST_ELEMENTS, range_bytes // element_bytes // DIGEST_ELEMENTS * DIGEST_ELEMENTS)
         self.range_elements = size = min(size, self._num_elements)
@@ -190,6 +195,7 @@ class Planes:
             self.ranges.append(Range(number + n, [], self, first, min(first + size, self._num_elements)))
         for parameter, start in self._starts.items():
             stop = start + local_shard(parameter).numel()
+            # `max` is for a parameter without elements on this rank, whose stop is its start
             for work in self.ranges[start // size : max(start, stop - 1) // size + 1]:
                 a, b = max(start, work.first), min(stop, work.last)
                 if a < b:
@@ -203,6 +209,7 @@ class Planes:
         state: dict[str, Any] = self._base.state.get(self._key_of(parameter), {})
         return state
 
+    # under `MasterWeights` the inner optimizer's keys are the masters, not the model's parameters
     def _key_of(self, parameter: torch.Tensor) -> torch.Tensor:
         master = self._masters.get(parameter)
         return parameter if master is None else master.tensor
@@ -226,14 +233,17 @@ class Planes:
                 if local_shard(value).data_ptr() != address:  # somebody has assigned its data
                     host = self._stretch_of(name, parameter)
                     host.copy_(local_shard(value))
+                    # the optimizer keeps its tensor object, which a loop may hold; only its memory becomes the plane's
                     local_shard(value).data = host
             elif is_plane(value, parameter):
                 self._need(name, value.dtype)
+                # read anew: `_need` may just have made this view
                 own = self._views[parameter]
                 local_shard(own[name]).copy_(local_shard(value))
                 state[name] = own[name]
 
     def _adopt_master(self, parameter: torch.Tensor, master: Any, kept: Mapping[str, torch.Tensor]) -> None:
+        # the usual case of every step, found without touching memory
         if all(self._views[parameter].get(name) is value for name, value in kept.items()):
             return
         for name, value in kept.items():
@@ -242,6 +252,7 @@ class Planes:
             if name == MASTER_WEIGHT:
                 host, local = local_shard(view), local_shard(value)
                 if local.data_ptr() != host.data_ptr():
+                    # the inner optimizer steps this very object: its memory changes, the object stays
                     host.copy_(local)
                     local.data = host
             else:
@@ -267,7 +278,9 @@ class Planes:
         arena, extent = self._mover.arena, self.extents[name]
         memory = arena.tensor(extent, first * dtype.itemsize, length * dtype.itemsize)
         shape = torch.Size([length]) if name == MASTER_DIGESTS else shard.shape
+        # `set_` makes no view: a view would keep its base, and with it the whole extent, alive
         made, at = torch.empty(0, dtype=dtype), memory.storage_offset() // dtype.itemsize
+        # strides of a contiguous tensor: a shard may have others, and the plane's elements lie in order
         return made.set_(memory.untyped_storage(), at, shape, torch.empty(shape, device="meta").stride())
 
     def load(self, loaded: dict[torch.Tensor, dict[str, Any]]) -> None:
@@ -281,6 +294,7 @@ class Planes:
                     self._adopt_master(parameter, master, master.state)
             for name, value in given.items():
                 if name not in OF_MASTERS and is_plane(value, parameter):
+                    # the plane's dtype wins over the file's: a checkpoint in another precision is cast here
                     self._need(name, self.layout.get(name, value.dtype))
                     local_shard(self._views[parameter][name]).copy_(local_shard(value))
                     self._base.state[self._key_of(parameter)][name] = self._views[parameter][name]
@@ -295,11 +309,14 @@ class Planes:
         for parameter, views in self._views.items():
             for name, view in views.items():
                 host = local_shard(view)
+                # a parameter that waits in host memory has its state there too
                 if on_device and local_shard(parameter).device == self._mover.device:
                     try:
                         host.data = host.to(self._mover.device, copy=True)
                         if name == MASTER_WEIGHT:
+                            # `_adopt_master` made master and plane the same memory, so that both have to follow
                             local_shard(self._masters[parameter].tensor).data = host
+                    # one that does not fit stays where it is; smaller ones behind it may still fit
                     except torch.OutOfMemoryError:
                         left_bytes += host.nbytes
         return left_bytes
@@ -326,18 +343,21 @@ class Planes:
 
     def copy_in(self, work: Range, state: dict[str, torch.Tensor]) -> None:
         """Queue copies of a range's state into a slot."""
+        # all planes, also those that the class has begun to use since the layout: `views` has made room for them
         for name, plane in self.host.items():
             first, last = self.count(name, work.first), self.count(name, work.last)
             state[name][: last - first].copy_(plane[first:last], non_blocking=True)
 
     def copy_out(self, work: Range, pieces: Pieces, names: Iterable[str], state: dict[str, torch.Tensor]) -> None:
         """Queue copies of the state of some pieces back to the host."""
+        # only what was stepped: elements that are not due keep the host's values
         start, stop = _extent_of(pieces)
         for name in names:
             first, last, offset = (self.count(name, n) for n in (start, stop, work.first))
             self.host[name][offset + first : offset + last].copy_(state[name][first:last], non_blocking=True)
 
     def intervals(self, work: Range, due: set[int]) -> list[Pieces]:
+        # neighbours are stepped by one call; one call for each parameter would be bound by kernel launches
         """Pieces of a range that are due, those next to each other with equal scalars together."""
         found: list[Pieces] = []
         last: object = None
@@ -368,31 +388,40 @@ class Planes:
         gaps = [
             slice(one.stop, other.start) for one, other in pairwise([*places, slice(stop - start, None)])
         ]  # between parameters, of which digests are of zeros
+        # a scratch copy of the 16-bit weights: `close_masters` compares with it to count what has changed
         old = slot.scratch(weights[0].dtype, start, stop) if self._is_split or self._is_whole else None
+        # without masters the flat parameter is read and written itself
         read = flat.data if old is None else old
         torch._foreach_copy_([read[place] for place in places], weights)
         if old is not None:
+            # garbage in a gap would be digested, and the next step would take its block for written to
             _zero(old, gaps)
             self._fill(flat.data, old, places, pieces, mine)
         held = [(local_shard(p.grad), a, b) for p, a, b, _ in pieces]
+        # views of a gradient are flattened by `reshape`, which copies where the gradient is not contiguous
         gradients = [(g if g.layout is torch.strided else g.to_dense()).reshape(-1)[a:b] for g, a, b in held]
         torch._foreach_copy_([gradient[place] for place in places], gradients)
         made = self._step_flat(flat, pieces, mine)
+        # the names come from what the class has made, not from the layout: it may drop or begin a state
         names = [name for name, value in made.items() if is_plane(value, flat)]
         for name in names:
             if name not in mine:  # the class has begun to use it: the plane is made, and a slot has it from the next on
                 self._need(name, made[name].dtype)
                 state[name] = torch.empty(self.range_elements, dtype=made[name].dtype, device=flat.device)
                 mine[name] = state[name][start:stop]
+            # some classes replace a state tensor (`state[x] = new`) where others write in place
             if made[name].data_ptr() != mine[name].data_ptr():
                 mine[name].copy_(made[name])
         changes = []
         if old is not None:
+            # the class has stepped the gaps too, by whatever gradient lay there
             _zero(flat.data, gaps)
             changes = [(self._empty(flat.data, old, mine), sum(weight.numel() for weight in weights))]
             names += [name for name in OF_MASTERS if name in self.layout]
+        # last: until here the model still has the weights from before the step
         torch._foreach_copy_(weights, [read[place] for place in places])
         token = self._tokens[pieces[0][0]]
+        # scalars of the first interval serve all with the same token: equal before, they are equal afterwards
         self._after.setdefault(token, (object(), {n: v for n, v in made.items() if not is_plane(v, flat)}))
         self._stepped.update((piece[0], token) for piece in pieces)
         return names, changes
@@ -401,6 +430,8 @@ class Planes:
         """Call the class's step for the flat parameter; the state that it has afterwards."""
         base, known = self._base, self._state_of(pieces[0][0])
         given = {
+            # clones: the class counts its `step` in place, and other intervals of the parameter still need the old
+            # count
             name: mine[name] if name in mine else value.detach().clone() if torch.is_tensor(value) else value
             for name, value in known.items()
         }
@@ -416,6 +447,7 @@ class Planes:
         """Write the masters of 16-bit weights into the flat parameter."""
         if self._is_whole:
             master = state[MASTER_WEIGHT]
+            # a weight that is not its master rounded was written by somebody: it becomes its own master
             flat.copy_(torch.where(_rounded(master, old.dtype) == old, master, old.to(torch.float32)))
             return
         known = [bool(self._masters[piece[0]].state) for piece in pieces]
@@ -459,13 +491,16 @@ class Planes:
                 else:  # each parameter has a tensor of its own, which a checkpoint may load to elsewhere
                     state[name] = value.detach().clone() if torch.is_tensor(value) else value
             views = self._views[parameter]
+            # masters' entries are not the class's state: the optimizer around it publishes them
             state.update((name, view) for name, view in views.items() if name not in OF_MASTERS)
             if self._is_split:
                 self._masters[parameter].adopt({name: views[name] for name in (MASTER_REMAINDER, MASTER_DIGESTS)})
             # the next step compares tokens, not values, which would wait for the GPU
             self._tokens[parameter] = after
+        # one launch for all counters, instead of one for each parameter
         if pairs:
             torch._foreach_copy_([mine for mine, _ in pairs], [value for _, value in pairs])
+        # after the copies, which raise the versions that `_identities` looks at
         for parameter in ended:
             self._noted[parameter] = _identities(self._scalars_of(parameter))
             del self._stepped[parameter]
@@ -516,4 +551,5 @@ def _like(parameter: Any, shard: torch.Tensor) -> torch.Tensor:
 
 
 def _rounded(master: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    # `Tensor.to` rounds halves to even, and a remainder of 16 bits cannot tell those apart
     return split(master)[0] if dtype is torch.bfloat16 else master.detach().to(dtype)

@@ -41,6 +41,7 @@ def split(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return weight.view(torch.bfloat16), remainder
     negative, positive = _SIGN_AND_QUIET_NAN
     is_nan = (bits & 0x7FFFFFFF) > _INFINITY
+    # adds half of a weight's last place before the cut: rounds to nearest, halves away from zero
     upper = (bits + _HALF) >> 16
     remainder = bits - (upper << 16)
     weight = torch.where(is_nan, torch.where(bits < 0, negative, positive), upper)
@@ -49,6 +50,7 @@ def split(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def join(weight: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
     """The masters (fp32) that `split` has made `weight` (bf16) and `remainder` (int16) of."""
+    # as signed integers: the shift keeps the sign on top, and a negative remainder borrows from the upper half
     upper = weight.detach().contiguous().view(torch.int16)
     compiled = kernels(weight.device)
     if compiled is not None:
@@ -58,6 +60,7 @@ def join(weight: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
 
 
 def block_digests(weight: torch.Tensor) -> torch.Tensor:
+    # digests tell of writes that torch does not count, such as those through `.data` or by another process
     """Digest a weight (bf16): a number (int64) for each `DIGEST_ELEMENTS` elements in order, shape [num_blocks].
 
     A block in which one element has changed always has another; one with several changes has the same with a
@@ -83,6 +86,7 @@ def written_blocks(weight: torch.Tensor, digests: torch.Tensor) -> torch.Tensor:
 
 def open_masters(weight: torch.Tensor, remainder: torch.Tensor, digests: torch.Tensor, master: torch.Tensor) -> None:
     """Write the masters of `weight` (bf16) into `master` (fp32); all flat. What was written to is its own master."""
+    # one launch where kernels compile, many of torch's otherwise
     compiled = kernels(weight.device)
     if compiled is not None:
         numbers = _odd_numbers(DIGEST_ELEMENTS, weight.device)
@@ -101,9 +105,11 @@ def close_masters(
         compiled.close_masters(master.view(torch.int32), weight.view(torch.int16), remainder, digests, numbers, changed)
         return
     rounded, rest = split(master)
+    # counted against the old weight, before the next line replaces it
     changed += (rounded != weight).sum()
     weight.copy_(rounded)
     remainder.copy_(rest)
+    # of the new weight: the next step takes a block with another digest for one that somebody has written to
     digests.copy_(block_digests(rounded))
 
 

@@ -107,6 +107,7 @@ class TrainerSession:
                 self._state = StreamedState(
                     self.optimizer,
                     mover,
+                    # a window of larger ranges would only take memory: see `RANGE_BYTES`
                     region_bytes=min(region_bytes, RANGE_BYTES),
                     on_progress=events.on_progress,
                     may_release=events.may_release if release_gradients else None,
@@ -167,6 +168,7 @@ class TrainerSession:
 
         A collective with Megatron's `overlap_param_gather`: weights of the last step are gathered first.
         """
+        # first: it may write weights, of which digests are taken afterwards
         self._finish_step()
         self.unseen.look()
         if parameters:
@@ -208,6 +210,7 @@ class TrainerSession:
         return self._state.releases
 
     def _on_admission(self) -> None:
+        # first whatever may refuse the pass, or bring parked gradients back
         self._events.on_gradient()
         self._state.before_gradient()
 
@@ -222,6 +225,7 @@ class TrainerSession:
     def note_step(self) -> bool:
         """Count backward passes anew: a step has used the gradients. False for a step that none came before."""
         had_passes = self._backward.passes > 0
+        # zero means a further optimizer of the same step: see `Turns.after_step`
         self.has_stepped = True
         self._backward.forget()
         return had_passes

@@ -65,6 +65,7 @@ class TrainerState:
         """Raises: `Unsupported` for an optimizer without torch's hooks, `BudgetError` without room for its state."""
         self.optimizer: Any = as_torch(optimizer)
         _check_hooks(self.optimizer)
+        # before any segment is built: an optimizer without hooks would never tell of its steps
         self._mover = mover
         self._before_step = before_step or self.bring_back
         self._after_step = after_step or (lambda: None)
@@ -77,6 +78,7 @@ class TrainerState:
         self.kept = KeptSegment(self)
         self._hooks: list[RemovableHandle] = []
         try:
+            # `untraced`: with a compiled optimizer torch.compile would trace the runtime through its own hooks
             self._hooks.append(self.optimizer.register_step_pre_hook(untraced(self._pre_hook)))
             self._hooks.append(self.optimizer.register_step_post_hook(untraced(lambda *_: self._stepped())))
             after_load = untraced(lambda _: self._after_load())
@@ -113,14 +115,17 @@ class TrainerState:
         if is_other or not identities:  # parameters may have joined, or been frozen, before the first step
             self._sizes = expected_sizes(self.optimizer)
         state, masters = self.parkings
+        # streaming overrides this method: its segments are of another kind
         assert isinstance(state, Parking) and isinstance(masters, Parking)
         state.look(self._stock.moments)
         masters.look(self._stock.masters)
         of_state, masters.expected_bytes = self._sizes
+        # a first step makes no second copy of state that stays
         state.expected_bytes = 0 if self.kept.holds_state else of_state
 
     def bring_back(self) -> None:
         """Make everything resident and wait for it. Raises: `BudgetError` when the device has no room."""
+        # all are started before the first is waited for, so that copies overlap
         for move in [segment.begin(Residency.RESIDENT) for segment in self.segments if segment.host_bytes]:
             move.wait()
 
@@ -142,6 +147,7 @@ class TrainerState:
 
     def _return_state(self, *, to_host: bool) -> None:
         if to_host:
+            # gradients stay the loop's, and on the device
             self.gradients.begin(Residency.RESIDENT).wait()
             for parking in self.parkings:
                 with suppress(BudgetError):  # without room in the arena it stays, and the loop may move it
@@ -177,6 +183,7 @@ class TrainerState:
         """
         for parking in self.parkings:
             if parking.residency is Residency.RESIDENT:
+                # torch casts and copies the loaded state to the parameters' device before it lets go of the old
                 with suppress(BudgetError, torch.OutOfMemoryError):  # the host has no room: both are there for a while
                     parking.begin(Residency.OFFLOADED).wait()
                     self._replaced.add(parking.name)
@@ -296,6 +303,7 @@ def take_stock(optimizer: Any) -> Stock:
         value = state[key]
         name = numbers.get(id(key), key)
         masters = {id(value[of]) for of in OF_MASTERS if of in value} if isinstance(value, dict) else set()
+        # a plain dict is by far the most frequent, and walked without pytree's overhead
         leaves = value.values() if type(value) is dict else [value]
         for leaf in leaves:
             if type(leaf) is torch.Tensor:
@@ -304,6 +312,7 @@ def take_stock(optimizer: Any) -> Stock:
                 for part in pytree.tree_leaves(leaf):
                     if isinstance(part, torch.Tensor):
                         _add(stock, Found(part, name, value), is_master=id(part) in masters)
+                    # no container to pytree: its tensors cannot be moved, since nobody knows who else reads them
                     elif not isinstance(part, _OPAQUE):
                         reason = f"colo does not look into objects of type {type(part).__name__}"
                         within = _tensors_within(part)
@@ -312,6 +321,7 @@ def take_stock(optimizer: Any) -> Stock:
 
 
 def _identities(state: Mapping[Any, Any]) -> list[int]:
+    # ids, not values: a tensor that is replaced has another, and nothing is read from the device
     """List ids of all keys and tensors of an optimizer's state: another list means that a tensor was replaced."""
     found = []
     for key, value in state.items():
@@ -352,6 +362,7 @@ def _add(stock: Stock, found: Found, *, is_master: bool) -> None:
             if not tensor.dim() or not tensor.numel():
                 return  # optimizers read scalars, such as step counts, on the host
             storage = tensor.untyped_storage()._cdata
+            # a view of a parameter's memory, counted and moved with the weights
             if storage in stock._parameters:
                 return
             reason = IS_GRADIENT if storage in stock._gradients else _peculiarity(tensor)
@@ -370,6 +381,7 @@ def _add(stock: Stock, found: Found, *, is_master: bool) -> None:
 
 def _peculiarity(tensor: torch.Tensor) -> str | None:
     """Say why a tensor cannot be pointed to other memory; `None` when it can."""
+    # pointing `.data` elsewhere would leave the graph, or the hooks, with the old memory
     if tensor.grad_fn is not None or tensor._backward_hooks:
         return "it is part of an autograd graph"
     if tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
@@ -399,6 +411,7 @@ def _tensors_within(value: object) -> list[torch.Tensor]:
     elif isinstance(value, Mapping):
         held = list(value.values())
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        # by fields: a dataclass with slots has no `__dict__`
         held = [getattr(value, field.name, None) for field in dataclasses.fields(value)]
     else:
         held = list(getattr(value, "__dict__", {}).values()) if not isinstance(value, type) else []
@@ -428,6 +441,7 @@ def _bytes_of_state(inner: Any, groups: list[dict[str, Any]], *, steps_all: bool
         copies = int(isinstance(inner, torch.optim.SGD) and group.get("momentum", 0) != 0)
         if isinstance(inner, (torch.optim.Adam, torch.optim.AdamW)):
             copies = 3 if group.get("amsgrad") else 2
+        # aligned as packs are: the plan would otherwise be short by up to a page for each tensor
         for parameter in outer["params"] if copies else ():
             if parameter.requires_grad or steps_all:
                 num_bytes += copies * align_up(local_bytes(parameter), ALIGNMENT_BYTES)
@@ -447,6 +461,7 @@ def unwrapped(optimizer: Any) -> Any:
 def _check_hooks(optimizer: Any) -> None:
     """Raise `Unsupported` for an optimizer that torch has not initialized, such as some that wrap another one."""
     for part in optimizer.inner if isinstance(optimizer, OptimizerParts) else [optimizer]:
+        # the attribute is made by `torch.optim.Optimizer.__init__` alone; some wrappers only copy `param_groups`
         if not hasattr(part, "_optimizer_state_dict_post_hooks"):
             raise Unsupported(
                 f"{type(part).__name__} does not call torch.optim.Optimizer.__init__, so it has no hooks and colo "

@@ -61,6 +61,7 @@ class StreamedState(TrainerState):
 
         self._on_progress = on_progress
         self._may_release = may_release
+        # weak keys: a parameter that leaves the model must be able to go
         self._watched: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._loading: dict[torch.Tensor, dict[str, Any]] = {}
         self._taken = TakenGradients()
@@ -73,6 +74,8 @@ class StreamedState(TrainerState):
 
     def _make_parkings(self, region_bytes: int) -> Sequence[StateSegment]:
         self.window = StateWindow(self.optimizer, self._mover, range_bytes=region_bytes)
+        # masters pass through the window with the rest: the second segment stays, empty, since phases ask for it by
+        # name
         return self.window, Parking(TRAINER_MASTER_WEIGHTS, self._mover)
 
     def bring_back(self) -> None:
@@ -89,10 +92,12 @@ class StreamedState(TrainerState):
             self._hooks[0] = self.optimizer.register_step_pre_hook(untraced(self._pre_hook))
 
     def _find_state(self) -> None:
+        # the window takes the stock itself: what lies in planes must not be parked as well
         self.window.take_in()
         self._stock = self.window.stock
         if self.releases:
             assert isinstance(self.gradients, ParameterGradients), "Megatron's optimizers are not streamed"
+            # the plan counts two neighbouring ranges' gradients instead of all of them
             self.gradients.bytes_of_all = self.window.released_bytes
             for parameter in parameters_of(self.optimizer):
                 if parameter.requires_grad and parameter not in self._watched:
@@ -103,6 +108,7 @@ class StreamedState(TrainerState):
 
     def _pre_hook(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepArguments | None:
         self._before_step()
+        # here and not by torch: a closure runs backward passes, whose gradients this step has to use
         args, kwargs = _with_closure_called(args, kwargs)
         with torch.no_grad():
             self._step()
@@ -127,12 +133,15 @@ class StreamedState(TrainerState):
         # after a step that failed: gradients that were written to since belong to another step
         self._taken.drop_changed()
         noted = set(map(id, self._taken.present()))
+        # parameters that were stepped and have another gradient now: these begin a new step of their own
         again = [p for p in self._done if id(p) not in noted and p.grad is not None]
         with uninterrupted():
+            # a parameter that was stepped whole has ended its step; one in the middle of it is stepped again whole
             self.window.end_part(p for p in again if len(self._done[p]) == len(self.window.work_of(p)))
             for parameter in again:
                 del self._done[parameter]
         if not self._is_under_way:
+            # only once: `prepare` forgets what an unfinished step has stepped
             self._changes = []
             self.window.prepare()
         self._is_under_way = True
@@ -143,6 +152,7 @@ class StreamedState(TrainerState):
     def _is_waiting(self, work: Work) -> bool:
         return any(self._is_due(parameter, work) for parameter in work.parameters)
 
+    # no gradient, or stepped in this range already, by the backward pass or by an attempt that failed
     def _is_due(self, parameter: torch.Tensor, work: Work) -> bool:
         return parameter.grad is not None and work.number not in self._done.get(parameter, ())
 
@@ -161,10 +171,13 @@ class StreamedState(TrainerState):
         try:
             with uninterrupted():
                 self.window.end_step()
+                # the host's state has to be whole before the window closes
                 self.window.begin(Residency.OFFLOADED)
                 self._taken.clear()
                 self._done.clear()
                 if self._missing is not None:
+                    # only where gradients were released: the loop has none left to zero, and `_LeftGradient` tells
+                    # whether it tries
                     self._missing = None
                     self._left.leave(parameters_of(self.optimizer))
                 self._is_under_way = False
@@ -189,10 +202,12 @@ class StreamedState(TrainerState):
             )
 
     def _on_gradient(self, parameter: torch.Tensor) -> None:
+        # outside of `train()` gradients stay, and `optimizer.step()` uses them
         if self._may_release is None or not self._may_release():
             return
         if self.releases and _is_reentrant():
             self._keep_gradients()
+        # `_keep_gradients` may have been called just now, or in an earlier pass
         if not self.releases:
             if parameter in self._done:
                 raise PhaseError(
@@ -202,6 +217,7 @@ class StreamedState(TrainerState):
                 )
             return
         with torch.no_grad():
+            # the first gradient of the pass: state comes to the device now
             if self._missing is None:
                 self._before_step()
                 self._begin()
@@ -212,6 +228,7 @@ class StreamedState(TrainerState):
                 missing = self._missing[work.number]
                 missing.discard(id(parameter))
                 if not missing:
+                    # nothing to fetch ahead: which range is complete next depends on the backward pass
                     self._handle(work, None)
                     for member in work.parameters:  # a gradient goes when the last of its ranges is stepped
                         if len(self._done.get(member, ())) == len(self.window.work_of(member)):
@@ -251,6 +268,7 @@ class StreamedState(TrainerState):
         numbers = [number for group in given["param_groups"] for number in group["params"]]
         state = dict(given["state"])
         if isinstance(self.optimizer, MasterWeightsOptimizer):
+            # checked before anything is taken: a state dict that is refused must change nothing
             self.optimizer.check_loaded(given)
         self._loading = {}
         for number, parameter in zip(numbers, parameters_of(self.optimizer), strict=False):  # torch refuses others
@@ -277,6 +295,7 @@ def _with_closure_called(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tu
     closure = args[1] if position else kwargs.get("closure")
     if not callable(closure):
         return args, dict(kwargs)
+    # as torch's own `step` does: the caller may be under `no_grad`
     with torch.enable_grad():
         loss = closure()
 
@@ -314,6 +333,7 @@ class _LeftGradient:
 
     def leave(self, parameters: Sequence[torch.Tensor]) -> None:
         """Give the smallest parameter such a gradient, after a step."""
+        # the smallest, since it takes memory until the next pass
         smallest = min((p for p in parameters if p.requires_grad), key=torch.Tensor.numel, default=None)
         if smallest is not None and smallest.grad is None:
             smallest.grad = torch.zeros_like(smallest)
@@ -324,6 +344,7 @@ class _LeftGradient:
         if self._found is None:
             return False
         (parameter, gradient, version), self._found = self._found, None
+        # the loop has dropped it or a pass has replaced it: nothing was zeroed
         if parameter.grad is not gradient:
             return False
         parameter.grad = None

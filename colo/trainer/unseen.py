@@ -33,12 +33,15 @@ class UnseenState:
         self._known = list(_known(optimizer))
         own = parameters_of(optimizer)
         self._own = set(map(id, own))
+        # parameters of the model that the given optimizer does not step: another one may
         others = [p for p in model.parameters() if id(p) not in self._own] if model is not None else []
+        # torch's counts of in-place writes, before anybody has trained
         self._versions = {parameter: parameter._version for parameter in others}
         self._parameters = {id(p): p for p in [*own, *others]}
         self._stepped_elsewhere: set[int] = set()  # by optimizers of torch's that colo was not given
         self._stepped: set[int] = set()  # by the others, with a gradient
         self._is_checked = isinstance(optimizer, MegatronOptimizers)  # which has state of copies of them
+        # torch keeps this hook for all optimizers of the process: bound weakly, it does not keep a dropped runtime
         self._hook = register_optimizer_step_post_hook(untraced(weakly(self._on_step)))
         finalize(self, self._hook.remove)  # of a runtime that is dropped
 
@@ -82,9 +85,11 @@ class UnseenState:
         return f"{len(keys)} parameters, one of shape {tuple(first.shape)}"
 
     def _on_step(self, optimizer: torch.optim.Optimizer) -> None:
+        # by `state` too: a step in parts calls with objects that share the optimizer's state (`part_of`)
         if not any(optimizer is part or optimizer.state is part.state for part in self._known):
             self._stepped_elsewhere |= self._parameters.keys() & set(map(id, parameters_of(optimizer)))
         elif not self._is_checked:
+            # only until the first look: afterwards it is known which have state
             self._stepped |= {id(p) for p in parameters_of(optimizer) if p.grad is not None} & self._own
 
 

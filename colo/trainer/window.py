@@ -77,6 +77,7 @@ class StateWindow:
         self._slots: list[StateSlot] = []
         self._turn = 0
         self._streams: dict[str, torch.cuda.Stream] = {}
+        # streams of their own: copies in and out go both ways over the bus at once, beside the step's kernels
         if mover.device.type == "cuda":
             self._streams = {lane: torch.cuda.Stream(mover.device) for lane in ("in", "out")}
         self.stock = take_stock(optimizer)
@@ -92,6 +93,7 @@ class StateWindow:
     def size_bytes(self) -> int:
         """Bytes of the window: slots and flat parameters, and what three neighbouring buckets have."""
         sizes = [0, *(max(b.parking.size_bytes, b.expected_bytes) for b in self._buckets), 0]
+        # the one before may still be leaving and the next is fetched ahead, so that three are on the device at once
         windows = (
             before + own + after + bucket.transient_bytes
             for bucket, before, own, after in zip(self._buckets, sizes, sizes[1:], sizes[2:], strict=False)
@@ -124,6 +126,7 @@ class StateWindow:
 
     def begin(self, target: Residency) -> Move:
         """Open the window, or close it; see `Segment.begin`."""
+        # nothing to wait for: opening maps memory, no state comes with it
         if target is self.residency:
             return Done()
         check_move(self.name, self.residency, target)
@@ -139,8 +142,10 @@ class StateWindow:
         device, left_bytes = self._mover.device, 0
         if on_device and device.type == "cuda" and free_device_bytes(device) < self.total_bytes:
             on_device, left_bytes = False, self.host_bytes  # a part there would be of no use, and in the weights' way
+        # waits for copies under way: the planes must be whole before they are given away
         self._leave()
         if self._region is not None:
+            # the window's memory first: the state needs its room on a full device
             self._region.close()
             self._region, self._slots = None, []
         for planes in self._planes:
@@ -153,6 +158,7 @@ class StateWindow:
             bucket.parking.hand_over()
         self._planes, self._buckets = [], []
         if self._has_masters:
+            # from here on the optimizer loads and steps its masters itself again
             self.optimizer.is_streamed = False
             self.publish()
         if left_bytes:
@@ -167,6 +173,7 @@ class StateWindow:
         """Take the slots' memory. Raises: `BudgetError` when the device has no room."""
         parts = self._parts()
         if size_bytes := carved_bytes(parts):
+            # a parameter that has joined since may need larger slots
             if self._region is not None and self._region.size_bytes < size_bytes:
                 self._region.close()
                 self._region, self._slots = None, []
@@ -179,10 +186,12 @@ class StateWindow:
         self._is_open = True
 
     def _leave(self) -> None:
+        # pages must not be unmapped under a copy
         for stream in self._streams.values():
             stream.synchronize()
         if self._region is not None and self._region.resident:
             self._region.release()
+        # not waited for here: the next move of the same bucket waits
         for bucket in self._buckets:
             bucket.parking.begin(Residency.OFFLOADED)
         self._is_open = False
@@ -192,9 +201,11 @@ class StateWindow:
         used = [planes for planes in self._planes if planes.ranges]
         if not used:
             return []
+        # flat memory is shared by all planes, of the largest; each takes a part of it
         elements = max(planes.range_elements for planes in used)
         flat_bytes = max(planes.dtype.itemsize for planes in used) * elements
         slot_bytes = max(carved_bytes(planes.specs) for planes in used)
+        # only bf16 and fp16 weights have masters: 2 bytes each
         weight_bytes = 2 * elements if self._masters else 0
         return [((n,), torch.uint8) for n in (flat_bytes, flat_bytes, weight_bytes, *NUM_SLOTS * (slot_bytes,))]
 
@@ -240,6 +251,7 @@ class StateWindow:
         """Reserve host memory for all state. Raises: `BudgetError`; nothing has changed then."""
         self._extend()
         with torch.no_grad():
+            # state that the loop has loaded goes into the planes before its scalars are compared
             for planes in self._planes:
                 planes.take_in()
                 planes.begin_step()
@@ -262,9 +274,12 @@ class StateWindow:
         for number, group in enumerate(self.optimizer.param_groups):
             for parameter in group["params"]:
                 is_new = id(parameter) not in self._work_of
+                # frozen parameters without state join when they begin to train
                 if not is_new or not (parameter.requires_grad or self.optimizer.state.get(parameter)):
                     continue
                 if is_elementwise(self.base) and _has_plain_elements(parameter, self._mover.device):
+                    # one plane has one group's hyperparameters, one dtype and one kind of master: one call of `step`
+                    # serves its range
                     by_kind[number, parameter.dtype, type(self._masters.get(parameter))].append(parameter)
                 else:
                     rest.append(parameter)
@@ -272,10 +287,12 @@ class StateWindow:
             planes = Planes(self.base, self._masters, number, parameters, kind, self._mover)
             planes.cut(self._range_bytes, self._number)
             self._number += len(planes.ranges)
+            # several ranges may hold parts of one parameter
             self._planes.append(planes)
             for work in planes.ranges:
                 for parameter in work.parameters:
                     self._work_of.setdefault(id(parameter), []).append(work)
+        # 8 bytes an element stand for two fp32 moments where nothing is known yet
         for parameters in batches(rest, lambda p: self._expected_bytes(p) or 8 * p.numel(), self._range_bytes):
             parking = Parking(self.name, self._mover, name_of=lambda t: self.stock.name_of(t), keeps_addresses=False)
             transient_bytes = sum(self.optimizer.transient_bytes(p) for p in parameters) if self._has_masters else 0
@@ -307,6 +324,7 @@ class StateWindow:
         kept = []
         for tensor in (*stock.moments, *stock.masters):
             first, *others = owners[storage_key(tensor)]
+            # `-1` stands for parameters in planes, whose tensors are not parked
             if not others and first == -1:
                 continue  # of planes
             if others or id(tensor) in shared:
@@ -317,6 +335,7 @@ class StateWindow:
             bucket.parking.look(members[bucket.number])
             if members[bucket.number]:
                 bucket.expected_bytes = 0
+            # an open window has the bucket where it is; closing it will send it away
             if not self._is_open:
                 bucket.parking.begin(Residency.OFFLOADED)
         return kept
@@ -335,6 +354,7 @@ class StateWindow:
 
     def _step_bucket(self, bucket: Bucket, due: list[torch.Tensor], following: Work | None) -> None:
         bucket.parking.begin(Residency.RESIDENT).wait()
+        # the next bucket comes while this one is stepped
         if isinstance(following, Bucket):
             following.parking.begin(Residency.RESIDENT)
         try:
@@ -343,20 +363,24 @@ class StateWindow:
             else:
                 ids = set(map(id, due))
                 groups = [
+                    # groups keep their hyperparameters: a schedule has changed them for this step
                     {**group, "params": [p for p in group["params"] if id(p) in ids]}
                     for group in self.base.param_groups
                 ]
                 own_step(type(self.base))(part_of(self.base, groups, self.base.state))
         finally:
+            # the first step has made state, which must leave with the bucket like any other
             self.stock = take_stock(self.optimizer)
             self._park(self.stock)
             bucket.parking.begin(Residency.OFFLOADED)
 
     def _step_range(self, work: Range, due: list[torch.Tensor], note: Note) -> None:
         """Copy a range's state into a slot, step it there, and queue its way back."""
+        # slots in turn: the range that had this one was two turns earlier
         planes, slot = work.planes, self._slots[self._turn % NUM_SLOTS]
         self._turn += 1
         state = slot.views(planes)
+        # on its own stream, so that the copy overlaps with the step of the range before
         with _on(self._streams.get("in")):
             _wait(slot.left)  # the range that was here last is still being copied out
             planes.copy_in(work, state)
@@ -384,6 +408,7 @@ class StateWindow:
 
     def end_step(self) -> None:
         """Wait until the host's state is whole, and show what a step has counted."""
+        # the host reads its own memory next, and knows nothing of streams
         for stream in self._streams.values():
             stream.synchronize()
         for planes in self._planes:
@@ -401,6 +426,7 @@ def _has_plain_elements(parameter: torch.Tensor, device: torch.device) -> bool:
         and shard.numel() > 0
         and shard.is_floating_point()
         and shard.is_contiguous()
+        # a sparse gradient has no elements in order: such parameters go into a bucket
         and not (parameter.grad is not None and parameter.grad.layout is not torch.strided)
     )
 

@@ -70,6 +70,7 @@ def attach(
     version, a TRL that is another inside); `OSError` for an `output_dir` that cannot be written to; `ValueError` for a
     column that a reward takes and the dataset lacks; as `colo.share`. The trainer is as it was then.
     """
+    # the contract first: every later line reads what it names
     check_contract(trainer)
     check_trainer(trainer)
     llm = unsloth.engine_of(trainer.model)
@@ -84,6 +85,7 @@ def attach(
     options = dict(engine_options or {})
     if config is not None and config.release_gradients:
         check_released(trainer.args)
+    # the trainer's own number: a config made without it must not bring state back in the wrong pass
     config = replace(config or RuntimeConfig(), accumulation_steps=trainer.args.gradient_accumulation_steps)
     before = trainer.optimizer, trainer.model_wrapped
     rt, forget, folders = None, keep_initial_adapter(trainer), ExitStack()
@@ -96,10 +98,12 @@ def attach(
             engine,
             trainer.model,
             trainer.optimizer,
+            # `share` refuses options for an engine that runs already
             engine_options=options if isinstance(engine, str) and (options or engine == "vllm") else None,
             tokenizer=trainer.processing_class,
             config=config,
         )
+        # vLLM has read the tokenizer's folder by then, but may start again: it stays until the end
         rt.at_close(folders.close)
         context = _context_of(trainer, rt)
         sampling = sampling_of(trainer, rt, context)
@@ -156,11 +160,13 @@ def sampling_of(trainer: Any, rt: Runtime, context: int) -> dict[str, Any]:
     if trainer.repetition_penalty != 1.0:
         sampling["repetition_penalty"] = trainer.repetition_penalty
     given = dict(args.generation_kwargs or {})
+    # TRL's list has the generation config's end tokens too; without one there is the tokenizer's
     if not given.get("ignore_eos"):
         ends = getattr(trainer, "eos_token_ids", None) or [trainer.processing_class.eos_token_id]
         sampling["stop_token_ids"] = [token for token in ends if token is not None]
     if args.vllm_structured_outputs_regex is not None:
         sampling["structured_outputs"] = _structured_outputs(rt, args.vllm_structured_outputs_regex)
+    # the user's generation_kwargs win
     return sampling | given
 
 
@@ -172,8 +178,10 @@ def _set(trainer: Any, rt: Runtime, generation: ColoGeneration) -> None:
     new = {
         "colo": rt,
         "vllm_generation": generation,
+        # as for a vLLM of TRL's in this process: TRL's code asks `vllm_generation` then
         "use_vllm": True,
         "vllm_mode": "colocate",
+        # no step has this number: TRL calls `sync_weights` before its next generation
         "_last_loaded_step": -1,
         "reward_funcs": [
             checked(reward, name, trainer)
@@ -219,6 +227,7 @@ def add_vllm_options(trainer: Any, options: dict[str, Any], folders: ExitStack) 
     choose_process(options, trainer.accelerator.num_processes, trainer.model.config)
     if args.vllm_max_model_length is not None:
         options.setdefault("max_model_len", args.vllm_max_model_length)
+    # vLLM's options that read text need a tokenizer, and the trainer's may have tokens that the checkpoint's has not
     given = {"structured_outputs": args.vllm_structured_outputs_regex} | (args.generation_kwargs or {})
     if needing_tokenizer(given) and "tokenizer" not in options:
         options["tokenizer"] = folders.enter_context(tempfile.TemporaryDirectory(prefix="colo-tokenizer-"))
@@ -228,6 +237,7 @@ def add_vllm_options(trainer: Any, options: dict[str, Any], folders: ExitStack) 
 
 def _context_of(trainer: Any, rt: Runtime) -> int:
     """The most tokens of a prompt and its completion."""
+    # vLLM may have cut the context to what its KV cache holds
     llm = getattr(rt.engine, "llm", None)
     found = llm.llm_engine.model_config.max_model_len if llm is not None else positions_of(trainer.model.config).count
     return min(limit for limit in (found, trainer.args.vllm_max_model_length, sys.maxsize) if limit)
@@ -295,6 +305,7 @@ def _make_optimizer(trainer: Any) -> None:
     model, made = trainer.model, trainer.optimizer
     in_16_bits = any(p.requires_grad and p.is_floating_point() and p.element_size() < 4 for p in model.parameters())
     if made is None and in_16_bits:
+        # a class that the trainer was given counts before that of the arguments
         known = trainer.optimizer_cls_and_kwargs
         kind, options = known or trainer.get_optimizer_cls_and_kwargs(trainer.args, model)
         if not isinstance(kind, type):
@@ -336,6 +347,7 @@ def _shard(trainer: Any) -> None:
     from accelerate.utils import fsdp2_prepare_model
 
     if trainer.optimizer is None:
+        # sharded before the optimizer is made: it is made of shards then
         trainer.model = fsdp2_prepare_model(trainer.accelerator, trainer.model)
     elif hasattr(unwrapped(trainer.optimizer), "inner"):
         raise Unsupported(

@@ -58,6 +58,7 @@ def check_contract(trainer: Any) -> None:
         from trl.generation.vllm_generation import VLLMGeneration
     except ImportError as error:
         raise Unsupported(f"TRL {version} has no trl.generation.vllm_generation.VLLMGeneration: {_TESTED}") from error
+    # by signature, not by version: a changed TRL is refused where it differs, not where it is new
     for method, expected in (("generate", GENERATE), ("sync_weights", ("self",))):
         found = tuple(inspect.signature(getattr(VLLMGeneration, method)).parameters)
         if found != expected:
@@ -122,6 +123,7 @@ def check_trainer(trainer: Any) -> None:
             "this trainer has a runtime, trainer.colo: train with it, or call colo.trl.detach(trainer) before it is "
             "attached anew"
         )
+    # Unsloth's trainer has `use_vllm` set, and its model brings the vLLM
     if trainer.use_vllm and unsloth.engine_of(trainer.model) is None:
         raise ValueError("this trainer has a vLLM of its own: leave use_vllm out, colo starts the engine")
     if getattr(trainer, "_is_vlm", False) or not hasattr(trainer.processing_class, "convert_ids_to_tokens"):
@@ -156,6 +158,7 @@ _WHOLE, _ADAPTER = "model.safetensors", "adapter_model.safetensors"
 def check_output(folder: str | os.PathLike[str]) -> None:
     """Raise `OSError` where a run could not make a folder and write to it. Makes nothing."""
     path = Path(folder).absolute()
+    # the nearest folder that is there: the others will be made in it
     there = next(parent for parent in (path, *path.parents) if parent.exists())
     if not there.is_dir():
         raise NotADirectoryError(f"output_dir {folder} cannot be made, {there} is a file: choose another output_dir")
@@ -188,9 +191,11 @@ def _names(model: nn.Module) -> list[tuple[list[str], tuple[int, ...]]]:
     adapter = next(iter(getattr(model, "active_adapters", None) or []), None) if hasattr(model, "peft_config") else None
     names: dict[int, list[str]] = {}
     shapes: dict[int, tuple[int, ...]] = {}
+    # tied weights too: a checkpoint may have either name
     for name, p in model.named_parameters(remove_duplicate=False):
         if adapter is None or (p.requires_grad and f".{adapter}" in name):
             plain = name if adapter is None else name.replace(f".{adapter}", "", 1)
+            # PEFT saves `modules_to_save` with and without its wrapper's name
             names.setdefault(id(p), []).extend({plain: 1, plain.replace(".modules_to_save", ""): 1})
             shapes[id(p)] = tuple(p.shape)
     return [(names[key], shapes[key]) for key in names]
@@ -200,6 +205,7 @@ def _shapes(folder: Path) -> Mapping[str, tuple[int, ...]] | None:
     """Shapes by name, from the headers of a checkpoint's files; `None` where there is no safetensors file."""
     from safetensors import safe_open
 
+    # an adapter's file is looked at only where there is no whole model
     files = [path for name in (_WHOLE, _ADAPTER) if (path := folder / name).is_file()][:1]
     index = folder / f"{_WHOLE}.index.json"
     if not files and index.is_file():
@@ -231,6 +237,7 @@ def checked(reward: Any, name: str, trainer: Any) -> Any:
     def check(rewards: Any, columns: Mapping[str, Any]) -> Any:
         count, step = len(columns["completions"]), trainer.state.global_step
         found = check_rewards(name, rewards, count, step=step, allow_none=True)
+        # a generator has been read by now, so that the list goes on; a tensor stays a tensor
         return rewards if isinstance(rewards, Sequence) or hasattr(rewards, "tolist") else found
 
     if _is_awaited(reward):
@@ -298,6 +305,7 @@ def check_fused_head(model: Any) -> None:
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     forward = getattr(base.forward, "__func__", None)
+    # TRL replaces `forward` by a closure, whose variables are what it has read from the config
     known = inspect.getclosurevars(forward).nonlocals if inspect.isfunction(forward) else {}
     head = base.get_output_embeddings()
     if "logit_scale" not in known or not isinstance(head, torch.nn.Linear) or any(map(is_dtensor, base.parameters())):
@@ -316,6 +324,7 @@ def _why_not(base: Any, head: torch.nn.Linear, scale: float, cap: float | None) 
     outputs: list[Any] = []
     seen = SeenPass(head)
     ids = torch.arange(2, device=head.weight.device)[None]
+    # a dictionary, since both may be the same module
     watched = dict.fromkeys((base.base_model, base.get_decoder()))
     handles = [module.register_forward_hook(lambda _m, _a, output: outputs.append(output)) for module in watched]
     try:
@@ -333,6 +342,7 @@ def _why_not(base: Any, head: torch.nn.Linear, scale: float, cap: float | None) 
     if seen.vocab_size != head.weight.shape[0]:
         return f"this model's logits are the first {seen.vocab_size} of {head.weight.shape[0]}"
     before, after, is_capped = _scales(seen.steps)
+    # a factor on the hidden state is a factor of the logits
     before *= factor
     expected = (scale / cap, cap) if cap else (scale, 1.0)
     tolerance = 1e-9 if factor == 1 else 0.01  # a factor that is measured is rounded
@@ -347,8 +357,10 @@ def _why_not(base: Any, head: torch.nn.Linear, scale: float, cap: float | None) 
 
 def _factor(last: torch.Tensor, hidden: torch.Tensor) -> float | None:
     """Factor from the last hidden state to the head's input (MiniCPM3 has one); `None` where that is more."""
+    # the same memory: nothing was computed in between
     if last.data_ptr() == hidden.data_ptr():
         return 1.0
+    # in fp64, and where nothing is divided by zero
     ratio = (hidden.double() / last.double())[last != 0]
     factor = float(ratio.median()) if len(ratio) else 1.0
     is_constant = bool(((ratio - factor).abs() <= 2 * torch.finfo(hidden.dtype).eps * abs(factor)).all())

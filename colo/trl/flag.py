@@ -80,6 +80,7 @@ class ColoOptions:
         self.choose_engine()
         if self.colo_engine not in ("torch", "vllm"):
             raise ValueError(f"colo_engine must be 'auto', 'vllm' or 'torch', not {self.colo_engine!r}")
+        # the runtime's own checks, with the names of the flag's fields
         try:
             self.colo_config()
         except (TypeError, ValueError) as error:
@@ -87,6 +88,7 @@ class ColoOptions:
         super().__post_init__()  # type: ignore[misc]
         if self.colo_release_gradients:
             check_released(self)
+        # after `super()`, which has parsed JSON
         if not isinstance(self.colo_engine_options, dict | None):
             raise ValueError(f"colo_engine_options must be a mapping, or JSON of one, not {self.colo_engine_options!r}")
 
@@ -152,6 +154,7 @@ def _with_old_name(kind: type[T]) -> type[T]:
 class ColoGRPOConfig(ColoOptions, GRPOConfig):  # type: ignore[misc]
     """`GRPOConfig` with `fast_inference` and colo's options."""
 
+    # TRL parses the JSON of these fields from a command line
     _VALID_DICT_FIELDS = [*GRPOConfig._VALID_DICT_FIELDS, "colo_engine_options"]  # noqa: RUF012
 
 
@@ -176,12 +179,14 @@ class _WithEngine:
     A model that accelerate will shard is loaded by TRL: a rank's engine has memory of its own.
     """
 
+    # on the class, without `__set__`: the attribute that `attach` sets on the instance wins
     colo: Runtime = cast("Runtime", _NoRuntime())
 
     def __init__(
         self, model: Any, reward_funcs: Any = None, args: Any = None, *positional: Any, **options: Any
     ) -> None:
         model = os.fspath(model) if isinstance(model, os.PathLike) else model
+        # positional arguments behind `args` go by the names of TRL's own signature, which grows with versions
         options |= zip(list(inspect.signature(super().__init__).parameters)[3:], positional, strict=False)
         if not getattr(args, "fast_inference", False):
             warnings.warn(
@@ -194,12 +199,15 @@ class _WithEngine:
         args.refuse_use_vllm()
         check_args(args)
         check_output(args.output_dir)
+        # before an engine is started, which takes a minute
         rewards = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
         check_columns(rewards, options.get("train_dataset"), options.get("eval_dataset"))
+        # both ways in which accelerate is told: by TRL's arguments, or by its launcher's environment
         is_sharded = args.fsdp or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
         if not isinstance(model, str) or is_sharded:
             with initialized_once(model, args.beta):
                 super().__init__(model, reward_funcs, args, **options)  # type: ignore[call-arg]
+            # the trainer has made and prepared the model: only the engine is missing
             self._attach(args, args.colo_engine, args.colo_engine_options)
             return
         # they are for `start`: beside a model that exists TRL would complain of them
@@ -211,9 +219,11 @@ class _WithEngine:
                     super().__init__(made, reward_funcs, args, **options)  # type: ignore[call-arg]
                 self._attach(args, engine, None)
             except BaseException:
+                # the trainer does not own the engine yet
                 engine.close()
                 raise
         finally:
+            # as it was given: the config is saved with checkpoints
             args.model_init_kwargs = given
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
@@ -251,6 +261,7 @@ def _started(model: str, args: Any, model_init_kwargs: Any, options: dict[str, A
     engine_options = _engine_options(model, args, model_init_kwargs, options.pop("quantization_config", None))
     # one that will be folded is TRL's to add: the engine has none
     lora = None if args.colo_fold_adapter else options.pop("peft_config", None)
+    # a TRL with the fused head computes from the head's weight alone, and would not train an adapter on it
     if lora is not None and hasattr(grpo_trainer, "add_fused_lm_head"):
         refuse_adapted_head(model, lora, revision_of(engine_options or {}))
     set_seed(args.seed)  # as TRL does before it makes a model, whose adapter is random

@@ -72,6 +72,7 @@ class ColoGeneration:
             try:
                 completions = self._sample(unique, sampling)
             except EngineLost:
+                # the phase that failed is left first: `recover` is refused within one
                 self.runtime.enter(None)
                 self.runtime.recover()
                 self.recoveries += 1
@@ -87,6 +88,7 @@ class ColoGeneration:
         return self.runtime.generate(prompts, **sampling)
 
     def _check(self, prompts: Iterable[Sequence[int]]) -> None:
+        # one position is needed for the completion
         longest = self._context - 1
         for index, prompt in enumerate(prompts):
             if not len(prompt):
@@ -108,16 +110,19 @@ class ColoGeneration:
         trainer, args = self._trainer, self._trainer.args
         mode, rank = "train" if trainer.model.training else "eval", trainer.accelerator.process_index
         step, count = self._calls.get(mode, (-1, 0))
+        # several calls in one step (tools, or several batches) draw apart
         count = count + 1 if step == trainer.state.global_step else 0
         self._calls[mode] = trainer.state.global_step, count
         run = f"{args.seed}/{mode}/{trainer.state.global_step}/{count}"
         if mode == "train":
+            # TRL asks at once for the prompts of all micro-batches until its next generation
             usual = args.per_device_train_batch_size * (args.steps_per_generation or args.gradient_accumulation_steps)
         else:
             usual = args.per_device_eval_batch_size
         # A part of a batch, such as what tools are called for, is of another size on every rank.
         first, run = (rank * num_prompts, run) if num_prompts == usual else (0, f"{run}/{rank}/{num_prompts}")
         size = max(1, num_generations)
+        # one seed for each request of `n` samples, which count up from it
         rows = range(first, first + num_prompts, n)
         return {"seed": [row_seed(run, row // size, 0) + row % size for row in rows]}
 
@@ -140,6 +145,7 @@ def _grouped(prompts: list[list[int]], num_generations: int) -> tuple[list[list[
     """Each prompt once, and how many completions of it are wanted: 1 where they do not come in equal groups."""
     size = max(1, num_generations)
     groups = [prompts[start : start + size] for start in range(0, len(prompts), size)]
+    # equal prompts in equal numbers: only then can one request stand for a group
     if all(len(group) == group.count(group[0]) == size for group in groups):
         return [group[0] for group in groups], size
     return prompts, 1
@@ -158,6 +164,7 @@ def watch_forwards(model: Any, runtime: Runtime) -> list[Any]:
     def before_forward(*_: Any) -> None:
         # TRL has no call where training begins: its first forward pass tells
         in_rollout = runtime.phase is Phase.ROLLOUT
+        # in a rollout any pass, also one without gradients: the engine's memory is in its way
         if in_rollout or (model.training and torch.is_grad_enabled() and runtime.phase is not Phase.TRAIN):
             with as_policy(model):
                 runtime.enter(Phase.TRAIN)
@@ -191,6 +198,7 @@ class PhaseCallback(TrainerCallback):  # type: ignore[misc]
         """Leave only where a rollout follows: what left for it would come back unused for another step."""
         every = getattr(args, "steps_per_generation", None) or args.gradient_accumulation_steps
         every *= getattr(self._trainer, "num_iterations", 1)
+        # TRL's `_step` counts micro-batches, and a new generation comes after `every` of them
         if getattr(self._trainer, "_step", 0) % every == 0:
             self._runtime.enter(None)
         self._add_metrics()
@@ -221,6 +229,7 @@ class PhaseCallback(TrainerCallback):  # type: ignore[misc]
         trace, generation, since_s = self._runtime.trace, self._generation, self._since_s
         self._since_s = trace.now_s()
         new: dict[str, float] = defaultdict(float)
+        # from the newest back: a report's history may be long
         for span in takewhile(lambda span: span.end_s > since_s, reversed(trace.spans)):
             if span.category in ("phase", "switch"):
                 new[f"{span.name if span.category == 'phase' else 'switch'}_s"] += span.duration_s
@@ -237,6 +246,7 @@ class PhaseCallback(TrainerCallback):  # type: ignore[misc]
             if values := trace.metrics.get(series):
                 new[name] = values[-1]
         for name, value in new.items():
+            # TRL averages and empties these lists when it logs
             self._trainer._metrics["train"][f"colo/{name}"].append(value)
 
 
@@ -262,10 +272,12 @@ def initialized_once(model: Any, beta: float) -> Iterator[None]:
     if not hasattr(config, "init_lora_weights"):
         yield
         return
+    # True is LoRA's own start, which touches no base weight
     before, config.init_lora_weights = config.init_lora_weights, True
     try:
         yield
     finally:
+        # the user's setting is what is saved
         config.init_lora_weights = before
         if REF in model.peft_config and changes_nothing(model):
             model.delete_adapter(REF)  # the model without its adapter is the same, takes nothing, and is not saved
@@ -302,9 +314,11 @@ def keep_initial_adapter(trainer: Any) -> Callable[[], None]:
         return lambda: None
     (name, *_) = active_adapters(model)
     config = copy.copy(model.peft_config[name])
+    # the copy below replaces what this draws
     config.init_lora_weights = True
     model.add_adapter(REF, config)
     _copy_to_reference(model, name)
+    # the reference goes with the runtime
     return lambda: model.delete_adapter(REF)
 
 
@@ -314,6 +328,7 @@ def _copy_to_reference(model: Any, name: str, *, is_last: bool = False) -> None:
         parts = key.split(".")
         if name in (parts[-1:] if is_last else parts):
             copied = ".".join(REF if part == name else part for part in parts)
+            # `.data`: the parameter stays the frozen one that PEFT has made
             model.get_parameter(copied).data = parameter.detach().clone()
 
 
