@@ -255,7 +255,6 @@ def _check_checkpoint(model: object) -> None:
     if isinstance(model, PreTrainedModel):
         if not model.can_generate():
             raise TypeError(f"{type(model).__name__} generates no tokens: load it with AutoModelForCausalLM")
-        # on meta there is nothing to copy
         if any(parameter.is_meta for parameter in model.parameters()):
             raise ValueError("the model is on the meta device, without weights: launch(model.config) draws random ones")
     elif isinstance(model, nn.Module):

@@ -55,7 +55,6 @@ def check(
             "those of rt.generate(...), and rt.log(mismatch=...) for the report"
         )
     prompts = prompts or _prompts(rt)
-    # refused before anything is sampled
     if sampling:
         rt.engine.sampling_params(None, **sampling)
     with rt.rollout():

@@ -59,6 +59,7 @@ class EngineBase:
         self.mover = mover or Mover(device)
         self._owns_mover = mover is None
         self._segments = tuple(segments)
+        # a status that is given knows of a process that can end
         self._status = status or EngineStatus(lambda: self.segments)
 
     @property
@@ -105,6 +106,7 @@ class EngineBase:
         Raises: `PhaseError` unless awake, `EngineLost` when lost, `StaleWeights` while poisoned.
         """
         if self.before_generate is not None:
+            # first: it may publish, and lift a poisoning
             self.before_generate()
         return self._status.require_version()
 
@@ -162,6 +164,7 @@ class EngineBase:
         if unknown := sorted(wanted - TAGS.keys()):
             raise ValueError(f"unknown tags {unknown}: wake takes {sorted(TAGS)}")
         by_name = {segment.name: segment for segment in self.segments}
+        # also of a part: an engine with some memory away must not generate
         if any(segment.residency is not Residency.RESIDENT for segment in self.segments):
             self._status.paused = True
         woken: list[tuple[Segment, Residency]] = []
@@ -201,6 +204,7 @@ class EngineBase:
         self._status.check_process()
         if not self._status.closed:
             self._status.close()
+            # first: nobody may use what is being released
             self._release()
             if self._owns_mover:
                 self.mover.close()
@@ -261,6 +265,7 @@ class EngineStatus:
     def require(self, verb: str, *states: EngineState) -> None:
         """Raise `EngineLost` for a lost engine, and `PhaseError` for one in none of `states`, or of another process."""
         self.check_process()
+        # first: a process that has ended is found out here
         self._check_alive()
         self.require_present()
         if (state := self.state) not in states:

@@ -45,6 +45,7 @@ class BufferLayer(DynamicLayer):  # type: ignore[misc]  # transformers ships no 
 
     def set_length(self, length: int) -> None:
         """Declare the first `length` columns to be filled."""
+        # slices of memory that is there: no call allocates, and `generate` of transformers would
         self.keys, self.values = (states[:, :, :length] for states in self.room)
 
     def update(
@@ -91,11 +92,13 @@ class BufferCache(Cache):  # type: ignore[misc]  # transformers ships no types
         start = self.get_seq_length()
         columns = torch.arange(start, start + query_length, device=self._padding.device)
         last = None if self._num_positions is None else self._num_positions - 1
+        # rows that have ended go on with the others, and must not run out of positions
         return (columns - self._padding[:, None]).clamp(0, last)
 
     def attention_mask(self, query_length: int) -> torch.Tensor | None:
         """Mask of the columns that are tokens, bool [rows, length + query_length]; `None` when all are."""
         if not self._padded:
+            # `None` lets attention take its fast path: a mask, even of ones, would not
             return None
         columns = torch.arange(self.get_seq_length() + query_length, device=self._padding.device)
         return columns >= self._padding[:, None]
@@ -174,6 +177,7 @@ class KVCacheBuffer:
         if logits is None:
             logits = prefill(model, wave, prompts)
             self.remember(wave, adapter, logits)
+        # parts have advanced caches of their own over this memory
         prompts.set_length(wave.prompt_length)
         slots = torch.tensor(wave.slots, device=self._region.device)
         rows.take(prompts, slots)
@@ -181,6 +185,7 @@ class KVCacheBuffer:
 
     def recall(self, wave: Wave, adapter: str | None) -> torch.Tensor | None:
         """The logits [prompts, vocab] after the prompts of `wave`, if computed last; else forget what was computed."""
+        # in place, prompt and completion share columns: no later call would find the prompts where it looks
         if self._prefix is not None and not wave.in_place and self._prefix[:2] == (wave.prompts, adapter):
             return self._prefix[2]
         self.forget()
@@ -206,6 +211,7 @@ class KVCacheBuffer:
             return cache, cache
         num_prompts = len(wave.prompts)
         prompts = BufferCache(self._block(0, num_prompts, length), padding, padded=padded, num_positions=count)
+        # behind the prompts, so that these stay for a next call with the same ones
         block = self._block(num_prompts * length, len(wave.rows), row_length)
         no_padding = padding.new_zeros(len(wave.rows))
         return prompts, BufferCache(block, no_padding, padded=False, num_positions=count)
@@ -305,16 +311,19 @@ class Footprint:
         lengths = [min(length, positions.count or length) for length in (_SHORT, _LONG)]
         token_ids = torch.zeros(1, lengths[1], dtype=torch.int64, device=model.device)
         try:
+            # a caller's autocast would change the dtype of what is measured
             with torch.autocast(model.device.type, enabled=False):
                 caches = [_forward(model, token_ids[:, :length], None, 0)[1] for length in lengths]
                 sizes = [sum(tensor.nbytes for tensor in _tensors(cache, set())) for cache in caches]
                 buffer = _buffer_shape(model, caches[0])
+                # a cache that a buffer cannot stand for has to go on from what it holds
                 if buffer is None and lengths[0] < lengths[1]:
                     _forward(model, token_ids[:, :1], caches[0], lengths[0])
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
             raise _unsupported(model, f"{type(error).__name__}: {error}") from error
+        # rounded up: a cache that grows in steps must not be counted short
         token_bytes = -(-max(0, sizes[1] - sizes[0]) // max(1, lengths[1] - lengths[0]))
         row_bytes = max(0, sizes[1] - lengths[1] * token_bytes)
         return cls(token_bytes=token_bytes, row_bytes=row_bytes, buffer=buffer, selects=_selects(caches[0]))
@@ -329,6 +338,7 @@ class Reservation(Region):
         self._require()
 
     def _release(self) -> None:
+        # torch keeps freed blocks, which other segments need
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -354,6 +364,7 @@ class Rows:
         """Go on with the rows `index` (int64) only, in that order; a row may be there more than once."""
         if self.index is not None:
             self.index = self.index[index]
+        # a cache that overrides `batch_select_indices` knows states that `reorder_cache` misses
         elif type(self.cache).batch_select_indices is not Cache.batch_select_indices:
             self.cache.batch_select_indices(index)
         else:
@@ -362,6 +373,7 @@ class Rows:
     def append(self, model: PreTrainedModel, token_ids: torch.Tensor) -> torch.Tensor:
         """Append one token to each row that goes on (int64 [rows]); returns their next logits, [rows, vocab]."""
         if self.index is not None:
+            # rows that have ended are fed token 0: the cache cannot drop them
             token_ids = token_ids.new_zeros(self._num_rows).index_copy_(0, self.index, token_ids)
         logits, self.cache = _forward(model, token_ids[:, None], self.cache, self.length)
         self.length += 1
@@ -408,6 +420,7 @@ class ModelCaches:
             return logits, Rows(cache, wave.prompt_length, torch.arange(len(slots), device=slots.device))
         logits, cache = _forward(model, token_ids, None, 0)
         rows = Rows(cache, wave.prompt_length)
+        # rows are prompts already: no selection, no copy
         if wave.slots != tuple(range(len(wave.prompts))):
             rows.keep(slots)
         return logits[slots], rows
@@ -455,6 +468,7 @@ def _buffer_shape(model: PreTrainedModel, cache: Cache) -> tuple[int, int, int] 
     layers = getattr(cache, "layers", [])
     if not _arguments(type(model).forward) >= _PADDED or not layers:
         return None
+    # exact types: a subclass may keep more than keys and values
     if vars(cache).keys() != vars(Cache(layers=layers)).keys() or not all(type(la) in _BUFFER_LAYERS for la in layers):
         return None
     if not all(layer.is_initialized for layer in layers):
@@ -467,6 +481,7 @@ def _buffer_shape(model: PreTrainedModel, cache: Cache) -> tuple[int, int, int] 
 
 
 def _selects(cache: Cache) -> bool:
+    # layers of transformers' own select their rows; a model's own layer may not
     known = all(type(layer).__module__ == Cache.__module__ for layer in getattr(cache, "layers", []))
     return known or type(cache).batch_select_indices is not Cache.batch_select_indices
 

@@ -73,6 +73,7 @@ class HttpClient:
         Raises: `Silent` without an answer within the deadline; `Refused` for an error.
         """
         question = self._ask(self._request(method, path, body, query, timed=not patient), as_text=as_text)
+        # health is asked for at every deadline, so that a long answer is no silence
         return self._wait(self._while_healthy([question]))[0] if patient else self._wait(question)
 
     def ask_all(self, path: str, bodies: Sequence[Body]) -> list[Any]:
@@ -99,6 +100,7 @@ class HttpClient:
         try:
             return future.result()
         except BaseException:
+            # Ctrl-C: the question must not go on in its thread
             future.cancel()
             raise
 
@@ -107,6 +109,7 @@ class HttpClient:
         pending = set(tasks)
         try:
             while pending:
+                # the first failure ends the wait: the others are cancelled below
                 done, pending = await asyncio.wait(
                     pending, timeout=self._deadline_s, return_when=asyncio.FIRST_EXCEPTION
                 )
@@ -118,17 +121,20 @@ class HttpClient:
         finally:
             for task in tasks:
                 task.cancel()
+            # awaited, so that cancelled questions have closed their connections
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def _request(
         self, method: str, path: str, body: Body | None = None, query: Mapping[str, str] | None = None, *, timed: bool
     ) -> httpx.Request:
+        # connecting stays timed: a server that is gone is noticed at once
         limits = httpx.Timeout(self._deadline_s, read=self._deadline_s if timed else None)
         return self._client.build_request(method, path, json=body, params=query, timeout=limits)
 
     async def _ask(self, request: httpx.Request, *, as_text: bool = False) -> Any:
         answer = await self._send(request)
         if answer.status_code >= httpx.codes.INTERNAL_SERVER_ERROR:
+            # 500 may come from a dying engine: then it is lost, and not merely refused
             await self._check_health()
         if answer.is_error:
             raise Refused(answer.status_code, _words(answer))
@@ -160,5 +166,6 @@ def _words(answer: httpx.Response) -> str:
         found = answer.json()
     except ValueError:
         return answer.text or f"status {answer.status_code}"
+    # FastAPI says `detail`, vLLM and OpenAI say `error`
     found = found.get("error") or found.get("detail") or found if isinstance(found, dict) else found
     return str(found["message"] if isinstance(found, dict) and "message" in found else found)

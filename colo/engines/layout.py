@@ -118,6 +118,7 @@ def _stack(named: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, list[str]]]
         members = [f"{parent}.{member}.{leaf}" for member in STACKED[stacked]] if stacked else []
         if not stacked or not _can_stack(named, members):
             yield name, [name]
+        # the first member stands for all: the others are rows of the same parameter
         elif name == members[0]:
             yield f"{parent}.{stacked}.{leaf}", members
 
@@ -137,9 +138,11 @@ class FusedWeights:
         self.regions = _allocate([carved_bytes(list(group.values())) for group in groups], device)
         self.parameters: dict[str, torch.Tensor] = {}
         """Engine name to tensor, padding included."""
+        # one region for many: a mapping for each would cost more than its bytes
         for region, group in zip(self.regions, groups, strict=True):
             self.parameters |= zip(group, carve(region.bytes, list(group.values())), strict=True)
         self._views = {name: slot.view(self.parameters[slot.parameter]) for name, slot in layout.slots.items()}
+        # experts have two names, the stack's and each one's in a checkpoint; the model's own win
         self._places = {**dict(checkpoint_views(self._views, layout.model_type)), **self._views}
         self.zero_padding()
 
@@ -196,7 +199,9 @@ def empty_model(config: PretrainedConfig, *, dtype: torch.dtype, attn_implementa
     """Make a model of `config`, its parameters on the meta device, its buffers computed. Raises: `Unsupported`."""
     require_causal_lm(config)
     options: dict[str, Any] = {"dtype": dtype, "attn_implementation": attn_implementation}
+    # buffers are computed: rotary frequencies are in no checkpoint
     with init_empty_weights(include_buffers=False):
+        # a copy: transformers writes the dtype into the config it is given
         model = AutoModelForCausalLM.from_config(copy.deepcopy(config), **options)
     kept = {*(model._keep_in_fp32_modules_strict or ())}
     kept |= {*(model._keep_in_fp32_modules or ())} if dtype == torch.float16 else set()
@@ -283,6 +288,7 @@ class LoadedAdapters:
             hook = self._hook(module_name)
             self._modules[module_name].register_forward_hook(hook)
             self._hooks[module_name] = hook  # before which it does nothing, so that one of two can be left behind
+        # a shared adapter is read where the trainer has it, so that a step needs no copy
         self._by_name[name] = adapter if adapter.shared else self._copied(adapter)
 
     def remove(self, name: str) -> None:
@@ -359,6 +365,7 @@ def _group(specs: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> list[dic
 def _allocate(sizes_bytes: Sequence[int], device: torch.device) -> list[Region]:
     with ExitStack() as undo:
         regions = []
+        # regions that were taken go back when a later one finds no room
         for index, size_bytes in enumerate(sizes_bytes):
             regions.append(allocate_region(size_bytes, device, name=f"engine.weights.{index}"))
             undo.callback(regions[-1].close)

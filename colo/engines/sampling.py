@@ -171,7 +171,9 @@ def _keep_top(scores: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
     if top_k > 0:
         ordered[..., top_k:] = -math.inf
     if top_p < 1:
+        # in fp64: cumulative sums of a large vocabulary round at the boundary of `top_p`
         probabilities = ordered.softmax(-1, dtype=torch.float64)
+        # exclusive: the first token that passes `top_p` still counts
         more_likely = probabilities.cumsum(-1) - probabilities
         ordered = ordered.masked_fill(more_likely >= top_p, -math.inf)
     return scores.scatter(-1, order, ordered)
@@ -183,6 +185,7 @@ def invert_cdf(probabilities: torch.Tensor, uniforms: torch.Tensor) -> torch.Ten
     Never a token of probability zero. Sums are taken in float64: in float32 the tail of a large vocabulary is lost.
     """
     cumulative = probabilities.cumsum(-1, dtype=torch.float64)
+    # the row's own sum, since probabilities in fp32 do not add up to 1
     targets = uniforms[:, None] * cumulative[:, -1:]
     tokens = torch.searchsorted(cumulative, targets, right=True).clamp_max(probabilities.shape[-1] - 1)
     # A parallel scan may round two equal sums differently, so that about once in 1e15 draws it points at a token of
@@ -227,6 +230,7 @@ class Sampler:
         self._generators: list[torch.Generator] = []
         if not self._greedy:
             seed = secrets.randbits(63) if params.seed is None else params.seed
+            # generators on the host: the same numbers on every device
             self._generators = [torch.Generator().manual_seed(completion_seed(seed, *row)) for row in rows]
 
     def sample(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -251,6 +255,7 @@ class Sampler:
         """One number in [0, 1) for each row (float64 [rows])."""
         column = self._step % _BLOCK_STEPS
         if column == 0 and self._generators:
+            # a block of steps at once: one copy to the device instead of one for every token
             blocks = torch.empty(len(self._generators), _BLOCK_STEPS, dtype=torch.float64, device="cpu")
             for block, generator in zip(blocks, self._generators, strict=True):
                 block.uniform_(generator=generator)
@@ -336,6 +341,7 @@ def sample_rows(
         num_running = transcript.append(tokens, logprobs)
         if num_running == 0:
             return transcript
+        # only when half have ended: every shrink copies the caches of the rest
         if 2 * num_running <= len(tokens):
             index = transcript.shrink()
             sampler.keep(index)

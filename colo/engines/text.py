@@ -45,10 +45,12 @@ def encode_prompts(prompts: Prompts, tokenizer: Any) -> list[list[int]]:
     `ValueError` without a tokenizer or a chat template, or for a mask that is not padding; `Unsupported` for images.
     """
     if isinstance(prompts, Mapping):
+        # a mapping is one prompt or a tokenizer's batch: iterating it would give its keys
         return [_encode(0, prompts, tokenizer)] if _is_vllms(prompts) else _unpadded(prompts)
     if isinstance(prompts, (str, bytes)) or not isinstance(prompts, Iterable):
         raise TypeError(f"{_TAKEN}, not {prompts!r}: pass [prompt] for one")
     given: list[Any] = list(prompts)
+    # before single prompts: one conversation would be read as several messages
     if given and all(_is_message(prompt) for prompt in given):
         return [_rendered(0, given, tokenizer)]
     if any(_is_token_id(prompt) for prompt in given):
@@ -94,6 +96,7 @@ def continuation(tokenizer: Any, prompt: Sequence[int], token_ids: Sequence[int]
 
 
 def _encode(index: int, prompt: Any, tokenizer: Any) -> list[int]:
+    # exact type: a `bool` is an `int`, and no token
     if isinstance(prompt, (list, tuple)) and set(map(type, prompt)) == {int}:
         return list(prompt)  # what most are, told in a tenth of the time
     if isinstance(prompt, Mapping) and _is_vllms(prompt):
@@ -254,6 +257,7 @@ def check_prompts(
                 f"prompt {index} has {len(prompt)} tokens, the model knows {num_positions} positions: shorten it, so "
                 f"that at least one is left for what is sampled{or_else}"
             )
+        # `min` and `max` run in C: the loop below is for the error alone
         if min(prompt) < 0 or max(prompt) >= vocab_size:
             token = next(t for t in prompt if not 0 <= t < vocab_size)
             raise ValueError(f"prompt {index} has token id {token}, outside the vocabulary of {vocab_size}")
@@ -261,6 +265,7 @@ def check_prompts(
 
 def check_count(num_prompts: int, n: int) -> None:
     """Raise `BudgetError` for more completions than the host would hold if each had one token only."""
+    # counted before anything is sampled: `n=10**9` would end the process, not the call
     needed_bytes, free_bytes = num_prompts * n * COMPLETION_BYTES, available_host_bytes()
     if needed_bytes > free_bytes:
         raise BudgetError(

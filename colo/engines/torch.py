@@ -77,6 +77,7 @@ class TorchEngine(EngineBase):
         self._weights_segment = _Segment(ENGINE_WEIGHTS, regions, Residency.OFFLOADED, own_mover, on_move)
         self._kv_segment = _Segment(ENGINE_KV_CACHE, [region], Residency.DISCARDED, own_mover, self._on_kv_move)
         super().__init__(region.device, (self._weights_segment, self._kv_segment), mover=own_mover)
+        # the base was given a mover either way, and must close only one that was made here
         self._owns_mover = mover is None
         self._adapters = LoadedAdapters(self.module)
 
@@ -84,6 +85,7 @@ class TorchEngine(EngineBase):
         """Choose what holds the states of sequences, and take or count its memory."""
         for region in self.weights.regions:
             region.bytes.zero_()  # the measuring pass must not meet NaN in fresh memory
+        # measured rather than read from the config: what a family caches is not in it
         footprint, device = Footprint.of(self.module, self._positions), self.weights.regions[0].device
         if footprint.buffer is None:
             room = Reservation(ENGINE_KV_CACHE, size_bytes, device)
@@ -123,6 +125,7 @@ class TorchEngine(EngineBase):
         version = self.ready()
         if adapter is not None:
             self._adapters.require(adapter)
+        # `operator.index` takes NumPy's and torch's integers, and refuses floats
         token_ids = [tuple(map(operator.index, prompt)) for prompt in prompts]
         check_count(len(token_ids), params.n)
         check_seeds(params.seed, len(token_ids))
@@ -132,6 +135,7 @@ class TorchEngine(EngineBase):
         plain = torch.autocast(self.device.type, enabled=False)  # a caller's autocast is for training
         with torch.no_grad(), plain, self._adapters.applied(adapter):
             completions = [c for wave in waves for c in self._run(wave, params, adapter, version)]
+        # waves group prompts by length: the order of the caller is put back
         return sorted(completions, key=lambda c: (c.prompt_index, c.sample_index))
 
     def why_it_stays(self, segment: Segment) -> str:
@@ -142,6 +146,7 @@ class TorchEngine(EngineBase):
         """Let a trainer work on the weights (`weights.hf_views()`), which never leave from now on; see `Engine`."""
         self._require_weights("share its weights")
         self._weights_segment.away = None
+        # in one process nothing has to be exported
         return False
 
     def reset_prefix_cache(self) -> None:
@@ -187,7 +192,9 @@ class TorchEngine(EngineBase):
         """Release everything, also what `weights.hf_views()` returned."""
         self._adapters.clear()
         self._caches.forget()
+        # on meta: whoever holds the module keeps no memory by it
         self.module.to_empty(device="meta")
+        # the regions can close only when no view refers to them
         self.weights.drop_views()
         close_all([self._weights_segment.close, self._kv_segment.close])
 
@@ -230,6 +237,7 @@ class TorchEngine(EngineBase):
         token_ids = set(params.stop_token_ids)
         if not params.ignore_eos:
             for config in (self.module.config.get_text_config(), self.module.generation_config):
+                # a checkpoint's generation config names end tokens that its config does not have
                 eos = config.eos_token_id
                 token_ids |= {eos} if isinstance(eos, int) else set(eos or ())
         return token_ids
@@ -243,6 +251,7 @@ class TorchEngine(EngineBase):
 
     def _on_kv_move(self, source: Residency, target: Residency) -> None:
         self._status.paused = True
+        # keys and values of prompts went with the memory
         self._caches.forget()
 
     def _require_weights(self, verb: str) -> None:

@@ -73,6 +73,7 @@ def tile_sides(
     rows = max(_ALIGNMENT, min(_ROWS_AT_MOST, workspace_bytes // (2 * row_bytes) // _ALIGNMENT * _ALIGNMENT))
     column_bytes = (item + stat) * (rows + hidden.shape[-1]) + (stat * rows if ("tanh", 0.0) in steps else 0)
     columns = max(_ALIGNMENT, (workspace_bytes - rows * row_bytes) // column_bytes // _ALIGNMENT * _ALIGNMENT)
+    # equal stripes, so that the last one is no remainder
     num_tiles = -(-vocab_size // columns)
     even_columns = align_up(-(-vocab_size // num_tiles), _ALIGNMENT)
     return max(1, min(rows, num_tokens)), min(even_columns, vocab_size)
@@ -89,6 +90,7 @@ def _accumulate(sums: Tensor, left: Tensor, right: Tensor, *, first: bool = Fals
     if sums.dtype == left.dtype:
         sums.addmm_(left, right, beta=beta)
     elif sums.is_cuda:
+        # `out_dtype` accumulates in fp32 without a copy of the product, on CUDA alone
         torch.addmm(sums, left, right, out_dtype=sums.dtype, beta=beta, out=sums)
     elif first:
         sums.copy_(left @ right)
@@ -152,6 +154,7 @@ class _Tiles:
         weight_DC = self.weight_VD[columns].T
         out_RC = self._narrow[: len(hidden_RD) * weight_DC.shape[1]].view(len(hidden_RD), -1)
         if self.bias_V is None:
+            # `out=`: a tile allocates nothing
             torch.mm(hidden_RD, weight_DC, out=out_RC)
         else:
             torch.addmm(self.bias_V[columns], hidden_RD, weight_DC, out=out_RC)
@@ -220,10 +223,12 @@ class _Running:
         # the target is left out of the sums, and joins them at the end
         logits_RC.scatter_(1, column_R1, found_R1.masked_fill_(inside_R1, -torch.inf))
         self._raise_top(torch.maximum(self._top_R, logits_RC.amax(1)))
+        # the target's own e is 0 here, exp(-inf)
         e_RC = tiles.add_shift(logits_RC, self._shift_R).exp_()
         self._total_R += e_RC.sum(1)
         if head.with_slope:
             pull_RC = e_RC if bend_RC is None else bend_RC.mul_(e_RC)
+            # where the tile is fp32 the product takes 16 bits, as the weight has
             narrow_RC = pull_RC if pull_RC.dtype == tiles.hidden_ND.dtype else tiles.narrow(e_RC).copy_(pull_RC)
             _accumulate(self._pull_RD, narrow_RC, tiles.weight_VD[columns])
         if head.with_entropy:
@@ -233,6 +238,7 @@ class _Running:
         """Write log-probability, log-sum-exp and entropy; return the slope (R, D) and spend `pull` on it."""
         self._raise_top(torch.maximum(self._top_R, self._target_R1.squeeze(1)))
         distance_R = self._shift_R - self._negated(self._target_R1.squeeze(1))
+        # log1p of expm1: exact where the target has nearly all of the probability
         log_total_R = (self._total_R + distance_R.expm1()).log1p()
         e_R = distance_R.exp()
         total_R = self._total_R + e_R
@@ -254,6 +260,7 @@ class _Running:
     def _raise_top(self, top_R: Tensor) -> None:
         shift_R = self._negated(top_R)
         rise_R = self._shift_R - shift_R
+        # what has been summed up is scaled to the new maximum
         keep_R = torch.exp(-rise_R)
         if self._tiles.head.with_entropy:
             self._spread_R = keep_R * (self._spread_R + rise_R * self._total_R)
@@ -303,6 +310,7 @@ def _head_gradients(
                 _accumulate(sums_CD, residual_RC.T, hidden_RD.mul_(scale_R1), first=rows.start == 0)
         if sums_CD is not grad_CD:
             grad_CD.copy_(sums_CD)
+    # rows that pad the vocabulary get no gradient
     weight_grad_VD[tiles.head.vocab_size :] = 0
 
 
@@ -351,6 +359,7 @@ class TokenLogprobs(torch.autograd.Function):
         elif needs_weight or needs_bias:
             tiles = _Tiles(ctx.head, hidden_ND, weight_VD, bias_V, rows_K, ids_K)
             _head_gradients(tiles, results_3K, scale_K, weight_grad_VD, bias_grad_V)
+            # the buffers go before the hidden gradient takes its own memory
             del tiles
         return (
             _scaled_rows(len(grad_N), rows_K, slope_KD, scale_K, ctx.head.tile_rows) if needs_hidden else None,

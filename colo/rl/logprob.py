@@ -100,6 +100,7 @@ def token_logprobs(
     Raises: `TypeError` for dtypes that differ or are not supported, `ValueError` for shapes that do not fit, an id
     outside the vocabulary, steps that are none, a temperature that is not positive, or a size below 1.
     """
+    # first: what follows checks the dtypes in which it computes
     hidden_ND, weight_VD, bias_V = _as_autocast_would(hidden_ND, weight_VD, bias_V)
     vocab_size = weight_VD.shape[0] if vocab_size is None else vocab_size
     _check_tensors(hidden_ND, weight_VD, token_ids_N, bias_V)
@@ -112,6 +113,7 @@ def token_logprobs(
         tile_rows=_given("token_chunk", token_chunk, rows),
         tile_columns=_given("vocab_chunk", vocab_chunk, columns),
         with_entropy=return_entropy,
+        # the slope is the hidden gradient, and is computed in forward: without need it would be kept for nothing
         with_slope=torch.is_grad_enabled() and hidden_ND.requires_grad,
         steps=tuple(steps),
     )
@@ -150,11 +152,14 @@ def model_logprobs(
     """
     targets_BT = _targets(input_ids_BT, attention_mask_BT, completion_mask_BT)
     head = _plain_head(model)
+    # remembered: a model that needs full logits would else be run twice in every step
     why = head if isinstance(head, str) else _IN_FULL.get(model)
     if isinstance(head, nn.Linear) and why is None:
         seen = SeenPass(head)
+        # one pass tells and serves: the head's input is caught in it
         why = seen.why_not(_run(model, input_ids_BT, attention_mask_BT, seen), input_ids_BT.shape)
         if why is None:
+            # up to the last position, which predicts nothing: ids are shifted
             return token_logprobs(
                 seen.hidden_BTD,
                 head.weight,
@@ -180,6 +185,7 @@ def model_logprobs(
 def _as_autocast_would(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
     """The inputs in the dtype in which autocast runs a linear layer; unchanged where it is off."""
     device = hidden.device.type
+    # autocast leaves float64 alone
     if not torch.is_autocast_enabled(device) or hidden.dtype == torch.float64:
         return hidden, weight, bias
     dtype = torch.get_autocast_dtype(device)
@@ -231,6 +237,7 @@ def _targets(input_ids_BT: Tensor, attention_mask_BT: Tensor, completion_mask_BT
         raise ValueError(f"input ids must be (batch, time) and not empty, but are {tuple(input_ids_BT.shape)}")
     wanted_BT = counts_BT if completion_mask_BT is None else counts_BT & completion_mask_BT.bool()
     targets_BT = torch.full_like(input_ids_BT, -1)
+    # both have to count: the position that predicts and the token that is predicted
     targets_BT[:, :-1] = input_ids_BT[:, 1:].masked_fill(~(counts_BT[:, :-1] & wanted_BT[:, 1:]), -1)
     return targets_BT
 
@@ -246,8 +253,10 @@ def _plain_head(model: nn.Module) -> nn.Linear | str:
     named = f"the LM head is {type(head).__name__}"
     if not isinstance(head, nn.Linear) or not head.weight.is_floating_point():
         return f"{named}, not a plain linear layer: leave it out of the adapter's and quantizer's target modules"
+    # bitsandbytes and PEFT subclass or patch `forward`
     if type(head).forward is not nn.Linear.forward or "forward" in vars(head):
         return f"{named} with a forward of its own"
+    # a hook may change what the weight alone would give
     if head._forward_hooks or head._forward_pre_hooks:
         return f"{named} with hooks on its forward"
     if is_dtensor(head.weight):
@@ -328,9 +337,11 @@ class SeenPass:
     def _before_head(self, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         self._num_calls += 1
         self.hidden_BTD = args[0]
+        # the last position alone: logits of all are what is to be avoided
         return (args[0][:, -1:],) if args[0].dim() == 3 else args
 
     def _after_head(self, _: nn.Module, __: Any, output: Tensor) -> Tensor:
+        # a subclass of the output: every function that the model calls on it passes through here
         recorded = output.as_subclass(_Recorded)
         recorded.path = _Path()
         return recorded
@@ -354,6 +365,7 @@ class _Recorded(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run `func` and note it on its result; what is not known is noted on the arguments too, which it may write."""
         kwargs = kwargs or {}
+        # also in keywords: `torch.where(..., other=logits)`
         before = [path for a in (*args, *kwargs.values()) if (path := getattr(a, "path", None)) is not None]
         result = super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
         if not before and not isinstance(result, _Recorded):
@@ -361,10 +373,13 @@ class _Recorded(Tensor):
         name = getattr(func, "__name__", str(func))
         writes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
         if isinstance(result, Tensor) or writes:
+            # else each of the lines below would be recorded, too
             with torch._C.DisableTorchFunctionSubclass():
+                # one recorded argument, and the first: `1 / logits` and `logits + logits` are not known
                 known = len(before) == 1 and before[0] is _path_of(args) and not writes
                 after = _step(name, args, kwargs, result) if known else None
             if after is None:
+                # on the arguments: an unknown function may have written to them in place
                 for path in before:
                     path.unknown = path.unknown or name
                 after = _Path(unknown=next((p.unknown for p in before if p.unknown), name))
@@ -387,6 +402,7 @@ def _step(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any)
     vocab_size = path.vocab_size
     if name in ("mul", "multiply", "__mul__", "__rmul__") or name in ("div", "true_divide", "__truediv__"):
         factor = _number(args[1:], kwargs)
+        # a product in another dtype rounds otherwise than the step would
         if factor is None or result.dtype != args[0].dtype:
             return None
         added = ("mul" if "mul" in name else "div", factor)
@@ -394,6 +410,7 @@ def _step(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any)
         added = ("tanh", 0.0)
     elif name in ("float", "to", "type", "type_as") and result.shape == args[0].shape:
         if result.dtype != args[0].dtype:
+            # a cast to 16 bits is no step that tiles can repeat
             if result.dtype != torch.float32:
                 return None
             added = ("float", 0.0)
@@ -412,6 +429,7 @@ def _number(args: tuple[Any, ...], kwargs: dict[str, Any]) -> float | None:
         return None
     (value,) = args
     if isinstance(value, Tensor):
+        # reads a tensor's value: a scale that is trained would be frozen by it
         return float(value) if value.dim() == 0 and not value.requires_grad else None
     return float(value) if isinstance(value, (int, float)) else None
 

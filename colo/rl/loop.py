@@ -135,6 +135,7 @@ def grpo(
     completion; nothing is trained on those.
     """
     score = _Scorer(rewards, reward_weights)
+    # at once: a batch that cannot be sampled for is told before the first rollout, if the batches are there
     if isinstance(batches, Sequence):
         for number, problems in enumerate(batches):
             _check_batch(rt, problems, number, score)
@@ -217,10 +218,13 @@ def train_step(
         # micro-batches are weighted so that their sum is the loss of the whole batch
         share = _weight(part, config.loss.aggregation) / max(1, weight)
         output = _loss(rt, Batch.of(part, rt.device), advantages_B[start : start + len(part)], config, reference_BT)
+        # backward at once: activations of one micro-batch only
         (output.loss * share).backward()
+        # detached: a sum of losses would keep every graph
         totals["loss"] += float(output.loss.detach()) * share
         for name, metric in (("mismatch", "mismatch_mean"), ("kl", "kl")):
             if name in totals:
+                # metrics are means over tokens, and the loss has its own weight
                 totals[name] += float(output.metrics[metric]) * _num_tokens(part) / max(1, num_tokens)
     with uninterrupted():  # so that what is saved after Ctrl-C is not half a step
         rt.optimizer.step()
@@ -359,6 +363,7 @@ class Reference:
         self._model = model
         self._kept: dict[str, Tensor] = {}
         if not is_peft_model(model):
+            # `state_dict` names: buffers that are not saved are computed, and need no copy
             held = model.state_dict().keys()
             buffers = {name: buffer for name, buffer in model.named_buffers() if name in held}
             self._kept = _copied(dict(model.named_parameters()) | buffers)
@@ -386,6 +391,7 @@ class Reference:
         device = next(self._model.parameters()).device
         free_bytes = free_device_bytes(device)
         if device.type == "cuda":  # what torch's allocator keeps and reuses, such as the last step's gradients
+            # memory that torch's allocator keeps is free to it
             free_bytes += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         if device.type != "cpu" and self.size_bytes > free_bytes:
             raise BudgetError(
@@ -396,6 +402,7 @@ class Reference:
                 free_bytes=free_bytes,
             )
         frozen = {f"model.{name}": t.to(device, non_blocking=True) for name, t in self._kept.items()}
+        # `functional_call` puts the frozen tensors in for the call: the model's own stay where they are
         result: T = torch.func.functional_call(_Call(self._model, compute), frozen, ())
         return result
 

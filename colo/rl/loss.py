@@ -176,11 +176,13 @@ def grpo_loss(
     others = {"old": old_logprobs_BT, "engine": engine_logprobs_BT, "reference": reference_logprobs_BT}
     _check_shapes(logprobs_BT, advantages_B, mask_BT, others)
     mask_BT = mask_BT.bool()
+    # nothing was updated since sampling: p_old is p, and the ratio is 1 with a gradient
     old_BT = (logprobs_BT if old_logprobs_BT is None else old_logprobs_BT).detach()
     loss_BT, metrics = _policy_loss(_masked_difference(logprobs_BT, old_BT, mask_BT), advantages_B, mask_BT, config)
     if engine_logprobs_BT is not None:
         difference_BT = _masked_difference(old_BT, engine_logprobs_BT.detach(), mask_BT)
         weight_BT = _importance_weight(difference_BT, config)
+        # the weight is a factor of the policy term alone, not of the KL term
         loss_BT = loss_BT * weight_BT
         metrics |= _mismatch_metrics(difference_BT, weight_BT, mask_BT)
     if reference_logprobs_BT is not None:
@@ -220,6 +222,7 @@ def _policy_loss(
     ratio_BT, advantages_B1 = log_ratio_BT.exp(), advantages_B.detach()[:, None]
     low, high = 1 - config.epsilon_low, 1 + config.epsilon_high
     loss_BT = -torch.minimum(ratio_BT * advantages_B1, ratio_BT.clamp(low, high) * advantages_B1)
+    # where clipping wins: only there is the gradient zero
     clipped_BT = ((ratio_BT < low) & (advantages_B1 < 0)) | ((ratio_BT > high) & (advantages_B1 > 0))
     metrics = {
         "num_tokens": mask_BT.sum(),
@@ -235,6 +238,7 @@ def _importance_weight(difference_BT: Tensor, config: GRPOLossConfig) -> Tensor:
         return torch.ones_like(difference_BT)
     if config.importance_level is ImportanceLevel.SEQUENCE:
         difference_BT = difference_BT.sum(1, keepdim=True)
+    # cut from above only: small ratios are not biased upwards
     return difference_BT.exp().clamp(max=config.importance_clip_max)
 
 

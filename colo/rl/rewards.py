@@ -96,6 +96,7 @@ def checked_call(
     try:
         values = call()
     except Exception as error:
+        # the innermost frame: the line that failed, not the one that called it
         last = extract_tb(error.__traceback__)[-1]
         raise ValueError(
             f"reward {name!r} raised {type(error).__name__}{_at(step)}: {error} ({Path(last.filename).name}, line "
@@ -116,6 +117,7 @@ def check_rewards(
     wanted = f"return a list of {expected} numbers, one for each completion{or_none}"
     if hasattr(values, "tolist"):
         values = values.tolist()
+    # a string is iterable, and no list of numbers
     if isinstance(values, (str, bytes, Mapping)) or not isinstance(values, Iterable):
         raise ValueError(f"reward {name!r} returned {values!r:.100}{_at(step)}: {wanted}")
     found = list(values)
@@ -128,6 +130,7 @@ def check_rewards(
             value = value.item()
         if value is None and allow_none:
             found[index] = math.nan
+        # `Real` and finite: a NaN would make every advantage of its group NaN
         elif not isinstance(value, Real) or not math.isfinite(value):
             raise ValueError(
                 f"reward {name!r} returned {value!r:.100} for completion {index} of {expected}{_at(step)}: return a "

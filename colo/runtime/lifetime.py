@@ -212,7 +212,6 @@ class Closing:
 
     def _drop_kv_cache(self) -> None:
         self._scheduler.settle()
-        # a cache that cannot leave has no memory to give
         if self._scheduler.segments[ENGINE_KV_CACHE].away is None:
             return
         with suppress(EngineLost):  # its memory went with it
@@ -236,8 +235,8 @@ class Closing:
         """Move weights to the device that it had no room for beside the engine's, which were the same memory."""
         device, left_bytes = self._mover.device, 0
         for parameter in self._rest:
+            # `has_room` counts what torch's allocator takes for a small tensor, 2 MiB
             if has_room(parameter, device):
-                # `has_room` counts what torch's allocator takes for a small tensor, 2 MiB
                 parameter.data = parameter.data.to(device)
             else:
                 left_bytes += parameter.nbytes

@@ -201,7 +201,6 @@ class Runtime:
     def _before_generate(self) -> None:
         """Refresh the weights for a call of the engine's own `generate`, which need not come from `_sample`."""
         self._turns.check_process()
-        # `_sample` has refreshed already
         if self._turns.phase is Phase.ROLLOUT and not self._is_sampling:
             self.versions.refresh()
 

@@ -90,7 +90,6 @@ class ParameterGradients(Parking):
         self.look([gradient for gradient in gradients if gradient.layout is torch.strided])
         sparse = [gradient for gradient in gradients if gradient.layout is not torch.strided]
         if sparse:
-            # torch has no storage of a sparse tensor to point elsewhere
             self.kept.append(Kept("gradients", sum(map(local_bytes, sparse)), "they are sparse"))
         self._staying_bytes = sum(kept.size_bytes for kept in self.kept)
 

@@ -125,8 +125,8 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
 
     def note_changes(self, changes: Iterable[tuple[torch.Tensor, int]]) -> None:
         """Add up change counts of parts into those of the whole step."""
-        # on one device: the parameters of a model may be on several
         counts, sizes = zip(*changes, strict=True)
+        # on one device: the parameters of a model may be on several
         self.changes = torch.stack([count.to(counts[0].device) for count in counts]).sum(), sum(sizes)
 
     def master_of(self, parameter: torch.Tensor) -> torch.Tensor:
@@ -178,12 +178,10 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
             self._go_on(set(map(id, parameters)))
             # those in `_taken` were stepped before the last attempt failed
             waiting = [p for p in parameters if p.grad is not None and p not in self._taken]
-            # 4 bytes: gradients of a bucket are cast to fp32 together
             for bucket in batches(waiting, lambda parameter: 4 * parameter.numel(), self.bucket_bytes):
                 with uninterrupted():  # masters, gradients and the note of what was taken in change together
                     self._step_bucket(bucket)
         finally:
-            # also after an error: what was stepped is shown and counted
             with uninterrupted():
                 self.show_hyperparameters()
                 self.publish_state()
@@ -214,7 +212,6 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
             raise
         finally:
             for parameter, gradient in hidden:
-                # hidden gradients come back whatever has happened: they are the loop's
                 parameter.grad = gradient
             for master in masters:
                 master.tensor.grad = None
@@ -249,7 +246,6 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
         return {**group, "params": [self._master_of(parameter) for parameter in group["params"]]}
 
     def _master_of(self, parameter: torch.Tensor) -> torch.Tensor:
-        # fp32 and wider have nothing to gain from a master
         if not parameter.is_floating_point() or parameter.element_size() >= 4:
             return parameter
         is_split = self._remainders and can_be_split(parameter)
@@ -291,13 +287,13 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
         # private to torch: the function by which a checkpoint's loader makes state too
         from torch.distributed.checkpoint.state_dict import _init_optim_state
 
-        split = [master for master in self.masters.values() if isinstance(master, SplitMaster)]
+        split_masters = [master for master in self.masters.values() if isinstance(master, SplitMaster)]
         try:
-            for master in split:
+            for master in split_masters:
                 master.prepare()
             _init_optim_state(self.inner)
         finally:
-            for master in split:
+            for master in split_masters:
                 master.abandon()
         self.publish_state()
 
@@ -410,8 +406,8 @@ class WholeMaster:
 class SplitMaster:
     """A master of which 16 bits are the bf16 weight, and a remainder has the other 16.
 
-    The fp32 tensor exists while it is stepped. Whether somebody has written to the weights since, digests of their
-    blocks tell; a block that was written to becomes its master, without a remainder.
+    The fp32 tensor exists while it is stepped. Digests of the weight's blocks tell whether somebody has written to it
+    since; a block that was written to becomes its master, without a remainder.
     """
 
     def __init__(self, parameter: torch.Tensor) -> None:

@@ -209,8 +209,8 @@ class Planes:
         state: dict[str, Any] = self._base.state.get(self._key_of(parameter), {})
         return state
 
-    # under `MasterWeights` the inner optimizer's keys are the masters, not the model's parameters
     def _key_of(self, parameter: torch.Tensor) -> torch.Tensor:
+        # under `MasterWeights` the inner optimizer's keys are the masters, not the model's parameters
         master = self._masters.get(parameter)
         return parameter if master is None else master.tensor
 
@@ -357,8 +357,8 @@ class Planes:
             self.host[name][offset + first : offset + last].copy_(state[name][first:last], non_blocking=True)
 
     def intervals(self, work: Range, due: set[int]) -> list[Pieces]:
-        # neighbours are stepped by one call; one call for each parameter would be bound by kernel launches
         """Pieces of a range that are due, those next to each other with equal scalars together."""
+        # neighbours are stepped by one call; one call for each parameter would be bound by kernel launches
         found: list[Pieces] = []
         last: object = None
         for piece in work.pieces:
@@ -388,7 +388,6 @@ class Planes:
         gaps = [
             slice(one.stop, other.start) for one, other in pairwise([*places, slice(stop - start, None)])
         ]  # between parameters, of which digests are of zeros
-        # a scratch copy of the 16-bit weights: `close_masters` compares with it to count what has changed
         old = slot.scratch(weights[0].dtype, start, stop) if self._is_split or self._is_whole else None
         # without masters the flat parameter is read and written itself
         read = flat.data if old is None else old
@@ -398,7 +397,6 @@ class Planes:
             _zero(old, gaps)
             self._fill(flat.data, old, places, pieces, mine)
         held = [(local_shard(p.grad), a, b) for p, a, b, _ in pieces]
-        # views of a gradient are flattened by `reshape`, which copies where the gradient is not contiguous
         gradients = [(g if g.layout is torch.strided else g.to_dense()).reshape(-1)[a:b] for g, a, b in held]
         torch._foreach_copy_([gradient[place] for place in places], gradients)
         made = self._step_flat(flat, pieces, mine)

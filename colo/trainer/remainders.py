@@ -60,13 +60,13 @@ def join(weight: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
 
 
 def block_digests(weight: torch.Tensor) -> torch.Tensor:
-    # digests tell of writes that torch does not count, such as those through `.data` or by another process
     """Digest a weight (bf16): a number (int64) for each `DIGEST_ELEMENTS` elements in order, shape [num_blocks].
 
     A block in which one element has changed always has another; one with several changes has the same with a
     probability of about 2**-32. Blocks are of elements rather than rows, so that a part of a weight that begins at a
     block can be digested by itself.
     """
+    # digests tell of writes that torch does not count, such as those through `.data` or by another process
     flat = weight.detach().reshape(-1).view(torch.int16)
     size, rest = flat.numel(), -flat.numel() % DIGEST_ELEMENTS
     if rest:
@@ -86,7 +86,6 @@ def written_blocks(weight: torch.Tensor, digests: torch.Tensor) -> torch.Tensor:
 
 def open_masters(weight: torch.Tensor, remainder: torch.Tensor, digests: torch.Tensor, master: torch.Tensor) -> None:
     """Write the masters of `weight` (bf16) into `master` (fp32); all flat. What was written to is its own master."""
-    # one launch where kernels compile, many of torch's otherwise
     compiled = kernels(weight.device)
     if compiled is not None:
         numbers = _odd_numbers(DIGEST_ELEMENTS, weight.device)

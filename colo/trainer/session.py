@@ -224,8 +224,8 @@ class TrainerSession:
 
     def note_step(self) -> bool:
         """Count backward passes anew: a step has used the gradients. False for a step that none came before."""
-        had_passes = self._backward.passes > 0
         # zero means a further optimizer of the same step: see `Turns.after_step`
+        had_passes = self._backward.passes > 0
         self.has_stepped = True
         self._backward.forget()
         return had_passes

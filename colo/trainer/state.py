@@ -64,8 +64,8 @@ class TrainerState:
     ) -> None:
         """Raises: `Unsupported` for an optimizer without torch's hooks, `BudgetError` without room for its state."""
         self.optimizer: Any = as_torch(optimizer)
-        _check_hooks(self.optimizer)
         # before any segment is built: an optimizer without hooks would never tell of its steps
+        _check_hooks(self.optimizer)
         self._mover = mover
         self._before_step = before_step or self.bring_back
         self._after_step = after_step or (lambda: None)
@@ -321,8 +321,8 @@ def take_stock(optimizer: Any) -> Stock:
 
 
 def _identities(state: Mapping[Any, Any]) -> list[int]:
-    # ids, not values: a tensor that is replaced has another, and nothing is read from the device
     """List ids of all keys and tensors of an optimizer's state: another list means that a tensor was replaced."""
+    # ids, not values: a tensor that is replaced has another, and nothing is read from the device
     found = []
     for key, value in state.items():
         found.append(id(key))
@@ -471,5 +471,5 @@ def _check_hooks(optimizer: Any) -> None:
 
 def untraced(hook: Callable[..., Any]) -> Callable[..., Any]:
     """Exclude a hook from tracing: a step under `torch.compile` calls it."""
-    untraced: Callable[..., Any] = torch.compiler.disable(hook)
-    return untraced
+    disabled: Callable[..., Any] = torch.compiler.disable(hook)
+    return disabled

@@ -61,7 +61,6 @@ class StreamedState(TrainerState):
 
         self._on_progress = on_progress
         self._may_release = may_release
-        # weak keys: a parameter that leaves the model must be able to go
         self._watched: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._loading: dict[torch.Tensor, dict[str, Any]] = {}
         self._taken = TakenGradients()
@@ -152,8 +151,8 @@ class StreamedState(TrainerState):
     def _is_waiting(self, work: Work) -> bool:
         return any(self._is_due(parameter, work) for parameter in work.parameters)
 
-    # no gradient, or stepped in this range already, by the backward pass or by an attempt that failed
     def _is_due(self, parameter: torch.Tensor, work: Work) -> bool:
+        # no gradient, or stepped in this range already, by the backward pass or by an attempt that failed
         return parameter.grad is not None and work.number not in self._done.get(parameter, ())
 
     def _handle(self, work: Work, following: Work | None) -> None:
@@ -217,7 +216,6 @@ class StreamedState(TrainerState):
                 )
             return
         with torch.no_grad():
-            # the first gradient of the pass: state comes to the device now
             if self._missing is None:
                 self._before_step()
                 self._begin()

@@ -33,7 +33,6 @@ class UnseenState:
         self._known = list(_known(optimizer))
         own = parameters_of(optimizer)
         self._own = set(map(id, own))
-        # parameters of the model that the given optimizer does not step: another one may
         others = [p for p in model.parameters() if id(p) not in self._own] if model is not None else []
         # torch's counts of in-place writes, before anybody has trained
         self._versions = {parameter: parameter._version for parameter in others}
@@ -52,8 +51,8 @@ class UnseenState:
     def look(self) -> None:
         """Count such parameters, between two phases.
 
-        Of others' steps torch's hook for every optimizer tells, since torch counts no write of a fused one, and the
-        count of writes, since an optimizer that is none of torch's has no hook.
+        Two things tell of steps of other optimizers: torch's hook for every optimizer, since torch counts no write of a
+        fused step, and the count of writes, since an optimizer that is none of torch's calls no hook.
         """
         stepped = {id(p) for p, version in self._versions.items() if p.requires_grad and p._version != version}
         stepped |= self._stepped_elsewhere

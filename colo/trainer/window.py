@@ -126,7 +126,6 @@ class StateWindow:
 
     def begin(self, target: Residency) -> Move:
         """Open the window, or close it; see `Segment.begin`."""
-        # nothing to wait for: opening maps memory, no state comes with it
         if target is self.residency:
             return Done()
         check_move(self.name, self.residency, target)
@@ -135,6 +134,7 @@ class StateWindow:
                 self._open()
             else:
                 self._leave()
+        # nothing to wait for: opening maps memory, no state comes with it
         return Done()
 
     def close(self, *, on_device: bool) -> None:
@@ -287,7 +287,6 @@ class StateWindow:
             planes = Planes(self.base, self._masters, number, parameters, kind, self._mover)
             planes.cut(self._range_bytes, self._number)
             self._number += len(planes.ranges)
-            # several ranges may hold parts of one parameter
             self._planes.append(planes)
             for work in planes.ranges:
                 for parameter in work.parameters:
@@ -354,7 +353,6 @@ class StateWindow:
 
     def _step_bucket(self, bucket: Bucket, due: list[torch.Tensor], following: Work | None) -> None:
         bucket.parking.begin(Residency.RESIDENT).wait()
-        # the next bucket comes while this one is stepped
         if isinstance(following, Bucket):
             following.parking.begin(Residency.RESIDENT)
         try:

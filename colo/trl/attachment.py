@@ -166,7 +166,6 @@ def sampling_of(trainer: Any, rt: Runtime, context: int) -> dict[str, Any]:
         sampling["stop_token_ids"] = [token for token in ends if token is not None]
     if args.vllm_structured_outputs_regex is not None:
         sampling["structured_outputs"] = _structured_outputs(rt, args.vllm_structured_outputs_regex)
-    # the user's generation_kwargs win
     return sampling | given
 
 
@@ -347,7 +346,6 @@ def _shard(trainer: Any) -> None:
     from accelerate.utils import fsdp2_prepare_model
 
     if trainer.optimizer is None:
-        # sharded before the optimizer is made: it is made of shards then
         trainer.model = fsdp2_prepare_model(trainer.accelerator, trainer.model)
     elif hasattr(unwrapped(trainer.optimizer), "inner"):
         raise Unsupported(

@@ -158,7 +158,6 @@ _WHOLE, _ADAPTER = "model.safetensors", "adapter_model.safetensors"
 def check_output(folder: str | os.PathLike[str]) -> None:
     """Raise `OSError` where a run could not make a folder and write to it. Makes nothing."""
     path = Path(folder).absolute()
-    # the nearest folder that is there: the others will be made in it
     there = next(parent for parent in (path, *path.parents) if parent.exists())
     if not there.is_dir():
         raise NotADirectoryError(f"output_dir {folder} cannot be made, {there} is a file: choose another output_dir")
@@ -342,7 +341,6 @@ def _why_not(base: Any, head: torch.nn.Linear, scale: float, cap: float | None) 
     if seen.vocab_size != head.weight.shape[0]:
         return f"this model's logits are the first {seen.vocab_size} of {head.weight.shape[0]}"
     before, after, is_capped = _scales(seen.steps)
-    # a factor on the hidden state is a factor of the logits
     before *= factor
     expected = (scale / cap, cap) if cap else (scale, 1.0)
     tolerance = 1e-9 if factor == 1 else 0.01  # a factor that is measured is rounded

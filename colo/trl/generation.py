@@ -88,7 +88,6 @@ class ColoGeneration:
         return self.runtime.generate(prompts, **sampling)
 
     def _check(self, prompts: Iterable[Sequence[int]]) -> None:
-        # one position is needed for the completion
         longest = self._context - 1
         for index, prompt in enumerate(prompts):
             if not len(prompt):
@@ -314,11 +313,9 @@ def keep_initial_adapter(trainer: Any) -> Callable[[], None]:
         return lambda: None
     (name, *_) = active_adapters(model)
     config = copy.copy(model.peft_config[name])
-    # the copy below replaces what this draws
     config.init_lora_weights = True
     model.add_adapter(REF, config)
     _copy_to_reference(model, name)
-    # the reference goes with the runtime
     return lambda: model.delete_adapter(REF)
 
 

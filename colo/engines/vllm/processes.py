@@ -54,6 +54,7 @@ class Caller:
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._processes: list[psutil.Process] = []
         threading.Thread(target=_run, args=(self._queue,), name="colo-vllm", daemon=True).start()
+        # at the engine's end, and not at Python's, when the thread is gone
         weakref.finalize(self, self._queue.put, None).atexit = False
 
     def watch(self, pids: Sequence[int]) -> None:
@@ -65,6 +66,7 @@ class Caller:
         future: Future[T] = Future()
 
         def answer() -> None:
+            # running from here on: the wait counts from its own beginning
             future.set_running_or_notify_cancel()
             try:
                 future.set_result(function())
@@ -77,8 +79,10 @@ class Caller:
             try:
                 return future.result(timeout=_LOOK_EVERY_S)
             except TimeoutError:
+                # the function itself may raise `TimeoutError`
                 if future.done():
                     return future.result()
+            # a second Ctrl-C ends the wait; the first one only notes
             end_wait("the engine")
             if self.has_ended():
                 raise ProcessEnded
@@ -158,7 +162,9 @@ def start_apart_from_interrupts(start: Callable[[], T], discard: Callable[[T], N
     begun, abandoned, finished = threading.Event(), threading.Event(), threading.Event()
 
     def run() -> None:
+        # inherited by the children: Ctrl-C in a terminal goes to the whole group
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, mark})
+        # the thread must not start anything before the wait can be interrupted in order
         begun.wait()
         try:
             if abandoned.is_set():
@@ -194,6 +200,7 @@ def _kill_children(until: threading.Event, mark: int) -> None:
     """Kill children that block the signal `mark`, present and new ones, until the event is set or time is up."""
     last_s = time.monotonic() + _START_ENDS_S
     while not until.is_set() and time.monotonic() < last_s:
+        # the resource tracker and other children of the program do not block the mark
         for process in active_children():
             if process.pid is not None and _blocks(process.pid, mark):
                 process.kill()
@@ -236,6 +243,7 @@ def end_with(pid: int) -> None:
 
 def _down_from(pid: int, own: psutil.Process) -> list[psutil.Process]:
     """The descendants of `pid` that lead to `own`; that alone if it is none of them."""
+    # the engine core between driver and worker would stay, waiting for its worker
     above = own.parents()
     pids = [process.pid for process in above]
     return [*above[: pids.index(pid)], own] if pid in pids else [own]
@@ -244,6 +252,7 @@ def _down_from(pid: int, own: psutil.Process) -> list[psutil.Process]:
 def _watch(driver: psutil.Process | None, processes: Sequence[psutil.Process]) -> None:
     while driver is not None and lives(driver):
         time.sleep(_INTERVAL_S)
+    # in order first: processes may clean up behind them
     for end in (psutil.Process.terminate, psutil.Process.kill):
         for process in processes:
             with suppress(psutil.Error):

@@ -82,7 +82,9 @@ class WeightStore:
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._by_rank: dict[int, _Memory] = {}
+        # not the abstract namespace, which any user of the machine could reach
         folder = tempfile.mkdtemp(prefix="colo-")  # mode 0700: the socket in it is this user's alone
+        # weak: also for a store that is dropped without `close`
         self._remove_folder = weakref.finalize(self, _remove, folder, os.getpid())  # at the process's end too
         self.address = str(Path(folder, "store"))
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -163,10 +165,12 @@ class WeightStore:
             rank = worker.rank = request["rank"]
             worker.pid = request["pid"]
             memory = self._by_rank.get(rank)
+            # never declared filled: nobody knows what is in it
             if memory is None or not memory.filled:  # a start that failed halfway has filled nothing of use
                 for slab in memory.slabs if memory is not None else ():
                     slab.close()
                 memory = self._by_rank[rank] = _Memory(self._device_of(request["device"]))
+            # the last who says hello owns the memory; the connection of one before is refused from now on
             memory.worker = worker
             return {"pid": os.getpid(), "fill": not memory.filled, "layout": memory.layout}
         memory = self._by_rank[worker.rank]
@@ -182,6 +186,7 @@ class WeightStore:
                 raise
         if request["op"] == "drop":
             in_use = {place["memory"] for place in memory.layout.values()}
+            # slabs that a weight lies in stay, whatever a worker says
             for index in set(request["indices"]) - in_use:
                 memory.slabs[index].close()
             return {}
@@ -269,6 +274,7 @@ class StoreClient:
 
     def drop(self, unused: Mapping[int, StorageWeakRef]) -> None:
         """Give pieces back, by their order, unless something of another process than the store's still maps them."""
+        # a slab that something still maps would be freed under it
         self._ask(op="drop", indices=[n for n, storage in unused.items() if self._is_local or storage.expired()])
 
     def done(self, layout: Layout) -> None:

@@ -76,6 +76,7 @@ class WorkerLink(ABC):
         self.device = device
         self.status = status
         self.deadline_s = deadline_s
+        # another client that describes itself takes the workers over: see `WorkerAgent`
         self.client = secrets.token_hex(8)
         """Identifies this link among the clients of the same workers."""
 
@@ -175,6 +176,7 @@ class WorkerLink(ABC):
         check_logprobs(params, info.logprobs_mode, self.for_logprobs)
         check_count(len(prompts), params.n)
         check_seeds(params.seed, len(prompts))
+        # NumPy's integers would not travel as JSON
         token_ids = [tuple(map(operator.index, prompt)) for prompt in prompts]
         check_prompts(token_ids, info.vocab_size, info.max_length, or_else=self.for_positions)
         return token_ids
@@ -231,6 +233,7 @@ def answers_of(told: Sequence[Mapping[str, Any]], status: EngineStatus) -> list[
     """Values and `WorkerError`s that workers have answered. `EngineLost` when they answer another client now."""
     answers = [WorkerError.from_wire(one["error"]) if "error" in one else one["value"] for one in told]
     for answer in answers:
+        # whoever has taken the workers over copies into them: this client's version is gone
         if isinstance(answer, WorkerError) and answer.kind == EngineLost.__name__:
             raise status.lose(answer.message)
     return answers
@@ -240,6 +243,7 @@ def check_logprobs(params: Any, mode: str, advice: str) -> None:
     """Raise `Unsupported` unless `logprobs_mode` returns log-probabilities of the distribution that is sampled from."""
     if mode == "processed_logprobs":
         return
+    # raw log-probabilities are those of temperature 1 without filters
     if mode != "raw_logprobs" or params.temperature not in (0, 1) or distorting(params):
         raise Unsupported(
             f"vLLM was started with logprobs_mode={mode!r} and returns no log-probabilities of what is sampled at "
@@ -250,5 +254,6 @@ def check_logprobs(params: Any, mode: str, advice: str) -> None:
 
 def check_numbers(logprobs: Sequence[float]) -> None:
     """Raise `FloatingPointError` unless every log-probability of what was sampled is a finite number."""
+    # a sum is NaN or infinite if any part is, and costs one pass in C
     if not math.isfinite(sum(logprobs)):
         raise FloatingPointError(not_numbers(None))

@@ -85,6 +85,7 @@ class VLLMEngine(EngineBase):
         Raises: `Unsupported` without vLLM, or when it runs on another device; whatever vLLM raises.
         """
         if own_process:
+            # vLLM's process imports the main script anew: without a guard it would start vLLM again
             check_main_guard()
         elif changes_transformers(model, options):
             raise Unsupported(
@@ -92,6 +93,7 @@ class VLLMEngine(EngineBase):
                 "class works in this process (vllm#15463): give vLLM a process of its own, own_process=True"
             )
         compat.warn_if_untested()
+        # before the first `import vllm` of this process, which must not happen on a caller's stack
         import_apart()
         plugin.register()
         self._begin(device_of(device), mover, when_lost="call recover() to start it again")
@@ -114,6 +116,7 @@ class VLLMEngine(EngineBase):
                 max_lora_rank=max_lora_rank,
                 options=options,
             )
+            # kept, so that `recover` starts exactly this engine again
             self._start: Callable[[], WorkerLink] | None = partial(
                 start_llm, options, self.device, self._status, own_process=own_process, deadline_s=deadline_s
             )
@@ -145,6 +148,7 @@ class VLLMEngine(EngineBase):
         when_lost: str,
     ) -> VLLMEngine:
         """An engine over a vLLM that is someone else's, by a link to it. Raises: what making the link raises."""
+        # not `__init__`: nothing is started here
         engine = cls.__new__(cls)
         engine._begin(device, mover, when_lost=when_lost)
         engine._start = None
@@ -160,6 +164,7 @@ class VLLMEngine(EngineBase):
         self._memory = WorkerMemory(self._before_leaving)
         status = EngineStatus(
             lambda: self.segments,
+            # a lambda: the link is there only after `_connect`, and another one after a restart
             check_alive=lambda: self._link.check_alive(),
             on_loss=self._memory.lose,
             when_lost=when_lost,
@@ -175,6 +180,7 @@ class VLLMEngine(EngineBase):
     def _connect(self, link: WorkerLink) -> None:
         """Take `link` for the engine's, once everything that may fail has not; it is closed otherwise."""
         try:
+            # workers that cannot map this GPU's memory read tensors from host memory
             self._staging.move_to(self.device if link.ipc_refusal is None else torch.device("cpu"))
             weights = WorkerWeights(link, store=self._store, staging=self._staging)
             self._memory.hold(link, weights)
@@ -236,6 +242,7 @@ class VLLMEngine(EngineBase):
         """Device bytes that no sleep gives back: what they are, and how many; measured when vLLM has started."""
         known: Counter[str] = sum((Counter(info.residual_bytes) for info in self._link.infos), Counter())
         in_segments = sum(segment.size_bytes for segment in self.segments)
+        # what the driver says that the start took, less what has a name
         rest = self._link.taken_bytes - in_segments - sum(known.values())
         return dict(known) | ({"context, libraries and the rest": rest} if rest > 0 else {})
 
@@ -260,6 +267,7 @@ class VLLMEngine(EngineBase):
         version = self.ready()
         named = self._adapters.named(adapter) if adapter is not None else None
         if named is not None:
+            # a request of somebody else may have had vLLM evict it
             self._adapters.keep(named)
         return self._link.generate(prompts, params, version=version, adapter=named)
 
@@ -315,6 +323,7 @@ class VLLMEngine(EngineBase):
     def share_weights(self) -> bool:
         """Let a trainer work on the same memory: from now on it never leaves the device; see `LoadPlans`."""
         self._status.require_weights("share its weights")
+        # a server's memory is its own, and other clients may wake or move it
         if self._link.why_not_shared is not None:
             raise Unsupported("the memory of a server's weights cannot be shared: they are copied")
         self._memory.share_weights()
@@ -338,6 +347,7 @@ class VLLMEngine(EngineBase):
         names = [name for name, _ in operations]
         if names != ["release"]:
             self._status.require_weights("take weights")
+        # poisoned before the first byte: an interrupted transfer leaves a mixture
         if "begin" in names:  # from here to `commit` the weights are neither the old nor the new ones
             self.poison("weights have been copied into it and not committed: publish all of them")
         steps = [{"step": name, "arguments": arguments} for name, arguments in operations]
@@ -346,6 +356,7 @@ class VLLMEngine(EngineBase):
     def commit(self, version: int) -> None:
         """Declare that the engine now holds `version`; lifts a poisoning. `PhaseError` unless they are resident."""
         self._status.require_weights(f"hold version {version}")
+        # before the commit: clients of vLLM must not read the old version beside new weights
         self._link.tell_version(version)
         super().commit(version)
 
@@ -413,6 +424,7 @@ class VLLMEngine(EngineBase):
         try:
             self._connect(self._start())
         except BaseException:
+            # lost before it failed: the same `recover` can be tried again
             self._status.lost = self._status.lost or lost
             raise
         changed = held.differs(self._store.digest()) if held is not None and self._store is not None else []

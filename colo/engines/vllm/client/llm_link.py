@@ -45,6 +45,7 @@ class LLMLink(WorkerLink):
             self.infos = self.meet_workers()
             self.check_device()
         except BaseException:
+            # an own LLM would otherwise go on without anybody who ends it
             self.close()
             raise
 
@@ -93,11 +94,13 @@ class LLMLink(WorkerLink):
     ) -> list[Completion]:
         """Sample from weights of `version`; see `Engine.generate`. `PhaseError` while other requests are in flight."""
         llm = self.llm
+        # vLLM's `generate` collects the outputs of every request that is in flight
         if llm.llm_engine.has_unfinished_requests():
             raise PhaseError(
                 "requests that you have added to llm.llm_engine are in flight or not collected, and their outputs "
                 "would be mixed with these: step until none is left, or abort them"
             )
+        # checked again: parameters may come from `generate` itself, without `sampling_params`
         params = self.sampling_params(params, {})
         inputs = [{"prompt_token_ids": list(ids)} for ids in self.check_request(prompts, params)]
         each = for_prompts(params, len(prompts))
@@ -118,6 +121,7 @@ class LLMLink(WorkerLink):
     def reset_prefix_cache(self) -> None:
         """Forget what earlier requests have computed, and disturb requests in flight only if necessary."""
         llm = self.llm
+        # first the gentle way: blocks of running requests are kept
         if not (
             self.run("reset_prefix_cache", llm.reset_prefix_cache)
             or self.run("reset_prefix_cache", lambda: llm.reset_prefix_cache(reset_running_requests=True))
@@ -132,6 +136,7 @@ class LLMLink(WorkerLink):
     def go_on(self) -> None:
         """Generate again."""
         llm = self.llm
+        # level 0 paused the scheduler alone; it wakes by this tag
         self.run("resume", lambda: llm.wake_up(tags=["scheduling"]))
 
     def tell_version(self, version: int) -> None:
@@ -150,6 +155,7 @@ class LLMLink(WorkerLink):
         if llm is not None and self.is_own:
             llm.llm_engine.engine_core.shutdown()
             del llm
+            # the engine's memory is in cycles of vLLM's, and freed only by a collection
             gc.collect()
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
@@ -184,6 +190,7 @@ class InProcessLink(LLMLink):
             return values
         from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
+        # both kinds of group, one after the other: ranks are their product
         for group in (get_tp_group(), get_pp_group()):  # those of this replica; there may be others
             if group.world_size > 1:
                 found: list[Any] = [None] * group.world_size
@@ -208,6 +215,7 @@ class InProcessLink(LLMLink):
 
     def go_on(self) -> None:
         """Generate again, without what others have asked for who resumed vLLM meanwhile, and was refused."""
+        # whoever has resumed vLLM meanwhile was refused by the hook on the model, and the request is still queued
         if not self.llm.llm_engine.is_sleeping():
             self.abort_requests()
         super().go_on()
@@ -226,6 +234,7 @@ class OwnProcessLink(LLMLink):
     ) -> None:
         """Connect to `llm`. Raises: `Unsupported` for one without colo's worker extension, or on another device."""
         self._calls: Caller | None = Caller(self._progress)
+        # a child that is forked meanwhile must not run vLLM's finalizers
         compat.leave_to_parent(llm)
         super().__init__(llm, device, status, deadline_s=deadline_s, is_own=is_own)
 
@@ -301,6 +310,7 @@ class OwnProcessLink(LLMLink):
 
     def close(self) -> None:
         """Let go of the `vllm.LLM`, and shut it down where it is ours. Idempotent."""
+        # the thread first: nothing may call what is being shut down
         if self._calls is not None:
             self._calls.close()
             self._calls = None
@@ -326,6 +336,7 @@ def _lora_request(name: str, number: int) -> Any:
 
 def _abort(core: Any, states: Mapping[str, Any]) -> None:
     """Abort requests and their parents (of `n` samples), which vLLM would keep otherwise."""
+    # with `n` samples vLLM knows a request and its children; aborting children alone leaves the parent
     parents = {state.parent_req.request_id for state in states.values() if getattr(state, "parent_req", None)}
     core.abort_request([*states, *parents], internal=True)
 
@@ -349,6 +360,7 @@ def sampling_params(params: Any, sampling: Mapping[str, Any]) -> Any:
             given.detokenize = False
         return _with_logprobs(given)
     if isinstance(params, VLLMSamplingParams):
+        # a clone: the caller's own parameters must stay as they are
         return _with_logprobs(params.clone())
     if isinstance(params, SamplingParams):
         return params
@@ -425,6 +437,7 @@ def _text(output: Any, sample: Any, tokenizer: Any, *, has_text: bool) -> str | 
         return str(sample.text) if has_text else None
     prompt, token_ids = tuple(output.prompt_token_ids), tuple(sample.token_ids)
     if sample.finish_reason == "stop":
+        # vLLM's finish reason is `stop` for the end token too, which shows no text
         token_ids = token_ids[:-1]  # the stop token, of which vLLM shows nothing
     return partial(continuation, tokenizer, prompt, token_ids)
 
@@ -446,6 +459,7 @@ def _completion(
             )
     token_ids = tuple(sample.token_ids)
     rows: Any = sample.logprobs or ()
+    # the flat form has one array for all tokens, which is only the sampled ones' where no others were asked for
     if list(token_ids) == getattr(rows, "token_ids", None):  # flat, and nothing but what was sampled
         logprobs = tuple(rows.logprobs)
     else:

@@ -51,11 +51,13 @@ class WorkerMemory:
         self.weights.reset(info.weights_bytes, weights_away)
         self.kv_cache.reset(info.kv_cache_bytes, Residency.DISCARDED if info.kv_cache_can_leave else None)
         self._link, self._weights = link, weights
+        # asked now: by the time that the process has ended nobody can be asked
         self._weights_outlive = weights.outlive_the_engine
 
     def lose(self) -> None:
         """Mark what the engine's process held as lost: it has ended."""
         for segment in self.segments:
+            # weights in the trainer's slabs outlive the process
             if segment is self.kv_cache or not self._weights_outlive:
                 segment.vanish()
 
@@ -96,6 +98,7 @@ class WorkerMemory:
         answers = self._link.ask(wire.Begin(segment=name, target=str(target)))
         failed = [answer for answer in answers if isinstance(answer, wire.WorkerError)]
         if failed:
+            # a part of the workers has moved: all go back to where the segment was
             if len(failed) < len(answers):
                 self._link.ask(wire.Begin(segment=name, target=str(segment.residency)))
             raise failed[0].error()
@@ -162,10 +165,12 @@ class _WorkerMove:
         self.moved_bytes = moved_bytes
         self._target = segment.residency
         self._done = False
+        # counted from the start of the wake: its pages are taken from the first moment
         if self._target is Residency.RESIDENT:
             segment.device_bytes = segment.size_bytes
 
     def wait(self) -> None:
+        # else a later move has overtaken this one
         if not self._done and self._segment.residency is self._target:
             self._segment.settle()
         self._done = True
@@ -223,6 +228,7 @@ class WorkerWeights:
             specs = list(map(CopySpec.from_wire, answer.copies))
             try:
                 memory = self._memory(rank, answer)
+            # one worker's memory that cannot be mapped turns its weights into fallbacks for all
             except (TransferError, Unsupported) as error:
                 fallbacks |= dict.fromkeys((spec.name for spec in specs), str(error))
                 continue
@@ -232,6 +238,7 @@ class WorkerWeights:
                     Copy(name=spec.name, shape=spec.shape, stride=spec.strides, offset=spec.offset, target=target)
                 )
         plan = LoadPlan.of(source, copies=copies, fallbacks=fallbacks)
+        # rank 0 answers for all: what a model leaves out is the same on every rank
         return replace(plan, unused=frozenset(recorded[0].unused))
 
     def reload(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -258,6 +265,7 @@ class WorkerWeights:
                 for group in self._staging.put_groups(checked):
                     call(wire.ReloadTensors(tensors=group, model_type=model_type, in_process=False))
         except BaseException:
+            # else layers would stay as the reload has begun them
             with suppress(ColoError):
                 call(wire.AbandonReload())
             raise
@@ -291,6 +299,7 @@ class WorkerWeights:
 def _checked(weights: Iterable[tuple[str, torch.Tensor]], *, tied: bool) -> Iterator[tuple[str, torch.Tensor]]:
     """The weights, unless a model's own output layer is among them and the engine's is its embedding (`tied`)."""
     for name, tensor in weights:
+        # an untied head of the trainer would overwrite the engine's embedding
         if tied and name == OUTPUT_LAYER and isinstance(tensor, nn.Parameter):
             raise own_output_layer(tensor.numel())
         yield name, tensor
@@ -338,12 +347,14 @@ class AdapterRegistry:
         """Send a new adapter; see `Engine.load_adapter` and `_put`. `Unsupported` also when the engine is full."""
         if name in self.numbers:
             raise ValueError(f"adapter {name} is loaded already: remove it first, or give each version its own name")
+        # vLLM's own error about a full cache comes with the request, too late
         capacity = self._link.infos[0].max_adapters
         if capacity and len(self.numbers) >= capacity:
             raise Unsupported(
                 f"the engine holds {len(self.numbers)} adapters and takes no more: remove one, or start it with a "
                 "larger max_loras"
             )
+        # never used again: vLLM's prefix cache may know an adapter by its number
         self._last += 1
         return self._put(self._link.reserve_adapter(self._last, list(_tensors(adapter).items())), name, adapter)
 
@@ -389,6 +400,7 @@ class AdapterRegistry:
                 self._remove(number)
             raise
         self.numbers[name] = number
+        # past so many names the cache is reset once, instead of remembering all of them
         known = name in self._cached or self._link.goes_by_number or len(self._cached) >= _MOST_NAMES
         self._cached.add(name)
         return known
@@ -417,6 +429,7 @@ class AdapterRegistry:
         described, self.why_staged = sent.put(adapter, tensors, self._link)
         is_known = sent.known is not None and sent.known[0] is described and sent.known[1] == scalings
         sent.known = None  # until they answer, they may have either
+        # queued kernels of the trainer write the tensors that workers are about to read
         wait_for_queued(self._link.device)
         if is_known:
             self._link.call(wire.SetAdapter(number=number, tensors=None))
@@ -448,6 +461,7 @@ class _Sent:
         if why_staged is None:
             try:
                 _check_exportable(adapter, tensors, link.device)
+                # an export on a CPU moves tensors into a memory file, which is no write of the trainer's
                 with uncounted():  # on a CPU the trainer's tensors move
                     exported = Exported(tensors)
                 self.memory.append(exported)
@@ -462,6 +476,7 @@ class _Sent:
     def confirm(self, described: Wire, scalings: Mapping[str, float]) -> None:
         """Note that the workers have mapped `described`, have these scalings, and nothing of before."""
         self.known = (described, scalings)
+        # only now: until they have answered, workers may still read the memory of before
         while len(self.memory) > 1:
             self.memory.pop(0).close()
 
@@ -484,6 +499,7 @@ def _check_exportable(adapter: AdapterWeights, tensors: Mapping[str, torch.Tenso
         raise Unsupported(f"{elsewhere[0]} is not on {device}")
     if device.type == "cuda":
         return
+    # tied tensors would come apart: an export gives each its own place
     addresses = {tensor.data_ptr() for tensor in tensors.values()}
     for name, tensor in tensors.items():
         is_whole = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes

@@ -168,12 +168,14 @@ class ServerLink(WorkerLink):
             raise self.status.lose(str(error)) from error
         except Refused as error:
             if _NO_JSON in str(error):
+                # the server's JSON refuses NaN in its own answer
                 raise FloatingPointError(not_numbers(None)) from error
             raise (ValueError if error.status < httpx.codes.INTERNAL_SERVER_ERROR else TransferError)(
                 f"the server does not generate: {error}"
             ) from error
         choices = [choice for answer in answers for choice in answer["choices"]]
         return [
+            # the server keeps the order of prompts, then of samples
             _completion(
                 index // params.n,
                 index % params.n,
@@ -188,6 +190,7 @@ class ServerLink(WorkerLink):
 
     def reset_prefix_cache(self) -> None:
         """Forget everything computed from earlier weights. Raises: `TransferError` when vLLM does not let go of it."""
+        # first without running requests, which would be computed anew
         for running in ("false", "true"):
             if self._ask("POST", "/reset_prefix_cache", query={"reset_running_requests": running})["success"]:
                 return
@@ -230,10 +233,12 @@ class ServerLink(WorkerLink):
         except EngineLost as error:
             raise EngineLost(f"no server answers at {self.url}: {self.status.lost}") from error
         try:
+            # asked first: only a server in development mode has these paths
             self.status.paused = bool(self._ask("GET", "/is_paused")["is_paused"])
             num_workers = int(self._ask("GET", "/get_world_size")["world_size"])
         except TransferError as error:
             raise Unsupported(f"the server at {self.url} is not in vLLM's development mode: {HOW_TO_START}") from error
+        # in host memory: whoever can map it is on this machine
         home = SharedMemory(len(self.client), torch.device("cpu"))
         home.bytes.copy_(torch.frombuffer(bytearray(self.client.encode()), dtype=torch.uint8))
         try:
@@ -363,6 +368,7 @@ class ServedAdapters:
                 self._post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": folder})
             except TransferError as error:
                 raise Unsupported(f"the server does not take the adapter: {error}") from error
+        # read after the call: another client's adapter would be taken for ours
         new = self._numbers() - before
         if len(new) != 1:
             raise TransferError(f"{len(new)} adapters have come to the server at once: let no other client load any")
@@ -374,6 +380,7 @@ class ServedAdapters:
         """Let the server forget a name. Idempotent."""
         name = self._names.pop(number, None)
         if name is not None:
+            # the server may have ended: its names have gone with it
             with suppress(TransferError):
                 self._post("/v1/unload_lora_adapter", {"lora_name": name})
 

@@ -75,6 +75,7 @@ def _shut_down(llm: Any) -> None:
 
 def _start_here(start: Callable[[], T], options: Mapping[str, Any], device: torch.device) -> T:
     """Start vLLM in this process without changing its random state, unless a `seed` or other ranks ask for vLLM's."""
+    # with `external_launcher` all ranks must draw the same: vLLM's seeds have to stand
     if options.get("seed") is not None or options.get("distributed_executor_backend") == "external_launcher":
         return start()
     with compat.own_random_state(device):
@@ -95,6 +96,7 @@ def quantization_of(model: str | os.PathLike[str], options: Mapping[str, Any]) -
         return str(options["quantization"])
     found = _config_dict(model, options)
     of_text = found.get("text_config") or {}
+    # compressed-tensors writes `compression_config`, multimodal models keep the text model's own
     places = (found.get("quantization_config"), of_text.get("quantization_config"), found.get("compression_config"))
     return next((method for place in places if (method := _method_of(place)) is not None), None)
 
@@ -150,8 +152,10 @@ def device_of(device: torch.device | str | None) -> torch.device:
 
 def save_config(model: PretrainedConfig | PreTrainedModel, folder: str) -> None:
     """Write the config from which vLLM builds the same model, and the generation config with its end tokens."""
+    # `architectures` is written into the caller's config otherwise
     config = copy.deepcopy(model if isinstance(model, PretrainedConfig) else model.config)
     if not config.architectures:
+        # vLLM finds its class by this name
         config.architectures = [AutoModelForCausalLM._model_mapping[type(config)].__name__]
     config.save_pretrained(folder)
     if isinstance(model, PreTrainedModel) and model.generation_config is not None:
@@ -183,13 +187,16 @@ def llm_options(
         "worker_extension_cls": WORKER_EXTENSION,
         "logprobs_mode": LOGPROBS_MODE,
         "enable_sleep_mode": device.type == "cuda",
+        # a folder without a tokenizer has none to initialize; a hub id is vLLM's to look up
         "skip_tokenizer_init": Path(model).is_dir() and not any(Path(model).glob("tokenizer*")),
     }
     if store is not None:
         extra = dict(given.pop("model_loader_extra_config", None) or {})
+        # vLLM's own loader is named within: ours passes everything but memory on to it
         extra |= {STORE_KEY: store, FORMAT_KEY: given.pop("load_format", "auto")}
         chosen |= {"load_format": COLO, "model_loader_extra_config": extra}
     if max_lora_rank:
+        # two: while one version is replaced by the next, both have a slot
         chosen |= {"enable_lora": True, "max_lora_rank": max_lora_rank, "max_loras": 2}
     return chosen | given
 
@@ -210,6 +217,7 @@ def check_main_guard() -> None:
         statements = ast.parse(path.read_text()).body
     except (OSError, SyntaxError, UnicodeDecodeError):  # a zip file or the like
         return
+    # the guard has to be around the line that is running now, not anywhere in the file
     if not any(
         _is_guard(statement) and statement.lineno <= line <= (statement.end_lineno or 0) for statement in statements
     ):
@@ -266,6 +274,7 @@ def logs_to_file() -> Iterator[None]:
 def told_start(*, own_process: bool) -> Iterator[None]:
     """Say that vLLM is being started, where its log is, and how long it has taken; an error names both of the log's."""
     path = log_file() if _is_ours() and (own_process or _logs_here()) else None
+    # an earlier engine's errors are before this byte
     begins_at = path.stat().st_size if path is not None and path.exists() else 0
     log.logger.info("starting vLLM (about a minute)%s", f"; its log: {path}" if path is not None else "")
     start_s = time.monotonic()
@@ -283,6 +292,7 @@ def told_start(*, own_process: bool) -> Iterator[None]:
 @cache
 def log_file() -> Path:
     """The file that vLLM's log goes to, the same for all engines of this process."""
+    # one file for all: vLLM sets its logging up once in a process
     return Path(tempfile.mkdtemp(prefix="colo-log-")) / "vllm.log"
 
 
@@ -314,6 +324,7 @@ def _write_config() -> Path:
     formatter = {"class": "vllm.logging_utils.NewLineFormatter", "datefmt": "%m-%d %H:%M:%S", "format": FORMAT}
     config: dict[str, Any] = {
         "version": 1,
+        # loggers of the user's program must go on
         "disable_existing_loggers": False,
         "formatters": {"vllm": formatter},
         "handlers": {"vllm": handler | {"encoding": "utf-8"}},

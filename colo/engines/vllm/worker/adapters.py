@@ -62,10 +62,12 @@ class WorkerAdapters:
         manager = self._manager
         if manager is None:
             raise Unsupported("the engine was started without LoRA: pass enable_lora=True and max_lora_rank")
+        # whatever may refuse comes before anything of vLLM's is changed
         rank = _rank(tensors, int(manager.lora_config.max_lora_rank))
         matrices = _Matrices(tensors, torch.device(self._worker.device), manager.lora_config.lora_dtype)
         matrices.write(tensors, scalings)
         model = self._lora_model(manager, number, matrices.by_name, rank)
+        # only now: until here anything may have refused
         self.remove(number)
         self._register(model)
         self._models[number] = model
@@ -83,6 +85,7 @@ class WorkerAdapters:
     def _register(self, model: Any) -> None:
         """Add an adapter, as vLLM's own manager does."""
         adapters = self._adapter_manager
+        # vLLM's `add_adapter` refuses beyond its capacity
         if len(adapters) + 1 > adapters.capacity:
             adapters.remove_oldest_adapter()
         adapters.add_adapter(model)
@@ -124,6 +127,7 @@ class WorkerAdapters:
         """Let vLLM copy an adapter into a slot, and keep the copies, unless it does more than copy."""
         adapters = self._adapter_manager
         self._loaded.pop(number, None)
+        # an active adapter would not be copied again
         adapters.deactivate_adapter(number)
         with _Recorder(matrices.by_name.values()) as recorder:
             adapters.activate_adapter(number)
@@ -152,6 +156,7 @@ class WorkerAdapters:
         helper.validate_legal(manager.lora_config)
         mapper = getattr(adapters.model, "hf_to_vllm_mapper", None)
         if mapper is not None:
+            # the name of the method has changed between versions
             mapper = (getattr(mapper, "get_rename_mapper", None) or mapper.get_unstacked_mapper)()
         model = LoRAModel.from_lora_tensors(
             number,
@@ -241,6 +246,7 @@ class _Matrices:
             part = (int(source.storage_offset()), source.shape, source.stride())
             parts.setdefault(storage_key(source), set()).add(part)
         for name, tensor in self.by_name.items():
+            # more than once: an element that is copied twice cannot be told apart from one that is missing
             num_copied = sum(math.prod(shape) for _, shape, _ in parts.get(storage_key(tensor), ()))
             if num_copied > tensor.numel() or num_copied * shards < tensor.numel():
                 return f"activating copies {num_copied} of the {tensor.numel()} elements of {name}"
@@ -305,4 +311,5 @@ def _is_adapted(name: str, adapters: Any) -> bool:
         return True
     parent, _, own = name.rpartition(".")
     fused = [k for k, parts in adapters.packed_modules_mapping.items() if own in parts]
+    # vLLM adapts `qkv_proj`, PEFT its parts
     return any(f"{parent}.{k}" in adapters.modules for k in fused)

@@ -46,12 +46,14 @@ class ColoWorker:
 
 def call(worker: Any, envelope: Mapping[str, Any]) -> dict[str, Any]:
     """Run one operation on a worker, or on the object that vLLM wraps around one."""
+    # vLLM passes the wrapper to functions and the worker to methods
     worker = getattr(worker, "worker", worker)
     try:
         # Kept on the worker itself, so that both go when vLLM lets go of it.
         agent = worker._colo_agent = getattr(worker, "_colo_agent", None) or WorkerAgent(worker)
         return {"value": agent.run(wire.Envelope.from_wire(envelope))}
     except Exception as error:  # noqa: BLE001 - travels to the caller, who raises it
+        # an exception would end vLLM's worker, and with it the engine
         return {"error": wire.WorkerError.of(error).to_wire()}
 
 
@@ -101,12 +103,14 @@ class WorkerAgent:
             _check_home(asked.home, self._client or "")
         if asked.client_pid is not None:
             end_with(asked.client_pid)
+        # the old client may have ended in the middle of anything
         self._abandon_reload()
         if self._receiver is not None:
             self._receiver.release()
         self._release()
         worker, config, segments = self._worker, self._worker.model_config, self._segments_now().by_name
         pooled_bytes, pooled_cache_bytes = (segments[name].size_bytes for name in (ENGINE_WEIGHTS, ENGINE_KV_CACHE))
+        # by address: tied parameters count once
         parameters_bytes = sum({p.data_ptr(): p.nbytes for p in self._model.parameters()}.values())
         placement, pool = self._placement, compat.sleep_pool(worker)
         in_slabs = placement is not None
@@ -140,6 +144,7 @@ class WorkerAgent:
         if asked.to_pid == os.getpid():
             return plan
         fallbacks = dict(plan.fallbacks)
+        # copies that name the same allocation share one description
         allocations = Allocations()
         copies = []
         for copy in plan.copies:
@@ -233,6 +238,7 @@ class WorkerAgent:
             reload.abandon()
 
     def _finish_reload(self, asked: wire.FinishReload) -> dict[str, int]:
+        # forgotten first: a reload that fails while it ends cannot be ended again
         reload, self._reload = check_begun(self._reload), None
         return reload.finish()
 
@@ -241,6 +247,7 @@ class WorkerAgent:
     def _receive(self, asked: wire.Receive) -> Any:
         if self._receiver is None:
             self._receiver = Receiver(self._device, self._plan, number=self._worker.rank)
+        # only the last answer is asked for: the steps before raise or return nothing of use
         return [run_step(self._receiver, one["step"], one["arguments"]) for one in asked.steps][-1]
 
     # ---- adapters ----------------------------------------------------------------------------------------------------

@@ -103,15 +103,18 @@ class Placement:
         if size_bytes > _SLAB_BYTES // 2:
             room = self._take(size_bytes)
         else:
+            # small parameters fill a slab in order; a restart asks in the same order and gets the same places
             if self._room is None or self._room.numel() < size_bytes:
                 last_bytes = self._room_bytes
                 self._room_bytes = max(min(2 * last_bytes, _SLAB_BYTES), align_up(size_bytes, _FIRST_SLAB_BYTES))
                 self._room = self._take(self._room_bytes)
             room, self._room = self._room[:size_bytes], self._room[size_bytes:]
+        # as bytes first: a slab has no dtype
         return room[: parameter.numel() * parameter.element_size()].view(parameter.dtype).view(parameter.shape)
 
     def move_in(self, buffer: torch.Tensor) -> None:
         """Point a buffer into the slabs. Its values go along if the slabs are to be filled, else theirs stay."""
+        # meta and strided buffers stay: there is no memory, or none that a slab could be
         if buffer.device.type != self.device.type or not buffer.is_contiguous():
             return
         place = self.place(buffer)
@@ -156,6 +159,7 @@ class Placement:
     def drop_unused(self, tensors: Iterable[torch.Tensor]) -> None:
         """Give back slabs without any of `tensors`, such as the slab of an output layer that has become tied."""
         used = {place[0] for tensor in tensors if (place := self.locate(tensor)) is not None}
+        # weak: a slab that nothing refers to any more may go at once
         unused = {
             index: StorageWeakRef(slab.untyped_storage()) for index, slab in enumerate(self.slabs) if index not in used
         }
@@ -213,10 +217,12 @@ class ColoModelLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM ships no t
             self._inner.load_weights(model, model_config)
         else:
             self._placement.put_back(model)
+        # buffers that a checkpoint fills are weights too, and their places only known now
         if self._placement is not None:
             for _, buffer in compat.loadable_buffers(model):
                 self._placement.move_in(buffer)
             compat.keep_weights_plain(model)
+            # before vLLM's post-processing, to see if it writes
             self._placement.loaded_as = self._placement.digest()
 
     def load_model(self, vllm_config: Any, model_config: Any, *args: Any, **kwargs: Any) -> nn.Module:
@@ -240,14 +246,17 @@ class ColoModelLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM ships no t
             built_on = torch.device(vllm_config.load_config.device or vllm_config.device_config.device)
             self._building.enter_context(parameters_in(placement, device, built_on=built_on, fill=source.fill))
             model: nn.Module = super().load_model(vllm_config, model_config, *args, **kwargs)
+        # blocks that the building has freed belong to nobody
         if device.type == "cuda":
             torch.cuda.synchronize(device)
             torch.cuda.empty_cache()
+        # a parameter that post-processing has replaced is not what the trainer would write to
         for name, parameter in model.named_parameters():
             if parameter.numel() and placement.locate(parameter) is None:
                 placement.outside[name] = "vLLM's post-processing replaces it"
         for module, name, tensor in _plain_tensors(model):
             is_new = (id(module), name, tensor.data_ptr()) not in self._tensors_before
+            # a single element is taken for a counter or the like
             if is_new and tensor.numel() > 1 and placement.locate(tensor) is None:
                 placement.outside[name] = f"{type(module).__name__} keeps a tensor derived from weights"
         if placement.loaded_as is None or placement.digest().differs(placement.loaded_as):
@@ -262,6 +271,7 @@ class ColoModelLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM ships no t
                 "same model and options, or build a new runtime"
             )
         plain = (tensor for _, _, tensor in _plain_tensors(model))
+        # after `done`, which says which slabs have weights
         placement.drop_unused(itertools.chain(model.parameters(), model.buffers(), plain))
         source.close()
         _placements[model] = placement
@@ -297,8 +307,10 @@ def parameters_in(slabs: Placement, device: torch.device, *, built_on: torch.dev
     seen: dict[int, nn.Parameter] = {}  # also keeps ids from being reused
 
     def move(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        # lazy parameters have no memory yet, and others belong to another device
         if parameter is None or id(parameter) in seen or is_lazy(parameter) or parameter.device.type != device.type:
             return
+        # one that was made in the slabs lies there already
         if parameter.numel() and parameter.is_contiguous() and slabs.locate(parameter) is None:
             place = slabs.place(parameter)
             if fill:
@@ -310,6 +322,7 @@ def parameters_in(slabs: Placement, device: torch.device, *, built_on: torch.dev
         # torch's global hook sees every parameter of every module that vLLM builds
         undo.callback(register_module_parameter_registration_hook(move).remove)
         if not fill:
+            # initializers would overwrite the trainer's weights
             undo.enter_context(_NothingWrittenTo(slabs))
         undo.enter_context(_LargeTensorsIn(slabs, built_on))
         yield
@@ -348,6 +361,7 @@ class _NothingWrittenTo(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         written = list(_written(func, args, kwargs))
+        # views write nothing, and what does not touch the slabs may run
         if torch.Tag.inplace_view in func.tags or not any(self._slabs.locate(tensor) for tensor in written):
             return func(*args, **kwargs)
         count = len(func._schema.returns)

@@ -99,8 +99,10 @@ class WorkerSegments:
         segment = self.by_name[name]
         source = segment.residency
         if name == ENGINE_WEIGHTS:
+            # before the move: afterwards there is nothing to read
             self._others.before(target, segment, [self._worker.get_model()])
         segment.begin(target)
+        # vLLM's scheduler can be resumed by anybody, past colo
         if name == ENGINE_KV_CACHE and target is not Residency.RESIDENT and self._guard is None:
             self._guard = self._worker.get_model().register_forward_pre_hook(_refuse_without_cache)
         if target is not Residency.RESIDENT and self.mover.device.type == "cuda":
@@ -168,6 +170,7 @@ class OtherTensors:
 
 def _places(model: nn.Module, regions: Sequence[Region]) -> Iterator[tuple[torch.Tensor, Region, int]]:
     """Tensors, with their region and offset in bytes; addresses tell also while nothing is mapped there."""
+    # by address: a parameter may have a view among the attributes
     parameters = {p.data_ptr() for p in model.parameters()}
     starts = sorted((region.bytes.data_ptr(), index) for index, region in enumerate(regions))
     for tensor in _other_tensors(model):
@@ -185,6 +188,7 @@ def _held(tensor: torch.Tensor, segment: RegionSegment, region: Region, start_by
     if segment.residency is not Residency.OFFLOADED:
         return tensor.detach().to("cpu", copy=True)
     elements = segment.host_copy(region)[start_bytes:]
+    # elements, not bytes: `as_strided` counts in them
     elements = elements[: elements.numel() // tensor.element_size() * tensor.element_size()].view(tensor.dtype)
     offset = int(elements.storage_offset())
     return elements.as_strided(tensor.shape, tensor.stride(), offset).clone()
@@ -208,6 +212,7 @@ def _other_tensors(model: nn.Module) -> Iterator[torch.Tensor]:
     """Buffers and tensors held as attributes, also in tuples, lists and dictionaries; each once."""
     seen: set[int] = set()
     for module in model.modules():
+        # `_parameters` are published, `_modules` are visited on their own
         held = [value for name, value in vars(module).items() if name not in ("_parameters", "_modules")]
         for tensor in _within(held):
             if id(tensor) not in seen and tensor.numel():
@@ -253,6 +258,7 @@ class ColoSleepBackend(SleepModeBackend):  # type: ignore[misc]  # vLLM ships no
         """Bring back the segments of `tags`, unless they are there. `BudgetError` when memory is missing."""
         self._state = "RESUMING"
         for name in (TAGS[tag] for tag in (tags or TAGS) if tag in TAGS):
+            # wake may come before any sleep: nothing is built then
             if self._segments and self._segments[name].regions:
                 self._segments[name].begin(Residency.RESIDENT).wait()
         self._state = "RUNNING"

@@ -93,6 +93,7 @@ def packed_weights(model: nn.Module) -> dict[str, PackedWeight]:
             raise Unsupported(f"{name} is packed as no trainer can share it: only linear layers in 4 bits can be")
         module = name.removesuffix(".weight").removesuffix(".base_layer")
         owner, _, leaf = module.rpartition(".")
+        # one state is one layer, whatever its name is split into
         leaves = parts.get(leaf, [leaf]) if len(states) > 1 else [leaf]
         if len(leaves) != len(states):
             raise Unsupported(f"{name} holds {len(states)} packed layers, and only {len(leaves)} have names")
@@ -153,6 +154,7 @@ class Reload:
 
         vLLM keeps what it is given until a layer is complete: with `keep` the tensors themselves, otherwise copies.
         """
+        # the client reuses the memory of a group as soon as this returns
         given = dict(tensors) if keep else {name: tensor.clone() for name, tensor in tensors.items()}
         if not keep:
             self._synchronize()
@@ -205,6 +207,7 @@ def _is_tied(model: nn.Module) -> bool:
     """
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
+        # tied layers have one address; on meta all have none
         if parameter.numel() and parameter.device.type != "meta":
             names.setdefault(parameter.data_ptr(), []).append(name)
     return any(len(same) > 1 and any("lm_head" in name.split(".") for name in same) for same in names.values())
@@ -227,6 +230,7 @@ class _Taken(TorchDispatchMode):
         if func is torch.ops.aten.copy_.default:
             if args[0].device.type != "meta":  # where vLLM only counts for itself
                 self._count(args[1], args[1].numel())
+        # computed with: taken, however much of it
         elif not func.is_view:
             for tensor in tensors_in((*args, *(kwargs or {}).values())):
                 self._count(tensor, sys.maxsize)
@@ -307,6 +311,7 @@ class ColoWeightTransferEngine(Base):  # type: ignore[misc]  # as above
 
     def start_weight_update(self) -> None:
         """Check that there is memory to write to. Raises: `PhaseError` while the weights are asleep."""
+        # an update that was not finished must not attest the next one
         self._attested = False
         pool = compat.sleep_pool(self)
         if pool is not None and any(r.tag == "weights" and r.is_asleep for r in pool.pointer_to_data.values()):
@@ -318,6 +323,7 @@ class ColoWeightTransferEngine(Base):  # type: ignore[misc]  # as above
 
     def receive_weights(self, update_info: TransferStep) -> None:
         """Run a step of an update. Raises: what is wrong with it; vLLM ends the update then."""
+        # a step after `finish` writes again: only the last may attest
         self._attested = False
         self._run(update_info, _UPDATE_STEPS)
         self._attested = update_info.step == "finish"
