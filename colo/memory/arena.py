@@ -61,7 +61,9 @@ class PinnedArena:
         """The most bytes the arena may hold. Lowering it gives nothing back."""
 
         self._blocks: list[_PinnedBlock] = []
+        # reentrant, since `_take_back` releases extents under it
         self._lock = threading.RLock()  # never held while pages are pinned, which takes seconds
+        # one grows at a time: two would find the same bytes missing, and pin them twice
         self._growing = threading.Lock()
         self._setup: ThreadPoolExecutor | None = None
         self._closed = False
@@ -138,6 +140,7 @@ class PinnedArena:
                 self._returned.append(extent)
 
         for tensor in memory:
+            # torch keeps a storage's Python object as long as the storage: it ends with the last tensor over it
             storage = tensor.untyped_storage()
             weakref.finalize(storage, died, storage._cdata).atexit = False
 
@@ -161,6 +164,7 @@ class PinnedArena:
         Ordering: no copy from or to the arena may be under way.
         """
         if self._setup is not None:
+            # before the lock, which the thread that prepares needs to come to its end
             self._setup.shutdown(wait=True)
         with self._lock:
             self._closed = True
@@ -172,6 +176,7 @@ class PinnedArena:
             raise PhaseError("the host arena is closed")
 
     def _take_back(self) -> None:
+        # a closed arena has no blocks: `release` would raise in whoever drops a late tensor
         while self._returned and not self._closed:
             self.release(self._returned.popleft())
 
@@ -188,6 +193,7 @@ class PinnedArena:
 
     def _grow(self, num_bytes: int, max_block_bytes: int) -> None:
         num_bytes = align_up(num_bytes, BLOCK_ALIGNMENT_BYTES)
+        # the limit is older than this moment: beyond what is available the kernel ends the process, without an error
         allowed_bytes = min(self.limit_bytes - self.pinned_bytes, available_host_bytes())
         if num_bytes > allowed_bytes:
             raise BudgetError(
@@ -219,8 +225,10 @@ class _PinnedBlock:
 
     def __init__(self, size_bytes: int, device: torch.device) -> None:
         self.size_bytes = size_bytes
+        # not cudaHostAlloc, as torch's pinned allocator: pages that exist already are pinned ten times as fast
         self.mapping = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
+            # fewer pages to touch and to pin
             self.mapping.madvise(mmap.MADV_HUGEPAGE)
         self.data = torch.frombuffer(self.mapping, dtype=torch.uint8)
         self._free: list[tuple[int, int]] = [(0, size_bytes)]  # (offset, size), sorted, never adjacent

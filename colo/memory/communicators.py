@@ -27,6 +27,7 @@ class Communicators:
         self._suspended: list[Any] = []
         for backend in self._backends:
             try:
+                # asked only to find out now, and not in the first rollout, if torch and NCCL can do this at all
                 backend.memory_stats()
             except (AttributeError, RuntimeError) as error:
                 raise Unsupported(
@@ -36,6 +37,7 @@ class Communicators:
 
     def suspend(self) -> None:
         """Give their memory back. Idempotent. Ordering: no operation of theirs is queued or running."""
+        # the suspended ones are the first of the list, so that a call after one that failed goes on where that stopped
         for backend in self._backends[len(self._suspended) :]:
             backend.suspend()
             self._suspended.append(backend)
@@ -43,6 +45,7 @@ class Communicators:
     def resume(self) -> None:
         """Take it again. Idempotent."""
         while self._suspended:
+            # taken off only once it is awake: one that failed is tried again
             self._suspended[-1].resume()
             self._suspended.pop()
 
@@ -56,6 +59,7 @@ def megatron_groups() -> list[Any]:
 
 
 def _nccl_backends(groups: Iterable[Any], device: torch.device) -> Iterator[Any]:
+    # groups may share a backend, which is suspended once
     seen: set[int] = set()
     for group in groups:
         with suppress(RuntimeError):  # which has no backend for such a device

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _V2 = ("memory.max", "memory.current", "inactive_file")
+# in version 1 only the figures that begin with `total_` include the groups within
 _V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 
 
@@ -43,9 +44,11 @@ def read_lines(path: Path) -> list[str]:
 def _limits(root: Path) -> Iterator[MemoryLimit]:
     for line in read_lines(root / "proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)
+        # version 2 names no controller; in version 1 every controller has a hierarchy, and one of them limits memory
         if controllers not in ("", "memory"):
             continue
         base = root / "sys/fs/cgroup" / controllers
+        # joined as it is, an absolute path would replace `base`
         group = base / path.lstrip("/")
         for folder in (group, *group.parents):
             limit = _limit_of(folder, *(_V1 if controllers else _V2))

@@ -80,6 +80,7 @@ class CopyPlan:
                     fused[-1] += runs(Strided.of(source), there, number, is_written=number < self._num_written)
                 else:
                     self._others[number] = source.detach(), target
+        # copied to the device once: a replay is a launch and nothing else
         self._table = _spread([cut(group, words) for group in fused]).to(self.device)
         self._others_there = torch.tensor(list(self._others), dtype=torch.int64).to(self.device)
 
@@ -131,6 +132,7 @@ class CopyPlan:
     def _launch(self, doing: str, found: torch.Tensor | None = None) -> None:
         if len(self._table):
             assert self._kernels is not None
+            # a plain copy writes no numbers, but Triton wants a pointer
             self._kernels.walk(self._table, self._table if found is None else found, doing)
 
 
@@ -171,6 +173,7 @@ WORDS = 2048
 """Words of a tile at most; a multiple of 8, so that cuts of long rows stay whole lines of 128 bytes."""
 
 CASTS = {
+    # even numbers, so that the wide form of a cast can be the next one
     (torch.float32, torch.bfloat16): 32,
     (torch.bfloat16, torch.float32): 34,
     (torch.float32, torch.float16): 36,
@@ -181,10 +184,11 @@ CASTS = {
 """Kinds of tiles whose elements are cast, one at a time; the first also exists, as kind 33, four at a time."""
 
 _WIDEST_BYTES = 16
+# the one cast that has a wide form: fp32 masters to bf16 weights
 _WIDE_CAST = 32
 _VECTOR = 4
 _PEELED_BYTES = 256
-"""CopyRows of so many bytes are worth runs of their own for what is not aligned at either end."""
+"""From this size on a row is worth runs of their own for its unaligned ends."""
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _COMPARED_AT_ONCE = 1 << 24  # elements that torch compares in one launch; each takes a byte of workspace
@@ -207,7 +211,7 @@ class Strided:
 
 
 class CopyRows(NamedTuple):
-    """CopyRows of elements; steps from row to row are in bytes, and 0 for a single row."""
+    """Equally long rows of bytes, at even distances; steps from row to row are in bytes, and 0 for a single row."""
 
     source: int
     target: int
@@ -227,6 +231,7 @@ class CopyRows(NamedTuple):
     def kind(self) -> int:
         """The word's width in bytes, or that of a cast."""
         if self.cast:
+            # numbers or-ed together end in zero bits only where each of them does: one test tells all alignments
             steps = self.source_step | (self.source_step // self.source_bytes * self.target_bytes) | self.target_step
             bits = self.source | steps | (self.row_bytes * self.source_bytes // self.target_bytes)
             is_wide = bits % (_VECTOR * self.source_bytes) == 0 == (self.target | self.target_step) % 8
@@ -235,10 +240,12 @@ class CopyRows(NamedTuple):
         width = _low_bit(
             self.source | self.target | self.row_bytes | self.source_step | self.target_step | _WIDEST_BYTES
         )
+        # a copied word must lie within one word of the digest, which counts from the pair's first byte
         return width if places % WORD_BYTES == 0 else min(width, _low_bit(places))
 
     def peeled(self) -> Iterator[CopyRows]:
         """Split rows into head, body and tail; the body has the widest words that source and target share."""
+        # once the target is aligned to this width the source is too: their distance is a multiple of it
         width = _low_bit((self.source - self.target) | self.source_step | self.target_step | _WIDEST_BYTES)
         head = -self.target % width
         body = (self.row_bytes - head) // width * width
@@ -266,12 +273,14 @@ def runs(
         return
     cast = 0 if source.dtype == target.dtype else CASTS[source.dtype, target.dtype]
     ours, theirs = (source.dtype.itemsize, target.dtype.itemsize)
+    # an axis: length, step in source, in target, in the digest; without a cast bytes are counted, whatever the dtype
     axes: list[tuple[int, ...]] = [(1, ours, theirs, theirs)] if cast else [(ours, 1, 1, 1)]
     place = theirs
     for size, left, right in zip(
         reversed(source.shape), reversed(source.strides), reversed(target.strides), strict=True
     ):
         length, *steps = axes[-1]
+        # merged only where all three go on: a row's digest positions have to be as regular as its addresses
         if [left, right, place] == [length * step for step in steps]:
             axes[-1] = (length * size, *steps)
         elif size > 1:
@@ -305,6 +314,7 @@ def cut(of: Sequence[CopyRows], words: int | None = None) -> torch.Tensor:
     all; kind; position and its step from row to row, in bytes; number of the pair; 0 for what is not written.
     """
     words = words or WORDS
+    # what follows is done by torch for all runs at once: a large model has some hundred thousand tiles
     fields = [(*run[:9], kind, *_word_bytes(kind, run), run.is_written) for run in of for kind in (run.kind,)]
     table = torch.tensor(fields, dtype=torch.int64).reshape(len(of), 13)
     row_words = table[:, 3] // table[:, 11]
@@ -348,6 +358,7 @@ def bits_of(tensor: torch.Tensor) -> torch.Tensor:
 
 def in_words(tensor: torch.Tensor) -> torch.Tensor | None:
     """A tensor's memory as words of four bytes (int32, flat); `None` where it is not contiguous, aligned words."""
+    # `view` to a wider dtype refuses an offset of half a word, and nobody checks the address but us
     num_bytes, start_bytes = (n * tensor.element_size() for n in (tensor.numel(), tensor.storage_offset()))
     if not tensor.is_contiguous() or any(n % WORD_BYTES for n in (num_bytes, start_bytes, tensor.data_ptr())):
         return None
@@ -382,7 +393,9 @@ def sum_of(words: torch.Tensor, position: int = 0) -> torch.Tensor:
     return total
 
 
+# words whose weights are made at once: those of a whole tensor would take twice its bytes
 _CHUNK = 1 << 20
+# the kernel counts positions in 32 bits
 _REPEATS = 1 << 32
 
 
@@ -390,9 +403,11 @@ _REPEATS = 1 << 32
 def _weights(first: int, device: torch.device) -> torch.Tensor:
     """Numbers (int64, odd, of 32 bits) of a chunk of positions, by the finalizer of MurmurHash3."""
     mixed = (torch.arange(first, first + _CHUNK, device=device) + 0x9E3779B9) % _REPEATS
+    # the product overflows int64, which changes nothing modulo 2^32
     mixed = (mixed ^ (mixed >> 16)) * 0x85EBCA6B % _REPEATS
     mixed = (mixed ^ (mixed >> 13)) * 0xC2B2AE35 % _REPEATS
     mixed = (mixed ^ (mixed >> 16)) | 1
+    # as int32 reads the same bits: the kernel multiplies signed numbers
     return torch.where(mixed >= _REPEATS // 2, mixed - _REPEATS, mixed)
 
 
@@ -436,6 +451,7 @@ def try_out(device: torch.device) -> None:
     generator = torch.Generator().manual_seed(0)
     words = torch.randint(-(2**31), 2**31, (4 * WORDS + 24,), generator=generator).to(torch.int32)
     halves, numbers = words.view(torch.int16)[: 6 * 40].view(6, 40), (words[:40] % 60_000) / 7
+    # odd offsets, gaps between rows and a transpose, so that narrow words and peeled ends are met too
     sources = [words, words[1:7], halves[:, 3:34], halves[:, :9].t(), numbers.to(torch.bfloat16).to(torch.float16)]
     pairs = [(source.to(device), torch.zeros_like(source, device=device)) for source in sources]
     pairs += [(numbers.to(device), torch.zeros(40, dtype=d, device=device)) for d in (torch.bfloat16, torch.float16)]
@@ -444,6 +460,7 @@ def try_out(device: torch.device) -> None:
     spans = [(Strided.of(source), Strided.of(target)) for source, target in pairs]
     of = [run for number, (source, target) in enumerate(spans) for run in runs(source, target, number)]
     table, found = cut(of).to(device), [torch.zeros(len(pairs), dtype=torch.int64, device=device) for _ in "123"]
+    # compared before and after the copy, so that both answers are seen
     for doing, numbers in zip(("compare", "copy and digest", "compare"), found, strict=True):
         compiled.walk(table, numbers, doing)
     told = [numbers.tolist() for numbers in found]

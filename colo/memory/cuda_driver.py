@@ -20,6 +20,7 @@ from colo.memory.probe import free_device_bytes
 from colo.units import format_bytes
 
 HANDLE_BYTES = 64
+# the only flag that `cuIpcOpenMemHandle` allows
 _LAZY_PEER_ACCESS = 1
 _OUT_OF_MEMORY = 2
 
@@ -80,6 +81,7 @@ def export_range(data: torch.Tensor) -> tuple[bytes, int, int]:
     Lifetime: the allocation must not be freed while another process maps it.
     Raises: `Unsupported` for memory that CUDA IPC does not export: expandable segments, torch-memory-saver, cumem.
     """
+    # CUDA IPC exports whole allocations, and a block of torch's allocator holds many tensors
     base, size, handle = ctypes.c_uint64(), ctypes.c_size_t(), _Handle()
     address = ctypes.c_uint64(data.data_ptr())
     with torch.cuda.device(data.device):
@@ -167,6 +169,7 @@ def view(address: int, size_bytes: int, device: torch.device) -> torch.Tensor:
 
 def _tensor(address: int, size_bytes: int, device: torch.device, release: str) -> torch.Tensor:
     memory = _Memory(address, size_bytes)
+    # torch's tensor refers to `memory` as long as anything lies over it
     finalizer = weakref.finalize(memory, _release, release, address, device.index or 0)
     finalizer.atexit = False  # the driver frees what a process leaves behind
     tensor = torch.as_tensor(memory, device=device)
@@ -177,13 +180,16 @@ def _tensor(address: int, size_bytes: int, device: torch.device, release: str) -
 
 def _release(call: str, address: int, device_index: int) -> None:
     with torch.cuda.device(device_index):
+        # kernels of any stream may still use it
         torch.cuda.synchronize()
         code = getattr(_driver(), call)(ctypes.c_uint64(address))
     if code != 0:
+        # an exception in a finalizer would only be printed
         warnings.warn(f"{call} failed, memory is lost: {_name_of(code)} ({code})", RuntimeWarning, stacklevel=2)
 
 
 def _ensure_context() -> None:
+    # driver calls need a current context, which torch makes at a thread's first use of the device
     torch.cuda.current_stream().synchronize()
 
 

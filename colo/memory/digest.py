@@ -37,6 +37,7 @@ class Digest:
     @classmethod
     def of(cls, tensors: Mapping[str, torch.Tensor], earlier: Digest | None = None) -> Digest:
         """Digest `tensors` now, queued on a GPU; with less work where they lie as they did for `earlier`."""
+        # a plan knows addresses, not tensors: it is good as long as every one lies where it did
         if earlier is not None and earlier._prepared.places == _places(tensors):
             return cls(earlier._prepared)
         return cls(_Prepared(tensors))
@@ -44,6 +45,7 @@ class Digest:
     def differs(self, other: Digest) -> list[str]:
         """Names of tensors with other bytes, in other memory, or in one of the two digests only. Waits for the sums."""
         here, there = self._prepared.places, other._prepared.places
+        # what has moved or changed its layout counts as different without being read
         if here != there:
             return [name for name in here | there if here.get(name) != there.get(name)]
         mine, others = self.sums, other.sums
@@ -52,6 +54,7 @@ class Digest:
     @cached_property
     def sums(self) -> dict[str, int]:
         """A number for each tensor: the same in every process for the same bytes on a device of the same kind."""
+        # without a sign, as the CRCs of a CPU are
         found = [*self._known, *(value % _MODULUS for part in self._queued for value in part.tolist())]
         by_name = dict(zip(self._prepared.names, found, strict=True))
         return {name: by_name[name] for name in self._prepared.places}
@@ -59,6 +62,7 @@ class Digest:
 
 def _places(tensors: Mapping[str, torch.Tensor]) -> dict[str, Hashable]:
     """Address, dtype, shape and strides of each tensor, or of its local shard."""
+    # few sets hold a `DTensor`, and asking each tensor for its shard is a call in Python for each
     if set(map(type, tensors.values())) <= _PLAIN:
         return places_of(tensors)
     return places_of({name: local_shard(tensor) for name, tensor in tensors.items()})
@@ -81,6 +85,7 @@ class _Prepared:
         """Names in the order in which `compute` gives their sums."""
 
         self._rows, self._others = list(rows.values()), list(others.values())
+        # source and target are one, since `digests` writes nothing
         self._plans = [
             CopyPlan([(part, part) for part in parts.values()], words=_TILE_WORDS) for parts in on_device.values()
         ]

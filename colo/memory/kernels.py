@@ -29,6 +29,7 @@ def _weighed(bits, byte, WIDTH: tl.constexpr):
     words = bits.to(tl.int32)
     if WIDTH < 4:
         mask: tl.constexpr = (1 << (8 * WIDTH)) - 1
+        # widening has copied the sign into bits that belong to the word's other elements
         words = (words & mask) << ((byte & 3) * 8).to(tl.int32)
     return words.to(tl.int64) * _number_of(byte >> 2).to(tl.int64)
 
@@ -57,6 +58,7 @@ def _walk_tile(
 ):
     """Handle one tile, in words of `LANES` elements, which are read as `SOURCE` and are `TARGET`, of `BITS`, then."""
     width: tl.constexpr = BITS.primitive_bitwidth // 8
+    # lets Triton load and store words whole; `CopyRows.kind` has chosen them so that they are aligned
     source = tl.multiple_of(tl.load(tile).to(tl.pointer_type(SOURCE)), LANES * SOURCE.primitive_bitwidth // 8)
     target = tl.multiple_of(tl.load(tile + 1).to(tl.pointer_type(TARGET)), LANES * width)
     source_step = tl.load(tile + 2)
@@ -65,6 +67,7 @@ def _walk_tile(
     words = tl.load(tile + 5).to(tl.int32)
     position = tl.load(tile + 7)
     position_step = tl.load(tile + 8)
+    # none of a tile that is only digested
     written = words * tl.load(tile + 10).to(tl.int32)
     lanes = tl.arange(0, LANES)[None, :]
     sums = tl.zeros([BLOCK], tl.int64)
@@ -90,18 +93,21 @@ def _walk_tile(
             byte = (position + row * position_step + column * (LANES * width))[:, None] + lanes * width
             sums += tl.sum(tl.where(inside, _weighed(bits, byte, width), 0), 1)
     if DIGEST:
+        # integers, so that the order in which programs add does not matter
         tl.atomic_add(found + tl.load(tile + 9), tl.sum(sums))
     if COMPARE:  # noqa: SIM102 - Triton decides only this at compile time
         if tl.max(tl.max(others, 1)) != 0:
             tl.store(found + tl.load(tile + 9), 1)
 
 
+# Triton would compile the kernel once more for a `count` of 1 and for multiples of 16
 @triton.jit(do_not_specialize=["count"])
 def _walk(tiles, found, count, COPY: tl.constexpr, DIGEST: tl.constexpr, COMPARE: tl.constexpr, BLOCK: tl.constexpr):
     # tiles of one program are far apart in the table, so that local and remote ones load every multiprocessor alike
     for number in range(tl.program_id(0), count, tl.num_programs(0)):
         tile = tiles + number * 11
         kind = tl.load(tile + 6)
+        # aligned words and the wide cast first: nearly every tile of a model is one of the two
         if kind == 16:
             _walk_tile(tile, found, tl.int32, tl.int32, tl.int32, 4, COPY, DIGEST, COMPARE, BLOCK)
         elif kind == 33:
@@ -133,6 +139,7 @@ def _join(weights, remainders, masters, count, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
     upper = tl.load(weights + at, mask=inside, other=0).to(tl.int32)
+    # remainders have a sign: a weight that was rounded up is more than its master
     tl.store(masters + at, (upper << 16) + tl.load(remainders + at, mask=inside, other=0).to(tl.int32), mask=inside)
 
 
@@ -141,6 +148,7 @@ def _split(masters, weights, remainders, count, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
     bits = tl.load(masters + at, mask=inside, other=0)
+    # rounding could carry a NaN's payload into the exponent: it becomes a plain NaN (-64 is 0xFFC0) without a remainder
     is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
     upper = (bits + 0x8000) >> 16
     remainder = tl.where(is_nan, 0, bits - (upper << 16))
@@ -184,6 +192,7 @@ def _close(masters, weights, remainders, digests, numbers, changed, count, BLOCK
 def open_masters(weights, remainders, digests, numbers, masters) -> None:
     """Write bits of masters (int32) for weights, remainders (int16) and digests: see `open_masters` of remainders."""
     if count := weights.numel():
+        # Triton launches on the current device, which need not be that of its arguments
         with torch.cuda.device_of(weights):
             size = numbers.numel()
             _open[(triton.cdiv(count, size),)](weights, remainders, digests, numbers, masters, count, BLOCK=size)

@@ -61,6 +61,7 @@ class LoadPlan:
     strides: Mapping[str, tuple[int, ...]]  # strides of every source tensor, in elements
     fallbacks: Mapping[str, str] = field(default_factory=dict)  # sources that need the engine's own loader, and why
     unused: frozenset[str] = frozenset()  # sources that the engine leaves out, such as a vision tower
+    # a dict of at most one, since the plan is frozen
     _recorded: dict[Hashable, CopyPlan] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
@@ -94,6 +95,7 @@ class LoadPlan:
         Raises: `TransferError` naming the tensors when parts of the engine's memory are written twice or never and no
         fallback explains it; whatever the loader raises.
         """
+        # with the parameter's strides: copies are noted by offset and strides in its storage
         stand_ins = {
             name: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for name, t in source.items()
         }
@@ -104,6 +106,7 @@ class LoadPlan:
         except (NotImplementedError, _NeedsValuesError) as error:  # the loader has asked a stand-in for values
             recorder.fallbacks = dict.fromkeys(stand_ins, f"the loader looks at values ({error})")
         plan = cls.of(source, copies=recorder.copies, fallbacks=recorder.fallbacks)
+        # a loader that computes writes more than was noted
         if not plan.fallbacks:
             _check_coverage(plan.copies, destinations, optional or {})
         return plan
@@ -196,6 +199,7 @@ class LoadPlan:
         ours = ((t.data_ptr(), t.dtype) for t in map(source.__getitem__, self.sources))
         where = (*ours, *(copy.target.data_ptr() for copy in self._runs))
         if where not in self._recorded:
+            # what lies elsewhere now does not come back, and a table takes device memory
             self._recorded.clear()
             plan = CopyPlan([(copy.region_of(source[copy.name]), copy.target) for copy in self._runs])
             if plan.holds_tensors:  # kept, it would keep the source's memory alive
@@ -256,6 +260,7 @@ class _Recorder(TorchDispatchMode):
 
     def __init__(self, stand_ins: Mapping[str, torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves the mode untyped
+        # by identity: storages on the meta device all have the same address, none
         self._names = {t.untyped_storage()._cdata: name for name, t in stand_ins.items()}
         self._computed: dict[int, torch.Tensor] = {}  # results by storage, kept so that no storage is confused
         self.copies: list[Copy] = []
@@ -278,9 +283,11 @@ class _Recorder(TorchDispatchMode):
             return args[0]
         if func is torch.ops.aten.copy_.default and storage_key(args[1]) in self._computed:
             return args[0]  # its sources are fallbacks already
+        # `.item()`, and every comparison in an `if`
         if func is torch.ops.aten._local_scalar_dense.default and args[0].device.type == "meta":
             raise _NeedsValuesError("a stand-in has none")
         result = func(*args, **(kwargs or {}))
+        # a view has the storage of its base, by which it is known already
         if not func.is_view:
             self._explain(func, args, result)
         return result

@@ -196,6 +196,7 @@ class RegionSegment:
         """Start moving to `target`; see `colo.phases.phase.Segment.begin`."""
         with uninterrupted():  # regions and the records of them change together
             if target is self._residency:
+                # on its way there already: whoever asks again waits for the same move
                 return self._move or Done()
             check_move(self.name, self._residency, target)
             if target is Residency.OFFLOADED:
@@ -253,6 +254,7 @@ class RegionSegment:
 
     def _depart(self) -> Move:
         self.settle()
+        # may refuse, and must do so before a byte has been copied
         self._take_extents()
         self._move = _Departure(self)
         self._residency = Residency.OFFLOADED
@@ -278,7 +280,7 @@ class RegionSegment:
         return arrival
 
     def _discard(self) -> Move:
-        self.settle()
+        self.settle()  # a copy under way still writes to the extents, which others are lent next
         for region in self._regions:
             if region.resident:
                 region.release()
@@ -330,6 +332,7 @@ class _Departure:
     def cancel(self) -> int:
         """Stop releasing regions and return the bytes still on the device; copies under way finish unused."""
         for _, transfer in self._pending:
+            # it still reads the memory that its owner is about to use again
             transfer.wait()
         kept_bytes = sum(region.size_bytes for region, _ in self._pending)
         self._pending.clear()
@@ -338,6 +341,7 @@ class _Departure:
 
     def _finish(self) -> None:
         segment = self._segment
+        # whoever holds a finished move may wait for it after the segment has begun another
         if segment._move is self:
             segment._move = None
             segment._mover.record(f"out {segment.name}", "d2h", self._start_s, self._transfers, self.moved_bytes)

@@ -103,15 +103,18 @@ class Parking(RegionSegment):
         for pack in self._packs():
             if pack.resident and pack.num_others(self._owned):
                 self._set_aside(pack)
+        # once more: packs have been joined, dropped and set aside meanwhile
         known = self._known()
         groups: dict[int, list[torch.Tensor]] = {}  # by storage, whose memory is freed as a whole
         for key, tensor in by_id.items():
+            # elsewhere, or without bytes, there is nothing to free
             if key not in known and tensor.device == self._mover.device and tensor.untyped_storage().nbytes():
                 groups.setdefault(tensor.untyped_storage()._cdata, []).append(tensor)
         self.kept = [self._kept_of(pack.blocks, pack.size_bytes, pack.why_it_stays) for pack in self._aside]
         self._loose = []
         for group in groups.values():
             block = _Block(group)
+            # a base that nobody but these views holds would keep the memory: it moves with them
             if not (is_alone := _is_alone(group, self._owned)) and (bases := hidden_bases(group)):
                 block = _Block([*group, *bases])
             if is_alone or (reason := why_memory_stays(block.tensors, self._owned)) is None:
@@ -195,6 +198,7 @@ class Parking(RegionSegment):
 
     def _depart(self) -> Move:
         for pack in self._packs():
+            # a write while the copy runs raises torch's count, and `point_to_host` then copies once more
             pack.note_versions()
         return super()._depart()
 
@@ -218,6 +222,7 @@ class Parking(RegionSegment):
         was_torchs = region.region is None and region.device.type == "cuda"
         region.release()
         if was_torchs and not any(pack.resident and pack.region is None for pack in self._packs()):
+            # once, behind the last of them, since cudaFree waits for the device
             torch.cuda.empty_cache()  # torch's allocator would keep what they have left
 
     def _arrived(self) -> None:
@@ -227,6 +232,7 @@ class Parking(RegionSegment):
                 self._mover.arena.release_after(self._extents.pop(pack), held)
         if not self._keeps_addresses:
             for pack in self._packs():
+                # loose again, so that each tensor, such as a gradient, can be freed by itself
                 self._loose += pack.blocks
                 self._take_out([pack])
             self._loose_bytes = sum(block.padded_bytes for block in self._loose)
@@ -349,6 +355,7 @@ class Pack(Region):
             return [(self.region.bytes[: self.size_bytes], host)]
         for block in self.blocks:
             block.keep()
+        # the bytes of tensors that somebody has pointed elsewhere are nobody's
         here = [block for block in self.blocks if block.tensors or block.device is not None]
         return [(self._on_device(block), host[block.start : block.start + block.size_bytes]) for block in here]
 
@@ -408,12 +415,14 @@ class Pack(Region):
     def forget_others(self, by_id: dict[int, torch.Tensor]) -> None:
         """Forget tensors that are not in `by_id`, or do not lie here any more."""
         for block in self.blocks:
+            # nearly always nothing has changed, and this loop then makes no list
             address, is_same = block.address, True
             for tensor, offset in zip(block.tensors, block.offsets, strict=True):
                 if id(tensor) not in by_id or tensor.data_ptr() != address + offset:
                     is_same = False
             if is_same:
                 continue
+            # bases of views are in the block though nobody names them
             bases = {id(tensor._base) for tensor in block.tensors if id(tensor) in by_id}
             block.keep(lambda tensor, bases=bases: id(tensor) in by_id or id(tensor) in bases)  # type: ignore[misc]
             if not block.tensors and block.host is not None:
@@ -426,6 +435,7 @@ class Pack(Region):
             return self.region.bytes[block.start : block.start + block.size_bytes]
         if block.device is not None:
             return block.device
+        # without tensors there are no bytes to keep: any memory will do
         return storage_bytes(block.tensors[0]) if block.tensors else torch.empty(block.size_bytes, dtype=torch.uint8)
 
     def move_out(self) -> None:

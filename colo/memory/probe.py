@@ -113,6 +113,7 @@ def local_cpus(device: torch.device, devices: Path = Path("/sys/bus/pci/devices"
         text = (devices / address / "local_cpulist").read_text()
     except OSError:
         return allowed
+    # a container may have none of the CPUs that are near the GPU
     return (_parse_cpu_list(text) & allowed) or allowed
 
 

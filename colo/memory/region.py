@@ -234,6 +234,7 @@ class _Pages:
         spare = self._retired.get((device, size_bytes), [])
         while spare:
             tag, address = spare.pop()
+            # mapped before torch gives the range out again: what it returns must be there
             memory_saver().resume(tag)
             data = self._allocate(tag, size_bytes, device)
             if data.data_ptr() == address:

@@ -39,6 +39,7 @@ GROUP_BYTES = 256 * MIB  # bytes that are staged at once, unless a single tensor
 
 _PROBE_BYTES = 512
 _CPU = torch.device("cpu")
+# this process's own memory, for descriptions to itself: CUDA IPC does not map a process's own handles
 _local: weakref.WeakValueDictionary[int, SharedMemory] = weakref.WeakValueDictionary()
 _keys = itertools.count()
 _opened: dict[int, tuple[weakref.ref[torch.Tensor], Description]] = {}
@@ -78,6 +79,7 @@ class Exported:
             except Unsupported as error:
                 raise Unsupported(f"{error} ({name}, {format_bytes(tensor.nbytes)})") from error
             places.append(Place(spec_of(name, tensor), *where))
+        # tensors of our own: a parameter may be given other memory while a peer still maps this
         self._kept = [tensor.detach() for tensor in tensors.values()]
         return places, allocations.memory
 
@@ -102,6 +104,7 @@ class Staging:
         self._views: list[torch.Tensor] = []
         self._wire: Wire = {}
 
+    # views made in inference mode could not be written to outside of it, where the next call may come from
     @torch.inference_mode(False)
     @torch.no_grad()
     def put(self, tensors: Mapping[str, torch.Tensor]) -> Wire:
@@ -110,6 +113,7 @@ class Staging:
         What is returned is the same object while nothing has moved.
         """
         layout = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+        # as lists, since dicts are equal in any order, and places follow the order
         if self._slab is None or list(layout.items()) != list(self._layout.items()):
             self._lay_out(layout)
         if tensors:

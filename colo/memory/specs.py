@@ -197,6 +197,7 @@ class Manifest:
 def _sizes(what: str, given: Iterable[int]) -> tuple[int, ...]:
     sizes = tuple(given)
     for size in sizes:
+        # to Python True is an integer, to JSON it is not
         if isinstance(size, bool) or not isinstance(size, int):
             raise TypeError(f"{what} are integers, not {size!r} in {sizes}")
         if size < 0:

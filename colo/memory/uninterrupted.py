@@ -32,6 +32,7 @@ def uninterrupted() -> Iterator[None]:
         block.noted.clear()  # `end_wait` has raised it
         raise
     finally:
+        # before what was noted is told: the handler raises
         signal.signal(signal.SIGINT, handler)
         if block.noted:
             handler(*block.noted[0])

@@ -59,6 +59,7 @@ EDGES: Mapping[Phase, frozenset[Phase]] = MappingProxyType(
     {
         Phase.IDLE: frozenset({Phase.SYNC, Phase.ROLLOUT, Phase.TRAIN}),
         Phase.SYNC: frozenset({Phase.ROLLOUT, Phase.IDLE}),
+        # through IDLE only: what ends a phase, such as pausing the engine, is done before memory moves for the next
         Phase.ROLLOUT: frozenset({Phase.IDLE}),
         Phase.TRAIN: frozenset({Phase.IDLE}),
     }
@@ -69,6 +70,7 @@ MOVES: Mapping[Residency, frozenset[Residency]] = MappingProxyType(
     {
         Residency.RESIDENT: frozenset({Residency.OFFLOADED, Residency.DISCARDED}),
         Residency.OFFLOADED: frozenset({Residency.RESIDENT, Residency.DISCARDED}),
+        # there is no content to offload: it comes back as a fresh allocation
         Residency.DISCARDED: frozenset({Residency.RESIDENT}),
         Residency.SHARED: frozenset(),
     }
@@ -89,9 +91,11 @@ NEEDS: Mapping[Phase, Mapping[str, Need]] = MappingProxyType(
     {
         Phase.IDLE: {},
         Phase.SYNC: {ENGINE_WEIGHTS: Need.RESIDENT, TRAINER_PARAMETERS: Need.RESIDENT},
+        # not the trainer's parameters: shared ones are the engine's, and others are not read while it samples
         Phase.ROLLOUT: {ENGINE_WEIGHTS: Need.RESIDENT, ENGINE_KV_CACHE: Need.RESIDENT},
         Phase.TRAIN: {
             TRAINER_PARAMETERS: Need.RESIDENT,
+            # late: backward pass and step ask for these, and activations may have gone by then
             TRAINER_GRADIENTS: Need.LATE,
             TRAINER_OPTIMIZER: Need.LATE,
             TRAINER_MASTER_WEIGHTS: Need.LATE,
@@ -209,5 +213,6 @@ class FixedSegment:
     def begin(self, target: Residency) -> Move:
         """Refuse every move. Raises: `PhaseError`."""
         if target is not self.residency:
+            # asked as of a shared one, from which every move is illegal, whatever the residency is
             check_move(self.name, Residency.SHARED, target)
         return Done()

@@ -56,6 +56,7 @@ class Scheduler:
         self.offload = budget.offload  # when trainer state leaves for a rollout; may be changed between phases
         self._budget = budget
         self._needs = needs
+        # in the order in which they began: one copy stream ends them in that order
         self._departing: dict[str, Move] = {}
         self._used_device_bytes = used_device_bytes
         self.promised_bytes = 0  # device bytes that the current phase was promised at most
@@ -85,6 +86,7 @@ class Scheduler:
         Raises: `PhaseError`, `BudgetError`.
         """
         return plan_transition(
+            # a ledger that somebody has made up belongs to no phase; IDLE has an edge to each
             self.phase if ledger is None else Phase.IDLE,
             target,
             self.ledger() if ledger is None else ledger,
@@ -116,6 +118,7 @@ class Scheduler:
         """
         with suppress(BudgetError):
             for step in self.plan(target).steps:
+                # copies only: they take time, while a discard takes none and could not be taken back
                 if step.action is Action.OFFLOAD and step.segment not in but_for:
                     self._start(step)
 
@@ -139,11 +142,13 @@ class Scheduler:
                 for step in self._plan_arrival(segment):
                     self._start(step)
                     done.append(step)
+                # its own departure, if there is one, is turned round by `begin` and must not be waited for
                 self._make_room(segment.size_bytes - segment.device_bytes, keep=name)
             move = segment.begin(Residency.RESIDENT)
         except BaseException as error:
             self._undo(done, error)
             raise
+        # only now: had `begin` raised, its departure would still be under way
         self._departing.pop(name, None)
         self.sample()
         return move
@@ -195,15 +200,18 @@ class Scheduler:
                     resource=step.resource,
                     num_bytes=step.moved_bytes,
                 ):
+                    # as late as can be, so that copies to the host overlap the steps before this one
                     if step.device_delta_bytes > 0:
                         self._make_room(step.device_delta_bytes)
                     move = self._start(step)
+                    # after it has begun: a step whose `begin` raises has changed nothing, and is not undone
                     done.append(step)
                     if step.device_delta_bytes > 0:
                         arriving.append(move)
                 self.sample()
             for move in arriving:  # all are queued before the first is waited for
                 move.wait()
+            # room for the phase's own memory; what leaves beyond that may go on leaving while the phase runs
             self._make_room(self.working_bytes.get(transition.target, 0))
         except BaseException as error:
             self._undo(done, error)
@@ -214,6 +222,7 @@ class Scheduler:
         if step.action is Action.OFFLOAD:
             self._departing[step.segment] = move
         else:
+            # an arrival or a discard ends a departure of the same segment
             self._departing.pop(step.segment, None)
         return move
 
@@ -222,12 +231,14 @@ class Scheduler:
         for step in reversed(done):
             try:
                 if step.device_delta_bytes < 0:
+                    # departures of others may still hold the bytes; its own is turned round by `begin`
                     self._make_room(step.size_bytes, keep=step.segment)
                 self.segments[step.segment].begin(step.source).wait()
                 self._departing.pop(step.segment, None)
             except Exception as failure:  # noqa: BLE001 - reported with the error that made undoing necessary
                 error.add_note(f"undoing '{step}' failed too: {failure!r}; the runtime is idle")
                 self.phase = Phase.IDLE
+            # an interrupt: what is left to undo stays as it is, which only IDLE allows
             except BaseException:
                 self.phase = Phase.IDLE
                 raise
@@ -236,6 +247,7 @@ class Scheduler:
     def _make_room(self, needed_bytes: int, *, keep: str | None = None) -> None:
         """Wait for departures under way, oldest first, until `needed_bytes` are free."""
         for name in [n for n in self._departing if n != keep]:
+            # bytes held at this moment: the ledger counts moves under way as finished
             held_bytes = sum(segment.device_bytes for segment in self.segments.values())
             if held_bytes + needed_bytes <= self._budget.capacity_bytes:
                 return
@@ -246,6 +258,7 @@ class Scheduler:
         """The departures that make room for one segment. Raises: `BudgetError` when they are not enough."""
         ledger = self.ledger()
         leaving: tuple[Step, ...] = ()
+        # in the other phases the engine may be at work on what would leave
         if segment.size_bytes > ledger.free_bytes and self.phase in (Phase.IDLE, Phase.TRAIN):
             unused = [n for n in self.segments if self._needs[self.phase].get(n, Need.UNUSED) is Need.UNUSED]
             leaving = plan_evictions(ledger, unused, needed_bytes=segment.size_bytes, offload=self.offload)

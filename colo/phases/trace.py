@@ -109,8 +109,10 @@ class Trace:
     def _forget(self) -> None:
         """Let go of the older half of the spans, at the end of a training phase, so that whole steps remain."""
         half = len(self.spans) // 2
+        # from the middle back to the last training phase that has ended
         ends = (i + 1 for i in range(half, 0, -1) if _ends_training(self.spans[i]))
         forgotten = next(ends, half)
+        # not the last one's end: copies are recorded after they have ended, out of order
         self.since_s = max(span.end_s for span in self.spans[:forgotten])
         del self.spans[:forgotten]
         del self.steps[: bisect_left(self.steps, self.since_s)]
@@ -121,6 +123,7 @@ class Trace:
         if len(self.samples) > MAX_SAMPLES:
             older = self.samples[: len(self.samples) // 2]
             phases = {s.phase for s in older}
+            # `peak_bytes` has to give the same after thinning as before
             peaks = {id(max((s for s in older if s.phase is phase), key=lambda s: s.total_bytes)) for phase in phases}
             self.samples[: len(older)] = [s for i, s in enumerate(older) if i % 2 == 0 or id(s) in peaks]
 

@@ -125,6 +125,7 @@ def plan_transition(
     for holding in ledger.holdings.values():
         by_need[needs[target].get(holding.name, Need.UNUSED)].append(holding)
     leaving, side_by_side = _evictions(target, ledger, by_need, working_bytes, offload)
+    # the condition is for the type checker: none leaves that has no place to go (`_may_leave`)
     moves = [(h, h.away) for h in leaving if h.away is not None]
     moves += [(h, Residency.RESIDENT) for h in by_need[Need.RESIDENT] if h.residency in _AWAY]
     steps = sorted(
@@ -135,6 +136,7 @@ def plan_transition(
     for step in steps:
         after = after.moved(step.segment, step.target)
         peak_bytes = max(peak_bytes, after.device_bytes)
+    # the host is looked at last: only now is it known what leaves for it
     if not after.fits_host:
         raise after.refuse(
             f"the host arena in phase {target}",
@@ -142,6 +144,7 @@ def plan_transition(
             free_bytes=after.host_capacity_bytes,
             advice="Raise host_limit_bytes, or keep more on the device.",
         )
+    # counted after the steps, since late segments that have yielded come back within the phase too
     late_bytes = _away_bytes(after, by_need[Need.LATE])
     return Transition(
         source=source,
@@ -166,6 +169,7 @@ def plan_evictions(
     candidates = [h for h in map(ledger.holdings.__getitem__, names) if _may_leave(h, offload)]
     steps: list[Step] = []
     for holding in _cheapest(candidates, needed_bytes - ledger.free_bytes):
+        # each by itself: a small one may still find room on the host where a large one did not
         if holding.away is not None and (moved := ledger.moved(holding.name, holding.away)).fits_host:
             ledger = moved
             step = Step(
@@ -186,6 +190,7 @@ def _evictions(
     movable = [h for h in by_need[Need.UNUSED] if _may_leave(h, offload)]
     arriving_bytes = sum(h.size_bytes for h in by_need[Need.RESIDENT] if h.residency in _AWAY)
     late_bytes = _away_bytes(ledger, by_need[Need.LATE])
+    # not for SYNC, which the rollout follows, with a plan of its own
     is_eager = offload is Offload.ALWAYS and target in (Phase.ROLLOUT, Phase.TRAIN)
     wanted_bytes = arriving_bytes + late_bytes + working_bytes - ledger.free_bytes
     chosen = movable if is_eager else _cheapest(movable, wanted_bytes)
@@ -224,6 +229,7 @@ _AWAY = (Residency.OFFLOADED, Residency.DISCARDED)
 def _may_leave(holding: Holding, offload: Offload) -> bool:
     if holding.residency is not Residency.RESIDENT or holding.away is None:
         return False
+    # NEVER forbids copies to the host, not giving up what is made anew anyway, such as the KV cache
     return offload is not Offload.NEVER or holding.away is Residency.DISCARDED
 
 
@@ -234,11 +240,12 @@ def _away_bytes(ledger: Ledger, holdings: list[Holding]) -> int:
 
 
 def _cheapest(candidates: list[Holding], needed_bytes: int) -> list[Holding]:
-    """The fewest bytes across the bus that free `needed_bytes`: discards first, then the smallest sufficient offload.
+    """Candidates that free `needed_bytes`: discards first, then small offloads, without those made spare later.
 
-    Returns every candidate when they are not enough together.
+    Greedy, so that it may move more bytes than it must. Returns every candidate when they are not enough together.
     """
     chosen: list[Holding] = []
+    # by name too, so that ranks with the same ledger choose alike
     for holding in sorted(candidates, key=lambda h: (h.eviction_cost_bytes, h.name)):
         if needed_bytes <= 0:
             break
@@ -286,6 +293,7 @@ class Holding:
             size_bytes=segment.size_bytes,
             residency=segment.residency,
             away=segment.away,
+            # no part of the protocol: only streamed state has some
             home_bytes=getattr(segment, "home_bytes", 0),
         )
 
@@ -299,6 +307,7 @@ class Ledger:
     holdings: Mapping[str, Holding] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        # a copy that nobody can write to: transitions keep the ledgers of before and after
         object.__setattr__(self, "holdings", MappingProxyType(dict(self.holdings)))
 
     @classmethod

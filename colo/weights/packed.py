@@ -72,7 +72,7 @@ def pack(model: nn.Module, weights: Mapping[str, PackedWeight], *, compute_dtype
         packed.support_avx512bf16_for_cpu = False  # in evaluation it would lay the weights out anew, in place
         owner, _, leaf = name.removesuffix(".weight").rpartition(".")
         setattr(model.get_submodule(owner), leaf, packed.train(linear.training))
-    # How PEFT recognizes what transformers has quantized.
+    # PEFT knows by this what transformers has quantized
     model.is_loaded_in_4bit = True  # type: ignore[assignment]
 
 
