@@ -163,6 +163,7 @@ def _spread(groups: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def is_fusable(source: torch.Tensor, target: torch.Tensor | Strided, device: torch.device) -> bool:
     """True if the kernel of `device` copies from the one to the other."""
+    # a `Strided` lies where kernels of `device` reach it, on whichever GPU
     is_here = source.device == device and (isinstance(target, Strided) or target.device == device)
     return is_here and (source.dtype == target.dtype or (source.dtype, target.dtype) in CASTS)
 

@@ -280,6 +280,7 @@ class _Recorder(TorchDispatchMode):
                 self.copies.append(
                     Copy(name=name, shape=shape, stride=stride, offset=_offset(source), target=target.detach())
                 )
+            # noted and not made: the engine's weights stay as they are
             return args[0]
         if func is torch.ops.aten.copy_.default and storage_key(args[1]) in self._computed:
             return args[0]  # its sources are fallbacks already

@@ -309,6 +309,7 @@ class _Departure:
         self._start_s = segment._mover.now_s()
         copy = segment._mover.copy_out
         self._pending = [(region, copy(region.pairs(segment._host_view(region)))) for region in segment._regions]
+        # kept after the pending ones have gone, for the seconds that they took
         self._transfers = [transfer for _, transfer in self._pending]
 
     def wait(self) -> None:

@@ -149,6 +149,7 @@ class Parking(RegionSegment):
             if pack.resident and pack.region is not None and not pack.num_others(self._owned):
                 pack.move_out()
             self._drop(pack)
+        # what is loose lies in torch's memory already
         self._loose, self._loose_bytes, self._residency = [], 0, Residency.DISCARDED
 
     # ---- packs ------------------------------------------------------------------------------------------------------
@@ -326,6 +327,7 @@ class Pack(Region):
     """Tensors that move together: first over memory of torch's allocator, after their return over one region."""
 
     def __init__(self, name: str, blocks: list[_Block], device: torch.device, *, keeps_address: bool) -> None:
+        # no bytes of its own: they are its tensors' until the first return, and its region's from then on
         super().__init__(name, torch.empty(0, dtype=torch.uint8, device=device))
         self.blocks = blocks
         self.region: Region | None = None

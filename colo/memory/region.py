@@ -143,6 +143,7 @@ class PausableRegion(Region):
     def __init__(self, name: str, size_bytes: int, device: torch.device) -> None:
         require_free(name, size_bytes, device)
         with uninterrupted():
+            # Ctrl-C in between would leave pages that nobody gives back
             self._tag, data = _pages.take(size_bytes, device)
             super().__init__(name, data)
 

@@ -160,6 +160,7 @@ class Opened:
     def open(self, wire: Wire) -> None:
         """Map what `Exported` or `Staging` has described, in place of the last. `TransferError` when that fails."""
         self.tensors = {}
+        # by their text, since descriptions are dicts
         keys = list(map(repr, wire["memory"]))
         # unmap before mapping: old and new memory together may not fit
         self._memory = {key: self._memory[key] for key in keys if key in self._memory}
@@ -240,12 +241,14 @@ def description_of(tensor: torch.Tensor) -> tuple[Description, int]:
     Lifetime: the memory must not be freed while another process maps it.
     Raises: `Unsupported` for memory that no other process can map.
     """
+    # memory of another process is described as its owner did: what CUDA IPC has mapped it does not export again
     for address, (mapped, description) in list(_opened.items()):
         memory = mapped()
         if memory is None:
             del _opened[address]
         elif (offset := _offset_in(memory, tensor)) is not None:
             return description, offset
+    # a list, since other threads take and close memory meanwhile
     for owner in list(_local.values()):
         if (offset := _offset_in(owner.bytes, tensor)) is not None:
             return owner.describe(to_pid=0), offset
@@ -320,6 +323,7 @@ class MappedBuffer:
 
         if self.is_copy:
             self.bytes = torch.empty_like(self._mapped, device=device)
+            # `refresh` copies from it, which waits on the host unless it is pinned
             cuda_driver.page_lock(self, self._mapped, device)
 
     def refresh(self, start_bytes: int = 0, stop_bytes: int | None = None) -> None:

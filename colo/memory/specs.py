@@ -172,6 +172,7 @@ class Manifest:
     @cached_property
     def digest(self) -> str:
         """SHA-256 of the specs in order, in hexadecimal: a plan for one manifest is valid for all with its digest."""
+        # without strides: the same weights may lie differently in sender and receiver
         rows = [[spec.name, spec.dtype, list(spec.shape)] for spec in self.specs]
         return hashlib.sha256(json.dumps(rows, separators=(",", ":")).encode()).hexdigest()
 

@@ -52,6 +52,7 @@ def num_others(tensors: Sequence[torch.Tensor], owned: Container[int] = ()) -> i
     known = {id(tensor) for tensor in tensors}
     views = {id(view._base): view for view in tensors if view._base is not None and _shares_storage(view, view._base)}
     num_views = Counter(id(tensor._base) for tensor in tensors)
+    # the Python object is one owner, and every view owns its base in C++
     owners = sum(_num_owners(tensor) - 1 - num_views[id(tensor)] for tensor in tensors)
     hidden = sum(_is_base_unheld(view, num_views[base]) for base, view in views.items() if base not in known)
     owners -= sum(id(tensor) in owned for tensor in tensors)

@@ -39,6 +39,7 @@ class Box:
             min(a + n, b + m) - start
             for a, n, b, m, start in zip(self.offset, self.shape, other.offset, other.shape, low, strict=True)
         )
+        # a scalar's box has no dimensions, and meets every other
         return Box(low, shape) if min(shape, default=1) > 0 else None
 
     def without(self, other: Box) -> Iterator[Box]:
@@ -48,6 +49,7 @@ class Box:
             for low, high in ((offset[dim], start), (start + size, offset[dim] + shape[dim])):
                 if low < high:
                     yield Box((*offset[:dim], low, *offset[dim + 1 :]), (*shape[:dim], high - low, *shape[dim + 1 :]))
+            # what is left to cut has the size of `other` in this dimension, so that no two boxes overlap
             offset[dim], shape[dim] = start, size
 
     def cut(self, num_elements: int) -> Iterator[Box]:
@@ -55,6 +57,7 @@ class Box:
         if self.num_elements <= num_elements:
             yield self
             return
+        # along the first dimension that can be cut, so that the elements of a piece follow one another
         dim = next(dim for dim, size in enumerate(self.shape) if size > 1)
         rows = max(1, num_elements // math.prod(self.shape[dim + 1 :]))
         for start in range(0, self.shape[dim], rows):
@@ -92,6 +95,7 @@ def landings(
     `strides` and `offsets` are those of the copy in the tensor and in its target. Raises: `Unsupported` for a tensor
     with gaps or overlaps between its elements; `ValueError` for a copy that reads outside of it.
     """
+    # axes of length 1 are left out: torch gives them any stride
     dims = sorted(
         ((step, size, dim) for dim, (size, step) in enumerate(zip(*tensor, strict=True)) if size != 1), reverse=True
     )
@@ -113,11 +117,13 @@ def _landings(
     starts, sizes, rest = [0] * num_dims, [1] * num_dims, offset
     steps = {step: (size, dim) for step, size, dim in dims}
     for step, size, dim in dims:
+        # strides without gaps are places of a number, largest first: the offset's digits are the indices
         starts[dim], rest = divmod(rest, step)
         if starts[dim] >= size:
             raise ValueError(f"a copy reads element {offset} of a tensor of {dims[0][0] * dims[0][1]}")
     strides = [0] * num_dims
     for number, (length, step, target_step) in enumerate(axes):
+        # an axis is the dimension that has its stride, unless another axis is that one already
         size, dim = steps.get(step, (0, -1))
         others = axes[:number] + axes[number + 1 :]
         if not size or sizes[dim] > 1:
@@ -234,9 +240,11 @@ def _parts(name: str, tensor: Any) -> Iterator[PlacedPart]:
                 runs[placement.dim],
                 count=mesh.size(number),
                 number=coordinate[number],
+                # of `_StridedShard` only, which FSDP2 makes over tensor parallelism
                 split_factor=getattr(placement, "split_factor", 1),
             )
     held = tuple(sum(stop - start for start, stop in of_dim) for of_dim in runs)
+    # a shard without elements may have any shape that is empty
     if (local.numel() or 0 not in held) and held != tuple(local.shape):
         raise Unsupported(f"{name} has a part of shape {tuple(local.shape)} here, and {held} by {tensor.placements}")
     for box in itertools.product(*(_with_places(of_dim) for of_dim in runs)):

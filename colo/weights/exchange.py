@@ -101,6 +101,7 @@ def make_plan(
     Raises: `TransferError` for elements that no rank holds, and for a name that is not in `order`.
     """
     holders: dict[str, dict[Box, list[tuple[int, int]]]] = defaultdict(lambda: defaultdict(list))
+    # in order of ranks: each rank plans by itself, and all have to plan the same
     for rank, slices in sorted(held.items()):
         for index, part in enumerate(slices):
             holders[part.name][part.box].append((rank, index))
@@ -117,6 +118,7 @@ def make_plan(
         for rank, index in places:
             for source, box in _covering(rank, taken[rank][index], holders[name], sent):
                 engines = taken[rank][index].dtype
+                # the narrower one travels, the engine's where both are as wide: widening at the end changes no number
                 dtype = min(engines, held[source[0]][source[1]].dtype, key=DTYPE_BYTES.__getitem__)
                 if source[0] == rank:
                     local.append(Delivery(rank, rank, source[1], index, box, dtype, engines))
@@ -131,6 +133,7 @@ def _covering(
     rank: int, part: Slice, holders: Mapping[Box, Sequence[tuple[int, int]]], sent: Mapping[int, int]
 ) -> Iterator[tuple[tuple[int, int], Box]]:
     """Yield (rank, index) of held slices with boxes of them; together they are the slice that `rank` takes."""
+    # of replicas this rank, else whoever sends least so far, else the first: the same choice on every rank
     sources = [min(who, key=lambda one: (one[0] != rank, sent.get(one[0], 0), one)) for who in holders.values()]
     # own parts first: what a rank holds itself need not travel
     boxes = sorted(zip(sources, holders, strict=True), key=lambda found: (found[0][0] != rank, found[0]))
@@ -257,10 +260,12 @@ class Exchange:
         with timed(self._seconds, "own"):
             self._attempt(lambda: copy_all([self._place(d) for d in self._local], [held(d) for d in self._local]))
         size = self._buffer_bytes
+        # taken for the time of a send only: between two the memory is the phases'
         buffers = [torch.empty(size, dtype=torch.uint8, device=self._device) for _ in range(_NUM_BUFFERS)]
         flying: deque[_Flying] = deque()
         for index, bucket in enumerate(self._buckets):
             if len(flying) == _NUM_BUFFERS:
+                # it still uses the buffer that this bucket is packed into
                 self._land(*flying.popleft())
             buffer = buffers[index % _NUM_BUFFERS]
             with timed(self._seconds, "pack"):
@@ -296,6 +301,7 @@ class Exchange:
         from torch import distributed
 
         group, kinds = self._ranks.wire, ((distributed.isend, sends), (distributed.irecv, receives))
+        # in one group: ranks that sent first and received then would wait for each other
         operations = [distributed.P2POp(kind, data, peer, group) for kind, pairs in kinds for peer, data in pairs]
         try:
             return list(distributed.batch_isend_irecv(operations)) if operations else []

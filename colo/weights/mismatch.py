@@ -58,6 +58,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             yield
     finally:
         for module, training in modes:
+            # by attribute, since `train()` would switch the children too
             module.training = training
 
 
@@ -98,7 +99,9 @@ def _differences(model: Any, same: Sequence[_Compared], temperature: float, devi
     num_tokens = len(same[0].logprobs)
     ids = torch.tensor([one.token_ids for one in same], device=device)  # (sequences, tokens)
     # Hooks of the root module are the user's, and this pass is not; FSDP2 gathers weights in a hook of its own.
+    # `{type: parameter}` asks one parameter of each type
     run = model if any(map(is_dtensor, {type(p): p for p in model.parameters()}.values())) else model.forward
+    # logits at a position are of the next token: one more at the front is needed, and the last are of none
     logits = run(input_ids=ids, logits_to_keep=num_tokens + 1, use_cache=False).logits[:, -num_tokens - 1 : -1]
     tokens = ids[:, -num_tokens:, None]
     logprobs: torch.Tensor = (logits.float() / temperature).log_softmax(-1).gather(-1, tokens)[:, :, 0]
@@ -148,6 +151,7 @@ class MismatchCheck:
         difference = logprob_difference(
             model, comparable[:count], temperature=temperature, device=device, together=source.ranks.is_alone
         )
+        # FSDP2 leaves weights whole after a forward pass that no backward one follows
         source.reshard()
         return None if difference is None else Mismatch(difference, temperature)
 

@@ -45,6 +45,7 @@ def pack(model: nn.Module, weights: Mapping[str, PackedWeight], *, compute_dtype
         return
     from bitsandbytes.nn import Linear4bit, Params4bit
 
+    # all are found before the first is replaced, since a weight may fit none
     layers = {name: _layer(model, name, weight) for name, weight in weights.items()}
     for name, weight in weights.items():
         linear, state = layers[name], copy.copy(weight.quant_state)  # of which `.to(device)` changes the fields
@@ -55,6 +56,7 @@ def pack(model: nn.Module, weights: Mapping[str, PackedWeight], *, compute_dtype
             compute_dtype=compute_dtype,
             compress_statistics=False,
             quant_type=state.quant_type,
+            # its own weight would take memory, and is replaced below
             device="meta",
         )
         packed.weight = Params4bit(

@@ -100,6 +100,7 @@ class Publisher:
 
     def note_contents(self) -> None:
         """Digest the weights, to notice writes that torch does not count. Queued."""
+        # of sharded weights `_transfer` notes this rank's part instead
         if self._verify and not self._transport.source.is_sharded:
             earlier = self._base_digest[1] if self._base_digest is not None else None
             self._base_digest = (self.version, Digest.of(self._transport.source.held(), earlier))
@@ -201,6 +202,7 @@ class Publisher:
                 source = self._transport.source
                 self._shard_digest = Digest.of(source.held(), self._shard_digest) if source.is_sharded else None
             adapter = self._adapter() if self._adapter is not None else None
+        # a collective that tells of failures itself: within a block, a rank that has failed before would miss it
         whole = whole_adapter(adapter) if adapter is not None else None
         with ranks.fail_together(publishing):
             if adapter is not None and whole is not None:
@@ -209,6 +211,7 @@ class Publisher:
                     self._scalings = dict(adapter.scalings)
                     self._adapter_digest = Digest.of(dict(adapter.named_tensors()), self._adapter_digest)
                 self._sent = self._fingerprint()
+            # last: only what has arrived and been verified is a version to sample from
             self._engine.commit(self.version)
         return base_bytes, adapter_bytes
 
@@ -229,6 +232,7 @@ class Publisher:
             or self._engine.weights_version != self.published[-1].version
             or self._sent != self._fingerprint()
         )
+        # asked together first: `is_current` is a collective, and no rank may be alone in it
         return not self._transport.source.ranks.any(lacks, "publishing") and self._transport.is_current()
 
     def _load_adapter(self, adapter: AdapterWeights) -> int:

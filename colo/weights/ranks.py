@@ -64,6 +64,7 @@ class RankGroup:
             return count
         from torch import distributed
 
+        # not `hash`, which differs from process to process
         point = zlib.crc32(_NUMBERS.sub("", at).encode())
         # the least `point` is also the greatest only if all ranks ask at one point
         smallest = torch.tensor([count, point, -point], device=self.device)
@@ -146,6 +147,7 @@ class RankGroup:
         """
         try:
             yield
+        # no interrupt: this process may be about to end, and must not wait for others
         except Exception as error:
             self.report_failure(operation, error)
             raise
@@ -155,6 +157,7 @@ class RankGroup:
         """Tell the other ranks how `operation` has ended here. `TransferError` when it has failed elsewhere only."""
         if self.is_alone or not self.any(error is not None, operation):
             return
+        # pickled only once something has failed: the usual case is one number of each rank
         causes = self.gather(f"{type(error).__name__}: {error}" if error is not None else None)
         if error is None:
             rank, cause = next((rank, cause) for rank, cause in causes.items() if cause is not None)

@@ -47,6 +47,7 @@ class WriteWatch:
     def _state(self) -> tuple[list[torch.Tensor], list[int], Hashable]:
         models = self._source.modules
         settings = self._source.settings()
+        # where FSDP2 has left weights whole, the model's parameters are other tensors than the shards
         self._source.reshard()
         modules = list(itertools.chain.from_iterable(map(all_modules, models)))
         ignored = [
@@ -54,6 +55,7 @@ class WriteWatch:
             for module in modules
             if module._buffers
             for name, buffer in module._buffers.items()
+            # no weights: no checkpoint has them, and a pass may write to them, as to caches of rotary embeddings
             if name in module._non_persistent_buffers_set or name in self._foreign
         ]
         tensors = [t for t in held_by(modules)[1] if t is not None and id(t) not in ignored]
@@ -112,6 +114,7 @@ class CopyMeter(TorchDispatchMode):
         # an operation counts if it reads watched memory and writes anywhere else
         names = {argument.name: _is_written(argument) for argument in func._schema.arguments}
         given = {**dict(zip(names, args, strict=False)), **(kwargs or {})}
+        # an operation that writes to no argument writes what it returns
         written = [given[name] for name, is_written in names.items() if is_written and name in given] or [result]
         if any(not self._holds(tensor) for tensor in tensors_in(written)):
             read = tensors_in(value for name, value in given.items() if not names[name])

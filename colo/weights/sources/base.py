@@ -181,6 +181,7 @@ class InTurn(Mapping[str, torch.Tensor]):
         self._held = None
         if self._is_out_of_step or (kind is not None and not issubclass(kind, Exception)):
             return
+        # the other ranks go through the whole order, and each weight takes all of them
         while self._left:
             self._make(until=self._left[0])
         self._ranks.report_failure(self._doing, error if isinstance(error, Exception) else None)
@@ -191,6 +192,7 @@ class InTurn(Mapping[str, torch.Tensor]):
             self._is_out_of_step = True  # a rank in which a collective fails takes part in none that follows
             whole = self._whole(name)
             self._is_out_of_step = False
+            # those that were passed over are made too: every rank takes part in every one
             if name == until:
                 return name, whole
 

@@ -130,6 +130,7 @@ class FoldedSource(ModuleSource):
         Takes working memory of one layer at a time: a copy of it, and what PEFT makes of that.
         Raises: `Unsupported` for an adapter that does not fold; whatever PEFT raises.
         """
+        # each time: the loop may have activated another adapter since
         check_foldable(self.model)
         folded, num_bytes = self.folded, 0
         for prefix, layer in _adapted_layers(self.model):
@@ -300,6 +301,7 @@ def _adapted_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
     """One element in the place of all."""
+    # not a meta tensor, which would lose the device
     return torch.zeros((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
 
 
@@ -341,8 +343,10 @@ def _stand_in(module: nn.Module, copies: dict[int, nn.Parameter], *, is_base: bo
 
     What the copy holds (modules, names of merged adapters, cached norms) can be changed without changing the module's.
     """
+    # not a deep copy, which would copy the weights
     twin = copy.copy(module)
     for name, value in vars(module).items():
+        # PEFT's `merge` notes what it has merged in lists and dictionaries of the layer
         if isinstance(value, (dict, list, set)):
             vars(twin)[name] = copy.copy(value)
     for name, child in module._modules.items():

@@ -49,10 +49,12 @@ def added_heads(model: nn.Module) -> frozenset[str]:
     if not added:
         return frozenset()
     try:
+        # transformers' own model of this config, to see which children it has; without memory
         with torch.device("meta"):
             fresh = AutoModelForCausalLM.from_config(copy.deepcopy(plain.config))
     except ValueError:  # not a config of a causal language model
         return frozenset()
+    # a forward of the user's may compute with them
     if _forward(plain) is not type(fresh).forward:
         return frozenset()
     return frozenset(added - {name for name, _ in fresh.named_children()})

@@ -77,10 +77,12 @@ class MegatronSource:
             self._bare = bare(self.stages)
             held = list(held_by(self._bare))
         except Exception as error:
+            # the other ranks wait in this gather: told of the error, they raise too
             self._gather(f"{type(error).__name__}: {error}")
             raise
         told = self._gather([_Told.of(one) for one in held])
         self._config: Any = self._bare[0].config
+        # behind the gather: what raises from here on raises on every rank, and nobody waits
         self._names = Names(family, num_layers=self._config.num_layers)
         self.specs, self.groups = self._whole(told)
         """Name, dtype and shape of every weight, and the names by layers: the same on every rank, in the same order."""
@@ -88,6 +90,7 @@ class MegatronSource:
         self.left_out = frozenset(spec.name for spec in self.specs if self._names.is_further(spec.name))
         """Layers that predict further tokens (MTP), without which engines sample from the same model."""
 
+        # an optimizer or wrapper may move weights to other memory, such as one flat buffer
         self._addresses = self._where()
         self._parts = tuple(self._placed(held))
 
@@ -142,6 +145,7 @@ class MegatronSource:
                         raise TransferError(f"{name} is {spec} on rank {rank}, and {specs[name]} on another")
                     places[name] = named.group, (*named.order, target)
                 for name, offset, shape, _ in _boxes(named, runs, part.offset, part.shape):
+                    # a dict by place, since replicas hold the same box, which counts once
                     boxes.setdefault(name, {})[offset, shape] = math.prod(shape)
         for name, spec in specs.items():
             if (found := sum(boxes.get(name, {}).values())) != spec.num_elements:
@@ -303,6 +307,7 @@ def held_by(stages: Sequence[Any]) -> Iterator[HeldTensor]:
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     for stage in stages:
         told = stage.sharded_state_dict(metadata={"singleton_local_shards": True, "dp_cp_group": group})
+        # cuts what Megatron fuses, such as the two halves of a gated unit, into parts with keys of their own
         apply_factories(told)
         for part in nested_values(told):
             if isinstance(part, ShardedObject) and part.key.rpartition(".")[2].startswith(_NO_WEIGHTS):

@@ -66,6 +66,7 @@ class ModuleSource:
         self._num_foreign = 0
         self._items: list[tuple[str, torch.Tensor]] = []
         self._fsdp = _fsdp_modules(model)
+        # first, since FSDP2's parameters are `DTensor`s only while they are sharded
         self.reshard()
         self.ranks = RankGroup(model.parameters())
         """The ranks that weights are sharded over."""
@@ -78,6 +79,7 @@ class ModuleSource:
         self.reshard()
         modules = all_modules(self.model)
         names, tensors = held_by(modules)
+        # kept whole, so that a new tensor at the address of one that is gone is not taken for it
         key = (modules, names, tensors)
         is_known = all(itertools.starmap(_are_same, zip(key, self._key, strict=True)))
         if not is_known or len(self.foreign) != self._num_foreign:
@@ -143,6 +145,7 @@ class ModuleSource:
                 said = f"{type(error).__name__}: {error}"
                 buffers = [name for name, tensor in tensors.items() if not isinstance(tensor, nn.Parameter)]
                 named = {name for name in buffers if name.rpartition(".")[2] in said}
+                # an error that only happens to name a buffer is the caller's
                 if not named or not any(words in said for words in _UNKNOWN):
                     raise
                 self.foreign |= named
@@ -162,6 +165,7 @@ class ModuleSource:
                 "one: the engine computes without them. Take them out, or close the runtime and build another with "
                 "the model as it is now"
             )
+        # a loader may tell that a buffer is foreign only when weights are first loaded, after names were settled
         if lacking := sorted(self._names - now - self.foreign):
             raise StaleWeights(
                 f"the model has {len(lacking)} weights no longer that the engine computes with, {lacking[0]} for one: "
@@ -260,6 +264,7 @@ def check_taken(tensors: Mapping[str, torch.Tensor], left_out: Sequence[Mapping[
     left out, since an engine computes some itself.
     """
     for name in left_out[0]:
+        # a worker that does not count it takes it whole
         if not all(name in counts for counts in left_out):
             continue
         tensor, num_taken = tensors[name], sum(counts[name] for counts in left_out)

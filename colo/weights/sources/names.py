@@ -57,6 +57,7 @@ def _views(name: str, tensor: torch.Tensor, names: tuple[str, str, str, str]) ->
         return
     parts = (gate, up) if projection == "gate_up_proj" else (down,)
     for index, expert in enumerate(tensor.unbind()):
+        # gate lies before up, so that each is a view
         for part, matrix in zip(parts, expert.chunk(len(parts)), strict=True):
             yield f"{prefix}{_EXPERTS}{index}.{part}.weight", matrix
 
@@ -189,6 +190,7 @@ class Names:
         """The checkpoint's names of one of Megatron's tensors. Raises: `Unsupported` for a key in no table."""
         layer = _LAYER.fullmatch(key)
         if layer is None:
+            # what is in no layer: the embedding is first, all else follows the last layer
             group, number, within, prefix = 0 if key == EMBEDDING else 1 << 30, 0, key, ""
         else:
             number = int(layer[2]) + (self._num_layers if layer[1] == "mtp" else 0)

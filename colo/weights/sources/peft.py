@@ -169,6 +169,7 @@ def adapter_settings(model: PeftModel) -> Hashable:
     adapter = active_adapter(model)
     layers = [layer for _, layer in _adapted_layers(model, adapter)]
     off = _are_off(layers, adapter)
+    # all of them off is `disable_adapter()`, which passes, and must not count as a change
     partly = any(off) and not all(off)
     return adapter, tuple(layer.scaling[adapter] for layer in layers), tuple(off) if partly else ()
 
@@ -216,6 +217,7 @@ def whole_adapter(adapter: AdapterWeights) -> AdapterWeights:
     Raises: `TransferError` on every rank when gathering has failed on another.
     """
     tensors = dict(adapter.named_tensors())
+    # one tensor of each type is asked
     if not any(map(is_dtensor, {type(tensor): tensor for tensor in tensors.values()}.values())):
         return adapter
     with Gathered(tensors) as gathered:

@@ -119,6 +119,7 @@ class Assembled(InTurn):
         self._specs = {spec.name: spec for spec in specs}
         self._parts = [part for part in parts if part.tensor is not None]
         self._device = device
+        # once for all weights: the plan of each is made of the same words
         self._told = agree(ranks, Told(tuple(specs), tuple(slices_of(self._parts)), ()))
 
     def _whole(self, name: str) -> torch.Tensor:
@@ -130,6 +131,7 @@ class Assembled(InTurn):
         plan = make_plan(held, taken, order=[name], bucket_bytes=BUCKET_BYTES)
         targets = [Target(whole, Landing(box, 0, tuple(whole.stride())))]
         exchange = Exchange(plan, self._ranks, targets, device=self._device)
+        # the plan knows parts by their index among those of this name
         exchange.send([part for part in self._parts if part.name == name])
         return whole
 

@@ -173,10 +173,12 @@ class SenderBuffer:
         `taking` starts the workers, and its result is waited for; a tensor may be whole in its turn only.
         """
         digests = []
+        # before the workers begin: counts of the last version would let them in
         self._words[:] = 0
         taken = taking()
         try:
             for index in range(len(self.groups)):  # group n fills the half that group n - 2 was read from
+                # done with n - 1 groups: the last of them, n - 2, was in this half
                 if not self._wait_read(index - 1, taken):
                     self._stop()
                     break  # and `result` says why
@@ -190,7 +192,9 @@ class SenderBuffer:
         except BaseException:
             self._stop()
             raise
+        # raises what a worker has raised
         taken.result()
+        # read at the end: waiting for each group's sums would keep the next group from being filled
         return [list(digest.sums.values()) for digest in digests] if verify else None
 
     @torch.no_grad()
@@ -204,9 +208,11 @@ class SenderBuffer:
 
     def close(self) -> None:
         """Let go of the memory."""
+        # pages that are unmapped while registered make CUDA refuse their address later
         if self._unlock is not None:
             self._unlock()
         self._events, self._digests, self._filled, self._halves = [], {}, [], []
+        # NumPy's view would keep the memory mapped
         del self._words
         self._slab.close()
         self._turns.close()
@@ -242,6 +248,7 @@ class SenderBuffer:
 
     def _stop(self) -> None:
         """Let workers wait no longer."""
+        # a worker's word stays: it has failed first, and its error is the one to tell
         self._words[_STOPPED] = self._words[_STOPPED] or _BY_SENDER
 
 
@@ -349,8 +356,10 @@ def _until(holds: Callable[[], bool], gives_up: Callable[[], bool]) -> bool:
     spin_until_s = time.monotonic() + _SPIN_S
     while not holds():
         if time.monotonic() < spin_until_s:
+            # gives up the GIL, which the thread needs that has called the workers
             time.sleep(0)
         elif gives_up():
+            # once more: it may have come true in between
             return holds()
         else:
             time.sleep(_SLEEP_S)

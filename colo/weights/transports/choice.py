@@ -59,6 +59,7 @@ def _choose(source: WeightSource, engine: Engine, config: RuntimeConfig) -> Tran
         _move_apart(source.base(), plan.aliases)
     why_not = why_not_shared(plan, tensors, config)
     if why_not is None and isinstance(source, ModuleSource):
+        # only now that all of them can be shared: this moves the user's parameters
         at_home = move_in(tensors, plan.aliases)
         assert isinstance(engine, LoadPlans)  # of which the plan is
         return SharedTransport(source, plan.aliases, stay=at_home if engine.share_weights() else ())
@@ -67,6 +68,7 @@ def _choose(source: WeightSource, engine: Engine, config: RuntimeConfig) -> Tran
         source.allocate()
         _, plan = record_plan(engine, source)  # with the strides that they have now
     is_elsewhere = isinstance(engine, Peer) and not engine.same_process
+    # without fallbacks the plan's targets are mapped in this process, which then copies by itself unless asked not to
     if is_elsewhere and (plan.fallbacks or config.weights is not Weights.AUTO):
         staged = config.weights is Weights.STAGED
         try:
@@ -189,6 +191,7 @@ class SharedTransport(Transport):
         places = places_of(parameters)
         if places == self._places:
             return
+        # a check that raises below must not leave places that let the next one pass
         self._places = None
         for name, alias in self._aliases.items():
             parameter = parameters.get(name)

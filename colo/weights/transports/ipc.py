@@ -124,11 +124,13 @@ class IpcTransport(CopyingTransport):
             elif self._buffer is None or self._described is not manifest:
                 self._bind(tensors)  # the last attempt failed, or they are of other shapes or dtypes now
             if self._buffer is not None:
+                # known again only when every worker has attested this version
                 self._sums = None
                 self._peer.receive(begin[0], **begin[1])
                 checksums = self._send(self._buffer, whole)
                 answers = self._peer.receive("finish", checksums=checksums)
             else:
+                # streams order nothing across processes: what the optimizer has queued must have been written
                 wait_for_queued(self._peer.device)
                 # one request for all three steps: each call into vLLM's process takes about a millisecond
                 copy = ("copy", {"verify": self._verify})
@@ -180,16 +182,19 @@ class IpcTransport(CopyingTransport):
 
     def _send(self, buffer: SenderBuffer, whole: Mapping[str, torch.Tensor]) -> list[list[int]] | None:
         """Send through the buffer while the workers copy; the checksums of all pieces, if they are verified."""
+        # the call returns when the workers have taken everything, and this thread fills the halves meanwhile
         with ThreadPoolExecutor(max_workers=1, thread_name_prefix="colo-ipc") as pool:
             return buffer.send(
                 whole, lambda: pool.submit(self._peer.receive, "copy", verify=self._verify), verify=self._verify
             )
 
     def _bind(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        # the workers unmap the old memory before it is freed here
         if self._exported is not None or self._buffer is not None:
             self.close()
         exported = None if self._staged else self._export(tensors)
         specs = [
+            # pieces in a buffer are packed, whatever the strides are here
             spec_of(name, tensor, None if exported is not None else contiguous_strides(tensor.shape))
             for name, tensor in tensors.items()
         ]

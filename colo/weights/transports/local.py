@@ -106,5 +106,6 @@ class LocalTransport(CopyingTransport):
         if not self.source.is_sharded:
             return [do(self._plan, tensors)]
         with self.source.gathered({name: tensors[name] for name in self._plan.sources}) as whole:
+            # within the block: a rank that raises before it would leave the others in their gathers
             self._plan.check_source(tensors)
             return [do(part, {name: whole[name] for name in part.sources}) for part in self._parts]

@@ -21,6 +21,7 @@ from colo.weights.boxes import Landing
 from colo.weights.exchange import Delivery, Target
 from colo.weights.ranks import RankGroup
 
+# the same in all containers of a machine, and never on two machines; names of hosts are neither
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -132,6 +133,7 @@ def _why_not_written(pairs: Sequence[Pair], device: torch.device) -> str:
 def _open(reach: Reach, description: Description, device: torch.device) -> torch.Tensor | cuda_driver.Mapped:
     if description["kind"] != "cuda":
         return open_shared_memory(description, device)
+    # by UUID, since each process numbers the GPUs that it sees from 0
     visible = {device_id(torch.device("cuda", number)): number for number in range(torch.cuda.device_count())}
     there = visible.get(reach.gpu, device.index)
     if there != device.index and not torch.cuda.can_device_access_peer(device.index or 0, there):

@@ -88,6 +88,7 @@ class Receiver:
         """Start taking in a version. Raises: `TransferError` when it consists of other tensors than were described."""
         self._bound()
         assert self._manifest is not None
+        # the plan was recorded for other names or shapes: its copies would go astray without an error
         if digest != self._manifest.digest:
             raise TransferError(
                 f"version {version} consists of other tensors (digest {digest[:12]}) than were described "
@@ -118,10 +119,13 @@ class Receiver:
         """
         update, manifest = self._updating(), self._manifest
         assert manifest is not None
+        # over whatever is found: an update that failed is begun anew, not finished again
         self._update = None
         arrived = list(_arrived(self._groups, update.copied))
+        # all in order is the usual case, and takes no counting
         if arrived != list(manifest.names):
             manifest.check_received(arrived, update.version)
+        # when this returns the sender may write to, or free, what was copied from
         wait_for_queued(self._device)
         if len(update.digests) != len(checksums or ()):
             raise TransferError(
@@ -229,6 +233,7 @@ class _Group:
             return run()
         if verify not in self._graphs:
             graph = torch.cuda.CUDAGraph()
+            # other threads of vLLM's process may call CUDA during the capture
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 flags = run()
             self._graphs[verify] = graph, flags

@@ -91,6 +91,7 @@ class SlicesTransport(CopyingTransport):
         route = self._route
         if route.exchange is not None:
             route.exchange.send(self.source.parts(), self.seconds)
+            # through buffers nothing was digested: `verify` reads both sides
             self._sent = None
         else:
             self._sent = [self._write(stage) for stage in route.stages]
@@ -131,6 +132,7 @@ class SlicesTransport(CopyingTransport):
 
     def is_current(self) -> bool:
         """True if the engines of all ranks hold what the trainer does, by digests."""
+        # what the last transfer has read says nothing of now
         self._sent = None
         return not self._differences()[1].anywhere
 
@@ -187,6 +189,7 @@ class SlicesTransport(CopyingTransport):
             taken = [Slice(name, target.landing.box, dtype_name(target.memory)) for name, target in named]
         self._names, self._sent = [name for name, _ in named], None
         told = agree(ranks, Told(tuple(specs), tuple(held), tuple(taken)))
+        # what this raises every rank raises: it depends on nothing but what all have told
         plan = make_plan(
             {rank: words.held for rank, words in told.items()},
             {rank: words.taken for rank, words in told.items()},
@@ -251,8 +254,10 @@ class _Route:
 
             keys: list[tuple[str, int]] = []
             kept: list[int] = []
+            # as many on every rank, also where one sends nothing: a stage ends with a collective (`_write`)
             for stage in range(max(stage_of, default=0) + 1):
                 now = [n for n in sent if stage_of[n] == stage]
+                # apart, so that the plan spreads both over the launch: HBM and NVLink are busy at once
                 groups = [n for n in now if n in taken], [n for n in now if n not in taken]
                 pairs: list[list[Pair]] = [[(sent[n], to[n]) for n in group] for group in groups]
                 self.stages.append(CopyPlan(*pairs, device=device, read=[taken[n] for n in kept]))
@@ -263,6 +268,7 @@ class _Route:
             of_shared = [("shared", number) for number in range(len(shared))]
             keys += [*(("taken", n) for n in kept), *of_shared]
             number = {key: place for place, key in enumerate(keys)}
+            # stages digest in an order of their own; ranks compare in the plan's
             row = [*(("sent", n) for n in sent), *(("taken", n) for n in taken), *of_shared]
             self._order = torch.tensor([number[key] for key in row], dtype=torch.int64, device=device)
 
@@ -383,12 +389,14 @@ class Comparison:
         if digests is None:
             row[0] = 1
         else:
+            # an empty row in front, since `cat` of nothing raises
             found = torch.cat([row[:0], *(part.to(self._ranks.device) for part in digests)])
             row[1 : 1 + len(found)] = found
         rows = self._ranks.rows(row)
         flags = rows.view(-1)[self._left] != rows.view(-1)[self._right]
         num_deliveries = len(self._every)
         flags = torch.cat([flags, rows[:, 0].any()[None]])
+        # the usual case reads one number from the device
         if not flags.any():
             return Differences(failed=False, anywhere=False, taken=[], apart=[])
         others = flags.nonzero().flatten().tolist()
