@@ -195,12 +195,14 @@ class LoadPlan:
         """The copies of `source`, which replay and compare while neither side moves; `named` reads the flags.
 
         Recorded anew when a tensor lies elsewhere than the last time, or has another dtype.
+        Raises: `TransferError` for a shape or strides that were not recorded, which no copy of the plan is made for.
         """
-        ours = ((t.data_ptr(), t.dtype) for t in map(source.__getitem__, self.sources))
+        ours = ((t.data_ptr(), t.dtype, t.stride()) for t in map(source.__getitem__, self.sources))
         where = (*ours, *(copy.target.data_ptr() for copy in self._runs))
         if where not in self._recorded:
             # what lies elsewhere now does not come back, and a table takes device memory
             self._recorded.clear()
+            self.check_source(source)
             plan = CopyPlan([(copy.region_of(source[copy.name]), copy.target) for copy in self._runs])
             if plan.holds_tensors:  # kept, it would keep the source's memory alive
                 return plan

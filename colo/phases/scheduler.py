@@ -251,8 +251,9 @@ class Scheduler:
             held_bytes = sum(segment.device_bytes for segment in self.segments.values())
             if held_bytes + needed_bytes <= self._budget.capacity_bytes:
                 return
-            self._departing.pop(name).wait()
-            self.sample()
+            if (move := self._departing.pop(name, None)) is not None:  # else it has ended beside an earlier one
+                move.wait()
+                self.sample()
 
     def _plan_arrival(self, segment: Segment) -> tuple[Step, ...]:
         """The departures that make room for one segment. Raises: `BudgetError` when they are not enough."""

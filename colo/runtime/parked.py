@@ -53,10 +53,10 @@ class ParkedModule:
             if tensor.device != mover.device:
                 raise Unsupported(f"{name}: {key} is on {tensor.device}: call module.to({str(mover.device)!r}) before")
         # by our own note: on a CPU, where host and device are one, nothing else would tell
+        self.look()
         self._hooks = [module.register_forward_pre_hook(weakly(self._check))]
         if optimizer is not None:
             self._hooks.append(optimizer.register_step_pre_hook(weakly(self._check)))
-        self.look()
 
     def look(self) -> None:
         """Take in gradients and state that are new."""

@@ -126,9 +126,10 @@ class StateWindow:
 
     def begin(self, target: Residency) -> Move:
         """Open the window, or close it; see `Segment.begin`."""
-        if target is self.residency:
-            return Done()
-        check_move(self.name, self.residency, target)
+        if target is self.residency and target is not Residency.RESIDENT:
+            return Done()  # an open one is looked at again: a parameter that has joined may want a wider one
+        if target is not self.residency:
+            check_move(self.name, self.residency, target)
         with uninterrupted():
             if target is Residency.RESIDENT:
                 self._open()

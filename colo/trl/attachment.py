@@ -202,6 +202,7 @@ def _set(trainer: Any, rt: Runtime, generation: ColoGeneration) -> None:
                 setattr(trainer, name, before[name])
             else:
                 delattr(trainer, name)
+        vars(trainer.args).pop(ATTACHED, None)
 
     rt.at_close(take_back)
 

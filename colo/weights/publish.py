@@ -229,6 +229,7 @@ class Publisher:
         """True if the engine still holds the frozen weights under an adapter, which are sent once."""
         lacks = (
             self._sent is None
+            or not self.published  # the first publication has failed as it was committed
             or self._engine.weights_version != self.published[-1].version
             or self._sent != self._fingerprint()
         )

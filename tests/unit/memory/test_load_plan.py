@@ -166,6 +166,16 @@ def test_a_source_whose_strides_changed_is_refused_rather_than_misread():
     assert not engine.qkv.any()
 
 
+def test_a_source_that_is_transposed_in_place_is_not_taken_for_what_was_recorded():
+    target = torch.zeros(3, 3)
+    source = {"w": torch.arange(9.0).view(3, 3)}
+    plan = LoadPlan.record(lambda weights: [target.copy_(w) for _, w in weights], source, {"w": target})
+    plan.replay(source)
+    assert plan.differences(source) == []
+    with pytest.raises(TransferError, match="w has strides"):
+        plan.differences({"w": source["w"].t()})
+
+
 def test_nan_and_negative_zero_are_compared_as_bits():
     engine, source = FusedLoader(), weights()
     source["norm"] = torch.tensor([float("nan"), -0.0, 1.0, 2.0])

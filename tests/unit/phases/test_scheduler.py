@@ -99,6 +99,18 @@ def test_departures_are_waited_for_when_their_bytes_are_needed():
     assert device.used_bytes == 70
 
 
+def test_a_departure_that_ends_beside_an_earlier_one_is_not_waited_for_again():
+    device = FakeDevice(100)
+    segments = [FakeSegment(name, size, device) for name, size in (("first", 20), ("second", 20), ("third", 40))]
+    scheduler = Scheduler(segments, Budget(capacity_bytes=100, host_capacity_bytes=100), needs={})
+    moves = {segment.name: segment.begin(Residency.OFFLOADED) for segment in segments}
+    scheduler._departing = dict(moves)
+    wait = moves["first"].wait
+    moves["first"].wait = lambda: (wait(), moves["second"].wait())  # the copy behind it has ended too
+    scheduler._make_room(90)
+    assert device.used_bytes == 0
+
+
 def test_anticipating_starts_the_departures_of_a_phase_without_entering_it():
     device, scheduler = build()
     scheduler.anticipate(Phase.ROLLOUT)

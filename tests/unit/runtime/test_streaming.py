@@ -98,6 +98,24 @@ def test_the_window_is_there_while_the_optimizer_steps_and_not_beside_a_backward
         assert max(opened) == state.size_bytes > 0 and state.device_bytes == 0
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_parameter_that_joins_within_a_training_phase_is_stepped(dtype):
+    late, twin = (torch.nn.Parameter(torch.ones(4 * BUCKET_BYTES, dtype=dtype)) for _ in range(2))
+    plain = masters([twin])
+    with launch(optimizer="streamed") as rt:
+        train(rt, 1)
+        for _ in range(2):
+            with rt.train():
+                if len(rt.optimizer.param_groups) == 1:
+                    rt.optimizer.add_param_group({"params": [late]})
+                late.float().square().sum().backward()
+                train_step(rt)
+            twin.float().square().sum().backward()
+            plain.step()
+            plain.zero_grad()
+        assert torch.equal(late, twin)
+
+
 def test_state_that_is_touched_within_a_rollout_is_brought_or_named():
     with launch(optimizer="streamed") as rt:
         train(rt, 1)

@@ -103,6 +103,8 @@ class LLMLink(WorkerLink):
         # checked again: parameters may come from `generate` itself, without `sampling_params`
         params = self.sampling_params(params, {})
         inputs = [{"prompt_token_ids": list(ids)} for ids in self.check_request(prompts, params)]
+        if not inputs:
+            return []
         each = for_prompts(params, len(prompts))
         asked = each[0] if isinstance(each, list) and each else each
         request = _lora_request(*adapter) if adapter is not None else None
