@@ -149,7 +149,8 @@ def test_ctrl_c_leaves_no_process_behind(when, tiny, tmp_path):
         else:
             wait_until(lambda: any("VLLM" in name for name in session_of(loop.pid).values()), within_s=90)
         os.killpg(loop.pid, signal.SIGINT)  # to every process, as a terminal sends it
-        assert loop.wait(timeout=60) == -signal.SIGINT
+        # 1 where a library evaluates code at exit, which makes Python forget why it ends: `import torch._dynamo` may do
+        assert loop.wait(timeout=60) in (-signal.SIGINT, 1)
         wait_until(lambda: not session_of(loop.pid), within_s=20)
 
 
