@@ -33,8 +33,6 @@ SHAPES: dict[str, Row] = {
 }
 """Qwen3's, with random weights."""
 
-_trained: list[Any] = []  # in the process of one side
-
 SIDES: dict[str, Row] = {
     "colo's flag, bf16 with fp32 masters": {"stock": False, "dtype": "bfloat16"},
     "TRL colocate, bf16": {"stock": True, "dtype": "bfloat16"},
@@ -167,7 +165,8 @@ def _measured(name: str, folder: str, options: Mapping[str, Any]) -> Row:
     history = [entry for entry in trainer.state.log_history if "reward" in entry]
     steps = [entry["step_time"] for entry in history][2:] or [history[-1]["step_time"]]
     between = synced_s or [entry["colo/switch_s"] + entry.get("colo/sync_s", 0.0) for entry in history]
-    _trained.append(trainer)
+    if not stock:
+        _to_close.append(trainer.colo)
     return {
         "way": name,
         "start_s": ready_s,
@@ -183,10 +182,12 @@ def _measured(name: str, folder: str, options: Mapping[str, Any]) -> Row:
     }
 
 
+_to_close: list[Any] = []  # runtimes, in the process of one side
+
+
 def _end() -> None:
-    for trainer in _trained:
-        if hasattr(trainer, "colo"):
-            trainer.colo.close()
+    for runtime in _to_close:
+        runtime.close()
 
 
 def _time_syncs(trainer: Any) -> list[float]:

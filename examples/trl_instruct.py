@@ -47,7 +47,7 @@ ON_A_CPU = {"per_device_train_batch_size": 32, "colo_kv_cache_bytes": "256MiB", 
 class Questions:
     """What is asked."""
 
-    task: str = field(default="chain_sum", metadata={"help": "a task of reasoning-gym"})
+    task: str = field(default="chain_sum", metadata={"help": "a task of reasoning-gym whose answers are numbers"})
     held_out: int = field(default=100, metadata={"help": "questions asked before and after, and never trained on"})
 
 

@@ -168,7 +168,9 @@ class Closing:
             self._transport.close,
             self._release_folded,
             self._engine.close,
+            # what finds its room where the engine's memory was
             self._bring_the_rest,
+            lambda: close_all([parked.close for parked in self._turns.parked]),
             self._mover.close,
             self.last.close,
         ]
@@ -208,7 +210,6 @@ class Closing:
     def return_state(self) -> None:
         """Return the optimizer's state to ordinary memory, and the hooks with it."""
         self._session.close(torch.device("cpu") if self._owns_model else None)
-        close_all([parked.close for parked in self._turns.parked])
 
     def _drop_kv_cache(self) -> None:
         self._scheduler.settle()

@@ -6,6 +6,7 @@ leave for rollouts, when their bytes are needed or offload is `always`, and are 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Iterator
 from typing import Any
 from weakref import ref
@@ -15,7 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
-from colo.errors import PhaseError, Unsupported
+from colo.errors import BudgetError, PhaseError, Unsupported
 from colo.memory.offload import Mover
 from colo.memory.parking import Parking
 from colo.phases.phase import Residency
@@ -63,11 +64,13 @@ class ParkedModule:
         self.segment.look(self._tensors())
 
     def close(self) -> None:
-        """Bring everything back, as far as the device has room, and take the hooks away."""
+        """Bring everything back, or leave it in host memory where there is no room, and take the hooks away."""
         for hook in self._hooks:
             hook.remove()
         try:
             self.segment.begin(Residency.RESIDENT).wait()
+        except (BudgetError, torch.OutOfMemoryError):
+            warnings.warn(f"{self.segment.name} stays in host memory: the device has no room for it", stacklevel=7)
         finally:
             self.segment.hand_over()
 

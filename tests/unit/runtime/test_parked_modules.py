@@ -28,6 +28,11 @@ def step(critic, optimizer):
     optimizer.step()
 
 
+def assert_same(critic, twin):
+    for mine, other in zip(critic.state_dict().values(), twin.state_dict().values(), strict=True):
+        assert torch.equal(mine, other)
+
+
 def test_a_critic_is_away_in_rollouts_and_trains_to_the_same_bits():
     twin, (critic, optimizer) = make_critic(), make_critic()
     rt = launch(config=ALWAYS)
@@ -47,14 +52,11 @@ def test_a_critic_is_away_in_rollouts_and_trains_to_the_same_bits():
         twin[1].zero_grad()
     assert "critic" in str(rt.report())
     rt.close()
-    assert all(
-        torch.equal(a, b) for a, b in zip(critic.state_dict().values(), twin[0].state_dict().values(), strict=True)
-    )
+    assert_same(critic, twin[0])
     step(critic, optimizer)  # an ordinary module again
     step(*twin)
-    assert torch.equal(critic[0].weight, twin[0][0].weight) and torch.equal(
-        critic[0].weight.grad, twin[0][0].weight.grad
-    )
+    assert_same(critic, twin[0])
+    assert torch.equal(critic[0].weight.grad, twin[0][0].weight.grad)
 
 
 def test_gradients_that_the_loop_keeps_are_added_to_after_a_rollout():
@@ -112,6 +114,24 @@ def test_a_module_that_would_not_fit_beside_the_others_is_refused_with_its_bytes
     assert "Linear" not in rt.scheduler.segments and large(torch.ones(1, 1024)).shape == (1, 2048)
     train_step(rt)
     rt.close()
+
+
+def test_a_module_that_finds_no_room_as_a_runtime_closes_stays_on_the_host(monkeypatch):
+    twin, (critic, optimizer) = make_critic(), make_critic()
+    rt = launch(config=ALWAYS)
+    rt.park(critic, optimizer, name="critic")
+    with rt.rollout():
+        pass
+
+    def no_room(target):
+        raise BudgetError("no room", needed_bytes=1, free_bytes=0)
+
+    monkeypatch.setattr(segment(rt, "critic"), "begin", no_room)
+    with pytest.warns(UserWarning, match="critic stays in host memory"):
+        rt.close()
+    step(critic, optimizer)
+    step(*twin)
+    assert_same(critic, twin[0])
 
 
 def test_a_runtime_that_is_dropped_leaves_the_module_to_its_owner():
