@@ -191,6 +191,7 @@ def _set(trainer: Any, rt: Runtime, generation: ColoGeneration) -> None:
     before = {name: getattr(trainer, name) for name in new if hasattr(trainer, name)}
     for name, value in new.items():
         setattr(trainer, name, value)
+    # stays when the runtime is closed: who trains on after that has said so, and is not warned
     setattr(trainer.args, ATTACHED, True)
 
     def take_back() -> None:
@@ -202,7 +203,6 @@ def _set(trainer: Any, rt: Runtime, generation: ColoGeneration) -> None:
                 setattr(trainer, name, before[name])
             else:
                 delattr(trainer, name)
-        vars(trainer.args).pop(ATTACHED, None)
 
     rt.at_close(take_back)
 
