@@ -59,6 +59,7 @@ class Range(Work):
     first: int
     last: int
     pieces: Pieces = field(default_factory=list)
+    left: torch.cuda.Event | None = None  # the end of its last copy to the host
 
 
 class StateSlot:
@@ -71,18 +72,20 @@ class StateSlot:
         self.left: torch.cuda.Event | None = None
 
     def views(self, planes: Planes) -> dict[str, torch.Tensor]:
-        """The slot's memory as state of `planes`, by name."""
+        """The slot's memory as state of `planes`, by name; the slot keeps what is added."""
         found = self._views.get(id(planes))
         if found is None:
             found = dict(zip(planes.layout, carve(self._memory, planes.specs), strict=True))
             self._views[id(planes)] = found
-        # these lie outside of the region: the window was laid out before anybody knew of them
-        more = {  # names that the class has begun to use since the window was laid out
-            name: torch.empty(planes.range_elements, dtype=plane.dtype, device=self._memory.device)
-            for name, plane in planes.host.items()
-            if name not in found
-        }
-        return {**found, **more}
+        for name, plane in planes.host.items():
+            # begun since the window was laid out, and so outside of its region
+            if name not in found:
+                found[name] = torch.empty(planes.range_elements, dtype=plane.dtype, device=self._memory.device)
+        return found
+
+    def forget(self) -> None:
+        """Let go of memory outside of the region. Ordering: after the copies that use it."""
+        self._views.clear()
 
     def scratch(self, dtype: torch.dtype, start: int, stop: int) -> torch.Tensor:
         """Memory for the 16-bit weights of elements, beside the flat parameter."""

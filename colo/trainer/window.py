@@ -176,6 +176,7 @@ class StateWindow:
         if size_bytes := carved_bytes(parts):
             # a parameter that has joined since may need larger slots
             if self._region is not None and self._region.size_bytes < size_bytes:
+                self._settle()
                 self._region.close()
                 self._region, self._slots = None, []
             if self._region is None:
@@ -186,10 +187,15 @@ class StateWindow:
                 self._region.restore()
         self._is_open = True
 
-    def _leave(self) -> None:
-        # pages must not be unmapped under a copy
+    def _settle(self) -> None:
+        """Wait for copies under way: the host reads its own memory, and unmaps the device's, whatever streams do."""
         for stream in self._streams.values():
             stream.synchronize()
+
+    def _leave(self) -> None:
+        self._settle()
+        for slot in self._slots:
+            slot.forget()
         if self._region is not None and self._region.resident:
             self._region.release()
         # not waited for here: the next move of the same bucket waits
@@ -260,6 +266,7 @@ class StateWindow:
 
     def load(self, loaded: dict[torch.Tensor, dict[str, Any]]) -> None:
         """Write loaded state of planes to the host, once torch has loaded the scalars."""
+        self._settle()
         for planes in self._planes:
             planes.load({p: loaded[p] for p in planes.parameters if p in loaded})
         self.publish()
@@ -378,10 +385,11 @@ class StateWindow:
         # slots in turn: the range that had this one was two turns earlier
         planes, slot = work.planes, self._slots[self._turn % NUM_SLOTS]
         self._turn += 1
-        state = slot.views(planes)
         # on its own stream, so that the copy overlaps with the step of the range before
         with _on(self._streams.get("in")):
+            state = slot.views(planes)
             _wait(slot.left)  # the range that was here last is still being copied out
+            _wait(work.left)  # and so may this one be, by a step that has failed
             planes.copy_in(work, state)
             arrived = _event(self._streams.get("in"))
         _wait(arrived)
@@ -397,7 +405,7 @@ class StateWindow:
                 _wait(stepped)
                 for pieces, names in leaving:
                     planes.copy_out(work, pieces, names, state)
-                slot.left = _event(self._streams.get("out"))
+                slot.left = work.left = _event(self._streams.get("out"))
 
     def end_part(self, parameters: Iterable[torch.Tensor]) -> None:
         """End the step for some parameters, all of whose elements have been stepped: the next is another one."""
@@ -407,9 +415,7 @@ class StateWindow:
 
     def end_step(self) -> None:
         """Wait until the host's state is whole, and show what a step has counted."""
-        # the host reads its own memory next, and knows nothing of streams
-        for stream in self._streams.values():
-            stream.synchronize()
+        self._settle()
         for planes in self._planes:
             planes.end_step()
         if self._has_masters:

@@ -5,15 +5,20 @@ import gc
 import io
 import os
 import signal
+from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.lr_scheduler import StepLR
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from colo.errors import BudgetError
 from colo.memory.offload import Mover
 from colo.phases.phase import Residency
+from colo.testing import IllegalAccess
 from colo.trainer import window
 from colo.trainer.master_weights import MasterWeights
 from colo.trainer.optimizers import register_separable
@@ -96,6 +101,73 @@ class Trained:
 
 def streamed(trained, mover, **options):
     return StreamedState(trained.optimizer, mover, **{"region_bytes": 16 * 1024} | options)
+
+
+class LateStream(TorchDispatchMode):
+    """A stream on a CPU: copies queued on it run when somebody waits for them, if their memory still lives."""
+
+    def __init__(self):
+        super().__init__()
+        self.work, self.num_run = [], 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is not torch.ops.aten.copy_.default:
+            return func(*args, **(kwargs or {}))
+        self.work.append(partial(self.copy, *map(self.place, args[:2])))
+        return args[0]
+
+    @staticmethod
+    def place(tensor):
+        layout = tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride()
+        return StorageWeakRef(tensor.untyped_storage()), layout
+
+    @staticmethod
+    def copy(*places):
+        target, source = (
+            torch.empty(0, dtype=dtype).set_(torch.UntypedStorage._new_with_weak_ptr(memory.cdata), *where)
+            for memory, (dtype, *where) in places
+            if not memory.expired() or illegal()
+        )
+        target.copy_(source)
+
+    def run_to(self, number):
+        while self.num_run < number:
+            self.num_run += 1
+            self.work[self.num_run - 1]()
+
+    def synchronize(self):
+        self.run_to(len(self.work))
+
+    def record_event(self):
+        return partial(self.run_to, len(self.work))
+
+    def wait_event(self, event):
+        self.work.append(event)
+
+
+def illegal():
+    raise IllegalAccess("a copy under way has met memory that was given back")
+
+
+@pytest.fixture
+def late(monkeypatch):
+    """Lets a window's copies run late, beside kernels that run at once."""
+    kernels = SimpleNamespace(record_event=lambda: lambda: None, wait_event=lambda event: event())
+    current = [kernels]
+
+    @contextmanager
+    def on(stream):
+        current.append(stream)
+        with stream:
+            yield
+        current.pop()
+
+    def run_late(state):
+        state.window._streams = {"in": LateStream(), "out": LateStream()}
+
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: current[-1])
+    return run_late
 
 
 def close_window(state):
@@ -196,6 +268,37 @@ def test_of_a_range_that_has_gone_wrong_within_only_the_rest_is_stepped(kind, mo
         close_window(state)
         ours.optimizer.step()
         assert_same(ours, twin)
+    state.close()
+
+
+@kinds
+@pytest.mark.parametrize("region_bytes", [1, 9_000, MIB])
+def test_a_step_waits_for_its_copies_and_they_for_it(kind, region_bytes, mover, late):
+    twin, ours = Trained(kind), Trained(kind)
+    state = streamed(ours, mover, region_bytes=region_bytes)
+    late(state)
+    for number in range(4):
+        for trained in (twin, ours):
+            trained.step(number)
+        assert_same(ours, twin)
+    close_window(state)
+    state.close()
+
+
+@pytest.mark.parametrize("region_bytes", [1, 9_000, MIB])
+def test_copies_under_way_keep_the_memory_of_state_that_a_class_begins_late(region_bytes, mover, late):
+    twin, ours = Trained("plain"), Trained("plain")
+    for trained in (twin, ours):
+        trained.optimizer = torch.optim.SGD(trained.net.parameters(), lr=1e-2)
+    state = streamed(ours, mover, region_bytes=region_bytes)
+    late(state)
+    for number in range(4):
+        for trained in (twin, ours):
+            trained.optimizer.param_groups[0]["momentum"] = 0.9 * (number > 0)
+            trained.step(number)
+        if number:
+            assert_same(ours, twin)
+    close_window(state)
     state.close()
 
 
@@ -374,15 +477,17 @@ def test_a_body_that_raises_once_all_has_been_stepped_has_made_a_step(mover):
 
 
 @kinds
-def test_a_step_that_failed_and_was_given_up_counts_where_it_was_made(kind, mover, monkeypatch):
+@pytest.mark.parametrize("num_made", [2, 3])
+def test_a_step_that_failed_and_was_given_up_counts_where_it_was_made(kind, num_made, mover, monkeypatch, late):
     """Parameters that it has stepped have made a step each; the others have not."""
     twin, ours = Trained(kind), Trained(kind)
     state = streamed(ours, mover, region_bytes=1)  # whose ranges are of one parameter each
+    late(state)
     original, calls = window.StateWindow.step, []
 
     def ends(self, work, *arguments):
         calls.append(work)
-        if len(calls) == 4:
+        if len(calls) > num_made:
             out_of_memory()
         return original(self, work, *arguments)
 
@@ -393,7 +498,7 @@ def test_a_step_that_failed_and_was_given_up_counts_where_it_was_made(kind, move
         patch.setattr(window.StateWindow, "step", ends)
         ours.optimizer.step()
     twin.backward(1)
-    made = {id(p) for work in calls[:3] for p in work.parameters}
+    made = {id(p) for work in calls[:num_made] for p in work.parameters}
     for p, q in zip(ours.parameters, twin.parameters, strict=True):
         if id(p) not in made:
             q.grad = None
