@@ -9,9 +9,11 @@ replayed in a few launches. What the loader computes rather than copies is seen 
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from math import prod
 from typing import Any
 
@@ -99,31 +101,37 @@ class LoadPlan:
         stand_ins = {
             name: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for name, t in source.items()
         }
-        recorder = _Recorder(stand_ins)  # tensors on the meta device: views and shapes work, values do not exist
+        optional = optional or {}
+        # tensors on the meta device: views and shapes work, values do not exist
+        recorder = _Recorder(stand_ins, {**optional, **destinations})
         try:
             with torch.no_grad(), recorder:
                 load(iter(stand_ins.items() if as_checkpoint is None else as_checkpoint(stand_ins)))
         except (NotImplementedError, _NeedsValuesError) as error:  # the loader has asked a stand-in for values
             recorder.fallbacks = dict.fromkeys(stand_ins, f"the loader looks at values ({error})")
+        recorder.explain_used()
         plan = cls.of(source, copies=recorder.copies, fallbacks=recorder.fallbacks)
         # a loader that computes writes more than was noted
         if not plan.fallbacks:
-            _check_coverage(plan.copies, destinations, optional or {})
+            _check_coverage(plan.copies, destinations, optional)
         return plan
 
     @cached_property
-    def left_out(self) -> dict[str, int]:
-        """Sources copied in part or not at all, with the number of elements copied.
+    def left_out(self) -> dict[str, list[Part]]:
+        """Sources copied in part or not at all, with the parts that are copied.
 
-        One worker alone cannot tell a tensor-parallel slice from a part that the loader drops: add up the counts of all
-        workers.
+        One worker alone cannot tell a tensor-parallel slice from a part that the loader drops: put together the parts
+        of all workers.
         """
-        taken = dict.fromkeys(self.sources, 0)
+        taken: dict[str, list[Part]] = {name: [] for name in self.sources}
         for copy in self.copies:
-            taken[copy.name] += prod(copy.shape)
-        sizes = {name: prod(shape) for name, (_, shape) in self.sources.items()}
+            taken[copy.name].append((copy.offset, copy.shape, copy.stride))
         explained = self.fallbacks.keys() | self.unused
-        return {n: taken[n] for n, size in sizes.items() if taken[n] < size and n not in explained}
+        return {
+            name: taken[name]
+            for name, (_, shape) in self.sources.items()
+            if name not in explained and num_covered(taken[name]) < num_covered([(0, shape, self.strides[name])])
+        }
 
     @cached_property
     def aliases(self) -> dict[str, torch.Tensor]:
@@ -250,21 +258,34 @@ def _joined(run: list[Copy]) -> Copy:
     return Copy(name=first.name, shape=(count,), stride=(1,), offset=first.offset, target=target)
 
 
-_Part = tuple[int, Sequence[int], Sequence[int]]  # offset, shape and strides of a view, in elements
+Part = tuple[int, Sequence[int], Sequence[int]]
+"""Offset, shape and strides of a view, in elements."""
 
 
 class _NeedsValuesError(Exception):
     """Says that code asks a stand-in for values."""
 
 
-class _Recorder(TorchDispatchMode):
-    """Notes copies out of the stand-ins, and everything else that consumes one."""
+_REPLACING = (
+    torch.ops.aten.copy_.default,
+    torch.ops.aten.zero_.default,
+    torch.ops.aten.fill_.Scalar,
+    torch.ops.aten.fill_.Tensor,
+)
+"""Operations whose target afterwards owes nothing to what was there."""
 
-    def __init__(self, stand_ins: Mapping[str, torch.Tensor]) -> None:
+
+class _Recorder(TorchDispatchMode):
+    """Notes copies out of the stand-ins, and everything else that consumes one; writes nothing to the engine."""
+
+    def __init__(self, stand_ins: Mapping[str, torch.Tensor], engine: Mapping[str, torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves the mode untyped
         # by identity: storages on the meta device all have the same address, none
         self._names = {t.untyped_storage()._cdata: name for name, t in stand_ins.items()}
         self._computed: dict[int, torch.Tensor] = {}  # results by storage, kept so that no storage is confused
+        self._engine = set(map(storage_key, engine.values()))
+        self._index = _Index(engine)
+        self._used: dict[str, str] = {}  # the engine's tensors that the loader computes with, and how
         self.copies: list[Copy] = []
         self.fallbacks: dict[str, str] = {}
 
@@ -289,20 +310,41 @@ class _Recorder(TorchDispatchMode):
         # `.item()`, and every comparison in an `if`
         if func is torch.ops.aten._local_scalar_dense.default and args[0].device.type == "meta":
             raise _NeedsValuesError("a stand-in has none")
-        result = func(*args, **(kwargs or {}))
         # a view has the storage of its base, by which it is known already
-        if not func.is_view:
-            self._explain(func, args, result)
+        if func.is_view:
+            return func(*args, **(kwargs or {}))
+        given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)}
+        given |= kwargs or {}
+        for tensor in self._engines(given.values()):
+            # `None` is padding, and whatever else in the same storage no weight fills
+            if (func not in _REPLACING or tensor is not args[0]) and (name := self._index.owner_of(tensor)) is not None:
+                self._used.setdefault(name, str(func))
+        written = [given[a.name] for a in func._schema.arguments if a.is_write and a.name in given]
+        # zeros into padding, constants and the like: the engine's weights stay as they are
+        if self._engines(written):
+            self._explain(func, given.values(), ())
+            return written[0] if func._schema.returns else None  # operations on lists return nothing
+        result = func(*args, **(kwargs or {}))
+        self._explain(func, given.values(), (result,))
         return result
 
-    def _explain(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
+    def _engines(self, values: Iterable[Any]) -> list[torch.Tensor]:
+        return [tensor for tensor in tensors_in(values) if storage_key(tensor) in self._engine]
+
+    def explain_used(self) -> None:
+        """Note the sources of what the loader has copied and then computed with: it does more than copy."""
+        for copy in self.copies:
+            if (func := self._used.get(self._index.owner_of(copy.target) or "")) is not None:
+                self.fallbacks.setdefault(copy.name, f"the loader computes with what it has copied of it ({func})")
+
+    def _explain(self, func: Any, args: Iterable[Any], results: Iterable[Any]) -> None:
         """Note which sources went into a computation; its results count as not copied."""
         inputs = [t for t in tensors_in(args) if self._name_of(t) is not None or storage_key(t) in self._computed]
         for tensor in inputs:
             if (name := self._name_of(tensor)) is not None:
                 self.fallbacks.setdefault(name, f"the loader computes with it ({func}) rather than copying it")
         if inputs:
-            self._computed.update({storage_key(t): t for t in tensors_in((result,)) if t.device.type == "meta"})
+            self._computed.update({storage_key(t): t for t in tensors_in(results) if t.device.type == "meta"})
 
     def _name_of(self, tensor: torch.Tensor) -> str | None:
         return self._names.get(storage_key(tensor)) if tensor.device.type == "meta" else None
@@ -362,7 +404,19 @@ class _Index:
         return rows[position][2]
 
 
-def _count_misses(num_elements: int, parts: list[_Part]) -> tuple[int, int]:
+def num_covered(parts: list[Part]) -> int:
+    """Number of elements that some parts of one tensor have together, those of several once."""
+    parts = [
+        # without strides of 0, by which an expanded view has its elements several times
+        (at, [n for n, step in zip(shape, stride, strict=True) if step], [step for step in stride if step])
+        for at, shape, stride in parts
+        if 0 not in shape
+    ]
+    end = max((at + _span(shape, stride) for at, shape, stride in parts), default=0)
+    return end - _count_misses(end, parts)[0]
+
+
+def _count_misses(num_elements: int, parts: list[Part]) -> tuple[int, int]:
     """Count elements of a flat tensor that no part covers, and those that several cover."""
     if all(_is_contiguous(shape, stride) for _, shape, stride in parts):
         never = twice = reached = 0
@@ -371,11 +425,43 @@ def _count_misses(num_elements: int, parts: list[_Part]) -> tuple[int, int]:
             twice += max(0, min(end, reached) - start)
             reached = max(reached, end)
         return never + max(0, num_elements - reached), twice
-    # views with gaps, which intervals cannot describe: count element by element
-    counts = torch.zeros(num_elements, dtype=torch.uint8)
+    if (rows := _in_rows(parts)) is not None:  # columns of a matrix: what is true of a row is true of all
+        step, within = rows
+        counts = [(count, _count_misses(step, of_row)) for (_, count), of_row in within.items()]
+        covered = sum(count * (step - never) for count, (never, _) in counts)
+        return num_elements - covered, sum(count * twice for count, (_, twice) in counts)
+    # views with other gaps: count element by element
+    once, twice_or_more = (torch.zeros(num_elements, dtype=torch.bool) for _ in range(2))
     for offset, shape, stride in parts:
-        counts.as_strided(shape, stride, offset).add_(1)
-    return int((counts == 0).sum()), int((counts > 1).sum())
+        here = once.as_strided(shape, stride, offset)
+        twice_or_more.as_strided(shape, stride, offset).logical_or_(here)
+        here.fill_(True)
+    return int((~once).sum()), int(twice_or_more.sum())
+
+
+def _in_rows(parts: list[Part]) -> tuple[int, dict[tuple[int, int], list[Part]]] | None:
+    """The length of a row, and by their first row and number the parts of each of those rows.
+
+    `None` unless all parts are within such rows, those of the same or of others.
+    """
+    steps = {tuple(stride[:1]) for _, _, stride in parts}
+    if len(steps) > 1 or not (step := max(steps.pop(), default=0)):
+        return None
+    found: dict[tuple[int, int], list[Part]] = defaultdict(list)
+    for offset, shape, stride in parts:
+        row, column = divmod(offset, step)
+        if column + _span(shape[1:], stride[1:]) > step:
+            return None
+        found[row, shape[0]].append((column, shape[1:], stride[1:]))
+    rows = sorted(found)
+    if any(first + count > following for (first, count), (following, _) in pairwise(rows)):
+        return None
+    return step, found
+
+
+def _span(shape: Sequence[int], stride: Sequence[int]) -> int:
+    """Elements from the first to the last of a view that is not empty."""
+    return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
 
 
 def _shifts(copy: Copy, storage: int, shift: int) -> bool:

@@ -173,7 +173,7 @@ class AbandonReload(Request):
 
 
 class FinishReload(Request):
-    """Finish a layerwise reload; the answer counts what was left out, by name."""
+    """Finish a layerwise reload; the answer has what was taken of tensors that were not taken whole, by name."""
 
 
 class Receive(Request):

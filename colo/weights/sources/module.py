@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from colo.errors import StaleWeights, TransferError
+from colo.memory.load_plan import Part, num_covered
 from colo.memory.share import dtype_name
 from colo.memory.specs import TensorSpec
 from colo.memory.storage import local_shard
@@ -257,17 +258,17 @@ def recording_specs(
         yield name, tensor
 
 
-def check_taken(tensors: Mapping[str, torch.Tensor], left_out: Sequence[Mapping[str, int]]) -> None:
+def check_taken(tensors: Mapping[str, torch.Tensor], left_out: Sequence[Mapping[str, Iterable[Part]]]) -> None:
     """Raise `TransferError` for weights that no worker of an engine takes, or only in part.
 
-    `left_out` counts, for each worker, the elements taken of weights that it does not take whole. Whole buffers may be
-    left out, since an engine computes some itself.
+    `left_out` has, for each worker, the parts taken of weights that it does not take whole. Whole buffers may be left
+    out, since an engine computes some itself.
     """
     for name in left_out[0]:
-        # a worker that does not count it takes it whole
-        if not all(name in counts for counts in left_out):
+        # a worker that does not name it takes it whole
+        if not all(name in parts for parts in left_out):
             continue
-        tensor, num_taken = tensors[name], sum(counts[name] for counts in left_out)
+        tensor, num_taken = tensors[name], num_covered([part for parts in left_out for part in parts[name]])
         if num_taken >= tensor.numel() or (not num_taken and not isinstance(tensor, nn.Parameter)):
             continue
         raise TransferError(

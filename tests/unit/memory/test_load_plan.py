@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from colo.errors import TransferError, Unsupported
-from colo.memory.load_plan import LoadPlan
+from colo.memory.load_plan import LoadPlan, num_covered
 from colo.weights.sources.names import checkpoint_views
 
 
@@ -50,6 +50,61 @@ def test_recording_moves_no_byte():
     LoadPlan.record(engine.load, weights(), engine.destinations)
     assert engine.calls == 1
     assert not engine.qkv.any() and not engine.embed.any() and not engine.norm.any()
+
+
+def test_recording_writes_nothing_that_a_loader_writes_beside_its_copies():
+    engine, scratch = FusedLoader(), torch.zeros(2)
+    engine.norm.fill_(5)
+
+    def load(pairs):
+        engine.qkv.zero_()
+        engine.norm.copy_(torch.ones(4))
+        engine.load(pairs)
+        engine.embed[50:].fill_(3)
+        engine.embed.data[50:].normal_()
+        engine.embed[60:].fill_(torch.tensor(3.0))
+        torch._foreach_zero_([engine.embed[50:55], engine.embed[55:]])
+        torch.ones(14, 4, out=engine.embed[50:])
+        scratch.fill_(7)
+
+    plan = LoadPlan.record(load, weights(), engine.destinations)
+    assert len(plan.copies) == 5 and not plan.fallbacks
+    assert not engine.qkv.any() and not engine.embed.any() and engine.norm.eq(5).all()
+    assert scratch.eq(7).all()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda t: t.mul_(2),
+        lambda t: t.copy_(t * 2),
+        lambda t: torch.mul(t, 2, out=t),
+        lambda t: torch._foreach_mul_([t], 2),
+        lambda t: t[1:].clamp_(max=0),
+    ],
+)
+def test_a_loader_that_computes_with_what_it_has_copied_is_a_fallback(change):
+    engine = FusedLoader()
+
+    def load(pairs):
+        engine.load(pairs)
+        change(engine.norm.data)
+
+    plan = LoadPlan.record(load, weights(), engine.destinations)
+    assert (
+        list(plan.fallbacks) == ["norm"] and "computes with what it has copied of it (aten." in plan.fallbacks["norm"]
+    )
+    assert not engine.norm.any()
+
+
+def test_a_loader_that_adds_a_weight_to_what_is_there_is_a_fallback():
+    engine = FusedLoader()
+
+    def load(pairs):
+        for name, tensor in pairs:
+            engine.norm.add_(tensor) if name == "norm" else engine.load([(name, tensor)])
+
+    assert list(LoadPlan.record(load, weights(), engine.destinations).fallbacks) == ["norm"]
 
 
 def test_replaying_does_what_the_loader_does_bit_for_bit():
@@ -528,8 +583,51 @@ def test_what_a_loader_leaves_out_is_counted_unless_it_is_explained():
 
     plan = LoadPlan.record(load, source, {"target": target})
     assert list(plan.fallbacks) == ["c"]
-    assert plan.left_out == {"a": 2, "b": 0}
-    assert replace(plan, unused=frozenset({"b"})).left_out == {"a": 2}
+    assert plan.left_out == {"a": [(0, (2,), (1,))], "b": []}
+    assert replace(plan, unused=frozenset({"b"})).left_out == {"a": [(0, (2,), (1,))]}
+
+
+def test_a_part_that_is_copied_twice_does_not_stand_for_one_that_is_not():
+    targets = {"one": torch.zeros(2), "other": torch.zeros(2)}
+
+    def load(pairs):
+        for _, tensor in pairs:
+            for target in targets.values():
+                target.copy_(tensor[:2])
+
+    plan = LoadPlan.record(load, {"a": torch.randn(4)}, targets)
+    assert plan.left_out == {"a": 2 * [(0, (2,), (1,))]}
+
+
+@pytest.mark.parametrize("source", [torch.randn(4, 6).t(), torch.randn(8, 9)[::2, 1:5], torch.randn(4, 1).expand(4, 3)])
+def test_a_source_of_any_strides_that_is_copied_whole_is_not_left_out(source):
+    target = torch.zeros(source.shape)
+    plan = record_one(lambda pairs: [target.copy_(tensor) for _, tensor in pairs], source, target)
+    assert plan.left_out == {}
+    with_less = replace(plan, copies=tuple(replace(c, shape=(c.shape[0] - 1, *c.shape[1:])) for c in plan.copies))
+    assert list(with_less.left_out) == ["t"]
+
+
+def test_elements_that_several_hundred_parts_cover_are_covered():
+    assert num_covered(256 * [(0, (2, 2), (3, 1))] + [(2, (2,), (2,))]) == 5
+
+
+@st.composite
+def views(draw):
+    """A view of a few rows and columns of a matrix of 6 by 5, of a flat stretch of it, or of every other element."""
+    row, column = draw(st.integers(0, 5)), draw(st.integers(0, 4))
+    shape = draw(st.integers(0, 6 - row)), draw(st.integers(0, 5 - column))
+    return draw(
+        st.sampled_from(
+            [(5 * row + column, shape, (5, 1)), (row, (sum(shape),), (1,)), (column, (row,), (2,)), (row, (), ())]
+        )
+    )
+
+
+@given(st.lists(views(), max_size=6))
+def test_elements_are_counted_once_however_parts_overlap(parts):
+    indices = [torch.arange(40).as_strided(shape, stride, offset).flatten() for offset, shape, stride in parts]
+    assert num_covered(parts) == len(set(torch.cat([*indices, torch.zeros(0, dtype=torch.int64)]).tolist()))
 
 
 def test_memory_that_is_optional_is_filled_whole_or_not_at_all():

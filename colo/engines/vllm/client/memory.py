@@ -22,7 +22,7 @@ from colo.engines.vllm.client import NamedAdapter, WorkerLink
 from colo.engines.vllm.store import WeightStore
 from colo.errors import ColoError, EngineLost, PhaseError, TransferError, Unsupported
 from colo.memory.copy_plan import wait_for_queued
-from colo.memory.load_plan import Copy, LoadPlan
+from colo.memory.load_plan import Copy, LoadPlan, Part
 from colo.memory.probe import device_id, free_device_bytes
 from colo.memory.share import Description, Exported, Staging, Wire, open_shared_memory, spec_of, view
 from colo.memory.specs import CopySpec
@@ -248,11 +248,11 @@ class WorkerWeights:
         """
         specs: dict[str, torch.Tensor] = {}
         _, left_out = in_all_ranks(self._link, "loading weights", lambda: self._reload(weights, specs), lambda c: c)
-        check_taken(specs, [counts for of_rank in left_out for counts in of_rank])
+        check_taken(specs, [parts for of_rank in left_out for parts in of_rank])
 
     def _reload(
         self, weights: Iterable[tuple[str, torch.Tensor]], specs: dict[str, torch.Tensor]
-    ) -> list[dict[str, int]]:
+    ) -> list[dict[str, list[Part]]]:
         """See `reload`. Returns what each worker has not taken whole, and leaves in `specs` what it was given."""
         call, model_type = self._link.call, self._link.model_type
         tied = any(call(wire.BeginReload()))

@@ -25,7 +25,7 @@ from colo.engines.vllm.worker.sleep import WorkerSegments
 from colo.engines.vllm.worker.weights import Reload, check_begun, packed_weights, record
 from colo.errors import TransferError
 from colo.memory.copy_plan import wait_for_queued
-from colo.memory.load_plan import LoadPlan
+from colo.memory.load_plan import LoadPlan, Part
 from colo.memory.probe import device_id, torch_pinned_bytes
 from colo.memory.share import Allocations, Description, Opened, empty, open_shared_memory, spec_of, why_not_mapped
 from colo.memory.specs import CopySpec, Place, TensorSpec
@@ -237,7 +237,7 @@ class WorkerAgent:
         if reload is not None:
             reload.abandon()
 
-    def _finish_reload(self, asked: wire.FinishReload) -> dict[str, int]:
+    def _finish_reload(self, asked: wire.FinishReload) -> dict[str, list[Part]]:
         # forgotten first: a reload that fails while it ends cannot be ended again
         reload, self._reload = check_begun(self._reload), None
         return reload.finish()

@@ -5,7 +5,6 @@ Also the backend by which clients of vLLM's own four calls bring them.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
@@ -21,7 +20,7 @@ from colo.engines.vllm import compat
 from colo.engines.vllm.wire import BITSANDBYTES, error_in_words
 from colo.engines.vllm.worker.loader import placement_of
 from colo.errors import ColoError, PhaseError, TransferError, Unsupported
-from colo.memory.load_plan import Copy, LoadPlan, tensors_in
+from colo.memory.load_plan import Copy, LoadPlan, Part, num_covered, tensors_in
 from colo.memory.storage import storage_key
 from colo.weights.packed import PackedWeight
 from colo.weights.sources.names import checkpoint_views
@@ -165,8 +164,8 @@ class Reload:
         self._given += given
 
     @torch.no_grad()
-    def finish(self) -> dict[str, int]:
-        """Let vLLM post-process the weights; count the elements taken of tensors that were not taken whole, by name.
+    def finish(self) -> dict[str, list[Part]]:
+        """Let vLLM post-process the weights; return the parts taken of tensors that were not taken whole, by name.
 
         Raises: `TransferError` naming layers that lack weights, which hold what they held before.
         """
@@ -184,7 +183,7 @@ class Reload:
                 "trainer's model lacks them, or vLLM's loader of this model writes them past its own reload"
             )
         unused = compat.unused(self._model, self._given)
-        return {name: count for name, count in self._taken.left_out().items() if name not in unused}
+        return {name: parts for name, parts in self._taken.left_out().items() if name not in unused}
 
     def abandon(self) -> None:
         """End a reload that has failed: layers that are not complete hold what they held before, and can compute."""
@@ -214,38 +213,43 @@ def _is_tied(model: nn.Module) -> bool:
 
 
 class _Taken(TorchDispatchMode):
-    """Counts the elements of tensors that a loader copies, or notes that it computes with them."""
+    """Notes the parts of tensors that a loader copies, and those that it computes with as taken whole."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves the mode untyped
         self._waiting: dict[int, tuple[str, torch.Tensor]] = {}  # kept, so that no other storage is taken for theirs
-        self._counts: dict[str, int] = {}
+        self._parts: dict[str, list[Part]] = {}
 
     def expect(self, given: Mapping[str, torch.Tensor]) -> None:
-        """Count for these too. What has been taken whole by now is let go."""
+        """Note those of these too. What has been taken whole by now is let go."""
         self._waiting = {key: one for key, one in self._waiting.items() if self._lacks(*one)}
         self._waiting |= {storage_key(tensor): (name, tensor) for name, tensor in given.items()}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.copy_.default:
             if args[0].device.type != "meta":  # where vLLM only counts for itself
-                self._count(args[1], args[1].numel())
+                self._note(args[1])
         # computed with: taken, however much of it
         elif not func.is_view:
             for tensor in tensors_in((*args, *(kwargs or {}).values())):
-                self._count(tensor, sys.maxsize)
+                self._note(tensor, is_whole=True)
         return func(*args, **(kwargs or {}))
 
-    def left_out(self) -> dict[str, int]:
-        """Names of what was not copied whole, nor computed with, and how many elements were copied."""
-        return {name: self._counts.get(name, 0) for name, t in self._waiting.values() if self._lacks(name, t)}
+    def left_out(self) -> dict[str, list[Part]]:
+        """Names of what was not copied whole, nor computed with, and the parts that were copied."""
+        return {name: self._parts.get(name, []) for name, t in self._waiting.values() if self._lacks(name, t)}
 
-    def _count(self, tensor: torch.Tensor, num_elements: int) -> None:
+    def _note(self, tensor: torch.Tensor, *, is_whole: bool = False) -> None:
         if (waiting := self._waiting.get(storage_key(tensor))) is not None:
-            self._counts[waiting[0]] = self._counts.get(waiting[0], 0) + num_elements
+            name, given = waiting
+            self._parts.setdefault(name, []).append(_part_of(given if is_whole else tensor))
 
     def _lacks(self, name: str, tensor: torch.Tensor) -> bool:
-        return self._counts.get(name, 0) < tensor.numel()
+        return num_covered(self._parts.get(name, [])) < num_covered([_part_of(tensor)])
+
+
+def _part_of(tensor: torch.Tensor) -> Part:
+    return int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride())
 
 
 def check_begun(reload: Reload | None) -> Reload:

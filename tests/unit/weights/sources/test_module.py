@@ -335,9 +335,25 @@ def test_other_errors_about_a_buffer_are_raised(name, error):
 TENSORS = {"w": nn.Parameter(torch.zeros(4, 2)), "bias": torch.zeros(4)}
 
 
+def rows(start, stop):
+    """Some rows of `w`, as a part."""
+    return 2 * start, (stop - start, 2), (2, 1)
+
+
+COLUMNS = [(column, (4, 1), (2, 1)) for column in range(2)]
+
+
 @pytest.mark.parametrize(
     "left_out",
-    [[{}], [{"bias": 0}], [{"w": 4}, {"w": 4}], [{"w": 6}, {"w": 6}], [{"w": 0}, {}], [{"bias": 0}, {"bias": 0}]],
+    [
+        [{}],
+        [{"bias": []}],
+        [{"w": [rows(0, 2)]}, {"w": [rows(2, 4)]}],
+        [{"w": [rows(0, 3)]}, {"w": [rows(1, 4)]}],
+        [{"w": [COLUMNS[0]]}, {"w": [COLUMNS[1]]}],
+        [{"w": []}, {}],
+        [{"bias": []}, {"bias": []}],
+    ],
     ids=str,
 )
 def test_what_workers_take_together_is_whole(left_out):
@@ -347,11 +363,13 @@ def test_what_workers_take_together_is_whole(left_out):
 @pytest.mark.parametrize(
     ("left_out", "words"),
     [
-        ([{"w": 0}], r"takes 0 of the 8 elements of w \(4, 2\)"),
-        ([{"w": 2}, {"w": 4}], "takes 6 of the 8 elements of w"),
-        ([{"bias": 0, "w": 2}], "takes 2 of the 8 elements of w"),
-        ([{"bias": 0, "w": 2}, {"w": 2}], "takes 4 of the 8 elements of w"),
-        ([{"bias": 3}], "takes 3 of the 4 elements of bias"),
+        ([{"w": []}], r"takes 0 of the 8 elements of w \(4, 2\)"),
+        ([{"w": [rows(0, 1)]}, {"w": [rows(1, 3)]}], "takes 6 of the 8 elements of w"),
+        ([{"w": [rows(0, 2)]}, {"w": [rows(0, 2)]}], "takes 4 of the 8 elements of w"),
+        ([{"w": [COLUMNS[0], COLUMNS[0]]}, {"w": [COLUMNS[0]]}], "takes 4 of the 8 elements of w"),
+        ([{"bias": [], "w": [rows(1, 2)]}], "takes 2 of the 8 elements of w"),
+        ([{"bias": [], "w": [rows(1, 2)]}, {"w": [rows(2, 3)]}], "takes 4 of the 8 elements of w"),
+        ([{"bias": [(0, (3,), (1,))]}], "takes 3 of the 4 elements of bias"),
     ],
 )
 def test_weights_that_no_engine_takes_are_refused_by_name(left_out, words):

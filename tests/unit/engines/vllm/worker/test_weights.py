@@ -167,7 +167,7 @@ def test_an_adapter_of_stacked_experts_is_refused_before_vllm_starts():
 
 def test_what_is_copied_in_part_or_not_at_all_is_left_out():
     taken = weights._Taken()
-    given = {name: torch.ones(4, 2) for name in ("whole", "halves", "half", "counted", "skipped")}
+    given = {name: torch.ones(4, 2) for name in ("whole", "halves", "half", "counted", "skipped", "twice")}
     target = torch.zeros(4, 2)
     taken.expect(given)
     with taken:
@@ -176,7 +176,10 @@ def test_what_is_copied_in_part_or_not_at_all_is_left_out():
         target[2:].copy_(given["halves"][2:])
         target[:, :1].copy_(given["half"].narrow(1, 0, 1))
         torch.empty(4, 2, device="meta").copy_(given["counted"])
-    assert taken.left_out() == {"half": 4, "counted": 0, "skipped": 0}
+        for _ in range(2):
+            target[:2].copy_(given["twice"][:2])
+    upper = (0, (2, 2), (2, 1))
+    assert taken.left_out() == {"half": [(0, (4, 1), (2, 1))], "counted": [], "skipped": [], "twice": [upper, upper]}
 
 
 def test_what_is_computed_with_is_taken_in_lists_too():
@@ -197,7 +200,7 @@ def test_what_has_been_taken_is_let_go_when_more_is_expected():
         torch.zeros(2).copy_(first["a"])
     taken.expect({"c": torch.ones(2)})
     assert {name for name, _ in taken._waiting.values()} == {"b", "c"}
-    assert taken.left_out() == {"b": 0, "c": 0}
+    assert taken.left_out() == {"b": [], "c": []}
 
 
 class StageMissingLayer(nn.Module):
