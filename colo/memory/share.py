@@ -15,6 +15,7 @@ import itertools
 import mmap
 import os
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -27,7 +28,7 @@ from colo.memory.copy_plan import copy_all, wait_for_queued
 from colo.memory.probe import device_id
 from colo.memory.region import carve, carved_bytes
 from colo.memory.specs import NOWHERE, Place, TensorSpec
-from colo.memory.storage import places_of, with_own_storage
+from colo.memory.storage import hidden_bases, num_references, places_of, storage_key, with_own_storage
 from colo.units import MIB, batches, format_bytes
 
 Description = dict[str, Any]  # handle of some memory for a peer. No two are the same.
@@ -52,7 +53,8 @@ class Exported:
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Export tensors of one device: a GPU's where they lie; on a CPU they move, and stay the same objects.
 
-        Raises: `Unsupported`, naming a tensor, for memory that cannot be exported; nothing has changed then.
+        Raises: `Unsupported`, naming a tensor, for memory that cannot be exported, on a CPU for that of several
+        tensors; nothing has changed then.
         """
         self._slab: SharedMemory | None = None
         self._kept: list[torch.Tensor] = []  # keep torch's allocator from reusing memory that a peer maps
@@ -86,6 +88,11 @@ class Exported:
     @torch.no_grad()
     def _moved(self, tensors: Mapping[str, torch.Tensor]) -> tuple[list[Place], list[Description]]:
         layout = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+        # views that somebody holds would stay behind, and tied tensors come apart
+        holders = Counter(map(storage_key, tensors.values()))
+        for name, tensor in tensors.items():
+            if holders[storage_key(tensor)] > 1 or num_references(tensor) > 1 + len(hidden_bases([tensor])):
+                raise Unsupported(f"{name} is not alone in its memory, from which an export would move it on a CPU")
         self._slab = SharedMemory(max(carved_bytes(list(layout.values())), 1), _CPU)
         views, places = _laid_out(self._slab, layout)
         for tensor, view in zip(tensors.values(), views, strict=True):

@@ -25,7 +25,7 @@ from colo.memory.share import (
     why_not_mapped,
 )
 from colo.memory.specs import Place, TensorSpec
-from colo.memory.storage import num_references
+from colo.memory.storage import num_references, places_of
 
 CPU = torch.device("cpu")
 SIZE_BYTES = 1 << 16
@@ -344,6 +344,23 @@ def test_a_tensor_is_alone_in_its_storage_as_it_was():
         assert tensor.untyped_storage().nbytes() == tensor.nbytes and num_references(tensor) == 1
     exported.close()
     assert held["matrix"].sum() == 66, "whoever has it keeps it"
+
+
+def aliases():
+    """Tensors that share memory with another that is exported, or with one that somebody holds."""
+    whole, tied, flat = torch.arange(6.0), torch.ones(4), torch.arange(12.0)
+    yield {"alone": torch.ones(3), "whole": whole, "half": whole[3:]}, None
+    yield {"alone": torch.ones(3), "one": tied, "other": tied}, None
+    yield {"alone": torch.ones(3), "part": flat[:4].data}, flat
+
+
+@pytest.mark.parametrize("held", list(aliases()), ids=["views", "tied", "part of a buffer"])
+def test_memory_of_several_tensors_is_refused_and_stays_theirs(held):
+    tensors, flat = held
+    places = places_of(tensors)
+    with pytest.raises(Unsupported, match=r"(whole|one|part) is not alone in its memory"):
+        Exported(tensors)
+    assert places_of(tensors) == places and (flat is None or flat[:4].data_ptr() == tensors["part"].data_ptr())
 
 
 def test_memory_is_kept_until_it_is_closed_and_is_gone_then():

@@ -26,7 +26,6 @@ from colo.memory.load_plan import Copy, LoadPlan, Part
 from colo.memory.probe import device_id, free_device_bytes
 from colo.memory.share import Description, Exported, Staging, Wire, open_shared_memory, spec_of, view
 from colo.memory.specs import CopySpec
-from colo.memory.storage import num_references
 from colo.phases.phase import ENGINE_KV_CACHE, ENGINE_WEIGHTS, Done, Move, Residency, check_move
 from colo.weights.sources.module import OUTPUT_LAYER, check_taken, own_output_layer, recording_specs
 from colo.weights.watch import count_read, uncounted
@@ -488,23 +487,12 @@ class _Sent:
 
 
 def _check_exportable(adapter: AdapterWeights, tensors: Mapping[str, torch.Tensor], device: torch.device) -> None:
-    """Raise `Unsupported`, with the reason, unless these tensors of an adapter may be exported to workers on `device`.
-
-    On a CPU an export moves them into a memory file, and whatever shares their memory would stay behind.
-    """
+    """Raise `Unsupported`, with the reason, unless an adapter's tensors may be exported to workers on `device`."""
     if not adapter.shared:
         raise Unsupported("its tensors are not said to be the trainer's own, which last (AdapterWeights.shared)")
     elsewhere = [name for name, tensor in tensors.items() if tensor.device != device]
     if elsewhere:
         raise Unsupported(f"{elsewhere[0]} is not on {device}")
-    if device.type == "cuda":
-        return
-    # tied tensors would come apart: an export gives each its own place
-    addresses = {tensor.data_ptr() for tensor in tensors.values()}
-    for name, tensor in tensors.items():
-        is_whole = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
-        if num_references(tensor) > 1 or not is_whole or len(addresses) < len(tensors):
-            raise Unsupported(f"{name} is not alone in its memory, from which an export would move it on a CPU")
 
 
 def _tensors(adapter: AdapterWeights) -> dict[str, Any]:

@@ -209,15 +209,9 @@ def lay_in_a_row(trainer):
     trainer.others.append(flat)
 
 
-def transpose(trainer):
-    turned = nn.Parameter(torch.randn(6, 2, generator=trainer.generator).t())
-    trainer.tensors[MODULES[0]] = (turned, trainer.tensors[MODULES[0]][1])
-
-
 STAGED = {
     "tied": (tie, "lora_A.weight is not alone in its memory"),
     "parts of a buffer": (lay_in_a_row, "lora_A.weight is not alone in its memory"),
-    "with other strides": (transpose, "lora_A.weight is not alone in its memory"),
     "held by another": (
         lambda trainer: trainer.others.append(trainer.tensors[MODULES[2]][1].detach()),
         r"layers\.1\.q_proj\.lora_B\.weight is not alone in its memory",
