@@ -9,7 +9,7 @@ import json
 import time
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
@@ -22,6 +22,8 @@ MAX_SAMPLES = 100_000
 """Memory samples kept of a run: some thousand steps in full, longer runs thinner the further back."""
 
 MAX_SPANS = 100_000  # spans kept of a run: those of its last several thousand steps
+
+MAX_LATE = 16  # values that nobody has read yet; then all are, since each holds memory of the device
 
 EVALUATION = "evaluation"
 """Name of the span of a training phase without a backward pass: it ends no training step."""
@@ -73,9 +75,6 @@ class Trace:
 
     spans: list[Span] = field(default_factory=list)
     samples: list[MemorySample] = field(default_factory=list)
-    metrics: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    """Name to one value a training step, such as `reward`."""
-
     steps: list[float] = field(default_factory=list)
     """End of each step of the optimizer, in seconds since the trace began; several optimizers step as one."""
 
@@ -84,6 +83,10 @@ class Trace:
 
     since_s: float = 0.0
     """Seconds since the trace began, from which on its spans are complete: 0 until `MAX_SPANS` has been reached."""
+
+    _metrics: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    _late: list[tuple[list[float], int, Callable[[], float]]] = field(default_factory=list)
+    """Series, place in it, and what reads the value."""
 
     def now_s(self) -> float:
         """Seconds since the trace began."""
@@ -127,9 +130,22 @@ class Trace:
             peaks = {id(max((s for s in older if s.phase is phase), key=lambda s: s.total_bytes)) for phase in phases}
             self.samples[: len(older)] = [s for i, s in enumerate(older) if i % 2 == 0 or id(s) in peaks]
 
-    def metric(self, name: str, value: float) -> None:
-        """Append one value to a per-step series."""
-        self.metrics[name].append(float(value))
+    @property
+    def metrics(self) -> dict[str, list[float]]:
+        """Name to one value a training step, such as `reward`. Reads what is late, which may wait for the device."""
+        while self._late:
+            series, place, read = self._late.pop()
+            series[place] = float(read())
+        return self._metrics
+
+    def metric(self, name: str, value: float | Callable[[], float]) -> None:
+        """Append one value to a per-step series; what has to be waited for as a function, called when it is read."""
+        series = self._metrics[name]
+        if callable(value):
+            self._late.append((series, len(series), value))
+        series.append(0.0 if callable(value) else float(value))
+        if len(self._late) > MAX_LATE:
+            _ = self.metrics
 
     def peak_bytes(self, phase: Phase | None = None) -> int:
         """The most device bytes all segments held together, in one phase or in any."""

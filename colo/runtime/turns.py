@@ -12,6 +12,7 @@ import os
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack, suppress
 from enum import StrEnum
+from functools import partial
 from threading import RLock
 from types import MappingProxyType, TracebackType
 from typing import Any, TypeVar
@@ -30,6 +31,7 @@ from colo.phases.trace import EVALUATION
 from colo.phases.transition import Transition
 from colo.runtime.construction import Parts, check_phases, make_trainer_side, make_versions
 from colo.runtime.parked import ParkedModule
+from colo.trainer.master_weights import fraction_of
 from colo.trainer.session import LATE
 from colo.weights.mismatch import MismatchCheck
 
@@ -424,9 +426,9 @@ class Turns:
             if not self._session.note_step():  # another optimizer's, of the same gradients
                 del self._trace.steps[-1:]
             self._trace.steps.append(self._trace.now_s())
-            fraction = getattr(self._session.optimizer, "changed_fraction", None)
-            if fraction is not None:
-                self._trace.metric("changed_fraction", fraction)
+            changes = getattr(self._session.optimizer, "changes", None)
+            if changes is not None:  # read when somebody asks: the device is still at the step
+                self._trace.metric("changed_fraction", partial(fraction_of, *changes))
             self._scheduler.sample()
             if self.turn is Turn.STEP:
                 self.be_idle()

@@ -58,6 +58,11 @@ class MasterWeights:
         return MasterWeightsOptimizer(params, self._make_optimizer, **self._options)
 
 
+def fraction_of(num_changed: torch.Tensor, num_elements: int) -> float:
+    """The fraction of elements that have changed. Waits for the device."""
+    return float(num_changed) / max(1, num_elements)
+
+
 class MasterWeightsOptimizer(torch.optim.Optimizer):
     """An optimizer that wraps another one, which works on fp32 copies ("masters") of 16-bit parameters.
 
@@ -121,7 +126,7 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
         """Fraction of the 16-bit elements that the last step changed, of those on this rank; `None` before the first.
 
         Waits for the device."""
-        return None if self.changes is None else float(self.changes[0]) / max(1, self.changes[1])
+        return None if self.changes is None else fraction_of(*self.changes)
 
     def note_changes(self, changes: Iterable[tuple[torch.Tensor, int]]) -> None:
         """Add up change counts of parts into those of the whole step."""

@@ -3,7 +3,7 @@ import json
 import pytest
 
 from colo.phases.phase import Phase
-from colo.phases.trace import MemorySample, Span, Trace
+from colo.phases.trace import MAX_LATE, MemorySample, Span, Trace
 from colo.report.table import sheets
 
 
@@ -101,6 +101,24 @@ def test_metrics_keep_their_order_as_floats():
     values = filled().metrics["reward"]
     assert values == [1.0, 2.5]
     assert all(type(value) is float for value in values)
+
+
+def test_a_value_that_has_to_be_waited_for_is_read_when_somebody_asks_and_keeps_its_place():
+    trace, read = Trace(), []
+
+    def late(value):
+        return lambda: read.append(value) or value
+
+    for value in (1.0, 2.0):
+        trace.metric("late", late(value))
+    trace.metric("late", 3.0)
+    assert read == []
+    assert trace.metrics["late"] == [1.0, 2.0, 3.0] and trace.metrics["late"] == [1.0, 2.0, 3.0]
+    assert sorted(read) == [1.0, 2.0]
+    for value in range(MAX_LATE + 1):
+        trace.metric("many", late(float(value)))
+    assert len(read) > MAX_LATE, "what nobody reads does not grow"
+    assert trace.metrics["many"] == list(map(float, range(MAX_LATE + 1)))
 
 
 def test_jsonl_holds_everything(tmp_path):

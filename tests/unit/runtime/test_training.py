@@ -9,7 +9,8 @@ from transformers import AutoModelForCausalLM
 
 from colo.config import Offload, RuntimeConfig
 from colo.phases.phase import Phase, Residency
-from colo.trainer.master_weights import MasterWeights
+from colo.runtime import turns
+from colo.trainer.master_weights import MasterWeights, fraction_of
 from colo.units import MIB
 from tests.runtimes import ALWAYS, PROMPTS, adamw, launch, qwen3, segment, train_step
 
@@ -103,6 +104,18 @@ def test_what_is_unfrozen_later_is_watched_too():
         train_step(rt)
         rt.model(input_ids=ids, labels=ids).loss.backward()
     assert all(p.grad is not None for p in rt.model.parameters())
+    rt.close()
+
+
+def test_a_step_does_not_wait_for_the_count_of_weights_that_it_has_changed(monkeypatch):
+    read = []
+    monkeypatch.setattr(turns, "fraction_of", lambda *changes: read.append(changes) or fraction_of(*changes))
+    rt = launch(dtype=torch.bfloat16, optimizer=MasterWeights(lambda ps: AdamW(ps, lr=1e-5)))
+    for _ in range(2):
+        with rt.train():
+            train_step(rt)
+    assert read == []
+    assert "of the 16-bit weights" in rt.report().facts["changed"] and len(read) == 2
     rt.close()
 
 
