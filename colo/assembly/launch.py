@@ -105,9 +105,7 @@ def launch(
             request.config,
             undo,
             source=ModuleSource(trained),
-            tokenizer=tokenizer
-            if tokenizer is not None
-            else tokenizer_of(request.model, revision_of(request.engine_options)),
+            tokenizer=tokenizer,
             owns_model=True,
         )
         undo.pop_all()

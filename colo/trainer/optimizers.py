@@ -102,10 +102,10 @@ class OptimizerParts:
         return self._register("load_state_dict_post_hook", hook)
 
     def _register(self, kind: str, hook: Callable[..., Any]) -> Any:
-        handles = ExitStack()
-        for optimizer in self.inner:
-            handles.callback(getattr(optimizer, f"register_{kind}")(hook).remove)
-        return SimpleNamespace(remove=handles.close)
+        with ExitStack() as handles:  # which takes them back where a later optimizer refuses
+            for optimizer in self.inner:
+                handles.callback(getattr(optimizer, f"register_{kind}")(hook).remove)
+            return SimpleNamespace(remove=handles.pop_all().close)
 
 
 class MegatronOptimizers(OptimizerParts):

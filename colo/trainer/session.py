@@ -103,6 +103,8 @@ class TrainerSession:
         )
         self._state: TrainerState
         try:
+            # before hooks of the state, which may step: a pass that is refused must not reach them
+            self._backward.watch(parameters_of(self.optimizer))
             if streamed:
                 self._state = StreamedState(
                     self.optimizer,
@@ -119,7 +121,6 @@ class TrainerSession:
             self.stop_watching()
             raise
         try:
-            self._backward.watch(parameters_of(self.optimizer))
             self._finish_step()
         except BaseException:
             self.close()

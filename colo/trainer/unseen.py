@@ -41,12 +41,18 @@ class UnseenState:
         self._stepped: set[int] = set()  # by the others, with a gradient
         self._is_checked = isinstance(optimizer, MegatronOptimizers)  # which has state of copies of them
         # torch keeps this hook for all optimizers of the process: bound weakly, it does not keep a dropped runtime
-        self._hook = register_optimizer_step_post_hook(untraced(weakly(self._on_step)))
-        finalize(self, self._hook.remove)  # of a runtime that is dropped
+        self._hooks = [register_optimizer_step_post_hook(untraced(weakly(self._on_step)))]
+        # loading writes to weights too: of the whole model, or of a part that another optimizer may train
+        for module in model.modules() if others and model is not None else ():
+            if module is model or any(
+                p.requires_grad and p in self._versions for p in module.parameters(recurse=False)
+            ):
+                self._hooks.append(module.register_load_state_dict_post_hook(weakly(self._on_load)))
+        finalize(self, _remove, self._hooks)  # of a runtime that is dropped
 
     def remove(self) -> None:
-        """Take the hook back. Idempotent."""
-        self._hook.remove()
+        """Take the hooks back. Idempotent."""
+        _remove(self._hooks)
 
     def look(self) -> None:
         """Count such parameters, between two phases.
@@ -83,6 +89,9 @@ class UnseenState:
         first = next(p for key, p in self._parameters.items() if key in keys)
         return f"{len(keys)} parameters, one of shape {tuple(first.shape)}"
 
+    def _on_load(self, module: nn.Module) -> None:
+        self._versions |= {p: p._version for p in module.parameters() if p in self._versions}
+
     def _on_step(self, optimizer: torch.optim.Optimizer) -> None:
         # by `state` too: a step in parts calls with objects that share the optimizer's state (`part_of`)
         if not any(optimizer is part or optimizer.state is part.state for part in self._known):
@@ -90,6 +99,11 @@ class UnseenState:
         elif not self._is_checked:
             # only until the first look: afterwards it is known which have state
             self._stepped |= {id(p) for p in parameters_of(optimizer) if p.grad is not None} & self._own
+
+
+def _remove(hooks: list[Any]) -> None:
+    while hooks:
+        hooks.pop().remove()
 
 
 def _known(optimizer: Any) -> Iterator[Any]:

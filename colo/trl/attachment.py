@@ -171,9 +171,7 @@ def sampling_of(trainer: Any, rt: Runtime, context: int) -> dict[str, Any]:
 
 def _set(trainer: Any, rt: Runtime, generation: ColoGeneration) -> None:
     """Set the trainer's attributes by which it generates with colo; the runtime's end restores them."""
-    handles = watch_forwards(trainer.model, rt)
     callback = PhaseCallback(trainer, rt, generation)
-    trainer.add_callback(callback)
     new = {
         "colo": rt,
         "vllm_generation": generation,
@@ -187,24 +185,20 @@ def _set(trainer: Any, rt: Runtime, generation: ColoGeneration) -> None:
             for reward, name in zip(trainer.reward_funcs, trainer.reward_func_names, strict=True)
         ],
     }
-    # attributes that were not there are deleted again at the end
-    before = {name: getattr(trainer, name) for name in new if hasattr(trainer, name)}
+    # first what takes back: whatever fails on the way, the runtime is closed then
+    undo = ExitStack()
+    rt.at_close(undo.close)
+    for handle in watch_forwards(trainer.model, rt):
+        undo.callback(handle.remove)
+    trainer.add_callback(callback)
+    undo.callback(trainer.remove_callback, callback)
     for name, value in new.items():
+        # attributes that were not there are deleted again
+        is_there, before = hasattr(trainer, name), getattr(trainer, name, None)
+        undo.callback(setattr, trainer, name, before) if is_there else undo.callback(delattr, trainer, name)
         setattr(trainer, name, value)
     # stays when the runtime is closed: who trains on after that has said so, and is not warned
     setattr(trainer.args, ATTACHED, True)
-
-    def take_back() -> None:
-        for handle in handles:
-            handle.remove()
-        trainer.remove_callback(callback)
-        for name in new:
-            if name in before:
-                setattr(trainer, name, before[name])
-            else:
-                delattr(trainer, name)
-
-    rt.at_close(take_back)
 
 
 def choose_process(options: dict[str, Any], num_ranks: int, model: Any = None) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.optim import AdamW
 
-from colo.errors import BudgetError
+from colo.errors import BudgetError, PhaseError
 from colo.memory.offload import Mover
 from colo.optim import register_separable
 from colo.phases.phase import NEEDS, TRAINER_MASTER_WEIGHTS, Need, Phase, Residency
@@ -183,6 +183,26 @@ def test_a_pass_through_sharded_modules_is_told_of_before_it_reaches_them():
     assert listener.told == []
 
 
+def test_a_pass_that_a_listener_refuses_steps_nothing_and_keeps_its_gradients():
+    class Refusing(Listener):
+        def may_release(self):
+            return True
+
+        def on_backward(self, number):
+            if number > 1:
+                raise PhaseError("a second pass")
+
+    session, model, _ = build(Refusing(), streamed=True, release_gradients=True)
+    backward(model)
+    assert all(p.grad is None for p in model.parameters())
+    weights = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(PhaseError, match="a second pass"):
+        backward(model)
+    assert any(p.grad is not None for p in model.parameters())
+    assert all(map(torch.equal, weights, model.parameters()))
+    session.close()
+
+
 def test_a_closed_session_leaves_an_optimizer_that_works_without_it():
     session, model, listener = build()
     twin = copy.deepcopy(model)
@@ -202,7 +222,7 @@ def test_a_closed_session_leaves_an_optimizer_that_works_without_it():
     assert session.segments[0].host_bytes == 0
 
 
-@pytest.mark.parametrize("streamed", [False, True], ids=["resident", "streamed"])
+@pytest.mark.parametrize("way", ["resident", "streamed", "second of two"])
 @pytest.mark.parametrize(
     "step",
     [
@@ -212,7 +232,7 @@ def test_a_closed_session_leaves_an_optimizer_that_works_without_it():
         "register_load_state_dict_post_hook",
     ],
 )
-def test_a_session_that_fails_at_a_hook_leaves_none(step, streamed):
+def test_a_session_that_fails_at_a_hook_leaves_none(step, way):
     class Refusing(AdamW):
         pass
 
@@ -222,13 +242,19 @@ def test_a_session_that_fails_at_a_hook_leaves_none(step, streamed):
     setattr(Refusing, step, refuse)
     register_separable(Refusing)
     model = nn.Linear(8, 1)
-    optimizer = Refusing(model.parameters())
+    optimizers = [Refusing(model.parameters())]
+    if way == "second of two":
+        optimizers.insert(0, AdamW(model.parameters()))
+    given = optimizers if len(optimizers) > 1 else optimizers[0]
     mover = Mover(torch.device("cpu"))
     with pytest.raises(OSError, match="no hooks today"):
-        TrainerSession(optimizer, mover, region_bytes=SIZE, events=Listener(), streamed=streamed)
-    assert not any(value for name, value in vars(optimizer).items() if name.endswith("_hooks"))
+        TrainerSession(given, mover, region_bytes=SIZE, events=Listener(), streamed=way == "streamed")
+    for optimizer in optimizers:
+        assert not any(value for name, value in vars(optimizer).items() if name.endswith("_hooks"))
+    assert not any(p._backward_hooks or p._post_accumulate_grad_hooks for p in model.parameters())
     backward(model)
-    optimizer.step()
+    for optimizer in optimizers:
+        optimizer.step()
 
 
 def test_a_listener_is_not_called_by_an_optimizer_whose_session_could_not_begin():

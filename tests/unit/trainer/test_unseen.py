@@ -122,6 +122,20 @@ ELSEWHERE = {
 }
 
 
+@pytest.mark.parametrize("part", ["model", "lm_head"])
+def test_weights_that_are_loaded_are_not_stepped(part):
+    model = AutoModelForCausalLM.from_config(qwen3())
+    rest = [p for p in model.parameters() if p is not model.lm_head.weight]
+    loaded = model if part == "model" else model.lm_head
+    with colo.share(make_engine(), model, adamw(rest), config=ALWAYS) as rt:
+        for _ in range(2):
+            loaded.load_state_dict(loaded.state_dict())
+            with rt.rollout():
+                fact = rt.report().facts["offload"]
+    assert "colo was not given" not in fact
+    assert not any(module._load_state_dict_post_hooks for module in model.modules())
+
+
 @pytest.mark.parametrize("kind", ELSEWHERE)
 def test_an_optimizer_that_colo_was_not_given_is_told_of(kind):
     fact, warned = told(ELSEWHERE[kind])

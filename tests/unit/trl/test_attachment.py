@@ -55,6 +55,16 @@ def test_what_the_embedded_engine_lacks_is_refused_by_name_and_the_trainer_train
     assert_untouched(trainer)
 
 
+def test_rewards_and_names_of_different_number_are_refused_and_leave_no_hook(make, attach):
+    trainer = make()
+    names, trainer.reward_func_names = trainer.reward_func_names, []
+    with pytest.raises(ValueError, match="zip"):
+        attach(trainer)
+    trainer.reward_func_names = names
+    assert not any(module._forward_pre_hooks for module in trainer.model.modules())
+    assert_untouched(trainer)
+
+
 def test_tensor_parallelism_is_refused_by_name(make, attach):
     trainer = make(vllm_tensor_parallel_size=2)
     with pytest.raises(Unsupported, match="vllm_tensor_parallel_size=2"):
