@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from colo.errors import PhaseError
-from colo.memory.arena import Extent, PinnedArena
+from colo.memory.arena import ALIGNMENT_BYTES, Extent, PinnedArena
 from colo.memory.region import Region, close_all
 from colo.memory.uninterrupted import uninterrupted
 from colo.phases.phase import Done, Move, Residency, check_move
-from colo.units import MIB
+from colo.units import MIB, align_up
 
 if TYPE_CHECKING:
     from colo.phases.trace import Trace
@@ -291,8 +291,8 @@ class RegionSegment:
 
     def _take_extents(self) -> None:
         missing = [region for region in self._regions if region not in self._extents]
-        # all at once, so that a host without room refuses before the first extent is lent
-        self._mover.arena.reserve(sum(region.size_bytes for region in missing))
+        # all at once, so that a host without room refuses before the first extent is lent; each is whole pages
+        self._mover.arena.reserve(sum(align_up(region.size_bytes, ALIGNMENT_BYTES) for region in missing))
         for region in missing:
             self._extents[region] = self._mover.arena.allocate(region.size_bytes)
 

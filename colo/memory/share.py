@@ -252,7 +252,7 @@ def description_of(tensor: torch.Tensor) -> tuple[Description, int]:
     for address, (mapped, description) in list(_opened.items()):
         memory = mapped()
         if memory is None:
-            del _opened[address]
+            _opened.pop(address, None)  # another thread may have seen it too
         elif (offset := _offset_in(memory, tensor)) is not None:
             return description, offset
     # a list, since other threads take and close memory meanwhile

@@ -213,6 +213,6 @@ class FixedSegment:
     def begin(self, target: Residency) -> Move:
         """Refuse every move. Raises: `PhaseError`."""
         if target is not self.residency:
-            # asked as of a shared one, from which every move is illegal, whatever the residency is
-            check_move(self.name, Residency.SHARED, target)
+            check_move(self.name, self.residency, target)
+            raise PhaseError(f"segment {self.name} is {self.residency} and cannot become {target}: it never moves")
         return Done()

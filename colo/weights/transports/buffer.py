@@ -15,6 +15,7 @@ host memory for workers that cannot map a GPU's.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -145,8 +146,9 @@ class SenderBuffer:
             # put together, and digested, on the device; a group then goes to the host in one copy
             self._filled = [torch.empty_like(self._halves[0], device=device)] * 2
             self._unlock = cuda_driver.page_lock(self._slab, self._slab.bytes, device)
-        self._turns = SharedMemory((_FIRST_READER + readers) * _WORD_BYTES, _CPU)
-        self._words = self._turns.bytes.view(torch.int64).numpy()
+        # of each worker how many groups it is done with, and its process
+        self._turns = SharedMemory((_FIRST_READER + 2 * readers) * _WORD_BYTES, _CPU)
+        self._words = self._turns.bytes.view(torch.int64).numpy()[: _FIRST_READER + readers]
         self._events: list[tuple[torch.cuda.Event, ...]] = []  # of each half: filled, and read
         if place.type == "cuda" and readers == 1:  # an event tells of one reader, the last that has recorded it
             with torch.cuda.device(place):
@@ -279,7 +281,9 @@ class ReaderBuffer:
         self._half_bytes = self._window.bytes.numel() // 2
         self._turns = open_shared_memory(turns, _CPU).view(torch.int64).numpy() if turns is not None else None
         self._sender = Path(f"/proc/{turns['pid']}") if turns is not None else None
-        self._place = _FIRST_READER + number % readers  # an engine may have more workers than this sender counts
+        self._place = _FIRST_READER + number % readers  # a replica's workers are numbered after those of others
+        if self._turns is not None:
+            self._claim(self._place + readers)
         self._deadline_s = deadline_s
         self._events = [
             [torch.cuda.Event.from_ipc_handle(device, bytes.fromhex(handle)) for handle in pair] for pair in events
@@ -315,6 +319,17 @@ class ReaderBuffer:
                 self._turns[_STOPPED] = _BY_READER
             raise
         return True
+
+    def _claim(self, place: int) -> None:
+        """Raise `TransferError` where another worker counts at the same place: a half would be filled too early."""
+        assert self._turns is not None
+        other = int(self._turns[place])
+        if other not in (0, os.getpid()) and Path(f"/proc/{other}").exists():
+            raise TransferError(
+                f"processes {other} and {os.getpid()} both read the buffer as one worker: the sender counts fewer "
+                "workers than there are, as of one replica of several"
+            )
+        self._turns[place] = os.getpid()
 
     def _wait_filled(self, count: int) -> bool:
         if self._turns is None:

@@ -63,6 +63,15 @@ def test_an_offloaded_segment_may_be_discarded_and_returns_its_extents(mover):
     assert (segment.host_bytes, mover.arena.used_bytes) == (0, 0)
 
 
+def test_a_host_without_whole_pages_for_small_regions_lends_none(device):
+    mover = Mover(device, host_limit_bytes=2 * MIB)
+    segment = make(mover, *[1000] * 513)
+    with pytest.raises(BudgetError):
+        segment.begin(O)
+    assert (segment.residency, segment.host_bytes, mover.arena.used_bytes) == (R, 0, 0)
+    mover.close()
+
+
 def test_a_full_host_refuses_and_leaves_everything_where_it_was(device):
     mover = Mover(device, host_limit_bytes=2 * MIB)
     segment = make(mover, 3 * MIB)

@@ -354,6 +354,14 @@ def aliases():
     yield {"alone": torch.ones(3), "part": flat[:4].data}, flat
 
 
+def test_memory_that_another_thread_forgets_meanwhile_is_forgotten(monkeypatch):
+    opened = {7: (lambda: opened.pop(7) and None, {})}
+    monkeypatch.setattr(share, "_opened", opened)
+    with pytest.raises(Unsupported, match="ordinary host memory"):
+        share.description_of(torch.zeros(3))
+    assert opened == {}
+
+
 @pytest.mark.parametrize("held", list(aliases()), ids=["views", "tied", "part of a buffer"])
 def test_memory_of_several_tensors_is_refused_and_stays_theirs(held):
     tensors, flat = held

@@ -1,6 +1,7 @@
 """The shared buffer: how tensors are cut into groups, and turns between a sender and readers, also one that is gone."""
 
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -180,6 +181,19 @@ def test_readers_that_end_are_not_waited_for():
         buffer.send(contents(5), lambda: failed, verify=False)
     buffer.send(contents(5), lambda: running(one_ends), verify=False)
     assert seen == [0, 1]
+
+
+def test_two_workers_that_would_count_as_one_are_refused():
+    buffer = sender(5, readers=2)
+    reader(buffer, 1)
+    reader(buffer, 3)  # the same process again
+    place = buffer._turns.bytes.view(torch.int64)
+    place[-1] = os.getppid()
+    with pytest.raises(TransferError, match=f"processes {os.getppid()} and {os.getpid()} both read the buffer as one"):
+        reader(buffer, 1)
+    place[-1] = 2**30  # has ended
+    reader(buffer, 1)
+    buffer.close()
 
 
 def test_closed_memory_is_gone():
