@@ -65,18 +65,14 @@ _MODULES = ("optim", "rl", "trl")
 def __getattr__(name: str) -> Any:
     if name == "__version__":
         return _version()
-    try:
-        if name in _LAZY:
-            from colo.errors import named_misfits
+    from colo.errors import named_extra, named_misfits
 
+    with named_extra(f"colo.{name}"):
+        if name in _LAZY:
             with named_misfits():
                 return getattr(importlib.import_module(_LAZY[name]), name)
         if name in _MODULES:
             return importlib.import_module(f"colo.{name}")
-    except ModuleNotFoundError as error:
-        if error.name == "trl":
-            raise Unsupported(f"colo.{name} needs TRL, which is not installed: pip install 'colo-rl[trl]'") from error
-        raise
     raise AttributeError(f"module 'colo' has no attribute {name!r}")
 
 

@@ -87,6 +87,24 @@ def misfits(
     return found
 
 
+EXTRAS = {"trl": "trl", "peft": "lora"} | dict.fromkeys(
+    ("accelerate", "click", "httpx", "packaging", "rich", "safetensors", "transformers"), "launch"
+)
+"""Packages that colo does without until something needs them, each with the extra that has it."""
+
+
+@contextmanager
+def named_extra(what: str) -> Iterator[None]:
+    """Raise `Unsupported` with the extra to install where `what` needs a package that is not there."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name not in EXTRAS:
+            raise
+        needs = f"{what} needs {error.name}, which is not installed"
+        raise Unsupported(f"{needs}: pip install 'colo-rl[{EXTRAS[error.name]}]'") from error
+
+
 @contextmanager
 def named_misfits() -> Iterator[None]:
     """Add to an error that torchvision or torchaudio has caused what mends it."""

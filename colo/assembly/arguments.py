@@ -15,7 +15,6 @@ from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
 from torch import nn
-from transformers import PretrainedConfig, PreTrainedModel
 
 from colo.config import RuntimeConfig, unknown_name
 from colo.engines.vllm import compat
@@ -252,6 +251,8 @@ def _check_checkpoint(model: object) -> None:
             raise TypeError(
                 f"{takes}, not one that torch.compile has wrapped: launch(model._orig_mod, ...) and compile rt.model"
             )
+    from transformers import PretrainedConfig, PreTrainedModel
+
     if isinstance(model, PreTrainedModel):
         if not model.can_generate():
             raise TypeError(f"{type(model).__name__} generates no tokens: load it with AutoModelForCausalLM")

@@ -17,15 +17,12 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
-from transformers import PretrainedConfig, PreTrainedModel
 
 from colo import unsloth
 from colo.assembly.arguments import check_engine, check_share, check_trainer, chosen_dtype, names_checked
 from colo.config import RuntimeConfig
 from colo.engine import Engine, EngineState, adapters_of, missing_members
-from colo.engines.layout import empty_model
 from colo.engines.text import positions_of
-from colo.engines.torch import TorchEngine
 from colo.errors import BudgetError, Unsupported
 from colo.memory.offload import Mover
 from colo.memory.probe import free_device_bytes
@@ -56,10 +53,12 @@ from colo.weights.transports.choice import move_in, record_plan, transport_for, 
 
 if TYPE_CHECKING:
     from peft import LoraConfig
+    from transformers import PretrainedConfig, PreTrainedModel
 
+    from colo.engines.torch import TorchEngine
     from colo.engines.vllm.client.engine import VLLMEngine
 
-Checkpoint: TypeAlias = str | os.PathLike[str] | PretrainedConfig | PreTrainedModel
+Checkpoint: TypeAlias = "str | os.PathLike[str] | PretrainedConfig | PreTrainedModel"
 
 DEFAULT_SEQUENCES, DEFAULT_LENGTH = 64, 4096
 """The KV cache holds so many sequences of so many tokens unless told otherwise."""
@@ -522,6 +521,8 @@ def _admit(weights_bytes: int, kv_cache_bytes: int, capacity_bytes: int) -> None
 
 def make_torch_engine(model: Any, request: EngineRequest, mover: Mover, kv_cache_bytes: int) -> TorchEngine:
     """Make the embedded engine for the architecture of `model`, without its weights."""
+    from colo.engines.torch import TorchEngine
+
     engine = TorchEngine(
         model.config, device=request.device, dtype=request.dtype, kv_cache_bytes=kv_cache_bytes, mover=mover
     )
@@ -571,6 +572,8 @@ def adapted_outline(config: PretrainedConfig, lora: LoraConfig) -> PreTrainedMod
     not have.
     """
     from peft import inject_adapter_in_model
+
+    from colo.engines.layout import empty_model
 
     model = empty_model(config, dtype=torch.bfloat16, attn_implementation=None)
     settings = copy.deepcopy(lora)

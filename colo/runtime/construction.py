@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from colo.config import Offload, OptimizerState, RuntimeConfig
 from colo.engine import Engine
@@ -37,7 +36,7 @@ from colo.trainer.session import LATE, TrainerEvents, TrainerSession
 from colo.units import format_bytes
 from colo.weights.publish import Publisher
 from colo.weights.sources.folded import FoldedSource
-from colo.weights.sources.heads import is_peft_model
+from colo.weights.sources.heads import is_peft_model, is_transformers_model
 from colo.weights.transports.base import Transport
 
 _FITS = "resident: it fits beside weights and gradients"
@@ -202,7 +201,7 @@ def make_versions(parts: Parts, scheduler: Scheduler) -> WeightVersions:
 
 def has_logits(model: nn.Module) -> bool:
     """Tell if colo can compute log-probabilities with a model."""
-    return isinstance(model, PreTrainedModel) or is_peft_model(model)
+    return is_transformers_model(model) or is_peft_model(model)
 
 
 def check_phases(scheduler: Scheduler) -> Transition:

@@ -24,6 +24,7 @@ from torch import nn
 from colo.config import RuntimeConfig
 from colo.engine import Completion, Engine
 from colo.engines.text import Prompts, encode_prompts, with_text
+from colo.errors import named_extra
 from colo.memory.offload import Mover
 from colo.memory.parking import Kept
 from colo.memory.uninterrupted import uninterrupted
@@ -254,7 +255,8 @@ class Runtime:
 
     def report(self) -> Report:
         """Report where time and memory went, with the reason of each choice; print it, or show it in a notebook."""
-        from colo.report import Report
+        with named_extra("rt.report()"):
+            from colo.report import Report
 
         self._turns.check_process()
         facts = facts_of(self, self._turns.side, is_compared=self._has_logits)

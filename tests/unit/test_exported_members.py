@@ -102,7 +102,7 @@ def test_colo_trl_is_loaded_when_it_is_used(trl_module):
 def test_without_trl_colo_trl_says_what_to_install(trl_module, monkeypatch):
     trl_module("import trl")
     monkeypatch.setitem(sys.modules, "trl", None)
-    with pytest.raises(colo.Unsupported, match=r"needs TRL, which is not installed: pip install 'colo-rl\[trl\]'"):
+    with pytest.raises(colo.Unsupported, match=r"needs trl, which is not installed: pip install 'colo-rl\[trl\]'"):
         colo.trl  # noqa: B018 - the attribute access is the test
 
 
@@ -159,6 +159,9 @@ import colo
 """
 
 
+LIBRARIES = ("accelerate", "click", "httpx", "packaging", "peft", "rich", "safetensors", "transformers", "trl", "vllm")
+
+
 def printed_without(*packages, code):
     """What code prints where some packages are not there."""
     done = subprocess.run(
@@ -175,11 +178,34 @@ for package in ("colo.memory", "colo.phases", "colo.trainer"):
     for module in pkgutil.iter_modules(importlib.import_module(package).__path__, f"{package}."):
         print(importlib.import_module(module.name).__name__)
 """
-    packages = ("accelerate", "click", "httpx", "packaging", "peft", "rich", "safetensors", "transformers", "trl")
     root = Path(colo.__file__).parent
     paths = [path for folder in ("memory", "phases", "trainer") for path in (root / folder).glob("*.py")]
     modules = {f"colo.{path.parent.name}.{path.stem}" for path in paths if path.stem != "__init__"}
-    assert set(printed_without(*packages, code=code)) == modules
+    assert set(printed_without(*LIBRARIES, code=code)) == modules
+
+
+def test_an_engine_of_ones_own_is_shared_and_trained_with_torch_alone():
+    code = """
+import runpy
+runpy.run_path("examples/extending/engine.py", run_name="__main__")
+"""
+    printed = printed_without(*LIBRARIES, code=code)
+    assert float(printed[printed.index("end;") - 3]) > 0.8 and printed[-3:] == ["0", "bytes", "sent"]
+
+
+@pytest.mark.parametrize(
+    "code", ["colo.launch", "colo.connect", "importlib.import_module('colo.runtime').Runtime.report(None)"]
+)
+def test_what_needs_a_library_names_the_extra_that_has_it(code):
+    printed = printed_without(*LIBRARIES, code=f"try:\n    {code}\nexcept colo.Unsupported as error:\n    print(error)")
+    assert printed[-3:] == ["pip", "install", "'colo-rl[launch]'"]
+
+
+def test_the_command_line_names_the_extra_that_it_needs():
+    code = BLOCKED.format(LIBRARIES) + "from colo.__main__ import main; main()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.strip().endswith("which is not installed: pip install 'colo-rl[launch]'")
 
 
 def test_a_runtime_needs_none_of_what_adapters_servers_and_the_command_line_do():

@@ -9,6 +9,7 @@ import yaml
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EXTRAS = PROJECT["optional-dependencies"]
 FILES = sorted([*ROOT.glob(".github/**/*.yml"), ROOT / ".pre-commit-config.yaml"])
 
 
@@ -39,7 +40,7 @@ def test_every_night_asks_for_the_contract():
 def test_the_workflow_of_the_site_installs_what_the_extra_has():
     steps = read(".github/workflows/docs.yml")["jobs"]["build"]["steps"]
     (install,) = [step["run"] for step in steps if step.get("run", "").startswith("pip install")]
-    assert re.findall(r'"([^"]+)"', install) == PROJECT["optional-dependencies"]["docs"]
+    assert re.findall(r'"([^"]+)"', install) == EXTRAS["docs"]
 
 
 def test_the_form_for_errors_asks_for_the_doctor_and_the_report():
@@ -53,8 +54,22 @@ def test_the_changelog_has_the_version_and_a_place_for_what_comes():
     assert headings[:2] == ["Unreleased", PROJECT["version"]]
 
 
+def required(*stated):
+    """Names of the packages that requirements bring, extras of the project among them."""
+    found = set()
+    for each in stated:
+        name, extras = re.match(r"([\w-]+)(?:\[([\w,]+)\])?", each).groups()
+        own = name == PROJECT["name"]
+        found |= required(*(r for e in extras.split(",") for r in EXTRAS[e])) if own else {name}
+    return found
+
+
+def test_the_memory_runtime_brings_no_library_of_models():
+    assert required(*PROJECT["dependencies"]) == {"nvidia-ml-py", "psutil", "torch", "torch-memory-saver"}
+
+
 def test_full_fine_tuning_needs_neither_peft_nor_a_documentation_tool():
-    needed = {re.match(r"[\w-]+", each)[0] for each in PROJECT["dependencies"]}
-    assert needed.isdisjoint({"peft", "trl", "vllm", "bitsandbytes", "matplotlib", "mkdocs-material"})
-    extras = PROJECT["optional-dependencies"]
-    assert all(any(each.startswith("peft") for each in extras[name]) for name in ("lora", "trl", "qlora", "dev"))
+    assert required(*EXTRAS["launch"]).isdisjoint({"peft", "trl", "vllm", "bitsandbytes", "matplotlib"})
+    assert all("peft" in required(*EXTRAS[name]) for name in ("lora", "trl", "qlora", "dev"))
+    runs = ("vllm", "vllm-cpu", "lora", "trl", "qlora", "megatron", "dev")
+    assert all("transformers" in required(*EXTRAS[name]) for name in runs)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from colo.errors import Unsupported
 
@@ -16,6 +16,12 @@ from colo.errors import Unsupported
 def is_peft_model(model: nn.Module) -> bool:
     """True if PEFT has wrapped this model, or transformers' `add_adapter` has added one. Does not import PEFT."""
     return hasattr(model, "peft_config") and hasattr(model, "base_model")
+
+
+def is_transformers_model(model: object) -> bool:
+    """True for a model of transformers, which is not imported to tell."""
+    loaded = sys.modules.get("transformers.modeling_utils")  # where a model exists, this does
+    return loaded is not None and isinstance(model, loaded.PreTrainedModel)
 
 
 def causal_lm(model: nn.Module) -> nn.Module:
@@ -41,13 +47,15 @@ def added_heads(model: nn.Module) -> frozenset[str]:
     none.
     """
     plain = plain_model(model)
-    if not isinstance(plain, PreTrainedModel):
+    if not is_transformers_model(plain):
         return frozenset()
     usual = (plain.get_output_embeddings(), getattr(plain, plain.base_model_prefix, None))
     others = {name: child for name, child in plain.named_children() if all(child is not module for module in usual)}
     added = {name for name, child in others.items() if next(child.parameters(), None) is not None}
     if not added:
         return frozenset()
+    from transformers import AutoModelForCausalLM
+
     try:
         # transformers' own model of this config, to see which children it has; without memory
         with torch.device("meta"):
@@ -69,8 +77,8 @@ def refuse_heads(model: nn.Module) -> None:
         )
 
 
-def _generates(model: nn.Module) -> bool:
-    return is_peft_model(model) or (isinstance(model, PreTrainedModel) and bool(model.can_generate()))
+def _generates(model: Any) -> bool:
+    return is_peft_model(model) or (is_transformers_model(model) and bool(model.can_generate()))
 
 
 def _outermost(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
@@ -84,7 +92,7 @@ def _outermost(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Mo
 def plain_model(model: Any) -> Any:
     """The model without `torch.compile` and PEFT around it."""
     model = getattr(model, "_orig_mod", model)
-    if is_peft_model(model) and not isinstance(model, PreTrainedModel):
+    if is_peft_model(model) and not is_transformers_model(model):
         # which a `PeftMixedModel` does not have
         model = getattr(model, "get_base_model", lambda: model.base_model.model)()
     return getattr(model, "_orig_mod", model)
