@@ -8,6 +8,8 @@ device = FakeDevice(capacity_bytes=100)
 kv = FakeSegment("engine.kv_cache", 60, device, away=Residency.DISCARDED)
 scheduler = Scheduler([kv], Budget(capacity_bytes=100, host_capacity_bytes=0))
 
+check_engine(engine)  # an engine of your own: its states, and what it says of its memory
+
 A GPU's copies go on while the host does other things. `LateMover` and `ForgetfulRegion` show on a CPU whether somebody
 waits for them: copies are made when they are waited for, and memory that was given back holds other bytes afterwards.
 
@@ -26,10 +28,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from colo.errors import BudgetError
+from colo.engine import Engine, EngineState, SleepLevel, missing_members
+from colo.errors import BudgetError, PhaseError, StaleWeights
 from colo.memory.offload import Mover, Transfer
 from colo.memory.region import ResizedRegion
-from colo.phases.phase import Done, Move, Residency, check_move
+from colo.phases.phase import ENGINE_KV_CACHE, ENGINE_WEIGHTS, Done, Move, Residency, check_move
 from colo.phases.trace import Trace
 
 if TYPE_CHECKING:
@@ -139,6 +142,95 @@ def tiny_tokenizer(alphabet: str | None = None) -> PreTrainedTokenizerFast:
     made = PreTrainedTokenizerFast(tokenizer_object=core, padding_side="left", eos_token=end, pad_token=end)
     made.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
     return made
+
+
+def check_engine(engine: Engine, prompt: Sequence[int] = (1,), *, held_bytes: Callable[[], int] | None = None) -> None:
+    """Walk an engine that has weights, and no runtime, through its states; close it.
+
+    `held_bytes` measures its device memory, and is compared with what its segments say; `prompt` is continued greedily.
+    Raises: `AssertionError` that says where the engine does otherwise than `Engine` says, or than it says itself.
+    """
+
+    def must(holds: object, words: str) -> None:
+        if not holds:
+            raise AssertionError(f"the {engine.name} engine {words}")
+
+    def must_refuse(error: type[Exception], verb: Callable[[], object], words: str) -> None:
+        try:
+            verb()
+        except error:
+            return
+        must(False, f"does not refuse to {words} ({error.__name__})")
+
+    def sample() -> list[tuple[int, ...]]:
+        params = engine.sampling_params(max_tokens=4, temperature=0, n=2)
+        found = engine.generate([list(prompt)], params)
+        must(len(found) == 2, f"gives {len(found)} completions of one prompt for n=2")
+        must(all(len(one.logprobs) == len(one.token_ids) for one in found), "has not one log-probability for a token")
+        versions = {one.weights_version for one in found}
+        must(versions == {version}, f"holds version {version}, and its completions name {versions}")
+        return [one.token_ids for one in found]
+
+    def must_be(state: EngineState, after: str) -> None:
+        must(engine.state is state, f"is {engine.state} {after}, not {state}")
+
+    def said_bytes() -> int:
+        for one in engine.segments:
+            wanted_bytes = one.size_bytes if one.residency is Residency.RESIDENT else 0
+            must(one.device_bytes == wanted_bytes, f"holds {one.device_bytes} bytes of {one.name}, {one.residency}")
+        return sum(one.device_bytes for one in engine.segments)
+
+    must(not (missing := missing_members(engine)), f"lacks {', '.join(missing)}")
+    segments = {one.name: one for one in engine.segments}
+    must(segments.keys() >= {ENGINE_WEIGHTS, ENGINE_KV_CACHE}, f"has the segments {sorted(segments)} alone")
+    must(all(segments[one.name] is one for one in engine.segments), "makes its segments anew each time")
+
+    version = 7
+    engine.poison("check_engine says so")
+    must(engine.weights_version is None, "has a version while it is poisoned")
+    must_refuse(StaleWeights, sample, "generate while it is poisoned")
+    engine.commit(version)
+    must(engine.weights_version == version, f"holds version {engine.weights_version}, and {version} was committed")
+    must_be(EngineState.AWAKE, "at first")
+    expected = sample()
+
+    for level in SleepLevel:
+        for _ in range(2):  # both may be called twice
+            engine.pause()
+        must_be(EngineState.PAUSED, "after pause()")
+        must_refuse(PhaseError, sample, "generate while it is paused")
+        before_bytes, before = said_bytes(), {name: one.residency for name, one in segments.items()}
+        measured_bytes = held_bytes() if held_bytes is not None else 0
+        stays = level is not SleepLevel.KEEP_WEIGHTS and segments[ENGINE_WEIGHTS].away is None
+        if stays:  # weights that never leave
+            must_refuse(PhaseError, lambda level=level: engine.sleep(level), f"sleep at level {level}")  # type: ignore[misc]
+            must({name: one.residency for name, one in segments.items()} == before, "has moved what it refused to move")
+        else:
+            for _ in range(2):
+                engine.sleep(level)
+            must_be(EngineState.ASLEEP, f"after sleep({level})")
+            must_refuse(PhaseError, sample, f"generate asleep at level {level}")
+            must_refuse(PhaseError, engine.resume, f"resume asleep at level {level}")
+            freed_bytes = before_bytes - said_bytes()
+            must(freed_bytes > 0, f"says that sleep({level}) frees nothing")
+            if held_bytes is not None:
+                given_bytes = measured_bytes - held_bytes()
+                must(given_bytes >= freed_bytes, f"says that sleep({level}) frees {freed_bytes} bytes of {given_bytes}")
+            for one in engine.segments:
+                one.begin(Residency.RESIDENT).wait()
+            must_be(EngineState.PAUSED, "after all of it has come back")
+            must(said_bytes() >= before_bytes, f"has {said_bytes()} bytes back of {before_bytes}")
+        for _ in range(2):
+            engine.resume()
+        must_be(EngineState.AWAKE, "after resume()")
+        if level is SleepLevel.LEVEL_2 and not stays:
+            must_refuse(StaleWeights, sample, "generate after a sleep that has dropped its weights")
+        else:
+            must(sample() == expected, f"samples otherwise after sleep({level})")
+    for _ in range(2):
+        engine.close()
+    must_be(EngineState.CLOSED, "after close()")
+    must_refuse(PhaseError, sample, "generate when it is closed")
 
 
 class FakeDevice:

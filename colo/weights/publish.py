@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from colo.engine import AdapterWeights, Engine, EngineState, adapters_of, in_all_ranks
-from colo.errors import StaleWeights
+from colo.errors import StaleWeights, TransferError
 from colo.memory.digest import Digest
 from colo.phases.phase import Phase
 from colo.phases.trace import Trace
@@ -196,11 +196,18 @@ class Publisher:
         self._sent = None  # until it is known to have arrived
         base_bytes = 0 if has_base else self._send()
         adapter_bytes = 0
+        # a collective; asked once, since it may read all weights
+        is_current = self.num_published > 0 or self._transport.is_current()
         with ranks.fail_together(publishing):
             if self._verify:
                 self._transport.verify()
                 source = self._transport.source
                 self._shard_digest = Digest.of(source.held(), self._shard_digest) if source.is_sharded else None
+            if not is_current:
+                raise TransferError(
+                    f"transport {self._transport.name} says right after its first transfer that the engine has other "
+                    "weights than the trainer: is_current() must be true then, or every rollout would publish again"
+                )
             adapter = self._adapter() if self._adapter is not None else None
         # a collective that tells of failures itself: within a block, a rank that has failed before would miss it
         whole = whole_adapter(adapter) if adapter is not None else None

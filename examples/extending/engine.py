@@ -7,7 +7,7 @@ from colo.engine import Engine, LoadPlans
 from colo.engines.base import EngineBase
 from colo.memory.load_plan import LoadPlan
 from colo.phases.phase import ENGINE_KV_CACHE, ENGINE_WEIGHTS, FixedSegment, Residency
-from colo.testing import FakeDevice, FakeSegment
+from colo.testing import FakeDevice, FakeSegment, check_engine
 
 TOKENS = 16
 
@@ -45,8 +45,8 @@ class BigramEngine(EngineBase):
     def sample(self, prompt_index, sample_index, prompt, params, version):
         tokens, logprobs = [*prompt], []
         for _ in range(params.max_tokens):
-            of_next = (self.table[tokens[-1]] / params.temperature).log_softmax(-1)
-            tokens.append(int(of_next.exp().multinomial(1)))
+            of_next = (self.table[tokens[-1]] / (params.temperature or 1)).log_softmax(-1)
+            tokens.append(int(of_next.exp().multinomial(1) if params.temperature else of_next.argmax()))
             logprobs.append(float(of_next[tokens[-1]]))
         return colo.Completion(
             prompt_index=prompt_index,
@@ -104,6 +104,7 @@ def train(engine):
 def main():
     engine = BigramEngine()
     assert isinstance(engine, Engine) and isinstance(engine, LoadPlans)  # has every member of both protocols
+    check_engine(BigramEngine())  # and does what it says
     return train(engine)
 
 

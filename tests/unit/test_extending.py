@@ -1,5 +1,6 @@
 """The examples of docs/extending: what somebody writes who adds an engine, a source, a transport or a model."""
 
+import copy
 import dataclasses
 import re
 import runpy
@@ -10,6 +11,7 @@ import torch
 
 import colo
 from colo.engines.torch import TorchEngine
+from colo.testing import check_engine
 
 ROOT = Path(__file__).parents[2]
 KINDS = ("engine", "model", "source", "transport")
@@ -60,6 +62,50 @@ def test_an_engine_of_ones_own_learns_on_one_copy_of_the_weights():
     assert rewards[-1] > rewards[0] + 0.3
 
 
+def keeps_its_memory(engine):
+    engine.segments[1]._let_go = lambda: None
+
+
+def sleeps_on_paper(engine):
+    engine.sleep = lambda level: None
+
+
+def forgets_its_weights(engine):
+    begin = engine.segments[1].begin
+    engine.segments[1].begin = lambda target: (engine.table.copy_(engine.table.roll(1, 1)), begin(target))[1]
+
+
+LIES = {
+    "keeps its memory": (keeps_its_memory, "holds 4096 bytes of engine.kv_cache, discarded"),
+    "sleeps on paper": (sleeps_on_paper, "is paused after sleep(keep-weights), not asleep"),
+    "forgets its weights": (forgets_its_weights, "samples otherwise after sleep(keep-weights)"),
+    "ignores poison": (lambda e: setattr(e, "ready", lambda: 7), "does not refuse to generate while it is poisoned"),
+    "names no version": (lambda e: setattr(e, "commit", lambda version: None), "None, and 7 was committed"),
+    "wakes too early": (lambda e: setattr(e, "resume", lambda: None), "does not refuse to resume asleep"),
+    "makes segments anew": (
+        lambda e: setattr(type(e), "segments", property(lambda self: [copy.copy(one) for one in self._segments])),
+        "makes its segments anew each time",
+    ),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_an_engine_that_lies_is_found_out(lie):
+    example = runpy.run_path(str(ROOT / "examples" / "extending" / "engine.py"))
+    engine = example["BigramEngine"]()
+    engine.table[:, 3] = 1
+    tell, words = LIES[lie]
+    tell(engine)
+    with pytest.raises(AssertionError, match=re.escape(words)):
+        check_engine(engine)
+
+
+def test_memory_that_an_engine_does_not_give_back_is_measured():
+    engine = runpy.run_path(str(ROOT / "examples" / "extending" / "engine.py"))["BigramEngine"]()
+    with pytest.raises(AssertionError, match=r"says that sleep\(keep-weights\) frees 4096 bytes of 0"):
+        check_engine(engine, held_bytes=lambda: 5000)
+
+
 def test_an_engine_that_lacks_members_is_told_which():
     class Half:
         load_weights = commit = None
@@ -79,7 +125,7 @@ def test_an_engine_that_gives_a_token_no_log_probability_is_refused(monkeypatch)
 
     monkeypatch.setattr(engine, "generate", shorter)
     with pytest.raises(ValueError, match=r"the engine bigram gave \d+ log-probabilities for the \d+ tokens"):
-        example["main"]()
+        example["train"](engine())
 
 
 def test_a_path_in_place_of_a_config_is_told_what_is_meant(tmp_path):

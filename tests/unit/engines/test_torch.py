@@ -15,6 +15,7 @@ from colo.engines.torch import TorchEngine
 from colo.errors import BudgetError, PhaseError, StaleWeights, TransferError, Unsupported
 from colo.memory.offload import Mover
 from colo.phases.phase import Residency
+from colo.testing import check_engine
 from tests.models import SMALL
 
 CPU = torch.device("cpu")
@@ -577,3 +578,9 @@ def test_closing_gives_everything_back_once(make_engine):
     assert engine.weights.hf_views() == {}
     assert all(parameter.is_meta for parameter in engine.module.parameters())
     assert engine.weights_version is None
+
+
+def test_it_does_what_an_engine_does_and_holds_what_it_says(make_engine):
+    engine = make_engine()
+    regions = [region for segment in engine.segments for region in segment.regions]
+    check_engine(engine, (1, 2, 3), held_bytes=lambda: sum(r.bytes.untyped_storage().nbytes() for r in regions))

@@ -548,3 +548,16 @@ def test_an_adapter_that_an_interrupt_may_have_left_is_removed_before_the_next(i
     world.publisher.start_over()
     world.publish(3)
     assert len(removed) == 3
+
+
+def test_a_transport_that_is_never_current_is_refused_by_name_at_its_first_transfer():
+    world = World()
+    world.transport.current = False
+    with pytest.raises(TransferError, match=r"transport local says right after its first transfer .* is_current\(\)"):
+        world.publisher.publish()
+    assert world.engine.weights_version is None and "is_current" in world.engine.cause
+    world.transport.current = True
+    world.publisher.publish()
+    world.transport.current = False  # asked once: it may read all weights
+    world.publisher.publish()
+    assert world.engine.weights_version == 0
