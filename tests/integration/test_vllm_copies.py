@@ -311,9 +311,14 @@ def test_in_one_process_nothing_is_mapped_and_copies_are_made_from_here(launch_h
     rt.close()
 
 
-@pytest.mark.parametrize("way", WAYS[:1])
-def test_under_an_adapter_the_base_is_sent_once(launch, way, prompts, mismatch):
-    rt = launch(way, lora=LoraConfig(r=4, lora_alpha=12, target_modules=["q_proj", "down_proj"]))
+@pytest.fixture(scope="module")
+def lora_rt(launch):
+    """One with an adapter, up to the test that kills its engine."""
+    return launch("staged", lora=LoraConfig(r=4, lora_alpha=12, target_modules=["q_proj", "down_proj"]))
+
+
+def test_under_an_adapter_the_base_is_sent_once(lora_rt, prompts, mismatch):
+    rt = lora_rt
     o_proj = "model.layers.0.self_attn.o_proj"
     elsewhere = AdapterWeights(a={o_proj: torch.zeros(4, 128)}, b={o_proj: torch.zeros(64, 4)}, scalings={o_proj: 1.0})
     with pytest.raises(Unsupported, match=r"no module to adapt .*lora_target_modules=\['down_proj', 'q_proj'\]"):
@@ -335,8 +340,8 @@ def test_under_an_adapter_the_base_is_sent_once(launch, way, prompts, mismatch):
     assert mismatch(rt.model, completions) < CLOSE
 
 
-def test_a_recovery_that_ended_half_way_is_ended_by_the_next_rollout(launch, prompts, mismatch, monkeypatch):
-    rt = launch("staged", lora=LoraConfig(r=4, lora_alpha=12, target_modules=["q_proj", "down_proj"]))
+def test_a_recovery_that_ended_half_way_is_ended_by_the_next_rollout(lora_rt, prompts, mismatch, monkeypatch):
+    rt = lora_rt
     step(rt)
     with rt.rollout():
         rt.generate(prompts, **GREEDY)

@@ -15,7 +15,7 @@ from accelerate import Accelerator
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch.optim import AdamW
-from transformers import AutoModelForCausalLM, Gemma4TextConfig, LlamaConfig, OPTConfig, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, Gemma4TextConfig, LlamaConfig, OPTConfig, Qwen3Config, Qwen3MoeConfig
 
 import colo
 from colo.config import RuntimeConfig
@@ -333,23 +333,12 @@ def test_an_interrupt_that_meets_a_dead_engine_finds_it_lost(rt, prompts):
     with pytest.raises(EngineLost, match="recover"):
         within(30, rt.engine.generate, prompts, rt.engine.sampling_params(**GREEDY))
     assert rt.engine.state is EngineState.LOST
-    rt.recover()
 
 
 def signal_when(condition):
     while not condition():
         time.sleep(0.01)
     os.kill(os.getpid(), signal.SIGUSR1)
-
-
-def test_closing_after_the_engine_has_died_leaves_the_weights_to_the_model(rt):
-    (pid,) = rt.engine.pids
-    weights = {name: tensor.clone() for name, tensor in base_weights(rt).items()}
-    os.kill(pid, signal.SIGKILL)
-    within(60, rt.close)
-    assert rt.engine.state is EngineState.CLOSED
-    assert all(torch.equal(tensor, weights[name]) for name, tensor in base_weights(rt).items())
-    assert_ends(pid)
 
 
 def test_weights_in_memory_that_ends_with_the_engine_are_copied_and_come_back(
@@ -424,7 +413,9 @@ OPT = OPTConfig(
 """Made of torch's modules, which initialize their parameters as they are built."""
 
 
-def test_starting_again_initializes_no_weights_of_the_trainer(launch, prompts, mismatch):
+def test_starting_again_initializes_no_weights_and_closing_over_a_dead_engine_leaves_them_to_the_model(
+    launch, prompts, mismatch
+):
     rt = launch(model=OPT)
     train_step(rt)
     weights = [p.detach().clone() for p in rt.model.parameters()]
@@ -436,38 +427,38 @@ def test_starting_again_initializes_no_weights_of_the_trainer(launch, prompts, m
     assert mismatch(rt.model, rt.generate(prompts, **GREEDY)) < CLOSE
     assert rt.bytes_synced == 0
 
-
-def test_an_output_layer_that_becomes_the_embedding_holds_no_memory(launch, tiny, prompts, mismatch):
-    rt = launch(model=tiny(LlamaConfig, vocab_size=150_016))
-    embedding_bytes = rt.model.get_input_embeddings().weight.nbytes
-    assert embedding_bytes > 32 * MIB  # which has memory by itself
-    store = rt.engine._store
-    assert embedding_bytes < store.size_bytes < 2 * embedding_bytes
-    os.kill(rt.engine.pids[0], signal.SIGKILL)
-    with pytest.raises(EngineLost, match=r"call recover\(\)"):
-        within(2 * DEADLINE_S, rt.generate, prompts, **GREEDY)
-    rt.recover()
-    assert store.size_bytes < 2 * embedding_bytes
-    assert mismatch(rt.model, rt.generate(prompts, **GREEDY)) < 3 * CLOSE  # of so many tokens
-    assert rt.bytes_synced == 0
+    (pid,) = rt.engine.pids
+    os.kill(pid, signal.SIGKILL)
+    within(60, rt.close)
+    assert rt.engine.state is EngineState.CLOSED
+    assert all(torch.equal(a, b) for a, b in zip(weights, rt.model.parameters(), strict=True))
+    assert_ends(pid)
 
 
-@pytest.mark.parametrize("vocab_size", [151, 150_016], ids=["among others", "in memory by itself"])
-def test_an_output_layer_that_the_checkpoint_holds_as_well_is_the_embedding_after_a_restart(
-    launch, tiny, tmp_path, prompts, mismatch, vocab_size
+@pytest.mark.parametrize(
+    ("kind", "vocab_size"), [(Qwen3Config, 151), (LlamaConfig, 150_016)], ids=["among others", "in memory by itself"]
+)
+def test_an_output_layer_that_the_checkpoint_holds_as_well_becomes_the_embedding_and_holds_no_memory(
+    launch, tiny, tmp_path, prompts, mismatch, kind, vocab_size
 ):
-    AutoModelForCausalLM.from_config(tiny(vocab_size=vocab_size), dtype=torch.float32).save_pretrained(tmp_path)
+    config = tiny(kind, vocab_size=vocab_size)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()  # as some tools write it
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     rt = launch(model=str(tmp_path))
     assert rt.transport.name == "shared"
+    embedding_bytes, store = rt.model.get_input_embeddings().weight.nbytes, rt.engine._store
+    has_memory_by_itself = embedding_bytes > 32 * MIB
+    assert has_memory_by_itself == (kind is LlamaConfig)
+    assert not has_memory_by_itself or embedding_bytes < store.size_bytes < 2 * embedding_bytes
     train_step(rt)
     assert mismatch(rt.model, rt.generate(prompts, **GREEDY)) < 3 * CLOSE  # of so many tokens
     os.kill(rt.engine.pids[0], signal.SIGKILL)
     with pytest.raises(EngineLost, match=r"call recover\(\)"):
         within(2 * DEADLINE_S, rt.generate, prompts, **GREEDY)
     rt.recover()
+    assert not has_memory_by_itself or store.size_bytes < 2 * embedding_bytes
     assert mismatch(rt.model, rt.generate(prompts, **GREEDY)) < 3 * CLOSE
     train_step(rt)
     assert mismatch(rt.model, rt.generate(prompts, **GREEDY)) < 3 * CLOSE
@@ -491,7 +482,7 @@ def test_experts_that_vllm_packs_are_trained_reloaded_and_recovered(launch, tiny
 
 
 def test_several_workers_map_their_slices_and_one_that_is_killed_takes_the_engine_with_it(launch, prompts, mismatch):
-    rt = launch(engine_options={"tensor_parallel_size": 2})
+    rt = launch(engine_options={"tensor_parallel_size": 2, "distributed_executor_backend": "mp"})
     before = rt.engine.pids
     assert len({os.getpid(), *before}) == 3
     assert "the engine lays it out differently" in rt.transport.reason
@@ -524,21 +515,26 @@ def is_running(pid):
 
 # ---- your own vllm.LLM ----------------------------------------------------------------------------------------------
 
+EXTENDED = {"worker_extension_cls": WORKER_EXTENSION}
 
-@pytest.fixture
-def checkpoint(tiny, randomize, tmp_path):
+
+@pytest.fixture(scope="module")
+def checkpoint(tiny, randomize, tmp_path_factory):
     """A folder with a model that transformers has saved."""
-    randomize(AutoModelForCausalLM.from_config(tiny(), dtype=torch.float32), seed=2).save_pretrained(tmp_path)
-    return str(tmp_path)
+    folder = tmp_path_factory.mktemp("checkpoint")
+    randomize(AutoModelForCausalLM.from_config(tiny(), dtype=torch.float32), seed=2).save_pretrained(folder)
+    return str(folder)
 
 
-@pytest.fixture
-def own_llm(checkpoint, llm_options, monkeypatch):
-    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+@pytest.fixture(scope="module")
+def own_llm(checkpoint, llm_options):
     made = []
 
     def make(**options):
-        made.append(vllm.LLM(checkpoint, **llm_options, **options))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+            vllm.envs.disable_envs_cache()
+            made.append(vllm.LLM(checkpoint, **llm_options, **options))
         return made[-1]
 
     yield make
@@ -549,6 +545,24 @@ def own_llm(checkpoint, llm_options, monkeypatch):
     gc.collect()
 
 
+@pytest.fixture(scope="module")
+def packing_llm(own_llm):
+    """One with vLLM's own loader."""
+    return own_llm(load_format="auto", **EXTENDED)
+
+
+@pytest.fixture(scope="module")
+def mapped_llm(own_llm):
+    """One whose memory others can map, up to the test that kills it."""
+    return own_llm(load_format="colo", **EXTENDED)
+
+
+@pytest.fixture(scope="module")
+def adapting_llm(own_llm):
+    """The same, started in place of the one that was killed, and with room for adapters."""
+    return own_llm(load_format="colo", enable_lora=True, max_lora_rank=8, **EXTENDED)
+
+
 def greedy_tokens(llm, prompts):
     outputs = llm.generate(
         [{"prompt_token_ids": ids} for ids in prompts], vllm.SamplingParams(**GREEDY), use_tqdm=False
@@ -556,77 +570,20 @@ def greedy_tokens(llm, prompts):
     return [tuple(output.outputs[0].token_ids) for output in outputs]
 
 
-def test_an_engine_of_your_own_exports_its_weights(own_llm, checkpoint, prompts, mismatch):
-    llm = own_llm(load_format="colo", worker_extension_cls=WORKER_EXTENSION)
+def test_an_engine_of_your_own_without_the_extension_is_refused_and_still_works(own_llm, checkpoint, prompts):
+    llm = own_llm()
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-    model.model.register_buffer("reward_mean", torch.zeros(1))  # of which no engine has heard
-    rt = colo.share(llm, model, adamw(model.parameters()))
-    assert rt.transport.name == "shared"
-    assert "memory of its own that can be mapped" in rt.report().facts["engine"]
-    for _ in range(2):
-        assert mismatch(model, rt.generate(prompts, **GREEDY)) < CLOSE
-        train_step(rt)
-    trained = [c.token_ids for c in rt.generate(prompts, **GREEDY)]
-    assert rt.bytes_synced == 0
-    rt.close()
-    assert greedy_tokens(llm, prompts) == trained
-    with torch.no_grad():
-        model.model.norm.weight.zero_()
-    assert greedy_tokens(llm, prompts) == trained
+    with pytest.raises(ColoError, match=f"worker_extension_cls='{WORKER_EXTENSION}' and load_format='colo'") as caught:
+        colo.share(llm, model, adamw(model.parameters()))
+    assert isinstance(caught.value, Unsupported)
+    assert len(greedy_tokens(llm, prompts)) == len(prompts)
 
 
-def test_an_engine_of_your_own_that_is_killed_is_replaced_by_another_of_yours(own_llm, checkpoint, prompts, mismatch):
-    own = {"worker_extension_cls": WORKER_EXTENSION, "load_format": "colo"}
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-    optimizer = adamw(model.parameters())
-    rt = colo.share(own_llm(**own), model, optimizer)
-    train_step(rt)
-    weights = [p.detach().clone() for p in model.parameters()]
-    os.kill(rt.engine.pids[0], signal.SIGKILL)
-    for _ in range(2):
-        with pytest.raises(EngineLost, match="is your own: close the runtime, start another and share it"):
-            within(2 * DEADLINE_S, rt.generate, prompts, **GREEDY)
-    with pytest.raises(PhaseError, match="your vllm.LLM is lost .*: close the runtime, start another and share it"):
-        rt.recover()
-    rt.close()
-    rt = colo.share(own_llm(**own), model, optimizer)
-    assert all(torch.equal(a, b) for a, b in zip(weights, model.parameters(), strict=True))
-    assert mismatch(model, rt.generate(prompts, **GREEDY)) < CLOSE
-    rt.close()
-
-
-def test_runtimes_one_after_the_other_on_an_engine_of_your_own_have_adapters_of_their_own(
-    own_llm, checkpoint, prompts, mismatch, randomize
-):
-    own = {"worker_extension_cls": WORKER_EXTENSION, "load_format": "colo", "enable_lora": True, "max_lora_rank": 8}
-    llm = own_llm(**own)
-    for seed in (1, 2, 3):
-        base = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-        model = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))
-        adapter = [p for name, p in model.named_parameters() if "lora_" in name]
-        generator = torch.Generator().manual_seed(seed)
-        with torch.no_grad():
-            for parameter in adapter:
-                parameter.normal_(0, 0.3, generator=generator)
-        rt = colo.share(llm, model, adamw(adapter))
-        assert mismatch(model, rt.generate(prompts, **GREEDY)) < CLOSE
-        train_step(rt)
-        assert mismatch(model, rt.generate(prompts, **GREEDY)) < CLOSE
-        rt.close()
-    sampled = {"temperature": 0.5, "max_tokens": 4}
-    rt = colo.share(llm, model, adamw(adapter))
-    with pytest.raises(Unsupported, match="start it with logprobs_mode='processed_logprobs'"):
-        rt.generate(prompts, **sampled)
-    with pytest.raises(Unsupported, match="has no tokenizer, and stop would be without effect"):
-        rt.generate(prompts, stop=["no"])
-    rt.close()
-
-
-@pytest.mark.parametrize("load_format", ["colo", "auto"])
+@pytest.mark.parametrize("load_format", ["auto", "colo"])
 def test_a_model_that_is_not_the_engines_is_refused_by_name_and_the_engine_still_serves_its_own(
-    own_llm, checkpoint, prompts, mismatch, tiny, load_format
+    request, checkpoint, prompts, mismatch, tiny, load_format
 ):
-    llm = own_llm(load_format=load_format, worker_extension_cls=WORKER_EXTENSION)
+    llm = request.getfixturevalue({"colo": "mapped_llm", "auto": "packing_llm"}[load_format])
     before = greedy_tokens(llm, prompts)
     others = {
         "lm_head.weight": tiny(tie_word_embeddings=False),
@@ -654,10 +611,67 @@ def test_a_model_that_is_not_the_engines_is_refused_by_name_and_the_engine_still
     rt.close()
 
 
-def test_an_engine_of_your_own_without_the_extension_is_refused_and_still_works(own_llm, checkpoint, prompts):
-    llm = own_llm()
+def test_an_engine_of_your_own_exports_its_weights(mapped_llm, checkpoint, prompts, mismatch):
+    llm = mapped_llm
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-    with pytest.raises(ColoError, match=f"worker_extension_cls='{WORKER_EXTENSION}' and load_format='colo'") as caught:
-        colo.share(llm, model, adamw(model.parameters()))
-    assert isinstance(caught.value, Unsupported)
-    assert len(greedy_tokens(llm, prompts)) == len(prompts)
+    model.model.register_buffer("reward_mean", torch.zeros(1))  # of which no engine has heard
+    rt = colo.share(llm, model, adamw(model.parameters()))
+    assert rt.transport.name == "shared"
+    assert "memory of its own that can be mapped" in rt.report().facts["engine"]
+    for _ in range(2):
+        assert mismatch(model, rt.generate(prompts, **GREEDY)) < CLOSE
+        train_step(rt)
+    trained = [c.token_ids for c in rt.generate(prompts, **GREEDY)]
+    assert rt.bytes_synced == 0
+    rt.close()
+    assert greedy_tokens(llm, prompts) == trained
+    with torch.no_grad():
+        model.model.norm.weight.zero_()
+    assert greedy_tokens(llm, prompts) == trained
+
+
+def test_an_engine_of_your_own_that_is_killed_is_replaced_by_another_of_yours(
+    mapped_llm, request, checkpoint, prompts, mismatch
+):
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    optimizer = adamw(model.parameters())
+    rt = colo.share(mapped_llm, model, optimizer)
+    train_step(rt)
+    weights = [p.detach().clone() for p in model.parameters()]
+    os.kill(rt.engine.pids[0], signal.SIGKILL)
+    for _ in range(2):
+        with pytest.raises(EngineLost, match="is your own: close the runtime, start another and share it"):
+            within(2 * DEADLINE_S, rt.generate, prompts, **GREEDY)
+    with pytest.raises(PhaseError, match="your vllm.LLM is lost .*: close the runtime, start another and share it"):
+        rt.recover()
+    rt.close()
+    rt = colo.share(request.getfixturevalue("adapting_llm"), model, optimizer)
+    assert all(torch.equal(a, b) for a, b in zip(weights, model.parameters(), strict=True))
+    assert mismatch(model, rt.generate(prompts, **GREEDY)) < CLOSE
+    rt.close()
+
+
+def test_runtimes_one_after_the_other_on_an_engine_of_your_own_have_adapters_of_their_own(
+    adapting_llm, checkpoint, prompts, mismatch, randomize
+):
+    llm = adapting_llm
+    for seed in (1, 2, 3):
+        base = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+        model = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))
+        adapter = [p for name, p in model.named_parameters() if "lora_" in name]
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for parameter in adapter:
+                parameter.normal_(0, 0.3, generator=generator)
+        rt = colo.share(llm, model, adamw(adapter))
+        assert mismatch(model, rt.generate(prompts, **GREEDY)) < CLOSE
+        train_step(rt)
+        assert mismatch(model, rt.generate(prompts, **GREEDY)) < CLOSE
+        rt.close()
+    sampled = {"temperature": 0.5, "max_tokens": 4}
+    rt = colo.share(llm, model, adamw(adapter))
+    with pytest.raises(Unsupported, match="start it with logprobs_mode='processed_logprobs'"):
+        rt.generate(prompts, **sampled)
+    with pytest.raises(Unsupported, match="has no tokenizer, and stop would be without effect"):
+        rt.generate(prompts, stop=["no"])
+    rt.close()

