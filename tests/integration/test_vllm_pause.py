@@ -36,8 +36,8 @@ PLACES = ["this process", "its own process"]
 DEADLINE_S = 90
 
 
-def greedy():
-    return vllm.SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+def greedy(max_tokens=NUM_TOKENS):
+    return vllm.SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
@@ -155,8 +155,8 @@ def kv_cache_bytes(engine):
 
 def assert_works_as_before(engine, prompts, undisturbed):
     assert not engine.llm.llm_engine.has_unfinished_requests()
-    (completion,) = engine.generate(prompts[:1], greedy())
-    assert completion.token_ids == undisturbed[0]
+    (completion,) = engine.generate(prompts[:1], greedy(max_tokens=50))
+    assert completion.token_ids == undisturbed[0][:50]
 
 
 # ---- requests in flight ---------------------------------------------------------------------------------------------
