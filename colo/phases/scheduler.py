@@ -129,8 +129,12 @@ class Scheduler:
         Raises: `BudgetError` when there is no room, and whatever bringing it raises; segments that have left for it are
         back then.
         """
+        segment = self.segments[name]
+        # three are asked for in every step, and nearly always all are there
+        if segment.residency is Residency.RESIDENT and name not in self._departing:
+            segment.begin(Residency.RESIDENT).wait()  # it may still be on its way
+            return
         self.fetch(name).wait()
-        self.promised_bytes = max(self.promised_bytes, self.ledger().device_bytes)  # the phase may not have needed it
         self.sample()
 
     def fetch(self, name: str) -> Move:
@@ -150,6 +154,7 @@ class Scheduler:
             raise
         # only now: had `begin` raised, its departure would still be under way
         self._departing.pop(name, None)
+        self.promised_bytes = max(self.promised_bytes, self.ledger().device_bytes)  # the phase may not have needed it
         self.sample()
         return move
 
@@ -208,7 +213,8 @@ class Scheduler:
                     done.append(step)
                     if step.device_delta_bytes > 0:
                         arriving.append(move)
-                self.sample()
+                if step is not transition.steps[-1]:  # `enter` samples in the end
+                    self.sample()
             for move in arriving:  # all are queued before the first is waited for
                 move.wait()
             # room for the phase's own memory; what leaves beyond that may go on leaving while the phase runs

@@ -117,6 +117,7 @@ class Turns:
         # reentrant: hooks of a phase that is being entered may ask for a phase themselves
         self.lock = RLock()
         self._pid = os.getpid()
+        self._admits_in = 0  # the process whose backward passes were admitted since a phase was entered
         self._engine = parts.engine
         self._model = parts.model
         self._config = config = parts.config
@@ -257,7 +258,7 @@ class Turns:
         # What is made on the way in or out outlives a caller's inference mode, in which it could not be written later.
         with torch.inference_mode(False):
             self.require(verb)
-            self._is_changing = True
+            self._is_changing, self._admits_in = True, 0
             try:
                 self.be_idle()  # a step outside `train()` that failed has left its phase entered
                 (self._enter_rollout if phase is Phase.ROLLOUT else self._enter_train)()
@@ -435,11 +436,15 @@ class Turns:
 
     def on_gradient(self) -> None:
         """Bring gradients to the device that others are about to be added to. Raises: `PhaseError` inside a rollout."""
+        # asked for every gradient: within `train()` what holds for one holds for all
+        if self.turn is Turn.TRAIN and self._admits_in == os.getpid():
+            return
         self.check_process()
         next_turn(Verb.BACKWARD, self.turn)
         for name in self._session.parked_early:
             self._pause()
             self._scheduler.require(name)
+        self._admits_in = self._pid
 
     def may_release(self) -> bool:
         """Tell whether a backward pass may step now: within `train()`."""

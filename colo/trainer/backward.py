@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Callable, Iterable
+from types import MethodType
 from typing import Any
-from weakref import WeakMethod
+from weakref import ref
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
-from torch.utils.weak import WeakIdKeyDictionary
+from torch.utils.weak import TensorWeakRef
 
 PROGRESS_CALLS = 8  # number of calls of `on_progress` in a backward pass
 
@@ -36,10 +37,10 @@ class BackwardWatch:
         self._admit = admit
         self._on_pass = on_pass
         self._on_progress = on_progress
-        self._counts: MutableMapping[torch.Tensor, int] = WeakIdKeyDictionary()  # gradients by parameter
+        self._step = 0  # raised by `forget`
         self._seen = 0
-        # weak keys: a parameter that a loop has replaced must be able to go
-        self._watched: MutableMapping[torch.Tensor, None] = WeakIdKeyDictionary()
+        # by `id`, and weakly: a parameter that a loop has replaced must be able to go
+        self._watched: dict[int, TensorWeakRef] = {}
         self._hooks: list[RemovableHandle] = []
         self._every = 1
         for module in modules:  # before the module's own hooks, which begin a pass
@@ -48,17 +49,21 @@ class BackwardWatch:
     def watch(self, parameters: Iterable[torch.Tensor]) -> None:
         """Watch those of `parameters` that require gradients and are not watched yet."""
         for parameter in parameters:
-            if parameter.requires_grad and parameter not in self._watched:
-                self._watched[parameter] = None
+            if not parameter.requires_grad:
+                continue
+            known = self._watched.get(id(parameter))
+            if known is None or known() is not parameter:
+                self._watched[id(parameter)] = TensorWeakRef(parameter)
                 # before autograd accumulates, when a gradient may still be away, and after, when it is complete
                 self._hooks.append(parameter.register_hook(weakly(self._on_admission)))
-                self._hooks.append(parameter.register_post_accumulate_grad_hook(weakly(self._on_gradient)))
+                counted = weakly(self._on_gradient, _Gradients())
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(counted))
         # counted in gradients, since nothing else tells how far a pass has come
         self._every = max(1, len(self._watched) // PROGRESS_CALLS)
 
     def forget(self) -> None:
         """Start counting from 0: a step has used the gradients."""
-        self._counts.clear()
+        self._step += 1
         self.passes = 0
 
     def remove(self) -> None:
@@ -74,27 +79,39 @@ class BackwardWatch:
     def _on_admission(self, _: torch.Tensor) -> None:
         self._admit()
 
-    def _on_gradient(self, parameter: torch.Tensor) -> None:
-        count = self._counts.get(parameter, 0) + 1
-        self._counts[parameter] = count
+    def _on_gradient(self, _: torch.Tensor, gradients: _Gradients) -> None:
+        if gradients.step != self._step:
+            gradients.step, gradients.count = self._step, 0
+        gradients.count += 1
         self._seen += 1
         if self._seen % self._every == 0:
             self._on_progress()
         # the first parameter to get its n-th gradient begins the n-th pass
-        if count > self.passes:
-            self.passes = count
-            self._on_pass(count)
+        if gradients.count > self.passes:
+            self.passes = gradients.count
+            self._on_pass(gradients.count)
 
 
-def weakly(method: Callable[[Any], None]) -> Callable[..., None]:
-    """Call a method with a hook's first argument while its object lives.
+class _Gradients:
+    """Number of gradients that one parameter has got since the last step."""
+
+    __slots__ = ("count", "step")
+
+    def __init__(self) -> None:
+        self.step = self.count = 0
+
+
+def weakly(method: Callable[..., None], *more: Any) -> Callable[..., None]:
+    """Call a method with a hook's first argument, and `more`, while its object lives.
 
     Python's collector does not look into hooks that autograd holds, and torch holds those of all optimizers for ever.
     """
-    reference = WeakMethod(method)
+    # in parts: `WeakMethod` would bind it anew for every gradient
+    assert isinstance(method, MethodType)
+    owner, function = ref(method.__self__), method.__func__
 
     def call(subject: Any, *_: Any) -> None:
-        if (found := reference()) is not None:
-            found(subject)
+        if (found := owner()) is not None:
+            function(found, subject, *more)
 
     return call

@@ -8,6 +8,8 @@ While they are parked `parameter.grad` is the same object, an ordinary host tens
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
@@ -19,6 +21,8 @@ from colo.memory.parking import Kept, Parking
 from colo.memory.storage import local_bytes, local_shard
 from colo.phases.phase import TRAINER_GRADIENTS, Done, Move, Residency
 from colo.trainer.optimizers import MegatronOptimizers
+
+_gradient_of, _bytes_of = attrgetter("grad"), attrgetter("nbytes")
 
 
 class HoldsGradient(Protocol):
@@ -56,7 +60,9 @@ class ParameterGradients(Parking):
         """`RESIDENT` while there are gradients, `OFFLOADED` while some are parked, `DISCARDED` without any."""
         if self._regions:
             return Residency.OFFLOADED if self.is_parked else Residency.RESIDENT
-        return Residency.RESIDENT if self.device_bytes else Residency.DISCARDED
+        # the first that is found will do, unless some stay
+        is_any = self.device_bytes > 0 if self._staying_bytes else any(g is not None for g in self._present())
+        return Residency.RESIDENT if is_any else Residency.DISCARDED
 
     @property
     def size_bytes(self) -> int:
@@ -111,15 +117,12 @@ class ParameterGradients(Parking):
         self._loose, self._loose_bytes = [], 0
 
     def _bytes_of_parameters(self) -> int:
-        num_bytes = 0
-        for parameter in self._parameters:
-            if parameter.requires_grad:
-                # no call for plain parameters: this runs for each of them, several times in a step
-                num_bytes += parameter.nbytes if type(parameter) is nn.Parameter else local_bytes(parameter)
-        return num_bytes
+        trained = [parameter for parameter in self._parameters if parameter.requires_grad]
+        return sum(map(_bytes_of if set(map(type, trained)) <= {nn.Parameter} else local_bytes, trained))
 
-    def _holders(self) -> list[HoldsGradient]:
-        return [*self._parameters, *self._others()]
+    def _holders(self) -> Sequence[HoldsGradient]:
+        others = self._others()
+        return [*self._parameters, *others] if others else self._parameters
 
     def _find_parameters(self) -> list[torch.Tensor]:
         """List the parameters on the device: FSDP2's `CPUOffloadPolicy` keeps them and their gradients on the host."""
@@ -131,14 +134,16 @@ class ParameterGradients(Parking):
             if p.device == device and (type(p) is nn.Parameter or local_shard(p).device == device)
         ]
 
+    def _present(self) -> Iterator[torch.Tensor | None]:
+        return map(_gradient_of, self._holders())
+
     def _present_bytes(self) -> int:
-        num_bytes = 0
-        for parameter in self._holders():  # a loop without calls: the scheduler asks often
-            gradient = parameter.grad
-            if gradient is not None:
-                is_plain = type(gradient) is torch.Tensor and gradient.layout is torch.strided
-                num_bytes += gradient.nbytes if is_plain else local_bytes(gradient)
-        return num_bytes
+        # by functions of C: the scheduler asks often
+        held = [gradient for gradient in self._present() if gradient is not None]
+        if set(map(type, held)) <= {torch.Tensor}:
+            with suppress(RuntimeError):  # of a sparse one torch does not tell
+                return sum(map(_bytes_of, held))
+        return sum(map(local_bytes, held))
 
 
 class GradientBuffers(Parking):

@@ -12,6 +12,7 @@ import dataclasses
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -323,6 +324,11 @@ def take_stock(optimizer: Any) -> Stock:
 def _identities(state: Mapping[Any, Any]) -> list[int]:
     """List ids of all keys and tensors of an optimizer's state: another list means that a tensor was replaced."""
     # ids, not values: a tensor that is replaced has another, and nothing is read from the device
+    values = list(state.values())
+    if all(type(value) is dict for value in values):
+        leaves = list(chain.from_iterable(map(dict.values, values)))
+        if not any(issubclass(kind, (dict, list, tuple)) for kind in set(map(type, leaves))):
+            return [*map(id, state), *map(id, leaves)]  # by functions of C, as there are thousands
     found = []
     for key, value in state.items():
         found.append(id(key))

@@ -249,14 +249,14 @@ def samples(scheduler):
 def test_every_change_of_memory_is_sampled():
     _, scheduler = build()
     scheduler.enter(Phase.ROLLOUT)
-    assert samples(scheduler) == [(0, 60), (0, 0), (50, 0), (50, 0)], "leaving, left, allocated, entered"
+    assert samples(scheduler) == [(0, 60), (0, 0), (50, 0)], "leaving, left, allocated and entered"
     scheduler.enter(Phase.IDLE)
     scheduler.enter(Phase.TRAIN)
     before = len(scheduler.trace.samples)
     scheduler.fetch("trainer.optimizer")
     assert samples(scheduler)[before:] == [(0, 60)]
     scheduler.require("trainer.optimizer")
-    assert len(scheduler.trace.samples) == before + 3
+    assert len(scheduler.trace.samples) == before + 1, "it is there already"
 
 
 def test_settling_samples_what_has_become_free():
@@ -399,7 +399,7 @@ class Faults:
             raise Fault(f"{segment.name} to {target}")
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     requests=st.lists(st.sampled_from([*Phase, "optimizer"]), min_size=1, max_size=14),
     begin_faults=st.lists(st.booleans(), max_size=40),

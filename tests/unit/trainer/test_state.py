@@ -215,7 +215,7 @@ def test_gradients_that_are_held_are_among_what_stays_and_refuse_to_move(mover):
     assert (kept.name, kept.size_bytes) == ("gradients", held.nbytes) and not state.kept.holds_state
     assert state.kept.size_bytes == state.kept.device_bytes == held.nbytes
     assert state.kept.begin(R).poll()
-    with pytest.raises(PhaseError, match="trainer.kept is shared and cannot become offloaded"):
+    with pytest.raises(PhaseError, match="trainer.kept is resident and cannot become offloaded: it never moves"):
         state.kept.begin(O)
     state.close()
 
