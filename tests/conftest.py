@@ -1,9 +1,17 @@
 import os
 import signal
 import sys
+from contextlib import suppress
 
 import pytest
 import torch
+
+with suppress(ImportError):  # tests of a GPU do without
+    from hypothesis import settings
+
+    # a busy machine is no fault of what is tested
+    settings.register_profile("colo", deadline=None)
+    settings.load_profile("colo")
 
 # Tiny models gain nothing from more threads, and on busy cores OpenMP's threads wait for one another for seconds.
 torch.set_num_threads(1)

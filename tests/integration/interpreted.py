@@ -76,7 +76,7 @@ def pairs_of_views(draw):
     return tuple(made)
 
 
-@settings(max_examples=12, deadline=None)  # the interpreter takes a second for each
+@settings(max_examples=12)  # the interpreter takes a second for each
 @given(pairs=st.lists(pairs_of_views(), min_size=1, max_size=4))
 def test_the_kernel_copies_digests_and_compares_as_torch_does(by_kernels, pairs):
     found = []
@@ -116,7 +116,7 @@ def test_a_cast_rounds_as_torch_does_around_the_middle_of_two_bf16(by_kernels):
         assert torch.equal(found[~is_nan].view(torch.int16), expected[~is_nan].view(torch.int16))
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(bits=st.lists(st.integers(-(2**31), 2**31 - 1), max_size=9), repeats=st.sampled_from([1, 700]))
 def test_the_kernels_split_and_join_masters_as_torch_does(bits, repeats):
     masters = torch.tensor(bits * repeats, dtype=torch.int32).view(torch.float32)
@@ -127,7 +127,7 @@ def test_the_kernels_split_and_join_masters_as_torch_does(bits, repeats):
     assert torch.equal(joined, remainders.join(weight, remainder).view(torch.int32))
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(bits=st.lists(st.integers(-(2**31), 2**31 - 1), min_size=1, max_size=9), repeats=st.sampled_from([1, 700]))
 def test_the_kernels_open_and_close_masters_as_torch_does(bits, repeats):
     masters = torch.tensor(bits * repeats, dtype=torch.int32).view(torch.float32)

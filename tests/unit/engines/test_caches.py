@@ -168,7 +168,7 @@ def test_the_prefill_is_the_same_in_parts_and_as_transformers_computes_it(monkey
 # ---- waves
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     prompts=st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6).map(tuple), max_size=12),
     n=st.integers(1, 5),

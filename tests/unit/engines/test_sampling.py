@@ -65,7 +65,7 @@ def explicit_distribution(logits: list[float], params: SamplingParams) -> dict[i
     return softmax({token: kept[token] for token in nucleus})
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     logits=st.lists(st.integers(-12, 12).map(lambda i: i / 2), min_size=1, max_size=24),
     temperature=st.floats(0.25, 3),
@@ -119,7 +119,7 @@ def test_greedy_takes_the_largest_logit_and_reports_the_unscaled_softmax():
 # ---- drawing --------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     weights=st.lists(st.one_of(st.just(0.0), st.floats(1e-30, 1.0)), min_size=1, max_size=40),
     uniform=st.one_of(st.sampled_from([0.0, 1 - 2**-53, 0.5]), st.floats(0, 1, exclude_max=True)),

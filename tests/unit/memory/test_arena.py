@@ -117,7 +117,7 @@ def test_a_closed_arena_lends_nothing(arena):
         arena.allocate(1)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.tuples(st.integers(1, 3 * MIB), st.booleans()), max_size=20))
 def test_extents_never_overlap_and_all_bytes_come_back(actions):
     arena = PinnedArena(torch.device("cpu"), limit_bytes=32 * MIB)

@@ -4,7 +4,7 @@ import ctypes
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from colo.memory import copy_plan
@@ -53,7 +53,6 @@ def interpreted(table):
     return sums
 
 
-@settings(deadline=None)
 @given(st.lists(views(), min_size=1, max_size=3), st.sampled_from([8, 16, 2048]))
 def test_tiles_are_the_copy_whatever_the_strides_and_sum_up_to_the_digest(pairs, words):
     of = [run for n, pair in enumerate(pairs) for run in runs(*map(Strided.of, pair), n)]

@@ -241,7 +241,7 @@ def test_nan_and_negative_zero_are_compared_as_bits():
     assert plan.differences(source) == ["norm"]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     rows=st.lists(st.integers(1, 5), min_size=1, max_size=5),
     columns=st.integers(1, 6),
@@ -456,7 +456,7 @@ def test_parts_that_lie_in_a_row_are_counted_without_looking_at_elements():
     assert plan.aliases["t"].shape == source.shape
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     rows=st.lists(st.integers(1, 4), min_size=1, max_size=6),
     columns=st.integers(1, 5),
@@ -530,7 +530,7 @@ class Scattered:
                 view.copy_(tensor[part])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     parts=st.lists(
         st.tuples(

@@ -280,7 +280,7 @@ def test_an_arrival_without_room_gives_back_what_it_took(mover):
     assert holds(segment, before)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     sizes=st.lists(st.integers(1, 3000), min_size=1, max_size=4),
     actions=st.lists(st.sampled_from(["out", "back", "poll", "wait", "write", "copy", "full"]), max_size=25),
@@ -437,7 +437,7 @@ def test_departures_beside_a_rollout_are_done_by_the_time_their_bytes_are_needed
     assert world.device.used_bytes == 8 * KIB
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     requests=st.lists(
         st.sampled_from(["rollout", "train", "sync", "idle", "step", "fetch", "anticipate", "settle", "sample"]),

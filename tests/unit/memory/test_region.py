@@ -44,7 +44,7 @@ def test_every_illegal_move_is_refused(device):
         region.restore()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.tuples(st.lists(st.integers(0, 9), max_size=3).map(tuple), st.sampled_from(DTYPES)), max_size=8))
 def test_carved_tensors_are_aligned_disjoint_and_as_specified(specs):
     data = torch.zeros(carved_bytes(specs), dtype=torch.uint8)

@@ -231,7 +231,7 @@ def ledgers(draw):
     return Ledger.of(rows, capacity_bytes=capacity, host_capacity_bytes=draw(st.integers(0, 200)))
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(
     ledger=ledgers(),
     target=st.sampled_from([Phase.SYNC, Phase.ROLLOUT, Phase.TRAIN]),
@@ -260,7 +260,7 @@ def test_an_admitted_plan_gives_the_phase_what_it_needs_within_the_capacity(ledg
         assert all(step.action is not Action.OFFLOAD for step in plan.steps)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(ledger=ledgers(), target=st.sampled_from([Phase.ROLLOUT, Phase.TRAIN]), working_bytes=st.integers(0, 80))
 def test_auto_moves_nothing_out_that_could_have_stayed(ledger, target, working_bytes):
     try:

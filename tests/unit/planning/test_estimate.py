@@ -309,7 +309,7 @@ def test_json_has_exactly_these_keys_and_is_plain():
 
 
 @given(shape=st.sampled_from(SHAPES), arguments=workloads())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_peak_is_the_largest_phase_and_decides_what_fits(shape, arguments):
     found = estimate(shape, **arguments)
     totals = [sum(held.values()) for held in found.phases.values()]
@@ -331,7 +331,7 @@ def test_peak_is_the_largest_phase_and_decides_what_fits(shape, arguments):
     field=st.sampled_from(["context", "generations", "micro_batch", "lora_rank"]),
     more=st.integers(1, 1000),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_peak_grows_with_the_work(shape, arguments, field, more):
     workload = Workload(**arguments)
     grown = Workload(**{**arguments, field: arguments[field] + more})
@@ -342,7 +342,7 @@ def test_peak_grows_with_the_work(shape, arguments, field, more):
 
 
 @given(shape=st.sampled_from(SHAPES), arguments=st.one_of(workloads(gpu=HUGE), workloads(gpu=NO_GPU)))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_peak_shrinks_with_ranks(shape, arguments):
     one, two = (module._evaluate(shape, Workload(**{**arguments, "tp": n * arguments["tp"]})) for n in (1, 2))
     assert (two.peak_bytes, two.needed_bytes) < (one.peak_bytes, one.needed_bytes)
@@ -350,7 +350,7 @@ def test_peak_shrinks_with_ranks(shape, arguments):
 
 
 @given(shape=st.sampled_from(SHAPES), arguments=workloads(), smaller=st.integers(1, 40_000))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_what_fits_still_fits_with_less_to_do_or_a_larger_gpu(shape, arguments, smaller):
     assume(estimate(shape, **arguments).fits)
     for field in ("context", "generations"):
@@ -359,7 +359,7 @@ def test_what_fits_still_fits_with_less_to_do_or_a_larger_gpu(shape, arguments, 
 
 
 @given(shape=st.sampled_from(SHAPES), arguments=workloads())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_suggestions_are_true(shape, arguments):
     for suggestion in estimate(shape, **arguments).suggestions:
         fields = {name: getattr(suggestion.workload, name) for name in Workload.__slots__}
@@ -402,7 +402,7 @@ def test_a_folder_is_planned_as_its_config_on_an_h100_unless_said_otherwise(tmp_
 
 
 @given(shape=st.sampled_from(SHAPES), arguments=workloads())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_max_generations_is_the_most_that_fit(shape, arguments):
     most = max_generations(shape, **arguments)
     if most:

@@ -161,7 +161,7 @@ def test_parts_that_are_not_counted_are_named():
     context=st.integers(1, 131_072),
     generations=st.integers(1, 4096),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_tables_fit_80_columns_and_hold_the_peak(mode, gpu, context, generations):
     found = plan(mode=mode, gpu_memory_bytes=gpu * GIB, context=context, generations=generations)
     text = render(found)

@@ -38,7 +38,7 @@ def test_rewards_that_are_not_finite_are_left_out():
     assert reward_chart(trace).places == [1, 3]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.tuples(st.integers(0, 1000), st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=300))
 def test_decimation_keeps_order_ends_and_every_peak(rows):
     samples = [sample(float(t), Phase.TRAIN, {"a": a, "b": b}, used=a) for t, a, b in rows]

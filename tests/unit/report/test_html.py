@@ -113,7 +113,7 @@ def test_numbers_in_drawings_are_numbers(tmp_path):
             assert re.fullmatch(r"M-?[\d.]+ -?[\d.]+(L-?[\d.]+ -?[\d.]+)*Z?", attrs["d"])
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(WORDS, WORDS, WORDS)
 def test_any_text_is_escaped(tmp_path_factory, name, title, fact):
     evil = '<script>alert("1")</script>&amp;\'' + name

@@ -129,7 +129,7 @@ def test_no_phases_no_steps():
     assert cycles(trace) == []
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(st.tuples(st.sampled_from(["rollout", "sync", "train"]), st.floats(0, 9), st.floats(0, 9), st.booleans())),
     st.lists(st.floats(0, 100)),

@@ -8,7 +8,7 @@ from colo.rl.logit_tiles import tile_sides
 from colo.units import KIB, MIB
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     num_tokens=st.integers(1, 100_000),
     vocab=st.integers(1, 300_000),

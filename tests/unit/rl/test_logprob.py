@@ -95,7 +95,7 @@ def test_values_entropy_and_gradients_are_those_of_the_full_computation(dtype, c
         assert relative_error(actual.grad, reference.grad) < GRADIENT_TOLERANCE[dtype]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     num_tokens=st.integers(0, 9),
     vocab=st.integers(1, 20),

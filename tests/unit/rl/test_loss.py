@@ -217,7 +217,7 @@ def test_padding_positions_and_completions_changes_nothing(aggregation):
     torch.testing.assert_close(plain.loss, more.loss)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.integers(1, 6), min_size=2, max_size=5), st.sampled_from(list(Aggregation)))
 def test_what_a_token_weighs_under_each_aggregation(lengths, aggregation):
     max_length = 9 if aggregation is Aggregation.CONSTANT else None
@@ -381,7 +381,7 @@ def test_equal_rewards_teach_nothing(scale):
     assert torch.equal(group_advantages(torch.full((8,), 0.7), 4, scale=scale), torch.zeros(8))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     st.lists(st.floats(-100, 100), min_size=8, max_size=8),
     st.floats(-50, 50),

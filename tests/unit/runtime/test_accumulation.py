@@ -377,7 +377,7 @@ walks = st.lists(
 )
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow])
 @given(kind=st.sampled_from(sorted(OPTIMIZERS)), walk=walks)
 def test_whatever_a_loop_does_is_as_without_colo(kind, walk):
     torch.manual_seed(0)

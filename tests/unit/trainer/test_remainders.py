@@ -29,7 +29,7 @@ def assert_exact(master):
     assert torch.equal(weight[away].float().abs() - master[away].abs(), (weight[away].float() - master[away]).abs())
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(st.one_of(st.integers(0, 2**32 - 1), st.sampled_from(SPECIAL + NANS)), min_size=1, max_size=64))
 def test_every_master_but_a_nan_comes_back_bit_for_bit_and_its_weight_is_the_nearest(bits):
     assert_exact(floats(bits))
@@ -57,7 +57,7 @@ def test_shapes_are_kept_and_blocks_are_of_elements_in_order(shape):
         assert torch.equal(block_digests(part), digest.view(1)), "a part that begins at a block has the same"
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.integers(0, 2**16 - 1), st.integers(0, 2**16 - 1), st.integers(0, 2499))
 def test_a_block_in_which_one_element_has_changed_has_another_digest(before, after, place):
     bits = torch.from_numpy(np.full(2500, before, dtype=np.uint16).view(np.int16))

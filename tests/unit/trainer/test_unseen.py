@@ -191,6 +191,7 @@ def test_a_streamed_step_is_the_optimizers_own(make):
 
 
 def test_the_hook_of_all_optimizers_goes_with_the_runtime_and_keeps_none_alive():
+    gc.collect()  # runtimes of other tests that have been dropped
     before = len(of_all_optimizers._global_optimizer_post_hooks)
     told(SEEN["AdamW"])
     assert len(of_all_optimizers._global_optimizer_post_hooks) == before

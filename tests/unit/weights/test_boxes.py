@@ -153,7 +153,7 @@ def layouts(draw):
     return shape, sizes, placements
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(layouts())
 def test_the_parts_of_all_ranks_are_the_tensor(layout):
     shape, sizes, placements = layout

@@ -45,7 +45,7 @@ def num_bytes(piece, specs):
     return piece.box.num_elements * DTYPE_BYTES[dtype]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(problems())
 def test_every_element_is_in_one_piece_and_tensors_keep_their_order(problem):
     specs, options = problem
@@ -59,7 +59,7 @@ def test_every_element_is_in_one_piece_and_tensors_keep_their_order(problem):
         assert counts.eq(1).all()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(problems())
 def test_pieces_are_aligned_disjoint_and_inside_the_half(problem):
     specs, options = problem
@@ -134,7 +134,7 @@ def running(work):
     return future
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(readers=st.integers(1, 3), groups=st.integers(0, 12), pauses=st.lists(st.integers(0, 2), max_size=12))
 def test_every_reader_sees_every_group_in_order_and_none_is_overwritten_before(readers, groups, pauses):
     buffer, seen = sender(groups, readers), [[] for _ in range(readers)]
