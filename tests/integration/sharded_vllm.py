@@ -13,6 +13,8 @@ import sys
 import time
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
 import psutil
 import torch
 from tensor_parallel import GREEDY, PROMPTS, mismatch
@@ -27,9 +29,11 @@ from colo.config import RuntimeConfig
 from colo.engines.vllm.client.engine import VLLMEngine
 from colo.engines.vllm.processes import lives
 from colo.units import MIB
+from tests import warm
 
 OPTIONS = {"kv_cache_bytes": 4 * MIB, "device": "cpu", "enforce_eager": True, "max_model_len": 256, "block_size": 32}
 SLICES = {"own_process": False, "distributed_executor_backend": "external_launcher", "tensor_parallel_size": 2}
+APART = {"distributed_executor_backend": warm.IN_ONE_PROCESS, "deadline_s": 60.0}
 
 
 def train(rt, twin, optimizer):
@@ -62,7 +66,7 @@ def failure(call):
 def main(checkpoint, way, results):
     if way != "slices":
         distributed.init_process_group("gloo")
-    engine = VLLMEngine(checkpoint, **OPTIONS, **(SLICES if way == "slices" else {"deadline_s": 60.0}))
+    engine = VLLMEngine(checkpoint, **OPTIONS, **(SLICES if way == "slices" else APART))
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     twin = copy.deepcopy(model)
     mesh = init_device_mesh("cpu", (2,))
@@ -97,4 +101,5 @@ def main(checkpoint, way, results):
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    with warm.engines():
+        main(*sys.argv[1:])

@@ -13,6 +13,7 @@ from torch import distributed
 
 import colo.trl
 from colo.trl import ColoGRPOConfig, ColoGRPOTrainer
+from tests import warm
 from tests.trainers import SMALL_CACHE, digits, frozen, logged, trained, trainer_of
 
 
@@ -21,6 +22,7 @@ def made(checkpoint, mode, results):
     options = {"reward": digits, "ddp_backend": "gloo", "max_steps": 3, "eval_strategy": "steps", "eval_steps": 1}
     if mode == "vllm":
         llm = {"enforce_eager": True, "max_model_len": 64, "block_size": 32}
+        llm["distributed_executor_backend"] = warm.IN_ONE_PROCESS
         flag = {
             "fast_inference": True,
             "colo_engine": "vllm",
