@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from colo.assembly.check import check
     from colo.assembly.launch import launch, start
     from colo.assembly.share import share
-    from colo.engines.vllm.client.server_link import connect
+    from colo.engines.connect import connect
     from colo.planning.estimate import plan
     from colo.runtime import Runtime
     from colo.trl import attach
@@ -52,7 +52,7 @@ _LAZY = {
     "launch": "colo.assembly.launch",
     "share": "colo.assembly.share",
     "start": "colo.assembly.launch",
-    "connect": "colo.engines.vllm.client.server_link",
+    "connect": "colo.engines.connect",
     "plan": "colo.planning.estimate",
     "Runtime": "colo.runtime",
 }

@@ -1,4 +1,4 @@
-"""The command line: `colo demo`, `colo grpo`, `colo plan`, `colo doctor`.
+"""The command line: `colo demo`, `colo grpo`, `colo plan`, `colo doctor`, `colo connect`.
 
 Every command has `--json PATH`, but `grpo`, whose `--json` prints a line a step. Ctrl-C releases what was taken and
 ends with exit code 130; an error that colo raises on purpose is printed without a traceback and ends with 1, as does a
@@ -217,6 +217,25 @@ def doctor(contract: bool, json_path: Path | None) -> int:
     out.print(examiner.findings_table(findings))
     _write_json(json_path, examiner.to_json(findings))
     return int(any(finding.status == "problem" for finding in findings))
+
+
+@app.command()
+@click.argument("url")
+@click.option("--device", help="Device of the trainer: cpu or cuda; by default cuda where there is one.")
+@click.option("--api-key", help="Key of the server.")
+@click.option("--admin-key", help="Key of SGLang's operations (--admin-api-key).")
+def connect(url: str, device: str | None, api_key: str | None, admin_key: str | None) -> None:
+    """Say what the server at URL is, how weights would reach it, and which flags it lacks."""
+    import colo
+
+    engine = colo.connect(url, device=device, api_key=api_key, admin_key=admin_key)
+    try:
+        out.print(f"{escape(engine.placement)}", highlight=False, soft_wrap=True)
+        out.print(f"weights: {engine.way_of_weights}", highlight=False, soft_wrap=True)
+        for flag, lack in engine.lacking_flags.items():
+            out.print(f"without {flag} {lack}", highlight=False, soft_wrap=True)
+    finally:
+        engine.close()
 
 
 @app.command(hidden=True, context_settings={"ignore_unknown_options": True, "help_option_names": []})

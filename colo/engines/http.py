@@ -16,6 +16,13 @@ T = TypeVar("T")
 
 Body = dict[str, Any]
 
+
+def base_url(url: str) -> str:
+    """The address of a server, as clients of its `/v1` and people write it: with a scheme, and without that path."""
+    url = url if "://" in url else f"http://{url}"
+    return url.rstrip("/").removesuffix("/v1")
+
+
 _MAX_CONNECTIONS = 256
 """Questions asked at once: each takes a file of the 1024 that a process commonly may have."""
 
@@ -41,12 +48,18 @@ class HttpClient:
         *,
         deadline_s: float,
         api_key: str | None = None,
+        keys: Mapping[str, str | None] | None = None,
+        health: str = "/health",
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
+        """`keys` are those of single paths, in place of `api_key`; `health` is the path whose answer says that the
+        engine behind the server lives.
+        """
         self._deadline_s = deadline_s
+        self._health = health
+        self._api_key, self._keys = api_key, keys or {}
         self._client = httpx.AsyncClient(
             base_url=url,
-            headers={} if api_key is None else {"authorization": f"Bearer {api_key}"},
             timeout=deadline_s,
             # A connection for each question: the server closes those on which it has answered with an error.
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
@@ -129,7 +142,9 @@ class HttpClient:
     ) -> httpx.Request:
         # connecting stays timed: a server that is gone is noticed at once
         limits = httpx.Timeout(self._deadline_s, read=self._deadline_s if timed else None)
-        return self._client.build_request(method, path, json=body, params=query, timeout=limits)
+        key = self._keys.get(path, self._api_key)
+        headers = {} if key is None else {"authorization": f"Bearer {key}"}
+        return self._client.build_request(method, path, json=body, params=query, headers=headers, timeout=limits)
 
     async def _ask(self, request: httpx.Request, *, as_text: bool = False) -> Any:
         answer = await self._send(request)
@@ -146,7 +161,7 @@ class HttpClient:
             raise Refused(answer.status_code, f"the answer to {request.url.path} is not JSON") from error
 
     async def _check_health(self) -> None:
-        answer = await self._send(self._request("GET", "/health", timed=True))
+        answer = await self._send(self._request("GET", self._health, timed=True))
         if answer.is_error:
             raise Silent(f"its engine has ended (status {answer.status_code})")
 
@@ -166,6 +181,10 @@ def _words(answer: httpx.Response) -> str:
         found = answer.json()
     except ValueError:
         return answer.text or f"status {answer.status_code}"
-    # FastAPI says `detail`, vLLM and OpenAI say `error`
-    found = found.get("error") or found.get("detail") or found if isinstance(found, dict) else found
+    # FastAPI says `detail`, vLLM and OpenAI say `error`, SGLang `error_message` of adapters and `message`
+    found = (
+        found.get("error") or found.get("detail") or found.get("error_message") or found
+        if isinstance(found, dict)
+        else found
+    )
     return str(found["message"] if isinstance(found, dict) and "message" in found else found)

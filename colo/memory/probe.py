@@ -49,6 +49,12 @@ def device_id(device: torch.device) -> str:
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else "cpu"
 
 
+def device_of(device: torch.device | str | None) -> torch.device:
+    """The device itself: the current GPU for `cuda`, and for `None` where there is one."""
+    found = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    return torch.device("cuda", torch.cuda.current_device()) if str(found) == "cuda" else found
+
+
 def torch_pinned_bytes() -> int:
     """Bytes of pinned host memory that torch's own allocator has taken in this process, in use or cached."""
     if not torch.cuda.is_initialized():

@@ -29,7 +29,6 @@ from colo.engines.vllm.client.memory import AdapterRegistry, WorkerMemory, Worke
 from colo.engines.vllm.client.start import (
     changes_transformers,
     check_main_guard,
-    device_of,
     import_apart,
     link_to,
     llm_options,
@@ -42,6 +41,7 @@ from colo.engines.vllm.wire import Forget
 from colo.errors import EngineLost, PhaseError, TransferError, Unsupported
 from colo.memory.load_plan import LoadPlan
 from colo.memory.offload import Mover
+from colo.memory.probe import device_of
 from colo.memory.share import Staging
 from colo.phases.phase import ENGINE_WEIGHTS, Residency, Segment
 from colo.weights.packed import PackedWeight
@@ -231,6 +231,22 @@ class VLLMEngine(EngineBase):
     def placement(self) -> str:
         """A phrase for reports: where it runs and its weights lie."""
         return f"{self._link.placement}, weights in {self._weights.where}"
+
+    @property
+    def way_of_weights(self) -> str:
+        """A phrase: how they reach a server."""
+        how = "copied by the workers out of the trainer's memory"
+        return how if self.ipc_refusal is None else f"{how}, through host memory, since {self.ipc_refusal}"
+
+    @property
+    def lacking_flags(self) -> Mapping[str, str]:
+        """Options that a server was started without, and what it cannot do therefore."""
+        info = self._link.infos[0]
+        wanted = {
+            "--enable-sleep-mode": (info.kv_cache_can_leave, "its KV cache stays on the device"),
+            "--enable-lora": (bool(info.max_adapters), "it takes no adapters"),
+        }
+        return {flag: lack for flag, (has, lack) in wanted.items() if not has}
 
     @property
     def pinned_bytes(self) -> int:

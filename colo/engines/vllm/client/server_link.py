@@ -31,15 +31,14 @@ from safetensors.torch import save_file
 
 from colo.engine import Completion, SamplingParams
 from colo.engines.base import EngineStatus
-from colo.engines.http import Body, HttpClient, Refused, Silent
+from colo.engines.http import Body, HttpClient, Refused, Silent, base_url
 from colo.engines.sampling import check_taken, completion_seed
 from colo.engines.vllm.client import NamedAdapter, PauseMode, WorkerLink, answers_of, check_numbers
 from colo.engines.vllm.client.engine import VLLMEngine
-from colo.engines.vllm.client.start import device_of
 from colo.engines.vllm.processes import lives, pid_namespace
 from colo.engines.vllm.wire import COLO, WORKER_EXTENSION, AdapterNumbers, Request, WorkerInfo
 from colo.errors import EngineLost, PhaseError, TransferError, Unsupported
-from colo.memory.probe import device_id
+from colo.memory.probe import device_id, device_of
 from colo.memory.share import SharedMemory
 from colo.weights.mismatch import not_numbers
 
@@ -82,12 +81,6 @@ def connect(
     return VLLMEngine.over(
         link, found, when_lost="close this runtime, start the server again if it has ended, and connect again"
     )
-
-
-def base_url(url: str) -> str:
-    """The address of a server, as clients of its `/v1` and people write it: with a scheme, and without that path."""
-    url = url if "://" in url else f"http://{url}"
-    return url.rstrip("/").removesuffix("/v1")
 
 
 class ServerLink(WorkerLink):

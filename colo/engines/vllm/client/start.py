@@ -144,12 +144,6 @@ def _method_of(found: Any) -> str | None:
     return None if method is None else str(getattr(method, "value", method))
 
 
-def device_of(device: torch.device | str | None) -> torch.device:
-    """The device itself: the current GPU for `cuda`, and for `None` where there is one."""
-    found = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    return torch.device("cuda", torch.cuda.current_device()) if str(found) == "cuda" else found
-
-
 def save_config(model: PretrainedConfig | PreTrainedModel, folder: str) -> None:
     """Write the config from which vLLM builds the same model, and the generation config with its end tokens."""
     # `architectures` is written into the caller's config otherwise

@@ -13,7 +13,7 @@ import torch
 
 import colo
 from colo.engine import Engine, EngineState, SamplingParams
-from colo.engines.vllm.client.server_link import base_url
+from colo.engines.http import base_url
 from colo.engines.vllm.client.server_link import connect as colo_connect
 from colo.errors import BudgetError, EngineLost, PhaseError, StaleWeights, TransferError, Unsupported
 from colo.memory.share import open_shared_memory

@@ -1,0 +1,291 @@
+"""Weights as SGLang's servers take, name and sum them: buckets, the engine's own parameters, their checksums.
+
+A server takes Hugging Face names and fuses some into parameters of its own. It believes whatever it is sent: a name
+that it does not know is passed over in silence, a wrong shape ends its process or is copied as far as it goes. So names
+and shapes are checked here first, and what it holds afterwards is compared by the checksums of its `weights_checker`.
+
+Buckets are pickled, as the server wants them; it unpickles data alone. Nothing of the server's is ever unpickled here.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import io
+import pickle
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch.multiprocessing import reductions
+
+from colo.errors import TransferError, Unsupported
+from colo.memory.specs import TensorSpec
+from colo.units import MIB, align_up
+from colo.weights.sources.module import OUTPUT_LAYER, own_output_layer
+
+BUCKET_BYTES = 64 * MIB
+"""Bytes of a request's tensors: on a CPU they travel within it, on a GPU they are half of the slab."""
+
+FUSED: Mapping[str, Sequence[str]] = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+}
+"""Modules of the engine that are several of Hugging Face's, one after another along the first dimension."""
+
+ADAPTED = frozenset(part for parts in FUSED.values() for part in parts) | {"o_proj", "down_proj"}
+"""Modules that a server applies adapters to, when it is told to take all."""
+
+_PADDED = ("embed_tokens.weight", OUTPUT_LAYER)
+_ROWS = 64  # vocabularies are padded with zeros to a multiple of it
+_ALIGNMENT_BYTES = 16  # the server looks at bytes as another dtype, which a misaligned one does not allow
+_BASE = ".base_layer."  # in names of modules that take adapters
+
+_WORD, _MASK = 0xFFFFFFFF, (1 << 64) - 1
+
+
+# ---- what the engine has -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLayout:
+    """Parameters of an engine, each with the names of the weights that it is made of."""
+
+    specs: Mapping[str, TensorSpec]  # weights that the engine's model has, by Hugging Face name
+    parts: Mapping[str, tuple[str, ...]]  # names of the weights in each of the engine's parameters
+
+    @classmethod
+    def of(cls, specs: Iterable[TensorSpec], parameters: Iterable[str]) -> EngineLayout:
+        """Find the weights in each parameter. Raises: `Unsupported` for a model that SGLang lays out otherwise."""
+        by_name = {spec.name: spec for spec in specs}
+        parts = {name: _parts_of(name.replace(_BASE, "."), by_name) for name in parameters}
+        unknown = [name for name, of in parts.items() if not set(of) <= by_name.keys()]
+        left = by_name.keys() - {part for of in parts.values() for part in of}
+        if unknown or left:
+            name = (unknown or sorted(left))[0]
+            raise Unsupported(
+                f"the server's model is laid out in a way that colo does not know ({name}, {len(unknown) + len(left)} "
+                "in all): dense models whose parts of attention and MLP SGLang fuses, or leaves alone, can be trained"
+            )
+        return cls(by_name, parts)
+
+    def check(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Raise `TransferError` unless `weights` are the engine's by names and shapes, and all of them."""
+        if OUTPUT_LAYER in weights and OUTPUT_LAYER not in self.specs:
+            raise own_output_layer(weights[OUTPUT_LAYER].numel())
+        for name, tensor in weights.items():
+            self.check_one(name, tensor)
+        if missing := [name for name in self.specs if name not in weights]:
+            raise TransferError(
+                f"the model has no {missing[0]}, one of {len(missing)} weights that the server's model has: the server "
+                "would keep its own. Start it on a checkpoint of this very architecture"
+            )
+
+    def check_one(self, name: str, tensor: torch.Tensor) -> None:
+        """Raise `TransferError` for a weight that the engine does not have, or has in another shape."""
+        spec = self.specs.get(name)
+        if spec is None or spec.shape != tuple(tensor.shape):
+            has = "does not have it" if spec is None else f"has {spec.shape}"
+            raise TransferError(
+                f"the server's model {has}: {name} {tuple(tensor.shape)}. Start it on a checkpoint of this very "
+                "architecture, sizes, biases and tied embeddings included"
+            )
+
+
+def _parts_of(parameter: str, known: Mapping[str, TensorSpec]) -> tuple[str, ...]:
+    """Weights in a parameter; one that has its name is the whole of it."""
+    for fused, parts in FUSED.items():
+        if parameter not in known and f".{fused}." in parameter:
+            return tuple(parameter.replace(f".{fused}.", f".{part}.") for part in parts)
+    return (parameter,)
+
+
+# ---- checksums -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Expected:
+    """Checksums that the engine's parameters have to have, added up while weights pass in any order."""
+
+    layout: EngineLayout
+    sums: dict[str, str] = field(default_factory=dict)
+    _waiting: dict[str, torch.Tensor] = field(default_factory=dict)
+    _owners: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._owners = {part: name for name, parts in self.layout.parts.items() for part in parts}
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Take a weight; a parameter is summed when the last of its parts has come."""
+        owner = self._owners[name]
+        self._waiting[name] = tensor
+        parts = self.layout.parts[owner]
+        if all(part in self._waiting for part in parts):
+            whole = [self._waiting.pop(part) for part in parts]
+            self.sums[owner] = checksum(whole, padded=parts[0].endswith(_PADDED))
+
+    def check(self, held: Mapping[str, str]) -> None:
+        """Raise `TransferError`, naming a parameter, unless the engine holds what has passed here."""
+        missing = [part for name, parts in self.layout.parts.items() if name not in self.sums for part in parts]
+        if missing:
+            raise TransferError(f"nothing was sent for {missing[0]}, {len(missing)} in all: the engine kept its own")
+        wrong = [name for name, value in self.sums.items() if held.get(name) != value]
+        if wrong:
+            raise TransferError(
+                f"{len(wrong)} of {len(self.sums)} parameters of the server are not what was sent, {wrong[0]} for one: "
+                "another client may have written to it, or it computes with another dtype or layout than it says"
+            )
+
+
+def checksum(parts: Sequence[torch.Tensor], *, padded: bool = False) -> str:
+    """SGLang's checksum of a parameter made of `parts`, 16 hexadecimal digits; it depends on the kind of device."""
+    rows = sum(len(part) for part in parts)
+    padding = parts[0].new_zeros(-rows % _ROWS if padded else 0, *parts[0].shape[1:])
+    if parts[0].device.type == "cuda":
+        return f"{_gpu_hash(_bytes_of(torch.cat([*parts, padding]))):016x}"
+    found = hashlib.sha256()
+    for part in (*parts, padding):
+        found.update(_bytes_of(part).numpy().data)
+    return found.hexdigest()[:16]
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _gpu_hash(data: torch.Tensor) -> int:
+    """`gpu_tensor_hash` of SGLang (sglang/kernels/ops/memory/gpu_tensor_hash.py) in torch's own operations.
+
+    Each word of 32 bits is mixed with its position, twice; tiles of 8192 words are summed and mixed, and the tiles'
+    values, of 64 bits, summed and mixed.
+    """
+    seed, tile, chunk = 0x243F6A88, 8192, 8192 * 512
+    words = torch.cat([data, data.new_zeros(-data.numel() % 4)]).view(torch.int32)
+    total = 0
+    for start in range(0, words.numel(), chunk):
+        part = words[start : start + chunk].long() & _WORD
+        index = torch.arange(start, start + part.numel(), device=data.device)
+        halves = []
+        for seeded, factor, turns in (
+            (seed, 0x27D4EB2D, 15),
+            ((seed * 0x9E3779B1 ^ 0xDEADBEEF) & _WORD, 0x165667B1, 13),
+        ):
+            rotated = ((index << turns) | (index >> (32 - turns))) & _WORD
+            mixed = _fmix32(part ^ ((index * factor + seeded) & _WORD) ^ rotated)
+            mixed = torch.cat([mixed, mixed.new_zeros(-mixed.numel() % tile)]).view(-1, tile).sum(1) & _WORD
+            halves.append(_fmix32(mixed ^ (words.numel() * 4 & _WORD)))
+        # in Python's integers: 64 bits without a sign
+        total += sum((high << 32) | low for high, low in zip(*(half.tolist() for half in halves), strict=True))
+    total &= _MASK
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        total = ((total ^ total >> shift) * factor) & _MASK
+    return total ^ total >> 31
+
+
+def _fmix32(value: torch.Tensor) -> torch.Tensor:
+    """MurmurHash3's last step, of words in int64: products wrap, and their low 32 bits are right."""
+    value = value ^ (value >> 16)
+    value = (value * 0x85EBCA6B) & _WORD
+    value = value ^ (value >> 13)
+    value = (value * 0xC2B2AE35) & _WORD
+    return value ^ (value >> 16)
+
+
+# ---- buckets -------------------------------------------------------------------------------------------------------
+
+
+def buckets(weights: Iterable[tuple[str, torch.Tensor]], size_bytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
+    """Group weights into lists of at most `size_bytes`, or of one larger tensor."""
+    part: list[tuple[str, torch.Tensor]] = []
+    held_bytes = 0
+    for name, tensor in weights:
+        padded_bytes = align_up(tensor.nbytes, _ALIGNMENT_BYTES)
+        if part and held_bytes + padded_bytes > size_bytes:
+            yield part
+            part, held_bytes = [], 0
+        part.append((name, tensor))
+        held_bytes += padded_bytes
+    if part:
+        yield part
+
+
+class Payloads:
+    """Makes buckets into what a server of this machine reads: within the request, or on a GPU by a CUDA IPC handle.
+
+    On a GPU the bytes lie in the halves of one slab in turn. `fence` is called before a half is filled again: the
+    server answers when it has queued its copies out of it, not when they have ended.
+    Ownership: owns the slab until `close`.
+    """
+
+    def __init__(self, device: torch.device, size_bytes: int = BUCKET_BYTES) -> None:
+        self._device = device
+        self._half_bytes = size_bytes
+        self._slab: torch.Tensor | None = None
+        self._num_made = 0
+
+    def make(self, bucket: Sequence[tuple[str, torch.Tensor]], fence: Any = lambda: None) -> str:
+        """The payload of a bucket, base64."""
+        places, end = [], 0
+        for name, tensor in bucket:
+            places.append((name, tensor, end))
+            end = align_up(end + tensor.nbytes, _ALIGNMENT_BYTES)
+        memory = self._memory(end, fence)
+        described = []
+        for name, tensor, start in places:
+            memory[start : start + tensor.nbytes].copy_(_bytes_of(tensor))
+            described.append(
+                SimpleNamespace(
+                    name=name,
+                    shape=tensor.shape,
+                    dtype=tensor.dtype,
+                    start_idx=start,
+                    end_idx=start + tensor.nbytes,
+                    numel=tensor.nbytes,
+                )
+            )
+        return pack({"flattened_tensor": memory, "metadata": described})
+
+    def close(self) -> None:
+        """Let go of the slab. Idempotent."""
+        self._slab = None
+
+    def _memory(self, size_bytes: int, fence: Any) -> torch.Tensor:
+        if self._device.type != "cuda":
+            return torch.zeros(size_bytes, dtype=torch.uint8)
+        if self._num_made >= 2 or size_bytes > self._half_bytes:
+            fence()
+        if self._slab is None or size_bytes > self._half_bytes:
+            self._half_bytes = max(self._half_bytes, size_bytes)
+            self._slab = torch.empty(2 * self._half_bytes, dtype=torch.uint8, device=self._device)
+            self._num_made = 0
+        start = self._num_made % 2 * self._half_bytes
+        self._num_made += 1
+        return self._slab[start : start + size_bytes]
+
+
+def pack(payload: Any) -> str:
+    """Pickle what the server wants pickled, base64: host memory by value, a GPU's by its IPC handle and UUID."""
+    buffer = io.BytesIO()
+    _Pickler(buffer).dump(payload)
+    return base64.b64encode(buffer.getvalue()).decode()
+
+
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, obj: Any) -> Any:
+        if not isinstance(obj, torch.Tensor) or obj.device.type != "cuda":
+            return NotImplemented
+        # the other process orders nothing by our stream
+        torch.cuda.current_stream(obj.device).synchronize()
+        rebuild, arguments = reductions.reduce_tensor(obj)
+        uuid = str(torch.cuda.get_device_properties(obj.device).uuid)
+        # the seventh is the number of the GPU, which another process may count otherwise; SGLang takes its UUID
+        return rebuild, (*arguments[:6], uuid, *arguments[7:])
+
+
+def adapter_payload(tensors: Mapping[str, torch.Tensor]) -> tuple[str, dict[str, str]]:
+    """The payload of an adapter's tensors, by value, and their SHA-256, which the server compares."""
+    on_host = [(name, tensor.detach().cpu()) for name, tensor in tensors.items()]
+    payload = Payloads(torch.device("cpu")).make(on_host)
+    return payload, {name: hashlib.sha256(_bytes_of(tensor).numpy().data).hexdigest() for name, tensor in on_host}

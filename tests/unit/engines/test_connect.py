@@ -1,0 +1,61 @@
+"""`colo.connect` asks a server what it is before it speaks its protocol."""
+
+import httpx
+import pytest
+
+import colo
+from colo.errors import EngineLost, Unsupported
+
+
+def connect(answer, **options):
+    return colo.connect("localhost:8000/v1", device="cpu", http=httpx.MockTransport(answer), **options)
+
+
+def test_a_server_without_sglangs_path_is_taken_for_vllm():
+    asked = []
+
+    def answer(request):
+        asked.append(request.url.path)
+        return httpx.Response(200, json={"version": "0.31.0"}) if asked[-1] == "/version" else httpx.Response(404)
+
+    with pytest.raises(Unsupported, match="localhost:8000 is not in vLLM's development mode"):
+        connect(answer)
+    assert asked[:2] == ["/model_info", "/version"]
+
+
+@pytest.mark.parametrize("status", [401, 403])
+def test_a_server_that_wants_a_key_says_so(status):
+    with pytest.raises(Unsupported, match="http://localhost:8000 wants a key: pass api_key"):
+        connect(lambda request: httpx.Response(status))
+
+
+def test_the_key_is_sent_and_nothing_at_the_address_is_told():
+    def answer(request):
+        assert request.headers["authorization"] == "Bearer one"
+        raise httpx.ConnectError("All connection attempts failed")
+
+    with pytest.raises(EngineLost, match="no server answers at http://localhost:8000: it did not answer /model_info"):
+        connect(answer, api_key="one")
+
+
+@pytest.mark.parametrize(
+    ("told", "words"),
+    [
+        ({"version": "0.4.9"}, "is of version 0.4.9: colo needs 0.5.21 or later"),
+        ({"tp_size": 2}, "was started with --tp-size 2: colo trains beside an engine on one GPU"),
+        ({"weight_cache_mode": "client"}, "--weight-cache-mode client: the weights belong to another process"),
+        ({"quantization": "fp8"}, "--quantization fp8: quantized weights are not the trainer's"),
+        ({"speculative_algorithm": "EAGLE"}, "--speculative-algorithm EAGLE: a drafter's weights"),
+        ({}, "the config of /nowhere/at/all, which the SGLang server at http://localhost:8000 has loaded, cannot be"),
+    ],
+)
+def test_an_sglang_server_that_cannot_take_weights_is_refused_with_what_to_change(told, words):
+    plain = {"version": "0.5.21", "dtype": "auto", "device": "cpu", "max_total_num_tokens": 1, "max_req_input_len": 1}
+    plain |= {"tp_size": 1, "pp_size": 1, "dp_size": 1, "weight_cache_mode": "off"}
+    answers = {
+        "/model_info": {"weight_version": "default", "model_path": "/nowhere/at/all"},
+        "/server_info": plain | told,
+        "/v1/models": {"data": [{"max_model_len": 64}]},
+    }
+    with pytest.raises(Unsupported, match=words):
+        connect(lambda request: httpx.Response(200, json=answers[request.url.path]))
