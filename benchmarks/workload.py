@@ -96,6 +96,13 @@ class Setup:
         """The same with a KV cache of 1 GiB at most, and without CUDA graphs and torch.compile."""
         return self.resized(enforce_eager=True, kv_cache_bytes=min(self.size.kv_cache_bytes, GIB))
 
+    @property
+    def placed(self) -> dict[str, Any]:
+        """Options by which vLLM takes one process for an engine, as on a GPU; on a CPU it takes two otherwise."""
+        if self.device.type == "cuda":
+            return {}
+        return {"distributed_executor_backend": "vllm.v1.executor.uniproc_executor.UniProcExecutor"}
+
     def launched(self, *, own_process: bool = True, **settings: Any) -> Runtime:
         """vLLM and a model to train on one copy of the weights, with settings of `RuntimeConfig`."""
         return launch(
@@ -106,6 +113,7 @@ class Setup:
                 "enforce_eager": self.size.enforce_eager,
                 "max_model_len": self.size.max_length,
                 "disable_log_stats": True,
+                **self.placed,
             },
             device=self.device,
             dtype=self.config.dtype,
@@ -122,6 +130,7 @@ class Setup:
             enforce_eager=self.size.enforce_eager,
             max_model_len=self.size.max_length,
             disable_log_stats=True,
+            **self.placed,
             **options,
         )
 
@@ -143,6 +152,7 @@ class Setup:
                 disable_log_stats=True,
                 enable_sleep_mode=self.device.type == "cuda",
                 **loading,
+                **self.placed,
                 **options,
             )
 

