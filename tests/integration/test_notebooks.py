@@ -1,5 +1,6 @@
 """The notebooks: what is stored in them is whole and clean, and their code still runs."""
 
+import ast
 import json
 import os
 import re
@@ -9,11 +10,16 @@ from pathlib import Path
 
 import pytest
 
+from colo.testing import tiny_checkpoint
+
 NOTEBOOKS = sorted((Path(__file__).parents[2] / "notebooks").glob("*.ipynb"))
 MACHINE_PATH = re.compile(r"(?<![\w.:/])/(home|root|tmp|opt|usr|work|mnt|Users|content|var)/[\w.]")
 ADDRESS = re.compile(r"at 0x[0-9a-f]{6,}")
 
+EXECUTED = [path for path in NOTEBOOKS if path.stem != "04_unsloth"]  # which wants an accelerator
+
 every_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+every_executed = pytest.mark.parametrize("path", EXECUTED, ids=lambda path: path.stem)
 
 
 def read(path):
@@ -33,7 +39,12 @@ def output_text(cell):
 
 
 def test_there_are_notebooks():
-    assert [path.stem for path in NOTEBOOKS] == ["01_grpo_full", "02_grpo_lora"]
+    assert [path.stem for path in NOTEBOOKS] == [
+        "01_trl_lora",
+        "02_full_streamed",
+        "03_plain_loop",
+        "04_unsloth",
+    ]
 
 
 @every_notebook
@@ -48,7 +59,7 @@ def test_the_format_is_whole(path):
     assert path.stat().st_size < 200_000
 
 
-@every_notebook
+@every_executed
 def test_every_code_cell_has_been_executed_in_order_and_without_errors(path):
     cells = code_cells(read(path))
     assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
@@ -67,10 +78,10 @@ def test_nothing_tells_where_it_was_executed(path):
         assert ADDRESS.search(text) is None
 
 
-@every_notebook
+@every_executed
 def test_the_report_and_the_picture_are_shown(path):
     cells = code_cells(read(path))
-    (report,) = [cell for cell in cells if "rt.report()" in "".join(cell["source"])]
+    (report,) = [cell for cell in cells if "print(rt.report())" in "".join(cell["source"])]
     assert "0 B copied" in output_text(report)
     assert "engine.kv_cache" in output_text(report)
     (picture,) = [cell for cell in cells if "rt.plot(" in "".join(cell["source"])]
@@ -78,20 +89,43 @@ def test_the_report_and_the_picture_are_shown(path):
     assert "srcdoc" in "".join(output["data"]["text/html"])
 
 
+def test_a_notebook_without_outputs_says_so_and_is_python():
+    (path,) = set(NOTEBOOKS) - set(EXECUTED)
+    notebook = read(path)
+    assert "The outputs are left out" in "".join(notebook["cells"][0]["source"])
+    for cell in code_cells(notebook):
+        assert (cell["outputs"], cell["execution_count"]) == ([], None)
+        ast.parse("".join(cell["source"]))
+
+
+WHAT_IS_PRINTED = {
+    "01_trl_lora": r"^equal, bit for bit: True$",
+    "02_full_streamed": r"^optimizer: (streamed|resident): ",
+    "03_plain_loop": r"^step  1  reward \d\.\d\d  version \d+, 0 bytes sent$",
+}
+
+
+@every_executed
+def test_what_is_stored_is_what_the_code_prints(path):
+    stored = "\n".join(map(output_text, code_cells(read(path))))
+    assert re.search(WHAT_IS_PRINTED[path.stem], stored, re.MULTILINE)
+
+
 @pytest.mark.slow
-@every_notebook
+@every_executed
 def test_the_code_runs(path, tmp_path):
-    lines = [line for cell in code_cells(read(path)) for line in [*"".join(cell["source"]).splitlines(), ""]]
-    code = "\n".join(line for line in lines if not line.lstrip().startswith(("%", "!")))
+    """Two steps of a tiny model, in place of sixty of the real one."""
+    code = "\n\n".join("".join(cell["source"]) for cell in code_cells(read(path)))
+    model = str(tiny_checkpoint(tmp_path / "tiny"))
     done = subprocess.run(
         [sys.executable, "-c", f"exec({code!r})"],
         cwd=tmp_path,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""},
+        env=os.environ
+        | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "MODEL": model, "STEPS": "2"},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=400,
     )
     assert done.returncode == 0, done.stderr
-    rewards = [float(value) for value in re.findall(r"^step +\d+  reward (\d\.\d\d)$", done.stdout, re.MULTILINE)]
-    assert rewards[-1] >= rewards[0] + 0.1
-    assert len(list(tmp_path.glob("*.html"))) == 1
+    assert re.search(WHAT_IS_PRINTED[path.stem], done.stdout, re.MULTILINE)
+    assert (tmp_path / "run.html").stat().st_size > 1000

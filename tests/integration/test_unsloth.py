@@ -13,9 +13,10 @@ SCRIPT = Path(__file__).parent / "unsloth_run.py"
 
 @pytest.mark.slow
 @pytest.mark.skipif(not find_spec("unsloth"), reason="Unsloth is not installed: see docs/unsloth.md")
-def test_models_and_trainers_of_unsloths_are_shared_trained_and_given_back(cpu_build, tmp_path):
+@pytest.mark.parametrize("given", [[], ["--notebook"]], ids=["all", "notebook"])
+def test_models_and_trainers_of_unsloths_are_shared_trained_and_given_back(cpu_build, tmp_path, given):
     done = subprocess.run(
-        [sys.executable, SCRIPT, tmp_path],
+        [sys.executable, SCRIPT, tmp_path, *given],
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

@@ -1,10 +1,11 @@
-"""The real Unsloth under colo: python tests/integration/unsloth_run.py FOLDER [--shape tiny|0.6b]
+"""The real Unsloth under colo: python tests/integration/unsloth_run.py FOLDER [--shape tiny|0.6b] [--notebook]
 
 On a GPU as it is; on a CPU with an accelerator that is imitated, by functions that answer for it and without Unsloth's
 kernels. What is seen is printed, a line each, and the process fails where something is not as expected.
 """
 
 import argparse
+import json
 import os
 import sys
 import time
@@ -314,10 +315,25 @@ def attached(model, tokenizer, base, folder):
         base.show("after close()")
 
 
+def notebook(folder):
+    """The cells of notebooks/04_unsloth.ipynb, one after the other, in `folder`."""
+    path = Path(__file__).parents[2] / "notebooks/04_unsloth.ipynb"
+    os.environ.update(MODEL=str(folder / "model"), STEPS="1")
+    os.chdir(folder)
+    seen = {"__name__": "notebook"}
+    for cell in json.loads(path.read_text())["cells"]:
+        if cell["cell_type"] == "code":
+            exec("".join(cell["source"]), seen)
+    (saved,) = Path("adapter").glob("*.safetensors")
+    show("the notebook's adapter", saved.name)
+    show("its transport", seen["rt"].transport.name, expected=seen["rt"].transport.shares)
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
     parser.add_argument("--shape", choices=SHAPES, default="tiny")
+    parser.add_argument("--notebook", action="store_true", help="run the cells of the notebook, and nothing else")
     parser.add_argument("--utilization", type=float, default=0.3 if HAS_GPU else 0.05)
     given = parser.parse_args()
     given.folder.mkdir(parents=True, exist_ok=True)
@@ -331,12 +347,19 @@ def main():
 
     show("versions", {m.__name__: m.__version__ for m in (unsloth, vllm, trl, torch, colo)})
     checkpoint(given.folder / "model", SHAPES[given.shape])
+    if given.notebook:
+        notebook(given.folder.resolve())
+        return end()
     model, tokenizer = load(given.folder / "model", given.utilization)
     show("loaded", f"{used()} in use")
     base = Base(model)
     base.show("as made")
     shared(model, base, standby=standby)
     attached(model, tokenizer, base, given.folder)
+    return end()
+
+
+def end():
     show("unexpected", unexpected or "nothing", expected=True)
     sys.stdout.flush()
     os._exit(bool(unexpected))  # how vLLM and Unsloth end is not what is looked at
