@@ -124,7 +124,7 @@ def test_the_code_runs(path, tmp_path):
         | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "MODEL": model, "STEPS": "2"},
         capture_output=True,
         text=True,
-        timeout=400,
+        timeout=1200,
     )
     assert done.returncode == 0, done.stderr
     assert re.search(WHAT_IS_PRINTED[path.stem], done.stdout, re.MULTILINE)

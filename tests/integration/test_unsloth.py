@@ -20,7 +20,7 @@ def test_models_and_trainers_of_unsloths_are_shared_trained_and_given_back(cpu_b
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=900,
+        timeout=1800,
     )
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
     assert "unexpected: nothing" in done.stdout

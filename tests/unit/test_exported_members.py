@@ -165,7 +165,7 @@ LIBRARIES = ("accelerate", "click", "httpx", "packaging", "peft", "rich", "safet
 def printed_without(*packages, code):
     """What code prints where some packages are not there."""
     done = subprocess.run(
-        [sys.executable, "-c", BLOCKED.format(packages) + code], capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", BLOCKED.format(packages) + code], capture_output=True, text=True, timeout=1200
     )
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout.split()
@@ -203,7 +203,7 @@ def test_what_needs_a_library_names_the_extra_that_has_it(code):
 
 def test_the_command_line_names_the_extra_that_it_needs():
     code = BLOCKED.format(LIBRARIES) + "from colo.__main__ import main; main()"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=1200)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.strip().endswith("which is not installed: pip install 'colo-rl[launch]'")
 
