@@ -23,9 +23,9 @@ PROBLEMS = 8  # a step
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="GRPO on an SGLang server.")
     parser.add_argument("--model", required=True, help="folder or hub id of the checkpoint that the server has loaded")
-    parser.add_argument("--url", default="http://localhost:30000")
-    parser.add_argument("--device", help="cpu or cuda; by default cuda where there is one")
     parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--device", help="cpu or cuda; by default cuda where there is one")
+    parser.add_argument("--url", default="http://localhost:30000")
     parser.add_argument("--learning-rate", type=float, default=1e-6)
     return parser.parse_args()
 
