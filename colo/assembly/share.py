@@ -257,6 +257,7 @@ def _warn_of_kv_cache(engine: Engine, given: object) -> None:
     if kv_cache is not None and kv_cache.away is None and engine.device.type == "cuda":
         how = "start vLLM with enable_sleep_mode=True (a server with --enable-sleep-mode)"
         how = unsloth.HOW_TO_SLEEP if unsloth.is_unsloths(given) else how
+        how = "start the SGLang server with --enable-memory-saver" if engine.name == "sglang" else how
         warnings.warn(
             f"the engine's KV cache stays on the device while the trainer works: {how} to let it go", stacklevel=5
         )

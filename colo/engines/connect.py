@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from colo.engines.http import HttpClient, Refused, Silent, base_url
+from colo.engines.http import DEADLINE_S, HttpClient, Refused, Silent, base_url
 from colo.errors import EngineLost, Unsupported
 from colo.memory.probe import device_of
 
@@ -15,9 +15,6 @@ if TYPE_CHECKING:
 
     from colo.engines.sglang.engine import SGLangEngine
     from colo.engines.vllm.client.engine import VLLMEngine
-
-DEADLINE_S = 300.0
-"""Silence after which a server counts as lost: no answer, nor a healthy one while it generates."""
 
 
 def connect(

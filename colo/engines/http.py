@@ -16,6 +16,9 @@ T = TypeVar("T")
 
 Body = dict[str, Any]
 
+DEADLINE_S = 300.0
+"""Silence after which a server counts as lost: no answer, nor a healthy one while it generates."""
+
 
 def base_url(url: str) -> str:
     """The address of a server, as clients of its `/v1` and people write it: with a scheme, and without that path."""

@@ -1,13 +1,14 @@
 """SGLang's own server on a machine without a GPU: `python sglang_cpu.py --model-path FOLDER [SGLang's options]`.
 
 Run by the Python that has SGLang, in an environment of its own; it imports nothing of colo. The wheel's server runs as
-it is, but for what this file lends it, in its process and in those that it spawns, which import the main file again:
+it is, but for what this file lends it, in its process and in those that it forks:
 
     sgl_kernel          has no wheel for a CPU: two of its kernels are called, the rest is only imported
-    torchvision         is only imported
+    torchvision, IPython, zstandard   are only imported
     vllm                is looked for, and would be imported where it is
     torch_memory_saver  needs CUDA's driver: here it notes which tags are away, and fails as it does when asked twice
     torch               `pin_memory` and `torch.cuda.synchronize` fail without a GPU, where there is nothing to do
+    fork                in place of spawn, by which a start would import everything three times
     seeds               are heeded by deterministic inference alone, which refuses a CPU; its hash is Triton's
 """
 
@@ -16,6 +17,7 @@ import functools
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import multiprocessing
 import os
 import sys
 import types
@@ -33,7 +35,7 @@ OPTIONS = [  # of a tiny model; what the command line has comes after and wins
     *("--attention-backend", "torch_native", "--sampling-backend", "pytorch", "--lora-backend", "torch_native"),
     *("--cuda-graph-backend-decode", "disabled", "--cuda-graph-backend-prefill", "disabled"),
     *("--disable-overlap-schedule", "--skip-server-warmup", "--sleep-on-idle"),
-    *("--max-total-tokens", "8192", "--max-running-requests", "32", "--mem-fraction-static", "0.05"),
+    *("--max-total-tokens", "8192", "--max-running-requests", "32", "--mem-fraction-static", "0.5"),
 ]
 FAMILIES = ("llama", "qwen2", "qwen3")  # the other 200 take most of a start to import
 
@@ -96,6 +98,9 @@ class MemorySaver:
 # ---- modules that are not there --------------------------------------------------------------------------------------
 
 
+LENT = ("sgl_kernel", "torch_memory_saver", "torchvision", "IPython", "zstandard")
+
+
 class AnyName(type):
     def __getattr__(cls, name):
         if name.startswith("__"):
@@ -118,7 +123,7 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(self, name, path=None, target=None):
         if name == "vllm":
             raise ModuleNotFoundError("vLLM is not lent to SGLang", name=name)
-        if name.partition(".")[0] in ("sgl_kernel", "torchvision", "torch_memory_saver"):
+        if name.partition(".")[0] in LENT:
             return importlib.machinery.ModuleSpec(name, self, is_package=True)
         return None
 
@@ -145,6 +150,8 @@ def lend():
     sys.meta_path.insert(0, Finder())
     import torch
 
+    multiprocessing.set_start_method("fork")
+    multiprocessing.set_start_method = lambda *_, **__: None
     torch.cuda.synchronize = lambda device=None: None
     torch.Tensor.pin_memory = lambda self, device=None: self
     for name in ("tensor", "empty", "zeros", "ones", "full", "arange", "rand", "empty_like", "zeros_like", "ones_like"):
@@ -177,8 +184,8 @@ def hashed(seeds, positions, ids):
     return value ^ value >> 16
 
 
-lend()
 if __name__ == "__main__":
+    lend()
     import sglang.srt.server_args as server_args
     from sglang.launch_server import run_server
     from sglang.srt.utils import kill_process_tree

@@ -17,7 +17,7 @@ import pytest
 PYTHON = os.environ.get("COLO_SGLANG")
 """The Python of an environment with SGLang 0.5.21."""
 
-START_S = 600.0
+START_S = 1200.0
 NO_PROXY = httpx.Limits(max_keepalive_connections=0)
 
 needs_sglang = pytest.mark.skipif(
@@ -39,7 +39,7 @@ class Server:
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = Path(log) / f"sglang-{self.port}.log"
         starter = Path(__file__).parent / "sglang_cpu.py"
-        command = ["nice", PYTHON, starter, "--model-path", folder, "--port", self.port, *flags]
+        command = [PYTHON, starter, "--model-path", folder, "--port", self.port, *flags]
         environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
         began_s = time.monotonic()
         with self.log.open("w") as log_file:
@@ -87,6 +87,11 @@ class Server:
     def ask(self, path, **body):
         answer = httpx.post(f"{self.url}{path}", json=body, trust_env=False, timeout=60)
         return answer.status_code, answer.json() if answer.content and "json" in answer.headers["content-type"] else {}
+
+    @property
+    def adapters(self):
+        models = httpx.get(f"{self.url}/v1/models", trust_env=False, timeout=60).json()["data"]
+        return [model["id"] for model in models[1:]]
 
     @property
     def label(self):

@@ -19,6 +19,7 @@ from colo.config import RuntimeConfig
 from colo.engine import AdapterWeights, Engine, EngineState
 from colo.errors import PhaseError, StaleWeights, TransferError, Unsupported
 from colo.rl.loop import GRPOConfig, Problem, grpo
+from colo.testing import check_engine
 from tests.integration.sglang_server import Proxy, Server, needs_sglang
 from tests.models import small_qwen3
 
@@ -29,7 +30,7 @@ DEADLINE_S = 120.0
 ALL = {"max_tokens": 8, "ignore_eos": True}
 PROMPTS = [[(7 * i + j * j) % 100 for j in range(20)] for i in range(4)]
 FLAGS = ("--enable-lora", "--max-lora-rank", "8", "--lora-target-modules", "all")
-FLAGS += ("--enable-deterministic-inference", "--enable-memory-saver")
+FLAGS += ("--enable-deterministic-inference", "--enable-memory-saver", "--enable-weights-cpu-backup")
 LOW = 25  # a token below it earns a reward, of 100
 
 
@@ -257,7 +258,7 @@ def test_the_kv_cache_leaves_for_training_and_a_publication_comes_while_it_is_aw
         "engine.kv_cache": 8192 * 2 * 2 * 2 * 16 * 4,
     }
     assert mismatch(model, rt.generate(PROMPTS, **ALL)) < CLOSE
-    for level in ("keep-weights", 2):
+    for level in ("keep-weights", 1, 2):
         train_step(rt)
         rt.engine.sleep(level)
         assert rt.engine.state is EngineState.ASLEEP and " asleep:kv_cache" in server.label
@@ -266,9 +267,12 @@ def test_the_kv_cache_leaves_for_training_and_a_publication_comes_while_it_is_aw
         rt.engine.sleep(level)
         assert mismatch(model, rt.generate(PROMPTS, **ALL)) < CLOSE
         assert "asleep" not in server.label
-    with pytest.raises(PhaseError, match="level 1 keeps a copy in host memory, which an SGLang server does not"):
-        rt.engine.sleep(1)
-    assert rt.engine.state is EngineState.PAUSED
+
+
+def test_it_does_what_an_engine_says(server, model):
+    engine = colo.connect(server.url, device="cpu", deadline_s=DEADLINE_S)
+    engine.load_weights(model.named_parameters())
+    check_engine(engine, PROMPTS[0])
 
 
 def test_what_a_client_that_died_has_put_to_sleep_is_there_for_the_next(share, server, model, mismatch):
@@ -303,6 +307,19 @@ def test_versions_of_an_adapter_reach_the_server_and_the_base_once(share, model,
         train_step(rt)
     base_bytes = [publication.num_bytes - publication.adapter_bytes for publication in rt.publications]
     assert base_bytes[0] > 0 and not any(base_bytes[1:])
+
+
+def test_an_adapter_that_the_server_has_forgotten_is_given_again(share, server, model, mismatch):
+    peft = adapted(model)
+    draw_adapter(peft, 0)
+    rt = share(peft)
+    assert mismatch(peft, rt.generate(PROMPTS, **ALL)) < CLOSE
+    for name in server.adapters:
+        assert server.ask("/unload_lora_adapter", lora_name=name)[0] == 200
+    with pytest.raises(StaleWeights, match="the server has forgotten the adapter 'policy@0'"):
+        rt.generate(PROMPTS, **ALL)
+    assert mismatch(peft, rt.generate(PROMPTS, **ALL)) < CLOSE
+    assert len(server.adapters) == 1
 
 
 def test_an_adapter_that_the_server_cannot_apply_is_refused(share, server, model):

@@ -20,50 +20,48 @@ import operator
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import httpx
 import torch
-from packaging.version import Version
-from transformers import AutoConfig, PretrainedConfig
 
 from colo.engine import AdapterWeights, Completion, EngineState, SamplingParams
 from colo.engines.base import TAGS, EngineBase, EngineStatus
 from colo.engines.http import Body, HttpClient, Refused, Silent
 from colo.engines.layout import empty_model
 from colo.engines.sampling import check_seeds, completion_seed, distorting
+from colo.engines.sglang.server import (
+    WHY_IT_STAYS,
+    Facts,
+    ServerSegment,
+    away_by,
+    label_with,
+    plain_label,
+    shapes_of,
+)
 from colo.engines.sglang.weights import (
-    ADAPTED,
     BUCKET_BYTES,
     EngineLayout,
     Expected,
     Payloads,
+    adapter_as_taken,
     adapter_payload,
     buckets,
 )
 from colo.engines.text import check_count, check_prompts
 from colo.errors import BudgetError, EngineLost, PhaseError, StaleWeights, TransferError, Unsupported
 from colo.memory.load_plan import LoadPlan
-from colo.phases.phase import ENGINE_WEIGHTS, Done, Move, Residency, Segment, check_move
+from colo.phases.phase import ENGINE_WEIGHTS, Residency, Segment
 from colo.planning.kv_cache import layer_caches
 from colo.weights.mismatch import not_numbers
 from colo.weights.sources.module import ModuleSource
-
-DEADLINE_S = 300.0
-"""Silence after which a server counts as lost."""
-
-OLDEST = "0.5.21"
-"""The first SGLang that this was tested with."""
 
 _MAX_REQUESTS = 32
 """Completions travel in so many requests; SGLang batches all of them together."""
 
 _FLUSH_S = 10
 """Seconds that the server may wait for requests to end before it refuses to flush its cache."""
-
-_ASLEEP = " asleep:"
-"""Part of a label that says what is away: the server does not tell, and dies when it is to resume what is not."""
 
 _NEUTRAL: Mapping[str, float] = {
     **dict.fromkeys(("top_p", "repetition_penalty"), 1.0),
@@ -72,112 +70,7 @@ _NEUTRAL: Mapping[str, float] = {
 }
 """Options that change nothing, said so that those with which the server was started do not hold."""
 
-_LORA_FLAGS = "--enable-lora --max-lora-rank 16 --lora-target-modules all"
-
 WHY_COPIED = "an SGLang server has a copy of its own"
-
-
-# ---- what a server says of itself ----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Facts:
-    """An SGLang server's account of itself, and what follows from the config of its checkpoint."""
-
-    version: str
-    model_path: str
-    config: PretrainedConfig
-    dtype: torch.dtype
-    device: str  # "cpu" or "cuda"
-    num_positions: int
-    max_prompt: int  # tokens: a few less than the positions
-    num_cached_tokens: int
-    label: str  # its `weight_version`
-    started_with: Mapping[str, Any]  # its options
-
-    @classmethod
-    def of(cls, url: str, info: Mapping[str, Any], server: Mapping[str, Any], positions: int) -> Facts:
-        """Read `/model_info` and `/server_info`. Raises: `Unsupported` for a server that cannot take weights here."""
-        where = f"the SGLang server at {url}"
-        if Version(server["version"]) < Version(OLDEST):
-            raise Unsupported(f"{where} is of version {server['version']}: colo needs {OLDEST} or later")
-        for option, plain, why in (
-            ("tp_size", (1,), "colo trains beside an engine on one GPU"),
-            ("pp_size", (1,), "colo trains beside an engine on one GPU"),
-            ("dp_size", (1,), "colo trains beside an engine on one GPU"),
-            ("weight_cache_mode", ("off", None), "the weights belong to another process"),
-            ("quantization", (None,), "quantized weights are not the trainer's"),
-            ("speculative_algorithm", (None,), "a drafter's weights would stay as they are"),
-        ):
-            if server.get(option) not in plain:
-                flag = f"--{option.replace('_', '-')}"
-                raise Unsupported(f"{where} was started with {flag} {server[option]}: {why}; start it without")
-        path = info["model_path"]
-        try:
-            config = AutoConfig.from_pretrained(path)
-        except (OSError, ValueError) as error:
-            raise Unsupported(
-                f"the config of {path}, which {where} has loaded, cannot be read here ({error}): colo needs it to know "
-                "shapes and the vocabulary before it sends anything"
-            ) from error
-        return cls(
-            version=server["version"],
-            model_path=path,
-            config=config,
-            dtype=_dtype_of(server["dtype"], config),
-            device=server["device"],
-            num_positions=positions,
-            max_prompt=server["max_req_input_len"],
-            num_cached_tokens=server["max_total_num_tokens"],
-            label=info["weight_version"],
-            started_with=server,
-        )
-
-
-def _dtype_of(said: str, config: PretrainedConfig) -> torch.dtype:
-    """SGLang's dtype: in "auto" a checkpoint's own, but 16 bits in place of 32."""
-    if said != "auto":
-        return {"half": torch.float16, "float": torch.float32}.get(said) or getattr(torch, said)
-    own = getattr(config.get_text_config(), "dtype", None) or getattr(config, "dtype", None) or torch.float32
-    if own != torch.float32:
-        return own
-    return torch.bfloat16 if config.model_type.startswith("gemma") else torch.float16
-
-
-# ---- its memory ----------------------------------------------------------------------------------------------------
-
-
-class ServerSegment:
-    """Memory of the server that goes and comes by its tag. Its bytes are dropped: the server keeps no copy."""
-
-    host_bytes = 0
-
-    def __init__(self, engine: SGLangEngine, tag: str, size_bytes: int, *, can_leave: bool) -> None:
-        self.tag, self.name, self.size_bytes = tag, TAGS[tag], size_bytes
-        self.away = Residency.DISCARDED if can_leave else None
-        self.residency = Residency.RESIDENT
-        self._engine = engine
-
-    @property
-    def device_bytes(self) -> int:
-        """Bytes on the device now."""
-        return self.size_bytes if self.residency is Residency.RESIDENT else 0
-
-    def begin(self, target: Residency) -> Move:
-        """Make the server release or resume it. Raises: `PhaseError` when it must not leave, `EngineLost`."""
-        if target is self.residency:
-            return Done()
-        if target is Residency.OFFLOADED:
-            raise PhaseError(
-                "level 1 keeps a copy in host memory, which an SGLang server does not: take level 2, after which "
-                "weights are published again"
-            )
-        if self.away is None:
-            raise PhaseError(f"segment {self.name} cannot become {target}: it is {self._engine.why_it_stays(self)}")
-        check_move(self.name, self.residency, target)
-        self._engine.move(self, target)
-        self.residency = target
-        return Done()
 
 
 # ---- the engine ----------------------------------------------------------------------------------------------------
@@ -199,15 +92,16 @@ class SGLangEngine(EngineBase):
         url: str,
         device: torch.device,
         *,
-        deadline_s: float = DEADLINE_S,
+        deadline_s: float,
         api_key: str | None = None,
         admin_key: str | None = None,
         http: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         """Connect. Raises: see `colo.connect`."""
         self.url = url
-        # its operations want the admin's key where there is one, and generation the other
-        keys = dict.fromkeys(("/generate", "/model_info", "/v1/models"), api_key)
+        # operations want the admin's key where there is one, and these the other
+        plain = ("/generate", "/model_info", "/server_info", "/v1/models", "/load_lora_adapter_from_tensors")
+        keys = dict.fromkeys(plain, api_key)
         self._server = HttpClient(
             url,
             deadline_s=deadline_s,
@@ -219,6 +113,7 @@ class SGLangEngine(EngineBase):
         self._client = secrets.token_hex(4)
         self._label: str | None = None  # of the last publication that has begun
         self._num_labels = 0
+        self._attested: Mapping[str, str] = {}  # checksums of the server's parameters after it
         self._adapters: dict[str, str] = {}  # the server's name of each
         self._payloads = Payloads(device)
         status = EngineStatus(lambda: self.segments, on_loss=self._vanish, when_lost="call recover() once it answers")
@@ -250,12 +145,7 @@ class SGLangEngine(EngineBase):
     @property
     def lacking_flags(self) -> Mapping[str, str]:
         """Options that the server was started without, and what it cannot do therefore."""
-        wanted = {
-            "enable_memory_saver": ("--enable-memory-saver", "its memory stays on the device"),
-            "enable_deterministic_inference": ("--enable-deterministic-inference", "it ignores seeds"),
-            "enable_lora": (_LORA_FLAGS, "it takes no adapters"),
-        }
-        return {flag: lack for option, (flag, lack) in wanted.items() if not self._facts.started_with.get(option)}
+        return self._facts.lacking_flags
 
     @property
     def model_type(self) -> str | None:
@@ -270,7 +160,7 @@ class SGLangEngine(EngineBase):
 
     def why_it_stays(self, segment: Segment) -> str:
         """The reason why a segment never leaves, in words that follow `it is`."""
-        return "memory that stays (start the server with --enable-memory-saver, on a GPU)"
+        return WHY_IT_STAYS
 
     def pause(self) -> None:
         """Hold back all clients' requests; those in flight are computed again afterwards. Idempotent."""
@@ -289,8 +179,10 @@ class SGLangEngine(EngineBase):
     def reset_prefix_cache(self) -> None:
         """Forget everything computed from earlier weights. Raises: `TransferError` while requests run."""
         self._status.require_open("reset its prefix cache")
-        # at once while it is paused, where requests that wait hold nothing: with a time it would wait for them
-        query = {} if self._status.paused else {"timeout": str(_FLUSH_S)}
+        query = {"timeout": str(_FLUSH_S)}
+        if self._status.paused:
+            self._tell("/pause_generation", mode="retract")  # again: another client may have let it go on
+            query = {}  # at once: requests that wait hold nothing, and with a time it would wait for them
         self._ask("POST", "/flush_cache", query=query, as_text=True)
 
     def sampling_params(self, params: Any = None, **sampling: Any) -> Any:
@@ -364,7 +256,8 @@ class SGLangEngine(EngineBase):
         self._tell("/end_weight_update")
         # whoever has let the server go on meanwhile has left keys and values of half written weights
         self.reset_prefix_cache()
-        expected.check(self._checksums())
+        self._attested = self._checksums()
+        expected.check(self._attested)
         self._check_label()
 
     def load_adapter(self, name: str, adapter: AdapterWeights) -> None:
@@ -372,7 +265,7 @@ class SGLangEngine(EngineBase):
         self._status.require_weights("load an adapter")
         if name in self._adapters:
             raise ValueError(f"there is an adapter {name!r} already: give each version a name of its own")
-        tensors, settings = self._adapter_of(adapter)
+        tensors, settings = adapter_as_taken(adapter, self._layout, self._facts.started_with)
         payload, sums = adapter_payload(tensors)
         self._num_labels += 1
         served = f"{name}-{self._client}-{self._num_labels}"  # the server's caches go by names
@@ -424,23 +317,26 @@ class SGLangEngine(EngineBase):
             raise
         self.poison("it has been taken up again: publish to it")
 
-    def move(self, segment: ServerSegment, target: Residency) -> None:
+    def _move(self, segment: ServerSegment, target: Residency) -> None:
         """Make the server release a segment, or resume it where it has been released."""
+        source = segment.residency
         if target is Residency.RESIDENT:
             label = self._label_now()
-            if self._is_ours(label):
-                self._resume_memory(label, [segment.tag])
-            else:
-                # a server that was started again has everything; what was away is known of ours alone
+            # a server that was started again has everything: it knows no label of ours
+            self._resume_memory(label, [segment.tag])
+            if not self._is_ours(label):
                 self.poison(self._not_ours(label))
-                self._resume_memory(label, _away_by(label))
+            elif source is Residency.OFFLOADED and self._attested != self._checksums():
+                self.poison("its weights have not come back from host memory as they were: publish to it")
             return
-        self._pause()
-        self.reset_prefix_cache()
-        if segment.name == ENGINE_WEIGHTS:
+        if segment.name == ENGINE_WEIGHTS and target is Residency.DISCARDED:
             self.poison("its weights have been dropped: wake it and publish weights to it")
-        self._tell("/release_memory_occupation", tags=[segment.tag])
-        self._name(_label_with(self._label_now(), {*_away_by(self._label_now()), segment.tag}))
+        if source is Residency.RESIDENT:
+            self._pause()
+            self.reset_prefix_cache()
+            self._tell("/release_memory_occupation", tags=[segment.tag])
+            label = self._label_now()
+            self._name(label_with(label, {*away_by(label), segment.tag}))
 
     def _release(self) -> None:
         """Leave the server awake and running, with the last weights, and without the adapters."""
@@ -481,13 +377,16 @@ class SGLangEngine(EngineBase):
         outline = ModuleSource(empty_model(self._facts.config, dtype=self._facts.dtype, attn_implementation=None))
         specs = outline.specs()
         self._layout = EngineLayout.of(specs, self._checksums())
-        self._resume_memory(self._facts.label, _away_by(self._facts.label))
-        saves = bool(self._facts.started_with.get("enable_memory_saver"))
+        self._resume_memory(self._facts.label, away_by(self._facts.label))
+        options = self._facts.started_with
+        dropped = Residency.DISCARDED if options.get("enable_memory_saver") else None
+        kept = Residency.OFFLOADED if dropped and options.get("enable_weights_cpu_backup") else dropped
         tokens, size = self._facts.num_cached_tokens, self._facts.dtype.itemsize
         kv_bytes = tokens * sum(layer.token_bytes(dtype_bytes=size) or 0 for layer in layer_caches(outline.model))
         sizes = {"weights": sum(spec.size_bytes for spec in specs), "kv_cache": kv_bytes}
         if not self._segments:
-            self._segments = tuple(ServerSegment(self, tag, sizes[tag], can_leave=saves) for tag in TAGS)
+            away = {"weights": kept, "kv_cache": dropped}
+            self._segments = tuple(ServerSegment(tag, sizes[tag], away=away[tag], move=self._move) for tag in TAGS)
         for segment in self._segments:
             segment.residency = Residency.RESIDENT  # type: ignore[misc]
 
@@ -509,7 +408,8 @@ class SGLangEngine(EngineBase):
         """Raise `TransferError` when there is another model at the address by now, before anything is sent."""
         facts = self._learn()
         parameters = self._checksums()
-        if facts.config.to_dict() != self._facts.config.to_dict() or parameters.keys() != self._layout.parts.keys():
+        same_shapes = shapes_of(facts.config) == shapes_of(self._facts.config) and facts.dtype == self._facts.dtype
+        if not same_shapes or parameters.keys() != self._layout.parts.keys():
             raise TransferError(
                 f"the server at {self.url} has another model than when it was connected to, {facts.model_path}: "
                 "connect to it again, or start it as it was"
@@ -529,7 +429,7 @@ class SGLangEngine(EngineBase):
         return str(self._ask("GET", "/model_info")["weight_version"])
 
     def _is_ours(self, label: str) -> bool:
-        return self._label is not None and label.partition(_ASLEEP)[0] == self._label
+        return self._label is not None and plain_label(label) == self._label
 
     def _not_ours(self, label: str) -> str:
         return (
@@ -545,10 +445,10 @@ class SGLangEngine(EngineBase):
 
     def _resume_memory(self, label: str, tags: Sequence[str]) -> None:
         """Bring back what a label says is away: to resume anything else ends the server."""
-        away = _away_by(label)
+        away = away_by(label)
         if found := [tag for tag in tags if tag in away]:
             self._tell("/resume_memory_occupation", tags=found)
-            self._name(_label_with(label, set(away) - set(found)))
+            self._name(label_with(label, set(away) - set(found)))
 
     # ---- a publication -----------------------------------------------------------------------------------------------
 
@@ -564,7 +464,7 @@ class SGLangEngine(EngineBase):
             self._tell("/begin_weight_update", selector="target")
         self._num_labels += 1
         self._label = f"colo-{self._client}-{self._num_labels}"
-        self._name(_label_with(self._label, set(_away_by(self._facts.label))))
+        self._name(label_with(self._label, set(away_by(self._facts.label))))
 
     def _checked(
         self, weights: Iterable[tuple[str, torch.Tensor]], expected: Expected
@@ -584,40 +484,6 @@ class SGLangEngine(EngineBase):
     def _fence(self) -> None:
         """Wait for what the server has queued on its GPU, which it does before it sums; every name is left out."""
         self._checksums(skip_tensor_list=[""])
-
-    # ---- adapters ----------------------------------------------------------------------------------------------------
-
-    def _adapter_of(self, adapter: AdapterWeights) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """Tensors and settings of an adapter as the server takes them: one rank and one scaling for all modules."""
-        options = self._facts.started_with
-        if not options.get("enable_lora"):
-            raise Unsupported(
-                f"this SGLang server takes no adapters: start it with {_LORA_FLAGS}, or merge the adapter and share "
-                "the merged model"
-            )
-        rank = max(len(a) for a in adapter.a.values())
-        if rank > (options.get("max_lora_rank") or 0):
-            raise Unsupported(f"the adapter has rank {rank}: start the server with --max-lora-rank {rank}")
-        taken = set(options.get("lora_target_modules") or ())
-        scalings = set(adapter.scalings.values())
-        # one that all modules have stays a number; others become a part of B
-        common = next(iter(scalings)) if len(scalings) == 1 else 1.0
-        tensors = {}
-        for module, a in adapter.a.items():
-            b, last = adapter.b[module], module.rpartition(".")[2]
-            spec = self._layout.specs.get(f"{module}.weight")
-            if spec is None or spec.shape != (b.shape[0], a.shape[1]) or last not in ADAPTED:
-                raise Unsupported(f"an SGLang server cannot adapt {module}: leave it out of target_modules")
-            if "all" not in taken and last not in taken:
-                raise Unsupported(f"the server does not adapt {last}: start it with --lora-target-modules all")
-            spare = rank - len(a)
-            own = adapter.scalings[module] / common
-            tensors[f"base_model.model.{module}.lora_A.weight"] = torch.nn.functional.pad(a.detach(), (0, 0, 0, spare))
-            b = b.detach() if own == 1 else b.detach() * own
-            tensors[f"base_model.model.{module}.lora_B.weight"] = torch.nn.functional.pad(b, (0, spare))
-        modules = sorted({module.rpartition(".")[2] for module in adapter.a})
-        settings = {"peft_type": "LORA", "r": rank, "lora_alpha": common * rank, "target_modules": modules}
-        return tensors, settings | {"bias": "none"}
 
     # ---- generation --------------------------------------------------------------------------------------------------
 
@@ -665,6 +531,9 @@ class SGLangEngine(EngineBase):
             raise self._status.lose(str(error)) from error
         except Refused as error:
             self._check_label()  # first: another server may be there, which knows no adapter of ours
+            if adapter is not None and "LoRA" in str(error):
+                self.poison(f"the server has forgotten its adapter: {error}")
+                raise StaleWeights(f"the server has forgotten the adapter {adapter!r}: {error}") from error
             raise (ValueError if error.status < httpx.codes.INTERNAL_SERVER_ERROR else TransferError)(
                 f"the server does not generate: {error}"
             ) from error
@@ -713,15 +582,3 @@ class SGLangEngine(EngineBase):
             with suppress(TransferError):
                 self._tell("/unload_lora_adapter", lora_name=served)
         self._tell("/continue_generation")
-
-
-def _away_by(label: str) -> list[str]:
-    """Tags that a label says are away, weights first."""
-    away = label.partition(_ASLEEP)[2].split(",")
-    return [tag for tag in TAGS if tag in away]
-
-
-def _label_with(label: str, away: Iterable[str]) -> str:
-    """The label that says that these tags are away."""
-    named = sorted(away)
-    return label.partition(_ASLEEP)[0] + (f"{_ASLEEP}{','.join(named)}" if named else "")

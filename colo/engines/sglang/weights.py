@@ -21,6 +21,8 @@ from typing import Any
 import torch
 from torch.multiprocessing import reductions
 
+from colo.engine import AdapterWeights
+from colo.engines.sglang.server import LORA_FLAGS
 from colo.errors import TransferError, Unsupported
 from colo.memory.specs import TensorSpec
 from colo.units import MIB, align_up
@@ -162,7 +164,8 @@ def _gpu_hash(data: torch.Tensor) -> int:
     values, of 64 bits, summed and mixed.
     """
     seed, tile, chunk = 0x243F6A88, 8192, 8192 * 512
-    words = torch.cat([data, data.new_zeros(-data.numel() % 4)]).view(torch.int32)
+    spare = -data.numel() % 4
+    words = (torch.cat([data, data.new_zeros(spare)]) if spare else data).view(torch.int32)
     total = 0
     for start in range(0, words.numel(), chunk):
         part = words[start : start + chunk].long() & _WORD
@@ -282,6 +285,46 @@ class _Pickler(pickle.Pickler):
         uuid = str(torch.cuda.get_device_properties(obj.device).uuid)
         # the seventh is the number of the GPU, which another process may count otherwise; SGLang takes its UUID
         return rebuild, (*arguments[:6], uuid, *arguments[7:])
+
+
+# ---- adapters ------------------------------------------------------------------------------------------------------
+
+
+def adapter_as_taken(
+    adapter: AdapterWeights, layout: EngineLayout, options: Mapping[str, Any]
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Tensors and settings of an adapter as a server with `options` takes them: one rank and one scaling for all.
+
+    Raises: `Unsupported` for an adapter that it cannot apply.
+    """
+    if not options.get("enable_lora"):
+        raise Unsupported(
+            f"this SGLang server takes no adapters: start it with {LORA_FLAGS}, or merge the adapter and share "
+            "the merged model"
+        )
+    rank = max(len(a) for a in adapter.a.values())
+    if rank > (options.get("max_lora_rank") or 0):
+        raise Unsupported(f"the adapter has rank {rank}: start the server with --max-lora-rank {rank}")
+    taken = set(options.get("lora_target_modules") or ())
+    scalings = set(adapter.scalings.values())
+    # one that all modules have stays a number; others become a part of B
+    common = (next(iter(scalings)) if len(scalings) == 1 else 0) or 1.0
+    tensors = {}
+    for module, a in adapter.a.items():
+        b, last = adapter.b[module], module.rpartition(".")[2]
+        spec = layout.specs.get(f"{module}.weight")
+        if spec is None or spec.shape != (b.shape[0], a.shape[1]) or last not in ADAPTED:
+            raise Unsupported(f"an SGLang server cannot adapt {module}: leave it out of target_modules")
+        if "all" not in taken and last not in taken:
+            raise Unsupported(f"the server does not adapt {last}: start it with --lora-target-modules all")
+        spare = rank - len(a)
+        own = adapter.scalings[module] / common
+        tensors[f"base_model.model.{module}.lora_A.weight"] = torch.nn.functional.pad(a.detach(), (0, 0, 0, spare))
+        b = b.detach() if own == 1 else b.detach() * own
+        tensors[f"base_model.model.{module}.lora_B.weight"] = torch.nn.functional.pad(b, (0, spare))
+    modules = sorted({module.rpartition(".")[2] for module in adapter.a})
+    settings = {"peft_type": "LORA", "r": rank, "lora_alpha": common * rank, "target_modules": modules}
+    return tensors, settings | {"bias": "none"}
 
 
 def adapter_payload(tensors: Mapping[str, torch.Tensor]) -> tuple[str, dict[str, str]]:

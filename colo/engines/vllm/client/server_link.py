@@ -31,7 +31,7 @@ from safetensors.torch import save_file
 
 from colo.engine import Completion, SamplingParams
 from colo.engines.base import EngineStatus
-from colo.engines.http import Body, HttpClient, Refused, Silent, base_url
+from colo.engines.http import DEADLINE_S, Body, HttpClient, Refused, Silent, base_url
 from colo.engines.sampling import check_taken, completion_seed
 from colo.engines.vllm.client import NamedAdapter, PauseMode, WorkerLink, answers_of, check_numbers
 from colo.engines.vllm.client.engine import VLLMEngine
@@ -41,9 +41,6 @@ from colo.errors import EngineLost, PhaseError, TransferError, Unsupported
 from colo.memory.probe import device_id, device_of
 from colo.memory.share import SharedMemory
 from colo.weights.mismatch import not_numbers
-
-DEADLINE_S = 300.0
-"""Silence after which a server counts as lost: no answer, nor a healthy one while it generates."""
 
 HOW_TO_START = (
     f"start it on this machine as `VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --host 127.0.0.1 --load-format {COLO} "
