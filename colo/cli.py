@@ -225,7 +225,10 @@ def doctor(contract: bool, json_path: Path | None) -> int:
 @click.option("--api-key", help="Key of the server.")
 @click.option("--admin-key", help="Key of SGLang's operations (--admin-api-key).")
 def connect(url: str, device: str | None, api_key: str | None, admin_key: str | None) -> None:
-    """Say what the server at URL is, how weights would reach it, and which flags it lacks."""
+    """Say what a server is, and which flags it lacks.
+
+    And how weights would reach the one at URL.
+    """
     import colo
 
     engine = colo.connect(url, device=device, api_key=api_key, admin_key=admin_key)

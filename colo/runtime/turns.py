@@ -458,7 +458,8 @@ class Turns:
         if self._session.releases_gradients and number > 1:
             raise PhaseError(
                 "release_gradients=True steps within the backward pass, and this is the second one since "
-                "optimizer.step(): call it after every backward pass, or leave release_gradients out"
+                "optimizer.step(), or another part of one, from a reentrant checkpoint: call step() after every "
+                "backward pass, checkpoint with use_reentrant=False, or leave release_gradients out"
             )
         is_last = number == self.accumulation_steps
         if not is_last or self.turn is not Turn.TRAIN or not self._scheduler.side_by_side or self._session.is_streamed:

@@ -29,7 +29,8 @@ BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 NEEDS_MORE = {
     "import vllm\n": "tests/integration/test_vllm_pages.py runs it",
     'packed = {"quantization"': "bitsandbytes and vLLM in this process: tests/integration/test_vllm_packed.py",
-    'colo.connect("http': "a server: tests/integration/test_vllm_server.py",
+    'colo.connect("http://localhost:8000': "a server: tests/integration/test_vllm_server.py",
+    'colo.connect("http://localhost:30000': "a server: tests/integration/test_sglang.py",
     "from unsloth import": "Unsloth: tests/integration/test_unsloth.py",
     "# generates on the model's own vLLM": "Unsloth: tests/integration/test_unsloth.py",
     "sharded by `fully_shard`": "several ranks: tests/integration/test_sharded.py",
