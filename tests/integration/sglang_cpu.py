@@ -14,6 +14,7 @@ it is, but for what this file lends it, in its process and in those that it fork
 
 import contextlib
 import functools
+import gc
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -190,6 +191,8 @@ if __name__ == "__main__":
     from sglang.launch_server import run_server
     from sglang.srt.utils import kill_process_tree
 
+    importlib.import_module("sglang.srt.entrypoints.http_server")
+    gc.freeze()  # on a CPU every flush collects garbage, which would look at all that was imported
     server_args.DETERMINISTIC_ATTENTION_BACKEND_CHOICES.append("torch_native")
     try:
         run_server(server_args.prepare_server_args(OPTIONS + sys.argv[1:]))
