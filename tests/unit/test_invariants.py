@@ -18,6 +18,7 @@ import torch
 
 import colo
 from colo.config import RuntimeConfig
+from colo.engines.sglang.server import Facts
 from colo.engines.text import check_count
 from colo.memory import cuda_driver, region
 from colo.memory.arena import PinnedArena
@@ -83,6 +84,22 @@ def generate(monkeypatch):
     engine.generate([[1]], colo.SamplingParams(max_tokens=100))
 
 
+def generate_on_a_server(monkeypatch):
+    facts = Facts(
+        version="0.5.21",
+        model_path="model",
+        config=SimpleNamespace(),
+        dtype=torch.bfloat16,
+        device="cpu",
+        num_positions=100,
+        max_prompt=90,
+        num_cached_tokens=50,
+        label="",
+        started_with={},
+    )
+    facts.check_room(10, 60, cache_bytes=50 * MIB)
+
+
 def restore_a_region(monkeypatch):
     monkeypatch.setattr(region, "free_device_bytes", lambda device: GIB)
     region.require_free("trainer.optimizer", 2 * GIB, CUDA)
@@ -120,6 +137,7 @@ REFUSALS = {
     "assembly/share.py _admit": start,
     "engines/text.py check_count": lambda monkeypatch: check_count(1, 10**12),
     "engines/caches.py check_room": generate,
+    "engines/sglang/server.py check_room": generate_on_a_server,
     "memory/arena.py _grow": lambda monkeypatch: PinnedArena(torch.device("cpu"), limit_bytes=MIB).allocate(2 * MIB),
     "memory/region.py require_free": restore_a_region,
     "memory/cuda_driver.py allocate": take_memory_of_the_driver,

@@ -50,7 +50,7 @@ from colo.engines.sglang.weights import (
     buckets,
 )
 from colo.engines.text import check_count, check_prompts
-from colo.errors import BudgetError, EngineLost, PhaseError, StaleWeights, TransferError, Unsupported
+from colo.errors import EngineLost, PhaseError, StaleWeights, TransferError, Unsupported
 from colo.memory.load_plan import LoadPlan
 from colo.phases.phase import ENGINE_WEIGHTS, Residency, Segment
 from colo.planning.kv_cache import layer_caches
@@ -498,13 +498,8 @@ class SGLangEngine(EngineBase):
 
     def _row(self, prompt: tuple[int, ...], params: SamplingParams, index: int, sample: int) -> Body:
         limit = min(params.max_tokens, self._facts.num_positions - len(prompt))
-        if len(prompt) + limit > self._facts.num_cached_tokens:
-            raise BudgetError(
-                f"a sequence of {len(prompt) + limit} tokens does not fit the server's KV cache of "
-                f"{self._facts.num_cached_tokens}: ask for fewer max_tokens, or start it with a larger one",
-                needed_bytes=len(prompt) + limit,
-                free_bytes=self._facts.num_cached_tokens,
-            )
+        kv_cache = next(segment for segment in self._segments if segment.name == "kv_cache")
+        self._facts.check_room(len(prompt), limit, kv_cache.size_bytes)
         settings: Body = {
             "max_new_tokens": limit,
             "temperature": params.temperature,

@@ -11,8 +11,9 @@ from packaging.version import Version
 from transformers import AutoConfig, PretrainedConfig
 
 from colo.engines.base import TAGS
-from colo.errors import PhaseError, Unsupported
+from colo.errors import BudgetError, PhaseError, Unsupported
 from colo.phases.phase import Done, Move, Residency, check_move
+from colo.units import format_bytes
 
 OLDEST = "0.5.21"
 """The first SGLang that this was tested with."""
@@ -90,6 +91,19 @@ class Facts:
             label=info["weight_version"],
             started_with=server,
         )
+
+    def check_room(self, prompt_tokens: int, max_tokens: int, cache_bytes: int) -> None:
+        """Raise `BudgetError` for a sequence that the KV cache of `cache_bytes` does not hold, however empty it is."""
+        needed, cached = prompt_tokens + max_tokens, self.num_cached_tokens
+        if needed > cached:
+            needed_bytes = cache_bytes * needed // cached
+            raise BudgetError(
+                f"a prompt of {prompt_tokens} tokens and max_tokens={max_tokens} need {format_bytes(needed_bytes)} of "
+                f"the server's KV cache, which has {format_bytes(cache_bytes)} for {cached} tokens: lower max_tokens, "
+                f"shorten the prompt, or start it with --max-total-tokens {needed}",
+                needed_bytes=needed_bytes,
+                free_bytes=cache_bytes,
+            )
 
 
 def shapes_of(config: PretrainedConfig) -> dict[str, Any]:
