@@ -326,9 +326,9 @@ class Engine(Protocol):
         """Release everything. Idempotent."""
 
 
-def missing_members(engine: object) -> list[str]:
-    """Members of `Engine` that an object has not."""
-    return sorted(name for name in vars(Engine) if not name.startswith("_") and not hasattr(engine, name))
+def missing_members(given: object, protocol: type = Engine) -> list[str]:
+    """Members of a protocol that an object has not."""
+    return sorted(name for name in vars(protocol) if not name.startswith("_") and not hasattr(given, name))
 
 
 @runtime_checkable

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from colo.engine import EngineState, SamplingParams, SleepLevel
+from colo.engine import EngineState, SamplingParams, SleepLevel, missing_members
 from colo.engines.sampling import check_taken, sampling_temperature
 from colo.errors import BudgetError, EngineLost, PhaseError, StaleWeights
 from colo.memory.offload import Mover
@@ -54,7 +54,13 @@ class EngineBase:
         mover: Mover | None = None,
         status: EngineStatus | None = None,
     ) -> None:
-        """Start awake and poisoned. A mover that is given stays its owner's; another is closed with the engine."""
+        """Start awake and poisoned. A mover that is given stays its owner's; another is closed with the engine.
+
+        Raises: `TypeError` for a segment that is not whole.
+        """
+        for segment in segments:
+            if missing := missing_members(segment, Segment):
+                raise TypeError(f"the segment {type(segment).__name__} lacks {', '.join(missing)}")
         self.device = device
         self.mover = mover or Mover(device)
         self._owns_mover = mover is None

@@ -5,6 +5,8 @@ import torch
 import colo
 from colo.engine import Engine, LoadPlans
 from colo.engines.base import EngineBase
+from colo.engines.sampling import Sampler
+from colo.engines.text import check_prompts
 from colo.memory.load_plan import LoadPlan
 from colo.phases.phase import ENGINE_KV_CACHE, ENGINE_WEIGHTS, FixedSegment, Residency
 from colo.testing import FakeDevice, FakeSegment, check_engine
@@ -35,6 +37,7 @@ class BigramEngine(EngineBase):
 
     def generate(self, prompts, params, *, adapter=None):
         version = self.ready()  # refuses while asleep or poisoned
+        check_prompts(prompts, self.vocab_size, None)  # `None`: a prompt may have any length
         return [
             self.sample(prompt_index, sample_index, tuple(prompt), params, version)
             for prompt_index, prompt in enumerate(prompts)
@@ -43,18 +46,20 @@ class BigramEngine(EngineBase):
 
     @torch.no_grad()
     def sample(self, prompt_index, sample_index, prompt, params, version):
-        tokens, logprobs = [*prompt], []
-        for _ in range(params.max_tokens):
-            of_next = (self.table[tokens[-1]] / (params.temperature or 1)).log_softmax(-1)
-            tokens.append(int(of_next.exp().multinomial(1) if params.temperature else of_next.argmax()))
-            logprobs.append(float(of_next[tokens[-1]]))
+        sampler = Sampler(params, [(prompt_index, sample_index)], self.device)  # temperature, filters and seeds
+        tokens, logprobs, stopped = [*prompt], [], False
+        while not stopped and len(logprobs) < params.max_tokens:
+            token, logprob = sampler.sample(self.table[tokens[-1:]])  # logits, shape (1, TOKENS)
+            tokens.append(int(token))
+            logprobs.append(float(logprob))
+            stopped = tokens[-1] in params.stop_token_ids
         return colo.Completion(
             prompt_index=prompt_index,
             sample_index=sample_index,
             prompt_token_ids=prompt,
             token_ids=tuple(tokens[len(prompt) :]),
             logprobs=tuple(logprobs),
-            finish_reason="length",
+            finish_reason="stop" if stopped else "length",
             weights_version=version,
         )
 
@@ -86,9 +91,9 @@ def train(engine):
     optimizer = torch.optim.Adam(model.parameters(), lr=0.2)
     rewards = []
     with colo.share(engine, model, optimizer) as rt:
-        for _ in range(30):
+        for step in range(30):
             with rt.rollout():
-                completions = rt.generate([[1]], n=16, max_tokens=4)
+                completions = rt.generate([[1]], n=16, max_tokens=4, seed=step)
             ids = torch.tensor([[1, *c.token_ids] for c in completions])
             reward = (ids[:, 1:] % 2 == 0).float().mean(1)  # even tokens are wanted
             with rt.train():

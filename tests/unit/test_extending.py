@@ -115,6 +115,23 @@ def test_an_engine_that_lacks_members_is_told_which():
         colo.share(Half(), model, torch.optim.AdamW(model.parameters()))
 
 
+def test_the_engine_honours_sampling_options_and_refuses_prompts():
+    engine = runpy.run_path(str(ROOT / "examples" / "extending" / "engine.py"))["BigramEngine"]()
+    engine.commit(0)
+
+    def draw(prompt=(1,), **options):
+        return engine.generate([prompt], engine.sampling_params(**{"max_tokens": 16} | options))[0]
+
+    assert draw(seed=1).token_ids == draw(seed=1).token_ids != draw(seed=2).token_ids
+    assert draw().token_ids != draw().token_ids  # anew each time: alike once in 16 ** 16
+    assert draw(top_k=1).logprobs == (0.0,) * 16
+    ended = draw(stop_token_ids=range(16))
+    assert (len(ended.token_ids), ended.finish_reason, draw().finish_reason) == (1, "stop", "length")
+    for prompt in ((), (16,), (-1,)):
+        with pytest.raises(ValueError, match="prompt 0"):
+            draw(prompt)
+
+
 def test_an_engine_that_gives_a_token_no_log_probability_is_refused(monkeypatch):
     example = runpy.run_path(str(ROOT / "examples" / "extending" / "engine.py"))
     engine = example["BigramEngine"]

@@ -3,9 +3,10 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from colo.engine import EngineState
-from colo.engines.base import EngineStatus
+from colo.engines.base import EngineBase, EngineStatus
 from colo.errors import EngineLost, PhaseError, StaleWeights
 from colo.phases.phase import ENGINE_KV_CACHE, ENGINE_WEIGHTS, Residency
 
@@ -84,3 +85,8 @@ def test_whether_it_is_alive_is_looked_at_first(segments):
     status = EngineStatus(lambda: segments, check_alive=lambda: status.lose("gone"))
     with pytest.raises(EngineLost, match="gone"):
         status.require("act", EngineState.AWAKE)
+
+
+def test_a_segment_that_lacks_members_is_told_which(segments):
+    with pytest.raises(TypeError, match="segment SimpleNamespace lacks away, begin, .*, size_bytes$"):
+        EngineBase(torch.device("cpu"), segments)
