@@ -2,11 +2,7 @@
 
 import json
 import os
-import signal
-import subprocess
-import sys
 
-import psutil
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
@@ -129,39 +125,17 @@ def mismatch():
     return compare
 
 
-def told_by_ranks(said, logs, count):
-    """The end of what every rank has written to stderr, after that of torchrun: the first to fail says why."""
-    parts = [f"torchrun: {said[-1500:]}"]
-    for rank in range(count):
-        parts += [f"rank {rank}: {path.read_text()[-5000:]}" for path in logs.rglob(f"{rank}/stderr.log")]
-    return "\n\n".join(parts)
-
-
 @pytest.fixture(scope="session")
 def two_ranks(tmp_path_factory):
-    """Runs a script on two ranks of torchrun, or `count`, and gives what each has written to `RESULTS/RANK.json`.
+    """Runs a script on two ranks, or `count`, and gives what each has written to `RESULTS/RANK.json`.
 
     The script is given a folder for results after the other arguments.
     """
 
     def run(script, *arguments, timeout=240, count=2):
         results, logs = tmp_path_factory.mktemp("results"), tmp_path_factory.mktemp("logs")
-        launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(count), "--rdzv-backend", "c10d"]
-        launcher += ["--rdzv-endpoint", "127.0.0.1:0", "--log-dir", logs, "--redirects", "3"]
-        environment = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-        done = subprocess.Popen(
-            list(map(str, [sys.executable, *launcher, script, *arguments, results])),
-            env=os.environ | environment | {"PYTHONFAULTHANDLER": "1"},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        try:
-            said = done.communicate(timeout=timeout)[1]
-        except subprocess.TimeoutExpired:
-            for process in psutil.Process(done.pid).children(recursive=True):
-                process.send_signal(signal.SIGABRT)  # at which every rank tells where it is, and torchrun ends
-            said = f"after {timeout} s: {done.communicate(timeout=60)[1]}"
-        assert done.returncode == 0, told_by_ranks(said, logs, count)
+        wrong = warm.run_ranks(script, (*arguments, results), count, logs, timeout=timeout)
+        assert not wrong, "\n\n".join([wrong, *(f"{log}: {log.read_text()[-5000:]}" for log in sorted(logs.iterdir()))])
         return [json.loads((results / f"{rank}.json").read_text()) for rank in range(count)]
 
     return run
