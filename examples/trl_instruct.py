@@ -11,6 +11,7 @@ system prompt by `--system`.
 
 import re
 from dataclasses import dataclass, field
+from statistics import mean
 from typing import Any
 
 import reasoning_gym
@@ -21,12 +22,13 @@ from trl import ModelConfig, TrlParser, get_peft_config
 from colo.testing import small_instruct_model
 from colo.trl import ColoGRPOConfig, ColoGRPOTrainer
 
-TASKS: dict[str, dict[str, Any]] = {
-    # Calculate 12 + 7.
-    "basic_arithmetic": {"operators": ("+",), "min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}
-    | dict.fromkeys(("allow_parentheses", "allow_negation"), False),
-    "chain_sum": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2},  # 12 + 7 =
-    "products": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2},  # 12 * 7 =
+_TWO = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}
+_SUM = _TWO | {"operators": ("+",), "allow_parentheses": False, "allow_negation": False}
+TASKS: dict[str, tuple[str, dict[str, Any]]] = {  # of reasoning-gym, by name and settings
+    "digits": ("basic_arithmetic", _SUM | {"max_digits": 1}),  # Calculate 2 + 7.
+    "sums": ("basic_arithmetic", _SUM),  # Calculate 12 + 7.
+    "chain_sum": ("chain_sum", _TWO),  # State the final answer to the following arithmetic problem: 12 + 7 =
+    "products": ("products", _TWO),
 }
 ON_ANY = {
     "fast_inference": True,
@@ -51,14 +53,15 @@ ON_A_CPU = {"per_device_train_batch_size": 32, "colo_kv_cache_bytes": "256MiB", 
 class Questions:
     """What is asked."""
 
-    task: str = field(default="chain_sum", metadata={"help": "a task of reasoning-gym whose answers are numbers"})
+    task: str = field(default="chain_sum", metadata={"help": f"one of {', '.join(TASKS)}, or a task of reasoning-gym"})
     system: str = field(default="", metadata={"help": "what the model is told before each, if anything"})
     held_out: int = field(default=100, metadata={"help": "questions asked before and after, and never trained on"})
 
 
 def questions(asked: Questions) -> tuple[Dataset, list[dict[str, Any]]]:
     """Questions to train on, and others to ask before and after."""
-    made = reasoning_gym.create_dataset(asked.task, size=2000, seed=0, **TASKS.get(asked.task, {}))
+    task, settings = TASKS.get(asked.task, (asked.task, {}))
+    made = reasoning_gym.create_dataset(task, size=2000, seed=0, **settings)
     unique = {entry["question"]: entry for entry in made}.values()
     told = [{"role": "system", "content": asked.system}] if asked.system else []
     rows = [{"prompt": [*told, {"role": "user", "content": e["question"]}], "answer": e["answer"]} for e in unique]
@@ -75,13 +78,14 @@ def right(completions: list[list[dict[str, str]]], answer: list[str], **columns:
     return [is_right(message["content"], one) for (message,), one in zip(completions, answer, strict=True)]
 
 
-def asked_again(trainer: ColoGRPOTrainer, rows: list[dict[str, Any]]) -> list[str]:
-    """The most probable answers, in the order of the questions."""
+def asked_again(trainer: ColoGRPOTrainer, rows: list[dict[str, Any]]) -> list[list[str]]:
+    """Four answers to each question, sampled as in training."""
     write = trainer.processing_class.apply_chat_template
     prompts = [write(row["prompt"], tokenize=False, add_generation_prompt=True) for row in rows]
+    sampling = {"max_tokens": trainer.args.max_completion_length, "temperature": trainer.args.temperature}
     with trainer.colo.rollout():
-        found = trainer.colo.generate(prompts, max_tokens=trainer.args.max_completion_length, temperature=0.0)
-    return [completion.text for completion in found]
+        found = trainer.colo.generate(prompts, n=4, seed=0, **sampling)
+    return [[completion.text for completion in found[4 * i : 4 * i + 4]] for i in range(len(rows))]
 
 
 if __name__ == "__main__":
@@ -103,10 +107,12 @@ if __name__ == "__main__":
     rewards = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
     print("reward", *(f"{reward:.2f}" for reward in rewards))
     for row, old, new in zip(held_out[:3], before, after, strict=False):
-        print(f"{row['prompt'][-1]['content']}\n  before: {old!r}\n  after:  {new!r}\n  right:  {row['answer']}")
-    for name, texts in (("before", before), ("after", after)):
-        count = sum(is_right(text, row["answer"]) for text, row in zip(texts, held_out, strict=True))
-        print(f"{name}: {count:.0f} of {len(held_out)} held-out questions answered")
+        print(f"{row['prompt'][-1]['content']}\n  before: {old[0]!r}\n  after:  {new[0]!r}\n  right:  {row['answer']}")
+    for name, answers in (("before", before), ("after", after)):
+        share = mean(
+            is_right(text, row["answer"]) for texts, row in zip(answers, held_out, strict=True) for text in texts
+        )
+        print(f"{name}: {share:.0%} of answers to {len(held_out)} held-out questions are right")
     print(trainer.colo.report())
     trainer.colo.plot(f"{args.output_dir}/run.html", title="SmolLM2 learns to add")
     trainer.colo.close()
