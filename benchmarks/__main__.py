@@ -219,6 +219,16 @@ def generation() -> None:
     """Tokens a second on the trainer's weights, beside stock vLLM."""
 
 
+@benchmark(
+    "rollouts",
+    _shapes("0.6b", "8b"),
+    click.option("--prompts", type=click.IntRange(min=1), help="Groups of 8 in a step; 256 on a GPU."),
+    device_option,
+)
+def rollouts() -> None:
+    """Lengths with a tail: whole batches, beside groups that end first."""
+
+
 @benchmark("sync", _shapes("8b", "0.6b", "30b-a3b"), device_option)
 def sync() -> None:
     """All weights to vLLM in another process, beside what others do."""

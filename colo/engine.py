@@ -176,13 +176,19 @@ class Completion:
     applied; for greedy decoding the unscaled softmax)."""
 
     finish_reason: str
-    """`stop` when a stop token ended it, `length` when it ran into a limit."""
+    """`stop` when a stop token ended it, `length` when it ran into a limit, `carried` while it is to go on."""
 
     weights_version: int
-    """Version of the weights that every token of this completion was sampled from."""
+    """Version of the weights that its tokens were sampled from, the last one's where they are of several."""
+
+    spans: tuple[tuple[int, int], ...] = ()
+    """(version, number of tokens) in order, of a completion that was continued (`until`); else empty."""
 
     adapter: str | None = None
     """Name of the LoRA adapter that was applied, if any."""
+
+    key: Any = None
+    """The caller's object for its prompt, of a call with `keys`."""
 
     text: _Text = _Text()
     """The engine's own text, which ends before a stop string, or else the tokens decoded by the runtime's tokenizer
@@ -194,6 +200,12 @@ class Completion:
     colo decodes)."""
 
     _text: ClassVar[Any] = None  # a text, or a callable that decodes it
+
+    @property
+    def token_versions(self) -> tuple[int, ...]:
+        """Version of the weights that each token was sampled from, for importance weights."""
+        spans = self.spans or ((self.weights_version, len(self.token_ids)),)
+        return tuple(version for version, count in spans for _ in range(count))
 
     def with_text(self, decode: Callable[[], str]) -> Completion:
         """This completion with the text that `decode` makes when it is read, unless the engine has given one."""

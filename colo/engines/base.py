@@ -43,6 +43,9 @@ class EngineBase:
     called = ""
     """Words for it in errors about sampling options; by default its name."""
 
+    longest_prompt: int | None = None
+    """The most tokens of a prompt after which a position is left to sample for; `None` without a limit."""
+
     or_else = "leave it out"
     """Advice for the error about an option that the engine does not take."""
 
@@ -115,6 +118,9 @@ class EngineBase:
             # first: it may publish, and lift a poisoning
             self.before_generate()
         return self._status.require_version()
+
+    def check_request(self, prompts: Sequence[Sequence[int]], params: Any) -> None:
+        """Raise what `generate` would raise for these prompts and parameters. Here: nothing."""
 
     def sampling_params(self, params: Any = None, **sampling: Any) -> Any:
         """`SamplingParams`, with the options given by name in place of those of `params`.

@@ -125,18 +125,22 @@ class TorchEngine(EngineBase):
         version = self.ready()
         if adapter is not None:
             self._adapters.require(adapter)
-        # `operator.index` takes NumPy's and torch's integers, and refuses floats
-        token_ids = [tuple(map(operator.index, prompt)) for prompt in prompts]
-        check_count(len(token_ids), params.n)
-        check_seeds(params.seed, len(token_ids))
-        check_prompts(token_ids, self.vocab_size, self._positions.count)
-        # refuses a sequence that does not fit before anything is computed
-        waves = self._caches.plan(token_ids, n=params.n, max_tokens=params.max_tokens)
+        waves = self._plan(prompts, params)
         plain = torch.autocast(self.device.type, enabled=False)  # a caller's autocast is for training
         with torch.no_grad(), plain, self._adapters.applied(adapter):
             completions = [c for wave in waves for c in self._run(wave, params, adapter, version)]
         # waves group prompts by length: the order of the caller is put back
         return sorted(completions, key=lambda c: (c.prompt_index, c.sample_index))
+
+    def check_request(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> None:
+        """Raise what `generate` would raise for these prompts and parameters."""
+        self._plan(prompts, params)
+
+    @property
+    def longest_prompt(self) -> int | None:  # type: ignore[override]
+        """The most tokens of a prompt after which a position is left; `None` where the model has no such limit."""
+        count = self._positions.count
+        return None if count is None else count - 1
 
     def why_it_stays(self, segment: Segment) -> str:
         """The reason why a segment never leaves: a trainer works on it."""
@@ -197,6 +201,15 @@ class TorchEngine(EngineBase):
         # the regions can close only when no view refers to them
         self.weights.drop_views()
         close_all([self._weights_segment.close, self._kv_segment.close])
+
+    def _plan(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[Wave]:
+        # `operator.index` takes NumPy's and torch's integers, and refuses floats
+        token_ids = [tuple(map(operator.index, prompt)) for prompt in prompts]
+        check_count(len(token_ids), params.n)
+        check_seeds(params.seed, len(token_ids))
+        check_prompts(token_ids, self.vocab_size, self._positions.count)
+        # refuses a sequence that does not fit before anything is computed
+        return self._caches.plan(token_ids, n=params.n, max_tokens=params.max_tokens)
 
     def _run(self, wave: Wave, params: SamplingParams, adapter: str | None, version: int) -> list[Completion]:
         logits, rows = self._caches.start(self.module, wave, adapter)

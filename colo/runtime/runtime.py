@@ -30,6 +30,7 @@ from colo.memory.parking import Kept
 from colo.memory.uninterrupted import uninterrupted
 from colo.phases.phase import ENGINE_WEIGHTS, Phase
 from colo.phases.trace import Trace
+from colo.runtime.carried import Carried, Until, check_until, options_of
 from colo.runtime.construction import Parts, TrainerSide, has_logits, prepare_arena
 from colo.runtime.lifetime import Closing, check_free, collect_dropped, forget, register, runtime_of
 from colo.runtime.parked import ParkedModule
@@ -104,6 +105,7 @@ class Runtime:
             self._closing = Closing(parts, turns, owns_model=owns_model)
             self._has_begun = False
             self._is_sampling = False
+            self._carried = Carried()
             undo.callback(forget, self)
             register(self)
             # calls of the engine's own `generate` are guarded too
@@ -149,7 +151,16 @@ class Runtime:
             raise ValueError(f"enter() takes Phase.ROLLOUT, Phase.TRAIN or None, not {phase!r}")
         self._turns.enter(None if phase is None else Phase(phase))  # a name is equal to a phase
 
-    def generate(self, prompts: Prompts, params: Any = None, **sampling: Any) -> list[Completion]:
+    def generate(
+        self,
+        prompts: Prompts,
+        params: Any = None,
+        *,
+        until: Until | None = None,
+        max_age: int | None = None,
+        keys: Sequence[Any] | None = None,
+        **sampling: Any,
+    ) -> list[Completion]:
         """Sample completions from the current weights, in prompt order, then sample order.
 
         `prompts` are texts, conversations (the runtime needs a tokenizer for both), token ids, or what a tokenizer
@@ -160,18 +171,32 @@ class Runtime:
         call, in whichever way, are published first; sharded ones are `StaleWeights` where torch has not counted it.
         Calls of several threads wait for each other.
 
-        Raises: `PhaseError` inside `train()` or after `close()`; as `Engine.generate` for everything else.
+        With `until` the call ends once so many prompts have all of their samples: a share (0.9) or a number of those
+        under way, or a time (`timedelta`). It returns these; the others, `rt.carried`, go on in the next call with
+        `until`, from the weights of that time, whatever prompts it is given (`[]` for none). `keys` has an object for
+        each prompt, which its completions have as `key`; `prompt_index` counts prompts on from call to call.
+        `Completion.spans` says which tokens are of which version. A sample with tokens of more than `max_age` versions
+        back begins anew.
+
+        Raises: `PhaseError` inside `train()` or after `close()`; `Unsupported` for options that look at earlier tokens,
+        such as penalties, with `until`; as `Engine.generate` for everything else.
         """
+        check_until(until, max_age, keys)
+        how = {} if until is None else {"until": until, "max_age": max_age, "keys": keys}
         self._turns.check_process()
         # the lock covers the phase as well: another thread's `generate` must not find it half entered
         with self._turns.lock:
             self._turns.require(Verb.GENERATE)
             if self._turns.phase is None:
                 with self.rollout():
-                    return self._sample(prompts, params, sampling)
-            return self._sample(prompts, params, sampling)
+                    return self._sample(prompts, params, sampling, how)
+            return self._sample(prompts, params, sampling, how)
 
-    def _sample(self, prompts: Prompts, params: Any, sampling: Mapping[str, Any]) -> list[Completion]:
+    def _sample(
+        self, prompts: Prompts, params: Any, sampling: Mapping[str, Any], how: Mapping[str, Any]
+    ) -> list[Completion]:
+        if how:  # asked for by name, in parts
+            params, sampling = None, options_of(params, sampling)
         params = self.engine.sampling_params(params, **sampling)
         token_ids = encode_prompts(prompts, self.tokenizer)
         self.versions.refresh()
@@ -180,7 +205,12 @@ class Runtime:
         adapter = None if published is not None and is_disabled(self.model) else published
         self._is_sampling = True
         try:
-            completions = self.engine.generate(token_ids, params, adapter=adapter)
+            if not how:
+                completions = self.engine.generate(token_ids, params, adapter=adapter)
+            else:
+                completions = self._carried.run(token_ids, sampling, engine=self.engine, adapter=adapter, **how)
+                for name, value in self._carried.metrics(completions, self.weights_version).items():
+                    self.trace.metric(name, value)
         except FloatingPointError as error:
             self._name_not_finite(error)
             raise
@@ -246,6 +276,16 @@ class Runtime:
         except BaseException:
             parked.close()
             raise
+
+    @property
+    def carried(self) -> list[Completion]:
+        """Completions that go on in the next `generate` with `until`, as far as they are, whole groups in order."""
+        return [with_text(completion, self.tokenizer) for completion in self._carried.completions()]
+
+    def drop_carried(self) -> None:
+        """Give up the completions of `carried`."""
+        self._turns.check_process()
+        self._carried.clear()
 
     def log(self, **metrics: float) -> None:
         """Add one value to each of the named series of the report, such as `reward`."""
@@ -398,6 +438,11 @@ def facts_of(rt: Runtime, side: TrainerSide, *, is_compared: bool) -> dict[str, 
         facts["kept"] = _what_is_kept(kept)
     if changed := trace.metrics.get("changed_fraction"):
         facts["changed"] = f"{changed[-1]:.1%} of the 16-bit weights in the last step"
+    if carried := trace.metrics.get("carried"):
+        facts["carried"] = f"{carried[-1]:.0%} of the prompts under way went on into a later rollout"
+        if ages := trace.metrics.get("token_age"):
+            most = max(trace.metrics["token_age_max"])
+            facts["carried"] += f"; tokens of the last one are {ages[-1]:.2g} versions old on average, {most:g} at most"
     mismatch = trace.metrics.get("mismatch") or trace.metrics.get("mismatch_sampled")
     if mismatch:
         facts["mismatch"] = f"{mismatch[-1]:.2g} mean |log p(engine) - log p(trainer)| in the last step"

@@ -386,6 +386,9 @@ class Turns:
         if self._mismatch.has_noted:
             self._versions.notice_writes()  # of a loop that has changed weights since it sampled
         version = self._versions.current
+        by_age = self._mismatch.measure_by_age(self._source, self._model, version=version, device=self._device)
+        for age, mean in by_age.items():
+            self._trace.metric(f"mismatch_age_{age}", mean)
         found = self._mismatch.measure(self._source, self._model, version=version, device=self._device)
         if found is None:
             return

@@ -20,6 +20,7 @@ from colo.errors import Unsupported
 from colo.trl.attachment import ATTACHED, attach, choose_process
 from colo.trl.checks import check_args, check_checkpoint, check_columns, check_output, check_released
 from colo.trl.generation import initialized_once
+from colo.trl.partial import PartialRollouts
 
 if TYPE_CHECKING:
     from colo.runtime import Runtime
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 _OPTIONS_OF_A_START = ("dtype", "revision")
 """Keys of `model_init_kwargs` that colo takes."""
 
-_SWITCHES = ("fast_inference", "colo_release_gradients", "colo_fold_adapter", "colo_seeded")
+_SWITCHES = ("fast_inference", "colo_release_gradients", "colo_fold_adapter", "colo_seeded", "colo_partial_rollouts")
 
 T = TypeVar("T")
 
@@ -69,6 +70,14 @@ class ColoOptions:
         default=False,
         metadata={"help": "Seed every rollout by its step: a resumed run draws what the first would have."},
     )
+    colo_partial_rollouts: bool = field(
+        default=False,
+        metadata={"help": "Train on the prompts that end first; the others go on in later steps, from newer weights."},
+    )
+    colo_max_age: int | None = field(
+        default=None,
+        metadata={"help": "With partial rollouts: completions with tokens of more versions back begin anew."},
+    )
 
     def __post_init__(self) -> None:
         for name in _SWITCHES:
@@ -77,6 +86,13 @@ class ColoOptions:
         self.refuse_use_vllm()
         self.colo_offload = _choice("colo_offload", self.colo_offload, Offload)
         self.colo_optimizer = _choice("colo_optimizer", self.colo_optimizer, OptimizerState)
+        if self.colo_partial_rollouts and self.colo_seeded:
+            raise ValueError(
+                "colo_seeded seeds completions by their step, and colo_partial_rollouts spreads them over several "
+                "of them: leave one out"
+            )
+        if self.colo_max_age is not None and not self.colo_partial_rollouts:
+            raise ValueError("colo_max_age is of colo_partial_rollouts: set that too, or leave it out")
         self.choose_engine()
         if self.colo_engine not in ("torch", "vllm"):
             raise ValueError(f"colo_engine must be 'auto', 'vllm' or 'torch', not {self.colo_engine!r}")
@@ -234,6 +250,19 @@ class _WithEngine:
 
     def _attach(self, args: Any, engine: Any, engine_options: Any) -> None:
         attach(self, engine=engine, engine_options=engine_options, config=args.colo_config(), seeded=args.colo_seeded)
+        if args.colo_partial_rollouts:
+            try:
+                generation = self.vllm_generation  # type: ignore[attr-defined]  # set by `attach`
+                generation.partial = PartialRollouts(self, self.colo, generation.sampling, max_age=args.colo_max_age)
+            except BaseException:
+                self.colo.close()
+                raise
+
+    def _generate_and_score_completions(self, inputs: Any) -> Any:
+        partial = getattr(getattr(self, "vllm_generation", None), "partial", None)
+        if partial is not None and self.model.training:  # type: ignore[attr-defined]  # TRL's
+            inputs = partial.exchange(inputs)
+        return super()._generate_and_score_completions(inputs)  # type: ignore[misc]
 
 
 class ColoGRPOTrainer(_WithEngine, GRPOTrainer):  # type: ignore[misc]

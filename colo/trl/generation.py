@@ -21,6 +21,7 @@ from colo.errors import EngineLost, Unsupported
 from colo.phases.phase import Phase
 from colo.runtime import Runtime
 from colo.trainer.state import untraced
+from colo.trl.partial import PartialRollouts
 from colo.units import GIB
 from colo.weights.sources.folded import changes_nothing
 from colo.weights.sources.peft import active_adapters, is_disabled
@@ -41,6 +42,7 @@ class ColoGeneration:
         self.num_tokens = 0
         self.seconds = 0.0
         self.recoveries = 0
+        self.partial: PartialRollouts | None = None
         self._trainer = trainer
         self._context = context
         self._seeded = seeded
@@ -65,6 +67,9 @@ class ColoGeneration:
         if images is not None and any(image for image in images):
             raise Unsupported("colo generates from text: images in a dataset are not supported")
         self._check(prompts)
+        if self.partial is not None and (found := self.partial.take(prompts)):
+            self.seconds += self.partial.seconds
+            return self._told(prompts, found)
         unique, n = _grouped(prompts, num_generations)
         sampling = {**self.sampling, "n": n} | self._seeds(len(prompts), num_generations, n)
         began_s = time.perf_counter()
@@ -78,6 +83,9 @@ class ColoGeneration:
                 self.recoveries += 1
                 completions = self._sample(unique, sampling)
         self.seconds += time.perf_counter() - began_s
+        return self._told(prompts, completions)
+
+    def _told(self, prompts: list[list[int]], completions: Sequence[Completion]) -> Generated:
         ids = [list(completion.token_ids) for completion in completions]
         self.num_tokens += sum(map(len, ids))
         logprobs = [[[logprob] for logprob in completion.logprobs] for completion in completions]
@@ -241,9 +249,9 @@ class PhaseCallback(TrainerCallback):  # type: ignore[misc]
             generation.num_tokens, generation.seconds = 0, 0.0
         new["sent_bytes"] = float(self._runtime.bytes_synced - self._sent_bytes)
         self._sent_bytes = self._runtime.bytes_synced
-        for name, series in (("mismatch", "mismatch_sampled"), ("changed_fraction", "changed_fraction")):
+        for series in ("mismatch_sampled", "changed_fraction", "carried", "token_age"):
             if values := trace.metrics.get(series):
-                new[name] = values[-1]
+                new[series.removesuffix("_sampled")] = values[-1]
         for name, value in new.items():
             # TRL averages and empties these lists when it logs
             self._trainer._metrics["train"][f"colo/{name}"].append(value)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -42,10 +43,30 @@ def logprob_difference(
     They were sampled from `softmax(logits / temperature)`, unfiltered. The model runs in evaluation mode meanwhile:
     once for each or, `together`, for those in a row that are equally long.
     """
+    differences = _of_all(model, completions, temperature, device, together=together)
+    return float(differences.mean()) if len(differences) else None
+
+
+@torch.no_grad()
+def differences_by_age(
+    model: nn.Module, completions: Sequence[Completion], *, version: int, temperature: float, device: torch.device
+) -> dict[int, float]:
+    """The same of tokens by their age in versions, for those sampled from weights before `version`."""
+    differences = _of_all(model, completions, temperature, device, together=True).tolist()
+    ages = [version - sampled for c in completions for sampled in c.token_versions[:MAX_TOKENS]]
+    found: dict[int, list[float]] = {}
+    for age, difference in zip(ages, differences, strict=True):
+        found.setdefault(age, []).append(difference)
+    return {age: fmean(found[age]) for age in sorted(found) if age}
+
+
+def _of_all(
+    model: nn.Module, completions: Sequence[Completion], temperature: float, device: torch.device, *, together: bool
+) -> torch.Tensor:
+    """|log p(engine) - log p(trainer)| of the first tokens of all completions, in one dimension."""
     with evaluating(model):  # dropout would make the trainer differ from itself
         passes = _passes(completions, PASS_TOKENS if together else 0)
-        differences = [_differences(model, same, temperature, device) for same in passes]
-    return float(torch.cat(differences).abs().mean()) if differences else None
+        return torch.cat([_differences(model, same, temperature, device).abs() for same in passes] or [torch.zeros(0)])
 
 
 @contextmanager
@@ -125,15 +146,30 @@ class MismatchCheck:
         self._num_sequences = num_sequences
         self._max_mismatch = max_mismatch
         self._noted: tuple[float, Sequence[Completion]] | None = None
+        self._continued: Sequence[Completion] = ()  # of several versions each
 
     @property
     def has_noted(self) -> bool:
         """True if there is something to compare."""
-        return self._noted is not None and bool(self._noted[1])
+        return self._noted is not None and bool(self._noted[1] or self._continued)
 
     def note(self, temperature: float, completions: Sequence[Completion]) -> None:
         """Keep the first of `completions`, which were sampled from `softmax(logits / temperature)`."""
-        self._noted = (temperature, completions[: self._num_sequences])
+        whole = [c for c in completions if len(c.spans) < 2]
+        self._noted = (temperature, whole[: self._num_sequences])
+        self._continued = [c for c in completions if len(c.spans) > 1][: self._num_sequences]
+
+    def measure_by_age(
+        self, source: WeightSource, model: nn.Module, *, version: int, device: torch.device
+    ) -> dict[int, float]:
+        """The gap for tokens of earlier weights in completions that were continued, by age in versions.
+
+        Nothing is measured of a sharded model. Ordering: before `measure`.
+        """
+        continued, self._continued = self._continued, ()
+        if self._noted is None or not continued or not source.ranks.is_alone:
+            return {}
+        return differences_by_age(model, continued, version=version, temperature=self._noted[0], device=device)
 
     def measure(self, source: WeightSource, model: nn.Module, *, version: int, device: torch.device) -> Mismatch | None:
         """The difference for completions of this `version`, which are then forgotten; `None` without any.

@@ -1,6 +1,9 @@
 """vLLM in the trainer's own process, on a CPU: one copy of the weights, and everything a loop asks of a runtime."""
 
+import copy
 import warnings
+from dataclasses import replace
+from datetime import timedelta
 
 import pytest
 import torch
@@ -15,6 +18,7 @@ from colo.engine import AdapterWeights, EngineState, SamplingParams
 from colo.engines.vllm import compat
 from colo.engines.vllm.client.engine import VLLMEngine
 from colo.errors import ColoError, PhaseError, StaleWeights, TransferError, Unsupported
+from colo.runtime import carried
 from colo.units import MIB
 from colo.weights.sources.peft import adapter_weights
 from colo.weights.transports.choice import is_same_memory
@@ -124,6 +128,26 @@ def test_steps_raise_the_version_of_completions_and_copy_nothing(rt, prompts, mi
         versions.append({c.weights_version for c in completions})
     assert versions == [{first + 1}, {first + 2}, {first + 3}]
     assert rt.bytes_synced == 0
+
+
+def test_what_has_not_ended_goes_on_after_a_step_from_the_new_weights(rt, prompts, mismatch, monkeypatch):
+    monkeypatch.setattr(carried, "ROUND_TOKENS", 8)
+    before = copy.deepcopy(rt.model)
+    assert rt.generate(prompts, n=2, max_tokens=24, until=timedelta(microseconds=1), keys="abcd", seed=3) == []
+    partly, first = rt.carried, rt.weights_version
+    assert mismatch(before, partly) < CLOSE
+    train_step(rt)
+    done = rt.generate([], until=1.0)
+    assert [(c.prompt_index, c.sample_index, c.key) for c in done] == [
+        (i, j, key) for i, key in enumerate("abcd") for j in range(2)
+    ]
+    assert all(c.spans == ((first, 8), (first + 1, 16)) for c in done)
+    assert [(c.token_ids[:8], c.logprobs[:8]) for c in done] == drawn(partly)
+    # the new weights' part, after a prompt of all that came before
+    tail = [replace(c, prompt_token_ids=c.prompt_token_ids + c.token_ids[:8]) for c in done]
+    tail = [replace(c, token_ids=c.token_ids[8:], logprobs=c.logprobs[8:]) for c in tail]
+    assert mismatch(rt.model, tail) < CLOSE
+    assert len({c.token_ids for c in done}) == 8
 
 
 def test_vllm_names_the_version_that_it_was_given(rt, prompts):

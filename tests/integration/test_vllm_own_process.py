@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -23,6 +24,7 @@ from colo.engine import AdapterWeights, EngineState
 from colo.engines.vllm.client.engine import VLLMEngine
 from colo.engines.vllm.wire import WORKER_EXTENSION
 from colo.errors import ColoError, EngineLost, PhaseError, TransferError, Unsupported
+from colo.runtime import carried
 from colo.units import MIB
 from colo.weights.transports.choice import is_same_memory
 
@@ -259,6 +261,29 @@ def test_a_killed_engine_is_noticed_the_trainer_goes_on_and_recover_brings_it_ba
     assert weights_bytes_sent(rt) == 0
     with pytest.raises(PhaseError, match="the engine is not lost: nothing to recover"):
         rt.recover()
+
+
+def test_an_engine_killed_between_two_rounds_takes_no_carried_token_with_it(rt, prompts, mismatch, monkeypatch):
+    monkeypatch.setattr(carried, "ROUND_TOKENS", 4)
+    generate, calls = rt.engine.generate, []
+
+    def killed(*given, **named):
+        calls.append(given)
+        if len(calls) == 3:
+            os.kill(rt.engine.pids[0], signal.SIGKILL)
+        return generate(*given, **named)
+
+    monkeypatch.setattr(rt.engine, "generate", killed)
+    first = rt.weights_version
+    with pytest.raises(EngineLost):
+        rt.generate(prompts, max_tokens=16, until=1.0)
+    assert [len(c.token_ids) for c in rt.carried] == [8] * 4
+    train_step(rt)
+    rt.recover()
+    done = rt.generate([], until=1.0)
+    assert [c.spans for c in done] == [((first, 8), (first + 1, 8))] * 4
+    tail = [replace(c, prompt_token_ids=c.prompt_token_ids + c.token_ids[:8]) for c in done]
+    assert mismatch(rt.model, [replace(c, token_ids=c.token_ids[8:], logprobs=c.logprobs[8:]) for c in tail]) < CLOSE
 
 
 def test_an_engine_that_does_not_answer_is_lost_at_the_deadline_and_is_replaced(rt, prompts, mismatch, monkeypatch):

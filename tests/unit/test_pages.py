@@ -149,7 +149,7 @@ def test_every_recipe_runs(reader, monkeypatch):
         if "judged]" in block:
             assert 0 < reader.names["metrics"][0]["completion_tokens"] <= 4
             assert next(reader.names["judge"].parameters()).device.type == "cpu"
-        if "train_step(" in block:
+        if "talks = " in block:
             first, second = reader.names["turns"]
             assert second[0].prompt_token_ids[: len(first[0].prompt_token_ids)] == first[0].prompt_token_ids
     assert len(recipes) >= 14 and max(len(block.splitlines()) for block in recipes) <= 15

@@ -202,12 +202,7 @@ class SGLangEngine(EngineBase):
         """
         version = self.ready()
         params = self.sampling_params(params)
-        token_ids = [tuple(map(operator.index, prompt)) for prompt in prompts]
-        check_count(len(token_ids), params.n)
-        check_seeds(params.seed, len(token_ids))
-        # one position at least is left for what is sampled
-        positions = self._facts.max_prompt + 1
-        check_prompts(token_ids, self.vocab_size, positions, or_else=", or start it with more --context-length")
+        token_ids = self._check_request(prompts, params)
         if adapter is not None and adapter not in self._adapters:
             raise ValueError(f"the engine has no adapter {adapter!r}, but {sorted(self._adapters)}")
         if params.seed is None and self._facts.started_with.get("enable_deterministic_inference"):
@@ -219,6 +214,16 @@ class SGLangEngine(EngineBase):
             self._completion(row, token_ids[row[0]], answer, version, adapter)
             for row, answer in zip(rows, answers, strict=True)
         ]
+
+    def check_request(self, prompts: Sequence[Sequence[int]], params: Any) -> None:
+        """Raise what `generate` would raise for these prompts and parameters."""
+        for prompt in self._check_request(prompts, params):
+            self._row(prompt, params, 0, 0)
+
+    @property
+    def longest_prompt(self) -> int:  # type: ignore[override]
+        """The most tokens of a prompt that the server takes."""
+        return self._facts.max_prompt
 
     def record_plan(self, source: Mapping[str, torch.Tensor]) -> LoadPlan:
         """Compare names and shapes with the server's model; every weight goes through its loader. See `LoadPlans`.
@@ -495,6 +500,15 @@ class SGLangEngine(EngineBase):
             )
         if params.seed is not None and not self._facts.started_with.get("enable_deterministic_inference"):
             raise Unsupported("this SGLang server ignores seeds: start it with --enable-deterministic-inference")
+
+    def _check_request(self, prompts: Sequence[Sequence[int]], params: Any) -> list[tuple[int, ...]]:
+        token_ids = [tuple(map(operator.index, prompt)) for prompt in prompts]
+        check_count(len(token_ids), params.n)
+        check_seeds(params.seed, len(token_ids))
+        # one position at least is left for what is sampled
+        positions = self._facts.max_prompt + 1
+        check_prompts(token_ids, self.vocab_size, positions, or_else=", or start it with more --context-length")
+        return token_ids
 
     def _row(self, prompt: tuple[int, ...], params: SamplingParams, index: int, sample: int) -> Body:
         limit = min(params.max_tokens, self._facts.num_positions - len(prompt))

@@ -48,7 +48,7 @@ def test_a_gpu_that_is_not_there_is_wrong_usage(run, monkeypatch, name):
     assert "torch sees no CUDA device here" in err
 
 
-@pytest.mark.parametrize("name", ["share", "generation", "sync", "lora", "sleep", "step"])
+@pytest.mark.parametrize("name", ["share", "generation", "rollouts", "sync", "lora", "sleep", "step"])
 def test_a_benchmark_that_needs_vllm_says_so_before_it_begins(run, monkeypatch, name):
     monkeypatch.setattr(cli, "find_spec", lambda name: None)
     code, out, err = run(name, "--device", "cpu")

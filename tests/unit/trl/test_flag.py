@@ -15,7 +15,7 @@ from colo.units import MIB
 from tests.trainers import digits, options, sums
 
 CONFIGS = [ColoGRPOConfig, ColoRLOOConfig]
-SWITCHES = ["fast_inference", "colo_release_gradients", "colo_fold_adapter", "colo_seeded"]
+SWITCHES = ["fast_inference", "colo_release_gradients", "colo_fold_adapter", "colo_seeded", "colo_partial_rollouts"]
 FLAG = {"fast_inference": True, "colo_engine": "torch", "colo_kv_cache_bytes": "1MiB"}
 
 

@@ -287,6 +287,15 @@ class VLLMEngine(EngineBase):
             self._adapters.keep(named)
         return self._link.generate(prompts, params, version=version, adapter=named)
 
+    def check_request(self, prompts: Sequence[Sequence[int]], params: Any) -> None:
+        """Raise what `generate` would raise for these prompts and parameters."""
+        self._link.check_request(prompts, params)
+
+    @property
+    def longest_prompt(self) -> int:  # type: ignore[override]
+        """The most tokens of a prompt after which a position is left."""
+        return self._link.infos[0].max_length - 1
+
     def pause(self, mode: PauseMode = "abort") -> None:
         """Stop generating, so that weights may change. Idempotent; `PhaseError` when asleep or closed.
 

@@ -1,0 +1,300 @@
+"""Rollouts that outlive a step: groups of completions that have ended are returned, others go on in a later call.
+
+A group is a prompt with its `n` samples. Between calls it is tokens and log-probabilities on the host, so that the KV
+cache can go and weights can change. Engines know nothing of it: a row asks for at most `ROUND_TOKENS` tokens at a time,
+with all that it has as its prompt, and a call ends after the round in which enough groups have ended. What an engine
+keeps of a prefix makes a round cheap; the embedded one computes the prefix again.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from datetime import timedelta
+from statistics import fmean
+from typing import Any
+
+from colo.engine import Completion, Engine, SamplingParams
+from colo.engines.sampling import row_seed, without_neutral
+from colo.errors import Unsupported
+
+ROUND_TOKENS = 128
+"""Tokens that a row asks for at a time: a call goes on for at most so many after enough groups have ended."""
+
+Until = float | int | timedelta
+"""Condition on which a call ends: a share of the groups under way (float), a number of groups (int), or a time."""
+
+CARRIED = "carried"
+"""`finish_reason` of a completion that goes on in a later call."""
+
+_TAKEN = frozenset(option.name for option in fields(SamplingParams)) | {"allowed_token_ids", "logit_bias"}
+"""Sampling options that look at no earlier token: asked for again in every round, they mean the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """One sample so far. Replaced as a whole: an interrupt finds it as it was, or as it is."""
+
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    spans: tuple[tuple[int, int], ...] = ()  # see `Completion.spans`
+    finish_reason: str = CARRIED
+    adapter: str | None = None
+
+    @property
+    def is_running(self) -> bool:
+        return self.finish_reason == CARRIED
+
+    def grown(self, found: Completion, finish_reason: str) -> _Row:
+        """This row with what an engine has sampled after it."""
+        spans, version, count = self.spans, found.weights_version, len(found.token_ids)
+        if spans and spans[-1][0] == version:
+            spans, count = spans[:-1], count + spans[-1][1]
+        return _Row(
+            token_ids=self.token_ids + found.token_ids,
+            logprobs=self.logprobs + found.logprobs,
+            spans=(*spans, (version, count)),
+            finish_reason=finish_reason,
+            adapter=found.adapter,
+        )
+
+
+@dataclass(eq=False, slots=True)
+class _Group:
+    """A prompt and its samples."""
+
+    index: int
+    prompt: tuple[int, ...]
+    key: Any
+    options: Mapping[str, Any]  # of its call; equal ones are one object
+    max_tokens: int
+    seed: int | None
+    rows: list[_Row]
+    attempt: int = 0  # raised when rows begin anew, which draw from other seeds then
+
+    @property
+    def has_ended(self) -> bool:
+        return not any(row.is_running for row in self.rows)
+
+    def completions(self) -> list[Completion]:
+        return [
+            Completion(
+                prompt_index=self.index,
+                sample_index=sample_index,
+                prompt_token_ids=self.prompt,
+                token_ids=row.token_ids,
+                logprobs=row.logprobs,
+                finish_reason=row.finish_reason,
+                weights_version=row.spans[-1][0] if row.spans else 0,
+                spans=row.spans,
+                adapter=row.adapter,
+                key=self.key,
+            )
+            for sample_index, row in enumerate(self.rows)
+        ]
+
+
+@dataclass(slots=True)
+class _Batch:
+    """Rows that one call of the engine continues: each part is a group with numbers of rows that have equal tokens."""
+
+    options: Mapping[str, Any]
+    limit: int  # of the tokens that each row may get
+    num_samples: int  # of each part
+    parts: list[tuple[_Group, list[int]]] = field(default_factory=list)
+
+    def prompts(self) -> list[tuple[int, ...]]:
+        return [group.prompt + group.rows[numbers[0]].token_ids for group, numbers in self.parts]
+
+    def sampling(self) -> dict[str, Any]:
+        """Sampling options by name. Seeds are others in every round: a row must not draw the same numbers again."""
+        asked = {**self.options, "n": self.num_samples, "max_tokens": self.limit}
+        if asked.get("seed") is not None:
+            asked["seed"] = [
+                # one of 61 bits, since the engine adds the number of the sample
+                row_seed(f"{group.seed}/{group.attempt}/{len(group.rows[first].token_ids)}", group.index, first) >> 2
+                for group, (first, *_) in self.parts
+            ]
+        return asked
+
+
+class Carried:
+    """Groups under way, by the number of their prompt among all that were given."""
+
+    def __init__(self) -> None:
+        self._groups: dict[int, _Group] = {}
+        self._num_prompts = 0
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def completions(self) -> list[Completion]:
+        """Everything that is under way, so far."""
+        return [completion for group in self._groups.values() for completion in group.completions()]
+
+    def clear(self) -> None:
+        """Give up what is under way. Prompts are counted on."""
+        self._groups = {}
+
+    def metrics(self, ended: Sequence[Completion], version: int) -> dict[str, float]:
+        """For the report, after a call: the share of groups that go on, and ages of returned tokens in versions."""
+        ages = [version - each for completion in ended for each in completion.token_versions]
+        num_ended = len({completion.prompt_index for completion in ended})
+        under_way = num_ended + len(self._groups)
+        metrics = {"carried": len(self._groups) / under_way if under_way else 0.0}
+        return metrics | ({"token_age": fmean(ages), "token_age_max": max(ages)} if ages else {})
+
+    def run(
+        self,
+        prompts: Sequence[Sequence[int]],
+        options: Mapping[str, Any],
+        *,
+        engine: Engine,
+        adapter: str | None,
+        until: Until,
+        max_age: int | None = None,
+        keys: Sequence[Any] | None = None,
+    ) -> list[Completion]:
+        """Sample for new prompts and for groups under way until enough of those have ended, which are returned.
+
+        In the order of prompts and samples; of a number of groups the first ones, others that have ended wait with the
+        rest. Rows with tokens of weights more than `max_age` versions back begin anew.
+        When a round fails, rows keep what they have; new prompts are under way only once one of them has tokens.
+        `options` are those of `options_of`. Raises: as `Engine.generate`.
+        """
+        options = next((group.options for group in self._groups.values() if group.options == options), options)
+        params = engine.sampling_params(**options)
+        # of the whole length, before anything is sampled
+        if (check := getattr(engine, "check_request", None)) is not None:
+            check(prompts, params)
+        longest_prompt: int | None = getattr(engine, "longest_prompt", None)
+        if keys is not None and len(keys) != len(prompts):
+            raise ValueError(f"keys has {len(keys)} for {len(prompts)} prompts: give one for each")
+        new = self._add(prompts, keys or [None] * len(prompts), options, params)
+        end_s = time.monotonic() + until.total_seconds() if isinstance(until, timedelta) else math.inf
+        try:
+            self._begin_anew(engine.weights_version, max_age)
+            wanted = _number_of(until, len(self._groups))
+            while sum(group.has_ended for group in self._groups.values()) < wanted:
+                for batch in self._batches():
+                    _sample(batch, engine, adapter, longest_prompt)
+                if time.monotonic() >= end_s:
+                    break
+        except BaseException:
+            if not any(row.token_ids for group in new for row in group.rows):
+                self._groups = {index: group for index, group in self._groups.items() if group not in new}
+                self._num_prompts -= len(new)
+            raise
+        ended = [group for group in self._groups.values() if group.has_ended]
+        if isinstance(until, int):
+            ended = ended[:until]
+        self._groups = {index: group for index, group in self._groups.items() if group not in ended}
+        return [completion for group in ended for completion in group.completions()]
+
+    def _add(
+        self, prompts: Sequence[Sequence[int]], keys: Sequence[Any], options: Mapping[str, Any], params: Any
+    ) -> list[_Group]:
+        seeds = options.get("seed")
+        new = [
+            _Group(
+                index=self._num_prompts + place,
+                prompt=tuple(prompt),
+                key=key,
+                options=options,
+                max_tokens=params.max_tokens,
+                seed=seeds[place] if isinstance(seeds, Sequence) else seeds,
+                rows=[_Row()] * params.n,
+            )
+            for place, (prompt, key) in enumerate(zip(prompts, keys, strict=True))
+        ]
+        self._groups = {**self._groups, **{group.index: group for group in new}}
+        self._num_prompts += len(new)
+        return new
+
+    def _begin_anew(self, version: int | None, max_age: int | None) -> None:
+        """Drop the tokens of rows that have some older than allowed; those of rows that have ended as well."""
+        if version is None or max_age is None:
+            return
+        for group in self._groups.values():
+            old = [number for number, row in enumerate(group.rows) if row.spans and version - row.spans[0][0] > max_age]
+            group.attempt += bool(old)
+            for number in old:
+                group.rows[number] = _Row()
+
+    def _batches(self) -> list[_Batch]:
+        """List what to ask for next. Rows of a group that have no tokens are one prompt, which is computed once."""
+        batches: dict[tuple[int, int, int], _Batch] = {}
+        for group in self._groups.values():
+            running = [number for number, row in enumerate(group.rows) if row.is_running]
+            fresh = [number for number in running if not group.rows[number].token_ids]
+            for numbers in [*([fresh] if fresh else ()), *([number] for number in running if number not in fresh)]:
+                limit = min(ROUND_TOKENS, group.max_tokens - len(group.rows[numbers[0]].token_ids))
+                batch = _Batch(group.options, limit, len(numbers))
+                batches.setdefault((id(group.options), limit, len(numbers)), batch).parts.append((group, numbers))
+        return list(batches.values())
+
+
+def check_until(until: Until | None, max_age: int | None, keys: object) -> None:
+    """Raise `TypeError` or `ValueError` for what is no share, number or time, and for the others without it."""
+    if until is None:
+        for name, given in (("max_age", max_age), ("keys", keys)):
+            if given is not None:
+                raise ValueError(f"{name} is of completions that go on in a later call: give until=... with it")
+        return
+    if isinstance(until, bool) or not isinstance(until, (int, float, timedelta)):
+        raise TypeError(f"until must be a share such as 0.9, a number of prompts, or a timedelta, not {until!r}")
+    if isinstance(until, float) and not 0 < until <= 1:
+        raise ValueError(f"until is a share of the prompts under way, in (0, 1], and not {until}; a number is an int")
+    if isinstance(until, int) and until < 1:
+        raise ValueError(f"until must be at least 1, but is {until}")
+    if isinstance(until, timedelta) and until <= timedelta():
+        raise ValueError(f"until must be a time that is longer than {until}")
+    if max_age is not None and (isinstance(max_age, bool) or not isinstance(max_age, int) or max_age < 0):
+        raise ValueError(f"max_age must be a whole number of versions, 0 or more, and not {max_age!r}")
+
+
+def options_of(params: Any, sampling: Mapping[str, Any]) -> dict[str, Any]:
+    """Sampling options by name, without neutral ones.
+
+    Raises: `TypeError` for parameters of an engine's own kind, `Unsupported` for options that look at earlier tokens.
+    """
+    if params is not None and not isinstance(params, SamplingParams):
+        raise TypeError(
+            f"until takes sampling options by name, or colo.SamplingParams, and no {type(params).__name__}: a "
+            "completion is sampled in parts"
+        )
+    given = {} if params is None else {option.name: getattr(params, option.name) for option in fields(params)}
+    left = without_neutral({**given, **sampling}, _TAKEN)
+    if others := sorted(left.keys() - _TAKEN):
+        raise Unsupported(
+            f"{', '.join(others)} with until=...: a completion is sampled in parts, and each part would begin anew: "
+            f"leave {'it' if len(others) == 1 else 'them'} out, or generate without until"
+        )
+    return left
+
+
+def _number_of(until: Until, num_groups: int) -> float:
+    """The number of groups to wait for."""
+    if isinstance(until, timedelta):
+        return num_groups
+    return math.ceil(until * num_groups) if isinstance(until, float) else min(until, num_groups)
+
+
+def _sample(batch: _Batch, engine: Engine, adapter: str | None, longest_prompt: int | None) -> None:
+    """Continue rows by one round."""
+    params = engine.sampling_params(**batch.sampling())
+    for found in engine.generate(batch.prompts(), params, adapter=adapter):
+        group, numbers = batch.parts[found.prompt_index]
+        number = numbers[found.sample_index]
+        row = group.rows[number]
+        length = len(row.token_ids) + len(found.token_ids)
+        goes_on = (
+            found.finish_reason == "length"
+            and len(found.token_ids) == batch.limit
+            and length < group.max_tokens
+            # else the model has no position left to sample for
+            and (longest_prompt is None or len(group.prompt) + length <= longest_prompt)
+        )
+        group.rows[number] = row.grown(found, CARRIED if goes_on else found.finish_reason)

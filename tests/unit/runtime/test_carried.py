@@ -1,0 +1,259 @@
+"""Completions that outlive a call: what is returned when, from which weights, and what a failure leaves."""
+
+import copy
+from datetime import timedelta
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import colo
+from colo.runtime import carried
+from tests.runtimes import PROMPTS, launch, launch_lora, qwen3, train_step
+
+STOPS = tuple(range(20))
+"""Token ids that end a completion: one in five, so that lengths have a tail."""
+
+
+ONE_ROUND = timedelta(microseconds=1)
+
+
+@pytest.fixture(autouse=True)
+def short_rounds(monkeypatch):
+    monkeypatch.setattr(carried, "ROUND_TOKENS", 4)
+
+
+def recomputed(model, completion, version):
+    """Log-probabilities by `model` of the tokens that were sampled from `version`."""
+    ids = torch.tensor([completion.prompt_token_ids + completion.token_ids])
+    with torch.no_grad():
+        logits = model(input_ids=ids).logits[0, len(completion.prompt_token_ids) - 1 : -1]
+    logprobs = logits.log_softmax(-1).gather(-1, torch.tensor(completion.token_ids)[:, None])[:, 0]
+    return logprobs[[at == version for at in completion.token_versions]]
+
+
+def sampled_at(completion, version):
+    pairs = zip(completion.logprobs, completion.token_versions, strict=True)
+    return torch.tensor([logprob for logprob, at in pairs if at == version])
+
+
+def test_sampled_in_parts_greedy_completions_are_the_same(rt):
+    with rt.rollout():
+        whole = rt.generate(PROMPTS, n=2, max_tokens=11, temperature=0)
+        parts = rt.generate(PROMPTS, n=2, max_tokens=11, temperature=0, until=1.0)
+    assert [c.token_ids for c in parts] == [c.token_ids for c in whole]
+    assert [(c.prompt_index, c.sample_index) for c in parts] == [(c.prompt_index, c.sample_index) for c in whole]
+    assert [c.finish_reason for c in parts] == [c.finish_reason for c in whole] == ["length"] * 6
+    for one, other in zip(parts, whole, strict=True):
+        assert torch.tensor(one.logprobs) == pytest.approx(torch.tensor(other.logprobs), abs=1e-5)
+    assert rt.carried == []
+
+
+@pytest.mark.parametrize("launched", [launch, launch_lora])
+def test_tokens_have_the_log_probabilities_of_the_version_in_their_span(launched):
+    rt = launched()
+    twins, done = {}, []
+    for step in range(3):
+        twins[step] = copy.deepcopy(rt.model).eval()
+        with rt.rollout():
+            done += rt.generate(PROMPTS if step < 2 else [], n=2, max_tokens=16, until=ONE_ROUND)
+        with rt.train():
+            train_step(rt)
+    with rt.rollout():
+        done += rt.generate([], until=1.0)
+    twins[3] = rt.model
+    assert {(c.prompt_index, c.sample_index) for c in done} == {(i, j) for i in range(6) for j in range(2)}
+    assert all(len(c.token_ids) == 16 == sum(count for _, count in c.spans) for c in done)
+    assert any(len(c.spans) > 1 for c in done)
+    for completion in done:
+        assert completion.weights_version == completion.spans[-1][0]
+        for version, _ in completion.spans:
+            expected = recomputed(twins[version], completion, version)
+            assert sampled_at(completion, version) == pytest.approx(expected, abs=1e-4)
+    rt.close()
+
+
+def test_groups_are_returned_whole_and_the_others_wait(rt):
+    with rt.rollout():
+        first = rt.generate(
+            [[i, i + 1] for i in range(20)], n=3, max_tokens=40, until=0.5, stop_token_ids=STOPS, seed=0
+        )
+    returned = {c.prompt_index for c in first}
+    assert 10 <= len(returned) < 20 and len(first) == 3 * len(returned)
+    assert all(c.finish_reason in ("stop", "length") for c in first)
+    waiting = rt.carried
+    assert {c.prompt_index for c in waiting} == set(range(20)) - returned
+    assert {c.finish_reason for c in waiting} >= {"carried", "stop"}  # a sample that has ended waits for its group
+    with rt.rollout():
+        second = rt.generate([[50, 51]], n=3, max_tokens=40, until=1.0, stop_token_ids=STOPS)
+    assert {c.prompt_index for c in second} == set(range(21)) - returned
+    before = {(c.prompt_index, c.sample_index): c for c in waiting}
+    for completion in second[:-3]:
+        old = before[completion.prompt_index, completion.sample_index]
+        assert completion.token_ids[: len(old.token_ids)] == old.token_ids
+        assert completion.logprobs[: len(old.token_ids)] == old.logprobs
+    assert rt.carried == []
+
+
+def test_a_number_and_a_time_end_a_call(rt):
+    prompts = [[i] for i in range(1, 9)]
+    with rt.rollout():
+        first = rt.generate(prompts, max_tokens=40, until=3, stop_token_ids=STOPS, seed=1)
+        assert 3 <= len(first) < 8
+        rt.drop_carried()
+        assert rt.carried == []
+        assert rt.generate(prompts, max_tokens=40, until=ONE_ROUND) == []
+        assert [len(c.token_ids) for c in rt.carried] == [4] * 8
+        last = rt.generate([], until=timedelta(hours=1))
+    assert [c.prompt_index for c in last] == list(range(8, 16))
+
+
+def test_samples_with_tokens_that_are_too_old_begin_anew(rt):
+    for version in range(4):
+        with rt.rollout():
+            assert rt.generate([[version + 1]], n=2, max_tokens=40, until=ONE_ROUND, max_age=1) == []
+        spans = {c.prompt_index: c.spans for c in rt.carried}
+        assert spans[version] == ((version, 4),)
+        if version:
+            assert spans[version - 1] == ((version - 1, 4), (version, 4))
+        if version > 1:
+            assert spans[version - 2] == ((version, 4),)  # its first tokens were two versions old
+        with rt.train():
+            train_step(rt)
+    with rt.rollout():
+        done = rt.generate([], until=1.0, max_age=0)
+    assert all(c.spans == ((4, 40),) for c in done) and len(done) == 8
+
+
+def test_a_seed_decides_what_is_drawn_and_no_round_repeats_another(rt):
+    def run(seed):
+        with rt.rollout():
+            done = rt.generate([[1], [2]], n=2, max_tokens=12, until=1.0, seed=seed)
+        return [c.token_ids for c in done]
+
+    rt.drop_carried()
+    first = run(0)
+    rt._carried = carried.Carried()  # which counts its prompts from 0
+    assert run(0) == first
+    rt._carried = carried.Carried()
+    assert run([0, 0]) == first
+    assert run([0, 0]) != first
+    rounds = {ids[start : start + 4] for ids in first for start in (0, 4, 8)}
+    assert len(rounds) == 12
+
+
+def test_drawn_in_parts_tokens_come_from_the_same_distribution(rt):
+    with rt.rollout():
+        whole = rt.generate([[1, 2]], n=4000, max_tokens=8, seed=1)
+        parts = rt.generate([[1, 2]], n=4000, max_tokens=8, seed=1, until=1.0)
+    for place in (3, 4, 7):  # on both sides of where a round ends
+        one, other = (
+            torch.bincount(torch.tensor([c.token_ids[place] for c in side]), minlength=100) for side in (whole, parts)
+        )
+        likely = (one + other) > 40
+        spread = ((one - other)[likely].float() ** 2 / (one + other)[likely]).sum()
+        assert spread < 2 * int(likely.sum()) + 20  # chi squared
+
+
+def test_a_model_without_positions_left_ends_a_completion():
+    rt = launch(qwen3(max_position_embeddings=11))
+    with rt.rollout():
+        done = rt.generate([[1, 2, 3], [4, 5, 6, 7]], max_tokens=100, until=1.0)
+        whole = rt.generate([[1, 2, 3], [4, 5, 6, 7]], max_tokens=100)
+    assert [len(c.token_ids) for c in done] == [len(c.token_ids) for c in whole] == [8, 7]
+    assert {c.finish_reason for c in done} == {"length"}
+    rt.close()
+
+
+def test_a_round_that_fails_loses_no_tokens_and_prompts_that_have_none_are_not_kept(rt, monkeypatch):
+    generate, calls = rt.engine.generate, []
+
+    def failing(prompts, params, *, adapter=None):
+        calls.append(len(prompts))
+        if len(calls) in (1, 4):
+            raise KeyboardInterrupt
+        return generate(prompts, params, adapter=adapter)
+
+    monkeypatch.setattr(rt.engine, "generate", failing)
+    with pytest.raises(KeyboardInterrupt), rt.rollout():
+        rt.generate(PROMPTS, max_tokens=16, until=1.0)
+    assert rt.carried == []
+    with pytest.raises(KeyboardInterrupt), rt.rollout():
+        rt.generate(PROMPTS, max_tokens=16, until=1.0)
+    assert [(c.prompt_index, len(c.token_ids)) for c in rt.carried] == [(0, 8), (1, 8), (2, 8)]
+    with rt.rollout():
+        done = rt.generate([[7, 7]], max_tokens=16, until=1.0)
+    assert [(c.prompt_index, len(c.token_ids)) for c in done] == [(0, 16), (1, 16), (2, 16), (3, 16)]
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"until": 0.0}, ValueError, "in (0, 1], and not 0.0"),
+        ({"until": 1.5}, ValueError, "a number is an int"),
+        ({"until": 0}, ValueError, "at least 1"),
+        ({"until": True}, TypeError, "a share such as 0.9"),
+        ({"until": "0.9"}, TypeError, "a share such as 0.9"),
+        ({"until": timedelta()}, ValueError, "longer than"),
+        ({"until": 0.9, "max_age": -1}, ValueError, "whole number of versions"),
+        ({"max_age": 1}, ValueError, "give until"),
+        ({"until": 0.9, "repetition_penalty": 1.2}, colo.Unsupported, "repetition_penalty with until"),
+        ({"until": 0.9, "stop": ["a"], "min_tokens": 3}, colo.Unsupported, "min_tokens, stop with until"),
+        ({"until": 0.9, "tempersature": 1}, colo.Unsupported, "tempersature"),
+        ({"until": 0.9, "n": 10**12}, colo.BudgetError, "completions, which take at least"),
+        ({"until": 0.9, "seed": [1]}, ValueError, "1 seeds for 3 prompts"),
+    ],
+)
+def test_what_cannot_be_is_refused_and_nothing_is_under_way(rt, options, error, words):
+    with rt.rollout(), pytest.raises(error) as caught:
+        rt.generate(PROMPTS, **options)
+    assert words in str(caught.value)
+    assert rt.carried == []
+    with rt.rollout(), pytest.raises(ValueError, match="outside the vocabulary"):
+        rt.generate([[1], [1000]], until=0.9)
+    assert rt.carried == []
+
+
+@settings(max_examples=15)
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(1, 3), st.floats(0.1, 1.0)), min_size=1, max_size=6))
+def test_every_sample_of_every_prompt_is_returned_once(calls):
+    rt = launch()
+    done, num_prompts, asked = [], 0, {}
+    for number, (count, n, until) in enumerate(calls):
+        with rt.rollout():
+            found = rt.generate(
+                [[1, i + 1] for i in range(count)], n=n, max_tokens=12, until=until, stop_token_ids=STOPS
+            )
+        asked |= {num_prompts + i: n for i in range(count)}
+        num_prompts += count
+        done += found
+        if number % 2:
+            with rt.train():
+                train_step(rt)
+        waiting = {c.prompt_index for c in rt.carried}
+        assert waiting | {c.prompt_index for c in done} == set(asked)
+    with rt.rollout():
+        done += rt.generate([], until=1.0)
+    assert sorted((c.prompt_index, c.sample_index) for c in done) == [
+        (i, j) for i, n in asked.items() for j in range(n)
+    ]
+    for completion in done:
+        versions = completion.token_versions
+        assert len(versions) == len(completion.token_ids) == len(completion.logprobs) <= 12
+        assert list(versions) == sorted(versions)
+        assert not set(completion.token_ids[:-1]) & set(STOPS)
+    rt.close()
+
+
+def test_the_report_says_how_many_go_on_and_how_old_tokens_are(rt):
+    for step in range(2):
+        with rt.rollout():
+            rt.generate(PROMPTS if not step else [], max_tokens=8, until=ONE_ROUND)
+        with rt.train():
+            train_step(rt)
+    assert rt.trace.metrics["carried"] == [1.0, 0.0]
+    assert rt.trace.metrics["token_age"] == [0.5] and rt.trace.metrics["token_age_max"] == [1]
+    assert set(rt.trace.metrics) >= {"mismatch_age_1"} and "mismatch_sampled" not in rt.trace.metrics
+    told = " ".join(str(rt.report()).split())
+    assert "0% of the prompts under way went on" in told and "0.5 versions old on average, 1 at most" in told
