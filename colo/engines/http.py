@@ -41,6 +41,11 @@ class Refused(Exception):  # noqa: N818 - an answer, which the engine turns into
         super().__init__(words)
         self.status = status
 
+    @property
+    def is_servers(self) -> bool:
+        """True if the fault is the server's, and not the question's."""
+        return self.status >= httpx.codes.INTERNAL_SERVER_ERROR
+
 
 class HttpClient:
     """Asks a server from an event loop in a thread of its own, until `close`. Any thread may call."""
@@ -151,7 +156,7 @@ class HttpClient:
 
     async def _ask(self, request: httpx.Request, *, as_text: bool = False) -> Any:
         answer = await self._send(request)
-        if answer.status_code >= httpx.codes.INTERNAL_SERVER_ERROR:
+        if answer.is_server_error:
             # 500 may come from a dying engine: then it is lost, and not merely refused
             await self._check_health()
         if answer.is_error:

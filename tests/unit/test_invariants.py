@@ -137,7 +137,7 @@ REFUSALS = {
     "assembly/share.py _admit": start,
     "engines/text.py check_count": lambda monkeypatch: check_count(1, 10**12),
     "engines/caches.py check_room": generate,
-    "engines/sglang/server.py check_room": generate_on_a_server,
+    "engines/server.py check_room": generate_on_a_server,
     "memory/arena.py _grow": lambda monkeypatch: PinnedArena(torch.device("cpu"), limit_bytes=MIB).allocate(2 * MIB),
     "memory/region.py require_free": restore_a_region,
     "memory/cuda_driver.py allocate": take_memory_of_the_driver,

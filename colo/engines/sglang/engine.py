@@ -15,8 +15,6 @@ trainer's, or of a server that was started again bears another one than the engi
 
 from __future__ import annotations
 
-import math
-import operator
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -27,35 +25,15 @@ import httpx
 import torch
 
 from colo.engine import AdapterWeights, Completion, EngineState, SamplingParams
-from colo.engines.base import TAGS, EngineBase, EngineStatus
-from colo.engines.http import Body, HttpClient, Refused, Silent
-from colo.engines.layout import empty_model
-from colo.engines.sampling import check_seeds, completion_seed, distorting
-from colo.engines.sglang.server import (
-    WHY_IT_STAYS,
-    Facts,
-    ServerSegment,
-    away_by,
-    label_with,
-    plain_label,
-    shapes_of,
-)
-from colo.engines.sglang.weights import (
-    BUCKET_BYTES,
-    EngineLayout,
-    Expected,
-    Payloads,
-    adapter_as_taken,
-    adapter_payload,
-    buckets,
-)
-from colo.engines.text import check_count, check_prompts
-from colo.errors import EngineLost, PhaseError, StaleWeights, TransferError, Unsupported
-from colo.memory.load_plan import LoadPlan
+from colo.engines.base import TAGS
+from colo.engines.buckets import BUCKET_BYTES, Slab, buckets
+from colo.engines.http import Body, HttpClient, Refused
+from colo.engines.sampling import completion_seed, distorting
+from colo.engines.server import ServerEngine, ServerSegment
+from colo.engines.sglang.server import WHY_IT_STAYS, Facts, away_by, label_with, plain_label, refusals
+from colo.engines.sglang.weights import EngineLayout, Expected, adapter_as_taken, adapter_payload, payload
+from colo.errors import EngineLost, StaleWeights, TransferError, Unsupported
 from colo.phases.phase import ENGINE_WEIGHTS, Residency, Segment
-from colo.planning.kv_cache import layer_caches
-from colo.weights.mismatch import not_numbers
-from colo.weights.sources.module import ModuleSource
 
 _MAX_REQUESTS = 32
 """Completions travel in so many requests; SGLang batches all of them together."""
@@ -70,22 +48,20 @@ _NEUTRAL: Mapping[str, float] = {
 }
 """Options that change nothing, said so that those with which the server was started do not hold."""
 
-WHY_COPIED = "an SGLang server has a copy of its own"
-
 
 # ---- the engine ----------------------------------------------------------------------------------------------------
 
 
-class SGLangEngine(EngineBase):
-    """An `Engine` (see `colo.engine`) over an SGLang server, which stays its owner's. One caller at a time.
+class SGLangEngine(ServerEngine[Facts]):
+    """An `Engine` over an SGLang server; see `ServerEngine`.
 
-    It starts awake and poisoned. Its other clients' requests are held back while it is paused. `recover` takes up the
-    same address again: a server that was started anew, or one that did not answer for a while.
+    It starts awake. Its other clients' requests are held back while it is paused.
     """
 
     name = "sglang"
     called = "an SGLang server"
-    or_else = "leave it out"
+    longer = "--context-length"
+    _layout: EngineLayout
 
     def __init__(
         self,
@@ -98,15 +74,13 @@ class SGLangEngine(EngineBase):
         http: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         """Connect. Raises: see `colo.connect`."""
-        self.url = url
         # operations want the admin's key where there is one, and these the other
         plain = ("/generate", "/model_info", "/server_info", "/v1/models", "/load_lora_adapter_from_tensors")
-        keys = dict.fromkeys(plain, api_key)
-        self._server = HttpClient(
+        server = HttpClient(
             url,
             deadline_s=deadline_s,
             api_key=admin_key or api_key,
-            keys=keys,
+            keys=dict.fromkeys(plain, api_key),
             health="/server_info",  # answered by the scheduler, also while it is paused
             transport=http,
         )
@@ -114,22 +88,10 @@ class SGLangEngine(EngineBase):
         self._label: str | None = None  # of the last publication that has begun
         self._num_labels = 0
         self._attested: Mapping[str, str] = {}  # checksums of the server's parameters after it
-        self._adapters: dict[str, str] = {}  # the server's name of each
-        self._payloads = Payloads(device)
-        status = EngineStatus(lambda: self.segments, on_loss=self._vanish, when_lost="call recover() once it answers")
-        super().__init__(device, (), status=status)
-        try:
-            self._meet()
-        except BaseException:
-            self.close()
-            raise
+        # the server answers when it has queued its copies out of a bucket, not when they have ended
+        super().__init__(url, device, server, Slab(device, num_parts=2))
 
     # ---- what a runtime asks -----------------------------------------------------------------------------------------
-
-    @property
-    def facts(self) -> Facts:
-        """The server's account of itself when it was last asked."""
-        return self._facts
 
     @property
     def placement(self) -> str:
@@ -141,22 +103,6 @@ class SGLangEngine(EngineBase):
         """A phrase: how they reach it."""
         how = "within requests" if self.device.type == "cpu" else "by CUDA IPC, out of a slab in two halves"
         return f"copied, {how}; the checksums of all of its parameters are compared"
-
-    @property
-    def lacking_flags(self) -> Mapping[str, str]:
-        """Options that the server was started without, and what it cannot do therefore."""
-        return self._facts.lacking_flags
-
-    @property
-    def model_type(self) -> str | None:
-        """`model_type` of the model's configuration."""
-        kind: str | None = self._facts.config.model_type
-        return kind
-
-    @property
-    def vocab_size(self) -> int:
-        """Token ids are below it; the server ends at one that is not."""
-        return int(self._facts.config.get_text_config().vocab_size)
 
     def why_it_stays(self, segment: Segment) -> str:
         """The reason why a segment never leaves, in words that follow `it is`."""
@@ -185,58 +131,6 @@ class SGLangEngine(EngineBase):
             query = {}  # at once: requests that wait hold nothing, and with a time it would wait for them
         self._ask("POST", "/flush_cache", query=query, as_text=True)
 
-    def sampling_params(self, params: Any = None, **sampling: Any) -> Any:
-        """`SamplingParams`; see `EngineBase`. Raises: `Unsupported` for seeds where the server ignores them."""
-        made = super().sampling_params(params, **sampling)
-        self._check_sampling(made)
-        return made
-
-    def generate(
-        self, prompts: Sequence[Sequence[int]], params: Any, *, adapter: str | None = None
-    ) -> list[Completion]:
-        """Sample `params.n` completions for each prompt; see `Engine.generate`.
-
-        Raises: `Unsupported` for seeds or filters that the server would not heed, or would leave out of
-        log-probabilities; `StaleWeights` when a completion is of other weights than were published, and the engine is
-        poisoned then.
-        """
-        version = self.ready()
-        params = self.sampling_params(params)
-        token_ids = self._check_request(prompts, params)
-        if adapter is not None and adapter not in self._adapters:
-            raise ValueError(f"the engine has no adapter {adapter!r}, but {sorted(self._adapters)}")
-        if params.seed is None and self._facts.started_with.get("enable_deterministic_inference"):
-            # such a server gives all requests without a seed the same one
-            params = replace(params, seed=secrets.randbits(62))
-        rows = [(p, s) for p in range(len(token_ids)) for s in range(params.n)]
-        answers = self._answers([self._row(token_ids[p], params, p, s) for p, s in rows], adapter)
-        return [
-            self._completion(row, token_ids[row[0]], answer, version, adapter)
-            for row, answer in zip(rows, answers, strict=True)
-        ]
-
-    def check_request(self, prompts: Sequence[Sequence[int]], params: Any) -> None:
-        """Raise what `generate` would raise for these prompts and parameters."""
-        for prompt in self._check_request(prompts, params):
-            self._row(prompt, params, 0, 0)
-
-    @property
-    def longest_prompt(self) -> int:  # type: ignore[override]
-        """The most tokens of a prompt that the server takes."""
-        return self._facts.max_prompt
-
-    def record_plan(self, source: Mapping[str, torch.Tensor]) -> LoadPlan:
-        """Compare names and shapes with the server's model; every weight goes through its loader. See `LoadPlans`.
-
-        Raises: `TransferError` for weights of another model.
-        """
-        self._layout.check(source)
-        return LoadPlan.of(source, fallbacks=dict.fromkeys(source, WHY_COPIED))
-
-    def share_weights(self) -> bool:
-        """Refuse. Raises: `Unsupported`."""
-        raise Unsupported("the memory of a server's weights cannot be shared: they are copied")
-
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Publish all weights in a session of the server's, and have it attest them. Poisons until the next `commit`.
 
@@ -245,13 +139,13 @@ class SGLangEngine(EngineBase):
         unless all of the server's are what was sent; `EngineLost`.
         """
         self.poison_for_load()
-        self._check_same_server()
+        self._check_same_model()
         expected = Expected(self._layout)
         self._begin_session()
         try:
-            for bucket in buckets(self._checked(weights, expected), BUCKET_BYTES):
-                payload = self._payloads.make(bucket, self._fence)
-                body = {"serialized_named_tensors": [payload], "load_format": "flattened_bucket", "selector": "target"}
+            for bucket in buckets(self._checked(weights, expected.add), BUCKET_BYTES):
+                packed = payload(self._slab, bucket, self._fence)
+                body = {"serialized_named_tensors": [packed], "load_format": "flattened_bucket", "selector": "target"}
                 # a refused flush would end the server: it is flushed below
                 self._tell("/update_weights_from_tensor", **body, flush_cache=False)
         except Exception:
@@ -271,14 +165,14 @@ class SGLangEngine(EngineBase):
         if name in self._adapters:
             raise ValueError(f"there is an adapter {name!r} already: give each version a name of its own")
         tensors, settings = adapter_as_taken(adapter, self._layout, self._facts.started_with)
-        payload, sums = adapter_payload(tensors)
+        packed, sums = adapter_payload(tensors)
         self._num_labels += 1
         served = f"{name}-{self._client}-{self._num_labels}"  # the server's caches go by names
         self._tell(
             "/load_lora_adapter_from_tensors",
             lora_name=served,
             config_dict=settings,
-            serialized_named_tensors=[payload],
+            serialized_named_tensors=[packed],
             load_format="flattened_bucket",
             expected_checksums=sums,
         )
@@ -302,26 +196,6 @@ class SGLangEngine(EngineBase):
         with suppress(TransferError):  # a server that was started again has forgotten it
             self._tell("/unload_lora_adapter", lora_name=served)
 
-    def recover(self) -> None:
-        """Take up the server's address again; it is awake and poisoned then. `PhaseError` unless it is lost.
-
-        Raises: `EngineLost` while nothing answers there; `Unsupported` as `colo.connect`.
-        """
-        lost = self._status.lost
-        if lost is None:
-            raise PhaseError("the engine is not lost: nothing to recover")
-        left, self._adapters = list(self._adapters.values()), {}
-        self._status.revive()
-        try:
-            self._meet()
-            for served in left:
-                with suppress(TransferError):  # a server that was started again has none of them
-                    self._tell("/unload_lora_adapter", lora_name=served)
-        except BaseException:
-            self._status.lost = self._status.lost or lost
-            raise
-        self.poison("it has been taken up again: publish to it")
-
     def _move(self, segment: ServerSegment, target: Residency) -> None:
         """Make the server release a segment, or resume it where it has been released."""
         source = segment.residency
@@ -343,34 +217,6 @@ class SGLangEngine(EngineBase):
             label = self._label_now()
             self._name(label_with(label, {*away_by(label), segment.tag}))
 
-    def _release(self) -> None:
-        """Leave the server awake and running, with the last weights, and without the adapters."""
-        with suppress(EngineLost, TransferError, PhaseError):
-            if self._status.lost is None and self._segments:
-                self._leave_as_found()
-        self._payloads.close()
-        self._server.close()
-
-    # ---- asking ------------------------------------------------------------------------------------------------------
-
-    def _ask(self, method: str, path: str, body: Body | None = None, **how: Any) -> Any:
-        """The server's answer. Raises: `EngineLost` without one, `TransferError` for a refusal."""
-        self._status.require_present()
-        try:
-            return self._server.ask(method, path, body, **how)
-        except Silent as error:
-            raise self._status.lose(str(error)) from error
-        except Refused as error:
-            raise TransferError(f"the server refuses {path}: {error}") from error
-
-    def _tell(self, path: str, **body: Any) -> Any:
-        """Tell the server to do something. Raises: as `_ask`, also for an answer that says that it did not."""
-        answer = self._ask("POST", path, body)
-        if isinstance(answer, dict) and answer.get("success") is False:
-            why = answer.get("message") or answer.get("error_message")
-            raise TransferError(f"the server refuses {path}: {why}")
-        return answer
-
     def _pause(self) -> None:
         if not self._status.paused:
             self._status.paused = True  # also after an interrupt: to resume what is not paused does nothing
@@ -379,51 +225,28 @@ class SGLangEngine(EngineBase):
     def _meet(self) -> None:
         """Ask the server what it is, and bring back what a client that has gone put to sleep."""
         self._facts = self._learn()
-        outline = ModuleSource(empty_model(self._facts.config, dtype=self._facts.dtype, attn_implementation=None))
-        specs = outline.specs()
+        specs, sizes = self._outline()
         self._layout = EngineLayout.of(specs, self._checksums())
         self._resume_memory(self._facts.label, away_by(self._facts.label))
-        options = self._facts.started_with
-        dropped = Residency.DISCARDED if options.get("enable_memory_saver") else None
-        kept = Residency.OFFLOADED if dropped and options.get("enable_weights_cpu_backup") else dropped
-        tokens, size = self._facts.num_cached_tokens, self._facts.dtype.itemsize
-        kv_bytes = tokens * sum(layer.token_bytes(dtype_bytes=size) or 0 for layer in layer_caches(outline.model))
-        sizes = {"weights": sum(spec.size_bytes for spec in specs), "kv_cache": kv_bytes}
+        away = self._facts.leaves
         if not self._segments:
-            away = {"weights": kept, "kv_cache": dropped}
-            self._segments = tuple(ServerSegment(tag, sizes[tag], away=away[tag], move=self._move) for tag in TAGS)
+            self._segments = tuple(ServerSegment(t, sizes[t], away[t], self._move, refusals(away[t])) for t in TAGS)
         for segment in self._segments:
-            segment.residency = Residency.RESIDENT  # type: ignore[misc]
+            segment.residency = Residency.RESIDENT
+        left, self._adapters = list(self._adapters.values()), {}
+        for served in left:
+            with suppress(TransferError):  # a server that was started again has none of them
+                self._tell("/unload_lora_adapter", lora_name=served)
 
-    def _learn(self) -> Facts:
-        try:
-            info, server = self._ask("GET", "/model_info"), self._ask("GET", "/server_info")
-            positions = int(self._ask("GET", "/v1/models")["data"][0]["max_model_len"])
-        except EngineLost as error:
-            raise EngineLost(f"no server answers at {self.url}: {self._status.lost}") from error
-        facts = Facts.of(self.url, info, server, positions)
-        if facts.device != self.device.type:
-            raise Unsupported(
-                f"the server at {self.url} runs on {facts.device} and the trainer on {self.device}: start both on the "
-                "same GPU"
-            )
-        return facts
+    def _read_facts(self) -> Facts:
+        info, server = self._ask("GET", "/model_info"), self._ask("GET", "/server_info")
+        positions = int(self._ask("GET", "/v1/models")["data"][0]["max_model_len"])
+        return Facts.of(self.url, info, server, positions)
 
-    def _check_same_server(self) -> None:
-        """Raise `TransferError` when there is another model at the address by now, before anything is sent."""
-        facts = self._learn()
-        parameters = self._checksums()
-        same_shapes = shapes_of(facts.config) == shapes_of(self._facts.config) and facts.dtype == self._facts.dtype
-        if not same_shapes or parameters.keys() != self._layout.parts.keys():
-            raise TransferError(
-                f"the server at {self.url} has another model than when it was connected to, {facts.model_path}: "
-                "connect to it again, or start it as it was"
-            )
-        self._facts = facts
-
-    def _vanish(self) -> None:
-        for segment in self._segments:
-            segment.residency = Residency.DISCARDED  # type: ignore[misc]
+    def _check_same_model(self) -> None:
+        super()._check_same_model()
+        if self._checksums().keys() != self._layout.parts.keys():
+            raise self._another_model(self._facts)
 
     # ---- labels ------------------------------------------------------------------------------------------------------
 
@@ -471,15 +294,6 @@ class SGLangEngine(EngineBase):
         self._label = f"colo-{self._client}-{self._num_labels}"
         self._name(label_with(self._label, set(away_by(self._facts.label))))
 
-    def _checked(
-        self, weights: Iterable[tuple[str, torch.Tensor]], expected: Expected
-    ) -> Iterable[tuple[str, torch.Tensor]]:
-        for name, tensor in weights:
-            self._layout.check_one(name, tensor)
-            sent = tensor.detach().to(self._facts.dtype)
-            expected.add(name, sent)
-            yield name, sent
-
     def _checksums(self, **body: Any) -> Mapping[str, str]:
         """Checksums of the server's parameters, by its own names."""
         (rank,) = self._tell("/weights_checker", action="checksum", **body)["ranks"]
@@ -501,59 +315,45 @@ class SGLangEngine(EngineBase):
         if params.seed is not None and not self._facts.started_with.get("enable_deterministic_inference"):
             raise Unsupported("this SGLang server ignores seeds: start it with --enable-deterministic-inference")
 
-    def _check_request(self, prompts: Sequence[Sequence[int]], params: Any) -> list[tuple[int, ...]]:
-        token_ids = [tuple(map(operator.index, prompt)) for prompt in prompts]
-        check_count(len(token_ids), params.n)
-        check_seeds(params.seed, len(token_ids))
-        # one position at least is left for what is sampled
-        positions = self._facts.max_prompt + 1
-        check_prompts(token_ids, self.vocab_size, positions, or_else=", or start it with more --context-length")
-        return token_ids
-
-    def _row(self, prompt: tuple[int, ...], params: SamplingParams, index: int, sample: int) -> Body:
-        limit = min(params.max_tokens, self._facts.num_positions - len(prompt))
-        kv_cache = next(segment for segment in self._segments if segment.name == "kv_cache")
-        self._facts.check_room(len(prompt), limit, kv_cache.size_bytes)
-        settings: Body = {
-            "max_new_tokens": limit,
-            "temperature": params.temperature,
-            "stop_token_ids": list(params.stop_token_ids),
-            "ignore_eos": params.ignore_eos,
-        }
-        settings |= _NEUTRAL
-        if params.seed is not None:
-            settings["sampling_seed"] = completion_seed(params.seed, index, sample)
-        return {"input_ids": list(prompt), "sampling_params": settings}
-
-    def _answers(self, rows: Sequence[Body], adapter: str | None) -> list[Mapping[str, Any]]:
+    def _answers(
+        self, prompts: Sequence[tuple[int, ...]], rows: Sequence[tuple[int, int]], params: SamplingParams, adapter: Any
+    ) -> list[Mapping[str, Any]]:
+        if params.seed is None and self._facts.started_with.get("enable_deterministic_inference"):
+            # such a server gives all requests without a seed the same one
+            params = replace(params, seed=secrets.randbits(62))
+        settings = [self._settings(prompts[p], params, p, s) for p, s in rows]
         size = -(-len(rows) // _MAX_REQUESTS) or 1
         common: Body = {"return_logprob": True}
         if adapter is not None:
             common["lora_path"] = self._adapters[adapter]
-        bodies = [
-            {key: [row[key] for row in rows[start : start + size]] for key in ("input_ids", "sampling_params")} | common
-            for start in range(0, len(rows), size)
-        ]
-        try:
-            return [answer for part in self._server.ask_all("/generate", bodies) for answer in part]
-        except Silent as error:
-            raise self._status.lose(str(error)) from error
-        except Refused as error:
+        bodies = []
+        for start in range(0, len(rows), size):
+            part = slice(start, start + size)
+            ids = [list(prompts[p]) for p, _ in rows[part]]
+            bodies.append({"input_ids": ids, "sampling_params": settings[part]} | common)
+
+        def on_refusal(error: Refused) -> None:
             self._check_label()  # first: another server may be there, which knows no adapter of ours
             if adapter is not None and "LoRA" in str(error):
                 self.poison(f"the server has forgotten its adapter: {error}")
                 raise StaleWeights(f"the server has forgotten the adapter {adapter!r}: {error}") from error
-            raise (ValueError if error.status < httpx.codes.INTERNAL_SERVER_ERROR else TransferError)(
-                f"the server does not generate: {error}"
-            ) from error
+
+        return [answer for part in self._ask_all("/generate", bodies, on_refusal) for answer in part]
+
+    def _settings(self, prompt: tuple[int, ...], params: SamplingParams, index: int, sample: int) -> Body:
+        settings: Body = {
+            **_NEUTRAL,
+            "max_new_tokens": self._limit(prompt, params),
+            "temperature": params.temperature,
+            "stop_token_ids": list(params.stop_token_ids),
+            "ignore_eos": params.ignore_eos,
+        }
+        if params.seed is not None:
+            settings["sampling_seed"] = completion_seed(params.seed, index, sample)
+        return settings
 
     def _completion(
-        self,
-        row: tuple[int, int],
-        prompt: tuple[int, ...],
-        answer: Mapping[str, Any],
-        version: int,
-        adapter: str | None,
+        self, row: tuple[int, int], prompt: tuple[int, ...], answer: Mapping[str, Any], version: int, adapter: Any
     ) -> Completion:
         meta = answer["meta_info"]
         for span in meta.get("weight_versions") or [{"version": meta["weight_version"]}]:
@@ -565,24 +365,9 @@ class SGLangEngine(EngineBase):
             raise TransferError(
                 f"the server has ended a request: {reason.get('message') or 'another client asked it to'}"
             )
-        tokens = tuple(answer["output_ids"])
-        if tokens != tuple(token for _, token, *_ in meta["output_token_logprobs"]):
-            raise TransferError("the server's log-probabilities are of other tokens than those that it has sampled")
-        logprobs = tuple(math.nan if value is None else value for value, *_ in meta["output_token_logprobs"])
-        if not math.isfinite(sum(logprobs)):
-            raise FloatingPointError(not_numbers(None))
-        return Completion(
-            prompt_index=row[0],
-            sample_index=row[1],
-            prompt_token_ids=prompt,
-            token_ids=tokens,
-            logprobs=logprobs,
-            finish_reason=reason["type"],
-            weights_version=version,
-            adapter=adapter,
-            text=answer.get("text"),
-            output=answer,
-        )
+        known = {"finish_reason": reason["type"], "weights_version": version, "adapter": adapter}
+        pairs = meta["output_token_logprobs"]
+        return self._made(row, prompt, answer["output_ids"], pairs, answer, text=answer.get("text"), **known)
 
     def _leave_as_found(self) -> None:
         for segment in self._segments:

@@ -1,19 +1,19 @@
-"""An SGLang server as it tells of itself: its options and model, its labels, and the memory that it can let go."""
+"""An SGLang server as it tells of itself: its options and model, the memory that it can let go, and its labels."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from packaging.version import Version
-from transformers import AutoConfig, PretrainedConfig
+from transformers import PretrainedConfig
 
 from colo.engines.base import TAGS
-from colo.errors import BudgetError, PhaseError, Unsupported
-from colo.phases.phase import Done, Move, Residency, check_move
-from colo.units import format_bytes
+from colo.engines.server import ServerFacts, config_of, own_dtype
+from colo.errors import Unsupported
+from colo.phases.phase import Residency
 
 OLDEST = "0.5.21"
 """The first SGLang that this was tested with."""
@@ -21,6 +21,10 @@ OLDEST = "0.5.21"
 LORA_FLAGS = "--enable-lora --max-lora-rank 16 --lora-target-modules all"
 WHY_IT_STAYS = "memory that stays (start the server with --enable-memory-saver, on a GPU)"
 
+NO_COPY = (
+    "level 1 keeps a copy in host memory, which this SGLang server does not: start it with "
+    "--enable-weights-cpu-backup, or take level 2, after which weights are published again"
+)
 _ASLEEP = " asleep:"
 """Part of a label that says what is away: the server does not tell, and ends when it is to resume what is not."""
 
@@ -28,20 +32,21 @@ _ASLEEP = " asleep:"
 # ---- what a server says of itself ----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Facts:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts(ServerFacts):
     """An SGLang server's account of itself, and what follows from the config of its checkpoint."""
 
+    more_cache = "--max-total-tokens "
     version: str
-    model_path: str
-    config: PretrainedConfig
-    dtype: torch.dtype
-    device: str  # "cpu" or "cuda"
-    num_positions: int
-    max_prompt: int  # tokens: a few less than the positions
-    num_cached_tokens: int
     label: str  # its `weight_version`
     started_with: Mapping[str, Any]  # its options
+
+    @property
+    def leaves(self) -> Mapping[str, Residency | None]:
+        """Residency in which memory of each tag waits; `None` where it stays."""
+        dropped = Residency.DISCARDED if self.started_with.get("enable_memory_saver") else None
+        kept = Residency.OFFLOADED if dropped and self.started_with.get("enable_weights_cpu_backup") else dropped
+        return {"weights": kept, "kv_cache": dropped}
 
     @property
     def lacking_flags(self) -> Mapping[str, str]:
@@ -72,13 +77,7 @@ class Facts:
                 flag = f"--{option.replace('_', '-')}"
                 raise Unsupported(f"{where} was started with {flag} {server[option]}: {why}; start it without")
         path = info["model_path"]
-        try:
-            config = AutoConfig.from_pretrained(path)
-        except (OSError, ValueError) as error:
-            raise Unsupported(
-                f"the config of {path}, which {where} has loaded, cannot be read here ({error}): colo needs it to know "
-                "shapes and the vocabulary before it sends anything"
-            ) from error
+        config = config_of(path, where)
         return cls(
             version=server["version"],
             model_path=path,
@@ -92,80 +91,22 @@ class Facts:
             started_with=server,
         )
 
-    def check_room(self, prompt_tokens: int, max_tokens: int, cache_bytes: int) -> None:
-        """Raise `BudgetError` for a sequence that the KV cache of `cache_bytes` does not hold, however empty it is."""
-        needed, cached = prompt_tokens + max_tokens, self.num_cached_tokens
-        if needed > cached:
-            needed_bytes = cache_bytes * needed // cached
-            raise BudgetError(
-                f"a prompt of {prompt_tokens} tokens and max_tokens={max_tokens} need {format_bytes(needed_bytes)} of "
-                f"the server's KV cache, which has {format_bytes(cache_bytes)} for {cached} tokens: lower max_tokens, "
-                f"shorten the prompt, or start it with --max-total-tokens {needed}",
-                needed_bytes=needed_bytes,
-                free_bytes=cache_bytes,
-            )
 
-
-def shapes_of(config: PretrainedConfig) -> dict[str, Any]:
-    """All that a config says, but for the folder that it came from and who wrote it."""
-    said = config.to_dict()
-    return {key: said[key] for key in said.keys() - {"_name_or_path", "transformers_version"}}
+def refusals(away: Residency | None) -> Mapping[Residency, str]:
+    """Reasons against residencies of memory that waits as `away`, or stays."""
+    if away is None:
+        return dict.fromkeys((Residency.OFFLOADED, Residency.DISCARDED), f"it is {WHY_IT_STAYS}")
+    return {Residency.OFFLOADED: NO_COPY} if away is Residency.DISCARDED else {}
 
 
 def engine_dtype(said: str, config: PretrainedConfig) -> torch.dtype:
     """SGLang's dtype: in "auto" a checkpoint's own, but 16 bits in place of 32."""
     if said != "auto":
         return {"half": torch.float16, "float": torch.float32}.get(said) or getattr(torch, said)
-    own = getattr(config.get_text_config(), "dtype", None) or getattr(config, "dtype", None) or torch.float32
+    own = own_dtype(config) or torch.float32
     if own != torch.float32:
         return own
     return torch.bfloat16 if config.model_type.startswith("gemma") else torch.float16
-
-
-# ---- its memory ----------------------------------------------------------------------------------------------------
-
-
-class ServerSegment:
-    """Memory of the server that goes and comes by its tag."""
-
-    def __init__(
-        self,
-        tag: str,
-        size_bytes: int,
-        *,
-        away: Residency | None,
-        move: Callable[[ServerSegment, Residency], None],
-    ) -> None:
-        """`move` makes the server release the segment, or resume it."""
-        self.tag, self.name, self.size_bytes, self.away = tag, TAGS[tag], size_bytes, away
-        self.residency = Residency.RESIDENT
-        self._move = move
-
-    @property
-    def device_bytes(self) -> int:
-        """Bytes on the device now."""
-        return self.size_bytes if self.residency is Residency.RESIDENT else 0
-
-    @property
-    def host_bytes(self) -> int:
-        """Bytes that the server has pinned in host memory."""
-        return self.size_bytes if self.residency is Residency.OFFLOADED else 0
-
-    def begin(self, target: Residency) -> Move:
-        """Make the server release or resume it. Raises: `PhaseError` when it must not leave, `EngineLost`."""
-        if target is self.residency:
-            return Done()
-        if self.away is None:
-            raise PhaseError(f"segment {self.name} cannot become {target}: it is {WHY_IT_STAYS}")
-        if target is Residency.OFFLOADED and self.away is not target:
-            raise PhaseError(
-                "level 1 keeps a copy in host memory, which this SGLang server does not: start it with "
-                "--enable-weights-cpu-backup, or take level 2, after which weights are published again"
-            )
-        check_move(self.name, self.residency, target)
-        self._move(self, target)
-        self.residency = target
-        return Done()
 
 
 # ---- labels ----------------------------------------------------------------------------------------------------------

@@ -4,32 +4,25 @@ A server takes Hugging Face names and fuses some into parameters of its own. It 
 that it does not know is passed over in silence, a wrong shape ends its process or is copied as far as it goes. So names
 and shapes are checked here first, and what it holds afterwards is compared by the checksums of its `weights_checker`.
 
-Buckets are pickled, as the server wants them; it unpickles data alone. Nothing of the server's is ever unpickled here.
+The server unpickles data alone.
 """
 
 from __future__ import annotations
 
-import base64
 import hashlib
-import io
-import pickle
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch.multiprocessing import reductions
 
 from colo.engine import AdapterWeights
+from colo.engines.buckets import Slab, bytes_of, described, pack
+from colo.engines.server import Outline
 from colo.engines.sglang.server import LORA_FLAGS
 from colo.errors import TransferError, Unsupported
 from colo.memory.specs import TensorSpec
-from colo.units import MIB, align_up
-from colo.weights.sources.module import OUTPUT_LAYER, own_output_layer
-
-BUCKET_BYTES = 64 * MIB
-"""Bytes of a request's tensors: on a CPU they travel within it, on a GPU they are half of the slab."""
+from colo.weights.sources.module import OUTPUT_LAYER
 
 FUSED: Mapping[str, Sequence[str]] = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
@@ -42,7 +35,6 @@ ADAPTED = frozenset(part for parts in FUSED.values() for part in parts) | {"o_pr
 
 _PADDED = ("embed_tokens.weight", OUTPUT_LAYER)
 _ROWS = 64  # vocabularies are padded with zeros to a multiple of it
-_ALIGNMENT_BYTES = 16  # the server looks at bytes as another dtype, which a misaligned one does not allow
 _BASE = ".base_layer."  # in names of modules that take adapters
 
 _WORD, _MASK = 0xFFFFFFFF, (1 << 64) - 1
@@ -52,10 +44,9 @@ _WORD, _MASK = 0xFFFFFFFF, (1 << 64) - 1
 
 
 @dataclass(frozen=True, slots=True)
-class EngineLayout:
+class EngineLayout(Outline):
     """Parameters of an engine, each with the names of the weights that it is made of."""
 
-    specs: Mapping[str, TensorSpec]  # weights that the engine's model has, by Hugging Face name
     parts: Mapping[str, tuple[str, ...]]  # names of the weights in each of the engine's parameters
 
     @classmethod
@@ -72,28 +63,6 @@ class EngineLayout:
                 "in all): dense models whose parts of attention and MLP SGLang fuses, or leaves alone, can be trained"
             )
         return cls(by_name, parts)
-
-    def check(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Raise `TransferError` unless `weights` are the engine's by names and shapes, and all of them."""
-        if OUTPUT_LAYER in weights and OUTPUT_LAYER not in self.specs:
-            raise own_output_layer(weights[OUTPUT_LAYER].numel())
-        for name, tensor in weights.items():
-            self.check_one(name, tensor)
-        if missing := [name for name in self.specs if name not in weights]:
-            raise TransferError(
-                f"the model has no {missing[0]}, one of {len(missing)} weights that the server's model has: the server "
-                "would keep its own. Start it on a checkpoint of this very architecture"
-            )
-
-    def check_one(self, name: str, tensor: torch.Tensor) -> None:
-        """Raise `TransferError` for a weight that the engine does not have, or has in another shape."""
-        spec = self.specs.get(name)
-        if spec is None or spec.shape != tuple(tensor.shape):
-            has = "does not have it" if spec is None else f"has {spec.shape}"
-            raise TransferError(
-                f"the server's model {has}: {name} {tuple(tensor.shape)}. Start it on a checkpoint of this very "
-                "architecture, sizes, biases and tied embeddings included"
-            )
 
 
 def _parts_of(parameter: str, known: Mapping[str, TensorSpec]) -> tuple[str, ...]:
@@ -146,15 +115,11 @@ def checksum(parts: Sequence[torch.Tensor], *, padded: bool = False) -> str:
     rows = sum(len(part) for part in parts)
     padding = parts[0].new_zeros(-rows % _ROWS if padded else 0, *parts[0].shape[1:])
     if parts[0].device.type == "cuda":
-        return f"{_gpu_hash(_bytes_of(torch.cat([*parts, padding]))):016x}"
+        return f"{_gpu_hash(bytes_of(torch.cat([*parts, padding]))):016x}"
     found = hashlib.sha256()
     for part in (*parts, padding):
-        found.update(_bytes_of(part).numpy().data)
+        found.update(bytes_of(part).numpy().data)
     return found.hexdigest()[:16]
-
-
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def _gpu_hash(data: torch.Tensor) -> int:
@@ -199,92 +164,11 @@ def _fmix32(value: torch.Tensor) -> torch.Tensor:
 # ---- buckets -------------------------------------------------------------------------------------------------------
 
 
-def buckets(weights: Iterable[tuple[str, torch.Tensor]], size_bytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
-    """Group weights into lists of at most `size_bytes`, or of one larger tensor."""
-    part: list[tuple[str, torch.Tensor]] = []
-    held_bytes = 0
-    for name, tensor in weights:
-        padded_bytes = align_up(tensor.nbytes, _ALIGNMENT_BYTES)
-        if part and held_bytes + padded_bytes > size_bytes:
-            yield part
-            part, held_bytes = [], 0
-        part.append((name, tensor))
-        held_bytes += padded_bytes
-    if part:
-        yield part
-
-
-class Payloads:
-    """Makes buckets into what a server of this machine reads: within the request, or on a GPU by a CUDA IPC handle.
-
-    On a GPU the bytes lie in the halves of one slab in turn. `fence` is called before a half is filled again: the
-    server answers when it has queued its copies out of it, not when they have ended.
-    Ownership: owns the slab until `close`.
-    """
-
-    def __init__(self, device: torch.device, size_bytes: int = BUCKET_BYTES) -> None:
-        self._device = device
-        self._half_bytes = size_bytes
-        self._slab: torch.Tensor | None = None
-        self._num_made = 0
-
-    def make(self, bucket: Sequence[tuple[str, torch.Tensor]], fence: Any = lambda: None) -> str:
-        """The payload of a bucket, base64."""
-        places, end = [], 0
-        for name, tensor in bucket:
-            places.append((name, tensor, end))
-            end = align_up(end + tensor.nbytes, _ALIGNMENT_BYTES)
-        memory = self._memory(end, fence)
-        described = []
-        for name, tensor, start in places:
-            memory[start : start + tensor.nbytes].copy_(_bytes_of(tensor))
-            described.append(
-                SimpleNamespace(
-                    name=name,
-                    shape=tensor.shape,
-                    dtype=tensor.dtype,
-                    start_idx=start,
-                    end_idx=start + tensor.nbytes,
-                    numel=tensor.nbytes,
-                )
-            )
-        return pack({"flattened_tensor": memory, "metadata": described})
-
-    def close(self) -> None:
-        """Let go of the slab. Idempotent."""
-        self._slab = None
-
-    def _memory(self, size_bytes: int, fence: Any) -> torch.Tensor:
-        if self._device.type != "cuda":
-            return torch.zeros(size_bytes, dtype=torch.uint8)
-        if self._num_made >= 2 or size_bytes > self._half_bytes:
-            fence()
-        if self._slab is None or size_bytes > self._half_bytes:
-            self._half_bytes = max(self._half_bytes, size_bytes)
-            self._slab = torch.empty(2 * self._half_bytes, dtype=torch.uint8, device=self._device)
-            self._num_made = 0
-        start = self._num_made % 2 * self._half_bytes
-        self._num_made += 1
-        return self._slab[start : start + size_bytes]
-
-
-def pack(payload: Any) -> str:
-    """Pickle what the server wants pickled, base64: host memory by value, a GPU's by its IPC handle and UUID."""
-    buffer = io.BytesIO()
-    _Pickler(buffer).dump(payload)
-    return base64.b64encode(buffer.getvalue()).decode()
-
-
-class _Pickler(pickle.Pickler):
-    def reducer_override(self, obj: Any) -> Any:
-        if not isinstance(obj, torch.Tensor) or obj.device.type != "cuda":
-            return NotImplemented
-        # the other process orders nothing by our stream
-        torch.cuda.current_stream(obj.device).synchronize()
-        rebuild, arguments = reductions.reduce_tensor(obj)
-        uuid = str(torch.cuda.get_device_properties(obj.device).uuid)
-        # the seventh is the number of the GPU, which another process may count otherwise; SGLang takes its UUID
-        return rebuild, (*arguments[:6], uuid, *arguments[7:])
+def payload(slab: Slab, bucket: Sequence[tuple[str, torch.Tensor]], fence: Callable[[], object] = lambda: None) -> str:
+    """The payload of a bucket of any dtypes, in bytes of the slab. `fence`: see `Slab.fill`."""
+    memory, places = slab.fill(bucket, fence)
+    metadata = [described(name, tensor, start, tensor.nbytes) for name, tensor, start in places]
+    return pack({"flattened_tensor": memory, "metadata": metadata})
 
 
 # ---- adapters ------------------------------------------------------------------------------------------------------
@@ -330,5 +214,5 @@ def adapter_as_taken(
 def adapter_payload(tensors: Mapping[str, torch.Tensor]) -> tuple[str, dict[str, str]]:
     """The payload of an adapter's tensors, by value, and their SHA-256, which the server compares."""
     on_host = [(name, tensor.detach().cpu()) for name, tensor in tensors.items()]
-    payload = Payloads(torch.device("cpu")).make(on_host)
-    return payload, {name: hashlib.sha256(_bytes_of(tensor).numpy().data).hexdigest() for name, tensor in on_host}
+    packed = payload(Slab(torch.device("cpu"), num_parts=1), on_host)
+    return packed, {name: hashlib.sha256(bytes_of(tensor).numpy().data).hexdigest() for name, tensor in on_host}

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from colo.engines.sglang.server import ServerSegment, away_by, engine_dtype, label_with, plain_label
+from colo.engines.server import ServerSegment
+from colo.engines.sglang.server import away_by, engine_dtype, label_with, plain_label, refusals
 from colo.errors import PhaseError
 from colo.phases.phase import Residency
 from tests.models import tiny_qwen3
@@ -37,7 +38,7 @@ def segment(away):
     def move(_, target):
         asked.append(target)
 
-    return ServerSegment("weights", 100, away=away, move=move), asked
+    return ServerSegment("weights", 100, away, move, refusals(away)), asked
 
 
 def test_memory_that_can_leave_is_counted_where_it_is():

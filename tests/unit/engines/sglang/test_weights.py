@@ -8,7 +8,8 @@ import pickle
 import pytest
 import torch
 
-from colo.engines.sglang.weights import EngineLayout, Expected, Payloads, _gpu_hash, buckets, checksum
+from colo.engines.buckets import Slab
+from colo.engines.sglang.weights import EngineLayout, Expected, _gpu_hash, checksum, payload
 from colo.errors import TransferError, Unsupported
 from colo.memory.specs import TensorSpec
 
@@ -54,15 +55,11 @@ def test_a_vocabulary_is_summed_with_the_rows_that_pad_it():
     assert checksum([table], padded=True) == checksum([padded]) != checksum([table])
 
 
-def test_buckets_hold_as_much_as_they_may_and_larger_tensors_alone():
-    sizes = {"a": 10, "b": 16, "c": 100, "d": 1, "e": 15}
-    tensors = {name: torch.zeros(size, dtype=torch.uint8) for name, size in sizes.items()}
-    assert [[name for name, _ in part] for part in buckets(tensors.items(), 32)] == [["a", "b"], ["c"], ["d", "e"]]
-
-
 def test_a_payload_has_every_byte_at_an_aligned_place():
     tensors = {"a": torch.randn(3, 5).to(torch.bfloat16), "b": torch.randn(7), "c": torch.tensor(2.0)}
-    read = pickle.load(io.BytesIO(base64.b64decode(Payloads(torch.device("cpu")).make(list(tensors.items())))))
+    read = pickle.load(
+        io.BytesIO(base64.b64decode(payload(Slab(torch.device("cpu"), num_parts=2), list(tensors.items()))))
+    )
     for described in read["metadata"]:
         assert described.start_idx % 16 == 0 and described.numel == described.end_idx - described.start_idx
         part = read["flattened_tensor"][described.start_idx : described.end_idx]

@@ -1,0 +1,125 @@
+"""Weights on their way to a server of this machine: buckets, the slab that they lie in, and what is pickled of them.
+
+On a CPU the bytes travel within a request. On a GPU they lie in parts of one slab in turn, and a CUDA IPC handle
+travels. Payloads are pickled, as servers want them; nothing of a server's is ever unpickled here.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import pickle
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch.multiprocessing import reductions
+
+from colo.units import MIB, align_up
+
+BUCKET_BYTES = 64 * MIB
+"""Bytes of a request's tensors: on a CPU they travel within it, on a GPU they are a part of the slab."""
+
+_ALIGNMENT_BYTES = 16  # servers look at bytes as another dtype, which a misaligned one does not allow
+
+
+def buckets(weights: Iterable[tuple[str, torch.Tensor]], size_bytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
+    """Group weights into lists of at most `size_bytes`, or of one larger tensor."""
+    part: list[tuple[str, torch.Tensor]] = []
+    held_bytes = 0
+    for name, tensor in weights:
+        padded_bytes = align_up(tensor.nbytes, _ALIGNMENT_BYTES)
+        if part and held_bytes + padded_bytes > size_bytes:
+            yield part
+            part, held_bytes = [], 0
+        part.append((name, tensor))
+        held_bytes += padded_bytes
+    if part:
+        yield part
+
+
+class Slab:
+    """Memory that buckets are copied into: on a GPU `num_parts` in turn, on a CPU new memory for each.
+
+    Ownership: owns the memory until `close`.
+    """
+
+    def __init__(self, device: torch.device, *, num_parts: int, size_bytes: int = BUCKET_BYTES) -> None:
+        self.device = device
+        self.whole: torch.Tensor | None = None  # all parts
+        self._num_parts, self._part_bytes = num_parts, size_bytes
+        self._num_filled = 0
+
+    def fill(
+        self, bucket: Sequence[tuple[str, torch.Tensor]], fence: Callable[[], object] = lambda: None
+    ) -> tuple[torch.Tensor, list[tuple[str, torch.Tensor, int]]]:
+        """Copy a bucket's tensors one after another; return the bytes, and where each begins in them.
+
+        Ordering: `fence` is called before a part is written again, and must wait until the server has read it.
+        """
+        places, end = [], 0
+        for name, tensor in bucket:
+            places.append((name, tensor, end))
+            end = align_up(end + tensor.nbytes, _ALIGNMENT_BYTES)
+        memory = self._memory(end, fence)
+        for _, tensor, start in places:
+            memory[start : start + tensor.nbytes].copy_(bytes_of(tensor))
+        return memory, places
+
+    def close(self) -> None:
+        """Let go of the memory. Idempotent."""
+        self.whole = None
+
+    def _memory(self, size_bytes: int, fence: Callable[[], object]) -> torch.Tensor:
+        if self.device.type != "cuda":
+            self.whole = torch.zeros(size_bytes, dtype=torch.uint8)
+            return self.whole
+        if self._num_filled >= self._num_parts or size_bytes > self._part_bytes:
+            fence()
+        if self.whole is None or size_bytes > self._part_bytes:
+            self._part_bytes = max(self._part_bytes, size_bytes)
+            self.whole = torch.empty(self._num_parts * self._part_bytes, dtype=torch.uint8, device=self.device)
+            self._num_filled = 0
+        start = self._num_filled % self._num_parts * self._part_bytes
+        self._num_filled += 1
+        return self.whole[start : start + size_bytes]
+
+
+def described(name: str, tensor: torch.Tensor, start: int, size: int) -> SimpleNamespace:
+    """A tensor's entry in the metadata of a flattened bucket, in bytes or elements as the server counts."""
+    place = {"start_idx": start, "end_idx": start + size, "numel": size}
+    return SimpleNamespace(name=name, shape=tensor.shape, dtype=tensor.dtype, **place)
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def pack(payload: Any) -> str:
+    """Pickle what a server wants pickled, base64: host memory by value, a GPU's by its IPC handle and UUID."""
+    buffer = io.BytesIO()
+    _Pickler(buffer).dump(payload)
+    return base64.b64encode(buffer.getvalue()).decode()
+
+
+def exported(tensor: torch.Tensor) -> tuple[Any, tuple[Any, ...]]:
+    """A function and its arguments that make the tensor in another process; a GPU's is ready to be read."""
+    if tensor.device.type != "cuda":
+        rebuild, arguments = tensor.__reduce_ex__(2)[:2]
+        return rebuild, arguments
+    # the other process orders nothing by our stream
+    torch.cuda.current_stream(tensor.device).synchronize()
+    made: tuple[Any, tuple[Any, ...]] = reductions.reduce_tensor(tensor)
+    return made
+
+
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, obj: Any) -> Any:
+        if not isinstance(obj, torch.Tensor) or obj.device.type != "cuda":
+            return NotImplemented
+        rebuild, arguments = exported(obj)
+        uuid = str(torch.cuda.get_device_properties(obj.device).uuid)
+        # the seventh is the number of the GPU, which another process may count otherwise; SGLang takes its UUID
+        return rebuild, (*arguments[:6], uuid, *arguments[7:])
