@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import httpx
 import torch
 
 from colo.engines.http import DEADLINE_S, HttpClient, Refused, Silent, base_url
@@ -11,8 +12,7 @@ from colo.errors import EngineLost, Unsupported
 from colo.memory.probe import device_of
 
 if TYPE_CHECKING:
-    import httpx
-
+    from colo.engines.lmdeploy.engine import LMDeployEngine
     from colo.engines.sglang.engine import SGLangEngine
     from colo.engines.vllm.client.engine import VLLMEngine
 
@@ -26,33 +26,49 @@ def connect(
     api_key: str | None = None,
     admin_key: str | None = None,
     http: httpx.AsyncBaseTransport | None = None,
-) -> VLLMEngine | SGLangEngine:
-    """A vLLM or SGLang server of yours as an engine for `colo.share`, on the same machine and device as the trainer.
+) -> VLLMEngine | SGLangEngine | LMDeployEngine:
+    """A vLLM, SGLang or LMDeploy server of yours as an engine for `colo.share`, on the trainer's machine and device.
 
-    The server is asked which it is. `model_name` is the name that vLLM serves, by default the first one; `admin_key` is
-    for SGLang's operations where it was started with `--admin-api-key`; `http` replaces the network. The server stays
-    yours: closing leaves it awake, and its other clients may generate while weights change. The engine starts poisoned,
-    and awake unless the server is paused. Raises: `EngineLost` when nothing answers; `Unsupported`, with the flags to
-    start it with, for a server that cannot take weights from here; `PhaseError` for one that is asleep.
+    The server is asked which it is. `model_name` is the name that vLLM serves, by default the first one, or the path of
+    LMDeploy's checkpoint, by default the name that it serves; `admin_key` is for SGLang's operations where it was
+    started with `--admin-api-key`; `http` replaces the network. The server stays yours: closing leaves it awake where
+    it has weights, and its other clients may generate while weights change, but for LMDeploy's. The engine starts
+    poisoned, and awake unless the server is paused or, of LMDeploy, asleep. Raises: `EngineLost` when nothing answers;
+    `Unsupported`, with the flags to start it with, for a server that cannot take weights from here; `PhaseError` for
+    one of vLLM's that is asleep.
     """
     url, found = base_url(url), device_of(device)
-    if _is_sglang(url, api_key, http):
+    kind = _kind_of(url, api_key, http)
+    common: dict[str, Any] = {"deadline_s": deadline_s, "api_key": api_key, "http": http}
+    if kind == "sglang":
         from colo.engines.sglang.engine import SGLangEngine
 
-        return SGLangEngine(url, found, deadline_s=deadline_s, api_key=api_key, admin_key=admin_key, http=http)
+        return SGLangEngine(url, found, admin_key=admin_key, **common)
+    if kind == "lmdeploy":
+        from colo.engines.lmdeploy.engine import LMDeployEngine
+
+        return LMDeployEngine(url, found, checkpoint=model_name, **common)
     from colo.engines.vllm.client.server_link import connect as connect_vllm
 
-    return connect_vllm(url, model_name=model_name, device=found, deadline_s=deadline_s, api_key=api_key, http=http)
+    return connect_vllm(url, model_name=model_name, device=found, **common)
 
 
-def _is_sglang(url: str, api_key: str | None, http: httpx.AsyncBaseTransport | None) -> bool:
+_TOLD_BY = {"sglang": ("/model_info", "weight_version"), "lmdeploy": ("/update_weights_from_ipc", "sleeping_tags")}
+"""A question that each kind of server answers, with this in the answer; vLLM's are the rest."""
+
+
+def _kind_of(url: str, api_key: str | None, http: httpx.AsyncBaseTransport | None) -> str:
     server = HttpClient(url, deadline_s=30, api_key=api_key, transport=http)
     try:
-        return "weight_version" in (server.ask("GET", "/model_info") or {})
-    except Refused as error:
-        if error.status in (401, 403):
-            raise Unsupported(f"the server at {url} wants a key: pass api_key=..., of SGLang also admin_key") from error
-        return False
+        for kind, (path, field) in _TOLD_BY.items():
+            try:
+                if field in (server.ask("GET", path) or {}):
+                    return kind
+            except Refused as error:
+                if error.status in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
+                    how = f"the server at {url} wants a key: pass api_key=..., of SGLang also admin_key"
+                    raise Unsupported(how) from error
+        return "vllm"
     except Silent as error:
         raise EngineLost(f"no server answers at {url}: {error}") from error
     finally:

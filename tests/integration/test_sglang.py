@@ -20,7 +20,8 @@ from colo.engine import AdapterWeights, Engine, EngineState
 from colo.errors import PhaseError, StaleWeights, TransferError, Unsupported
 from colo.rl.loop import GRPOConfig, Problem, grpo
 from colo.testing import check_engine
-from tests.integration.sglang_server import Proxy, Server, needs_sglang
+from tests.integration.servers import Proxy
+from tests.integration.sglang_server import Server, needs_sglang
 from tests.models import small_qwen3
 
 pytestmark = [needs_sglang, pytest.mark.slow]
@@ -354,7 +355,7 @@ def test_grpo_learns_on_the_server(share, randomize, lora):
 
 
 def test_the_example_learns(server, tmp_path):
-    command = [sys.executable, Path(__file__).parents[2] / "examples" / "sglang_grpo.py", "--device", "cpu"]
+    command = [sys.executable, Path(__file__).parents[2] / "examples" / "server_grpo.py", "--device", "cpu"]
     command += ["--url", server.url, "--model", server.folder, "--learning-rate", "5e-3"]
     done = subprocess.run(list(map(str, command)), cwd=tmp_path, capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stderr

@@ -12,7 +12,8 @@ import colo
 from colo.cli import app
 from colo.engine import EngineState
 from colo.errors import EngineLost, PhaseError, StaleWeights, TransferError, Unsupported
-from tests.integration.sglang_server import Proxy, Server, fails, kill, needs_sglang, stop, truncated
+from tests.integration.servers import Restarting, fails, kill, stop, truncated
+from tests.integration.sglang_server import Server, needs_sglang
 from tests.models import small_qwen3
 
 pytestmark = [needs_sglang, pytest.mark.slow]
@@ -46,31 +47,9 @@ def folders(tmp_path_factory, randomize):
     return made
 
 
-class Restarting:
-    """A server that is started again, on another checkpoint, behind an address that stays."""
-
-    def __init__(self, folders, logs):
-        self.folders, self.logs, self.num_started = folders, logs, 0
-        self.server = None
-        self.proxy = Proxy("http://127.0.0.1:9")
-        self.start(*())
-
-    def start(self, *flags, folder=None):
-        if self.server is not None:
-            self.server.end()
-        folder = folder or self.folders[self.num_started % 2]
-        self.num_started += 1
-        self.server = Server(folder, self.logs, *flags)
-        self.proxy.target = self.server.url
-
-    @property
-    def is_alive(self):
-        return self.server.process.poll() is None
-
-
 @pytest.fixture(scope="module")
 def served(folders, tmp_path_factory):
-    made = Restarting(folders, tmp_path_factory.mktemp("logs"))
+    made = Restarting(Server, folders, tmp_path_factory.mktemp("logs"))
     yield made
     made.server.end()
     made.proxy.end()

@@ -31,6 +31,7 @@ NEEDS_MORE = {
     'packed = {"quantization"': "bitsandbytes and vLLM in this process: tests/integration/test_vllm_packed.py",
     'colo.connect("http://localhost:8000': "a server: tests/integration/test_vllm_server.py",
     'colo.connect("http://localhost:30000': "a server: tests/integration/test_sglang.py",
+    'colo.connect("http://localhost:23333': "a server: tests/integration/test_lmdeploy.py",
     "from unsloth import": "Unsloth: tests/integration/test_unsloth.py",
     "# generates on the model's own vLLM": "Unsloth: tests/integration/test_unsloth.py",
     "sharded by `fully_shard`": "several ranks: tests/integration/test_sharded.py",

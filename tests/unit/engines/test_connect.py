@@ -11,7 +11,7 @@ def connect(answer, **options):
     return colo.connect("localhost:8000/v1", device="cpu", http=httpx.MockTransport(answer), **options)
 
 
-def test_a_server_without_sglangs_path_is_taken_for_vllm():
+def test_a_server_without_the_others_paths_is_taken_for_vllm():
     asked = []
 
     def answer(request):
@@ -20,7 +20,7 @@ def test_a_server_without_sglangs_path_is_taken_for_vllm():
 
     with pytest.raises(Unsupported, match="localhost:8000 is not in vLLM's development mode"):
         connect(answer)
-    assert asked[:2] == ["/model_info", "/version"]
+    assert asked[:3] == ["/model_info", "/update_weights_from_ipc", "/version"]
 
 
 @pytest.mark.parametrize("status", [401, 403])

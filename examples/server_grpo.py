@@ -1,7 +1,10 @@
-"""GRPO on an SGLang server: the trainer is here, the engine is a server that was started before.
+"""GRPO on a server: the trainer is here, the engine is an SGLang or LMDeploy server that was started before.
 
     python -m sglang.launch_server --model-path MODEL --host 127.0.0.1 --enable-memory-saver
-    python examples/sglang_grpo.py --model MODEL --url http://localhost:30000
+    python examples/server_grpo.py --model MODEL --url http://localhost:30000
+
+    lmdeploy serve api_server MODEL --backend pytorch --logprobs-mode raw_logprobs --server-name 127.0.0.1
+    python examples/server_grpo.py --model MODEL --url http://localhost:23333
 
 The reward is the share of a completion's tokens in the lower quarter of the vocabulary, which any model learns.
 """
@@ -21,7 +24,7 @@ PROBLEMS = 8  # a step
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="GRPO on an SGLang server.")
+    parser = argparse.ArgumentParser(description="GRPO on a server.")
     parser.add_argument("--model", required=True, help="folder or hub id of the checkpoint that the server has loaded")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--device", help="cpu or cuda; by default cuda where there is one")

@@ -1,0 +1,210 @@
+"""Servers in processes of their own for tests, and a proxy before them that makes faults."""
+
+import os
+import signal
+import socket
+import subprocess
+import threading
+import time
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import httpx
+import psutil
+
+START_S = 1200.0
+NO_PROXY = httpx.Limits(max_keepalive_connections=0)
+
+
+def free_port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+class Server:
+    """A server of a folder, in a process group of its own that `end` ends in every case."""
+
+    python = None
+    starter = ready = ""
+    """File beside this one that is run, and a path that is answered when it has started."""
+
+    environment = ()
+
+    def __init__(self, folder, log, *flags):
+        self.folder, self.port = folder, free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.log = Path(log) / f"server-{self.port}.log"
+        starter = Path(__file__).parent / self.starter
+        command = [self.python, starter, "--model-path", folder, "--port", self.port, *flags]
+        environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+        environment |= dict(self.environment)
+        began_s = time.monotonic()
+        with self.log.open("w") as log_file:
+            self.process = subprocess.Popen(
+                list(map(str, command)),
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log_file,
+                stderr=log_file,
+                start_new_session=True,
+            )
+        try:
+            self._wait()
+        except BaseException:
+            self.end()
+            raise
+        self.start_s = time.monotonic() - began_s
+
+    def _wait(self):
+        give_up_s = time.monotonic() + START_S
+        while time.monotonic() < give_up_s and self.process.poll() is None:
+            try:
+                if httpx.get(f"{self.url}{self.ready}", trust_env=False, timeout=10).status_code in (200, 401):
+                    return
+            except httpx.TransportError:
+                time.sleep(0.5)
+        raise AssertionError(f"the server did not come up: {self.log.read_text()[-5000:]}")
+
+    def end(self):
+        """End every process of the group: a scheduler that has lost its server would go on at full speed."""
+        for process in psutil.process_iter():
+            try:
+                if os.getsid(process.pid) == self.process.pid:
+                    process.kill()
+            except (ProcessLookupError, psutil.NoSuchProcess):
+                pass
+        self.process.wait(timeout=60)
+
+    def ask(self, path, **body):
+        answer = httpx.post(f"{self.url}{path}", json=body, trust_env=False, timeout=60)
+        return answer.status_code, answer.json() if answer.content and "json" in answer.headers["content-type"] else {}
+
+
+class Proxy:
+    """Hands requests on to a server, which may be another one later, unless a fault is set for their path."""
+
+    def __init__(self, target):
+        self.target = target
+        self.asked = []
+        self.faults = {}
+        """By path: called with the handler before the request goes on; what it returns is true if it has answered."""
+
+        proxy = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self):
+                self.hand_on()
+
+            def do_POST(self):
+                self.hand_on()
+
+            def hand_on(self):
+                body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+                path = self.path.partition("?")[0]
+                proxy.asked.append(path)
+                fault = proxy.faults.get(path)
+                if fault is not None and fault(self):
+                    return
+                headers = {name: value for name, value in self.headers.items() if name.lower() != "host"}
+                try:
+                    with httpx.Client(trust_env=False, timeout=None, limits=NO_PROXY) as client:
+                        found = client.request(self.command, proxy.target + self.path, content=body, headers=headers)
+                except httpx.TransportError:
+                    self.hang_up()
+                    return
+                self.answer(found.status_code, found.content, found.headers.get("content-type", "text/plain"))
+
+            def answer(self, status, content, kind="application/json", *, length=None):
+                self.send_response(status)
+                self.send_header("Content-Type", kind)
+                self.send_header("Content-Length", str(len(content) if length is None else length))
+                self.send_header("Connection", "close")
+                self.end_headers()
+                self.wfile.write(content)
+
+            def hang_up(self):
+                self.close_connection = True
+                self.connection.shutdown(socket.SHUT_RDWR)
+
+            def log_message(self, *_):
+                pass
+
+            def handle(self):
+                with suppress(OSError):  # the client has gone
+                    super().handle()
+
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.http.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self.http.server_port}"
+        threading.Thread(target=self.http.serve_forever, daemon=True).start()
+
+    def once(self, path, fault):
+        """Set a fault for the next request to `path`."""
+
+        def first(handler):
+            del self.faults[path]
+            return fault(handler)
+
+        self.faults[path] = first
+
+    def end(self):
+        self.http.shutdown()
+        self.http.server_close()
+
+
+class Restarting:
+    """A server that is started again, on another checkpoint, behind an address that stays."""
+
+    def __init__(self, kind, folders, logs):
+        self.kind, self.folders, self.logs, self.num_started = kind, folders, logs, 0
+        self.server = None
+        self.proxy = Proxy("http://127.0.0.1:9")
+        self.start(*())
+
+    def start(self, *flags, folder=None):
+        if self.server is not None:
+            self.server.end()
+        folder = folder or self.folders[self.num_started % 2]
+        self.num_started += 1
+        self.server = self.kind(folder, self.logs, *flags)
+        self.proxy.target = self.server.url
+
+    @property
+    def is_alive(self):
+        return self.server.process.poll() is None
+
+
+def kill(server):
+    """A fault: the whole server is killed."""
+
+    def fault(handler):
+        server.end()
+        handler.hang_up()
+        return True
+
+    return fault
+
+
+def fails(handler):
+    """A fault: the server answers 500, and has done nothing."""
+    handler.answer(500, b'{"message": "out of luck"}')
+    return True
+
+
+def truncated(handler):
+    """A fault: the answer breaks off."""
+    handler.answer(200, b'{"success": ', length=100)
+    handler.hang_up()
+    return True
+
+
+def stop(process):
+    """A fault: a process of the server is stopped, and goes on when it is told to."""
+
+    def fault(_):
+        process.send_signal(signal.SIGSTOP)
+        return False
+
+    return fault
