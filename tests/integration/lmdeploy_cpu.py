@@ -199,10 +199,7 @@ if __name__ == "__main__":
     parser.add_argument("--model-name")
     parser.add_argument("--api-key")
     parser.add_argument("--logprobs-mode", default="raw_logprobs")
-    parser.add_argument("--backend", default="pytorch")
-    parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--empty-init", action="store_true")
-    parser.add_argument("--disable-metrics", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(1)
     torch.cuda.current_device = lambda: 0
@@ -214,9 +211,7 @@ if __name__ == "__main__":
         model_name=args.model_name,
         backend="pytorch",
         backend_config=PytorchEngineConfig(
-            tp=args.tp,
             empty_init=args.empty_init,
-            enable_metrics=not args.disable_metrics,
             logprobs_mode=None if args.logprobs_mode == "none" else args.logprobs_mode,
             max_batch_size=64,
         ),

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import httpx
@@ -24,11 +25,12 @@ from colo.engine import Completion, SamplingParams
 from colo.engines.base import TAGS
 from colo.engines.buckets import BUCKET_BYTES, Slab, buckets
 from colo.engines.http import Body, HttpClient, Refused
-from colo.engines.lmdeploy.server import FINISHED, LOGPROBS_FLAG, Facts, Payloads, started_in
+from colo.engines.lmdeploy.server import FINISHED, LOGPROBS_FLAG, LMDeployFacts, Payloads, started_in
 from colo.engines.sampling import completion_seed, distorting
 from colo.engines.server import Outline, ServerEngine, ServerSegment
 from colo.errors import StaleWeights, TransferError, Unsupported
 from colo.phases.phase import ENGINE_WEIGHTS, Residency
+from colo.weights.mismatch import not_numbers
 
 _NEUTRAL: Mapping[str, float] = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 """Options that change nothing, said so that those of the checkpoint's generation config do not hold."""
@@ -37,7 +39,7 @@ _ROUNDING = 1e-3
 """Excess over 0 of a log-probability that rounding may have made."""
 
 
-class LMDeployEngine(ServerEngine[Facts]):
+class LMDeployEngine(ServerEngine[LMDeployFacts]):
     """An `Engine` over an LMDeploy server; see `ServerEngine`.
 
     It starts awake unless the server sleeps. Weights and KV cache leave the device together and come back together:
@@ -164,25 +166,25 @@ class LMDeployEngine(ServerEngine[Facts]):
         for segment in self._segments:
             segment.residency = Residency.DISCARDED if segment.tag in self._asleep else Residency.RESIDENT
 
-    def _read_facts(self) -> Facts:
+    def _read_facts(self) -> LMDeployFacts:
         status = self._ask("GET", "/update_weights_from_ipc")
         info = self._ask("GET", "/distserve/engine_info") if status["backend"] == "pytorch" else "{}"
-        return Facts.of(
+        started = None
+        with suppress(TransferError):  # there is nothing under this path with --disable-metrics
+            started = self._started()
+        return LMDeployFacts.of(
             self.url,
             status=status,
             info=json.loads(info),
             model_name=self._ask("GET", "/v1/models")["data"][0]["id"],
             checkpoint=self._checkpoint,
-            metrics=self._metrics(),
+            started=started,
             has_logprobs=bool(status["sleeping_tags"]) or self._gives_logprobs(),
             device=self.device,
         )
 
-    def _metrics(self) -> str:
-        try:
-            return self._ask("GET", "/metrics", as_text=True) or ""
-        except TransferError:
-            return ""
+    def _started(self) -> str | None:
+        return started_in(self._ask("GET", "/metrics", as_text=True) or "")
 
     def _gives_logprobs(self) -> bool:
         try:
@@ -193,7 +195,7 @@ class LMDeployEngine(ServerEngine[Facts]):
 
     def _check_process(self) -> None:
         """Raise `StaleWeights`, and poison, unless the server is the process that the last publication began with."""
-        if started_in(self._metrics()) != self._facts.started:
+        if self._started() != self._facts.started:
             cause = "the server has been started again since weights were published to it"
             self.poison(cause)
             raise StaleWeights(cause)
@@ -241,6 +243,10 @@ class LMDeployEngine(ServerEngine[Facts]):
         self._check_process()  # first: another server may be there
         if "logprobs_mode" in str(error):
             raise Unsupported(f"this LMDeploy server gives no log-probabilities: start it with {LOGPROBS_FLAG}")
+        if str(error) == httpx.codes.get_reason_phrase(
+            httpx.codes.INTERNAL_SERVER_ERROR
+        ):  # nothing of LMDeploy's: JSON has no NaN
+            raise FloatingPointError(f"{not_numbers(None)} (the server's answer: {error})") from error
         if error.status == httpx.codes.SERVICE_UNAVAILABLE:
             cause = f"another client has put the server to sleep: {error}"
             self.poison(cause)

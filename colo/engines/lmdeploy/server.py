@@ -23,7 +23,7 @@ _STARTED = re.compile(r"^process_start_time_seconds (\S+)", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Facts(ServerFacts):
+class LMDeployFacts(ServerFacts):
     """An LMDeploy server's account of itself, and what follows from the config of its checkpoint."""
 
     more_cache = "--cache-max-entry-count for "
@@ -46,10 +46,10 @@ class Facts(ServerFacts):
         info: Mapping[str, Any],
         model_name: str,
         checkpoint: str | None,
-        metrics: str,
+        started: str | None,
         has_logprobs: bool,
         device: torch.device,
-    ) -> Facts:
+    ) -> LMDeployFacts:
         """Read what it answers. Raises: `Unsupported` for a server that cannot take weights here."""
         where = f"the LMDeploy server at {url}"
         if status["backend"] != "pytorch":
@@ -66,7 +66,6 @@ class Facts(ServerFacts):
             own = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
             if own not in status["device_uuids"]:
                 raise Unsupported(f"{where} runs on {status['device_uuids'][0]} and the trainer on {own}: share one")
-        started = started_in(metrics)
         if started is None:
             raise Unsupported(
                 f"{where} was started with --disable-metrics: they have its time of start, which alone tells whether "

@@ -8,7 +8,7 @@ import torch
 
 from colo.engines import buckets
 from colo.engines.buckets import Slab
-from colo.engines.lmdeploy.server import FINISHED, Facts, Payloads
+from colo.engines.lmdeploy.server import FINISHED, LMDeployFacts, Payloads, started_in
 from colo.errors import Unsupported
 
 SAID = {"backend": "pytorch", "device_type": "cpu", "sleeping_tags": [], "device_uuids": []}
@@ -81,22 +81,38 @@ def test_the_handle_of_a_gpus_slab_is_sent_once_and_its_event_orders_both_proces
 
 
 @pytest.mark.parametrize(
-    ("status", "info", "words"),
+    ("status", "info", "started", "words"),
     [
-        ({"backend": "turbomind"}, {}, "runs turbomind, which takes no weights: start it with --backend pytorch"),
-        ({}, {"dp_size": 2}, "was started with --dp 2: colo trains beside an engine on one GPU"),
-        ({}, {}, "the config of /nowhere/at/all, which the LMDeploy server at http://here has loaded, cannot be read"),
+        (
+            {"backend": "turbomind"},
+            {},
+            1,
+            "runs turbomind, which takes no weights: start it with --backend pytorch",
+        ),
+        ({}, {"dp_size": 2}, "1", "was started with --dp 2: colo trains beside an engine on one GPU"),
+        ({}, {}, None, "was started with --disable-metrics: they have its time of start"),
+        (
+            {},
+            {},
+            1,
+            "the config of /nowhere/at/all, which the LMDeploy server at http://here",
+        ),
     ],
 )
-def test_a_server_that_cannot_take_weights_is_refused_with_what_to_change(status, info, words):
+def test_a_server_that_cannot_take_weights_is_refused_with_what_to_change(status, info, started, words):
     with pytest.raises(Unsupported, match=words):
-        Facts.of(
+        LMDeployFacts.of(
             "http://here",
             status=SAID | status,
             info=INFO | info,
             model_name="/nowhere/at/all",
             checkpoint=None,
-            metrics="# HELP\nprocess_start_time_seconds 1.5e+09\n",
+            started=started,
             has_logprobs=True,
             device=torch.device("cpu"),
         )
+
+
+def test_the_time_of_start_is_read_from_metrics():
+    assert started_in("# HELP\nprocess_start_time_seconds 1.5e+09\nother 2\n") == "1.5e+09"
+    assert started_in("other 2\n") is None
