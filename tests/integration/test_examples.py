@@ -139,5 +139,5 @@ def test_an_instruct_model_is_asked_trained_and_asked_again(tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     for name in ("before", "after"):
         assert re.search(rf"^{name}: [0-9]+% of answers to 3 held-out questions are right$", done.stdout, re.MULTILINE)
-    assert "arithmetic problem" in done.stdout
+    assert re.search(r"^Calculate \d \+ \d\.$", done.stdout, re.MULTILINE)
     assert (tmp_path / "run.html").stat().st_size > 1000 and (tmp_path / "model.safetensors").exists()
