@@ -21,7 +21,8 @@ from colo.units import MIB, align_up
 BUCKET_BYTES = 64 * MIB
 """Bytes of a request's tensors: on a CPU they travel within it, on a GPU they are a part of the slab."""
 
-_ALIGNMENT_BYTES = 16  # servers look at bytes as another dtype, which a misaligned one does not allow
+ALIGNMENT_BYTES = 16
+"""Bytes that a tensor begins at a multiple of: servers look at bytes as another dtype."""
 
 
 def buckets(weights: Iterable[tuple[str, torch.Tensor]], size_bytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
@@ -29,7 +30,7 @@ def buckets(weights: Iterable[tuple[str, torch.Tensor]], size_bytes: int) -> Ite
     part: list[tuple[str, torch.Tensor]] = []
     held_bytes = 0
     for name, tensor in weights:
-        padded_bytes = align_up(tensor.nbytes, _ALIGNMENT_BYTES)
+        padded_bytes = align_up(tensor.nbytes, ALIGNMENT_BYTES)
         if part and held_bytes + padded_bytes > size_bytes:
             yield part
             part, held_bytes = [], 0
@@ -61,7 +62,7 @@ class Slab:
         places, end = [], 0
         for name, tensor in bucket:
             places.append((name, tensor, end))
-            end = align_up(end + tensor.nbytes, _ALIGNMENT_BYTES)
+            end = align_up(end + tensor.nbytes, ALIGNMENT_BYTES)
         memory = self._memory(end, fence)
         for _, tensor, start in places:
             memory[start : start + tensor.nbytes].copy_(bytes_of(tensor))
