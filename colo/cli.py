@@ -280,7 +280,7 @@ _SHOWN = ("reward", "rewards/*/mean", "kl", "loss", "completions/mean_length", "
 
 
 @app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False}, add_help_option=False)
-@click.argument("words", nargs=-1, type=click.UNPROCESSED)
+@click.argument("words", metavar="", nargs=-1, type=click.UNPROCESSED)
 def grpo(words: tuple[str, ...]) -> None:
     """Train by GRPO: TRL's trainer, on one copy of the weights.
 
@@ -364,7 +364,7 @@ def _parser() -> Any:
     )
 
     def error(message: str) -> None:
-        raise click.UsageError(f"{message}.")
+        raise click.UsageError(f"{message}. colo grpo --help lists all options.")
 
     parser.error = error
     for action in parser._actions:

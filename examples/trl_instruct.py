@@ -86,9 +86,15 @@ def asked_again(trainer: ColoGRPOTrainer, rows: list[dict[str, Any]]) -> list[li
     write = trainer.processing_class.apply_chat_template
     prompts = [write(row["prompt"], tokenize=False, add_generation_prompt=True) for row in rows]
     sampling = {"max_tokens": trainer.args.max_completion_length, "temperature": trainer.args.temperature}
+    print(f"asking {len(rows)} held-out questions, four answers to each", flush=True)
     with trainer.colo.rollout():
         found = trainer.colo.generate(prompts, n=4, seed=0, **sampling)
     return [[completion.text for completion in found[4 * i : 4 * i + 4]] for i in range(len(rows))]
+
+
+def say_share(when: str, answers: list[list[str]], rows: list[dict[str, Any]]) -> None:
+    share = mean(is_right(text, row["answer"]) for texts, row in zip(answers, rows, strict=True) for text in texts)
+    print(f"{when}: {share:.0%} of answers to {len(rows)} held-out questions are right", flush=True)
 
 
 if __name__ == "__main__":
@@ -104,6 +110,7 @@ if __name__ == "__main__":
         peft_config=get_peft_config(model),
     )
     before = asked_again(trainer, held_out)
+    say_share("before", before, held_out)
     trainer.train()
     after = asked_again(trainer, held_out)
     trainer.save_model()
@@ -111,11 +118,8 @@ if __name__ == "__main__":
     print("reward", *(f"{reward:.2f}" for reward in rewards))
     for row, old, new in zip(held_out[:3], before, after, strict=False):
         print(f"{row['prompt'][-1]['content']}\n  before: {old[0]!r}\n  after:  {new[0]!r}\n  right:  {row['answer']}")
-    for name, answers in (("before", before), ("after", after)):
-        share = mean(
-            is_right(text, row["answer"]) for texts, row in zip(answers, held_out, strict=True) for text in texts
-        )
-        print(f"{name}: {share:.0%} of answers to {len(held_out)} held-out questions are right")
+    say_share("before", before, held_out)
+    say_share("after", after, held_out)
     print(trainer.colo.report())
     trainer.colo.plot(f"{args.output_dir}/run.html", title="SmolLM2 learns to add")
     trainer.colo.close()

@@ -119,7 +119,7 @@ def test_every_example_is_short_explains_itself_and_has_the_same_flags(path):
     launcher = "torchrun --nproc-per-node 2" if path.name.endswith("_two_gpus.py") else "python"
     assert f"{launcher} examples/{path.name} " in ast.get_docstring(ast.parse(text))
     if not path.name.startswith("trl_"):  # whose options are those of TRL
-        of_servers = ["--url"] if path.name.startswith("sglang_") else []
+        of_servers = ["--url"] if path.name.startswith("server_") else []
         assert re.findall(r'add_argument\("(--\w+)"', text) == ["--model", "--steps", "--device", *of_servers]
 
 
