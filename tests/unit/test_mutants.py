@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.mutants import find_outdated
+from tests.mutants import ROOT, find_outdated, read_explained
 
 TURNS = "runtime/turns"
 
@@ -19,6 +19,11 @@ def test_an_explanation_of_what_is_not_there_is_named():
         "runtime/turns :: @last_turn: no such scope with mutants",
         "runtime/turns :: next_turn: pass => break: no such mutation",
     ]
+
+
+def test_every_explanation_is_of_a_mutant_that_there_is():
+    modules = [str(path.relative_to(ROOT / "colo").with_suffix("")) for path in (ROOT / "colo").rglob("*.py")]
+    assert list(find_outdated(read_explained(), modules)) == []
 
 
 TIME = """
