@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from colo.assembly.launch import launch, start
     from colo.assembly.share import share
     from colo.engines.connect import connect
+    from colo.engines.fleet import Fleet
     from colo.planning.estimate import plan
     from colo.runtime import Runtime
     from colo.trl import attach
@@ -26,6 +27,7 @@ __all__ = [
     "ColoError",
     "Completion",
     "EngineLost",
+    "Fleet",
     "Offload",
     "Phase",
     "PhaseError",
@@ -54,6 +56,7 @@ _LAZY = {
     "start": "colo.assembly.launch",
     "connect": "colo.engines.connect",
     "plan": "colo.planning.estimate",
+    "Fleet": "colo.engines.fleet",
     "Runtime": "colo.runtime",
 }
 """Names whose modules import torch and transformers, which takes seconds: loaded when they are first used."""

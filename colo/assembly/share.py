@@ -22,6 +22,7 @@ from colo import unsloth
 from colo.assembly.arguments import check_engine, check_share, check_trainer, chosen_dtype, names_checked
 from colo.config import RuntimeConfig
 from colo.engine import Engine, EngineState, adapters_of, missing_members
+from colo.engines.fleet import Fleet
 from colo.engines.text import positions_of
 from colo.errors import BudgetError, Unsupported
 from colo.memory.offload import Mover
@@ -107,6 +108,8 @@ def share(
     of torch's, and an engine that runs, whose family names the weights unless a `MegatronSource` has another table.
     Log-probabilities of its pipeline are not compared: `rt.log(mismatch=...)` adds yours to reports.
 
+    A list of engines that run is a `Fleet`: each gets a copy, prompts are spread, and the loss of one stops no other.
+
     Outside `rt.rollout()` the engine is paused, and `generate` of a `vllm.LLM` of yours would wait for ever: call it
     within such a block, or `rt.generate`, which opens one. Without `tokenizer`, that of the `vllm.LLM` encodes texts.
 
@@ -181,6 +184,8 @@ def resolve(
             return start_for(model, engine, dict(engine_options or {}), dtype, config, capacity_bytes, undo)
     if engine_options is not None or dtype is not None:
         raise TypeError("engine_options and dtype are for an engine that share() starts by name: this one runs already")
+    if isinstance(engine, (list, tuple)):
+        engine = Fleet(engine)
     if isinstance(engine, Engine):
         if engine.state is EngineState.AWAKE:
             # an engine that was awake is left awake where something fails

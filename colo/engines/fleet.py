@@ -1,0 +1,415 @@
+"""Several engines as one: a publication reaches all of them, prompts are spread, and the loss of one stops no other.
+
+    rt = colo.share([colo.connect(url_of_sglang), colo.connect(url_of_vllm)], model, optimizer)
+
+Each engine has a copy of the weights, which go through its own `load_weights`. One that did not take a version samples
+nothing until it has taken a later one. One that is lost leaves; what it was asked is sampled by the others.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from colo.engine import Completion, Engine, EngineState, Recovers, SamplingParams
+from colo.engines.base import EngineBase, EngineStatus
+from colo.engines.sampling import check_seeds, row_seed
+from colo.errors import EngineLost, PhaseError, StaleWeights, TransferError
+from colo.log import logger
+from colo.phases.phase import ENGINE_KV_CACHE, ENGINE_WEIGHTS, Move, Residency, Segment
+
+PREFIX_TOKENS = 64
+"""Prompts that begin with the same so many tokens go to one engine, which computes those once."""
+
+_MOST_AHEAD = 1.25  # times the load of the least busy engine, up to which another prompt of a prefix follows the first
+
+
+@dataclass(eq=False, slots=True)
+class _Member:
+    engine: Engine
+    why_out: str | None = "it has not got any weights yet"  # `None` while it holds the fleet's version
+    lost: str | None = None  # why, until it is recovered
+
+    @property
+    def kv_bytes(self) -> int:
+        return sum(s.size_bytes for s in self.engine.segments if s.name == ENGINE_KV_CACHE) or 1
+
+    def segments(self, name: str) -> list[Segment]:
+        return [segment for segment in self.engine.segments if segment.name == name] if self.lost is None else []
+
+
+class Fleet(EngineBase):
+    """An `Engine` over several, on one kind of device, which are closed with it. One caller at a time.
+
+    `colo.share` makes one of a list of engines.
+    """
+
+    name = "fleet"
+    called = "a fleet of engines"
+
+    def __init__(self, engines: Iterable[Engine]) -> None:
+        """Start poisoned. Raises: `ValueError` for no engines, or engines of several models."""
+        self._members: list[_Member] = []
+        self._homes: dict[tuple[int, ...], _Member] = {}  # by prefix
+        engines = list(engines)
+        if not engines:
+            raise ValueError("a fleet needs an engine at least")
+        segments = tuple(_FleetSegment(name, self._members) for name in (ENGINE_WEIGHTS, ENGINE_KV_CACHE))
+        status = EngineStatus(lambda: self.segments, when_lost="call recover() once one of them answers")
+        super().__init__(engines[0].device, segments, status=status)
+        for engine in engines:
+            self._check(engine)
+            self._members.append(_Member(engine))
+
+    # ---- who is in it ------------------------------------------------------------------------------------------------
+
+    @property
+    def engines(self) -> Sequence[Engine]:
+        """All engines, lost ones among them."""
+        return [member.engine for member in self._members]
+
+    @property
+    def out(self) -> Mapping[Engine, str]:
+        """Engines that do not sample at the moment, and why."""
+        return {member.engine: why for member in self._members if (why := member.lost or member.why_out) is not None}
+
+    def add(self, engine: Engine) -> None:
+        """Take another engine in: it gets the weights with all others before the next rollout samples.
+
+        Raises: `PhaseError` while the fleet generates; `ValueError` for an engine of another model or in a fleet.
+        """
+        self._status.require("take another engine in", EngineState.PAUSED, EngineState.ASLEEP, EngineState.AWAKE)
+        self._check(engine)
+        if self._status.paused and engine.state is EngineState.AWAKE:
+            engine.pause()
+        for ours in self.segments:
+            for segment in engine.segments:
+                if segment.name == ours.name and segment.residency is not ours.residency:
+                    segment.begin(ours.residency).wait()
+        self._members.append(_Member(engine))
+        self.poison("another engine has joined the fleet: publish weights to it")
+
+    def remove(self, engine: Engine) -> None:
+        """Let an engine go; it is not closed. Raises: `ValueError` for one that is not in it, or the last one."""
+        if engine not in self.engines:
+            raise ValueError("this engine is not in the fleet")
+        if len(self._members) == 1:
+            raise ValueError("the last engine of a fleet cannot leave it: close the fleet")
+        self._members[:] = [member for member in self._members if member.engine is not engine]
+        self._homes.clear()
+
+    def recover(self) -> None:
+        """Take lost engines up again, those that can be; the fleet is poisoned then.
+
+        Raises: `PhaseError` when none is lost; what the last of them raises if none could be.
+        """
+        lost = [member for member in self._members if member.lost is not None]
+        if not lost:
+            raise PhaseError("no engine of the fleet is lost: nothing to recover")
+        error: Exception | None = None
+        for member in lost:
+            try:
+                if not isinstance(member.engine, Recovers):
+                    raise PhaseError(f"the {member.engine.name} engine cannot be started again from here")
+                if member.engine.state is EngineState.LOST:
+                    member.engine.recover()
+            except (PhaseError, EngineLost) as failure:
+                error = failure
+                continue
+            member.lost, member.why_out = None, "it was recovered and has no weights yet"
+            if self._status.paused:
+                member.engine.pause()
+        if error is not None and all(member.lost is not None for member in lost):
+            raise error
+        self._status.revive()
+        self.poison("an engine of the fleet was recovered: publish weights to it")
+
+    def _check(self, engine: Engine) -> None:
+        if engine in self.engines:
+            raise ValueError(f"the {engine.name} engine is in the fleet already")
+        if engine.device.type != self.device.type:
+            raise ValueError(f"an engine on {engine.device} beside one on {self.device}: a fleet has one kind of them")
+        for first in self.engines[:1]:
+            found, wanted = (engine.model_type, engine.vocab_size), (first.model_type, first.vocab_size)
+            if found != wanted:
+                raise ValueError(f"an engine of {found} beside one of {wanted} : not one model")
+
+    # ---- what a runtime asks -----------------------------------------------------------------------------------------
+
+    @property
+    def weights_version(self) -> int | None:
+        """Version of the weights that some engine at least holds; `None` while poisoned."""
+        return self._status.version if self._status.version is None or self._holding() else None
+
+    @property
+    def placement(self) -> str:
+        """A phrase for reports: how many, where each is, and which are out."""
+        out = self.out
+        told = [e.placement + (f" (out: {out[e]})" if e in out else "") for e in self.engines]
+        return f"{len(told)} engines: " + "; ".join(told)
+
+    @property
+    def residual_bytes(self) -> Mapping[str, int]:
+        """Device bytes that members keep when they sleep, added up by kind."""
+        found: dict[str, int] = {}
+        for member in self._present():
+            for kind, num_bytes in member.engine.residual_bytes.items():
+                found[kind] = found.get(kind, 0) + num_bytes
+        return found
+
+    @property
+    def model_type(self) -> str | None:
+        """`model_type` of the model's configuration."""
+        return self.engines[0].model_type
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below it."""
+        return self.engines[0].vocab_size
+
+    @property
+    def longest_prompt(self) -> int | None:  # type: ignore[override]
+        """The most tokens of a prompt that every engine takes."""
+        return min((n for e in self.engines if (n := getattr(e, "longest_prompt", None)) is not None), default=None)
+
+    def check_request(self, prompts: Sequence[Sequence[int]], params: Any) -> None:
+        """Raise what `generate` would raise for these prompts and parameters."""
+        for member in self._present():
+            if (check := getattr(member.engine, "check_request", None)) is not None:
+                check(prompts, member.engine.sampling_params(params))
+
+    def pause(self) -> None:
+        """Stop all of them. Idempotent; `PhaseError` when asleep or closed."""
+        super().pause()
+        self._each(lambda engine: engine.pause())
+
+    def resume(self) -> None:
+        """Let all of them generate again. Idempotent; `PhaseError` unless every segment is resident."""
+        super().resume()
+        self._each(lambda engine: engine.resume())
+
+    def reset_prefix_cache(self) -> None:
+        """Forget everything computed from earlier weights."""
+        self._homes.clear()
+        self._each(lambda engine: engine.reset_prefix_cache())
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Load into each by its own loader. Poisons until the next `commit`.
+
+        One that refuses stays out until it has taken a later version. Raises: what the first refused, if all did.
+        """
+        self.poison_for_load()
+        weights = list(weights)
+        refused: list[Exception] = []
+        for member in self._present():
+            member.why_out = "it has some of the weights at most"
+            try:
+                member.engine.load_weights(iter(weights))
+            except EngineLost as error:
+                self._lose(member, error)
+                refused.append(error)
+            except (TransferError, StaleWeights) as error:
+                member.why_out = f"it did not take the weights: {error}"
+                logger.warning("an engine of the fleet is out: %s %s", member.engine.name, member.why_out)
+                refused.append(error)
+            else:
+                member.why_out = None
+        if not any(member.why_out is None for member in self._present()):
+            raise refused[0] if refused else self._status.lose("all of its engines are")
+
+    def commit(self, version: int) -> None:
+        """Declare that those that took the weights hold `version`. `PhaseError` unless they are resident."""
+        super().commit(version)
+        self._each(lambda engine: engine.commit(version), [m for m in self._members if m.why_out is None])
+
+    def poison(self, cause: str) -> None:
+        """Refuse to generate, with `cause`, until the next `commit`."""
+        super().poison(cause)
+        for member in self._members:
+            member.engine.poison(cause)
+
+    # ---- generation --------------------------------------------------------------------------------------------------
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, *, adapter: str | None = None
+    ) -> list[Completion]:
+        """Sample `params.n` completions for each prompt, on all engines at once; see `Engine.generate`.
+
+        Prompts go by the room of each engine's KV cache, those of one prefix together. Those of an engine that is lost
+        meanwhile are sampled by the others. Raises: `EngineLost` when none is left, `ValueError` for an adapter.
+        """
+        version = self.ready()
+        if adapter is not None:
+            raise ValueError(f"a fleet has no adapters, and {adapter!r} is asked for: share with fold_adapter=True")
+        check_seeds(params.seed, len(prompts))
+        if isinstance(params.seed, int):  # a list: what is drawn must not depend on who draws it
+            params = replace(params, seed=[row_seed(params.seed, index, 0) >> 2 for index in range(len(prompts))])
+        left, found = list(range(len(prompts))), list[Completion]()
+        while left:
+            members = self._holding()
+            if not members and self._present():
+                self.poison(f"none of its engines holds version {version} any more: {'; '.join(self.out.values())}")
+                self._status.require_version()
+            if not members:
+                raise self._status.lose("none of its engines is left")
+            shares = self._spread(prompts, left, members)
+            with ThreadPoolExecutor(len(shares)) as pool:
+                asked = {member: pool.submit(_ask, member.engine, prompts, share, params) for member, share in shares}
+            left, failure = [], None
+            for member, share in shares:
+                error = asked[member].exception()
+                if isinstance(error, EngineLost):
+                    self._lose(member, error)
+                elif isinstance(error, StaleWeights):
+                    member.why_out = str(error)
+                elif error is not None:
+                    failure = error
+                if error is None:
+                    found += asked[member].result()
+                else:
+                    left += share
+            if failure is not None:
+                raise failure
+        assert all(completion.weights_version == version for completion in found)
+        return sorted(found, key=lambda c: (c.prompt_index, c.sample_index))
+
+    def _spread(
+        self, prompts: Sequence[Sequence[int]], indices: Sequence[int], members: Sequence[_Member]
+    ) -> list[tuple[_Member, list[int]]]:
+        """Give each prompt to the member with the least to do for its KV cache, or to that of its prefix."""
+        load = dict.fromkeys(members, 0.0)
+        shares: dict[_Member, list[int]] = {}
+        for index in indices:
+            prefix = tuple(prompts[index][:PREFIX_TOKENS])
+            chosen = min(members, key=load.__getitem__)
+            home = self._homes.get(prefix)
+            if home in load and load[home] <= _MOST_AHEAD * load[chosen]:
+                chosen = home
+            self._homes[prefix] = chosen
+            load[chosen] += 1 / chosen.kv_bytes
+            shares.setdefault(chosen, []).append(index)
+        return list(shares.items())
+
+    # ---- members -----------------------------------------------------------------------------------------------------
+
+    def _present(self) -> list[_Member]:
+        return [member for member in self._members if member.lost is None]
+
+    def _holding(self) -> list[_Member]:
+        """Members that hold the fleet's version."""
+        for member in self._present():
+            if member.why_out is None and member.engine.weights_version != self._status.version:
+                member.why_out = "its weights have been dropped"
+        return [member for member in self._present() if member.why_out is None]
+
+    def _each(self, call: Callable[[Engine], object], members: Sequence[_Member] | None = None) -> None:
+        """Call for each that is there; who turns out to be lost leaves. Raises: `EngineLost` when none is left."""
+        for member in self._present() if members is None else members:
+            try:
+                call(member.engine)
+            except EngineLost as error:
+                self._lose(member, error)
+        if not self._present():
+            raise self._status.lose("all of its engines are")
+
+    def _lose(self, member: _Member, error: EngineLost) -> None:
+        member.lost = str(error)
+        self._homes.clear()
+        logger.warning("an engine of the fleet is lost: %s", error)
+
+    def _release(self) -> None:
+        for member in self._members:
+            with suppress(EngineLost):
+                member.engine.close()
+
+
+def _ask(
+    engine: Engine, prompts: Sequence[Sequence[int]], share: Sequence[int], params: SamplingParams
+) -> list[Completion]:
+    seed = params.seed
+    if isinstance(seed, Sequence):
+        params = replace(params, seed=[seed[index] for index in share])
+    made = engine.sampling_params(params)
+    found = engine.generate([prompts[index] for index in share], made)
+    return [replace(completion, prompt_index=share[completion.prompt_index]) for completion in found]
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+
+
+class _FleetSegment:
+    """The segments of one name of all members, which move together."""
+
+    def __init__(self, name: str, members: Sequence[_Member]) -> None:
+        self.name = name
+        self._members = members
+
+    @property
+    def residency(self) -> Residency:
+        """The first member's: all are alike, between two moves."""
+        return next((segment.residency for segment in self._parts()), Residency.RESIDENT)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all."""
+        return sum(segment.size_bytes for segment in self._parts())
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of all on the device now."""
+        return sum(segment.device_bytes for segment in self._parts())
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of all in host memory."""
+        return sum(segment.host_bytes for segment in self._parts())
+
+    @property
+    def away(self) -> Residency | None:
+        """Residency in which all wait; `None` where some stay, or wait elsewhere than others."""
+        found = {segment.away for segment in self._parts()}
+        return found.pop() if len(found) == 1 else None
+
+    def begin(self, target: Residency) -> Move:
+        """Move all. If one cannot, those before it come back, and its error is raised."""
+        moves: list[tuple[Segment, Residency, Move]] = []
+        try:
+            for segment in self._parts():
+                source = segment.residency
+                moves.append((segment, source, segment.begin(target)))
+        except BaseException:
+            for segment, source, _ in reversed(moves):
+                segment.begin(source).wait()
+            raise
+        return _Moves([move for _, _, move in moves])
+
+    def _parts(self) -> list[Segment]:
+        return list(itertools.chain.from_iterable(member.segments(self.name) for member in self._members))
+
+
+class _Moves:
+    """Several moves as one."""
+
+    def __init__(self, moves: Sequence[Move]) -> None:
+        self._moves = moves
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes of all."""
+        return sum(move.moved_bytes for move in self._moves)
+
+    def wait(self) -> None:
+        """Wait for all."""
+        for move in self._moves:
+            move.wait()
+
+    def poll(self) -> bool:
+        """True when all have ended."""
+        ended = [move.poll() for move in self._moves]  # all are asked: each gives back what it has freed
+        return all(ended)

@@ -1,0 +1,222 @@
+"""Several engines as one, with embedded engines: who gets what, who is out, and what a loss leaves."""
+
+import threading
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import colo
+from colo.engine import EngineState
+from colo.engines.fleet import PREFIX_TOKENS, Fleet
+from colo.phases.phase import Residency
+from colo.testing import check_engine
+from tests.runtimes import adamw, make_engine, qwen3, train_step
+
+PROMPTS = [[i, i + 1, i + 2] for i in range(1, 13)]
+GREEDY = {"max_tokens": 4, "temperature": 0}
+
+
+def same_weights(engine, model):
+    mine = dict(model.named_parameters())
+    held = engine.weights.hf_views()
+    return all(torch.equal(held[name], mine[name]) for name in held if name in mine)
+
+
+class Counted:
+    """Notes the prompts of each call of an engine; `fail` is raised by the next call of `verb`."""
+
+    def __init__(self, engine, monkeypatch):
+        self.engine, self.calls, self.threads, self.fail = engine, [], [], {}
+        for verb in ("generate", "load_weights", "recover"):
+            monkeypatch.setattr(engine, verb, self.wrapped(verb, getattr(engine, verb, lambda: None)), raising=False)
+
+    def wrapped(self, verb, function):
+        def call(*given, **named):
+            if verb in self.fail:
+                raise self.fail.pop(verb)
+            if verb == "generate":
+                self.calls.append([tuple(prompt) for prompt in given[0]])
+                self.threads.append(threading.get_ident())
+            return function(*given, **named)
+
+        return call
+
+
+@pytest.fixture
+def engines(monkeypatch):
+    return [Counted(make_engine(), monkeypatch) for _ in range(3)]
+
+
+@pytest.fixture
+def rt(engines):
+    model = AutoModelForCausalLM.from_config(qwen3())
+    rt = colo.share([counted.engine for counted in engines], model, adamw(model.parameters()))
+    yield rt
+    rt.close()
+
+
+def trained(rt):
+    with rt.train():
+        train_step(rt)
+
+
+def test_a_fleet_is_an_engine():
+    fleet = Fleet([make_engine(), make_engine()])
+    assert isinstance(fleet, colo.engine.Engine)
+    model = AutoModelForCausalLM.from_config(qwen3())
+    fleet.load_weights(model.named_parameters())
+    check_engine(fleet)
+
+
+def test_a_publication_reaches_all_and_prompts_are_spread_and_answered_as_by_one(rt, engines):
+    for step in range(3):
+        with rt.rollout():
+            found = rt.generate(PROMPTS, n=2, **GREEDY)
+            shares = [len(counted.calls[-1]) for counted in engines]
+            alone = engines[0].engine.generate(PROMPTS, rt.engine.sampling_params(n=2, **GREEDY))
+        assert all(same_weights(counted.engine, rt.model) for counted in engines)
+        assert [(c.prompt_index, c.sample_index) for c in found] == [(i, j) for i in range(12) for j in range(2)]
+        assert {c.weights_version for c in found} == {step} == {counted.engine.weights_version for counted in engines}
+        assert shares == [4, 4, 4]
+        assert [c.token_ids for c in found] == [c.token_ids for c in alone]
+        trained(rt)
+    assert len({thread for counted in engines for thread in counted.threads}) > 1
+    assert "3 engines: transformers in this process" in str(rt.report())
+
+
+def test_seeds_draw_the_same_whoever_draws_them(rt, engines):
+    with rt.rollout():
+        first = rt.generate(PROMPTS, n=2, max_tokens=4, seed=5)
+    rt.engine.remove(engines[2].engine)
+    with rt.rollout():
+        second = rt.generate(PROMPTS, n=2, max_tokens=4, seed=5)
+    assert [c.token_ids for c in first] == [c.token_ids for c in second]
+    assert len({c.token_ids for c in first}) > 12
+    engines[2].engine.close()
+
+
+def test_prompts_of_one_prefix_go_together_while_nobody_waits_for_it(rt, engines):
+    heads = [[head] * PREFIX_TOKENS for head in (1, 2, 3)]
+    with rt.rollout():
+        rt.generate([[*head, i] for i in range(1, 5) for head in heads], **GREEDY)
+    assert sorted({prompt[0] for prompt in counted.calls[-1]} for counted in engines) == [{1}, {2}, {3}]
+    with rt.rollout():
+        rt.generate([[*heads[0], i] for i in range(1, 13)], **GREEDY)
+    assert [len(counted.calls[-1]) for counted in engines] == [4, 4, 4]
+
+
+def test_one_that_is_lost_leaves_and_the_others_sample_what_it_was_asked(rt, engines):
+    engines[1].fail["generate"] = colo.EngineLost("its process has ended")
+    with rt.rollout():
+        found = rt.generate(PROMPTS, **GREEDY)
+    assert [c.prompt_index for c in found] == list(range(12))
+    assert rt.engine.out == {engines[1].engine: "its process has ended"}
+    assert rt.engine.state is EngineState.PAUSED and "(out: its process has ended)" in rt.engine.placement
+    trained(rt)
+    with rt.rollout():
+        assert {c.weights_version for c in rt.generate(PROMPTS, **GREEDY)} == {1}
+    assert not same_weights(engines[1].engine, rt.model) and same_weights(engines[2].engine, rt.model)
+    rt.engine.recover()
+    with rt.rollout():
+        rt.generate(PROMPTS, **GREEDY)
+    assert rt.engine.out == {} and same_weights(engines[1].engine, rt.model)
+    assert len(engines[1].calls[-1]) == 4
+
+
+def test_one_that_did_not_take_a_version_samples_nothing_until_it_has_taken_a_later_one(rt, engines):
+    with rt.rollout():
+        rt.generate(PROMPTS, **GREEDY)
+    engines[0].fail["load_weights"] = colo.TransferError("half of them")
+    trained(rt)
+    asked = len(engines[0].calls)
+    with rt.rollout():
+        found = rt.generate(PROMPTS, **GREEDY)
+    assert len(found) == 12 and len(engines[0].calls) == asked
+    assert rt.engine.out == {engines[0].engine: "it did not take the weights: half of them"}
+    assert engines[0].engine.weights_version is None
+    trained(rt)
+    with rt.rollout():
+        rt.generate(PROMPTS, **GREEDY)
+    assert rt.engine.out == {} and len(engines[0].calls) == asked + 1
+
+
+def test_where_none_takes_the_weights_or_all_are_lost_nothing_is_sampled_until_that_is_mended(rt, engines):
+    for counted in engines:
+        counted.fail["load_weights"] = colo.TransferError("not that one")
+    trained(rt)
+    with pytest.raises(colo.TransferError, match="not that one"), rt.rollout():
+        pass
+    with rt.rollout():
+        assert len(rt.generate(PROMPTS, **GREEDY)) == 12
+    for counted in engines:
+        counted.fail["generate"] = colo.EngineLost("gone")
+    with pytest.raises(colo.EngineLost, match="none of its engines is left"), rt.rollout():
+        rt.generate(PROMPTS, **GREEDY)
+    assert rt.engine.state is EngineState.LOST
+    rt.recover()
+    with rt.rollout():
+        assert len(rt.generate(PROMPTS, **GREEDY)) == 12
+
+
+def test_one_that_joins_gets_the_present_weights_before_it_samples(rt, monkeypatch):
+    trained(rt)
+    with rt.rollout():
+        rt.generate(PROMPTS, **GREEDY)
+    late = Counted(make_engine(), monkeypatch)
+    with rt.train():
+        rt.engine.add(late.engine)
+        assert late.engine.segments[1].residency is rt.engine.segments[1].residency
+        assert late.engine.state is rt.engine.state
+    with rt.rollout():
+        found = rt.generate(PROMPTS, **GREEDY)
+    assert same_weights(late.engine, rt.model) and len(late.calls[-1]) == 3
+    assert {c.weights_version for c in found} == {1}
+
+
+def test_memory_is_that_of_all_and_moves_together_or_not_at_all(rt, engines, monkeypatch):
+    weights, cache = rt.engine.segments
+    assert cache.size_bytes == sum(counted.engine.segments[1].size_bytes for counted in engines)
+    rt.engine.sleep(1)
+    assert {s.residency for counted in engines for s in counted.engine.segments} == {
+        Residency.OFFLOADED,
+        Residency.DISCARDED,
+    }
+    assert (weights.device_bytes, cache.device_bytes) == (0, 0) and weights.host_bytes >= weights.size_bytes
+    last = engines[2].engine.segments[1]
+    monkeypatch.setattr(
+        last, "begin", lambda target: (_ for _ in ()).throw(colo.BudgetError("no room", needed_bytes=2, free_bytes=1))
+    )
+    with pytest.raises(colo.BudgetError, match="no room"):
+        rt.engine.wake()
+    assert cache.device_bytes == weights.device_bytes == 0
+    monkeypatch.undo()
+    rt.engine.wake()
+    rt.engine.resume()
+    assert rt.engine.state is EngineState.AWAKE
+
+
+@pytest.mark.parametrize(
+    ("engines", "words"),
+    [
+        (lambda one: [], "needs an engine at least"),
+        (lambda one: [one, one], "in the fleet already"),
+        (lambda one: [one, make_engine(config=qwen3(vocab_size=96))], "not one model"),
+    ],
+)
+def test_what_is_no_fleet_is_refused(engines, words):
+    with pytest.raises(ValueError, match=words):
+        Fleet(engines(make_engine()))
+
+
+def test_misuse_is_refused_by_name(rt, engines):
+    with pytest.raises(ValueError, match="in the fleet already"):
+        rt.engine.add(engines[0].engine)
+    with pytest.raises(ValueError, match="not in the fleet"):
+        rt.engine.remove(make_engine())
+    with pytest.raises(colo.PhaseError, match="nothing to recover"):
+        rt.engine.recover()
+    with pytest.raises(ValueError, match="outside the vocabulary"), rt.rollout():
+        rt.generate([[1000]], **GREEDY)
+    with rt.rollout():
+        assert len(rt.generate(PROMPTS, **GREEDY)) == 12
