@@ -8,11 +8,11 @@ nothing until it has taken a later one. One that is lost leaves; what it was ask
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ import torch
 from colo.engine import Completion, Engine, EngineState, Recovers, SamplingParams
 from colo.engines.base import EngineBase, EngineStatus
 from colo.engines.sampling import check_seeds, row_seed
-from colo.errors import EngineLost, PhaseError, StaleWeights, TransferError
+from colo.errors import EngineLost, PhaseError, StaleWeights
 from colo.log import logger
 from colo.phases.phase import ENGINE_KV_CACHE, ENGINE_WEIGHTS, Move, Residency, Segment
 
@@ -40,9 +40,6 @@ class _Member:
     def kv_bytes(self) -> int:
         return sum(s.size_bytes for s in self.engine.segments if s.name == ENGINE_KV_CACHE) or 1
 
-    def segments(self, name: str) -> list[Segment]:
-        return [segment for segment in self.engine.segments if segment.name == name] if self.lost is None else []
-
 
 class Fleet(EngineBase):
     """An `Engine` over several, on one kind of device, which are closed with it. One caller at a time.
@@ -60,7 +57,7 @@ class Fleet(EngineBase):
         engines = list(engines)
         if not engines:
             raise ValueError("a fleet needs an engine at least")
-        segments = tuple(_FleetSegment(name, self._members) for name in (ENGINE_WEIGHTS, ENGINE_KV_CACHE))
+        segments = tuple(_FleetSegment(name, self) for name in (ENGINE_WEIGHTS, ENGINE_KV_CACHE))
         status = EngineStatus(lambda: self.segments, when_lost="call recover() once one of them answers")
         super().__init__(engines[0].device, segments, status=status)
         for engine in engines:
@@ -86,12 +83,7 @@ class Fleet(EngineBase):
         """
         self._status.require("take another engine in", EngineState.PAUSED, EngineState.ASLEEP, EngineState.AWAKE)
         self._check(engine)
-        if self._status.paused and engine.state is EngineState.AWAKE:
-            engine.pause()
-        for ours in self.segments:
-            for segment in engine.segments:
-                if segment.name == ours.name and segment.residency is not ours.residency:
-                    segment.begin(ours.residency).wait()
+        self._align(engine)
         self._members.append(_Member(engine))
         self.poison("another engine has joined the fleet: publish weights to it")
 
@@ -119,16 +111,24 @@ class Fleet(EngineBase):
                     raise PhaseError(f"the {member.engine.name} engine cannot be started again from here")
                 if member.engine.state is EngineState.LOST:
                     member.engine.recover()
-            except (PhaseError, EngineLost) as failure:
-                error = failure
+                self._align(member.engine)
+            except Exception as failure:  # noqa: BLE001 - one that cannot be started stops no other
+                error, member.lost = failure, str(failure)
                 continue
             member.lost, member.why_out = None, "it was recovered and has no weights yet"
-            if self._status.paused:
-                member.engine.pause()
         if error is not None and all(member.lost is not None for member in lost):
             raise error
         self._status.revive()
         self.poison("an engine of the fleet was recovered: publish weights to it")
+
+    def _align(self, engine: Engine) -> None:
+        """Bring an engine to where the others are: paused, with the same memory away."""
+        if self._status.paused and engine.state is EngineState.AWAKE:
+            engine.pause()
+        for ours in self.segments if self._present() else ():
+            for segment in engine.segments:
+                if segment.name == ours.name and segment.residency is not ours.residency:
+                    segment.begin(ours.residency).wait()
 
     def _check(self, engine: Engine) -> None:
         if engine in self.engines:
@@ -212,9 +212,9 @@ class Fleet(EngineBase):
             try:
                 member.engine.load_weights(iter(weights))
             except EngineLost as error:
-                self._lose(member, error)
+                self.lose(member, error)
                 refused.append(error)
-            except (TransferError, StaleWeights) as error:
+            except Exception as error:  # noqa: BLE001 - one that refuses stops no other
                 member.why_out = f"it did not take the weights: {error}"
                 logger.warning("an engine of the fleet is out: %s %s", member.engine.name, member.why_out)
                 refused.append(error)
@@ -226,7 +226,7 @@ class Fleet(EngineBase):
     def commit(self, version: int) -> None:
         """Declare that those that took the weights hold `version`. `PhaseError` unless they are resident."""
         super().commit(version)
-        self._each(lambda engine: engine.commit(version), [m for m in self._members if m.why_out is None])
+        self._each(lambda engine: engine.commit(version), [m for m in self._present() if m.why_out is None])
 
     def poison(self, cause: str) -> None:
         """Refuse to generate, with `cause`, until the next `commit`."""
@@ -248,8 +248,9 @@ class Fleet(EngineBase):
         if adapter is not None:
             raise ValueError(f"a fleet has no adapters, and {adapter!r} is asked for: share with fold_adapter=True")
         check_seeds(params.seed, len(prompts))
-        if isinstance(params.seed, int):  # a list: what is drawn must not depend on who draws it
-            params = replace(params, seed=[row_seed(params.seed, index, 0) >> 2 for index in range(len(prompts))])
+        seed: Any = params.seed
+        if isinstance(seed, Integral):  # a list: what is drawn must not depend on who draws it
+            params = replace(params, seed=[row_seed(int(seed), index, 0) >> 2 for index in range(len(prompts))])
         left, found = list(range(len(prompts))), list[Completion]()
         while left:
             members = self._holding()
@@ -265,7 +266,7 @@ class Fleet(EngineBase):
             for member, share in shares:
                 error = asked[member].exception()
                 if isinstance(error, EngineLost):
-                    self._lose(member, error)
+                    self.lose(member, error)
                 elif isinstance(error, StaleWeights):
                     member.why_out = str(error)
                 elif error is not None:
@@ -299,6 +300,9 @@ class Fleet(EngineBase):
     # ---- members -----------------------------------------------------------------------------------------------------
 
     def _present(self) -> list[_Member]:
+        for member in self._members:
+            if member.lost is None and member.engine.state is EngineState.LOST:
+                self.lose(member, "its process has ended, or does not answer")
         return [member for member in self._members if member.lost is None]
 
     def _holding(self) -> list[_Member]:
@@ -314,14 +318,19 @@ class Fleet(EngineBase):
             try:
                 call(member.engine)
             except EngineLost as error:
-                self._lose(member, error)
+                self.lose(member, error)
         if not self._present():
             raise self._status.lose("all of its engines are")
 
-    def _lose(self, member: _Member, error: EngineLost) -> None:
-        member.lost = str(error)
+    def lose(self, member: _Member, why: object) -> None:
+        """Let a lost member leave."""
+        member.lost = member.why_out = str(why)
         self._homes.clear()
-        logger.warning("an engine of the fleet is lost: %s", error)
+        logger.warning("an engine of the fleet is lost: %s", why)
+
+    def parts(self, name: str) -> list[tuple[_Member, Segment]]:
+        """Segments of one name, of the members that are there."""
+        return [(m, segment) for m in self._present() for segment in m.engine.segments if segment.name == name]
 
     def _release(self) -> None:
         for member in self._members:
@@ -343,17 +352,20 @@ def _ask(
 # ---- memory ----------------------------------------------------------------------------------------------------------
 
 
+_DEPTH = (Residency.RESIDENT, Residency.OFFLOADED, Residency.DISCARDED)
+
+
 class _FleetSegment:
     """The segments of one name of all members, which move together."""
 
-    def __init__(self, name: str, members: Sequence[_Member]) -> None:
+    def __init__(self, name: str, fleet: Fleet) -> None:
         self.name = name
-        self._members = members
+        self._fleet = fleet
 
     @property
     def residency(self) -> Residency:
-        """The first member's: all are alike, between two moves."""
-        return next((segment.residency for segment in self._parts()), Residency.RESIDENT)
+        """Residency of the member whose bytes are furthest away; all are alike, between two moves."""
+        return max((s.residency for s in self._parts()), key=_DEPTH.index, default=Residency.RESIDENT)
 
     @property
     def size_bytes(self) -> int:
@@ -377,39 +389,45 @@ class _FleetSegment:
         return found.pop() if len(found) == 1 else None
 
     def begin(self, target: Residency) -> Move:
-        """Move all. If one cannot, those before it come back, and its error is raised."""
-        moves: list[tuple[Segment, Residency, Move]] = []
-        try:
-            for segment in self._parts():
-                source = segment.residency
-                moves.append((segment, source, segment.begin(target)))
-        except BaseException:
-            for segment, source, _ in reversed(moves):
-                segment.begin(source).wait()
-            raise
-        return _Moves([move for _, _, move in moves])
+        """Move all; one that turns out to be lost leaves. If one cannot move, those before it come back."""
+        moves: list[tuple[_Member, Segment, Residency, Move]] = []
+        for member, segment in self._fleet.parts(self.name):
+            source = segment.residency
+            try:
+                moves.append((member, segment, source, segment.begin(target)))
+            except EngineLost as error:
+                self._fleet.lose(member, error)
+            except BaseException:
+                for _, other, was, _ in reversed(moves):
+                    other.begin(was).wait()
+                raise
+        return _Moves(self._fleet, [(member, move) for member, _, _, move in moves])
 
     def _parts(self) -> list[Segment]:
-        return list(itertools.chain.from_iterable(member.segments(self.name) for member in self._members))
+        return [segment for _, segment in self._fleet.parts(self.name)]
 
 
 class _Moves:
-    """Several moves as one."""
+    """Several members' moves as one."""
 
-    def __init__(self, moves: Sequence[Move]) -> None:
+    def __init__(self, fleet: Fleet, moves: Sequence[tuple[_Member, Move]]) -> None:
+        self._fleet = fleet
         self._moves = moves
 
     @property
     def moved_bytes(self) -> int:
         """Bytes of all."""
-        return sum(move.moved_bytes for move in self._moves)
+        return sum(move.moved_bytes for _, move in self._moves)
 
     def wait(self) -> None:
-        """Wait for all."""
-        for move in self._moves:
-            move.wait()
+        """Wait for all; one that turns out to be lost leaves."""
+        for member, move in self._moves:
+            try:
+                move.wait()
+            except EngineLost as error:
+                self._fleet.lose(member, error)
 
     def poll(self) -> bool:
         """True when all have ended."""
-        ended = [move.poll() for move in self._moves]  # all are asked: each gives back what it has freed
+        ended = [move.poll() for _, move in self._moves]  # all are asked: each gives back what it has freed
         return all(ended)

@@ -17,7 +17,7 @@ from statistics import fmean
 from typing import Any
 
 from colo.engine import Completion, Engine, SamplingParams
-from colo.engines.sampling import row_seed, without_neutral
+from colo.engines.sampling import check_seeds, row_seed, without_neutral
 from colo.errors import Unsupported
 
 ROUND_TOKENS = 128
@@ -29,7 +29,10 @@ Until = float | int | timedelta
 CARRIED = "carried"
 """`finish_reason` of a completion that goes on in a later call."""
 
-_TAKEN = frozenset(option.name for option in fields(SamplingParams)) | {"allowed_token_ids", "logit_bias"}
+_DISTRIBUTION = ("temperature", "top_p", "top_k", "min_p", "allowed_token_ids", "logit_bias")
+_TAKEN = frozenset(option.name for option in fields(SamplingParams)).union(
+    _DISTRIBUTION, ("detokenize", "skip_special_tokens")
+)
 """Sampling options that look at no earlier token: asked for again in every round, they mean the same."""
 
 
@@ -68,7 +71,7 @@ class _Group:
     index: int
     prompt: tuple[int, ...]
     key: Any
-    options: Mapping[str, Any]  # of its call; equal ones are one object
+    options: Mapping[str, Any]  # of its call, without seeds; equal ones are one object
     max_tokens: int
     seed: int | None
     rows: list[_Row]
@@ -111,7 +114,7 @@ class _Batch:
     def sampling(self) -> dict[str, Any]:
         """Sampling options by name. Seeds are others in every round: a row must not draw the same numbers again."""
         asked = {**self.options, "n": self.num_samples, "max_tokens": self.limit}
-        if asked.get("seed") is not None:
+        if self.parts[0][0].seed is not None:
             asked["seed"] = [
                 # one of 61 bits, since the engine adds the number of the sample
                 row_seed(f"{group.seed}/{group.attempt}/{len(group.rows[first].token_ids)}", group.index, first) >> 2
@@ -126,6 +129,8 @@ class Carried:
     def __init__(self) -> None:
         self._groups: dict[int, _Group] = {}
         self._num_prompts = 0
+        self.alike: frozenset[int] = frozenset()
+        """Prompts of the last call's completions that were sampled from its own distribution, not an earlier call's."""
 
     def __len__(self) -> int:
         return len(self._groups)
@@ -164,15 +169,19 @@ class Carried:
         When a round fails, rows keep what they have; new prompts are under way only once one of them has tokens.
         `options` are those of `options_of`. Raises: as `Engine.generate`.
         """
-        options = next((group.options for group in self._groups.values() if group.options == options), options)
         params = engine.sampling_params(**options)
+        seeds, options = options.get("seed"), {name: value for name, value in options.items() if name != "seed"}
+        options = next((group.options for group in self._groups.values() if group.options == options), options)
         # of the whole length, before anything is sampled
         if (check := getattr(engine, "check_request", None)) is not None:
             check(prompts, params)
         longest_prompt: int | None = getattr(engine, "longest_prompt", None)
         if keys is not None and len(keys) != len(prompts):
             raise ValueError(f"keys has {len(keys)} for {len(prompts)} prompts: give one for each")
-        new = self._add(prompts, keys or [None] * len(prompts), options, params)
+        check_seeds(seeds, len(prompts))
+        if not isinstance(seeds, Sequence):
+            seeds = [seeds] * len(prompts)
+        new = self._add(prompts, keys or [None] * len(prompts), seeds, options, params)
         end_s = time.monotonic() + until.total_seconds() if isinstance(until, timedelta) else math.inf
         try:
             self._begin_anew(engine.weights_version, max_age)
@@ -191,12 +200,17 @@ class Carried:
         if isinstance(until, int):
             ended = ended[:until]
         self._groups = {index: group for index, group in self._groups.items() if group not in ended}
+        self.alike = frozenset(g.index for g in ended if _distribution(g.options) == _distribution(options))
         return [completion for group in ended for completion in group.completions()]
 
     def _add(
-        self, prompts: Sequence[Sequence[int]], keys: Sequence[Any], options: Mapping[str, Any], params: Any
+        self,
+        prompts: Sequence[Sequence[int]],
+        keys: Sequence[Any],
+        seeds: Sequence[int | None],
+        options: Mapping[str, Any],
+        params: Any,
     ) -> list[_Group]:
-        seeds = options.get("seed")
         new = [
             _Group(
                 index=self._num_prompts + place,
@@ -204,10 +218,10 @@ class Carried:
                 key=key,
                 options=options,
                 max_tokens=params.max_tokens,
-                seed=seeds[place] if isinstance(seeds, Sequence) else seeds,
+                seed=seed,
                 rows=[_Row()] * params.n,
             )
-            for place, (prompt, key) in enumerate(zip(prompts, keys, strict=True))
+            for place, (prompt, key, seed) in enumerate(zip(prompts, keys, seeds, strict=True))
         ]
         self._groups = {**self._groups, **{group.index: group for group in new}}
         self._num_prompts += len(new)
@@ -225,14 +239,15 @@ class Carried:
 
     def _batches(self) -> list[_Batch]:
         """List what to ask for next. Rows of a group that have no tokens are one prompt, which is computed once."""
-        batches: dict[tuple[int, int, int], _Batch] = {}
+        batches: dict[tuple[int, int, int, bool], _Batch] = {}
         for group in self._groups.values():
             running = [number for number, row in enumerate(group.rows) if row.is_running]
             fresh = [number for number in running if not group.rows[number].token_ids]
             for numbers in [*([fresh] if fresh else ()), *([number] for number in running if number not in fresh)]:
                 limit = min(ROUND_TOKENS, group.max_tokens - len(group.rows[numbers[0]].token_ids))
                 batch = _Batch(group.options, limit, len(numbers))
-                batches.setdefault((id(group.options), limit, len(numbers)), batch).parts.append((group, numbers))
+                kind = (id(group.options), limit, len(numbers), group.seed is None)
+                batches.setdefault(kind, batch).parts.append((group, numbers))
         return list(batches.values())
 
 
@@ -255,10 +270,11 @@ def check_until(until: Until | None, max_age: int | None, keys: object) -> None:
         raise ValueError(f"max_age must be a whole number of versions, 0 or more, and not {max_age!r}")
 
 
-def options_of(params: Any, sampling: Mapping[str, Any]) -> dict[str, Any]:
+def options_of(engine: Engine, params: Any, sampling: Mapping[str, Any]) -> dict[str, Any]:
     """Sampling options by name, without neutral ones.
 
-    Raises: `TypeError` for parameters of an engine's own kind, `Unsupported` for options that look at earlier tokens.
+    Raises: `TypeError` for parameters of an engine's own kind, `Unsupported` for options that look at earlier tokens;
+    as `Engine.sampling_params`, which knows what is an option.
     """
     if params is not None and not isinstance(params, SamplingParams):
         raise TypeError(
@@ -266,13 +282,20 @@ def options_of(params: Any, sampling: Mapping[str, Any]) -> dict[str, Any]:
             "completion is sampled in parts"
         )
     given = {} if params is None else {option.name: getattr(params, option.name) for option in fields(params)}
+    engine.sampling_params(**{**given, **sampling})
     left = without_neutral({**given, **sampling}, _TAKEN)
+    if "max_tokens" in left and left["max_tokens"] is None:
+        raise Unsupported("max_tokens=None with until=...: say the most tokens of a completion")
     if others := sorted(left.keys() - _TAKEN):
         raise Unsupported(
-            f"{', '.join(others)} with until=...: a completion is sampled in parts, and each part would begin anew: "
-            f"leave {'it' if len(others) == 1 else 'them'} out, or generate without until"
+            f"{', '.join(others)} with until=...: a completion is sampled in parts, and what looks at earlier tokens "
+            f"begins anew with each: leave {'it' if len(others) == 1 else 'them'} out, or generate without until"
         )
     return left
+
+
+def _distribution(options: Mapping[str, Any]) -> list[Any]:
+    return [options.get(name) for name in _DISTRIBUTION]
 
 
 def _number_of(until: Until, num_groups: int) -> float:

@@ -176,7 +176,8 @@ class Runtime:
         `until`, from the weights of that time, whatever prompts it is given (`[]` for none). `keys` has an object for
         each prompt, which its completions have as `key`; `prompt_index` counts prompts on from call to call.
         `Completion.spans` says which tokens are of which version. A sample with tokens of more than `max_age` versions
-        back begins anew.
+        back begins anew. After an error prompts are under way if any of them has tokens: look at `rt.carried` before
+        asking for them again.
 
         Raises: `PhaseError` inside `train()` or after `close()`; `Unsupported` for options that look at earlier tokens,
         such as penalties, with `until`; as `Engine.generate` for everything else.
@@ -196,7 +197,7 @@ class Runtime:
         self, prompts: Prompts, params: Any, sampling: Mapping[str, Any], how: Mapping[str, Any]
     ) -> list[Completion]:
         if how:  # asked for by name, in parts
-            params, sampling = None, options_of(params, sampling)
+            params, sampling = None, options_of(self.engine, params, sampling)
         params = self.engine.sampling_params(params, **sampling)
         token_ids = encode_prompts(prompts, self.tokenizer)
         self.versions.refresh()
@@ -226,7 +227,10 @@ class Runtime:
         # Of what a base has sampled without the adapter that it is trained with there is nothing to compare.
         temperature = self.engine.sampling_temperature(params)
         if temperature is not None and adapter == published:
-            self._mismatch.note(temperature, completions)
+            # an earlier call's prompts may have been asked for at another temperature
+            self._mismatch.note(
+                temperature, [c for c in completions if not how or c.prompt_index in self._carried.alike]
+            )
         return [with_text(completion, self.tokenizer) for completion in completions]
 
     def _before_generate(self) -> None:

@@ -253,16 +253,22 @@ class _WithEngine:
         if args.colo_partial_rollouts:
             try:
                 generation = self.vllm_generation  # type: ignore[attr-defined]  # set by `attach`
-                generation.partial = PartialRollouts(self, self.colo, generation.sampling, max_age=args.colo_max_age)
+                generation.partial = PartialRollouts(
+                    self, self.colo, generation.sampling, check=generation.check, max_age=args.colo_max_age
+                )
             except BaseException:
                 self.colo.close()
                 raise
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
         partial = getattr(getattr(self, "vllm_generation", None), "partial", None)
-        if partial is not None and self.model.training:  # type: ignore[attr-defined]  # TRL's
-            inputs = partial.exchange(inputs)
-        return super()._generate_and_score_completions(inputs)  # type: ignore[misc]
+        if partial is None or not self.model.training:  # type: ignore[attr-defined]  # TRL's
+            return super()._generate_and_score_completions(inputs)  # type: ignore[misc]
+        inputs = partial.exchange(inputs)
+        try:
+            return super()._generate_and_score_completions(inputs)  # type: ignore[misc]
+        finally:
+            partial.forget()
 
 
 class ColoGRPOTrainer(_WithEngine, GRPOTrainer):  # type: ignore[misc]

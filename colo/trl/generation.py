@@ -66,8 +66,8 @@ class ColoGeneration:
         """
         if images is not None and any(image for image in images):
             raise Unsupported("colo generates from text: images in a dataset are not supported")
-        self._check(prompts)
-        if self.partial is not None and (found := self.partial.take(prompts)):
+        self.check(prompts)
+        if self.partial is not None and self._trainer.model.training and (found := self.partial.take(prompts)):
             self.seconds += self.partial.seconds
             return self._told(prompts, found)
         unique, n = _grouped(prompts, num_generations)
@@ -95,7 +95,8 @@ class ColoGeneration:
         self.runtime.enter(Phase.ROLLOUT)
         return self.runtime.generate(prompts, **sampling)
 
-    def _check(self, prompts: Iterable[Sequence[int]]) -> None:
+    def check(self, prompts: Iterable[Sequence[int]]) -> None:
+        """Raise `ValueError` for a prompt that is empty or leaves no room for a completion."""
         longest = self._context - 1
         for index, prompt in enumerate(prompts):
             if not len(prompt):

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from colo.engine import Completion
+from colo.engines.sampling import row_seed
 from colo.errors import EngineLost, Unsupported
 from colo.phases.phase import Phase
 from colo.runtime import Runtime
@@ -28,10 +29,20 @@ class PartialRollouts:
     """Exchanges the rows of a batch for those whose completions have ended."""
 
     def __init__(
-        self, trainer: Any, runtime: Runtime, sampling: Mapping[str, Any], *, max_age: int | None = None
+        self,
+        trainer: Any,
+        runtime: Runtime,
+        sampling: Mapping[str, Any],
+        *,
+        check: Callable[[Iterable[Sequence[int]]], None],
+        max_age: int | None = None,
     ) -> None:
-        """Raises: `Unsupported` for what a batch of other prompts would break, by name."""
-        options_of(None, sampling)
+        """Prepare; `check` refuses tokens of a prompt.
+
+        Raises: `Unsupported` for what a batch of other prompts would break, by name; `ValueError` for a `max_age` at
+        which nothing would ever go on.
+        """
+        options_of(runtime.engine, None, sampling)
         for what, is_there in (
             ("several ranks, each of which would end another number of prompts", trainer.accelerator.num_processes > 1),
             ("tools, which answer between turns", bool(getattr(trainer, "tools", None))),
@@ -42,7 +53,16 @@ class PartialRollouts:
         ):
             if is_there:
                 raise Unsupported(f"colo_partial_rollouts does not go with {what}: leave it out")
+        args = trainer.args
+        steps = (args.steps_per_generation or args.gradient_accumulation_steps) * trainer.num_iterations
+        versions = max(1, steps // args.gradient_accumulation_steps)
+        if max_age is not None and max_age < versions:
+            raise ValueError(
+                f"colo_max_age={max_age}, and {versions} versions lie between two generations: whatever goes on would "
+                f"begin anew; give {versions} at least, or several times that for long completions"
+            )
         self._trainer = trainer
+        self._check = check
         self.seconds = 0.0  # that the last batch took
         self._runtime = runtime
         self._sampling = sampling
@@ -54,11 +74,12 @@ class PartialRollouts:
         """Begin the prompts of `inputs`, groups of equal rows, and return as many rows, of prompts that have ended."""
         size = self._trainer.num_generations
         rows = list(inputs[::size])
-        if any(row != group for row, group in zip([r for r in rows for _ in range(size)], inputs, strict=True)):
+        asked = [row["prompt"] for row in inputs]  # of other columns equal rows need not be equal, such as NaN
+        if len(inputs) % size or asked != [row["prompt"] for row in rows for _ in range(size)]:
             raise Unsupported("colo_partial_rollouts needs batches in which each prompt stands num_generations times")
         wanted = len(rows)
         if not self._has_begun:
-            rows += self._more(math.ceil(SURPLUS * wanted))
+            rows += self._more(rows, math.ceil(SURPLUS * wanted))
         began_s = time.perf_counter()
         self._found = self._sample(rows, wanted)
         self.seconds = time.perf_counter() - began_s
@@ -67,13 +88,16 @@ class PartialRollouts:
 
     def take(self, prompts: Sequence[Sequence[int]]) -> list[Completion]:
         """The completions of the rows that `exchange` has returned, whose `prompts` TRL asks for; none in between."""
-        found, self._found = self._found, []
+        found = self._found
+        self.forget()
         if found and [list(completion.prompt_token_ids) for completion in found] != [list(ids) for ids in prompts]:
             raise Unsupported("TRL asks for other prompts than it has tokenized: leave colo_partial_rollouts out")
         return found
 
     def _sample(self, rows: list[Any], wanted: int) -> list[Completion]:
         prompts = self._trainer._tokenize_prompts([row["prompt"] for row in rows])[0]
+        self._check(prompts)
+        before = {completion.prompt_index for completion in self._runtime.carried}
         self._runtime.enter(Phase.ROLLOUT)
         asked = {
             "until": wanted,
@@ -87,10 +111,23 @@ class PartialRollouts:
             self._runtime.enter(None)
             self._runtime.recover()
             self._runtime.enter(Phase.ROLLOUT)
-            is_known = any(completion.key is rows[0] for completion in self._runtime.carried)
+            # prompts are under way once one of them has tokens
+            is_known = any(completion.prompt_index not in before for completion in self._runtime.carried)
             return self._runtime.generate([] if is_known else prompts, keys=[] if is_known else rows, **asked)
 
-    def _more(self, count: int) -> list[Any]:
-        dataset = self._trainer.train_dataset
-        places = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(self._trainer.args.seed))
-        return [dataset[place] for place in places[:count].tolist()]
+    def forget(self) -> None:
+        """Drop completions that nobody has taken."""
+        self._found = []
+
+    def _more(self, rows: Sequence[Any], count: int) -> list[Any]:
+        """Other rows of the dataset, with the columns that `rows` have, in an order that is not TRL's."""
+        dataset, args = self._trainer.train_dataset, self._trainer.args
+        generator = torch.Generator().manual_seed(row_seed(f"surplus/{args.seed}", 0, 0))
+        found: list[Any] = []
+        for place in torch.randperm(len(dataset), generator=generator).tolist():
+            if len(found) == count:
+                break
+            row = dataset[place]
+            if all(row["prompt"] != other["prompt"] for other in (*rows, *found)):
+                found.append({name: row[name] for name in rows[0]})
+        return found

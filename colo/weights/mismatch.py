@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import compress
+from operator import not_
 from statistics import fmean
 from typing import Any
 
@@ -155,9 +157,11 @@ class MismatchCheck:
 
     def note(self, temperature: float, completions: Sequence[Completion]) -> None:
         """Keep the first of `completions`, which were sampled from `softmax(logits / temperature)`."""
-        whole = [c for c in completions if len(c.spans) < 2]
-        self._noted = (temperature, whole[: self._num_sequences])
-        self._continued = [c for c in completions if len(c.spans) > 1][: self._num_sequences]
+        newest = max((c.weights_version for c in completions), default=0)
+        # of several versions, or of an earlier one, having waited for the rest of their group
+        older = [len(c.spans) > 1 or c.weights_version != newest for c in completions]
+        self._noted = (temperature, list(compress(completions, map(not_, older)))[: self._num_sequences])
+        self._continued = list(compress(completions, older))[: self._num_sequences]
 
     def measure_by_age(
         self, source: WeightSource, model: nn.Module, *, version: int, device: torch.device

@@ -2,6 +2,7 @@
 
 import threading
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -157,6 +158,51 @@ def test_where_none_takes_the_weights_or_all_are_lost_nothing_is_sampled_until_t
     rt.recover()
     with rt.rollout():
         assert len(rt.generate(PROMPTS, **GREEDY)) == 12
+
+
+@pytest.mark.parametrize("when", ["leaving", "coming back"])
+def test_one_that_is_lost_while_its_memory_moves_leaves_and_comes_back_to_where_the_others_are(
+    rt, engines, monkeypatch, when
+):
+    cache = engines[0].engine.segments[1]
+    begin = cache.begin
+
+    def lost(target):
+        if (target is Residency.RESIDENT) is (when == "coming back"):
+            raise colo.EngineLost("killed")
+        return begin(target)
+
+    monkeypatch.setattr(cache, "begin", lost)
+    rt.engine.sleep("keep-weights")
+    if when == "coming back":
+        rt.engine.wake()
+    assert rt.engine.out == {engines[0].engine: "killed"} and rt.engine.state is not EngineState.LOST
+    monkeypatch.setattr(cache, "begin", begin)
+    rt.engine.wake()
+    with rt.rollout():
+        assert len(rt.generate(PROMPTS, **GREEDY)) == 12
+    rt.engine.sleep("keep-weights")
+    rt.engine.recover()
+    assert cache.residency is Residency.DISCARDED is rt.engine.segments[1].residency
+    trained(rt)
+    with rt.rollout():
+        rt.generate(PROMPTS, **GREEDY)
+    assert rt.engine.out == {} and [len(counted.calls[-1]) for counted in engines] == [4, 4, 4]
+
+
+def test_one_that_refuses_for_a_reason_of_its_own_stops_no_other(rt, engines):
+    trained(rt)
+    engines[0].fail["load_weights"] = colo.Unsupported("it was started with other flags")
+    with rt.rollout():
+        assert len(rt.generate(PROMPTS, **GREEDY)) == 12
+    assert rt.engine.out == {engines[0].engine: "it did not take the weights: it was started with other flags"}
+
+
+def test_a_seed_of_numpys_draws_what_the_same_number_draws(rt):
+    with rt.rollout():
+        first, second = (rt.generate([[1, 2, 3]] * 4, max_tokens=4, seed=seed) for seed in (5, np.int64(5)))
+    assert [c.token_ids for c in first] == [c.token_ids for c in second]
+    assert len({c.token_ids for c in first}) == 4
 
 
 def test_one_that_joins_gets_the_present_weights_before_it_samples(rt, monkeypatch):

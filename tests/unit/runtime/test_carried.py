@@ -198,9 +198,9 @@ def test_a_round_that_fails_loses_no_tokens_and_prompts_that_have_none_are_not_k
         ({"until": timedelta()}, ValueError, "longer than"),
         ({"until": 0.9, "max_age": -1}, ValueError, "whole number of versions"),
         ({"max_age": 1}, ValueError, "give until"),
-        ({"until": 0.9, "repetition_penalty": 1.2}, colo.Unsupported, "repetition_penalty with until"),
-        ({"until": 0.9, "stop": ["a"], "min_tokens": 3}, colo.Unsupported, "min_tokens, stop with until"),
-        ({"until": 0.9, "tempersature": 1}, colo.Unsupported, "tempersature"),
+        ({"until": 0.9, "repetition_penalty": 1.2}, ValueError, "does not take repetition_penalty"),
+        ({"until": 0.9, "tempersature": 1}, ValueError, "does not take tempersature, but n, max_tokens"),
+        ({"until": 0.9, "keys": [1]}, ValueError, "keys has 1 for 3 prompts"),
         ({"until": 0.9, "n": 10**12}, colo.BudgetError, "completions, which take at least"),
         ({"until": 0.9, "seed": [1]}, ValueError, "1 seeds for 3 prompts"),
     ],
@@ -213,6 +213,53 @@ def test_what_cannot_be_is_refused_and_nothing_is_under_way(rt, options, error, 
     with rt.rollout(), pytest.raises(ValueError, match="outside the vocabulary"):
         rt.generate([[1], [1000]], until=0.9)
     assert rt.carried == []
+
+
+class Anything:
+    """An engine that knows all options."""
+
+    def sampling_params(self, **sampling):
+        return sampling
+
+
+def test_options_that_look_at_earlier_tokens_are_refused_by_name_where_the_engine_has_them():
+    with pytest.raises(colo.Unsupported, match="min_tokens, stop with until"):
+        carried.options_of(Anything(), None, {"stop": ["a"], "min_tokens": 3, "n": 2})
+    with pytest.raises(colo.Unsupported, match="max_tokens=None with until"):
+        carried.options_of(Anything(), None, {"max_tokens": None})
+    assert carried.options_of(
+        Anything(), colo.SamplingParams(n=2), {"min_tokens": 0, "skip_special_tokens": False}
+    ) == {
+        **{name: getattr(colo.SamplingParams(n=2), name) for name in colo.SamplingParams.__dataclass_fields__},
+        "skip_special_tokens": False,
+    }
+
+
+def test_what_an_earlier_call_asked_for_is_compared_at_no_other_temperature(rt):
+    with rt.rollout():
+        rt.generate(PROMPTS, max_tokens=8, temperature=0.2, until=ONE_ROUND)
+        assert len(rt.generate([], until=1.0)) == 3
+    with rt.train():
+        pass
+    assert "mismatch_sampled" not in rt.trace.metrics
+    with rt.rollout():
+        rt.generate(PROMPTS, max_tokens=8, temperature=0.2, until=1.0)
+    with rt.train():
+        pass
+    assert rt.trace.metrics["mismatch_sampled"][-1] < 1e-4
+
+
+def test_groups_that_have_waited_hide_no_gap_of_the_present_weights(rt):
+    with rt.rollout():
+        assert len(rt.generate([[i] for i in range(1, 7)], max_tokens=8, until=1)) == 1
+    with rt.train():
+        train_step(rt)
+    before = len(rt.trace.metrics["mismatch_sampled"])
+    with rt.rollout():
+        assert len(rt.generate([[i] for i in range(7, 11)], max_tokens=8, until=9)) == 9
+    with rt.train():
+        pass
+    assert len(rt.trace.metrics["mismatch_sampled"]) == before + 1 and rt.trace.metrics["mismatch_age_1"]
 
 
 @settings(max_examples=15)

@@ -73,9 +73,9 @@ def test_trl_gets_the_log_probability_that_each_token_was_sampled_with(flagged, 
 
 
 def test_tokens_are_as_old_as_allowed_and_evaluation_is_of_its_own_prompts(flagged):
-    trainer = flagged(dataset=sums(100), max_steps=5, colo_max_age=0, eval_strategy="steps", eval_steps=2)
+    trainer = flagged(dataset=sums(100), max_steps=5, colo_max_age=1, eval_strategy="steps", eval_steps=2)
     trainer.train()
-    assert trainer.colo.trace.metrics["token_age_max"] == [0] * 5
+    assert max(trainer.colo.trace.metrics["token_age_max"]) == 1
     assert sum("eval_reward" in entry for entry in trainer.state.log_history) >= 2
 
 
@@ -90,6 +90,27 @@ def test_tokens_are_as_old_as_allowed_and_evaluation_is_of_its_own_prompts(flagg
 def test_a_config_that_contradicts_itself_is_refused(flagged, changes, words):
     with pytest.raises(ValueError, match=words):
         flagged(**changes)
+
+
+def test_prompts_beside_the_first_batch_are_others_with_the_columns_that_it_has(flagged):
+    asked = []
+    trainer = flagged(dataset=sums(100), max_steps=1, remove_unused_columns=True)
+    generate = trainer.colo.generate
+
+    def noting(prompts, **given):
+        asked.append(given["keys"])
+        return generate(prompts, **given)
+
+    trainer.colo.generate = noting
+    trainer.train()
+    (rows,) = asked
+    assert len(rows) == 5 and len({row["prompt"] for row in rows}) == 5
+    assert {tuple(row) for row in rows} == {tuple(rows[0])}
+
+
+def test_a_maximal_age_at_which_all_begins_anew_is_refused(flagged):
+    with pytest.raises(ValueError, match="colo_max_age=1, and 2 versions lie between two generations"):
+        flagged(colo_max_age=1, num_iterations=2)
 
 
 @pytest.mark.parametrize(
