@@ -226,7 +226,7 @@ def generation() -> None:
     device_option,
 )
 def rollouts() -> None:
-    """Lengths with a tail: whole batches, beside groups that end first."""
+    """Uneven lengths: whole batches, and groups that end first."""
 
 
 @benchmark("sync", _shapes("8b", "0.6b", "30b-a3b"), device_option)
