@@ -12,6 +12,8 @@ from colo.weights.sources.module import saved_buffers
 from tests import warm
 from tests.models import SMALL
 
+pytest.register_assert_rewrite("tests.integration.server_faults")
+
 # Read by vLLM when it starts: no pinning of this process to cores, no report of usage, nothing but errors on stderr.
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")

@@ -6,12 +6,17 @@ import socket
 import subprocess
 import threading
 import time
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import httpx
 import psutil
+import torch
+from torch.optim import AdamW
+
+import colo
+from colo.config import RuntimeConfig
 
 START_S = 1200.0
 NO_PROXY = httpx.Limits(max_keepalive_connections=0)
@@ -208,3 +213,35 @@ def stop(process):
         return False
 
     return fault
+
+
+# ---- runtimes over one -----------------------------------------------------------------------------------------------
+
+
+def train_step(rt):
+    ids = torch.tensor([[1, 2, 3, 4]])
+    with rt.train():
+        rt.model(input_ids=ids, labels=ids).loss.backward()
+        rt.optimizer.step()
+        rt.optimizer.zero_grad()
+
+
+@contextmanager
+def sharing(server, *, deadline_s):
+    """Makes runtimes over a server, and closes them."""
+    made = []
+
+    def make(model, url=None, lr=1e-2, **options):
+        engine = colo.connect(url or server.url, device="cpu", deadline_s=deadline_s)
+        optimizer = AdamW([p for p in model.parameters() if p.requires_grad], lr=lr)
+        try:
+            made.append(colo.share(engine, model, optimizer, config=RuntimeConfig(**options)))
+        except BaseException:
+            engine.close()
+            raise
+        return made[-1]
+
+    yield make
+    for rt in reversed(made):
+        rt.close()
+        rt.engine.close()

@@ -14,12 +14,12 @@ from torch.optim import AdamW
 
 import colo
 from colo.cli import app
-from colo.config import RuntimeConfig
 from colo.engine import Engine, EngineState
 from colo.errors import PhaseError, StaleWeights, TransferError, Unsupported
 from colo.rl.loop import GRPOConfig, Problem, grpo
 from colo.testing import check_engine
-from tests.integration.lmdeploy_server import Server, as_held, digests, make_model, needs_lmdeploy, save, train_step
+from tests.integration.lmdeploy_server import Server, as_held, digests, make_model, needs_lmdeploy, save
+from tests.integration.servers import sharing, train_step
 
 pytestmark = [needs_lmdeploy, pytest.mark.slow]
 
@@ -44,23 +44,8 @@ def model(randomize):
 
 @pytest.fixture
 def share(server):
-    """Makes runtimes over the server, and closes them."""
-    made = []
-
-    def make(model, url=None, lr=1e-2, **options):
-        engine = colo.connect(url or server.url, device="cpu", deadline_s=DEADLINE_S)
-        optimizer = AdamW([p for p in model.parameters() if p.requires_grad], lr=lr)
-        try:
-            made.append(colo.share(engine, model, optimizer, config=RuntimeConfig(**options)))
-        except BaseException:
-            engine.close()
-            raise
-        return made[-1]
-
-    yield make
-    for rt in reversed(made):
-        rt.close()
-        rt.engine.close()
+    with sharing(server, deadline_s=DEADLINE_S) as make:
+        yield make
 
 
 # ---- weights ---------------------------------------------------------------------------------------------------------

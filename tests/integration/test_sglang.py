@@ -11,16 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from torch.optim import AdamW
 from transformers import AutoModelForCausalLM
 
 import colo
-from colo.config import RuntimeConfig
 from colo.engine import AdapterWeights, Engine, EngineState
 from colo.errors import PhaseError, StaleWeights, TransferError, Unsupported
 from colo.rl.loop import GRPOConfig, Problem, grpo
 from colo.testing import check_engine
-from tests.integration.servers import Proxy
+from tests.integration.servers import Proxy, sharing, train_step
 from tests.integration.sglang_server import Server, needs_sglang
 from tests.models import small_qwen3
 
@@ -57,31 +55,8 @@ def model(randomize):
 
 @pytest.fixture
 def share(server):
-    """Makes runtimes over the server, and closes them."""
-    made = []
-
-    def make(model, url=None, lr=1e-2, **options):
-        engine = colo.connect(url or server.url, device="cpu", deadline_s=DEADLINE_S)
-        optimizer = AdamW([p for p in model.parameters() if p.requires_grad], lr=lr)
-        try:
-            made.append(colo.share(engine, model, optimizer, config=RuntimeConfig(**options)))
-        except BaseException:
-            engine.close()
-            raise
-        return made[-1]
-
-    yield make
-    for rt in reversed(made):
-        rt.close()
-        rt.engine.close()
-
-
-def train_step(rt):
-    ids = torch.tensor([[1, 2, 3, 4]])
-    with rt.train():
-        rt.model(input_ids=ids, labels=ids).loss.backward()
-        rt.optimizer.step()
-        rt.optimizer.zero_grad()
+    with sharing(server, deadline_s=DEADLINE_S) as make:
+        yield make
 
 
 @torch.no_grad()

@@ -1,7 +1,5 @@
 """Faults, each caused against SGLang's own server: nothing stale is sampled, and the next publication heals."""
 
-import signal
-
 import pytest
 import torch
 from click.testing import CliRunner
@@ -10,27 +8,16 @@ from transformers import AutoModelForCausalLM
 
 import colo
 from colo.cli import app
-from colo.engine import EngineState
-from colo.errors import EngineLost, PhaseError, StaleWeights, TransferError, Unsupported
-from tests.integration.servers import Restarting, fails, kill, stop, truncated
+from colo.errors import PhaseError, StaleWeights, TransferError, Unsupported
+from tests.integration.server_faults import PROMPTS, ServerFaults, connected
+from tests.integration.servers import Restarting, train_step
 from tests.integration.sglang_server import Server, needs_sglang
 from tests.models import small_qwen3
 
 pytestmark = [needs_sglang, pytest.mark.slow]
 
 CLOSE = 1e-4
-DEADLINE_S = 30.0
 ALL = {"max_tokens": 6, "ignore_eos": True}
-PROMPTS = [[(7 * i + j * j) % 100 for j in range(20)] for i in range(4)]
-STEPS = (
-    "/begin_weight_update",
-    "/update_weight_version",
-    "/update_weights_from_tensor",
-    "/end_weight_update",
-    "/flush_cache",
-    "/weights_checker",
-)
-"""Requests of a publication that change the server or attest what it holds."""
 
 
 def make_model(randomize, seed=0, **changes):
@@ -57,56 +44,33 @@ def served(folders, tmp_path_factory):
 
 @pytest.fixture
 def rt(served, randomize):
-    if not served.is_alive:
-        served.start()
-    served.proxy.faults.clear()
-    model = make_model(randomize)
-    engine = colo.connect(served.proxy.url, device="cpu", deadline_s=DEADLINE_S)
-    made = colo.share(engine, model, AdamW(model.parameters(), lr=1e-2))
-    yield made
-    served.proxy.faults.clear()
-    made.close()
-    engine.close()
+    with connected(served, make_model(randomize), deadline_s=TestFaults.deadline_s) as rt:
+        yield rt
 
 
-def train_step(rt):
-    ids = torch.tensor([[1, 2, 3, 4]])
-    with rt.train():
-        rt.model(input_ids=ids, labels=ids).loss.backward()
-        rt.optimizer.step()
-        rt.optimizer.zero_grad()
+class TestFaults(ServerFaults):
+    sampling = ALL
+    deadline_s = 30.0
+    steps = (
+        "/begin_weight_update",
+        "/update_weight_version",
+        "/update_weights_from_tensor",
+        "/end_weight_update",
+        "/flush_cache",
+        "/weights_checker",
+    )
+    stalls = ("/update_weights_from_tensor", "/generate")
+    kills = ("/update_weights_from_tensor", "/weights_checker", "/generate")
 
+    def version_after(self, step):
+        """The cache is flushed as the rollout begins, too, when nothing has been written yet."""
+        return 0 if step == "/flush_cache" else None
 
-def assert_poisoned(rt):
-    assert rt.engine.weights_version is None
-    with pytest.raises((StaleWeights, EngineLost)):
-        rt.engine.generate(PROMPTS, colo.SamplingParams(**ALL))
+    def assert_heals(self, rt, served, mismatch):
+        assert mismatch(rt.model, rt.generate(PROMPTS, **ALL)) < CLOSE
 
-
-# ---- answers ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("path", STEPS)
-def test_an_error_500_at_a_step_poisons_and_names_it_and_the_next_publication_heals(rt, served, mismatch, path):
-    train_step(rt)
-    served.proxy.once(path, fails)
-    with pytest.raises(TransferError, match=f"refuses {path}: out of luck"):
-        rt.generate(PROMPTS, **ALL)
-    # the cache is flushed as the rollout begins, too, when nothing has been written yet
-    assert rt.engine.weights_version is (0 if path == "/flush_cache" else None)
-    assert rt.engine.state is not EngineState.LOST
-    assert mismatch(rt.model, rt.generate(PROMPTS, **ALL)) < CLOSE
-
-
-@pytest.mark.parametrize("path", STEPS)
-def test_an_answer_that_breaks_off_loses_the_engine_until_it_recovers(rt, served, mismatch, path):
-    train_step(rt)
-    served.proxy.once(path, truncated)
-    with pytest.raises(EngineLost, match=f"did not answer {path}"):
-        rt.generate(PROMPTS, **ALL)
-    assert_poisoned(rt)
-    rt.recover()
-    assert mismatch(rt.model, rt.generate(PROMPTS, **ALL)) < CLOSE
+    def worker(self, server):
+        return server.scheduler()
 
 
 def test_a_bucket_that_the_server_says_it_took_and_did_not_is_noticed(rt, served, mismatch):
@@ -119,57 +83,6 @@ def test_a_bucket_that_the_server_says_it_took_and_did_not_is_noticed(rt, served
     with pytest.raises(TransferError, match="parameters of the server are not what was sent, model.embed_tokens"):
         rt.generate(PROMPTS, **ALL)
     assert rt.engine.weights_version is None
-    assert mismatch(rt.model, rt.generate(PROMPTS, **ALL)) < CLOSE
-
-
-def test_an_error_500_to_a_generation_is_no_version(rt, served, mismatch):
-    assert mismatch(rt.model, rt.generate(PROMPTS, **ALL)) < CLOSE
-    served.proxy.once("/generate", fails)
-    with pytest.raises(TransferError, match="the server does not generate: out of luck"):
-        rt.generate(PROMPTS, **ALL)
-    served.proxy.once("/generate", truncated)
-    with pytest.raises(EngineLost, match="did not answer /generate"):
-        rt.generate(PROMPTS, **ALL)
-    rt.recover()
-    assert mismatch(rt.model, rt.generate(PROMPTS, **ALL)) < CLOSE
-
-
-# ---- processes -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("path", ["/update_weights_from_tensor", "/generate"])
-def test_a_scheduler_that_stands_still_past_the_deadline_is_lost_and_recovers_when_it_goes_on(
-    rt, served, mismatch, monkeypatch, path
-):
-    monkeypatch.setattr(rt.engine._server, "_deadline_s", 5.0)
-    train_step(rt)
-    scheduler = served.server.scheduler()
-    served.proxy.once(path, stop(scheduler))
-    try:
-        with pytest.raises(EngineLost, match="did not answer .* within 5 s"):
-            rt.generate(PROMPTS, **ALL)
-        assert_poisoned(rt)
-        with pytest.raises(EngineLost):
-            rt.recover()
-    finally:
-        scheduler.send_signal(signal.SIGCONT)
-    monkeypatch.setattr(rt.engine._server, "_deadline_s", DEADLINE_S)
-    rt.recover()
-    assert mismatch(rt.model, rt.generate(PROMPTS, **ALL)) < CLOSE
-
-
-@pytest.mark.parametrize("path", ["/update_weights_from_tensor", "/weights_checker", "/generate"])
-def test_a_server_killed_at_a_step_and_started_on_another_checkpoint_gets_the_weights_again(rt, served, mismatch, path):
-    assert mismatch(rt.model, rt.generate(PROMPTS, **ALL)) < CLOSE
-    train_step(rt)
-    served.proxy.once(path, kill(served.server))
-    with pytest.raises(EngineLost, match=f"did not answer {path}"):
-        rt.generate(PROMPTS, **ALL)
-    assert_poisoned(rt)
-    with pytest.raises(EngineLost, match="no server answers at"):
-        rt.recover()
-    served.start()
-    rt.recover()
     assert mismatch(rt.model, rt.generate(PROMPTS, **ALL)) < CLOSE
 
 
@@ -187,9 +100,6 @@ def test_another_server_in_the_place_of_the_one_that_was_published_to_is_noticed
         rt.generate(PROMPTS, **ALL)
     assert served.server.label == "default", "no byte was sent"
     served.server.end()
-
-
-# ---- keys ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_server_with_keys_is_told_apart_and_says_what_it_lacks(served, randomize, mismatch):
