@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.multiprocessing import reductions
 
+from colo.memory.probe import device_id
 from colo.units import MIB, align_up
 
 BUCKET_BYTES = 64 * MIB
@@ -40,6 +41,18 @@ def buckets(weights: Iterable[tuple[str, torch.Tensor]], size_bytes: int) -> Ite
         yield part
 
 
+def fill(
+    memory: torch.Tensor, bucket: Iterable[tuple[str, torch.Tensor]], start: int = 0
+) -> list[tuple[str, torch.Tensor, int]]:
+    """Copy tensors into memory (uint8), one after another from `start` on; returns where each begins."""
+    places = []
+    for name, tensor in bucket:
+        memory[start : start + tensor.nbytes].copy_(bytes_of(tensor))
+        places.append((name, tensor, start))
+        start = align_up(start + tensor.nbytes, ALIGNMENT_BYTES)
+    return places
+
+
 class Slab:
     """Memory that buckets are copied into: on a GPU `num_parts` in turn, on a CPU new memory for each.
 
@@ -59,14 +72,8 @@ class Slab:
 
         Ordering: `fence` is called before a part is written again, and must wait until the server has read it.
         """
-        places, end = [], 0
-        for name, tensor in bucket:
-            places.append((name, tensor, end))
-            end = align_up(end + tensor.nbytes, ALIGNMENT_BYTES)
-        memory = self._memory(end, fence)
-        for _, tensor, start in places:
-            memory[start : start + tensor.nbytes].copy_(bytes_of(tensor))
-        return memory, places
+        memory = self._memory(sum(align_up(tensor.nbytes, ALIGNMENT_BYTES) for _, tensor in bucket), fence)
+        return memory, fill(memory, bucket)
 
     def close(self) -> None:
         """Let go of the memory. Idempotent."""
@@ -121,6 +128,6 @@ class _Pickler(pickle.Pickler):
         if not isinstance(obj, torch.Tensor) or obj.device.type != "cuda":
             return NotImplemented
         rebuild, arguments = exported(obj)
-        uuid = str(torch.cuda.get_device_properties(obj.device).uuid)
+        uuid = device_id(obj.device)
         # the seventh is the number of the GPU, which another process may count otherwise; SGLang takes its UUID
         return rebuild, (*arguments[:6], uuid, *arguments[7:])

@@ -11,15 +11,16 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 
-from colo.engines.buckets import ALIGNMENT_BYTES, BUCKET_BYTES, buckets, bytes_of, exported
+from colo.engines.buckets import ALIGNMENT_BYTES, BUCKET_BYTES, buckets, exported, fill
 from colo.errors import EngineLost, TransferError, named_extra
+from colo.memory.probe import device_id
 from colo.units import align_up
 
 DEADLINE_S = 300.0
@@ -52,15 +53,18 @@ def send_weights(
         socket.setsockopt(zmq.LINGER, 0)  # closing must not wait for a receiver that is gone
         address = f"ipc://{folder}/socket"
         socket.bind(address)
-        receiver = _Receiver(socket, start, {_uuid_of(device): address}, deadline_s)
+        receiver = _Receiver(socket, start, {_name_of(device): address}, deadline_s)
         memory, handle = _memory(device, 2 * half_bytes, Path(folder) / "memory")
         try:
             receiver.tell(handle)
             for number, bucket in enumerate(buckets(weights.items(), half_bytes)):
                 # beside the receiver, which loads out of the other half
-                places = _fill(memory, number % 2 * half_bytes, bucket)
+                places = fill(memory, bucket, number % 2 * half_bytes)
+                if device.type == "cuda":
+                    # the other process orders nothing by our stream
+                    torch.cuda.current_stream(device).synchronize()
                 receiver.hear()
-                receiver.tell(places)
+                receiver.tell([{"name": n, "shape": t.shape, "dtype": t.dtype, "offset": at} for n, t, at in places])
             for _ in range(2):
                 receiver.hear()
                 receiver.tell(None)
@@ -133,19 +137,6 @@ class _Receiver:
         return "it has returned" if self._error is None else f"{type(self._error).__name__}: {self._error}"
 
 
-def _fill(memory: torch.Tensor, start: int, bucket: Sequence[tuple[str, torch.Tensor]]) -> list[dict[str, Any]]:
-    """Copy weights into memory, one after another; returns where each is."""
-    places = []
-    for name, tensor in bucket:
-        memory[start : start + tensor.nbytes].copy_(bytes_of(tensor))
-        places.append({"name": name, "shape": tensor.shape, "dtype": tensor.dtype, "offset": start})
-        start = align_up(start + tensor.nbytes, ALIGNMENT_BYTES)
-    if memory.is_cuda:
-        # the other process orders nothing by our stream
-        torch.cuda.current_stream(memory.device).synchronize()
-    return places
-
-
 def _memory(device: torch.device, size_bytes: int, path: Path) -> tuple[torch.Tensor, tuple[Any, tuple[Any, ...]]]:
     """Memory for the receiver to read, and its handle: a function with arguments, the seventh of which it replaces."""
     if device.type == "cuda":
@@ -159,6 +150,5 @@ def _mapped(path: str, size_bytes: int, *_: object) -> torch.Tensor:
     return torch.from_file(path, shared=True, size=size_bytes, dtype=torch.uint8)
 
 
-def _uuid_of(device: torch.device) -> str:
-    """The GPU's UUID as vLLM and SGLang have it; `cpu` without one."""
-    return f"GPU-{torch.cuda.get_device_properties(device).uuid}" if device.type == "cuda" else "cpu"
+def _name_of(device: torch.device) -> str:
+    return f"GPU-{device_id(device)}" if device.type == "cuda" else device_id(device)

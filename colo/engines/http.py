@@ -7,10 +7,16 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import httpx
+
+from colo.errors import TransferError
+
+if TYPE_CHECKING:
+    from colo.engines.base import EngineStatus
 
 T = TypeVar("T")
 
@@ -45,6 +51,18 @@ class Refused(Exception):  # noqa: N818 - an answer, which the engine turns into
     def is_servers(self) -> bool:
         """True if the fault is the server's, and not the question's."""
         return self.status >= httpx.codes.INTERNAL_SERVER_ERROR
+
+
+@contextmanager
+def asking(status: EngineStatus, path: str) -> Iterator[None]:
+    """Turn what a question within comes to into the engine's errors: `EngineLost`, or `TransferError` for a refusal."""
+    status.require_present()
+    try:
+        yield
+    except Silent as error:
+        raise status.lose(str(error)) from error
+    except Refused as error:
+        raise TransferError(f"the server refuses {path}: {error}") from error
 
 
 class HttpClient:

@@ -20,7 +20,7 @@ from transformers import AutoConfig, PretrainedConfig
 from colo.engine import Completion, SamplingParams
 from colo.engines.base import TAGS, EngineBase, EngineStatus
 from colo.engines.buckets import Slab
-from colo.engines.http import Body, HttpClient, Refused, Silent
+from colo.engines.http import Body, HttpClient, Refused, Silent, asking
 from colo.engines.layout import empty_model
 from colo.engines.sampling import check_seeds
 from colo.engines.text import check_count, check_prompts
@@ -330,13 +330,8 @@ class ServerEngine(EngineBase, Generic[F]):
 
     def _ask(self, method: str, path: str, body: Body | None = None, **how: Any) -> Any:
         """The server's answer. Raises: `EngineLost` without one, `TransferError` for a refusal."""
-        self._status.require_present()
-        try:
+        with asking(self._status, path):
             return self._server.ask(method, path, body, **how)
-        except Silent as error:
-            raise self._status.lose(str(error)) from error
-        except Refused as error:
-            raise TransferError(f"the server refuses {path}: {error}") from error
 
     def _tell(self, path: str, **body: Any) -> Any:
         """Tell the server to do something. Raises: as `_ask`, also for an answer that says that it did not."""

@@ -132,9 +132,6 @@ class Carried:
         self.alike: frozenset[int] = frozenset()
         """Prompts of the last call's completions that were sampled from its own distribution, not an earlier call's."""
 
-    def __len__(self) -> int:
-        return len(self._groups)
-
     def completions(self) -> list[Completion]:
         """Everything that is under way, so far."""
         return [completion for group in self._groups.values() for completion in group.completions()]

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from colo.engine import SleepLevel
+from colo.engines.fleet import Fleet
 from colo.errors import EngineLost, PhaseError
 from colo.memory.probe import has_room
 from colo.memory.region import close_all
@@ -115,10 +116,12 @@ def _parts_of(runtime: Any) -> list[Any]:
 
 
 def _with_stages(parts: Iterable[object]) -> Iterator[object]:
-    """Yield parts and, of a model that is a list of stages or of several optimizers, each of those too."""
+    """Yield parts and, of a list of stages, optimizers or engines, and of a fleet, each of those too."""
     for part in parts:
         yield part
-        if isinstance(part, (nn.ModuleList, list)):
+        if isinstance(part, Fleet):
+            yield from part.engines
+        elif isinstance(part, (nn.ModuleList, list, tuple)):
             yield from part
 
 

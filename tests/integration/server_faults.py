@@ -4,6 +4,7 @@ import signal
 from contextlib import contextmanager
 
 import pytest
+import torch
 from torch.optim import AdamW
 
 import colo
@@ -118,4 +119,17 @@ class ServerFaults:
             rt.recover()
         served.start()
         rt.recover()
+        self.assert_heals(rt, served, mismatch)
+
+    def test_a_weight_that_makes_logits_that_are_not_numbers_is_named(self, rt, served, mismatch):
+        weight = rt.model.model.layers[1].mlp.down_proj.weight
+        kept = weight.detach().clone()
+        with torch.no_grad():
+            weight[0].fill_(float("nan"))
+        with pytest.raises(
+            FloatingPointError, match=r"layers\.1\.mlp\.down_proj\.weight .* has 128 values that are NaN"
+        ):
+            rt.generate([[1, 2, 3]], max_tokens=4)
+        with torch.no_grad():
+            weight.copy_(kept)
         self.assert_heals(rt, served, mismatch)

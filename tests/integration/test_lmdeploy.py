@@ -107,19 +107,6 @@ def test_what_the_server_would_not_heed_is_refused_first(share, model):
             rt.generate([[1]], **options)
 
 
-def test_a_weight_that_makes_logits_that_are_not_numbers_is_named(share, model, mismatch):
-    rt = share(model)
-    weight = model.model.layers[1].mlp.down_proj.weight
-    kept = weight.detach().clone()
-    with torch.no_grad():
-        weight[0].fill_(float("nan"))
-    with pytest.raises(FloatingPointError, match=r"layers\.1\.mlp\.down_proj\.weight .* has 128 values that are NaN"):
-        rt.generate([[1, 2, 3]], max_tokens=4)
-    with torch.no_grad():
-        weight.copy_(kept)
-    assert mismatch(as_held(model), rt.generate(PROMPTS, max_tokens=8)) < CLOSE
-
-
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

@@ -16,6 +16,7 @@ import torch
 from colo.engines.buckets import Slab, described, exported, pack
 from colo.engines.server import ServerFacts, config_of, own_dtype
 from colo.errors import Unsupported
+from colo.memory.probe import device_id
 
 LOGPROBS_FLAG = "--logprobs-mode raw_logprobs"
 
@@ -63,7 +64,7 @@ class LMDeployFacts(ServerFacts):
                     "one GPU; start it without"
                 )
         if device.type == "cuda" and status["device_uuids"]:
-            own = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+            own = f"GPU-{device_id(device)}"
             if own not in status["device_uuids"]:
                 raise Unsupported(f"{where} runs on {status['device_uuids'][0]} and the trainer on {own}: share one")
         if started is None:

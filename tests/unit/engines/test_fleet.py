@@ -255,6 +255,14 @@ def test_what_is_no_fleet_is_refused(engines, words):
         Fleet(engines(make_engine()))
 
 
+def test_an_engine_has_one_runtime_also_within_a_fleet(rt, engines):
+    model = AutoModelForCausalLM.from_config(qwen3())
+    for taken in (engines[1].engine, [engines[1].engine], (make_engine(), engines[1].engine)):
+        with pytest.raises(colo.PhaseError, match="this engine has a runtime already"):
+            colo.share(taken, model, adamw(model.parameters()))
+    assert colo.Runtime.of(engines[1].engine) is rt
+
+
 def test_misuse_is_refused_by_name(rt, engines):
     with pytest.raises(ValueError, match="in the fleet already"):
         rt.engine.add(engines[0].engine)

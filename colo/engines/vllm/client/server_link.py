@@ -31,7 +31,7 @@ from safetensors.torch import save_file
 
 from colo.engine import Completion, SamplingParams
 from colo.engines.base import EngineStatus
-from colo.engines.http import DEADLINE_S, Body, HttpClient, Refused, Silent, base_url
+from colo.engines.http import DEADLINE_S, Body, HttpClient, Refused, Silent, asking, base_url
 from colo.engines.sampling import check_taken, completion_seed
 from colo.engines.vllm.client import NamedAdapter, PauseMode, WorkerLink, answers_of, check_numbers
 from colo.engines.vllm.client.engine import VLLMEngine
@@ -263,13 +263,8 @@ class ServerLink(WorkerLink):
 
     def _ask(self, method: str, path: str, body: Body | None = None, **how: Any) -> Any:
         """The server's answer; `how` as in `HttpClient.ask`. Raises: `EngineLost` without one, `TransferError`."""
-        self.status.require_present()
-        try:
+        with asking(self.status, path):
             return self._server.ask(method, path, body, **how)
-        except Silent as error:
-            raise self.status.lose(str(error)) from error
-        except Refused as error:
-            raise TransferError(f"the server refuses {path}: {error}") from error
 
     def _requests(
         self, prompts: Sequence[tuple[int, ...]], params: SamplingParams, adapter: NamedAdapter | None
