@@ -135,7 +135,6 @@ def demo(html: Path, png: Path | None, json_path: Path | None, **asked: Any) -> 
     from colo.doctor import circumstances
     from colo.report import memory_timeline
     from colo.report.live import LiveTable
-    from colo.report.table import memory_headline
 
     with _one_thread(), LiveTable(asked["steps"], console=out) as table:
         result = run(**asked, tell=out.print, on_step=table.update)
@@ -147,12 +146,10 @@ def demo(html: Path, png: Path | None, json_path: Path | None, **asked: Any) -> 
         for path in filter(None, (html, png)):
             path.parent.mkdir(parents=True, exist_ok=True)
             rt.plot(path, title=f"colo demo, {result.mode}, seed {asked['seed']}")
-        headline = memory_headline(rt.trace)
     finally:
         rt.close()
     first, last = (sum(part) / len(part) for part in (result.rewards[:5], result.rewards[-5:]))
-    out.print(f"\n{headline}", highlight=False)
-    out.print(f"reward: {first:.2f} in the first five steps, {last:.2f} in the last five")
+    out.print(f"\nreward: {first:.2f} in the first five steps, {last:.2f} in the last five")
     if result.base_unchanged is not None:
         out.print(f"weights under the adapter: {'bit-identical' if result.base_unchanged else 'CHANGED'}")
     out.print(f"picture: {html}", highlight=False)

@@ -17,6 +17,7 @@ from typing import Any
 import reasoning_gym
 import torch
 from datasets import Dataset
+from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 from trl import ModelConfig, TrlParser, get_peft_config
 
 from colo.testing import small_instruct_model
@@ -97,6 +98,14 @@ def say_share(when: str, answers: list[list[str]], rows: list[dict[str, Any]]) -
     print(f"{when}: {share:.0%} of answers to {len(rows)} held-out questions are right", flush=True)
 
 
+class Line(TrainerCallback):
+    """A line for each step, in place of all that TRL counts."""
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: object) -> None:
+        if "reward" in logs:
+            print(f"step {state.global_step:3}  reward {logs['reward']:.2f}  {logs['step_time']:.1f} s", flush=True)
+
+
 if __name__ == "__main__":
     parser = TrlParser((ColoGRPOConfig, ModelConfig, Questions))
     parser.set_defaults(**ON_ANY, **(ON_A_GPU if torch.cuda.is_available() else ON_A_CPU))
@@ -109,9 +118,15 @@ if __name__ == "__main__":
         train_dataset=train,
         peft_config=get_peft_config(model),
     )
+    trainer.remove_callback(PrinterCallback)
+    trainer.remove_callback(ProgressCallback)
+    trainer.add_callback(Line)
     before = asked_again(trainer, held_out)
     say_share("before", before, held_out)
-    trainer.train()
+    try:
+        trainer.train()
+    except KeyboardInterrupt:
+        print("stopped; what was learned so far is asked and saved", flush=True)
     after = asked_again(trainer, held_out)
     trainer.save_model()
     rewards = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]

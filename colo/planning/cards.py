@@ -52,7 +52,8 @@ def read_card(memory: str | int | None) -> Card:
     Raises: `ValueError` for what is neither, and for less than a MiB.
     """
     if memory is None:
-        return _present() or read_card(DEFAULT_CARD)
+        planned = read_card(DEFAULT_CARD)
+        return _present() or Card(f"{planned.name}, since no GPU is here", planned.memory_bytes)
     wanted = _plain(memory) if isinstance(memory, str) else None
     named = next((card for card in CARDS if _plain(card.name) == wanted), None)
     if named is not None:

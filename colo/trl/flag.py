@@ -248,6 +248,16 @@ class _WithEngine:
             check_checkpoint(resume_from_checkpoint, trained)
         super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
 
+    def train(self, *args: Any, **given: Any) -> Any:
+        """Train as TRL does. Whatever ends it, the runtime is in no phase afterwards."""
+        try:
+            return super().train(*args, **given)  # type: ignore[misc]
+        except BaseException:
+            # no callback is told of it, and `rollout()` after Ctrl-C would be within the rollout that was interrupted
+            if (runtime := getattr(self, "colo", None)) is not None:
+                runtime.enter(None)
+            raise
+
     def _attach(self, args: Any, engine: Any, engine_options: Any) -> None:
         attach(self, engine=engine, engine_options=engine_options, config=args.colo_config(), seeded=args.colo_seeded)
         if args.colo_partial_rollouts:

@@ -56,7 +56,7 @@ def test_the_gpu_that_is_there_is_planned_for(monkeypatch):
     assert (read_card(None).name, read_card(None).memory_bytes) == ("NVIDIA L4", 22 * GIB)
     assert plan("Qwen3-0.6B").workload.gpu_memory_bytes == 22 * GIB
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert read_card(None).name == "H100"
+    assert read_card(None).name == "H100, since no GPU is here"
 
 
 def test_the_smallest_card_holds_what_is_needed():

@@ -247,3 +247,26 @@ def test_what_the_engine_lacks_is_refused_and_nothing_is_left(make, checkpoint, 
 def test_rloo_has_the_flag(make):
     trainer = make(kind=ColoRLOOTrainer, config=ColoRLOOConfig, **FLAG)
     assert trainer.colo.transport.shares
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, ValueError])
+def test_whatever_ends_training_a_rollout_can_follow(kind, tmp_path, checkpoint):
+    """In a notebook Ctrl-C ends a cell, and the next one asks the model something."""
+    asked = 0
+
+    def reward(completions, **columns):
+        nonlocal asked
+        asked += 1
+        if asked == 2:
+            raise kind("in a reward, within a rollout")
+        return digits(completions)
+
+    args = ColoGRPOConfig(**options(tmp_path, max_steps=3) | FLAG)
+    trainer = ColoGRPOTrainer(checkpoint, [reward], args, train_dataset=sums())
+    with pytest.raises(kind):
+        trainer.train()
+    with trainer.colo.rollout():
+        assert len(trainer.colo.generate(["1+2="], max_tokens=2)) == 1
+    trainer.train()
+    assert trainer.state.global_step == 3
+    trainer.colo.close()
