@@ -14,8 +14,10 @@ if TYPE_CHECKING:
     from colo.assembly.check import check
     from colo.assembly.launch import launch, start
     from colo.assembly.share import share
+    from colo.engines.broadcast import Broadcast
     from colo.engines.connect import connect
     from colo.engines.fleet import Fleet
+    from colo.engines.folder import WeightsFolder
     from colo.planning.estimate import plan
     from colo.runtime import Runtime
     from colo.trl import attach
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     __version__: str
 
 __all__ = [
+    "Broadcast",
     "BudgetError",
     "ColoError",
     "Completion",
@@ -39,6 +42,7 @@ __all__ = [
     "StaleWeights",
     "TransferError",
     "Unsupported",
+    "WeightsFolder",
     "attach",
     "check",
     "connect",
@@ -56,7 +60,9 @@ _LAZY = {
     "start": "colo.assembly.launch",
     "connect": "colo.engines.connect",
     "plan": "colo.planning.estimate",
+    "Broadcast": "colo.engines.broadcast",
     "Fleet": "colo.engines.fleet",
+    "WeightsFolder": "colo.engines.folder",
     "Runtime": "colo.runtime",
 }
 """Names whose modules import torch and transformers, which takes seconds: loaded when they are first used."""

@@ -12,6 +12,8 @@ from colo.errors import EngineLost, Unsupported
 from colo.memory.probe import device_of
 
 if TYPE_CHECKING:
+    from colo.engines.broadcast import Broadcast
+    from colo.engines.folder import WeightsFolder
     from colo.engines.lmdeploy.engine import LMDeployEngine
     from colo.engines.sglang.engine import SGLangEngine
     from colo.engines.vllm.client.engine import VLLMEngine
@@ -26,16 +28,18 @@ def connect(
     api_key: str | None = None,
     admin_key: str | None = None,
     http: httpx.AsyncBaseTransport | None = None,
+    through: WeightsFolder | Broadcast | None = None,
 ) -> VLLMEngine | SGLangEngine | LMDeployEngine:
     """A vLLM, SGLang or LMDeploy server of yours as an engine for `colo.share`, on the trainer's machine and device.
 
     The server is asked which it is. `model_name` is the name that vLLM serves, by default the first one, or the path of
     LMDeploy's checkpoint, by default the name that it serves; `admin_key` is for SGLang's operations where it was
-    started with `--admin-api-key`; `http` replaces the network. The server stays yours: closing leaves it awake where
-    it has weights, and its other clients may generate while weights change, but for LMDeploy's. The engine starts
-    poisoned, and awake unless the server is paused or, of LMDeploy, asleep. Raises: `EngineLost` when nothing answers;
-    `Unsupported`, with the flags to start it with, for a server that cannot take weights from here; `PhaseError` for
-    one of vLLM's that is asleep.
+    started with `--admin-api-key`; `http` replaces the network. `through` is the way of weights to an SGLang server
+    elsewhere: it has a device of its own, whose memory is not the trainer's to count. The server stays yours: closing
+    leaves it awake where it has weights, and its other clients may generate while weights change, but for LMDeploy's.
+    The engine starts poisoned, and awake unless the server is paused or, of LMDeploy, asleep. Raises: `EngineLost` when
+    nothing answers; `Unsupported`, with the flags to start it with, for a server that cannot take weights from here;
+    `PhaseError` for one of vLLM's that is asleep.
     """
     url, found = base_url(url), device_of(device)
     kind = _kind_of(url, api_key, http)
@@ -43,7 +47,12 @@ def connect(
     if kind == "sglang":
         from colo.engines.sglang.engine import SGLangEngine
 
-        return SGLangEngine(url, found, admin_key=admin_key, **common)
+        return SGLangEngine(url, found, admin_key=admin_key, through=through, **common)
+    if through is not None:
+        raise Unsupported(
+            f"the server at {url} is of {kind}: of servers elsewhere SGLang's alone take weights yet; leave through "
+            "out for one on the trainer's device"
+        )
     if kind == "lmdeploy":
         from colo.engines.lmdeploy.engine import LMDeployEngine
 

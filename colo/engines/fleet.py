@@ -38,7 +38,8 @@ class _Member:
 
     @property
     def kv_bytes(self) -> int:
-        return sum(s.size_bytes for s in self.engine.segments if s.name == ENGINE_KV_CACHE) or 1
+        here = sum(s.size_bytes for s in self.engine.segments if s.name == ENGINE_KV_CACHE)
+        return here or getattr(self.engine, "cache_bytes", 0) or 1
 
 
 class Fleet(EngineBase):

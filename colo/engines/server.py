@@ -193,6 +193,7 @@ class ServerEngine(EngineBase, Generic[F]):
         self._server, self._slab = server, slab
         self._adapters: dict[str, str] = {}  # the server's name of each
         self._segments: tuple[ServerSegment, ...] = ()
+        self._cache_bytes = 0
         status = EngineStatus(lambda: self.segments, on_loss=self._vanish, when_lost="call recover() once it answers")
         super().__init__(device, (), status=status)
         try:
@@ -212,6 +213,11 @@ class ServerEngine(EngineBase, Generic[F]):
     def lacking_flags(self) -> Mapping[str, str]:
         """Options that the server was started without, and what it cannot do therefore."""
         return self._facts.lacking_flags
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of the server's KV cache, on whichever device it is."""
+        return self._cache_bytes
 
     @property
     def model_type(self) -> str | None:
@@ -372,7 +378,8 @@ class ServerEngine(EngineBase, Generic[F]):
         specs = list(outline.specs())
         token_bytes = sum(c.token_bytes(dtype_bytes=facts.dtype.itemsize) or 0 for c in layer_caches(outline.model))
         weights_bytes = sum(spec.size_bytes for spec in specs)
-        return specs, {"weights": weights_bytes, "kv_cache": facts.num_cached_tokens * token_bytes}
+        self._cache_bytes = facts.num_cached_tokens * token_bytes
+        return specs, {"weights": weights_bytes, "kv_cache": self._cache_bytes}
 
     def _segment(self, tag: str) -> ServerSegment:
         return next(segment for segment in self._segments if segment.tag == tag)
@@ -412,7 +419,7 @@ class ServerEngine(EngineBase, Generic[F]):
     def _limit(self, prompt: tuple[int, ...], params: SamplingParams) -> int:
         """Tokens that may be sampled after a prompt. Raises: `BudgetError` where the KV cache does not hold them."""
         limit = min(params.max_tokens, self._facts.num_positions - len(prompt))
-        self._facts.check_room(len(prompt), limit, self._segment("kv_cache").size_bytes)
+        self._facts.check_room(len(prompt), limit, self._cache_bytes)
         return limit
 
     def _made(

@@ -8,6 +8,7 @@ What stands in is its engine, which wants a GPU:
                         32 bits; it sleeps and wakes as LMDeploy's, and fails where that does
     torch.cuda          `current_device` is 0, and there is nothing to synchronize
     /held               is added: SHA-256 of what the engine holds
+    --checkpoint-engine its receiver takes weights, as the agent of a GPU has it, out of memory of this machine
 """
 
 import argparse
@@ -21,6 +22,9 @@ import types
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
+from checkpoint_engine import worker
+from fastapi import APIRouter
+from fastapi.responses import JSONResponse
 from lmdeploy.messages import EngineOutput, PytorchEngineConfig, ResponseType, ScheduleMetrics
 from lmdeploy.pytorch.engine.base import EngineBase, EngineInstanceBase
 from lmdeploy.pytorch.engine.model_agent.agent import BaseModelAgent
@@ -28,6 +32,7 @@ from lmdeploy.pytorch.messages import SamplingParam
 from lmdeploy.pytorch.weight_loader.model_weight_loader import default_weight_loader
 from lmdeploy.serve.core.async_engine import AsyncEngine
 from lmdeploy.serve.openai import api_server
+from lmdeploy.serve.openai.protocol import UpdateWeightsFromIPCRequest
 from transformers import AutoConfig, AutoModelForCausalLM
 
 TAGS = {"weights", "kv_cache"}
@@ -59,6 +64,9 @@ class Engine(EngineBase):
         self.level = None
         self.num_handles = self.tick = 0
         self.agent = types.SimpleNamespace(
+            _checkpoint_engine_zmq_ctx=None,
+            _load_updated_weight_bucket=lambda weights, name: self.model.load_weights(weights),
+            _finalize_updated_weights=lambda: None,
             all_context=contextlib.nullcontext,
             dist_ctx=types.SimpleNamespace(tp_group=types.SimpleNamespace(rank=0)),
             patched_model=types.SimpleNamespace(get_model=lambda: self.model),
@@ -86,6 +94,16 @@ class Engine(EngineBase):
         assert "weights" not in self.asleep or self.engine_config.empty_init, "weights of the meta device"
         BaseModelAgent.update_params(self.agent, request)
         self.computing = None
+
+    def update_weights_from_ipc(self, request):
+        (address,) = request.zmq_handles.values()
+        request.zmq_handles = {"GPU-of a CPU": address}
+        found = BaseModelAgent.update_weights_from_ipc(self.agent, request)
+        self.computing = None
+        return found
+
+    def complete_weights_update(self):
+        pass
 
     async def sleep(self, level):
         weights_on = "cpu" if self.level == 1 and "weights" in self.asleep else "meta" if self.level else "cuda"
@@ -183,13 +201,37 @@ class Instance(EngineInstanceBase):
         return torch.multinomial(logits.nan_to_num().softmax(-1), 1, generator=generator).item()
 
 
-def with_held(make):
+def with_held(make, *, checkpoint_engine):
     def router(context):
         made = make(context)
         made.add_api_route("/held", lambda: context.async_engine.engine.held())
+        if checkpoint_engine:
+            of_a_gpu(context, made)
         return made
 
     return router
+
+
+def of_a_gpu(context, made):
+    """Answer as the server of a GPU does: LMDeploy's own routes refuse a CPU before they ask the engine."""
+    (told,) = [r.endpoint for r in made.routes if (r.path, r.methods) == ("/update_weights_from_ipc", {"GET"})]
+
+    async def status():
+        return (await told()).model_copy(update={"checkpoint_engine_version": "0.4.2"})
+
+    async def update(request: UpdateWeightsFromIPCRequest):
+        success, message = await asyncio.to_thread(context.async_engine.engine.update_weights_from_ipc, request)
+        if success:
+            context.async_engine.complete_weights_update()
+        return JSONResponse({"success": success, "message": message}, 200 if success else 400)
+
+    ours = APIRouter()
+    ours.add_api_route("/update_weights_from_ipc", status, methods=["GET"])
+    ours.add_api_route("/update_weights_from_ipc", update, methods=["POST"])
+    made.routes[:0] = ours.routes
+    torch.cuda.get_device_properties = lambda number: types.SimpleNamespace(uuid="of a CPU")
+    nothing = types.SimpleNamespace(synchronize=lambda: None, ipc_collect=lambda: None, empty_cache=lambda: None)
+    worker.DeviceManager = lambda: types.SimpleNamespace(device_module=nothing)
 
 
 if __name__ == "__main__":
@@ -200,12 +242,15 @@ if __name__ == "__main__":
     parser.add_argument("--api-key")
     parser.add_argument("--logprobs-mode", default="raw_logprobs")
     parser.add_argument("--empty-init", action="store_true")
+    parser.add_argument("--checkpoint-engine", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(1)
     torch.cuda.current_device = lambda: 0
     torch.cuda.synchronize = lambda device=None: None
     AsyncEngine._build_pytorch = lambda self, model_path, backend_config, **_: Engine(model_path, backend_config)
-    api_server.create_openai_router = with_held(api_server.create_openai_router)
+    api_server.create_openai_router = with_held(
+        api_server.create_openai_router, checkpoint_engine=args.checkpoint_engine
+    )
     api_server.serve(
         args.model_path,
         model_name=args.model_name,

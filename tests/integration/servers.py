@@ -231,8 +231,8 @@ def sharing(server, *, deadline_s):
     """Makes runtimes over a server, and closes them."""
     made = []
 
-    def make(model, url=None, lr=1e-2, **options):
-        engine = colo.connect(url or server.url, device="cpu", deadline_s=deadline_s)
+    def make(model, url=None, lr=1e-2, through=None, **options):
+        engine = colo.connect(url or server.url, device="cpu", deadline_s=deadline_s, through=through)
         optimizer = AdamW([p for p in model.parameters() if p.requires_grad], lr=lr)
         try:
             made.append(colo.share(engine, model, optimizer, config=RuntimeConfig(**options)))

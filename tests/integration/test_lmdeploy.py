@@ -15,7 +15,7 @@ from torch.optim import AdamW
 import colo
 from colo.cli import app
 from colo.engine import Engine, EngineState
-from colo.errors import PhaseError, StaleWeights, TransferError, Unsupported
+from colo.errors import EngineLost, PhaseError, StaleWeights, TransferError, Unsupported
 from colo.rl.loop import GRPOConfig, Problem, grpo
 from colo.testing import check_engine
 from tests.integration.lmdeploy_server import Server, as_held, digests, make_model, needs_lmdeploy, save
@@ -69,6 +69,25 @@ def test_what_the_server_holds_is_the_trainers_byte_for_byte(share, server, mode
     assert len(set(held)) == 3
     with pytest.raises(Unsupported, match="weights cannot be shared: they are copied"):
         rt.engine.share_weights()
+
+
+def test_a_server_with_checkpoint_engine_gets_weights_by_it(server, model, mismatch, tmp_path):
+    """As every LMDeploy on one GPU without Ray does: it has no other way."""
+    other = Server(server.folder, tmp_path, "--checkpoint-engine")
+    try:
+        with sharing(other, deadline_s=DEADLINE_S) as share:
+            rt = share(model)
+            assert rt.engine.way_of_weights.startswith("copied, by checkpoint-engine 0.4.2")
+            for step in range(2):
+                completions = rt.generate(PROMPTS, max_tokens=8)
+                assert other.held == digests(model) and other.asleep == set()
+                assert mismatch(as_held(model), completions) < CLOSE and completions[0].weights_version == step
+                train_step(rt)
+            other.end()
+            with pytest.raises(EngineLost):
+                rt.generate(PROMPTS, max_tokens=8)
+    finally:
+        other.end()
 
 
 def test_samples_seeds_and_stops(share, model, mismatch):

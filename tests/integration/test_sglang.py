@@ -7,6 +7,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 import colo
 from colo.engine import AdapterWeights, Engine, EngineState
-from colo.errors import PhaseError, StaleWeights, TransferError, Unsupported
+from colo.errors import BudgetError, PhaseError, StaleWeights, TransferError, Unsupported
 from colo.rl.loop import GRPOConfig, Problem, grpo
 from colo.testing import check_engine
 from tests.integration.servers import Proxy, sharing, train_step
@@ -90,6 +91,46 @@ def test_completions_follow_the_trainer(share, server, model, mismatch):
     rt.close()
     status, answers = server.ask("/generate", input_ids=[[1, 2]], sampling_params={"max_new_tokens": 2})
     assert status == 200 and len(answers[0]["output_ids"]) == 2, "the server goes on, for its other clients"
+
+
+def way_elsewhere(name, folder):
+    return colo.WeightsFolder(folder, shard_bytes=40_000) if name == "folder" else colo.Broadcast("127.0.0.1")
+
+
+@pytest.mark.parametrize("way", ["folder", "broadcast"])
+def test_a_server_elsewhere_follows_the_trainer(share, server, model, mismatch, way, tmp_path):
+    through = way_elsewhere(way, tmp_path / "weights")
+    rt = share(model, through=through)
+    for step in range(3):
+        with rt.rollout():
+            completions = rt.generate(PROMPTS, **ALL)
+        assert mismatch(model, completions) < CLOSE
+        assert {c.weights_version for c in completions} == {step}
+        train_step(rt)
+    assert "on a device of its own" in rt.engine.placement
+    assert {s.size_bytes for s in rt.engine.segments} == {0} and rt.engine.cache_bytes > 0
+    if way == "folder":
+        assert len(through.versions()) == 2 and len(list(through.versions()[-1].glob("*.safetensors"))) > 1
+        late = AutoModelForCausalLM.from_pretrained(through.versions()[-1])
+        with rt.rollout():  # publishes the last step, so that the version before is what `late` has
+            through.check(through.versions()[-1])
+        newest = AutoModelForCausalLM.from_pretrained(through.versions()[-1])
+        mine, theirs = dict(model.named_parameters()), dict(newest.named_parameters())
+        assert all(torch.equal(theirs[name], mine[name]) for name in mine)
+        assert not torch.equal(next(late.parameters()), next(newest.parameters()))
+
+
+def test_a_disk_that_fills_up_leaves_the_server_as_it_was(share, server, model, mismatch, monkeypatch, tmp_path):
+    rt = share(model, through=colo.WeightsFolder(tmp_path))
+    rt.generate(PROMPTS, **ALL)
+    label = server.label
+    train_step(rt)
+    with monkeypatch.context() as full:
+        full.setattr("colo.engines.folder.shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
+        with pytest.raises(BudgetError, match="keep fewer versions"):
+            rt.generate(PROMPTS, **ALL)
+    assert server.label == label and len(list(tmp_path.iterdir())) == 1
+    assert mismatch(model, rt.generate(PROMPTS, **ALL)) < CLOSE
 
 
 def test_samples_seeds_temperatures_and_stops(share, model, mismatch):

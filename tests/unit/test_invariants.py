@@ -11,6 +11,7 @@
 import ast
 from contextlib import nullcontext
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 
 import pytest
@@ -18,6 +19,7 @@ import torch
 
 import colo
 from colo.config import RuntimeConfig
+from colo.engines import folder
 from colo.engines.sglang.server import Facts
 from colo.engines.text import check_count
 from colo.memory import cuda_driver, region
@@ -130,6 +132,12 @@ def compute_with_a_reference(monkeypatch):
     kept.run(lambda frozen: frozen)
 
 
+def write_to_a_full_disk(monkeypatch):
+    monkeypatch.setattr(folder.shutil, "disk_usage", lambda path: SimpleNamespace(free=100))
+    with TemporaryDirectory() as path:
+        colo.WeightsFolder(path).write([("a.weight", torch.zeros(100))])
+
+
 REFUSALS = {
     "phases/transition.py _require": plan,
     "phases/transition.py plan_transition": lambda monkeypatch: plan(monkeypatch, host_bytes=10),
@@ -138,6 +146,7 @@ REFUSALS = {
     "engines/text.py check_count": lambda monkeypatch: check_count(1, 10**12),
     "engines/caches.py check_room": generate,
     "engines/server.py check_room": generate_on_a_server,
+    "engines/folder.py _write": write_to_a_full_disk,
     "memory/arena.py _grow": lambda monkeypatch: PinnedArena(torch.device("cpu"), limit_bytes=MIB).allocate(2 * MIB),
     "memory/region.py require_free": restore_a_region,
     "memory/cuda_driver.py allocate": take_memory_of_the_driver,

@@ -32,6 +32,7 @@ NEEDS_MORE = {
     'colo.connect("http://localhost:8000': "a server: tests/integration/test_vllm_server.py",
     'colo.connect("http://localhost:30000': "a server: tests/integration/test_sglang.py",
     'colo.connect("http://localhost:23333': "a server: tests/integration/test_lmdeploy.py",
+    "colo.connect(url, through=": "servers: tests/integration/test_sglang.py",
     "colo.connect(url) for url": "servers: tests/integration/test_fleet.py",
     "from unsloth import": "Unsloth: tests/integration/test_unsloth.py",
     "# generates on the model's own vLLM": "Unsloth: tests/integration/test_unsloth.py",

@@ -24,6 +24,7 @@ import torch
 from colo.engine import Completion, SamplingParams
 from colo.engines.base import TAGS
 from colo.engines.buckets import BUCKET_BYTES, Slab, buckets
+from colo.engines.checkpoint_engine import send_weights
 from colo.engines.http import Body, HttpClient, Refused
 from colo.engines.lmdeploy.server import FINISHED, LOGPROBS_FLAG, LMDeployFacts, Payloads, started_in
 from colo.engines.sampling import completion_seed, distorting
@@ -82,6 +83,8 @@ class LMDeployEngine(ServerEngine[LMDeployFacts]):
     def way_of_weights(self) -> str:
         """A phrase: how they reach it."""
         how = "within requests" if self.device.type == "cpu" else "by CUDA IPC, out of a slab whose handle is sent once"
+        if self._facts.checkpoint_engine is not None:
+            how = f"by checkpoint-engine {self._facts.checkpoint_engine}, out of memory of two halves"
         return f"copied, {how}, while it sleeps; it has no checksums to compare"
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -95,16 +98,43 @@ class LMDeployEngine(ServerEngine[LMDeployFacts]):
         self._check_same_model()
         self._sleep(2)  # also where it sleeps already: whoever has put it to sleep, the slab's handle is forgotten
         self._wake(["weights"])
-        self._payloads.forget()
         missing = dict.fromkeys(self._layout.specs)
-        for bucket in buckets(self._checked(weights, lambda name, _: missing.pop(name, None)), BUCKET_BYTES):
-            self._tell("/update_weights", **self._payloads.make(bucket))
-        if missing:
-            raise TransferError(f"nothing was sent for {next(iter(missing))}, {len(missing)} in all")
-        self._tell("/update_weights", **FINISHED)
+        checked = self._checked(weights, lambda name, _: missing.pop(name, None))
+        if self._facts.checkpoint_engine is not None:
+            sent = dict(checked)
+            self._check_all(missing)
+            try:
+                send_weights(sent, self._load_by_ipc, device=self.device, bucket_bytes=BUCKET_BYTES)
+            except TransferError:
+                self._status.require_present()  # a server that has ended answers its request for them first
+                raise
+        else:
+            self._payloads.forget()
+            for bucket in buckets(checked, BUCKET_BYTES):
+                self._update(**self._payloads.make(bucket))
+            self._check_all(missing)
+            self._update(**FINISHED)
         self._check_process()
         self._dropped = False
         self._wake_up()
+
+    def _check_all(self, missing: Mapping[str, Any]) -> None:
+        if missing:
+            raise TransferError(f"nothing was sent for {next(iter(missing))}, {len(missing)} in all")
+
+    def _load_by_ipc(self, handles: dict[str, str]) -> None:
+        self._tell("/update_weights_from_ipc", zmq_handles=handles)
+
+    def _update(self, **bucket: Any) -> None:
+        try:
+            self._tell("/update_weights", **bucket)
+        except TransferError as error:
+            if self.device.type == "cuda":  # 0.18.0 has no words for it
+                error.add_note(
+                    "LMDeploy takes these requests with --distributed-executor-backend ray alone: start it so, or "
+                    "pip install checkpoint-engine==0.4.2 in its environment and start it again"
+                )
+            raise
 
     # ---- memory ------------------------------------------------------------------------------------------------------
 

@@ -32,6 +32,7 @@ class LMDeployFacts(ServerFacts):
     asleep: frozenset[str]  # tags
     started: str  # a process's time of start tells it from the next at its address
     has_logprobs: bool
+    checkpoint_engine: str | None  # version of the receiver in its environment, which a server on a GPU tells of
 
     @property
     def lacking_flags(self) -> Mapping[str, str]:
@@ -74,8 +75,15 @@ class LMDeployFacts(ServerFacts):
             )
         advice = ". Where it serves another name (--model-name), pass model_name= with the checkpoint's path"
         config = config_of(checkpoint or model_name, where, advice)
+        text = config.get_text_config()
+        if config.tie_word_embeddings and (pad := text.pad_token_id) is not None:
+            raise Unsupported(
+                f"{where} has a model whose output layer is its embeddings, and pad_token_id {pad}: LMDeploy sets the "
+                "row of that token to zero whenever it loads weights, and samples from other logits than the "
+                "trainer's. Take pad_token_id out of the checkpoint's config.json, and start the server again"
+            )
         own_type = own_dtype(config)
-        positions = int(config.get_text_config().max_position_embeddings)
+        positions = int(text.max_position_embeddings)
         return cls(
             model_path=checkpoint or model_name,
             config=config,
@@ -88,6 +96,7 @@ class LMDeployFacts(ServerFacts):
             asleep=frozenset(status["sleeping_tags"]),
             started=started,
             has_logprobs=has_logprobs,
+            checkpoint_engine=status["checkpoint_engine_version"],
         )
 
 

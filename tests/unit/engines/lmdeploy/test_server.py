@@ -2,6 +2,7 @@
 
 import base64
 import pickle
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -10,8 +11,10 @@ from colo.engines import buckets
 from colo.engines.buckets import Slab
 from colo.engines.lmdeploy.server import FINISHED, LMDeployFacts, Payloads, started_in
 from colo.errors import Unsupported
+from tests.models import small_qwen3
 
 SAID = {"backend": "pytorch", "device_type": "cpu", "sleeping_tags": [], "device_uuids": []}
+SAID |= {"checkpoint_engine_version": None}
 INFO = {"tp_size": 1, "dp_size": 1, "ep_size": 1, "num_gpu_blocks": 2, "block_size": 64}
 
 
@@ -111,6 +114,15 @@ def test_a_server_that_cannot_take_weights_is_refused_with_what_to_change(status
             has_logprobs=True,
             device=torch.device("cpu"),
         )
+
+
+@pytest.mark.parametrize(("tied", "pad"), [(True, 3), (True, None), (False, 3)])
+def test_a_logit_that_lmdeploy_sets_to_zero_is_refused(tmp_path, tied, pad):
+    small_qwen3(tie_word_embeddings=tied, pad_token_id=pad).save_pretrained(tmp_path)
+    asked = {"status": SAID, "info": INFO, "model_name": str(tmp_path), "checkpoint": None, "started": "1"}
+    refused = pytest.raises(Unsupported, match="pad_token_id 3: LMDeploy sets") if tied and pad else nullcontext()
+    with refused:
+        LMDeployFacts.of("http://here", has_logprobs=True, device=torch.device("cpu"), **asked)
 
 
 def test_the_time_of_start_is_read_from_metrics():

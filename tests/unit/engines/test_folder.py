@@ -1,0 +1,177 @@
+"""Versions of weights in a folder: whole or not there, the newest few, and never half read."""
+
+import json
+import os
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import colo
+from colo.engines.buckets import bytes_of
+from colo.engines.folder import MANIFEST
+from colo.errors import BudgetError, TransferError
+from tests.runtimes import qwen3
+
+
+def some_weights(seed=0, count=5):
+    generator = torch.Generator().manual_seed(seed)
+    kinds = [torch.float32, torch.bfloat16, torch.float16]
+    return {f"layer.{i}": torch.randn(3, 5 + i, generator=generator).to(kinds[i % 3]) for i in range(count)}
+
+
+def held(version):
+    found = {}
+    for shard in version.glob("*.safetensors"):
+        found |= load_file(shard)
+    return found
+
+
+def same_bits(left, right):
+    return left.keys() == right.keys() and all(
+        (left[n].shape, left[n].dtype) == (right[n].shape, right[n].dtype)
+        and torch.equal(bytes_of(left[n]), bytes_of(right[n]))
+        for n in left
+    )
+
+
+@given(
+    shapes=st.lists(st.lists(st.integers(0, 5), max_size=3), min_size=1, max_size=6),
+    kind=st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float8_e4m3fn]),
+    shard_bytes=st.sampled_from([1, 64, 1 << 20]),
+)
+def test_what_is_read_is_what_was_written(tmp_path_factory, shapes, kind, shard_bytes):
+    folder = colo.WeightsFolder(tmp_path_factory.mktemp("weights"), shard_bytes=shard_bytes)
+    weights = {f"w{i}": torch.randint(0, 2, shape).to(kind) for i, shape in enumerate(shapes)}
+    version = folder.write(weights.items())
+    assert same_bits(held(version), weights)
+    folder.check(version)
+
+
+def test_views_of_one_memory_and_other_layouts_are_written_whole(tmp_path):
+    whole = torch.arange(24.0).view(4, 6)
+    weights = {"rows": whole[:2], "columns": whole[:, 1:3], "turned": whole.t(), "again": whole}
+    assert same_bits(held(colo.WeightsFolder(tmp_path).write(weights.items())), weights)
+
+
+def test_the_newest_versions_stay(tmp_path):
+    folder = colo.WeightsFolder(tmp_path / "made" / "here", keep=2)
+    assert folder.versions() == []
+    written = [folder.write(some_weights(seed).items()) for seed in range(4)]
+    assert folder.versions() == written[2:] and sorted(folder.path.iterdir()) == written[2:]
+    assert same_bits(held(written[3]), some_weights(3))
+    again = colo.WeightsFolder(folder.path, keep=1).write(some_weights(7).items())
+    assert folder.versions() == [again] and again.name == "v00000005"
+    with pytest.raises(ValueError, match="keep must be at least 1"):
+        colo.WeightsFolder(tmp_path, keep=0)
+
+
+def test_the_same_weights_are_written_once(tmp_path):
+    folder = colo.WeightsFolder(tmp_path)
+    first = folder.write(some_weights().items())
+    assert folder.write(iter(some_weights().items())) == first and folder.versions() == [first]
+    (first / "model-00001.safetensors").write_bytes(b"spoilt")
+    second = folder.write(some_weights().items())
+    assert second != first
+    folder.check(second)
+
+
+def test_a_checkpoint_of_it_is_loaded_by_transformers(tmp_path):
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**qwen3().to_dict()))
+    version = colo.WeightsFolder(tmp_path, shard_bytes=20_000).write(model.named_parameters(), model.config)
+    assert len(list(version.glob("*.safetensors"))) > 1
+    loaded = AutoModelForCausalLM.from_pretrained(version)
+    assert same_bits(dict(loaded.named_parameters()), dict(model.named_parameters()))
+
+
+def spoil_bit(version):
+    shard = version / "model-00001.safetensors"
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+
+
+def cut(version):
+    shard = version / "model-00001.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-7])
+
+
+def swap(version):
+    told = json.loads((version / MANIFEST).read_text())
+    names = list(told["weights"])
+    told["weights"][names[0]]["crc32"] += 1
+    (version / MANIFEST).write_text(json.dumps(told))
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        spoil_bit,
+        cut,
+        swap,
+        lambda version: (version / "model-00002.safetensors").unlink(),
+        lambda version: (version / MANIFEST).unlink(),
+        lambda version: (version / MANIFEST).write_text("{"),
+        lambda version: (version / MANIFEST).write_text("{}"),
+        lambda version: (version / "model-00001.safetensors").write_bytes(b""),
+    ],
+)
+def test_a_version_that_is_not_what_was_written_is_refused(tmp_path, spoil):
+    folder = colo.WeightsFolder(tmp_path, shard_bytes=64)
+    version = folder.write(some_weights().items())
+    spoil(version)
+    with pytest.raises(TransferError, match=re.escape(str(version))):
+        folder.check(version)
+
+
+def test_what_fails_on_its_way_leaves_every_version_and_nothing_else(tmp_path, monkeypatch):
+    folder = colo.WeightsFolder(tmp_path, shard_bytes=64)
+    first = folder.write(some_weights().items())
+
+    def broken():
+        yield from list(some_weights(1).items())[:3]
+        raise RuntimeError("a rank is gone")
+
+    with pytest.raises(RuntimeError, match="a rank is gone"):
+        folder.write(broken())
+    with monkeypatch.context() as full:
+        full.setattr("colo.engines.folder.shutil.disk_usage", lambda path: SimpleNamespace(free=10))
+        with pytest.raises(BudgetError, match=r"a shard of 60 B does not fit the 10 B that are free in") as caught:
+            folder.write(some_weights(1).items())
+        assert (caught.value.needed_bytes, caught.value.free_bytes) == (60, 10)
+    with monkeypatch.context() as broken_disk:
+
+        def no_space(*_, **__):
+            raise OSError(28, os.strerror(28))
+
+        broken_disk.setattr("colo.engines.folder.save_file", no_space)
+        with pytest.raises(TransferError, match="No space left on device"):
+            folder.write(some_weights(1).items())
+    assert list(tmp_path.iterdir()) == [first]
+    folder.check(first)
+
+
+def test_two_trainers_write_versions_of_their_own(tmp_path, monkeypatch):
+    """Both have seen the same newest version; the slower one takes the next number."""
+    one, other = colo.WeightsFolder(tmp_path), colo.WeightsFolder(tmp_path)
+    rename, raced = type(tmp_path).rename, []
+
+    def another_is_faster(self, target):
+        if self.name.startswith(".part-") and not raced:
+            raced.append(None)  # so that the other's own goes through
+            raced[0] = other.write(some_weights(1).items())
+        return rename(self, target)
+
+    monkeypatch.setattr(type(tmp_path), "rename", another_is_faster)
+    mine = one.write(some_weights(2).items())
+    assert raced[0] != mine and folder_names(tmp_path) == [raced[0].name, mine.name]
+    assert same_bits(held(mine), some_weights(2)) and same_bits(held(raced[0]), some_weights(1))
+
+
+def folder_names(path):
+    return sorted(entry.name for entry in path.iterdir())
