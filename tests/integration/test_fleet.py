@@ -1,4 +1,7 @@
-"""A fleet of SGLang's own server and a vLLM in a process of its own, on a CPU, and a rollout that both continue."""
+"""SGLang's own server, which reads weights from files, and a vLLM beside the trainer as a fleet, on a CPU.
+
+A rollout that both continue, and one of them killed.
+"""
 
 import gc
 import os
@@ -42,7 +45,8 @@ def checkpoint(tmp_path_factory, randomize, tiny):
 @pytest.fixture(scope="module")
 def sglang(checkpoint, tmp_path_factory):
     server = Server(checkpoint, tmp_path_factory.mktemp("sglang"))
-    yield colo.connect(server.url, device="cpu", deadline_s=120)
+    folder = colo.WeightsFolder(tmp_path_factory.mktemp("weights"))
+    yield colo.connect(server.url, device="cpu", deadline_s=120, through=folder)
     server.end()
 
 
@@ -90,6 +94,8 @@ def test_both_sample_from_every_version_and_one_that_is_killed_is_replaced(
         assert {c.weights_version for c in found} == {version} and mismatch(rt.model, found) < CLOSE
         step()
     assert min(asked.values()) >= 3 and sum(asked.values()) == 24
+    kv_cache = next(s for s in rt.engine.segments if s.name == "engine.kv_cache")
+    assert kv_cache.size_bytes == 4 * MIB, "vLLM's alone is on the trainer's device"
 
     # killed between two rounds: what it was asked is sampled by the other, on the same weights
     monkeypatch.setattr(carried, "ROUND_TOKENS", 4)
