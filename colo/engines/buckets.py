@@ -20,10 +20,18 @@ from colo.memory.probe import device_id
 from colo.units import MIB, align_up
 
 BUCKET_BYTES = 64 * MIB
-"""Bytes of a request's tensors: on a CPU they travel within it, on a GPU they are a part of the slab."""
+"""Bytes of a request's tensors, which on a CPU travel within it."""
+
+GPU_BUCKET_BYTES = 256 * MIB
+"""Bytes of a part of a GPU's slab: a server takes some 30 ms for a request, and to say that it has read it."""
 
 ALIGNMENT_BYTES = 16
 """Bytes that a tensor begins at a multiple of: servers look at bytes as another dtype."""
+
+
+def bucket_bytes(device: torch.device) -> int:
+    """The most bytes of a bucket, but for one larger tensor."""
+    return GPU_BUCKET_BYTES if device.type == "cuda" else BUCKET_BYTES
 
 
 def buckets(weights: Iterable[tuple[str, torch.Tensor]], size_bytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
@@ -76,7 +84,7 @@ class Slab:
         return memory, fill(memory, bucket)
 
     def close(self) -> None:
-        """Let go of the memory. Idempotent."""
+        """Let go of the memory, until it is filled again. Idempotent."""
         self.whole = None
 
     def _memory(self, size_bytes: int, fence: Callable[[], object]) -> torch.Tensor:

@@ -146,6 +146,7 @@ class Closing:
         self._owns_model = owns_model
         self._steps: list[Callable[[], object]] = []
         self._rest: list[nn.Parameter] = []
+        self._room: torch.Tensor | None = None
         self._is_done = False
 
     def begin(self) -> None:
@@ -166,10 +167,12 @@ class Closing:
             self._turns.versions.publisher.start_over,  # whose digests refer to the engine's memory
             self._drop_kv_cache,
             self._session.stop_watching,
+            self._keep_room,
             self.return_state,
             self._take_weights_home,
             self._transport.close,
             self._release_folded,
+            self._give_room,
             self._engine.close,
             # what finds its room where the engine's memory was
             self._bring_the_rest,
@@ -220,6 +223,18 @@ class Closing:
             return
         with suppress(EngineLost):  # its memory went with it
             self._engine.sleep(SleepLevel.KEEP_WEIGHTS)
+
+    def _keep_room(self) -> None:
+        """Hold the memory that the engine will wake to close, or state and weights that come home take it."""
+        if getattr(self._engine, "wakes_to_close", False):
+            size_bytes = sum(segment.size_bytes - segment.device_bytes for segment in self._engine.segments)
+            with suppress(torch.OutOfMemoryError):  # which closing the engine says
+                self._room = torch.empty(size_bytes, dtype=torch.uint8, device=self._mover.device)
+
+    def _give_room(self) -> None:
+        self._room = None
+        if self._mover.device.type == "cuda":
+            torch.cuda.empty_cache()  # the engine takes it from the driver
 
     def _release_folded(self) -> None:
         """Let go of the weights with an adapter in them, which lie in the engine's memory or take as much."""

@@ -166,8 +166,8 @@ def test_a_critic_leaves_the_device_for_a_rollout_and_trains_to_the_same_bits():
     rt = launch()
     rt.park(critic, optimizer, name="critic")
     for number in range(3):
+        train_step(rt, number)
         with rt.train():
-            train_step(rt, number)
             step(critic, optimizer)
             free = free_device_bytes(CUDA)
         with rt.rollout():

@@ -19,6 +19,7 @@ import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -27,7 +28,7 @@ import torch
 from colo.engine import AdapterWeights, Completion, EngineState, SamplingParams
 from colo.engines.base import TAGS
 from colo.engines.broadcast import Broadcast, BroadcastGroup
-from colo.engines.buckets import BUCKET_BYTES, Slab, buckets, bytes_of
+from colo.engines.buckets import Slab, bucket_bytes, buckets, bytes_of
 from colo.engines.folder import WeightsFolder
 from colo.engines.http import Body, HttpClient, Refused
 from colo.engines.sampling import completion_seed, distorting
@@ -94,7 +95,7 @@ class SGLangEngine(ServerEngine[Facts]):
         self._through, self._deadline_s = through, deadline_s
         self._group: BroadcastGroup | None = None
         # the server answers when it has queued its copies out of a bucket, not when they have ended
-        super().__init__(url, device, server, Slab(device, num_parts=2))
+        super().__init__(url, device, server, Slab(device, num_parts=2, size_bytes=bucket_bytes(device)))
 
     # ---- what a runtime asks -----------------------------------------------------------------------------------------
 
@@ -155,24 +156,31 @@ class SGLangEngine(ServerEngine[Facts]):
         version = None
         if isinstance(self._through, WeightsFolder):
             version = self._through.write(checked, self._facts.config)  # first: a full disk is no matter of the server
+        try:
+            self._load(checked, version)
+            # whoever has let the server go on meanwhile has left keys and values of half written weights
+            self.reset_prefix_cache()
+            self._attested = self._checksums()
+        finally:
+            self._slab.close()  # the trainer's turn comes next, and a slab that is exported for ever cannot be freed
+        expected.check(self._attested)
+        self._check_label()
+
+    def _load(self, weights: Iterable[tuple[str, torch.Tensor]], version: Path | None) -> None:
+        """Let the server load weights, or a version of them on disk, in a session."""
         self._begin_session()
         try:
             if version is not None:
                 told = {"model_path": str(version), "load_format": "safetensors"}
-                # a refused flush would end the server: it is flushed below
+                # a refused flush would end the server: it is flushed afterwards
                 self._tell("/update_weights_from_disk", **told, flush_cache=False)
-            for bucket in buckets(checked, BUCKET_BYTES):
+            for bucket in buckets(weights, bucket_bytes(self.device)):
                 self._send(bucket)
         except Exception:
             with suppress(TransferError, EngineLost):  # the next publication ends it otherwise
                 self._tell("/end_weight_update")
             raise
         self._tell("/end_weight_update")
-        # whoever has let the server go on meanwhile has left keys and values of half written weights
-        self.reset_prefix_cache()
-        self._attested = self._checksums()
-        expected.check(self._attested)
-        self._check_label()
 
     def _send(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Bring a bucket's weights to the server, which loads them."""

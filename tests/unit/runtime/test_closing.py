@@ -132,3 +132,29 @@ def test_state_goes_home_and_the_optimizer_works_on_without_hooks(owned):
     assert rt.weights_version == version == 1
     assert all(torch.isfinite(state["exp_avg"]).all() for state in rt.optimizer.state.values())
     assert rt.scheduler.segments["trainer.optimizer"].host_bytes == 0
+
+
+@pytest.mark.parametrize("wakes", [True, False])
+def test_the_room_that_an_engine_wakes_in_is_kept_until_it_closes(monkeypatch, wakes):
+    """On a full card the trainer's state and weights would take what the KV cache gave up."""
+    rt = launch()
+    rt.engine.wakes_to_close = wakes
+    with rt.train():
+        pass
+    kept, closing = [], rt._closing
+
+    def noting(name, when):
+        step = getattr(closing, name)
+
+        def noted():
+            kept.append((when, closing._room is not None and closing._room.nbytes))
+            return step()
+
+        monkeypatch.setattr(closing, name, noted)
+
+    noting("return_state", "state")
+    noting("_take_weights_home", "weights")
+    noting("_bring_the_rest", "the rest")
+    size = wakes and segment(rt, "engine.kv_cache").size_bytes
+    rt.close()
+    assert kept == [("state", size), ("weights", size), ("the rest", False)] and (size or not wakes)

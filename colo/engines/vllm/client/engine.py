@@ -193,6 +193,11 @@ class VLLMEngine(EngineBase):
     # ---- what a runtime asks -----------------------------------------------------------------------------------------
 
     @property
+    def wakes_to_close(self) -> bool:
+        """True if what sleeps is woken as it closes: for its owner, or since vLLM frees mapped memory only."""
+        return self._start is None or self._link.same_process
+
+    @property
     def llm(self) -> Any:
         """The `vllm.LLM`; `None` when closed."""
         return self._link.llm
