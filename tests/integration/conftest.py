@@ -134,7 +134,7 @@ def two_ranks(tmp_path_factory):
     The script is given a folder for results after the other arguments.
     """
 
-    def run(script, *arguments, timeout=240, count=2):
+    def run(script, *arguments, timeout=1200, count=2):
         results, logs = tmp_path_factory.mktemp("results"), tmp_path_factory.mktemp("logs")
         wrong = warm.run_ranks(script, (*arguments, results), count, logs, timeout=timeout)
         assert not wrong, "\n\n".join([wrong, *(f"{log}: {log.read_text()[-5000:]}" for log in sorted(logs.iterdir()))])

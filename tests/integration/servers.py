@@ -1,6 +1,7 @@
 """Servers in processes of their own for tests, and a proxy before them that makes faults."""
 
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -23,9 +24,11 @@ NO_PROXY = httpx.Limits(max_keepalive_connections=0)
 
 
 def free_port():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
+    """A port that no connection of this machine takes by itself while a server starts: those begin at 32768."""
+    while True:
+        with socket.socket() as free, suppress(OSError):
+            free.bind(("127.0.0.1", random.SystemRandom().randrange(15000, 32000)))
+            return free.getsockname()[1]
 
 
 class Server:

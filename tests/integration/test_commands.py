@@ -125,7 +125,7 @@ def test_ctrl_c_ends_with_130_and_leaves_no_process_behind(tmp_path):
 def benchmark(*arguments):
     """Exit code and standard output of `python -m benchmarks ARGUMENTS`."""
     command = [sys.executable, "-m", "benchmarks", *map(str, arguments)]
-    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=1200)
     return done.returncode, done.stdout
 
 

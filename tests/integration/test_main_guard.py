@@ -15,7 +15,7 @@ def run(tmp_path, script, method="spawn"):
     (tmp_path / "train.py").write_text(script)
     env = os.environ | {"PYTHONPATH": str(ROOT), "VLLM_WORKER_MULTIPROC_METHOD": method}
     return subprocess.run(
-        [sys.executable, "train.py"], cwd=tmp_path, env=env, capture_output=True, text=True, check=False, timeout=120
+        [sys.executable, "train.py"], cwd=tmp_path, env=env, capture_output=True, text=True, check=False, timeout=1200
     )
 
 

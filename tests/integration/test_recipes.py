@@ -37,7 +37,7 @@ def test_a_launcher_trains_on_two_ranks(command, tmp_path):
         capture_output=True,
         text=True,
         check=False,
-        timeout=600,
+        timeout=1200,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("weights are the engine's own memory") == 2

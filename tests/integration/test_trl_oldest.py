@@ -27,7 +27,7 @@ def run(*command, **environment):
         env=os.environ | {"PYTHONPATH": os.pathsep.join([OLDEST, str(ROOT)]), "OMP_NUM_THREADS": "1"} | environment,
         capture_output=True,
         text=True,
-        timeout=400,
+        timeout=1200,
         check=False,
     )
 

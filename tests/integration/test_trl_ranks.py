@@ -17,7 +17,7 @@ def ranks(two_ranks, tmp_path_factory, request):
     if request.param == "vllm":
         pytest.importorskip("vllm", reason="vLLM is not installed")
     checkpoint = tiny_checkpoint(tmp_path_factory.mktemp("tiny"), alphabet=ALPHABET)
-    return two_ranks(SCRIPT, checkpoint, request.param, timeout=600)
+    return two_ranks(SCRIPT, checkpoint, request.param, timeout=1200)
 
 
 def test_both_ranks_share_their_replica_and_end_with_the_same_weights(ranks):

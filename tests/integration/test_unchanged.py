@@ -16,7 +16,7 @@ def test_importing_colo_and_a_run_change_no_environment_setting_or_class_of_anot
         command,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=1200,
         check=False,
         env=environment,
         cwd=ROOT,

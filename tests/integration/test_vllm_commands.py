@@ -29,7 +29,7 @@ DEMO = ["--device", "cpu", "--steps", 3, "--json"]
 def ran(*arguments, cwd, **environment):
     command = [sys.executable, "-m", "colo.cli", *map(str, arguments)]
     env = os.environ | environment
-    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=400)
+    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     return done
 
@@ -210,5 +210,5 @@ assert all(one != other for one, other in zip(draw(0), draw(1)))
 def test_an_engine_in_this_process_leaves_no_memory_when_it_is_closed_and_random_numbers_alone(tiny, tmp_path):
     AutoModelForCausalLM.from_config(tiny(), dtype=torch.float32).save_pretrained(tmp_path)
     command = [sys.executable, "-c", CLOSED, tmp_path]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=400)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stderr[-2000:]

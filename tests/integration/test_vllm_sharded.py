@@ -15,7 +15,7 @@ CLOSE = 1e-5
 @pytest.fixture
 def ranks(saved_model, two_ranks):
     """Runs both ranks; what they have found, in order."""
-    return lambda way: two_ranks(SCRIPT, saved_model[1], way, timeout=300)
+    return lambda way: two_ranks(SCRIPT, saved_model[1], way, timeout=1200)
 
 
 def test_slices_go_into_the_slices_of_every_rank(ranks, saved_model):

@@ -63,5 +63,5 @@ def test_a_vllm_in_a_process_of_its_own_for_each_rank_holds_every_byte(two_ranks
 
 
 def test_a_vllm_divided_among_four_ranks_holds_every_byte(two_ranks, checkpoint):
-    ranks = two_ranks(FOLDER / "sharded_bytes.py", checkpoint, "divided", count=4, timeout=400)
+    ranks = two_ranks(FOLDER / "sharded_bytes.py", checkpoint, "divided", count=4, timeout=1200)
     check_bytes(ranks, [*MESHES, *LAYOUTS[4]])

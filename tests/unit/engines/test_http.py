@@ -87,6 +87,8 @@ def test_more_questions_than_a_process_may_have_files_wait_for_each_other(serve)
 
     async def handler(request):
         nonlocal now, most
+        if request.url.path == "/health":  # of a machine that is slower than the deadline
+            return httpx.Response(200)
         now += 1
         most = max(most, now)
         await asyncio.sleep(0.01)
