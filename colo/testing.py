@@ -18,6 +18,7 @@ Public, and kept as stable as the rest.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections import deque
@@ -144,10 +145,14 @@ def tiny_tokenizer(alphabet: str | None = None) -> PreTrainedTokenizerFast:
     return made
 
 
+_ROUNDING = 1e-3  # a log-probability of one may come out above zero by it
+
+
 def check_engine(engine: Engine, prompt: Sequence[int] = (1,), *, held_bytes: Callable[[], int] | None = None) -> None:
     """Walk an engine that has weights, and no runtime, through its states; close it.
 
     `held_bytes` measures its device memory, and is compared with what its segments say; `prompt` is continued greedily.
+    Samples are compared with each other alone, and nothing is loaded: `colo.check` compares them with a trainer's.
     Raises: `AssertionError` that says where the engine does otherwise than `Engine` says, or than it says itself.
     """
 
@@ -167,6 +172,8 @@ def check_engine(engine: Engine, prompt: Sequence[int] = (1,), *, held_bytes: Ca
         found = engine.generate([list(prompt)], params)
         must(len(found) == 2, f"gives {len(found)} completions of one prompt for n=2")
         must(all(len(one.logprobs) == len(one.token_ids) for one in found), "has not one log-probability for a token")
+        logprobs = [value for one in found for value in one.logprobs]
+        must(all(-math.inf < value < _ROUNDING for value in logprobs), f"gives log-probabilities of {logprobs}")
         versions = {one.weights_version for one in found}
         must(versions == {version}, f"holds version {version}, and its completions name {versions}")
         return [one.token_ids for one in found]
@@ -193,6 +200,9 @@ def check_engine(engine: Engine, prompt: Sequence[int] = (1,), *, held_bytes: Ca
     must(engine.weights_version == version, f"holds version {engine.weights_version}, and {version} was committed")
     must_be(EngineState.AWAKE, "at first")
     expected = sample()
+    params = engine.sampling_params(max_tokens=1)
+    for wrong, words in (([], "an empty prompt"), ([engine.vocab_size], "a token id outside the vocabulary")):
+        must_refuse(ValueError, lambda wrong=wrong: engine.generate([wrong], params), f"continue {words}")  # type: ignore[misc]
 
     for level in SleepLevel:
         for _ in range(2):  # both may be called twice

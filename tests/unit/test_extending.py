@@ -11,6 +11,7 @@ import torch
 
 import colo
 from colo.engines.torch import TorchEngine
+from colo.phases.phase import Residency
 from colo.testing import check_engine
 
 ROOT = Path(__file__).parents[2]
@@ -75,7 +76,23 @@ def forgets_its_weights(engine):
     engine.segments[1].begin = lambda target: (engine.table.copy_(engine.table.roll(1, 1)), begin(target))[1]
 
 
+def takes_any_prompt(engine):
+    generate = engine.generate
+    engine.generate = lambda prompts, params, **how: generate([[t % 16 for t in p] or [1] for p in prompts], params)
+
+
+def logits_for_log_probabilities(engine):
+    generate = engine.generate
+
+    def raw(prompts, params, **how):
+        return [dataclasses.replace(one, logprobs=(3.0,) * len(one.logprobs)) for one in generate(prompts, params)]
+
+    engine.generate = raw
+
+
 LIES = {
+    "takes any prompt": (takes_any_prompt, "does not refuse to continue an empty prompt (ValueError)"),
+    "gives logits": (logits_for_log_probabilities, "gives log-probabilities of [3.0, 3.0"),
     "keeps its memory": (keeps_its_memory, "holds 4096 bytes of engine.kv_cache, discarded"),
     "sleeps on paper": (sleeps_on_paper, "is paused after sleep(keep-weights), not asleep"),
     "forgets its weights": (forgets_its_weights, "samples otherwise after sleep(keep-weights)"),
@@ -104,6 +121,14 @@ def test_memory_that_an_engine_does_not_give_back_is_measured():
     engine = runpy.run_path(str(ROOT / "examples" / "extending" / "engine.py"))["BigramEngine"]()
     with pytest.raises(AssertionError, match=r"says that sleep\(keep-weights\) frees 4096 bytes of 0"):
         check_engine(engine, held_bytes=lambda: 5000)
+
+
+def test_weights_that_could_leave_from_under_the_trainer_are_not_shared():
+    example = runpy.run_path(str(ROOT / "examples" / "extending" / "engine.py"))
+    engine, model = example["BigramEngine"](), example["Bigram"]()
+    engine.segments[0].away = Residency.OFFLOADED
+    with pytest.raises(TypeError, match=r"share_weights\(\) of the bigram engine has to set `away`"):
+        colo.share(engine, model, torch.optim.Adam(model.parameters()))
 
 
 def test_an_engine_that_lacks_members_is_told_which():

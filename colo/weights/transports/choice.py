@@ -15,6 +15,7 @@ from colo.errors import StaleWeights, Unsupported
 from colo.memory.load_plan import LoadPlan
 from colo.memory.probe import has_room
 from colo.memory.storage import is_dtensor, places_of, with_own_storage
+from colo.phases.phase import ENGINE_WEIGHTS
 from colo.weights.packed import PackedWeight, is_packed
 from colo.weights.sources.base import WeightSource
 from colo.weights.sources.folded import FoldedSource
@@ -62,7 +63,13 @@ def _choose(source: WeightSource, engine: Engine, config: RuntimeConfig) -> Tran
         # only now that all of them can be shared: this moves the user's parameters
         at_home = move_in(tensors, plan.aliases)
         assert isinstance(engine, LoadPlans)  # of which the plan is
-        return SharedTransport(source, plan.aliases, stay=at_home if engine.share_weights() else ())
+        outlives = engine.share_weights()
+        if any(one.name == ENGINE_WEIGHTS and one.away is not None for one in engine.segments):
+            raise TypeError(
+                f"share_weights() of the {engine.name} engine has to set `away` of its segment {ENGINE_WEIGHTS} to "
+                "None: the trainer works on that memory from now on, and it must not leave"
+            )
+        return SharedTransport(source, plan.aliases, stay=at_home if outlives else ())
     why_not = why_not or "the weights are spread over the trainer's ranks"
     if isinstance(source, FoldedSource):
         source.allocate()
