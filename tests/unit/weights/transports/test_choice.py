@@ -35,6 +35,7 @@ class Engine:
     device = CPU
     model_type = None
     ipc_refusal = None
+    segments = ()
 
     def __init__(
         self, dtype=torch.float32, *, factor=1, transposed=False, pids=None, same_process=False, outlives=False
