@@ -44,6 +44,7 @@ class BroadcastGroup:
         # prefixes as torch's `init_process_group` nests them on the other side
         self._store = PrefixStore(f"{self.name}/", PrefixStore(self.name, store))
         self._wire: Any = None
+        self._closed = False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="colo-broadcast")
 
     @property
@@ -52,18 +53,29 @@ class BroadcastGroup:
         where = {"master_address": self.address, "master_port": self.port, "rank_offset": 1, "world_size": 2}
         return {**where, "group_name": self.name, "backend": self.backend}
 
+    @property
+    def is_open(self) -> bool:
+        """False once it has failed, or was closed: what it has sent may still be on its way, and another is needed."""
+        return not self._closed
+
     @contextmanager
     def beside(self, act: Callable[[], object]) -> Iterator[None]:
-        """Act here in a thread while the server is told of it within the block.
+        """Act here in a thread while the server is told of it within the block. Closes where either fails.
 
         Raises: what the block raises, and `TransferError` for what `act` does.
         """
         acting = self._thread.submit(act)
-        yield
         try:
+            yield
             acting.result()
         except Exception as error:
-            raise TransferError(f"the broadcast of weights to the server failed: {error}") from error
+            self.close()
+            if acting.done() and acting.exception() is error:
+                raise TransferError(f"the broadcast of weights to the server failed: {error}") from error
+            raise
+        except BaseException:  # an interrupt
+            self.close()
+            raise
 
     def join(self) -> None:
         """Wait until the server has joined."""
@@ -95,5 +107,6 @@ class BroadcastGroup:
 
     def close(self) -> None:
         """Leave the group. A broadcast under way ends by its deadline. Idempotent."""
+        self._closed = True
         self._thread.shutdown(wait=False, cancel_futures=True)
         self._wire = None

@@ -120,6 +120,20 @@ def test_a_server_elsewhere_follows_the_trainer(share, server, model, mismatch, 
         assert not torch.equal(next(late.parameters()), next(newest.parameters()))
 
 
+def test_a_broadcast_that_nobody_took_is_not_taken_for_the_next(share, server, model, mismatch):
+    proxy = Proxy(server.url)
+    rt = share(model, url=proxy.url, through=colo.Broadcast("127.0.0.1"))
+    rt.generate(PROMPTS, **ALL)
+    train_step(rt)
+    proxy.once("/update_weights_from_distributed", lambda handler: handler.answer(400, b'{"message": "no"}') or True)
+    with pytest.raises(TransferError, match="the server refuses /update_weights_from_distributed: no"):
+        rt.generate(PROMPTS, **ALL)
+    first = rt.engine._group.name
+    assert mismatch(model, rt.generate(PROMPTS, **ALL)) < CLOSE and rt.engine._group.name != first
+    rt.close()
+    proxy.end()
+
+
 def test_a_disk_that_fills_up_leaves_the_server_as_it_was(share, server, model, mismatch, monkeypatch, tmp_path):
     rt = share(model, through=colo.WeightsFolder(tmp_path))
     rt.generate(PROMPTS, **ALL)

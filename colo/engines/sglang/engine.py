@@ -151,6 +151,8 @@ class SGLangEngine(ServerEngine[Facts]):
         """
         self.poison_for_load()
         self._check_same_model()
+        if isinstance(self._through, Broadcast) and not (self._group is not None and self._group.is_open):
+            self._join(self._through)
         expected = Expected(self._layout)
         checked = self._checked(weights, expected.add)
         version = None
