@@ -9,7 +9,7 @@ import pytest
 from tests.integration import servers
 
 PYTHON = os.environ.get("COLO_SGLANG")
-"""The Python of an environment with SGLang 0.5.21."""
+"""The Python of an environment with SGLang, 0.5.21 or later."""
 
 needs_sglang = pytest.mark.skipif(
     not PYTHON, reason="COLO_SGLANG is not set: the Python of an environment with SGLang (docs/sglang.md#tests)"
@@ -31,6 +31,10 @@ class Server(servers.Server):
     def adapters(self):
         models = httpx.get(f"{self.url}/v1/models", trust_env=False, timeout=60).json()["data"]
         return [model["id"] for model in models[1:]]
+
+    @property
+    def version(self):
+        return httpx.get(f"{self.url}/server_info", trust_env=False, timeout=60).json()["version"]
 
     @property
     def label(self):
