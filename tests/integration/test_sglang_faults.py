@@ -118,5 +118,10 @@ def test_a_server_with_keys_is_told_apart_and_says_what_it_lacks(served, randomi
             rt.engine.sleep(2)
     told = CliRunner().invoke(app, ["connect", url, "--api-key", "one", "--admin-key", "two", "--device", "cpu"])
     assert told.exit_code == 0, told.output
-    for words in ("SGLang 0.5.", "--enable-memory-saver", "--enable-lora", "--enable-deterministic-inference"):
+    for words in (
+        f"SGLang {served.server.version}",
+        "--enable-memory-saver",
+        "--enable-lora",
+        "--enable-deterministic-inference",
+    ):
         assert words in told.output

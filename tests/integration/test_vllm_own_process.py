@@ -37,7 +37,7 @@ pytestmark = [
 ]
 
 GREEDY = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
-CLOSE = 5e-5
+CLOSE = 1e-5
 DEADLINE_S = 20.0
 KV_CACHE_BYTES = 96 * MIB  # 48 MiB a layer: from 32 MiB on, glibc gives what is freed back to the kernel at once
 
@@ -263,7 +263,12 @@ def test_a_killed_engine_is_noticed_the_trainer_goes_on_and_recover_brings_it_ba
         rt.recover()
 
 
-def test_an_engine_killed_between_two_rounds_takes_no_carried_token_with_it(rt, prompts, mismatch, monkeypatch):
+def test_an_engine_killed_between_two_rounds_takes_no_carried_token_with_it(
+    rt, prompts, mismatch, randomize, monkeypatch
+):
+    randomize(rt.model.get_base_model(), seed=1)  # not what the tests before have made of it: larger logits round more
+    with rt.rollout():
+        first = rt.weights_version
     monkeypatch.setattr(carried, "ROUND_TOKENS", 4)
     generate, calls = rt.engine.generate, []
 
@@ -274,7 +279,6 @@ def test_an_engine_killed_between_two_rounds_takes_no_carried_token_with_it(rt, 
         return generate(*given, **named)
 
     monkeypatch.setattr(rt.engine, "generate", killed)
-    first = rt.weights_version
     with pytest.raises(EngineLost):
         rt.generate(prompts, max_tokens=16, until=1.0)
     assert [len(c.token_ids) for c in rt.carried] == [8] * 4
