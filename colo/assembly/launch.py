@@ -41,13 +41,10 @@ from colo.assembly.share import (
 from colo.config import RuntimeConfig, Weights
 from colo.engine import Engine, PacksWeights
 from colo.engines.layout import bind, empty_model, require_causal_lm
-from colo.engines.text import positions_of
-from colo.errors import BudgetError, Unsupported, named_misfits
+from colo.errors import Unsupported, named_misfits
 from colo.memory.storage import with_own_storage
-from colo.planning.kv_cache import layer_caches
 from colo.runtime import Runtime
 from colo.trainer.master_weights import MakeOptimizer, MasterWeights
-from colo.units import format_bytes
 from colo.weights.packed import pack
 from colo.weights.sources.heads import refuse_heads
 from colo.weights.sources.module import ModuleSource
@@ -239,7 +236,6 @@ def start_vllm(request: EngineRequest, undo: Undo) -> tuple[Engine, Any]:
     # on the meta device: the weights must not exist twice while vLLM starts
     model = empty_model(config, dtype=request.dtype, attn_implementation=None)
     kv_cache_bytes = request.kv_cache_bytes(model, packed=packs)
-    check_longest(model, kv_cache_bytes, request.dtype, request.engine_options)
     engine = make_vllm_engine(request, request.make_mover(undo), kv_cache_bytes)
     undo.add(engine.close)
     packed = engine.packed_weights() if isinstance(engine, PacksWeights) else {}
@@ -264,28 +260,6 @@ def start_vllm(request: EngineRequest, undo: Undo) -> tuple[Engine, Any]:
         checkpoint = _load_checkpoint(request.model, request.dtype, revision_of(request.engine_options))
         model = _own(checkpoint, request.model).to(request.device)
     return engine, model.requires_grad_(True).train()
-
-
-def check_longest(model: Any, kv_cache_bytes: int, dtype: torch.dtype, options: Mapping[str, Any]) -> None:
-    """Raise `BudgetError` where the KV cache does not hold one sequence of the model's length, without which vLLM ends.
-
-    It would say so after a minute, and advise an option that does not size this cache.
-    """
-    length = options.get("max_model_len") or positions_of(model.config).count
-    others = ("kv_cache_dtype", "tensor_parallel_size", "hf_overrides")
-    if not isinstance(length, int) or length < 1 or any(options.get(name) for name in others):
-        return
-    caches = layer_caches(model)
-    needed_bytes = sum(cache.sequence_bytes(length, dtype_bytes=dtype.itemsize) for cache in caches)
-    if needed_bytes > kv_cache_bytes:
-        fits = length * kv_cache_bytes // needed_bytes
-        raise BudgetError(
-            f"one sequence of the {length} tokens that the model goes up to takes {format_bytes(needed_bytes)} of KV "
-            f"cache, and kv_cache_bytes is {format_bytes(kv_cache_bytes)}, where vLLM does not start: raise it, or "
-            f"lower max_model_len to {fits // 16 * 16} in engine_options (vllm_max_model_length under TRL's flag)",
-            needed_bytes=needed_bytes,
-            free_bytes=kv_cache_bytes,
-        )
 
 
 def _ordinary(views: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

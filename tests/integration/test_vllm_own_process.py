@@ -55,6 +55,7 @@ def launch(tiny, engine_options, randomize):
     def make(engine_options=(), *, model=None, **changes):
         given = {"optimizer": adamw, "config": RuntimeConfig(kv_cache_bytes=KV_CACHE_BYTES), "device": "cpu"} | changes
         chosen = options | {"deadline_s": DEADLINE_S} | dict(engine_options)
+        chosen = {name: value for name, value in chosen.items() if value is not None}
         made.append(colo.launch(model or tiny(), engine="vllm", engine_options=chosen, **given))
         randomize(made[-1].model)
         return made[-1]
@@ -704,3 +705,16 @@ def test_runtimes_one_after_the_other_on_an_engine_of_your_own_have_adapters_of_
     with pytest.raises(Unsupported, match="has no tokenizer, and stop would be without effect"):
         rt.generate(prompts, stop=["no"])
     rt.close()
+
+
+def test_sequences_are_as_long_as_the_kv_cache_holds(launch, tiny, mismatch):
+    """The model goes up to 512 tokens; the cache has six blocks of 32, of which vLLM keeps one for itself."""
+    model = tiny(num_hidden_layers=1, num_key_value_heads=2)
+    token_bytes = 2 * model.num_key_value_heads * model.head_dim * 4
+    config = RuntimeConfig(kv_cache_bytes=6 * 32 * token_bytes)
+    rt = launch({"max_model_len": None}, model=model, config=config)
+    assert rt.engine.longest_prompt == 159  # with a token that is sampled
+    (whole,) = rt.generate([[5] * 150], max_tokens=30, ignore_eos=True)
+    assert (len(whole.token_ids), whole.finish_reason) == (10, "length") and mismatch(rt.model, [whole]) < CLOSE
+    with pytest.raises(ValueError, match="a larger max_model_len, and the kv_cache_bytes that hold it"):
+        rt.generate([[5] * 160], max_tokens=1)

@@ -16,10 +16,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 import colo
-from colo.assembly.launch import check_longest
 from colo.config import RuntimeConfig
 from colo.engines import folder
 from colo.engines.sglang.server import Facts
@@ -88,10 +86,6 @@ def generate(monkeypatch):
     engine.generate([[1]], colo.SamplingParams(max_tokens=100))
 
 
-def start_vllm_on_a_small_cache(monkeypatch):
-    check_longest(AutoModelForCausalLM.from_config(unchanged.tiny()), 4096, torch.float32, {})
-
-
 def generate_on_a_server(monkeypatch):
     facts = Facts(
         version="0.5.21",
@@ -149,7 +143,6 @@ REFUSALS = {
     "phases/transition.py plan_transition": lambda monkeypatch: plan(monkeypatch, host_bytes=10),
     "phases/scheduler.py _plan_arrival": bring_back,
     "assembly/share.py _admit": start,
-    "assembly/launch.py check_longest": start_vllm_on_a_small_cache,
     "engines/text.py check_count": lambda monkeypatch: check_count(1, 10**12),
     "engines/caches.py check_room": generate,
     "engines/server.py check_room": generate_on_a_server,

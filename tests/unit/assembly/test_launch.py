@@ -3,7 +3,6 @@
 import copy
 import json
 import warnings
-from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -16,8 +15,7 @@ import colo
 from colo.assembly import launch
 from colo.assembly.share import _adapted_modules
 from colo.config import RuntimeConfig, Weights
-from colo.errors import BudgetError, Unsupported
-from colo.planning.kv_cache import layer_caches
+from colo.errors import Unsupported
 from colo.units import MIB
 from tests.models import tiny_qwen3
 
@@ -177,21 +175,3 @@ def test_looking_at_adapter_and_checkpoint_draws_no_random_numbers(started, tmp_
     with pytest.raises(RuntimeError, match="started"):
         begin(str(tmp_path), "vllm", lora=LoraConfig(r=2, target_modules="all-linear"))
     assert torch.equal(torch.get_rng_state(), before)
-
-
-@pytest.mark.parametrize(
-    ("options", "refused"),
-    [
-        ({}, True),
-        ({"max_model_len": 64}, False),
-        ({"max_model_len": 65}, True),
-        ({"max_model_len": -1}, False),  # vLLM's own choice
-        ({"kv_cache_dtype": "fp8"}, False),
-    ],
-)
-def test_a_kv_cache_that_holds_no_sequence_is_refused_before_vllm_starts(options, refused):
-    model = AutoModelForCausalLM.from_config(tiny_qwen3(max_position_embeddings=256))
-    token_bytes = sum(cache.token_bytes(dtype_bytes=4) for cache in layer_caches(model))
-    words = "lower max_model_len to 64 in engine_options"
-    with pytest.raises(BudgetError, match=words) if refused else nullcontext():
-        launch.check_longest(model, 64 * token_bytes, torch.float32, options)

@@ -56,7 +56,7 @@ class LLMLink(WorkerLink):
     }
     name_of_vllm = "vllm.LLM"
     for_logprobs = "start it with logprobs_mode='processed_logprobs'"
-    for_positions = ", or give vLLM a larger max_model_len"
+    for_positions = ", or give vLLM a larger max_model_len, and the kv_cache_bytes that hold it"
 
     @abstractmethod
     def run(self, operation: str, function: Callable[[], T], *, deadline: bool = True) -> T:

@@ -177,6 +177,8 @@ def llm_options(
         "model": model,
         "dtype": str(dtype).removeprefix("torch."),
         "kv_cache_memory_bytes": kv_cache_bytes,
+        # the model's own, or as many as the KV cache holds of one sequence, without which vLLM would not start
+        "max_model_len": -1,
         "gpu_memory_utilization": compat.smallest_utilization(),
         "worker_extension_cls": WORKER_EXTENSION,
         "logprobs_mode": LOGPROBS_MODE,
