@@ -14,10 +14,9 @@ if TYPE_CHECKING:
     from colo.assembly.check import check
     from colo.assembly.launch import launch, start
     from colo.assembly.share import share
-    from colo.engines.broadcast import Broadcast
     from colo.engines.connect import connect
+    from colo.engines.elsewhere import Broadcast, WeightsFolder
     from colo.engines.fleet import Fleet
-    from colo.engines.folder import WeightsFolder
     from colo.planning.estimate import plan
     from colo.runtime import Runtime
     from colo.trl import attach
@@ -60,9 +59,9 @@ _LAZY = {
     "start": "colo.assembly.launch",
     "connect": "colo.engines.connect",
     "plan": "colo.planning.estimate",
-    "Broadcast": "colo.engines.broadcast",
+    "Broadcast": "colo.engines.elsewhere",
     "Fleet": "colo.engines.fleet",
-    "WeightsFolder": "colo.engines.folder",
+    "WeightsFolder": "colo.engines.elsewhere",
     "Runtime": "colo.runtime",
 }
 """Names whose modules import torch and transformers, which takes seconds: loaded when they are first used."""

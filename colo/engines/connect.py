@@ -12,8 +12,7 @@ from colo.errors import EngineLost, Unsupported
 from colo.memory.probe import device_of
 
 if TYPE_CHECKING:
-    from colo.engines.broadcast import Broadcast
-    from colo.engines.folder import WeightsFolder
+    from colo.engines.elsewhere import Broadcast, WeightsFolder
     from colo.engines.lmdeploy.engine import LMDeployEngine
     from colo.engines.sglang.engine import SGLangEngine
     from colo.engines.vllm.client.engine import VLLMEngine

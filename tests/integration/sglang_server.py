@@ -1,6 +1,7 @@
 """SGLang's own server for tests."""
 
 import os
+import subprocess
 
 import httpx
 import psutil
@@ -34,7 +35,9 @@ class Server(servers.Server):
 
     @property
     def version(self):
-        return httpx.get(f"{self.url}/server_info", trust_env=False, timeout=60).json()["version"]
+        """That of the environment: the server tells it with a key alone, where it has keys."""
+        asked = "from importlib.metadata import version; print(version('sglang'))"
+        return subprocess.check_output([PYTHON, "-c", asked], text=True).strip()
 
     @property
     def label(self):

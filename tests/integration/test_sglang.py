@@ -128,8 +128,8 @@ def test_a_broadcast_that_nobody_took_is_not_taken_for_the_next(share, server, m
     proxy.once("/update_weights_from_distributed", lambda handler: handler.answer(400, b'{"message": "no"}') or True)
     with pytest.raises(TransferError, match="the server refuses /update_weights_from_distributed: no"):
         rt.generate(PROMPTS, **ALL)
-    first = rt.engine._group.name
-    assert mismatch(model, rt.generate(PROMPTS, **ALL)) < CLOSE and rt.engine._group.name != first
+    first = rt.engine._way._name
+    assert mismatch(model, rt.generate(PROMPTS, **ALL)) < CLOSE and rt.engine._way._name != first
     rt.close()
     proxy.end()
 
@@ -140,7 +140,7 @@ def test_a_disk_that_fills_up_leaves_the_server_as_it_was(share, server, model, 
     label = server.label
     train_step(rt)
     with monkeypatch.context() as full:
-        full.setattr("colo.engines.folder.shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
+        full.setattr("colo.engines.elsewhere.shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
         with pytest.raises(BudgetError, match="keep fewer versions"):
             rt.generate(PROMPTS, **ALL)
     assert server.label == label and len(list(tmp_path.iterdir())) == 1

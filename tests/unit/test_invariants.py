@@ -19,7 +19,7 @@ import torch
 
 import colo
 from colo.config import RuntimeConfig
-from colo.engines import folder
+from colo.engines import elsewhere
 from colo.engines.sglang.server import Facts
 from colo.engines.text import check_count
 from colo.memory import cuda_driver, region
@@ -133,7 +133,7 @@ def compute_with_a_reference(monkeypatch):
 
 
 def write_to_a_full_disk(monkeypatch):
-    monkeypatch.setattr(folder.shutil, "disk_usage", lambda path: SimpleNamespace(free=100))
+    monkeypatch.setattr(elsewhere.shutil, "disk_usage", lambda path: SimpleNamespace(free=100))
     with TemporaryDirectory() as path:
         colo.WeightsFolder(path).write([("a.weight", torch.zeros(100))])
 
@@ -146,7 +146,7 @@ REFUSALS = {
     "engines/text.py check_count": lambda monkeypatch: check_count(1, 10**12),
     "engines/caches.py check_room": generate,
     "engines/server.py check_room": generate_on_a_server,
-    "engines/folder.py _write": write_to_a_full_disk,
+    "engines/elsewhere.py _write": write_to_a_full_disk,
     "memory/arena.py _grow": lambda monkeypatch: PinnedArena(torch.device("cpu"), limit_bytes=MIB).allocate(2 * MIB),
     "memory/region.py require_free": restore_a_region,
     "memory/cuda_driver.py allocate": take_memory_of_the_driver,

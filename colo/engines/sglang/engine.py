@@ -17,9 +17,9 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import replace
-from pathlib import Path
+from itertools import chain
 from typing import Any
 
 import httpx
@@ -27,14 +27,14 @@ import torch
 
 from colo.engine import AdapterWeights, Completion, EngineState, SamplingParams
 from colo.engines.base import TAGS
-from colo.engines.broadcast import Broadcast, BroadcastGroup
-from colo.engines.buckets import Slab, bucket_bytes, buckets, bytes_of
-from colo.engines.folder import WeightsFolder
+from colo.engines.buckets import Slab, bucket_bytes
+from colo.engines.elsewhere import Broadcast, WeightsFolder
 from colo.engines.http import Body, HttpClient, Refused
 from colo.engines.sampling import completion_seed, distorting
 from colo.engines.server import ServerEngine, ServerSegment
 from colo.engines.sglang.server import WHY_IT_STAYS, Facts, away_by, label_with, plain_label, refusals
-from colo.engines.sglang.weights import EngineLayout, Expected, adapter_as_taken, adapter_payload, payload
+from colo.engines.sglang.ways import way_of
+from colo.engines.sglang.weights import EngineLayout, Expected, adapter_as_taken, adapter_payload
 from colo.errors import EngineLost, StaleWeights, TransferError, Unsupported
 from colo.phases.phase import ENGINE_WEIGHTS, Residency, Segment
 
@@ -92,32 +92,27 @@ class SGLangEngine(ServerEngine[Facts]):
         self._label: str | None = None  # of the last publication that has begun
         self._num_labels = 0
         self._attested: Mapping[str, str] = {}  # checksums of the server's parameters after it
-        self._through, self._deadline_s = through, deadline_s
-        self._group: BroadcastGroup | None = None
-        # the server answers when it has queued its copies out of a bucket, not when they have ended
-        super().__init__(url, device, server, Slab(device, num_parts=2, size_bytes=bucket_bytes(device)))
+        self._is_elsewhere = through is not None
+        slab = Slab(device, num_parts=2, size_bytes=bucket_bytes(device))
+        self._way = way_of(through, slab, self._fence, deadline_s)
+        super().__init__(url, device, server, slab)
 
     # ---- what a runtime asks -----------------------------------------------------------------------------------------
 
     @property
     def placement(self) -> str:
         """A phrase for reports: where it runs and its weights lie."""
-        where = "in memory of its own" if self._through is None else "on a device of its own"
+        where = "on a device of its own" if self._is_elsewhere else "in memory of its own"
         return f"an SGLang {self._facts.version} server at {self.url}, weights {where}"
 
     @property
     def way_of_weights(self) -> str:
         """A phrase: how they reach it."""
-        how = "within requests" if self.device.type == "cpu" else "by CUDA IPC, out of a slab in two halves"
-        if isinstance(self._through, WeightsFolder):
-            how = f"as files in {self._through.path}"
-        elif self._group is not None:
-            how = f"by a broadcast over {self._group.backend}, from {self._group.address}"
-        return f"copied, {how}; the checksums of all of its parameters are compared"
+        return f"copied, {self._way.words}; the checksums of all of its parameters are compared"
 
     def why_it_stays(self, segment: Segment) -> str:
         """The reason why a segment never leaves, in words that follow `it is`."""
-        return WHY_IT_STAYS if self._through is None else "memory of another device"
+        return "memory of another device" if self._is_elsewhere else WHY_IT_STAYS
 
     def pause(self) -> None:
         """Hold back all clients' requests; those in flight are computed again afterwards. Idempotent."""
@@ -151,15 +146,18 @@ class SGLangEngine(ServerEngine[Facts]):
         """
         self.poison_for_load()
         self._check_same_model()
-        if isinstance(self._through, Broadcast) and not (self._group is not None and self._group.is_open):
-            self._join(self._through)
         expected = Expected(self._layout)
-        checked = self._checked(weights, expected.add)
-        version = None
-        if isinstance(self._through, WeightsFolder):
-            version = self._through.write(checked, self._facts.config)  # first: a full disk is no matter of the server
         try:
-            self._load(checked, version)
+            with closing(self._way.publication(self._checked(weights, expected.add), self._facts.config)) as requests:
+                first = next(requests, None)  # before the session: a disk that is full is no matter of the server
+                self._begin_session()
+                try:
+                    self._tell_all(chain([first] if first is not None else [], requests))
+                except Exception:
+                    with suppress(TransferError, EngineLost):  # the next publication ends it otherwise
+                        self._tell("/end_weight_update")
+                    raise
+            self._tell("/end_weight_update")
             # whoever has let the server go on meanwhile has left keys and values of half written weights
             self.reset_prefix_cache()
             self._attested = self._checksums()
@@ -168,36 +166,9 @@ class SGLangEngine(ServerEngine[Facts]):
         expected.check(self._attested)
         self._check_label()
 
-    def _load(self, weights: Iterable[tuple[str, torch.Tensor]], version: Path | None) -> None:
-        """Let the server load weights, or a version of them on disk, in a session."""
-        self._begin_session()
-        try:
-            if version is not None:
-                told = {"model_path": str(version), "load_format": "safetensors"}
-                # a refused flush would end the server: it is flushed afterwards
-                self._tell("/update_weights_from_disk", **told, flush_cache=False)
-            for bucket in buckets(weights, bucket_bytes(self.device)):
-                self._send(bucket)
-        except Exception:
-            with suppress(TransferError, EngineLost):  # the next publication ends it otherwise
-                self._tell("/end_weight_update")
-            raise
-        self._tell("/end_weight_update")
-
-    def _send(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """Bring a bucket's weights to the server, which loads them."""
-        common = {"load_format": "flattened_bucket", "selector": "target", "flush_cache": False}
-        if self._group is None:
-            packed = payload(self._slab, bucket, self._fence)
-            self._tell("/update_weights_from_tensor", serialized_named_tensors=[packed], **common)
-            return
-        # the server lays the bytes out one after another, and wide elements have to begin at multiples of their size
-        bucket = sorted(bucket, key=lambda one: -one[1].element_size())
-        group, whole = self._group, torch.cat([bytes_of(tensor) for _, tensor in bucket])
-        shapes = {"names": [name for name, _ in bucket], "shapes": [list(tensor.shape) for _, tensor in bucket]}
-        shapes["dtypes"] = [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket]
-        with group.beside(lambda: group.send(whole)):
-            self._tell("/update_weights_from_distributed", **shapes, group_name=group.name, **common)
+    def _tell_all(self, requests: Iterable[tuple[str, Body]]) -> None:
+        for path, body in requests:
+            self._tell(path, **body)
 
     def load_adapter(self, name: str, adapter: AdapterWeights) -> None:
         """Make a LoRA adapter available by name; see `Adapters`. The server compares every tensor's SHA-256."""
@@ -269,26 +240,17 @@ class SGLangEngine(ServerEngine[Facts]):
         self._layout = EngineLayout.of(specs, self._checksums())
         self._resume_memory(self._facts.label, away_by(self._facts.label))
         away = self._facts.leaves
-        if self._through is not None:  # it has nothing of the trainer's device
+        if self._is_elsewhere:  # it has nothing of the trainer's device
             away, sizes = dict.fromkeys(TAGS), dict.fromkeys(TAGS, 0)
         if not self._segments:
             self._segments = tuple(ServerSegment(t, sizes[t], away[t], self._move, refusals(away[t])) for t in TAGS)
-        if isinstance(self._through, Broadcast):
-            self._join(self._through)
+        self._tell_all(self._way.meeting())
         for segment in self._segments:
             segment.residency = Residency.RESIDENT
         left, self._adapters = list(self._adapters.values()), {}
         for served in left:
             with suppress(TransferError):  # a server that was started again has none of them
                 self._tell("/unload_lora_adapter", lora_name=served)
-
-    def _join(self, through: Broadcast) -> None:
-        """Make a group with the server, in place of one that it may have forgotten."""
-        if self._group is not None:
-            self._group.close()
-        self._group = group = through.open(self.device, self._deadline_s)
-        with group.beside(group.join):
-            self._tell("/init_weights_update_group", **group.joining)
 
     def _read_facts(self) -> Facts:
         info, server = self._ask("GET", "/model_info"), self._ask("GET", "/server_info")
@@ -421,15 +383,9 @@ class SGLangEngine(ServerEngine[Facts]):
         pairs = meta["output_token_logprobs"]
         return self._made(row, prompt, answer["output_ids"], pairs, answer, text=answer.get("text"), **known)
 
-    def _release(self) -> None:
-        super()._release()
-        if self._group is not None:
-            self._group.close()
-
     def _leave_as_found(self) -> None:
-        if self._group is not None:
-            with suppress(TransferError):
-                self._tell("/destroy_weights_update_group", group_name=self._group.name)
+        with suppress(TransferError):
+            self._tell_all(self._way.parting())
         for segment in self._segments:
             segment.begin(Residency.RESIDENT)
         for served in self._adapters.values():

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import colo
 from colo.engines.buckets import bytes_of
-from colo.engines.folder import MANIFEST
+from colo.engines.elsewhere import MANIFEST
 from colo.errors import BudgetError, TransferError
 from tests.runtimes import qwen3
 
@@ -140,7 +140,7 @@ def test_what_fails_on_its_way_leaves_every_version_and_nothing_else(tmp_path, m
     with pytest.raises(RuntimeError, match="a rank is gone"):
         folder.write(broken())
     with monkeypatch.context() as full:
-        full.setattr("colo.engines.folder.shutil.disk_usage", lambda path: SimpleNamespace(free=10))
+        full.setattr("colo.engines.elsewhere.shutil.disk_usage", lambda path: SimpleNamespace(free=10))
         with pytest.raises(BudgetError, match=r"a shard of 60 B does not fit the 10 B that are free in") as caught:
             folder.write(some_weights(1).items())
         assert (caught.value.needed_bytes, caught.value.free_bytes) == (60, 10)
@@ -149,7 +149,7 @@ def test_what_fails_on_its_way_leaves_every_version_and_nothing_else(tmp_path, m
         def no_space(*_, **__):
             raise OSError(28, os.strerror(28))
 
-        broken_disk.setattr("colo.engines.folder.save_file", no_space)
+        broken_disk.setattr("colo.engines.elsewhere.save_file", no_space)
         with pytest.raises(TransferError, match="No space left on device"):
             folder.write(some_weights(1).items())
     assert list(tmp_path.iterdir()) == [first]

@@ -1,4 +1,4 @@
-"""Versions of a model's weights in a folder, for engines elsewhere that read files: `WeightsFolder(path)`.
+"""Ways of weights to engines elsewhere: versions in a folder, and broadcasts over a process group.
 
 A version is a checkpoint of safetensors shards with a manifest, which has a checksum for every weight. It is written
 beside the others and renamed when it is whole, so that who looks for versions finds whole ones only.
@@ -9,24 +9,33 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
 import tempfile
-import zlib
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
-from colo.engines.buckets import buckets, bytes_of
+from colo.engines.buckets import buckets
 from colo.errors import BudgetError, TransferError
+from colo.memory.digest import Digest
 from colo.units import GIB, format_bytes
 
 MANIFEST = "colo.json"
 """Name of a version's manifest: `weights` has the file, dtype, shape and CRC-32 of each."""
 
-_INDEX = "model.safetensors.index.json"  # by which loaders of Hugging Face checkpoints find a weight's shard
+
+@dataclass(frozen=True)
+class Broadcast:
+    """Broadcasts from this process, NCCL between GPUs and gloo between CPUs. Each server has a group of its own."""
+
+    address: str = field(default_factory=socket.gethostname)
+    """This machine's, as servers reach it."""
 
 
 class WeightsFolder:
@@ -80,7 +89,7 @@ class WeightsFolder:
                 with safe_open(version / file, framework="pt") as shard:
                     held = set(shard.keys())
                     for name in (name for name, weight in told.items() if weight["file"] == file):
-                        if name not in held or _described(shard.get_tensor(name), file) != told[name]:
+                        if name not in held or _described({name: shard.get_tensor(name)}, file)[name] != told[name]:
                             raise TransferError(f"{name} in {version / file} is not what was written")
         except (OSError, SafetensorError, ValueError, KeyError) as error:
             raise TransferError(f"{version} is not a whole version of weights: {error}") from error
@@ -98,11 +107,12 @@ class WeightsFolder:
                 )
             file = f"model-{number:05}.safetensors"
             # memory of its own for each: the format takes no views that share some
-            copies = {name: torch.empty_like(t, device="cpu").copy_(t.detach()).contiguous() for name, t in shard}
+            whole = torch.contiguous_format
+            copies = {name: t.detach().to("cpu", copy=True, memory_format=whole) for name, t in shard}
             save_file(copies, part / file, metadata={"format": "pt"})
-            known |= {name: _described(tensor, file) for name, tensor in copies.items()}
+            known |= _described(copies, file)
         index = {"metadata": {}, "weight_map": {name: weight["file"] for name, weight in known.items()}}
-        (part / _INDEX).write_text(json.dumps(index))
+        (part / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index))
         (part / MANIFEST).write_text(json.dumps({"weights": known}))
         return known
 
@@ -139,6 +149,10 @@ def _manifest(version: Path) -> dict[str, Any]:
     return weights
 
 
-def _described(tensor: torch.Tensor, file: str) -> dict[str, Any]:
-    sum32 = zlib.crc32(bytes_of(tensor).numpy().data)
-    return {"file": file, "dtype": str(tensor.dtype), "shape": list(tensor.shape), "crc32": sum32}
+def _described(tensors: Mapping[str, torch.Tensor], file: str) -> dict[str, Any]:
+    """A manifest's entries for tensors of the host, whose digests are CRC-32."""
+    sums = Digest.of(tensors).sums
+    return {
+        name: {"file": file, "dtype": str(t.dtype), "shape": list(t.shape), "crc32": sums[name]}
+        for name, t in tensors.items()
+    }
