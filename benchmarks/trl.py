@@ -4,11 +4,17 @@ Each side runs in a process of its own, one after the other. A row has the most 
 use, of colo's also what it counts itself in each phase, seconds a step (median of all but the first two), seconds in
 which weights were sent or phases changed, and the last reward. With `--card` another process holds the rest of the GPU,
 and is not counted. On a CPU the flag's side runs alone, with a tiny model.
+
+With `--context` completions are a fifth longer in each step, until one fails for want of memory, and `context` is the
+longest that a whole step took. Their first tokens are sampled, the others are drawn at random: every phase has what it
+has in a run, the engine room in its KV cache for a sequence of the full length, and no time goes into sampling them.
 """
 
 from __future__ import annotations
 
+import math
 import multiprocessing
+import random
 import statistics
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -21,6 +27,7 @@ import torch
 
 from benchmarks.common import Record, Row, clear, clocked, timed
 from benchmarks.workload import peak_device_bytes
+from colo.errors import BudgetError
 from colo.memory.probe import free_device_bytes, used_device_bytes
 from colo.units import GIB
 
@@ -46,7 +53,8 @@ def run(record: Record, *, shape: str, device: str, sides: str, **options: Any) 
     chosen = [name for name in SIDES if sides in name and (device == "cuda" or not SIDES[name]["stock"])]
     context, card_bytes = multiprocessing.get_context("spawn"), options["card"] if device == "cuda" else None
     with tempfile.TemporaryDirectory() as place:
-        folder = _checkpoint(shape if device == "cuda" else "tiny", Path(place) / "model")
+        longest = 64 + (options["context"] or options["tokens"])
+        folder = _checkpoint(shape if device == "cuda" else "tiny", Path(place) / "model", max(4096, longest))
         clear(torch.device(device))
         for name in chosen:
             record.tell(name)
@@ -78,8 +86,8 @@ def _hold(card_bytes: int, held: Any, done: Any) -> None:
     del ballast
 
 
-def _checkpoint(shape: str, folder: Path) -> Path:
-    """Write a checkpoint of random weights with a tokenizer of characters."""
+def _checkpoint(shape: str, folder: Path, context: int) -> Path:
+    """Write a checkpoint of random weights, for `context` tokens, with a tokenizer of characters."""
     from transformers import AutoModelForCausalLM, GenerationConfig, Qwen3Config
 
     from colo.testing import tiny_tokenizer
@@ -92,7 +100,7 @@ def _checkpoint(shape: str, folder: Path) -> Path:
     )
     config = Qwen3Config(
         vocab_size=vocabulary,
-        max_position_embeddings=4096,
+        max_position_embeddings=context,
         tie_word_embeddings=shape != "8b",
         **SHAPES[shape],
         **heads,
@@ -114,12 +122,13 @@ def low_tokens(completions: list[str], completion_ids: list[list[int]], **_: obj
 def _measured(name: str, folder: str, options: Mapping[str, Any]) -> Row:
     """Train by one side, and return its row."""
     from datasets import Dataset
+    from peft import LoraConfig
     from trl import GRPOTrainer
 
     from colo.trl import ColoGRPOConfig, ColoGRPOTrainer
 
     side, on_cpu = dict(SIDES[name]), options["device"] == "cpu"
-    stock, dtype = side.pop("stock"), side.pop("dtype")
+    stock, dtype, context = side.pop("stock"), side.pop("dtype"), options["context"]
     if stock:
         side |= {"use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": options["utilization"]}
     else:
@@ -138,12 +147,12 @@ def _measured(name: str, folder: str, options: Mapping[str, Any]) -> Row:
         f"{folder}/out",
         use_cpu=on_cpu,
         bf16=not on_cpu,
-        max_steps=options["steps"],
+        max_steps=len(_lengths(context)) if context else options["steps"],
         per_device_train_batch_size=options["batch"],
         gradient_accumulation_steps=1 if options["released"] else options["accumulation"],
         max_grad_norm=0.0 if options["released"] else 1.0,
-        num_generations=8,
-        max_completion_length=options["tokens"],
+        num_generations=min(8, options["batch"] * options["accumulation"]),
+        max_completion_length=16 if context else options["tokens"],
         learning_rate=1e-5,
         lr_scheduler_type="constant",
         logging_steps=1,
@@ -152,21 +161,27 @@ def _measured(name: str, folder: str, options: Mapping[str, Any]) -> Row:
         disable_tqdm=True,
         seed=0,
         model_init_kwargs={"dtype": dtype} if dtype and not on_cpu else None,
-        vllm_max_model_length=64 + options["tokens"],
+        vllm_max_model_length=64 + (context or options["tokens"]),
         **side,
     )
     prompts = [f"{a}+{b}=" for a in range(10) for b in range(10)]
     kind = GRPOTrainer if stock else ColoGRPOTrainer
     with peak_device_bytes(torch.device(options["device"])) as peak:
         data = Dataset.from_dict({"prompt": prompts})
-        trainer, ready_s = clocked(lambda: kind(folder, [low_tokens], args, train_dataset=data))
+        lora = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear") if options["lora"] else None
+        trainer, ready_s = clocked(lambda: kind(folder, [low_tokens], args, train_dataset=data, peft_config=lora))
         synced_s = _time_syncs(trainer) if stock else []
-        trainer.train()
+        lengths = _lengthen(trainer, context) if context else []
+        why = _trained(trainer)
     history = [entry for entry in trainer.state.log_history if "reward" in entry]
-    steps = [entry["step_time"] for entry in history][2:] or [history[-1]["step_time"]]
-    between = synced_s or [entry["colo/switch_s"] + entry.get("colo/sync_s", 0.0) for entry in history]
     if not stock:
         _to_close.append(trainer.colo)
+    if context:
+        # the last that began has failed, unless none has
+        done = lengths[:-1] if why else lengths
+        return {"way": name, "context": done[-1] if done else 0, "ended": why, "peak_bytes": peak[0] or None}
+    steps = [entry["step_time"] for entry in history][2:] or [history[-1]["step_time"]]
+    between = synced_s or [entry["colo/switch_s"] + entry.get("colo/sync_s", 0.0) for entry in history]
     return {
         "way": name,
         "start_s": ready_s,
@@ -180,6 +195,40 @@ def _measured(name: str, folder: str, options: Mapping[str, Any]) -> Row:
         "reward": history[-1]["reward"],
         "mismatch": history[-1].get("sampling/sampling_logp_difference/mean"),
     }
+
+
+def _lengths(context: int) -> list[int]:
+    """Lengths of completions up to `context` tokens, each 2 ** 0.25 times the one before it."""
+    return [round(context * 2 ** (-step / 4)) for step in range(16, -1, -1)]
+
+
+def _lengthen(trainer: Any, context: int) -> list[int]:
+    """Give the completions of each step the next length; return those of the steps that have begun, which grows."""
+    generation, began, left = trainer.vllm_generation, list[int](), iter(_lengths(context))
+    generate, vocabulary = generation.generate, len(trainer.processing_class)
+    draw = random.Random(0)
+
+    def lengthened(*args: Any, **given: Any) -> tuple[Any, ...]:
+        prompts, completions, logprobs, tokens, *rest = generate(*args, **given)
+        began.append(next(left))
+        for row, row_logprobs, row_tokens in zip(completions, logprobs, tokens, strict=True):
+            more = [draw.randrange(vocabulary) for _ in range(began[-1] - len(row))]
+            row += more
+            row_logprobs += [[-math.log(vocabulary)]] * len(more)
+            row_tokens += [[token] for token in more]
+        return (prompts, completions, logprobs, tokens, *rest)
+
+    generation.generate = lengthened
+    return began
+
+
+def _trained(trainer: Any) -> str | None:
+    """Train; return the error where memory did not suffice."""
+    try:
+        trainer.train()
+    except (torch.OutOfMemoryError, BudgetError) as error:
+        return str(error).partition("\n")[0]
+    return None
 
 
 _to_close: list[Any] = []  # runtimes, in the process of one side
