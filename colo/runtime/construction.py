@@ -41,6 +41,10 @@ from colo.weights.transports.base import Transport
 
 _FITS = "resident: it fits beside weights and gradients"
 
+_PASS_FRACTION = 1 / 8
+"""Share of a device without a set limit that is left to a training pass beside resident state: for activations,
+log-probabilities, and what a step computes in."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parts:
@@ -88,10 +92,9 @@ def make_trainer_side(parts: Parts, events: TrainerEvents) -> TrainerSide:
             if isinstance(found, TrainerSide):
                 undo.callback(found.session.close)
             else:
-                missing = format_bytes(found.missing_bytes)
-                why = f"streamed: with the whole of it on the device, {missing} would be missing"
+                why = found
             # one kind of state on all ranks: they meet in the same collectives
-            if not ranks.any(isinstance(found, BudgetError), "choosing where the optimizer's state is"):
+            if not ranks.any(isinstance(found, str), "choosing where the optimizer's state is"):
                 assert isinstance(found, TrainerSide), "this rank would have said so"
                 undo.pop_all()
                 return found
@@ -105,12 +108,31 @@ def make_trainer_side(parts: Parts, events: TrainerEvents) -> TrainerSide:
         raise
 
 
-def _attempt(parts: Parts, events: TrainerEvents) -> TrainerSide | BudgetError:
-    """Plan with resident state on this rank alone, or return the error of what does not fit."""
+def _attempt(parts: Parts, events: TrainerEvents) -> TrainerSide | str:
+    """Plan with resident state on this rank alone, or return the reason why the state is streamed."""
     try:
-        return _side(parts, events, nullcontext(), _FITS, streamed=False)
+        side = _side(parts, events, nullcontext(), _FITS, streamed=False)
     except BudgetError as error:
-        return error
+        missing = format_bytes(error.missing_bytes)
+        return f"streamed: with the whole of it on the device, {missing} would be missing"
+    if parts.config.device_limit_bytes is None and not _leaves_room(side, parts.capacity_bytes):
+        side.session.close()
+        least = format_bytes(int(_PASS_FRACTION * parts.capacity_bytes))
+        return f"streamed: with the whole of it on the device, less than {least} would be left for a training pass"
+    return side
+
+
+def _leaves_room(side: TrainerSide, capacity_bytes: int) -> bool:
+    """Tell if a training pass would have room beside resident state; what one takes is known when it has been seen."""
+    scheduler, known_bytes = side.scheduler, side.scheduler.working_bytes[Phase.TRAIN]
+    scheduler.working_bytes[Phase.TRAIN] = max(known_bytes, int(_PASS_FRACTION * capacity_bytes))
+    try:
+        # where they take turns the whole state moves twice in a step: as a stream it moves within the step itself
+        return scheduler.plan(Phase.TRAIN, side.rollout.after).side_by_side
+    except BudgetError:
+        return False
+    finally:
+        scheduler.working_bytes[Phase.TRAIN] = known_bytes
 
 
 def _planned(parts: Parts, events: TrainerEvents, why: str, *, streamed: bool) -> TrainerSide:

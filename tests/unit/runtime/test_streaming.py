@@ -10,7 +10,7 @@ import colo
 from colo.config import RuntimeConfig
 from colo.errors import BudgetError, PhaseError, Unsupported
 from colo.optim import MasterWeights
-from colo.phases.phase import ENGINE_WEIGHTS, TRAINER_GRADIENTS, TRAINER_OPTIMIZER, Phase, Residency
+from colo.phases.phase import ENGINE_KV_CACHE, ENGINE_WEIGHTS, TRAINER_GRADIENTS, TRAINER_OPTIMIZER, Phase, Residency
 from colo.units import MIB
 from tests import runtimes
 from tests.models import small_qwen3
@@ -64,6 +64,16 @@ def test_on_a_device_that_only_streaming_fits_a_hundred_steps_make_the_weights_o
         assert state.residency is Residency.OFFLOADED and state.device_bytes == 0
         assert not rt.kept_state
     assert expected
+
+
+@pytest.mark.parametrize(("share", "place"), [(1.05, "streamed: with the whole of it on"), (1.3, "resident: it fits")])
+def test_state_that_leaves_no_room_for_a_pass_is_streamed(monkeypatch, share, place):
+    with launch(optimizer="resident") as rt:
+        held = [s for s in rt.scheduler.segments.values() if s.residency is not Residency.SHARED]
+        whole_bytes = sum(segment.size_bytes for segment in held if segment.name != ENGINE_KV_CACHE)
+    monkeypatch.setattr("colo.assembly.share.capacity", lambda *_, **__: int(share * whole_bytes))
+    with launch() as rt:
+        assert rt.report().facts["optimizer"].startswith(place)
 
 
 def test_nothing_grows_over_a_hundred_cycles():
