@@ -243,6 +243,10 @@ def shared(model, base, *, standby):
     def colos():
         return [completion.token_ids for completion in rt.generate(TEXTS[:4], **GREEDY)]
 
+    def most_probable():
+        found = rt.generate(TEXTS[:4], temperature=0.0, max_tokens=1)
+        return torch.tensor([completion.logprobs[0] for completion in found])
+
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
     model.vllm_engine.sleep(level=1 if standby else 0)
     refused(
@@ -267,10 +271,14 @@ def shared(model, base, *, standby):
     show("check", check, expected=check.mismatch < WITHIN)
     base.show("while shared")
     with rt.rollout():
-        before, version = colos(), rt.weights_version
+        # kernels that add in any order do not repeat every token of random weights
+        before, again, logprobs, version = colos(), colos(), most_probable(), rt.weights_version
+        show("colo's texts twice are equal", f"{sum(map(tuple.__eq__, again, before))} of 4")
         show("Unsloth's own texts in a rollout are colo's", f"{sum(map(tuple.__eq__, own(), before))} of 4")
+        gap = (most_probable() - logprobs).abs().mean().item()
+        show("difference of colo's log-probabilities to those before", round(gap, 5), expected=gap < WITHIN)
         after = colos()
-        show("colo's are as before", after == before, expected=after == before)
+        show("colo's are as before", after == before, expected=after == before or again != before)
         show("versions that this has raised", rt.weights_version - version)
     base.show("after Unsloth's own rollout")
     if standby or not HAS_GPU:

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 from vllm.device_allocator.sleep_mode_backend import SleepModeBackend
 
 from colo.engines.base import TAGS
@@ -86,7 +85,6 @@ class WorkerSegments:
         self.mover = Mover(device, chunk_bytes=CHUNK_BYTES)
         self.by_name = _segments(self._regions, self.mover)
         self._others = OtherTensors()
-        self._guard: RemovableHandle | None = None
 
     def prepare(self) -> None:
         """Pin host memory for the weights in the background, so that the first sleep does not wait for it."""
@@ -102,9 +100,10 @@ class WorkerSegments:
             # before the move: afterwards there is nothing to read
             self._others.before(target, segment, [self._worker.get_model()])
         segment.begin(target)
-        # vLLM's scheduler can be resumed by anybody, past colo
-        if name == ENGINE_KV_CACHE and target is not Residency.RESIDENT and self._guard is None:
-            self._guard = self._worker.get_model().register_forward_pre_hook(_refuse_without_cache)
+        # vLLM's scheduler can be resumed by anybody, past colo; block tables leave with the cache, so that no step may
+        # even begin
+        if name == ENGINE_KV_CACHE and target is not Residency.RESIDENT:
+            self._worker.execute_model = _refuse_without_cache
         if target is not Residency.RESIDENT and self.mover.device.type == "cuda":
             torch.cuda.empty_cache()  # another process cannot use what torch caches in this one
         if target is Residency.RESIDENT and source is Residency.DISCARDED and name == ENGINE_WEIGHTS:
@@ -126,9 +125,7 @@ class WorkerSegments:
         self.mover.close()
 
     def _let_pass(self) -> None:
-        if self._guard is not None:
-            self._guard.remove()
-            self._guard = None
+        vars(self._worker).pop("execute_model", None)
 
     def _regions(self, tag: str) -> Iterator[Region]:
         if self._pool is not None:
@@ -139,8 +136,8 @@ class WorkerSegments:
                     yield StorageRegion(ENGINE_KV_CACHE, storage)
 
 
-def _refuse_without_cache(*_: Any) -> None:
-    """Refuse a pass for requests of somebody who has resumed vLLM: attention would read memory that is gone."""
+def _refuse_without_cache(*_: Any, **__: Any) -> None:
+    """Refuse a step for requests of somebody who has resumed vLLM: it would read memory that is gone."""
     raise PhaseError(
         "vLLM was asked to generate while its KV cache is away, as it is outside a rollout: generate within "
         "`with rt.rollout():`"
