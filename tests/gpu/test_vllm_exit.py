@@ -53,3 +53,45 @@ def test_the_interpreter_ends_without_an_error(tmp_path, process):
         check=False,
     )
     assert done.returncode == 0 and "end" in done.stdout.splitlines(), done.stderr[-4000:]
+
+
+AGAIN = """
+    import sys
+
+    import torch
+    from peft import LoraConfig
+
+    import colo
+    from colo.testing import tiny_checkpoint
+
+    if __name__ == "__main__":
+        model = tiny_checkpoint(sys.argv[1])
+        for rank in (8, 4):  # of another rank, whose buffers have other strides
+            free_bytes = torch.cuda.mem_get_info()[0]
+            rt = colo.launch(
+                str(model),
+                engine="vllm",
+                engine_options={"own_process": False, "enforce_eager": True, "max_model_len": 128},
+                lora=LoraConfig(r=rank, target_modules="all-linear"),
+                config=colo.RuntimeConfig(kv_cache_bytes="1GiB"),
+            )
+            for name, p in rt.model.named_parameters():
+                if "lora_B" in name:
+                    torch.nn.init.normal_(p, std=0.5)
+            check = colo.check(rt)
+            assert check.mismatch < 0.1, check
+            rt.close()
+            print("free again", torch.cuda.mem_get_info()[0] > free_bytes - 2**30)
+"""
+
+
+def test_an_engine_with_an_adapter_gives_its_memory_back_and_another_follows(tmp_path):
+    pytest.importorskip("vllm")
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(AGAIN))
+    done = subprocess.run(
+        [sys.executable, str(script), str(tmp_path / "model")], capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0 and done.stdout.split("\n").count("free again True") == 2, (
+        done.stdout[-1000:] + done.stderr[-4000:]
+    )

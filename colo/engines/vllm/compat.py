@@ -509,6 +509,28 @@ def sleep_pool(worker: Any) -> Any | None:
     return CuMemAllocator.get_instance()
 
 
+def forget_lora_buffers(worker: Any) -> None:
+    """Take the LoRA buffers of a worker that will be shut down out of the tables that its process keeps for kernels.
+
+    By their addresses vLLM finds pointers and strides there, and of layers with one slice the buffers themselves: they
+    would outlive the worker, and another engine could find its strides.
+    """
+    # vLLM: 0.26 to 0.32; no ticket. Delete when the tables are the engine's.
+    buffers = [
+        tensor
+        for module in worker.get_model().modules()
+        for name, value in vars(module).items()
+        if name.endswith("_stacked")
+        for tensor in (value if isinstance(value, tuple | list) else [value])
+    ]
+    addresses = {tensor.data_ptr() for tensor in buffers if isinstance(tensor, torch.Tensor)}
+    for name, module in list(sys.modules.items()):
+        if name.startswith("vllm.lora.ops.triton_ops."):
+            for table in (value for key, value in vars(module).items() if key.endswith("_PTR_DICT")):
+                for known in [known for known in table if not addresses.isdisjoint(known)]:
+                    del table[known]
+
+
 def residual_bytes(worker: Any, *, same_process: bool) -> dict[str, int]:
     """Device bytes of torch's allocator that stay while a worker sleeps, by kind.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
@@ -172,6 +173,13 @@ class InProcessLink(LLMLink):
     def placement(self) -> str:
         """A phrase for reports: which vLLM runs where."""
         return f"vLLM {compat.vllm_version()} in this process"
+
+    def close(self) -> None:
+        """Let go of the `vllm.LLM`, and shut it down where it is ours. Idempotent."""
+        if self.llm is not None and self.is_own:
+            with suppress(Exception):  # of an engine that is broken
+                self.llm.collective_rpc(compat.forget_lora_buffers)
+        super().close()
 
     def run(self, operation: str, function: Callable[[], T], *, deadline: bool = True) -> T:
         """Call into vLLM."""

@@ -1,0 +1,26 @@
+import sys
+from types import ModuleType, SimpleNamespace
+
+import torch
+from torch import nn
+
+from colo.engines.vllm import compat
+
+
+def test_lora_buffers_of_a_worker_leave_the_tables_and_those_of_others_stay(monkeypatch):
+    ours, others = [torch.ones(2, 1, 4, 3) for _ in range(5)], torch.ones(2, 1, 4, 3)
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[0].lora_a_stacked, model[0].lora_b_stacked = tuple(ours[:2]), list(ours[2:4])
+    model[1].scale_stacked, model[1].rows_stacked = ours[4], None
+    tables = {"_A_PTR_DICT": ours[:2], "_B_PTR_DICT": ours[2:4], "_SCALE_PTR_DICT": ours[4:]}
+    for number, (name, tensors) in enumerate(tables.items()):
+        module = ModuleType(f"vllm.lora.ops.triton_ops.op{number}")
+        table = {(tensor.data_ptr(), 8): tensor for tensor in tensors} | {(others.data_ptr(),): others}
+        setattr(module, name, table)
+        module.unrelated = {(tensors[0].data_ptr(),): 1}
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    compat.forget_lora_buffers(SimpleNamespace(get_model=lambda: model))
+    for number, name in enumerate(tables):
+        module = sys.modules[f"vllm.lora.ops.triton_ops.op{number}"]
+        assert list(getattr(module, name)) == [(others.data_ptr(),)]
+        assert len(module.unrelated) == 1
