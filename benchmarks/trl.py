@@ -17,6 +17,7 @@ import multiprocessing
 import random
 import statistics
 import tempfile
+import traceback
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, nullcontext
@@ -227,6 +228,7 @@ def _trained(trainer: Any) -> str | None:
     try:
         trainer.train()
     except (torch.OutOfMemoryError, BudgetError) as error:
+        traceback.print_exc()  # which tells the phase
         return str(error).partition("\n")[0]
     return None
 

@@ -72,7 +72,8 @@ class RuntimeConfig:
     """Settings of how a runtime uses its device and its host. Sizes in bytes may be texts, such as `"4GiB"`."""
 
     offload: Offload = Offload.AUTO
-    """`auto` moves only what would not fit, `always` parks all trainer state on every rollout, `never` refuses to."""
+    """`auto` moves only what would not fit, `always` parks all trainer state on every rollout, `never` refuses to. The
+    KV cache is no trainer state: on a GPU without a `device_limit_bytes` it leaves for every training phase."""
 
     weights: Weights = Weights.AUTO
     """`auto` shares them where that can be, `copy` and `staged` give trainer and engine a copy each."""

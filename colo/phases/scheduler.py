@@ -30,6 +30,8 @@ class Budget:
     capacity_bytes: int
     host_capacity_bytes: int
     offload: Offload = Offload.AUTO
+    drop_cache: bool = False
+    """Let the KV cache leave for training even where it fits: what a pass takes is known only when it has run."""
 
 
 class Scheduler:
@@ -93,6 +95,7 @@ class Scheduler:
             needs=self._needs,
             working_bytes=self.working_bytes.get(target, 0),
             offload=self.offload,
+            drop_cache=self._budget.drop_cache,
         )
 
     def enter(self, target: Phase) -> Transition:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from colo.config import Offload
 from colo.errors import BudgetError
-from colo.phases.phase import NEEDS, Need, Phase, Residency, check_edge, check_move
+from colo.phases.phase import ENGINE_KV_CACHE, NEEDS, Need, Phase, Residency, check_edge, check_move
 from colo.units import format_bytes
 
 if TYPE_CHECKING:
@@ -110,13 +110,14 @@ def plan_transition(
     needs: Mapping[Phase, Mapping[str, Need]] = NEEDS,
     working_bytes: int = 0,
     offload: Offload = Offload.AUTO,
+    drop_cache: bool = False,
 ) -> Transition:
     """Plan the moves that take `ledger` from phase `source` to phase `target`.
 
     `working_bytes` is memory that the target phase uses in addition to its segments, such as activations. Late segments
     get room in addition to it where both fit, and otherwise after the working memory is free again.
     `Offload.AUTO` sends away only what must go, cheapest bytes first; `ALWAYS` everything that the phase does not use;
-    `NEVER` nothing.
+    `NEVER` nothing. With `drop_cache` the KV cache leaves for training although it would fit.
 
     Raises: `PhaseError` for an illegal edge; `BudgetError`, with the ledger, when the phase does not fit.
     """
@@ -124,7 +125,8 @@ def plan_transition(
     by_need: dict[Need, list[Holding]] = {need: [] for need in Need}
     for holding in ledger.holdings.values():
         by_need[needs[target].get(holding.name, Need.UNUSED)].append(holding)
-    leaving, side_by_side = _evictions(target, ledger, by_need, working_bytes, offload)
+    drops_cache = drop_cache and target is Phase.TRAIN
+    leaving, side_by_side = _evictions(target, ledger, by_need, working_bytes, offload, drops_cache=drops_cache)
     # the condition is for the type checker: none leaves that has no place to go (`_may_leave`)
     moves = [(h, h.away) for h in leaving if h.away is not None]
     moves += [(h, Residency.RESIDENT) for h in by_need[Need.RESIDENT] if h.residency in _AWAY]
@@ -180,7 +182,13 @@ def plan_evictions(
 
 
 def _evictions(
-    target: Phase, ledger: Ledger, by_need: Mapping[Need, list[Holding]], working_bytes: int, offload: Offload
+    target: Phase,
+    ledger: Ledger,
+    by_need: Mapping[Need, list[Holding]],
+    working_bytes: int,
+    offload: Offload,
+    *,
+    drops_cache: bool,
 ) -> tuple[list[Holding], bool]:
     """Choose the segments that leave; also true if late segments and working memory fit together.
 
@@ -193,7 +201,9 @@ def _evictions(
     # not for SYNC, which the rollout follows, with a plan of its own
     is_eager = offload is Offload.ALWAYS and target in (Phase.ROLLOUT, Phase.TRAIN)
     wanted_bytes = arriving_bytes + late_bytes + working_bytes - ledger.free_bytes
-    chosen = movable if is_eager else _cheapest(movable, wanted_bytes)
+    chosen = [h for h in movable if is_eager or (drops_cache and h.name == ENGINE_KV_CACHE)]
+    others = [h for h in movable if h not in chosen]
+    chosen += _cheapest(others, wanted_bytes - sum(h.size_bytes for h in chosen))
     available_bytes = ledger.free_bytes + sum(h.size_bytes for h in chosen)
     if arriving_bytes + late_bytes + working_bytes <= available_bytes:
         return chosen, True

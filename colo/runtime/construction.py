@@ -168,7 +168,11 @@ def make_scheduler(parts: Parts, session: TrainerSession) -> Scheduler:
     """Make a scheduler of the engine's segments, the weights, and the trainer's state."""
     mover, transport, trace = parts.mover, parts.transport, parts.trace
     budget = Budget(
-        capacity_bytes=parts.capacity_bytes, host_capacity_bytes=mover.arena.limit_bytes, offload=parts.config.offload
+        capacity_bytes=parts.capacity_bytes,
+        host_capacity_bytes=mover.arena.limit_bytes,
+        offload=parts.config.offload,
+        # mapped again in milliseconds; a limit that is set is planned for as it is
+        drop_cache=mover.device.type == "cuda" and parts.config.device_limit_bytes is None,
     )
     scheduler = Scheduler(
         [*parts.engine.segments, *_weights_segments(parts.model, transport, mover.device), *session.segments],

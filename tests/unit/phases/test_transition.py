@@ -39,6 +39,18 @@ def test_what_fits_stays():
     assert plan.steps == ()
 
 
+@pytest.mark.parametrize("offload", [Offload.AUTO, Offload.NEVER])
+def test_a_kv_cache_that_fits_leaves_for_training_where_it_shall_and_nothing_else_does(offload):
+    ledger = book(weights=(20, R), kv_cache=(30, R), optimizer=(50, R))
+    plan = plan_transition(Phase.IDLE, Phase.TRAIN, ledger, offload=offload, drop_cache=True)
+    assert steps_of(plan) == [("discard", "engine.kv_cache")]
+    assert plan_transition(Phase.IDLE, Phase.ROLLOUT, ledger, offload=offload, drop_cache=True).steps == ()
+    # and counts for what has to leave: nothing more does
+    tight = book(weights=(20, R), kv_cache=(30, R), optimizer=(50, R), gradients=(30, D))
+    plan = plan_transition(Phase.IDLE, Phase.TRAIN, tight, offload=offload, drop_cache=True)
+    assert {name for _, name in steps_of(plan)} <= {"engine.kv_cache", "trainer.gradients"}
+
+
 def test_kv_cache_goes_before_anything_that_costs_a_copy():
     ledger = book(weights=(20, R), kv_cache=(40, R), optimizer=(50, O), gradients=(10, D))
     plan = plan_transition(Phase.IDLE, Phase.TRAIN, ledger)
@@ -237,10 +249,14 @@ def ledgers(draw):
     target=st.sampled_from([Phase.SYNC, Phase.ROLLOUT, Phase.TRAIN]),
     working_bytes=st.integers(0, 80),
     offload=st.sampled_from(Offload),
+    drop_cache=st.booleans(),
 )
-def test_an_admitted_plan_gives_the_phase_what_it_needs_within_the_capacity(ledger, target, working_bytes, offload):
+def test_an_admitted_plan_gives_the_phase_what_it_needs_within_the_capacity(
+    ledger, target, working_bytes, offload, drop_cache
+):
+    asked = {"working_bytes": working_bytes, "offload": offload, "drop_cache": drop_cache}
     try:
-        plan = plan_transition(Phase.IDLE, target, ledger, working_bytes=working_bytes, offload=offload)
+        plan = plan_transition(Phase.IDLE, target, ledger, **asked)
     except BudgetError as error:
         assert error.needed_bytes > error.free_bytes
         return
@@ -261,10 +277,15 @@ def test_an_admitted_plan_gives_the_phase_what_it_needs_within_the_capacity(ledg
 
 
 @settings(max_examples=300)
-@given(ledger=ledgers(), target=st.sampled_from([Phase.ROLLOUT, Phase.TRAIN]), working_bytes=st.integers(0, 80))
-def test_auto_moves_nothing_out_that_could_have_stayed(ledger, target, working_bytes):
+@given(
+    ledger=ledgers(),
+    target=st.sampled_from([Phase.ROLLOUT, Phase.TRAIN]),
+    working_bytes=st.integers(0, 80),
+    drop_cache=st.booleans(),
+)
+def test_auto_moves_nothing_out_that_could_have_stayed(ledger, target, working_bytes, drop_cache):
     try:
-        plan = plan_transition(Phase.IDLE, target, ledger, working_bytes=working_bytes)
+        plan = plan_transition(Phase.IDLE, target, ledger, working_bytes=working_bytes, drop_cache=drop_cache)
     except BudgetError:
         return
     for step in plan.steps:
