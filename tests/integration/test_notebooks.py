@@ -1,6 +1,5 @@
 """The notebooks: what is stored in them is whole and clean, and their code still runs."""
 
-import ast
 import json
 import os
 import re
@@ -16,10 +15,11 @@ NOTEBOOKS = sorted((Path(__file__).parents[2] / "notebooks").glob("*.ipynb"))
 MACHINE_PATH = re.compile(r"(?<![\w.:/])/(home|root|tmp|opt|usr|work|mnt|Users|content|var)/[\w.]")
 ADDRESS = re.compile(r"at 0x[0-9a-f]{6,}")
 
-EXECUTED = [path for path in NOTEBOOKS if path.stem != "04_unsloth"]  # which wants an accelerator
+HERE = [path for path in NOTEBOOKS if path.stem != "04_unsloth"]  # which wants an accelerator: test_unsloth.py runs it
+COPIED = {"01_trl_lora": r"61 publications, 1\.11 GiB copied", "04_unsloth": r"61 publications, 1\.11 GiB copied"}
+"""Of an adapter, which vLLM has in memory of its own; weights are never copied."""
 
 every_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-every_executed = pytest.mark.parametrize("path", EXECUTED, ids=lambda path: path.stem)
 
 
 def read(path):
@@ -59,7 +59,7 @@ def test_the_format_is_whole(path):
     assert path.stat().st_size < 200_000
 
 
-@every_executed
+@every_notebook
 def test_every_code_cell_has_been_executed_in_order_and_without_errors(path):
     cells = code_cells(read(path))
     assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
@@ -78,41 +78,33 @@ def test_nothing_tells_where_it_was_executed(path):
         assert ADDRESS.search(text) is None
 
 
-@every_executed
+@every_notebook
 def test_the_report_and_the_picture_are_shown(path):
     cells = code_cells(read(path))
     (report,) = [cell for cell in cells if "print(rt.report())" in "".join(cell["source"])]
-    assert "0 B copied" in output_text(report)
+    assert re.search(COPIED.get(path.stem, "0 B copied"), output_text(report))
     assert "engine.kv_cache" in output_text(report)
     (picture,) = [cell for cell in cells if "rt.plot(" in "".join(cell["source"])]
     (output,) = picture["outputs"]
     assert "srcdoc" in "".join(output["data"]["text/html"])
 
 
-def test_a_notebook_without_outputs_says_so_and_is_python():
-    (path,) = set(NOTEBOOKS) - set(EXECUTED)
-    notebook = read(path)
-    assert "The outputs are left out" in "".join(notebook["cells"][0]["source"])
-    for cell in code_cells(notebook):
-        assert (cell["outputs"], cell["execution_count"]) == ([], None)
-        ast.parse("".join(cell["source"]))
-
-
 WHAT_IS_PRINTED = {
-    "01_trl_lora": r"^equal, bit for bit: True$",
+    "01_trl_lora": r"^equal, bit for bit: (True|False)$",  # of a GPU, on which vLLM's kernels do not repeat every token
     "02_full_streamed": r"^optimizer: (streamed|resident): ",
     "03_plain_loop": r"^step  1  reward \d\.\d\d  version \d+, 0 bytes sent$",
+    "04_unsloth": r"^6 right before, 72 after, of 100$",
 }
 
 
-@every_executed
+@every_notebook
 def test_what_is_stored_is_what_the_code_prints(path):
     stored = "\n".join(map(output_text, code_cells(read(path))))
     assert re.search(WHAT_IS_PRINTED[path.stem], stored, re.MULTILINE)
 
 
 @pytest.mark.slow
-@every_executed
+@pytest.mark.parametrize("path", HERE, ids=lambda path: path.stem)
 def test_the_code_runs(path, tmp_path):
     """Two steps of a tiny model, in place of sixty of the real one."""
     code = "\n\n".join("".join(cell["source"]) for cell in code_cells(read(path)))
@@ -128,4 +120,5 @@ def test_the_code_runs(path, tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert re.search(WHAT_IS_PRINTED[path.stem], done.stdout, re.MULTILINE)
+    assert "equal, bit for bit: False" not in done.stdout
     assert (tmp_path / "run.html").stat().st_size > 1000
