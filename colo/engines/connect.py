@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import torch
 
+from colo.engines.elsewhere import Broadcast, WeightsFolder
 from colo.engines.http import DEADLINE_S, HttpClient, Refused, Silent, base_url
 from colo.errors import EngineLost, Unsupported
 from colo.memory.probe import device_of
 
 if TYPE_CHECKING:
-    from colo.engines.elsewhere import Broadcast, WeightsFolder
     from colo.engines.lmdeploy.engine import LMDeployEngine
     from colo.engines.sglang.engine import SGLangEngine
     from colo.engines.vllm.client.engine import VLLMEngine
@@ -34,11 +34,11 @@ def connect(
     The server is asked which it is. `model_name` is the name that vLLM serves, by default the first one, or the path of
     LMDeploy's checkpoint, by default the name that it serves; `admin_key` is for SGLang's operations where it was
     started with `--admin-api-key`; `http` replaces the network. `through` is the way of weights to an SGLang server
-    elsewhere: it has a device of its own, whose memory is not the trainer's to count. The server stays yours: closing
-    leaves it awake where it has weights, and its other clients may generate while weights change, but for LMDeploy's.
-    The engine starts poisoned, and awake unless the server is paused or, of LMDeploy, asleep. Raises: `EngineLost` when
-    nothing answers; `Unsupported`, with the flags to start it with, for a server that cannot take weights from here;
-    `PhaseError` for one of vLLM's that is asleep.
+    elsewhere, or as files to one of vLLM's: it has a device of its own, whose memory is not the trainer's to count. The
+    server stays yours: closing leaves it awake where it has weights, and its other clients may generate while weights
+    change, but for LMDeploy's. The engine starts poisoned, and awake unless the server is paused or, of LMDeploy,
+    asleep. Raises: `EngineLost` when nothing answers; `Unsupported`, with the flags to start it with, for a server that
+    cannot take weights from here; `PhaseError` for one of vLLM's that is asleep.
     """
     url, found = base_url(url), device_of(device)
     kind = _kind_of(url, api_key, http)
@@ -47,10 +47,11 @@ def connect(
         from colo.engines.sglang.engine import SGLangEngine
 
         return SGLangEngine(url, found, admin_key=admin_key, through=through, **common)
-    if through is not None:
+    if through is not None and (kind == "lmdeploy" or not isinstance(through, WeightsFolder)):
+        taken = "WeightsFolder alone" if kind == "vllm" else "neither"
         raise Unsupported(
-            f"the server at {url} is of {kind}: of servers elsewhere SGLang's alone take weights yet; leave through "
-            "out for one on the trainer's device"
+            f"the server at {url} is of {kind}: of the ways of weights to a server elsewhere it takes {taken}; leave "
+            "through out for one on the trainer's device"
         )
     if kind == "lmdeploy":
         from colo.engines.lmdeploy.engine import LMDeployEngine
@@ -58,7 +59,7 @@ def connect(
         return LMDeployEngine(url, found, checkpoint=model_name, **common)
     from colo.engines.vllm.client.server_link import connect as connect_vllm
 
-    return connect_vllm(url, model_name=model_name, device=found, **common)
+    return connect_vllm(url, model_name=model_name, device=found, through=through, **common)
 
 
 _TOLD_BY = {"sglang": ("/model_info", "weight_version"), "lmdeploy": ("/update_weights_from_ipc", "sleeping_tags")}

@@ -11,7 +11,7 @@ import os
 import shutil
 import socket
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -83,16 +83,8 @@ class WeightsFolder:
 
         And for a version without its manifest or a shard.
         """
-        try:
-            told = _manifest(version)
-            for file in sorted({weight["file"] for weight in told.values()}):
-                with safe_open(version / file, framework="pt") as shard:
-                    held = set(shard.keys())
-                    for name in (name for name, weight in told.items() if weight["file"] == file):
-                        if name not in held or _described({name: shard.get_tensor(name)}, file)[name] != told[name]:
-                            raise TransferError(f"{name} in {version / file} is not what was written")
-        except (OSError, SafetensorError, ValueError, KeyError) as error:
-            raise TransferError(f"{version} is not a whole version of weights: {error}") from error
+        for _ in read_version(version):
+            pass
 
     def _write(self, weights: Iterable[tuple[str, torch.Tensor]], part: Path) -> dict[str, Any]:
         known: dict[str, Any] = {}
@@ -142,6 +134,23 @@ class WeightsFolder:
             for old in self.versions()[: -self._keep]:
                 shutil.rmtree(old, ignore_errors=True)
             return target
+
+
+def read_version(version: Path) -> Iterator[dict[str, torch.Tensor]]:
+    """Read a version, a shard at a time, into host memory. Raises: as `WeightsFolder.check`."""
+    try:
+        told = _manifest(version)
+        for file in sorted({weight["file"] for weight in told.values()}):
+            tensors: dict[str, torch.Tensor] = {}
+            with safe_open(version / file, framework="pt") as shard:
+                held = set(shard.keys())
+                for name in (name for name, weight in told.items() if weight["file"] == file):
+                    tensors |= {name: shard.get_tensor(name)} if name in held else {}
+                    if name not in tensors or _described({name: tensors[name]}, file)[name] != told[name]:
+                        raise TransferError(f"{name} in {version / file} is not what was written")
+            yield tensors
+    except (OSError, SafetensorError, ValueError, KeyError) as error:
+        raise TransferError(f"{version} is not a whole version of weights: {error}") from error
 
 
 def _manifest(version: Path) -> dict[str, Any]:

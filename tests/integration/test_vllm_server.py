@@ -7,16 +7,19 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import httpx
 import psutil
 import pytest
 import torch
+from click.testing import CliRunner
 from peft import LoraConfig, get_peft_model
 from torch.optim import AdamW
 from transformers import AutoModelForCausalLM
 
 import colo
+from colo.cli import app
 from colo.config import RuntimeConfig, Weights
 from colo.engine import AdapterWeights, EngineState
 from colo.engines.vllm.wire import BeginReload
@@ -435,6 +438,82 @@ def test_what_a_server_cannot_do_is_refused_with_a_reason(share, prompts):
         rt.engine.load_adapter("one", ADAPTER)
     with pytest.raises(ValueError, match="token id 151, outside the vocabulary of 151"):
         rt.generate([[151]])
+
+
+@pytest.fixture
+def elsewhere(server, model, tmp_path):
+    """A runtime of the server as if it were on another machine: it is sent files."""
+    folder = colo.WeightsFolder(tmp_path / "weights", shard_bytes=20_000)
+    engine = colo.connect(server.url, deadline_s=DEADLINE_S, through=folder)
+    with colo.share(engine, model, AdamW(model.parameters(), lr=1e-2)) as rt:
+        yield rt, folder
+
+
+def test_a_server_elsewhere_reads_versions_of_weights(elsewhere, server, prompts, mismatch):
+    rt, folder = elsewhere
+    assert rt.transport.name == "local" and "the server is elsewhere, and reads versions" in rt.transport.reason
+    assert rt.engine.placement.endswith("weights in memory of another device")
+    assert [segment.size_bytes for segment in rt.engine.segments] == [0, 0] and rt.engine.cache_bytes > 7_000_000
+    for step in range(3):
+        completions = rt.generate(prompts, **GREEDY)
+        assert mismatch(rt.model, completions) < CLOSE
+        assert {c.weights_version for c in completions} == {step}
+        train_step(rt)
+    versions = folder.versions()
+    assert len(versions) == 2 and len(list(versions[0].glob("*.safetensors"))) > 2
+    folder.check(versions[-1])
+    with pytest.raises(Unsupported, match=r"on the trainer's machine alone: pass RuntimeConfig\(fold_adapter=True\)"):
+        rt.engine.load_adapter("one", ADAPTER)
+    with pytest.raises(PhaseError, match="engine.weights, which is memory of another device"):
+        rt.engine.sleep(1)
+    told = CliRunner().invoke(app, ["connect", server.url, "--device", "cpu"])
+    assert told.exit_code == 0, told.output
+
+
+def test_a_weight_that_is_spoilt_on_its_way_is_named_and_the_next_version_arrives(
+    elsewhere, prompts, mismatch, monkeypatch
+):
+    rt, folder = elsewhere
+    assert mismatch(rt.model, rt.generate(prompts, **GREEDY)) < CLOSE
+    train_step(rt)
+    write = folder.write
+
+    def spoil(weights, config=None):
+        version = write(weights, config)
+        shard = sorted(version.glob("*.safetensors"))[-1]
+        data = bytearray(shard.read_bytes())
+        data[-3] ^= 64
+        shard.write_bytes(data)
+        return version
+
+    monkeypatch.setattr(folder, "write", spoil)
+    with pytest.raises(TransferError, match=r"model\.\S+ in \S+ is not what was written"):
+        rt.generate(prompts, **GREEDY)
+    assert rt.engine.weights_version is None
+    monkeypatch.undo()
+    assert mismatch(rt.model, rt.generate(prompts, **GREEDY)) < CLOSE
+
+
+def test_a_full_disk_is_told_and_the_next_version_arrives(elsewhere, prompts, mismatch, monkeypatch):
+    rt, folder = elsewhere
+    rt.generate(prompts, **GREEDY)
+    before = folder.versions()
+    train_step(rt)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
+    with pytest.raises(colo.BudgetError, match="does not fit the 1000 B that are free in"):
+        rt.generate(prompts, **GREEDY)
+    assert folder.versions() == before
+    monkeypatch.undo()
+    assert mismatch(rt.model, rt.generate(prompts, **GREEDY)) < CLOSE
+
+
+def test_nothing_is_sampled_from_a_server_elsewhere_that_another_has_taken_over(elsewhere, server, prompts):
+    rt, _ = elsewhere
+    rt.generate(prompts, **GREEDY)
+    other = colo.connect(server.url, deadline_s=DEADLINE_S)
+    with pytest.raises(EngineLost, match="another client has connected since"):
+        rt.generate(prompts, **GREEDY)
+    other.close()
 
 
 # ---- servers started otherwise ---------------------------------------------------------------------------------------

@@ -168,6 +168,13 @@ class ReloadTensors(Request):
     in_process: bool
 
 
+class ReloadVersion(Request):
+    """Load all of the weights, out of a version that `WeightsFolder` has written."""
+
+    folder: str
+    model_type: str | None
+
+
 class AbandonReload(Request):
     """End a layerwise reload that has failed, if one has begun."""
 

@@ -21,6 +21,7 @@ import torch
 
 from colo.engine import Completion
 from colo.engines.base import EngineStatus
+from colo.engines.elsewhere import WeightsFolder
 from colo.engines.sampling import check_seeds, distorting
 from colo.engines.text import check_count, check_prompts
 from colo.engines.vllm.wire import Describe, Envelope, Request, WorkerError, WorkerInfo
@@ -46,6 +47,9 @@ class WorkerLink(ABC):
     same_process: bool = False
     is_own: bool = False
     """This vLLM was started here and ends with the link."""
+
+    through: WeightsFolder | None = None
+    """Versions of weights that workers elsewhere read; `None` for those on the trainer's machine and device."""
 
     why_not_shared: str | None = None
     """The reason why the workers' memory cannot be a trainer's; `None` where it can."""
@@ -213,8 +217,9 @@ class WorkerLink(ABC):
 
     def meet_workers(self, *, home: Description | None = None) -> Sequence[WorkerInfo]:
         """Introduce this client to the workers, who answer no other then; they check that `home` can be mapped."""
-        with probing(torch.device("cpu") if self.same_process else self.device) as probe:
-            client_pid = None if home is not None else os.getpid()
+        with probing(torch.device("cpu") if self.same_process or self.through else self.device) as probe:
+            # those of a server do not end with it
+            client_pid = None if home is not None or self.through else os.getpid()
             asked = Describe(same_process=self.same_process, client_pid=client_pid, probe=probe, home=home)
             told = self.call(asked)
         return tuple(map(WorkerInfo.from_wire, told))

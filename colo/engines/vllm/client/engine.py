@@ -240,6 +240,8 @@ class VLLMEngine(EngineBase):
     @property
     def way_of_weights(self) -> str:
         """A phrase: how they reach a server."""
+        if self._link.through is not None:
+            return f"as files in {self._link.through.path}"
         how = "copied by the workers out of the trainer's memory"
         return how if self.ipc_refusal is None else f"{how}, through host memory, since {self.ipc_refusal}"
 
@@ -247,20 +249,28 @@ class VLLMEngine(EngineBase):
     def lacking_flags(self) -> Mapping[str, str]:
         """Options that a server was started without, and what it cannot do therefore."""
         info = self._link.infos[0]
+        can_leave = info.kv_cache_can_leave or self._link.through is not None
         wanted = {
-            "--enable-sleep-mode": (info.kv_cache_can_leave, "its KV cache stays on the device"),
+            "--enable-sleep-mode": (can_leave, "its KV cache stays on the device"),
             "--enable-lora": (bool(info.max_adapters), "it takes no adapters"),
         }
         return {flag: lack for flag, (has, lack) in wanted.items() if not has}
 
     @property
+    def cache_bytes(self) -> int:
+        """KV cache of a worker, also of a server elsewhere, whose segments have no bytes here."""
+        return self._link.infos[0].kv_cache_bytes
+
+    @property
     def pinned_bytes(self) -> int:
         """Host memory that the workers have pinned now."""
-        return sum(self._link.call(wire.PinnedBytes()))
+        return 0 if self._link.through is not None else sum(self._link.call(wire.PinnedBytes()))
 
     @property
     def residual_bytes(self) -> Mapping[str, int]:
         """Device bytes that no sleep gives back: what they are, and how many; measured when vLLM has started."""
+        if self._link.through is not None:
+            return {}
         known: Counter[str] = sum((Counter(info.residual_bytes) for info in self._link.infos), Counter())
         in_segments = sum(segment.size_bytes for segment in self.segments)
         # what the driver says that the start took, less what has a name
@@ -374,6 +384,8 @@ class VLLMEngine(EngineBase):
 
     def receive_all(self, operations: Sequence[tuple[str, dict[str, Any]]]) -> list[Any]:
         """Run steps of `Receiver` in every worker. Poisons from `begin` until `commit`. `PhaseError` while asleep."""
+        if self._link.through is not None:
+            raise Unsupported("the server is elsewhere, and its workers map no memory of the trainer's")
         names = [name for name, _ in operations]
         if names != ["release"]:
             self._status.require_weights("take weights")

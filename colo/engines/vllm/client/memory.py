@@ -43,6 +43,11 @@ class WorkerMemory:
 
     def hold(self, link: WorkerLink, weights: WorkerWeights) -> None:
         """Be what an engine that has just started holds. Host memory for weights that can leave is pinned meanwhile."""
+        if link.through is not None:  # nothing of it lies on the trainer's device
+            self.weights.reset(0, None)
+            self.kv_cache.reset(0, None)
+            self._link, self._weights, self._weights_outlive = link, weights, False
+            return
         info = link.infos[0]
         weights_away = Residency.OFFLOADED if info.weights_can_leave and not self._shared else None
         if weights_away is not None:
@@ -79,6 +84,8 @@ class WorkerMemory:
 
     def why_it_stays(self, name: str) -> str:
         """The reason why a segment never leaves, in words that follow `it is`."""
+        if self._link.through is not None:
+            return "memory of another device"
         if name == ENGINE_KV_CACHE:
             return f"not in vLLM's sleep pool ({self._link.how_to_free['pool']})"
         return "the trainer's memory too" if self._shared else self._weights.why_they_stay
@@ -204,6 +211,8 @@ class WorkerWeights:
     @property
     def where(self) -> str:
         """A phrase for reports: the memory that they lie in."""
+        if self._link.through is not None:
+            return "memory of another device"
         if not self._in_slabs:
             return {"pool": "vLLM's sleep pool", "memory": "vLLM's own memory"}[self._link.infos[0].weights_in]
         if self._store is not None:
@@ -260,6 +269,9 @@ class WorkerWeights:
             if self._link.same_process:
                 given = {name: tensor.detach() for name, tensor in checked}
                 call(wire.ReloadTensors(tensors=given, model_type=model_type, in_process=True))
+            elif self._link.through is not None:
+                version = self._link.through.write(checked)
+                call(wire.ReloadVersion(folder=str(version), model_type=model_type))
             else:
                 for group in self._staging.put_groups(checked):
                     call(wire.ReloadTensors(tensors=group, model_type=model_type, in_process=False))

@@ -6,7 +6,8 @@
     rt = colo.share(colo.connect("http://localhost:8000"), model, optimizer)
 
 Server and trainer share a machine and a device. Operations and requests travel as JSON, weights by memory that both map
-(`colo.weights.transports.ipc`).
+(`colo.weights.transports.ipc`). A server elsewhere (`through=colo.WeightsFolder(path)`) reads versions of weights that
+both see, by vLLM's own loader.
 
 What HTTP does not carry: tensors, vLLM's own `SamplingParams`, and the answers of data-parallel replicas behind the
 first, so a server with several of them is refused.
@@ -31,6 +32,7 @@ from safetensors.torch import save_file
 
 from colo.engine import Completion, SamplingParams
 from colo.engines.base import EngineStatus
+from colo.engines.elsewhere import WeightsFolder
 from colo.engines.http import DEADLINE_S, Body, HttpClient, Refused, Silent, asking, base_url
 from colo.engines.sampling import check_taken, completion_seed
 from colo.engines.vllm.client import NamedAdapter, PauseMode, WorkerLink, answers_of, check_numbers
@@ -63,17 +65,26 @@ def connect(
     deadline_s: float = DEADLINE_S,
     api_key: str | None = None,
     http: httpx.AsyncBaseTransport | None = None,
+    through: WeightsFolder | None = None,
 ) -> VLLMEngine:
     """A vLLM server of yours as an engine for `colo.share`, on the same machine and device as the trainer.
 
-    `model_name` is the name it serves, by default the first one; `http` replaces the network. The server stays yours:
+    `model_name` is the name it serves, by default the first one; `http` replaces the network; `through` is for a server
+    elsewhere. The server stays yours:
     closing leaves it awake, and its other clients may generate while weights change. The engine starts poisoned, and
     awake unless the server is paused. Raises: `EngineLost` when nothing answers; `Unsupported`, with the flags to start
     it with, for a server that cannot take weights from here; `PhaseError` for one that is asleep.
     """
     found = device_of(device)
     link = partial(
-        ServerLink, base_url(url), found, model_name=model_name, deadline_s=deadline_s, api_key=api_key, http=http
+        ServerLink,
+        base_url(url),
+        found,
+        model_name=model_name,
+        deadline_s=deadline_s,
+        api_key=api_key,
+        http=http,
+        through=through,
     )
     return VLLMEngine.over(
         link, found, when_lost="close this runtime, start the server again if it has ended, and connect again"
@@ -104,10 +115,14 @@ class ServerLink(WorkerLink):
         deadline_s: float,
         api_key: str | None,
         http: httpx.AsyncBaseTransport | None,
+        through: WeightsFolder | None = None,
     ) -> None:
         """Connect. `http` replaces the network. Raises: see `colo.connect`."""
         super().__init__(device, status, deadline_s)
         self.url = url
+        self.through = through
+        if through is not None:
+            self.why_not_shared = f"the server is elsewhere, and reads versions of weights in {through.path}"
         self._adapters = ServedAdapters(
             self.client,
             lambda path, body: self._ask("POST", path, dict(body), as_text=True),
@@ -163,6 +178,9 @@ class ServerLink(WorkerLink):
             raise (ValueError if error.status < httpx.codes.INTERNAL_SERVER_ERROR else TransferError)(
                 f"the server does not generate: {error}"
             ) from error
+        if self.through is not None:
+            # no process of its can be watched from here: one that has been started again knows no client
+            self.call(AdapterNumbers())
         choices = [choice for answer in answers for choice in answer["choices"]]
         return [
             # the server keeps the order of prompts, then of samples
@@ -196,6 +214,11 @@ class ServerLink(WorkerLink):
 
     def reserve_adapter(self, number: int, tensors: Sequence[tuple[str, torch.Tensor]]) -> int:
         """The number that the server gives an adapter. Raises: `Unsupported` for a server that takes none."""
+        if self.through is not None:
+            raise Unsupported(
+                "adapters reach a server on the trainer's machine alone: pass RuntimeConfig(fold_adapter=True), which "
+                "publishes them folded into the weights"
+            )
         return self._adapters.reserve(self.infos[0], tensors)
 
     def release_adapter(self, number: int) -> None:
@@ -228,22 +251,27 @@ class ServerLink(WorkerLink):
             num_workers = int(self._ask("GET", "/get_world_size")["world_size"])
         except TransferError as error:
             raise Unsupported(f"the server at {self.url} is not in vLLM's development mode: {HOW_TO_START}") from error
-        # in host memory: whoever can map it is on this machine
-        home = SharedMemory(len(self.client), torch.device("cpu"))
-        home.bytes.copy_(torch.frombuffer(bytearray(self.client.encode()), dtype=torch.uint8))
         try:
-            self.infos = self.meet_workers(home=home.describe(to_pid=0))
+            self.infos = self.meet_workers() if self.through is not None else self._meet_at_home()
         except TransferError as error:
             raise Unsupported(
                 f"the server at {self.url} takes no weights from here ({error}): {HOW_TO_START}"
             ) from error
-        finally:
-            home.close()
         self._check_workers(num_workers)
         own = pid_namespace()
-        with suppress(psutil.NoSuchProcess):  # they have ended just now, which the next request will tell
-            self._processes = [psutil.Process(info.pid) for info in self.infos if info.pid_namespace == own]
+        if self.through is None:  # other machines number their processes, and namespaces, in the same way
+            with suppress(psutil.NoSuchProcess):  # they have ended just now, which the next request will tell
+                self._processes = [psutil.Process(info.pid) for info in self.infos if info.pid_namespace == own]
         self._model_name = model_name or str(self._ask("GET", "/v1/models")["data"][0]["id"])
+
+    def _meet_at_home(self) -> Sequence[WorkerInfo]:
+        """Meet workers of this machine: they find what lies in host memory here."""
+        home = SharedMemory(len(self.client), torch.device("cpu"))
+        home.bytes.copy_(torch.frombuffer(bytearray(self.client.encode()), dtype=torch.uint8))
+        try:
+            return self.meet_workers(home=home.describe(to_pid=0))
+        finally:
+            home.close()
 
     def _check_workers(self, num_workers: int) -> None:
         if len(self.infos) != num_workers:
@@ -253,10 +281,11 @@ class ServerLink(WorkerLink):
             )
         own = device_id(self.device)
         elsewhere = [info.device for info in self.infos if info.device != own]
-        if elsewhere:
+        if elsewhere and self.through is None:
             raise Unsupported(
                 f"the server at {self.url} runs on {', '.join(elsewhere)} and the trainer on {own}: start both with a "
-                "CUDA_VISIBLE_DEVICES in which the same GPU is first, and the server on that one GPU"
+                "CUDA_VISIBLE_DEVICES in which the same GPU is first, and the server on that one GPU, or "
+                "give it files with through=colo.WeightsFolder(path)"
             )
         if any(info.is_asleep for info in self.infos):
             raise PhaseError(f"the server at {self.url} is asleep: POST /wake_up to it first")

@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from colo import errors
+from colo.engines.elsewhere import read_version
 from colo.engines.vllm import compat, plugin, wire
 from colo.engines.vllm.processes import end_with, pid_namespace
 from colo.engines.vllm.worker import adapters
@@ -231,6 +233,11 @@ class WorkerAgent:
             return
         self._given.open(asked.tensors)
         reload.load(self._given.tensors, asked.model_type)
+
+    def _reload_version(self, asked: wire.ReloadVersion) -> None:
+        reload = check_begun(self._reload)
+        for tensors in read_version(Path(asked.folder)):
+            reload.load(tensors, asked.model_type, keep=True)
 
     def _abandon_reload(self, asked: wire.AbandonReload | None = None) -> None:
         reload, self._reload = self._reload, None

@@ -17,6 +17,7 @@ class Link:
     """Workers that move a segment when they are asked to, but for those that have no room to bring it back."""
 
     device = torch.device("cpu")
+    through = None
     infos = (SimpleNamespace(weights_can_leave=False, weights_bytes=100, kv_cache_bytes=64, kv_cache_can_leave=True),)
 
     def __init__(self, *, refusing):
