@@ -7,7 +7,7 @@ import colo
 from colo.errors import StaleWeights, TransferError, Unsupported
 from tests.integration.lmdeploy_server import Server, as_held, digests, make_model, needs_lmdeploy, save
 from tests.integration.server_faults import PROMPTS, ServerFaults, connected
-from tests.integration.servers import Restarting, train_step
+from tests.integration.servers import START_S, Restarting, train_step
 
 pytestmark = [needs_lmdeploy, pytest.mark.slow]
 
@@ -65,7 +65,7 @@ def test_a_tag_that_the_server_says_nothing_of_and_has_not_woken_is_noticed(rt, 
     assert_heals(rt, served, mismatch)
 
 
-def test_another_server_in_the_place_of_the_one_that_was_published_to_is_noticed(rt, served, mismatch):
+def test_another_server_in_the_place_of_the_one_that_was_published_to_is_noticed(rt, served, mismatch, monkeypatch):
     assert_heals(rt, served, mismatch)
     served.start()
     with pytest.raises(StaleWeights, match="has been started again since weights were published to it"):
@@ -73,7 +73,8 @@ def test_another_server_in_the_place_of_the_one_that_was_published_to_is_noticed
     assert rt.engine.weights_version is None
     assert_heals(rt, served, mismatch)
     train_step(rt)
-    with rt.rollout():
+    with rt.rollout(), monkeypatch.context() as patient:
+        patient.setattr(rt.engine._server, "_deadline_s", START_S)  # the server is started within the request
         served.proxy.once("/generate", lambda _: served.start() and False)
         with pytest.raises(StaleWeights, match="has been started again"):
             rt.generate(PROMPTS[:1], **ALL)
