@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
@@ -18,7 +19,7 @@ import colo
 from colo.engine import AdapterWeights, Engine, EngineState
 from colo.errors import BudgetError, PhaseError, StaleWeights, TransferError, Unsupported
 from colo.rl.loop import GRPOConfig, Problem, grpo
-from colo.testing import check_engine
+from colo.testing import check_engine, tiny_tokenizer
 from tests.integration.servers import Proxy, sharing, train_step
 from tests.integration.sglang_server import Server, needs_sglang
 from tests.models import small_qwen3
@@ -166,6 +167,8 @@ def test_samples_seeds_temperatures_and_stops(share, model, mismatch):
     assert mismatch(model, [greedy]) < CLOSE
     stop = greedy.token_ids[0]
     (ended,) = rt.generate([PROMPTS[1]], max_tokens=4, temperature=0, stop_token_ids=(stop,))
+    with pytest.raises(Unsupported, match="SGLang ignores stop_token_ids where it ignores the model's own end"):
+        rt.generate([PROMPTS[1]], stop_token_ids=(stop,), ignore_eos=True)
     assert (ended.token_ids, ended.finish_reason) == ((stop,), "stop")
     (full,) = rt.generate([[1] * 120], max_tokens=100, ignore_eos=True)
     assert 1 <= len(full.token_ids) <= 8 and full.finish_reason == "length", "where the positions end"
@@ -369,6 +372,41 @@ def test_grpo_learns_on_the_server(share, randomize, lora):
     first, last = ([step["reward"] for step in part] for part in (history[:3], history[-3:]))
     assert sum(last) / 3 > sum(first) / 3 + 0.25
     assert max(step["mismatch"] for step in history) < CLOSE
+
+
+@pytest.mark.parametrize("lora", [None, LoraConfig(r=8, target_modules="all-linear")], ids=["full", "lora"])
+def test_a_trainer_of_trls_is_attached_to_the_server(server, model, tmp_path, lora):
+    trl = pytest.importorskip("trl", reason="TRL is not installed: pip install 'colo-rl[trl]'")
+    args = trl.GRPOConfig(
+        str(tmp_path),
+        max_steps=3,
+        per_device_train_batch_size=8,
+        num_generations=4,
+        max_completion_length=6,
+        learning_rate=1e-2,
+        logging_steps=1,
+        bf16=False,
+        use_cpu=True,
+        report_to="none",
+        save_strategy="no",
+        disable_tqdm=True,
+    )
+    trainer = trl.GRPOTrainer(
+        model,
+        lambda completion_ids, **_: [float(sum(token < LOW for token in ids)) for ids in completion_ids],
+        args,
+        train_dataset=Dataset.from_dict({"prompt": [f"{a}+{b}=" for a in range(4) for b in range(4)]}),
+        processing_class=tiny_tokenizer(),
+        peft_config=lora,
+    )
+    rt = colo.attach(trainer, engine=colo.connect(server.url, device="cpu", deadline_s=DEADLINE_S))
+    trainer.train()
+    steps = [entry for entry in trainer.state.log_history if "reward" in entry]
+    assert len(steps) == 3 and rt.weights_version == 3
+    assert all(entry["sampling/sampling_logp_difference/max"] < 1e-3 for entry in steps)
+    assert all(entry["grad_norm"] > 0 for entry in steps)
+    assert all(entry["colo/sent_bytes"] > 0 for entry in steps[1:])  # before the first, as it was attached
+    rt.close()
 
 
 def test_the_example_learns(server, tmp_path):

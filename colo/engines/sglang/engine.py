@@ -326,6 +326,11 @@ class SGLangEngine(ServerEngine[Facts]):
                 f"SGLang's log-probabilities leave {', '.join(filters)} out, and would not be those of what is "
                 "sampled: sample without filters"
             )
+        if params.ignore_eos and params.stop_token_ids:
+            raise Unsupported(
+                "SGLang ignores stop_token_ids where it ignores the model's own end: leave ignore_eos or "
+                "stop_token_ids out"
+            )
         if params.seed is not None and not self._facts.started_with.get("enable_deterministic_inference"):
             raise Unsupported("this SGLang server ignores seeds: start it with --enable-deterministic-inference")
 
