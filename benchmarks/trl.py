@@ -172,15 +172,12 @@ def _measured(name: str, folder: str, options: Mapping[str, Any]) -> Row:
         lora = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear") if options["lora"] else None
         trainer, ready_s = clocked(lambda: kind(folder, [low_tokens], args, train_dataset=data, peft_config=lora))
         synced_s = _time_syncs(trainer) if stock else []
-        lengths = _lengthen(trainer, context) if context else []
-        why = _trained(trainer)
+        found = _longest(trainer, context) if context else trainer.train()
     history = [entry for entry in trainer.state.log_history if "reward" in entry]
     if not stock:
         _to_close.append(trainer.colo)
     if context:
-        # the last that began has failed, unless none has
-        done = lengths[:-1] if why else lengths
-        return {"way": name, "context": done[-1] if done else 0, "ended": why, "peak_bytes": peak[0] or None}
+        return {"way": name, **found, "peak_bytes": peak[0] or None}
     steps = [entry["step_time"] for entry in history][2:] or [history[-1]["step_time"]]
     between = synced_s or [entry["colo/switch_s"] + entry.get("colo/sync_s", 0.0) for entry in history]
     return {
@@ -223,14 +220,16 @@ def _lengthen(trainer: Any, context: int) -> list[int]:
     return began
 
 
-def _trained(trainer: Any) -> str | None:
-    """Train; return the error where memory did not suffice."""
+def _longest(trainer: Any, context: int) -> Row:
+    """Train until memory does not suffice; return the longest `context` of a whole step, and how it has `ended`."""
+    began, why = _lengthen(trainer, context), None
     try:
         trainer.train()
     except (torch.OutOfMemoryError, BudgetError) as error:
         traceback.print_exc()  # which tells the phase
-        return str(error).partition("\n")[0]
-    return None
+        why = str(error).partition("\n")[0]
+    done = began[:-1] if why else began  # the last that began has failed
+    return {"context": done[-1] if done else 0, "ended": why}
 
 
 _to_close: list[Any] = []  # runtimes, in the process of one side

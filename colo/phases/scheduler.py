@@ -56,7 +56,7 @@ class Scheduler:
 
         self.segments: Mapping[str, Segment] = {segment.name: segment for segment in segments}
         self.offload = budget.offload  # when trainer state leaves for a rollout; may be changed between phases
-        self._budget = budget
+        self.budget = budget
         self._needs = needs
         # in the order in which they began: one copy stream ends them in that order
         self._departing: dict[str, Move] = {}
@@ -79,7 +79,7 @@ class Scheduler:
     def ledger(self) -> Ledger:
         """Who holds what now; moves under way count as finished."""
         rows = (Holding.of(segment) for segment in self.segments.values())
-        budget = self._budget
+        budget = self.budget
         return Ledger.of(rows, capacity_bytes=budget.capacity_bytes, host_capacity_bytes=budget.host_capacity_bytes)
 
     def plan(self, target: Phase, ledger: Ledger | None = None) -> Transition:
@@ -95,7 +95,7 @@ class Scheduler:
             needs=self._needs,
             working_bytes=self.working_bytes.get(target, 0),
             offload=self.offload,
-            drop_cache=self._budget.drop_cache,
+            drop_cache=self.budget.drop_cache,
         )
 
     def enter(self, target: Phase) -> Transition:
@@ -258,7 +258,7 @@ class Scheduler:
         for name in [n for n in self._departing if n != keep]:
             # bytes held at this moment: the ledger counts moves under way as finished
             held_bytes = sum(segment.device_bytes for segment in self.segments.values())
-            if held_bytes + needed_bytes <= self._budget.capacity_bytes:
+            if held_bytes + needed_bytes <= self.budget.capacity_bytes:
                 return
             if (move := self._departing.pop(name, None)) is not None:  # else it has ended beside an earlier one
                 move.wait()

@@ -125,8 +125,7 @@ def plan_transition(
     by_need: dict[Need, list[Holding]] = {need: [] for need in Need}
     for holding in ledger.holdings.values():
         by_need[needs[target].get(holding.name, Need.UNUSED)].append(holding)
-    drops_cache = drop_cache and target is Phase.TRAIN
-    leaving, side_by_side = _evictions(target, ledger, by_need, working_bytes, offload, drops_cache=drops_cache)
+    leaving, side_by_side = _evictions(target, ledger, by_need, working_bytes, offload, drop_cache=drop_cache)
     # the condition is for the type checker: none leaves that has no place to go (`_may_leave`)
     moves = [(h, h.away) for h in leaving if h.away is not None]
     moves += [(h, Residency.RESIDENT) for h in by_need[Need.RESIDENT] if h.residency in _AWAY]
@@ -188,7 +187,7 @@ def _evictions(
     working_bytes: int,
     offload: Offload,
     *,
-    drops_cache: bool,
+    drop_cache: bool,
 ) -> tuple[list[Holding], bool]:
     """Choose the segments that leave; also true if late segments and working memory fit together.
 
@@ -201,7 +200,8 @@ def _evictions(
     # not for SYNC, which the rollout follows, with a plan of its own
     is_eager = offload is Offload.ALWAYS and target in (Phase.ROLLOUT, Phase.TRAIN)
     wanted_bytes = arriving_bytes + late_bytes + working_bytes - ledger.free_bytes
-    chosen = [h for h in movable if is_eager or (drops_cache and h.name == ENGINE_KV_CACHE)]
+    is_dropped = drop_cache and target is Phase.TRAIN
+    chosen = [h for h in movable if is_eager or (is_dropped and h.name == ENGINE_KV_CACHE)]
     others = [h for h in movable if h not in chosen]
     chosen += _cheapest(others, wanted_bytes - sum(h.size_bytes for h in chosen))
     available_bytes = ledger.free_bytes + sum(h.size_bytes for h in chosen)

@@ -361,8 +361,10 @@ class Turns:
             self._steps_taken += self._session.has_stepped
             # as many as came between the last two rollouts
             if self._session.has_stepped and self._steps_taken == self._steps_expected:
-                if self._scheduler.offload is Offload.ALWAYS and self._device.type == "cuda":
-                    # Of activations and gradients. Before anything leaves: the driver frees nothing beside copies.
+                gives_back = self._scheduler.offload is Offload.ALWAYS or self._scheduler.budget.drop_cache
+                if gives_back and self._device.type == "cuda":
+                    # Of activations and gradients, which would lie beside the KV cache. Before anything leaves: the
+                    # driver frees nothing beside copies.
                     torch.cuda.empty_cache()
                 # What has to leave for the rollout starts leaving now, beside other work. The loop may still read, clip
                 # or drop its gradients.

@@ -90,17 +90,21 @@ def test_the_report_and_the_picture_are_shown(path):
 
 
 WHAT_IS_PRINTED = {
-    "01_trl_lora": r"^equal, bit for bit: (True|False)$",  # of a GPU, on which vLLM's kernels do not repeat every token
+    "01_trl_lora": r"^equal, bit for bit: True$",
     "02_full_streamed": r"^optimizer: (streamed|resident): ",
     "03_plain_loop": r"^step  1  reward \d\.\d\d  version \d+, 0 bytes sent$",
+}
+STORED = {
+    "01_trl_lora": r"^6 right before, 75 after, of 100$",
     "04_unsloth": r"^6 right before, 72 after, of 100$",
 }
+"""Of a GPU, on which vLLM's kernels for LoRA do not repeat every token: two runs are not equal there."""
 
 
 @every_notebook
 def test_what_is_stored_is_what_the_code_prints(path):
     stored = "\n".join(map(output_text, code_cells(read(path))))
-    assert re.search(WHAT_IS_PRINTED[path.stem], stored, re.MULTILINE)
+    assert re.search(STORED.get(path.stem) or WHAT_IS_PRINTED[path.stem], stored, re.MULTILINE)
 
 
 @pytest.mark.slow
@@ -120,5 +124,4 @@ def test_the_code_runs(path, tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert re.search(WHAT_IS_PRINTED[path.stem], done.stdout, re.MULTILINE)
-    assert "equal, bit for bit: False" not in done.stdout
     assert (tmp_path / "run.html").stat().st_size > 1000

@@ -247,7 +247,7 @@ class WorkerInfo(Message):
 
     weights_bytes: int
     weights_in: str
-    """`slabs` of colo's loader, vLLM's sleep `pool`, or other `memory`."""
+    """`slabs` of colo's loader, vLLM's sleep `pool`, or other `memory`; `elsewhere` to a client on another device."""
 
     weights_can_leave: bool
     kv_cache_bytes: int

@@ -51,6 +51,9 @@ class WorkerLink(ABC):
     through: WeightsFolder | None = None
     """Versions of weights that workers elsewhere read; `None` for those on the trainer's machine and device."""
 
+    cache_bytes: int = 0
+    """KV cache of a worker elsewhere."""
+
     why_not_shared: str | None = None
     """The reason why the workers' memory cannot be a trainer's; `None` where it can."""
 

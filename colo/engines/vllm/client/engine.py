@@ -249,17 +249,16 @@ class VLLMEngine(EngineBase):
     def lacking_flags(self) -> Mapping[str, str]:
         """Options that a server was started without, and what it cannot do therefore."""
         info = self._link.infos[0]
-        can_leave = info.kv_cache_can_leave or self._link.through is not None
         wanted = {
-            "--enable-sleep-mode": (can_leave, "its KV cache stays on the device"),
+            "--enable-sleep-mode": (info.kv_cache_can_leave, "its KV cache stays on the device"),
             "--enable-lora": (bool(info.max_adapters), "it takes no adapters"),
         }
         return {flag: lack for flag, (has, lack) in wanted.items() if not has}
 
     @property
     def cache_bytes(self) -> int:
-        """KV cache of a worker, also of a server elsewhere, whose segments have no bytes here."""
-        return self._link.infos[0].kv_cache_bytes
+        """KV cache of a server elsewhere, whose segments have no bytes here."""
+        return self._link.cache_bytes
 
     @property
     def pinned_bytes(self) -> int:
@@ -269,8 +268,6 @@ class VLLMEngine(EngineBase):
     @property
     def residual_bytes(self) -> Mapping[str, int]:
         """Device bytes that no sleep gives back: what they are, and how many; measured when vLLM has started."""
-        if self._link.through is not None:
-            return {}
         known: Counter[str] = sum((Counter(info.residual_bytes) for info in self._link.infos), Counter())
         in_segments = sum(segment.size_bytes for segment in self.segments)
         # what the driver says that the start took, less what has a name

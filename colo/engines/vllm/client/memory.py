@@ -23,7 +23,7 @@ from colo.engines.vllm.store import WeightStore
 from colo.errors import ColoError, EngineLost, PhaseError, TransferError, Unsupported
 from colo.memory.copy_plan import wait_for_queued
 from colo.memory.load_plan import Copy, LoadPlan, Part
-from colo.memory.probe import device_id
+from colo.memory.probe import device_id, free_device_bytes
 from colo.memory.share import Description, Exported, Staging, Wire, open_shared_memory, spec_of, view
 from colo.memory.specs import CopySpec
 from colo.phases.phase import ENGINE_KV_CACHE, ENGINE_WEIGHTS, Done, Move, Residency, check_move
@@ -43,11 +43,6 @@ class WorkerMemory:
 
     def hold(self, link: WorkerLink, weights: WorkerWeights) -> None:
         """Be what an engine that has just started holds. Host memory for weights that can leave is pinned meanwhile."""
-        if link.through is not None:  # nothing of it lies on the trainer's device
-            self.weights.reset(0, None)
-            self.kv_cache.reset(0, None)
-            self._link, self._weights, self._weights_outlive = link, weights, False
-            return
         info = link.infos[0]
         weights_away = Residency.OFFLOADED if info.weights_can_leave and not self._shared else None
         if weights_away is not None:
@@ -85,7 +80,7 @@ class WorkerMemory:
     def why_it_stays(self, name: str) -> str:
         """The reason why a segment never leaves, in words that follow `it is`."""
         if self._link.through is not None:
-            return "memory of another device"
+            return self._weights.where
         if name == ENGINE_KV_CACHE:
             return f"not in vLLM's sleep pool ({self._link.how_to_free['pool']})"
         return "the trainer's memory too" if self._shared else self._weights.why_they_stay
@@ -95,8 +90,8 @@ class WorkerMemory:
         device = self._link.device
         if target is not Residency.RESIDENT:
             self._before_leaving(segment.name, target)
-        elif device.type == "cuda":
-            torch.cuda.empty_cache()  # activations that torch keeps in this process would lie beside the KV cache
+        elif device.type == "cuda" and free_device_bytes(device) < segment.size_bytes:
+            torch.cuda.empty_cache()  # what torch keeps in this process, and the engine's will need
 
     def begin_move(self, segment: WorkerSegment, target: Residency) -> None:
         """Start a move in every worker; where one refuses, the others go back."""
@@ -211,10 +206,13 @@ class WorkerWeights:
     @property
     def where(self) -> str:
         """A phrase for reports: the memory that they lie in."""
-        if self._link.through is not None:
-            return "memory of another device"
         if not self._in_slabs:
-            return {"pool": "vLLM's sleep pool", "memory": "vLLM's own memory"}[self._link.infos[0].weights_in]
+            places = {
+                "pool": "vLLM's sleep pool",
+                "memory": "vLLM's own memory",
+                "elsewhere": "memory of another device",
+            }
+            return places[self._link.infos[0].weights_in]
         if self._store is not None:
             return "memory that the trainer owns"
         return "memory of its own" + (" that can be mapped" if self._link.why_not_shared is None else "")

@@ -19,7 +19,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -70,10 +70,10 @@ def connect(
     """A vLLM server of yours as an engine for `colo.share`, on the same machine and device as the trainer.
 
     `model_name` is the name it serves, by default the first one; `http` replaces the network; `through` is for a server
-    elsewhere. The server stays yours:
-    closing leaves it awake, and its other clients may generate while weights change. The engine starts poisoned, and
-    awake unless the server is paused. Raises: `EngineLost` when nothing answers; `Unsupported`, with the flags to start
-    it with, for a server that cannot take weights from here; `PhaseError` for one that is asleep.
+    elsewhere. The server stays yours: closing leaves it awake, and its other clients may generate while weights change.
+    The engine starts poisoned, and awake unless the server is paused. Raises: `EngineLost` when nothing answers;
+    `Unsupported`, with the flags to start it with, for a server that cannot take weights from here; `PhaseError` for
+    one that is asleep.
     """
     found = device_of(device)
     link = partial(
@@ -258,8 +258,10 @@ class ServerLink(WorkerLink):
                 f"the server at {self.url} takes no weights from here ({error}): {HOW_TO_START}"
             ) from error
         self._check_workers(num_workers)
-        own = pid_namespace()
-        if self.through is None:  # other machines number their processes, and namespaces, in the same way
+        if self.through is not None:
+            self._count_elsewhere()
+        else:  # not elsewhere: other machines number their processes, and namespaces, in the same way
+            own = pid_namespace()
             with suppress(psutil.NoSuchProcess):  # they have ended just now, which the next request will tell
                 self._processes = [psutil.Process(info.pid) for info in self.infos if info.pid_namespace == own]
         self._model_name = model_name or str(self._ask("GET", "/v1/models")["data"][0]["id"])
@@ -272,6 +274,15 @@ class ServerLink(WorkerLink):
             return self.meet_workers(home=home.describe(to_pid=0))
         finally:
             home.close()
+
+    def _count_elsewhere(self) -> None:
+        """Take from the workers' accounts what lies on another device than the trainer's."""
+        self.cache_bytes = self.infos[0].kv_cache_bytes
+        nothing = {"weights_bytes": 0, "weights_can_leave": False, "kv_cache_bytes": 0, "kv_cache_can_leave": False}
+        self.infos = [
+            replace(info, weights_in="elsewhere", residual_bytes={}, **nothing)  # type: ignore[arg-type]
+            for info in self.infos
+        ]
 
     def _check_workers(self, num_workers: int) -> None:
         if len(self.infos) != num_workers:

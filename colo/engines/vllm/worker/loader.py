@@ -156,7 +156,7 @@ class Placement:
         """Digest all slabs."""
         return Digest.of({f"slab {index}": slab for index, slab in enumerate(self.slabs)})
 
-    def drop_cache(self, tensors: Iterable[torch.Tensor]) -> None:
+    def drop_unused(self, tensors: Iterable[torch.Tensor]) -> None:
         """Give back slabs without any of `tensors`, such as the slab of an output layer that has become tied."""
         used = {place[0] for tensor in tensors if (place := self.locate(tensor)) is not None}
         # weak: a slab that nothing refers to any more may go at once
@@ -261,7 +261,7 @@ class ColoModelLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM ships no t
                 placement.outside[name] = f"{type(module).__name__} keeps a tensor derived from weights"
         if placement.loaded_as is None or placement.digest().differs(placement.loaded_as):
             placement.outside["weights"] = "vLLM's post-processing changes weights in place"
-        placement.loaded_as = None  # a digest keeps the memory of a CPU, which `drop_cache` is to give back
+        placement.loaded_as = None  # a digest keeps the memory of a CPU, which `drop_unused` is to give back
         if not placement.outside:  # else a restart has to load and process anew
             source.done(placement.layout(model))
         elif not source.fill:
@@ -272,7 +272,7 @@ class ColoModelLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM ships no t
             )
         plain = (tensor for _, _, tensor in _plain_tensors(model))
         # after `done`, which says which slabs have weights
-        placement.drop_cache(itertools.chain(model.parameters(), model.buffers(), plain))
+        placement.drop_unused(itertools.chain(model.parameters(), model.buffers(), plain))
         source.close()
         _placements[model] = placement
         return model
