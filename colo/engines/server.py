@@ -32,6 +32,7 @@ from colo.planning.kv_cache import layer_caches
 from colo.units import format_bytes
 from colo.weights.mismatch import not_numbers
 from colo.weights.sources.module import OUTPUT_LAYER, ModuleSource, own_output_layer
+from colo.weights.sources.names import checkpoint_views
 
 # ---- what a server is ----------------------------------------------------------------------------------------------
 
@@ -400,12 +401,12 @@ class ServerEngine(EngineBase, Generic[F]):
     def _checked(
         self, weights: Iterable[tuple[str, torch.Tensor]], add: Callable[[str, torch.Tensor], object]
     ) -> Iterable[tuple[str, torch.Tensor]]:
-        """Weights in the server's dtype, each checked, and given to `add`."""
+        """Weights in the server's dtype, by their names in a checkpoint; each is checked, and given to `add`."""
         for name, tensor in weights:
             self._layout.check_one(name, tensor)
             sent = tensor.detach().to(self._facts.dtype)
             add(name, sent)
-            yield name, sent
+            yield from checkpoint_views({name: sent}, self.model_type)
 
     def _check_request(self, prompts: Sequence[Sequence[int]], params: Any) -> list[tuple[int, ...]]:
         token_ids = [tuple(map(operator.index, prompt)) for prompt in prompts]

@@ -165,11 +165,11 @@ class Proxy:
 class Restarting:
     """A server that is started again, on another checkpoint, behind an address that stays."""
 
-    def __init__(self, kind, folders, logs):
+    def __init__(self, kind, folders, logs, *flags):
         self.kind, self.folders, self.logs, self.num_started = kind, folders, logs, 0
         self.server = None
         self.proxy = Proxy("http://127.0.0.1:9")
-        self.start(*())
+        self.start(*flags)
 
     def start(self, *flags, folder=None):
         if self.server is not None:

@@ -38,7 +38,7 @@ OPTIONS = [  # of a tiny model; what the command line has comes after and wins
     *("--disable-overlap-schedule", "--skip-server-warmup", "--sleep-on-idle"),
     *("--max-total-tokens", "8192", "--max-running-requests", "32", "--mem-fraction-static", "0.5"),
 ]
-FAMILIES = ("llama", "qwen2", "qwen3")  # the other 200 take most of a start to import
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe")  # the other 200 take most of a start to import
 
 
 # ---- sgl_kernel ------------------------------------------------------------------------------------------------------

@@ -22,10 +22,16 @@ class Server(servers.Server):
 
     python, starter, ready = PYTHON, "sglang_cpu.py", "/model_info"
 
-    def scheduler(self):
-        """The process that has the weights: the one whose title SGLang sets so."""
+    environment = (("SGLANG_CPU_OMP_THREADS_BIND", "0|0"),)  # which several ranks ask for
+
+    def schedulers(self):
+        """Processes that have the weights, by rank: SGLang sets their titles so."""
         children = psutil.Process(self.process.pid).children(recursive=True)
-        (found,) = [child for child in children if "scheduler" in " ".join(child.cmdline())]
+        titles = {" ".join(child.cmdline()): child for child in children}
+        return [titles[title] for title in sorted(titles) if "scheduler" in title]
+
+    def scheduler(self):
+        (found,) = self.schedulers()
         return found
 
     @property

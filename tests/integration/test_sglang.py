@@ -314,7 +314,10 @@ def adapted(model, **changes):
     return get_peft_model(model, LoraConfig(**{"r": 4, "lora_alpha": 12, "target_modules": modules} | changes))
 
 
-@pytest.mark.parametrize("changes", [{}, {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"o_proj": 3}}])
+PART = {"target_modules": ["k_proj", "up_proj"], "layers_to_transform": [1]}  # of what the server fuses
+
+
+@pytest.mark.parametrize("changes", [{}, {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"o_proj": 3}}, PART])
 def test_versions_of_an_adapter_reach_the_server_and_the_base_once(share, model, mismatch, changes):
     peft = adapted(model, **changes)
     rt = share(peft)

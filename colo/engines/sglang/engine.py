@@ -34,7 +34,7 @@ from colo.engines.sampling import completion_seed, distorting
 from colo.engines.server import ServerEngine, ServerSegment
 from colo.engines.sglang.server import WHY_IT_STAYS, Facts, away_by, label_with, plain_label, refusals
 from colo.engines.sglang.ways import way_of
-from colo.engines.sglang.weights import EngineLayout, Expected, adapter_as_taken, adapter_payload
+from colo.engines.sglang.weights import EngineLayout, Expected, adapter_as_taken, adapter_payloads
 from colo.errors import EngineLost, StaleWeights, TransferError, Unsupported
 from colo.phases.phase import ENGINE_WEIGHTS, Residency, Segment
 
@@ -91,19 +91,19 @@ class SGLangEngine(ServerEngine[Facts]):
         self._client = secrets.token_hex(4)
         self._label: str | None = None  # of the last publication that has begun
         self._num_labels = 0
-        self._attested: Mapping[str, str] = {}  # checksums of the server's parameters after it
-        self._is_elsewhere = through is not None
-        slab = Slab(device, num_parts=2, size_bytes=bucket_bytes(device))
-        self._way = way_of(through, slab, self._fence, deadline_s)
-        super().__init__(url, device, server, slab)
+        self._attested: Sequence[Mapping[str, str]] = ()  # checksums of the server's parameters after it
+        self._through, self._deadline_s = through, deadline_s
+        super().__init__(url, device, server, Slab(device, num_parts=2, size_bytes=bucket_bytes(device)))
 
     # ---- what a runtime asks -----------------------------------------------------------------------------------------
 
     @property
     def placement(self) -> str:
         """A phrase for reports: where it runs and its weights lie."""
-        where = "on a device of its own" if self._is_elsewhere else "in memory of its own"
-        return f"an SGLang {self._facts.version} server at {self.url}, weights {where}"
+        where = "on a device of its own" if self._through is not None else "in memory of its own"
+        count = self._layout.ranks.tp_size
+        ranks = f", shared by {count} ranks" if count > 1 else ""
+        return f"an SGLang {self._facts.version} server at {self.url}, weights {where}{ranks}"
 
     @property
     def way_of_weights(self) -> str:
@@ -112,7 +112,7 @@ class SGLangEngine(ServerEngine[Facts]):
 
     def why_it_stays(self, segment: Segment) -> str:
         """The reason why a segment never leaves, in words that follow `it is`."""
-        return "memory of another device" if self._is_elsewhere else WHY_IT_STAYS
+        return "memory of another device" if self._through is not None else WHY_IT_STAYS
 
     def pause(self) -> None:
         """Hold back all clients' requests; those in flight are computed again afterwards. Idempotent."""
@@ -148,7 +148,8 @@ class SGLangEngine(ServerEngine[Facts]):
         self._check_same_model()
         expected = Expected(self._layout)
         try:
-            with closing(self._way.publication(self._checked(weights, expected.add), self._facts.config)) as requests:
+            checked = self._checked(weights, expected.add)
+            with closing(self._way.publication(checked, self._facts.config)) as requests:
                 first = next(requests, None)  # before the session: a disk that is full is no matter of the server
                 self._begin_session()
                 try:
@@ -176,14 +177,14 @@ class SGLangEngine(ServerEngine[Facts]):
         if name in self._adapters:
             raise ValueError(f"there is an adapter {name!r} already: give each version a name of its own")
         tensors, settings = adapter_as_taken(adapter, self._layout, self._facts.started_with)
-        packed, sums = adapter_payload(tensors)
+        packed, sums = adapter_payloads(tensors, self._layout.ranks.tp_size)
         self._num_labels += 1
         served = f"{name}-{self._client}-{self._num_labels}"  # the server's caches go by names
         self._tell(
             "/load_lora_adapter_from_tensors",
             lora_name=served,
             config_dict=settings,
-            serialized_named_tensors=[packed],
+            serialized_named_tensors=packed,
             load_format="flattened_bucket",
             expected_checksums=sums,
         )
@@ -237,16 +238,21 @@ class SGLangEngine(ServerEngine[Facts]):
         """Ask the server what it is, and bring back what a client that has gone put to sleep."""
         self._facts = self._learn()
         specs, sizes = self._outline()
-        self._layout = EngineLayout.of(specs, self._checksums())
+        ranks, sums = self._facts.ranks, self._checksums()
+        self._layout = EngineLayout.of(specs, sums[0], ranks, self.model_type)
+        if ranks.tp_size > 1:  # what its first rank has, which is on the trainer's device
+            cache_bytes = sizes["kv_cache"] // min(ranks.tp_size, ranks.num_kv_heads)
+            sizes = {"weights": self._layout.rank_bytes, "kv_cache": cache_bytes}
+        self._way = way_of(self._through, self._slab, self._fence, num_ranks=ranks.tp_size, deadline_s=self._deadline_s)
         self._resume_memory(self._facts.label, away_by(self._facts.label))
         away = self._facts.leaves
-        if self._is_elsewhere:  # it has nothing of the trainer's device
+        if self._through is not None:  # it has nothing of the trainer's device
             away, sizes = dict.fromkeys(TAGS), dict.fromkeys(TAGS, 0)
         if not self._segments:
             self._segments = tuple(ServerSegment(t, sizes[t], away[t], self._move, refusals(away[t])) for t in TAGS)
         self._tell_all(self._way.meeting())
         for segment in self._segments:
-            segment.residency = Residency.RESIDENT
+            segment.residency, segment.size_bytes = Residency.RESIDENT, sizes[segment.tag]
         left, self._adapters = list(self._adapters.values()), {}
         for served in left:
             with suppress(TransferError):  # a server that was started again has none of them
@@ -259,7 +265,8 @@ class SGLangEngine(ServerEngine[Facts]):
 
     def _check_same_model(self) -> None:
         super()._check_same_model()
-        if self._checksums().keys() != self._layout.parts.keys():
+        layout = self._layout
+        if self._facts.ranks != layout.ranks or any(sums.keys() != layout.parts.keys() for sums in self._checksums()):
             raise self._another_model(self._facts)
 
     # ---- labels ------------------------------------------------------------------------------------------------------
@@ -308,11 +315,10 @@ class SGLangEngine(ServerEngine[Facts]):
         self._label = f"colo-{self._client}-{self._num_labels}"
         self._name(label_with(self._label, set(away_by(self._facts.label))))
 
-    def _checksums(self, **body: Any) -> Mapping[str, str]:
-        """Checksums of the server's parameters, by its own names."""
-        (rank,) = self._tell("/weights_checker", action="checksum", **body)["ranks"]
-        found: Mapping[str, str] = rank["checksums"]
-        return found
+    def _checksums(self, **body: Any) -> Sequence[Mapping[str, str]]:
+        """Checksums of the parameters of each of the server's ranks, by its own names."""
+        ranks = self._tell("/weights_checker", action="checksum", **body)["ranks"]
+        return [rank["checksums"] for rank in ranks]
 
     def _fence(self) -> None:
         """Wait for what the server has queued on its GPU, which it does before it sums; every name is left out."""

@@ -12,6 +12,7 @@ from transformers import PretrainedConfig
 
 from colo.engines.base import TAGS
 from colo.engines.server import ServerFacts, config_of, own_dtype
+from colo.engines.sglang.ranks import Ranks
 from colo.errors import Unsupported
 from colo.phases.phase import Residency
 
@@ -42,6 +43,17 @@ class Facts(ServerFacts):
     started_with: Mapping[str, Any]  # its options
 
     @property
+    def ranks(self) -> Ranks:
+        """Its ranks, which share the weights."""
+        text = self.config.get_text_config()
+        return Ranks(
+            tp_size=self.started_with.get("tp_size") or 1,
+            ep_size=self.started_with.get("ep_size") or 1,
+            num_kv_heads=getattr(text, "num_key_value_heads", None) or 1,
+            num_experts=getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None) or 0,
+        )
+
+    @property
     def leaves(self) -> Mapping[str, Residency | None]:
         """Residency in which memory of each tag waits; `None` where it stays."""
         dropped = Residency.DISCARDED if self.started_with.get("enable_memory_saver") else None
@@ -66,9 +78,9 @@ class Facts(ServerFacts):
         if Version(server["version"]) < Version(OLDEST):
             raise Unsupported(f"{where} is of version {server['version']}: colo needs {OLDEST} or later")
         for option, plain, why in (
-            ("tp_size", (1,), "colo trains beside an engine on one GPU"),
-            ("pp_size", (1,), "colo trains beside an engine on one GPU"),
-            ("dp_size", (1,), "colo trains beside an engine on one GPU"),
+            ("pp_size", (1,), "colo knows of ranks that share layers, not of stages"),
+            ("dp_size", (1,), "each replica would have to be attested: start a server for each, and share a list"),
+            ("ep_num_redundant_experts", (0, None), "colo knows of experts that one rank has"),
             ("weight_cache_mode", ("off", None), "the weights belong to another process"),
             ("quantization", (None,), "quantized weights are not the trainer's"),
             ("speculative_algorithm", (None,), "a drafter's weights would stay as they are"),

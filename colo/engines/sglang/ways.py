@@ -23,7 +23,7 @@ from transformers import PretrainedConfig
 from colo.engines.buckets import Slab, bucket_bytes, buckets, bytes_of
 from colo.engines.elsewhere import Broadcast, WeightsFolder
 from colo.engines.http import Body
-from colo.engines.sglang.weights import payload
+from colo.engines.sglang.weights import payloads
 from colo.errors import TransferError
 from colo.memory.copy_plan import wait_for_queued
 
@@ -54,29 +54,37 @@ class Way:
 
 
 def way_of(
-    through: WeightsFolder | Broadcast | None, slab: Slab, fence: Callable[[], object], deadline_s: float
+    through: WeightsFolder | Broadcast | None,
+    slab: Slab,
+    fence: Callable[[], object],
+    *,
+    num_ranks: int,
+    deadline_s: float,
 ) -> Way:
-    """The way that `through` asks for. `slab` and `fence` are those of `SlabWay`; a broadcast has `deadline_s`."""
+    """The way that `through` asks for to a server of `num_ranks`.
+
+    `slab` and `fence` are those of `SlabWay`; a broadcast has `deadline_s`.
+    """
     if isinstance(through, WeightsFolder):
         return FolderWay(through)
     if isinstance(through, Broadcast):
-        return BroadcastWay(through.address, slab.device, deadline_s)
-    return SlabWay(slab, fence)
+        return BroadcastWay(through.address, slab.device, num_ranks, deadline_s)
+    return SlabWay(slab, fence, num_ranks)
 
 
 class SlabWay(Way):
     """Buckets that a server of this machine unpacks."""
 
-    def __init__(self, slab: Slab, fence: Callable[[], object]) -> None:
+    def __init__(self, slab: Slab, fence: Callable[[], object], num_ranks: int) -> None:
         """`fence` waits until the server has read what it was told of: it answers when it has queued its copies."""
-        self._slab, self._fence = slab, fence
+        self._slab, self._fence, self._num_ranks = slab, fence, num_ranks
         self.words = "within requests" if slab.device.type == "cpu" else "by CUDA IPC, out of a slab in two halves"
 
     def publication(self, weights: Iterable[tuple[str, torch.Tensor]], config: PretrainedConfig) -> Requests:
         """Buckets, one after another."""
         for bucket in buckets(weights, bucket_bytes(self._slab.device)):
-            packed = payload(self._slab, bucket, self._fence)
-            yield "/update_weights_from_tensor", {"serialized_named_tensors": [packed], **_BUCKET}
+            packed = payloads(self._slab, bucket, self._num_ranks, self._fence)
+            yield "/update_weights_from_tensor", {"serialized_named_tensors": packed, **_BUCKET}
 
 
 class FolderWay(Way):
@@ -93,14 +101,15 @@ class FolderWay(Way):
 
 
 class BroadcastWay(Way):
-    """A process group of two: the trainer, rank 0, and the server. Nothing of torch's own groups is touched.
+    """A process group of the trainer, rank 0, and the server's ranks. Nothing of torch's own groups is touched.
 
     A group in which a broadcast has failed is not used again: what it has sent may still be on its way.
     """
 
-    def __init__(self, address: str, device: torch.device, deadline_s: float) -> None:
-        """`address` is this machine's, as the server reaches it."""
+    def __init__(self, address: str, device: torch.device, num_ranks: int, deadline_s: float) -> None:
+        """`address` is this machine's, as the server of `num_ranks` reaches it."""
         self._address, self._device, self._deadline_s = address, device, deadline_s
+        self._size = 1 + num_ranks
         self._backend = "nccl" if device.type == "cuda" else "gloo"
         self._name = ""
         self._group: Any = None  # torch's backend, while it is whole
@@ -111,7 +120,7 @@ class BroadcastWay(Way):
         self._name, made = f"colo-{secrets.token_hex(4)}", list[Any]()
         deadline = timedelta(seconds=self._deadline_s)
         store = distributed.TCPStore(  # type: ignore[attr-defined]
-            self._address, 0, 2, is_master=True, timeout=deadline, wait_for_workers=False
+            self._address, 0, self._size, is_master=True, timeout=deadline, wait_for_workers=False
         )
 
         def join() -> None:
@@ -120,7 +129,7 @@ class BroadcastWay(Way):
 
         joining = threading.Thread(target=join, name="colo-broadcast", daemon=True)
         joining.start()
-        where = {"master_address": self._address, "master_port": store.port, "rank_offset": 1, "world_size": 2}
+        where = {"master_address": self._address, "master_port": store.port, "rank_offset": 1, "world_size": self._size}
         yield "/init_weights_update_group", {**where, "group_name": self._name, "backend": self._backend}
         joining.join(self._deadline_s)
         if not made:
@@ -169,10 +178,10 @@ class BroadcastWay(Way):
         for name in (self._name, f"{self._name}/", f"{kind}/"):
             store = distributed_c10d.PrefixStore(name, store)
         if self._backend == "gloo":
-            return distributed.ProcessGroupGloo(store, 0, 2, timeout=deadline)
+            return distributed.ProcessGroupGloo(store, 0, self._size, timeout=deadline)
         options = distributed.ProcessGroupNCCL.Options()
         options._timeout = deadline
-        return distributed.ProcessGroupNCCL(store, 0, 2, options)
+        return distributed.ProcessGroupNCCL(store, 0, self._size, options)
 
 
 def _outlast(work: Any, group: object) -> None:

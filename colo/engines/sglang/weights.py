@@ -19,10 +19,11 @@ import torch
 from colo.engine import AdapterWeights
 from colo.engines.buckets import Slab, bytes_of, described, pack
 from colo.engines.server import Outline
+from colo.engines.sglang.ranks import Ranks
 from colo.engines.sglang.server import LORA_FLAGS
 from colo.errors import TransferError, Unsupported
 from colo.memory.specs import TensorSpec
-from colo.weights.sources.module import OUTPUT_LAYER
+from colo.weights.sources.names import checkpoint_views
 
 FUSED: Mapping[str, Sequence[str]] = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
@@ -33,8 +34,7 @@ FUSED: Mapping[str, Sequence[str]] = {
 ADAPTED = frozenset(part for parts in FUSED.values() for part in parts) | {"o_proj", "down_proj"}
 """Modules that a server applies adapters to, when it is told to take all."""
 
-_PADDED = ("embed_tokens.weight", OUTPUT_LAYER)
-_ROWS = 64  # vocabularies are padded with zeros to a multiple of it
+_DOWN = (".down_proj.weight", ".w2.weight")
 _BASE = ".base_layer."  # in names of modules that take adapters
 
 _WORD, _MASK = 0xFFFFFFFF, (1 << 64) - 1
@@ -45,31 +45,54 @@ _WORD, _MASK = 0xFFFFFFFF, (1 << 64) - 1
 
 @dataclass(frozen=True, slots=True)
 class EngineLayout(Outline):
-    """Parameters of an engine, each with the names of the weights that it is made of."""
+    """Parameters of an engine, each with the names of the weights, in a checkpoint, that it is made of."""
 
     parts: Mapping[str, tuple[str, ...]]  # names of the weights in each of the engine's parameters
+    ranks: Ranks
+    model_type: str | None
 
     @classmethod
-    def of(cls, specs: Iterable[TensorSpec], parameters: Iterable[str]) -> EngineLayout:
+    def of(
+        cls, specs: Iterable[TensorSpec], parameters: Iterable[str], ranks: Ranks, model_type: str | None = None
+    ) -> EngineLayout:
         """Find the weights in each parameter. Raises: `Unsupported` for a model that SGLang lays out otherwise."""
         by_name = {spec.name: spec for spec in specs}
-        parts = {name: _parts_of(name.replace(_BASE, "."), by_name) for name in parameters}
-        unknown = [name for name, of in parts.items() if not set(of) <= by_name.keys()]
-        left = by_name.keys() - {part for of in parts.values() for part in of}
+        weights = _on_meta(by_name.values(), model_type)
+        parts = {name: _parts_of(name.replace(_BASE, "."), weights) for name in parameters}
+        unknown = [name for name, of in parts.items() if not of or not set(of) <= weights.keys()]
+        left = weights.keys() - {part for of in parts.values() for part in of}
         if unknown or left:
             name = (unknown or sorted(left))[0]
             raise Unsupported(
                 f"the server's model is laid out in a way that colo does not know ({name}, {len(unknown) + len(left)} "
-                "in all): dense models whose parts of attention and MLP SGLang fuses, or leaves alone, can be trained"
+                "in all): models whose parts of attention, MLP and experts SGLang fuses, or leaves alone, can be "
+                "trained"
             )
-        return cls(by_name, parts)
+        return cls(by_name, parts, ranks, model_type)
+
+    @property
+    def rank_bytes(self) -> int:
+        """Bytes of the weights that the first rank has."""
+        weights = _on_meta(self.specs.values(), self.model_type)
+        shares = (self.ranks.share(*weight, 0) for weight in weights.items())
+        return sum(share.nbytes for share in shares if share is not None)
 
 
-def _parts_of(parameter: str, known: Mapping[str, TensorSpec]) -> tuple[str, ...]:
-    """Weights in a parameter; one that has its name is the whole of it."""
+def _on_meta(specs: Iterable[TensorSpec], model_type: str | None) -> dict[str, torch.Tensor]:
+    empty = {s.name: torch.empty(s.shape, dtype=getattr(torch, s.dtype), device="meta") for s in specs}
+    return dict(checkpoint_views(empty, model_type))
+
+
+def _parts_of(parameter: str, known: Mapping[str, torch.Tensor]) -> tuple[str, ...]:
+    """Weights in a parameter, in order; one that has its name is the whole of it."""
+    if parameter in known:
+        return (parameter,)
     for fused, parts in FUSED.items():
-        if parameter not in known and f".{fused}." in parameter:
+        if f".{fused}." in parameter:
             return tuple(parameter.replace(f".{fused}.", f".{part}.") for part in parts)
+    experts, _, stacked = parameter.rpartition(".")
+    if stacked in ("w13_weight", "w2_weight"):
+        return tuple(n for n in known if n.startswith(f"{experts}.") and n.endswith(_DOWN) is (stacked == "w2_weight"))
     return (parameter,)
 
 
@@ -78,46 +101,56 @@ def _parts_of(parameter: str, known: Mapping[str, TensorSpec]) -> tuple[str, ...
 
 @dataclass(slots=True)
 class Expected:
-    """Checksums that the engine's parameters have to have, added up while weights pass in any order."""
+    """Checksums that the parameters of each rank have to have, added up while weights pass in any order."""
 
     layout: EngineLayout
-    sums: dict[str, str] = field(default_factory=dict)
+    sums: list[dict[str, str]] = field(default_factory=list)
     _waiting: dict[str, torch.Tensor] = field(default_factory=dict)
     _owners: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.sums = [{} for _ in range(self.layout.ranks.tp_size)]
         self._owners = {part: name for name, parts in self.layout.parts.items() for part in parts}
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Take a weight; a parameter is summed when the last of its parts has come."""
-        owner = self._owners[name]
-        self._waiting[name] = tensor
-        parts = self.layout.parts[owner]
-        if all(part in self._waiting for part in parts):
-            whole = [self._waiting.pop(part) for part in parts]
-            self.sums[owner] = checksum(whole, padded=parts[0].endswith(_PADDED))
+        views = checkpoint_views({name: tensor}, self.layout.model_type)
+        self._waiting.update(views)
+        for owner in dict.fromkeys(self._owners[part] for part, _ in views):
+            parts = self.layout.parts[owner]
+            if all(part in self._waiting for part in parts):
+                self._sum(owner, {part: self._waiting.pop(part) for part in parts})
 
-    def check(self, held: Mapping[str, str]) -> None:
-        """Raise `TransferError`, naming a parameter, unless the engine holds what has passed here."""
-        missing = [part for name, parts in self.layout.parts.items() if name not in self.sums for part in parts]
+    def _sum(self, owner: str, parts: Mapping[str, torch.Tensor]) -> None:
+        for rank, sums in enumerate(self.sums):
+            shares = (self.layout.ranks.share(*part, rank) for part in parts.items())
+            sums[owner] = checksum([share for share in shares if share is not None])
+
+    def check(self, held: Sequence[Mapping[str, str]]) -> None:
+        """Raise `TransferError`, naming a parameter, unless the engine's ranks hold what has passed here."""
+        missing = [part for name, parts in self.layout.parts.items() if name not in self.sums[0] for part in parts]
         if missing:
             raise TransferError(f"nothing was sent for {missing[0]}, {len(missing)} in all: the engine kept its own")
-        wrong = [name for name, value in self.sums.items() if held.get(name) != value]
+        wrong = [
+            name + (f" of rank {rank}" if rank else "")
+            for rank, sums in enumerate(self.sums)
+            for name, value in sums.items()
+            if rank >= len(held) or held[rank].get(name) != value
+        ]
         if wrong:
+            count = sum(map(len, self.sums))
             raise TransferError(
-                f"{len(wrong)} of {len(self.sums)} parameters of the server are not what was sent, {wrong[0]} for one: "
+                f"{len(wrong)} of {count} parameters of the server are not what was sent, {wrong[0]} for one: "
                 "another client may have written to it, or it computes with another dtype or layout than it says"
             )
 
 
-def checksum(parts: Sequence[torch.Tensor], *, padded: bool = False) -> str:
+def checksum(parts: Sequence[torch.Tensor]) -> str:
     """SGLang's checksum of a parameter made of `parts`, 16 hexadecimal digits; it depends on the kind of device."""
-    rows = sum(len(part) for part in parts)
-    padding = parts[0].new_zeros(-rows % _ROWS if padded else 0, *parts[0].shape[1:])
     if parts[0].device.type == "cuda":
-        return f"{_gpu_hash(bytes_of(torch.cat([*parts, padding]))):016x}"
+        return f"{_gpu_hash(bytes_of(torch.cat(list(parts)))):016x}"
     found = hashlib.sha256()
-    for part in (*parts, padding):
+    for part in parts:
         found.update(bytes_of(part).numpy().data)
     return found.hexdigest()[:16]
 
@@ -164,11 +197,17 @@ def _fmix32(value: torch.Tensor) -> torch.Tensor:
 # ---- buckets -------------------------------------------------------------------------------------------------------
 
 
-def payload(slab: Slab, bucket: Sequence[tuple[str, torch.Tensor]], fence: Callable[[], object] = lambda: None) -> str:
-    """The payload of a bucket of any dtypes, in bytes of the slab. `fence`: see `Slab.fill`."""
+def payloads(
+    slab: Slab,
+    bucket: Sequence[tuple[str, torch.Tensor]],
+    num_ranks: int,
+    fence: Callable[[], object] = lambda: None,
+) -> list[str]:
+    """The payload of a bucket of any dtypes for each rank, in bytes of one slab. `fence`: see `Slab.fill`."""
     memory, places = slab.fill(bucket, fence)
     metadata = [described(name, tensor, start, tensor.nbytes) for name, tensor, start in places]
-    return pack({"flattened_tensor": memory, "metadata": metadata})
+    # a handle for each rank: whoever opens one gives it back
+    return [pack({"flattened_tensor": memory, "metadata": metadata}) for _ in range(num_ranks)]
 
 
 # ---- adapters ------------------------------------------------------------------------------------------------------
@@ -194,6 +233,11 @@ def adapter_as_taken(
     # one that all modules have stays a number; others become a part of B
     common = (next(iter(scalings)) if len(scalings) == 1 else 0) or 1.0
     tensors = {}
+
+    def take(module: str, a: torch.Tensor, b: torch.Tensor) -> None:
+        tensors[f"base_model.model.{module}.lora_A.weight"] = a
+        tensors[f"base_model.model.{module}.lora_B.weight"] = b
+
     for module, a in adapter.a.items():
         b, last = adapter.b[module], module.rpartition(".")[2]
         spec = layout.specs.get(f"{module}.weight")
@@ -203,16 +247,27 @@ def adapter_as_taken(
             raise Unsupported(f"the server does not adapt {last}: start it with --lora-target-modules all")
         spare = rank - len(a)
         own = adapter.scalings[module] / common
-        tensors[f"base_model.model.{module}.lora_A.weight"] = torch.nn.functional.pad(a.detach(), (0, 0, 0, spare))
         b = b.detach() if own == 1 else b.detach() * own
-        tensors[f"base_model.model.{module}.lora_B.weight"] = torch.nn.functional.pad(b, (0, spare))
-    modules = sorted({module.rpartition(".")[2] for module in adapter.a})
+        take(module, torch.nn.functional.pad(a.detach(), (0, 0, 0, spare)), torch.nn.functional.pad(b, (0, spare)))
+    # the server adapts what it fuses as a whole, and ends where it misses a part
+    adapted = dict.fromkeys(part for module in adapter.a for part in _fused_with(module))
+    for module in adapted.keys() - adapter.a.keys():
+        a = next(iter(adapter.a.values()))
+        rows, columns = layout.specs[f"{module}.weight"].shape
+        take(module, a.new_zeros(rank, columns), a.new_zeros(rows, rank))
+    modules = sorted({module.rpartition(".")[2] for module in adapted})
     settings = {"peft_type": "LORA", "r": rank, "lora_alpha": common * rank, "target_modules": modules}
     return tensors, settings | {"bias": "none"}
 
 
-def adapter_payload(tensors: Mapping[str, torch.Tensor]) -> tuple[str, dict[str, str]]:
-    """The payload of an adapter's tensors, by value, and their SHA-256, which the server compares."""
+def _fused_with(module: str) -> Sequence[str]:
+    """Modules that the server fuses with one, itself among them."""
+    owner, _, last = module.rpartition(".")
+    return next(([f"{owner}.{part}" for part in parts] for parts in FUSED.values() if last in parts), [module])
+
+
+def adapter_payloads(tensors: Mapping[str, torch.Tensor], num_ranks: int) -> tuple[list[str], dict[str, str]]:
+    """Payloads of an adapter's tensors, by value, for each rank, and their SHA-256, which the server compares."""
     on_host = [(name, tensor.detach().cpu()) for name, tensor in tensors.items()]
-    packed = payload(Slab(torch.device("cpu"), num_parts=1), on_host)
+    packed = payloads(Slab(torch.device("cpu"), num_parts=1), on_host, num_ranks)
     return packed, {name: hashlib.sha256(bytes_of(tensor).numpy().data).hexdigest() for name, tensor in on_host}
