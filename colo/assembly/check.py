@@ -58,8 +58,9 @@ def check(
     if sampling:
         rt.engine.sampling_params(None, **sampling)
     with rt.rollout():
-        sampled = rt.generate(prompts, max_tokens=_TOKENS, temperature=1.0, seed=7, ignore_eos=True)
-        honoured, filtered = _sample(rt, prompts[0])
+        past_the_end: dict[str, Any] = {} if _is_refused(rt, prompts[0], ignore_eos=True) else {"ignore_eos": True}
+        sampled = rt.generate(prompts, max_tokens=_TOKENS, temperature=1.0, seed=7, **past_the_end)
+        honoured, filtered = _sample(rt, prompts[0], past_the_end)
     difference = logprob_difference(rt.model, sampled, temperature=1.0, device=rt.device)
     honoured |= {name: _are_best(rt, *pair) for name, pair in filtered.items()}
     # the passes have left a sharded model whole: accelerate looks for shards in its optimizer
@@ -84,33 +85,36 @@ def _prompts(rt: Runtime) -> list[list[int]]:
     return cast("list[list[int]]", torch.randint(0, int(size), (4, 6), generator=generator).tolist())
 
 
-def _sample(rt: Runtime, prompt: Sequence[int]) -> tuple[dict[str, bool], dict[str, tuple[Completion, Completion]]]:
+def _is_refused(rt: Runtime, prompt: Sequence[int], **sampling: Any) -> bool:
+    try:
+        rt.generate([prompt], max_tokens=1, **sampling)
+    except Unsupported:
+        return True
+    return False
+
+
+def _sample(
+    rt: Runtime, prompt: Sequence[int], past_the_end: dict[str, Any]
+) -> tuple[dict[str, bool], dict[str, tuple[Completion, Completion]]]:
     """Options by name, true where they were honoured, and for filters that leave the best tokens: drawn and greedy."""
 
     def sampled(**sampling: Any) -> Completion:
-        # `ignore_eos`: completions of equal length, which `_are_best` pairs one by one
-        defaults = {"max_tokens": _TOKENS, "ignore_eos": True}
-        return rt.generate([prompt], **(defaults | sampling))[0]
-
-    def is_refused(**sampling: Any) -> bool:
-        try:
-            rt.generate([prompt], max_tokens=1, **sampling)
-        except Unsupported:
-            return True
-        return False
+        return rt.generate([prompt], **({"max_tokens": _TOKENS} | past_the_end | sampling))[0]
 
     def stops() -> bool:
         # up to where the stop token comes first: a tiny model repeats itself
-        given, expected = {"temperature": 0.0, "stop_token_ids": [ids[2]]}, ids[: ids.index(ids[2]) + 1]
-        if is_refused(ignore_eos=True, **given):  # the model's own end may come before then
-            found = sampled(ignore_eos=False, **given).token_ids
-            return found == expected[: len(found)]
-        return sampled(**given).token_ids == expected
+        stop = ids[min(2, len(ids) - 1)]
+        given, expected = {"temperature": 0.0, "stop_token_ids": [stop]}, ids[: ids.index(stop) + 1]
+        if past_the_end and not _is_refused(rt, prompt, **past_the_end, **given):
+            return sampled(**given).token_ids == expected
+        # the model's own end may come before then
+        found = sampled(**dict.fromkeys(past_the_end, False), **given).token_ids
+        return found == expected[: len(found)]
 
     greedy = sampled(temperature=0.0)
     ids, seeded = greedy.token_ids, sampled(temperature=1.0, seed=11).token_ids
     honoured = {
-        "max_tokens": len(ids) == _TOKENS,
+        "max_tokens": len(ids) == _TOKENS or (greedy.finish_reason == "stop" and not past_the_end),
         "seed": sampled(temperature=1.0, seed=11).token_ids == seeded,
         "stop_token_ids": stops(),
         "n": len(rt.generate([prompt], n=3, max_tokens=1)) == 3,
@@ -119,7 +123,9 @@ def _sample(rt: Runtime, prompt: Sequence[int]) -> tuple[dict[str, bool], dict[s
     filters: dict[str, dict[str, Any]] = {"top_k": {"top_k": 1}, "top_p": {"top_p": 1e-6}, "min_p": {"min_p": 1.0}}
     filtered = {"temperature": (sampled(temperature=0.0), greedy)}
     for name, given in filters.items():
-        if not is_refused(**given):  # as vLLM's are where it returns log-probabilities from before they act
+        if not _is_refused(
+            rt, prompt, **given
+        ):  # as vLLM's are where it returns log-probabilities from before they act
             filtered[name] = (sampled(**given, seed=1), greedy)
     return honoured, filtered
 
@@ -130,7 +136,7 @@ def _are_best(rt: Runtime, drawn: Completion, greedy: Completion) -> bool:
     Logits in bf16 have equals among 150,000 tokens, of which a filter that leaves the best may draw any. Every rank of
     a sharded trainer makes two passes, whatever it has drawn.
     """
-    pairs = zip(drawn.token_ids, greedy.token_ids, strict=True)
+    pairs = zip(drawn.token_ids, greedy.token_ids, strict=False)  # one may end where the engine lets none go on
     at = next((number for number, (token, best) in enumerate(pairs) if token != best), 0)
     prompt = (*greedy.prompt_token_ids, *greedy.token_ids[:at])
     cost, least = (

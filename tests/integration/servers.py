@@ -13,11 +13,14 @@ from pathlib import Path
 
 import httpx
 import psutil
+import pytest
 import torch
+from datasets import Dataset
 from torch.optim import AdamW
 
 import colo
 from colo.config import RuntimeConfig
+from colo.testing import tiny_tokenizer
 
 START_S = 1200.0
 NO_PROXY = httpx.Limits(max_keepalive_connections=0)
@@ -227,6 +230,40 @@ def train_step(rt):
         rt.model(input_ids=ids, labels=ids).loss.backward()
         rt.optimizer.step()
         rt.optimizer.zero_grad()
+
+
+def train_attached(url, model, folder, is_rewarded, peft_config=None):
+    """Train a model by TRL's trainer for three steps on completions of a server; returns the runtime and the steps."""
+    trl = pytest.importorskip("trl", reason="TRL is not installed: pip install 'colo-rl[trl]'")
+    args = trl.GRPOConfig(
+        str(folder),
+        max_steps=3,
+        per_device_train_batch_size=8,
+        num_generations=4,
+        max_completion_length=6,
+        learning_rate=1e-2,
+        logging_steps=1,
+        bf16=False,
+        use_cpu=True,
+        report_to="none",
+        save_strategy="no",
+        disable_tqdm=True,
+    )
+    trainer = trl.GRPOTrainer(
+        model,
+        lambda completion_ids, **_: [float(sum(map(is_rewarded, ids))) for ids in completion_ids],
+        args,
+        train_dataset=Dataset.from_dict({"prompt": [f"{a}+{b}=" for a in range(4) for b in range(4)]}),
+        processing_class=tiny_tokenizer(),
+        peft_config=peft_config,
+    )
+    rt = colo.attach(trainer, engine=colo.connect(url, device="cpu", deadline_s=120))
+    trainer.train()
+    steps = [entry for entry in trainer.state.log_history if "reward" in entry]
+    assert len(steps) == 3 and rt.weights_version == 3
+    assert all(entry["grad_norm"] > 0 for entry in steps)
+    assert all(entry["colo/sent_bytes"] > 0 for entry in steps[1:])  # before the first, as it was attached
+    return rt, steps
 
 
 @contextmanager

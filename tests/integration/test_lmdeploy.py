@@ -19,7 +19,7 @@ from colo.errors import EngineLost, PhaseError, StaleWeights, TransferError, Uns
 from colo.rl.loop import GRPOConfig, Problem, grpo
 from colo.testing import check_engine
 from tests.integration.lmdeploy_server import Server, as_held, digests, make_model, needs_lmdeploy, save
-from tests.integration.servers import sharing, train_step
+from tests.integration.servers import sharing, train_attached, train_step
 
 pytestmark = [needs_lmdeploy, pytest.mark.slow]
 
@@ -248,6 +248,12 @@ def test_grpo_learns_on_the_server(share, randomize):
     first, last = ([step["reward"] for step in part] for part in (history[:3], history[-3:]))
     assert sum(last) / 3 > sum(first) / 3 + 0.25
     assert max(step["mismatch"] for step in history) < 1e-2, "16 bits there, 32 here"
+
+
+def test_a_trainer_of_trls_is_attached_to_the_server(server, model, tmp_path):
+    rt, steps = train_attached(server.url, model, tmp_path, lambda token: token < LOW)
+    assert all(entry["sampling/sampling_logp_difference/max"] < 5e-2 for entry in steps), "16 bits there, 32 here"
+    rt.close()
 
 
 def test_the_example_runs(server, tmp_path):

@@ -11,7 +11,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
@@ -19,8 +18,8 @@ import colo
 from colo.engine import AdapterWeights, Engine, EngineState
 from colo.errors import BudgetError, PhaseError, StaleWeights, TransferError, Unsupported
 from colo.rl.loop import GRPOConfig, Problem, grpo
-from colo.testing import check_engine, tiny_tokenizer
-from tests.integration.servers import Proxy, sharing, train_step
+from colo.testing import check_engine
+from tests.integration.servers import Proxy, sharing, train_attached, train_step
 from tests.integration.sglang_server import Server, needs_sglang
 from tests.models import small_qwen3
 
@@ -379,36 +378,8 @@ def test_grpo_learns_on_the_server(share, randomize, lora):
 
 @pytest.mark.parametrize("lora", [None, LoraConfig(r=8, target_modules="all-linear")], ids=["full", "lora"])
 def test_a_trainer_of_trls_is_attached_to_the_server(server, model, tmp_path, lora):
-    trl = pytest.importorskip("trl", reason="TRL is not installed: pip install 'colo-rl[trl]'")
-    args = trl.GRPOConfig(
-        str(tmp_path),
-        max_steps=3,
-        per_device_train_batch_size=8,
-        num_generations=4,
-        max_completion_length=6,
-        learning_rate=1e-2,
-        logging_steps=1,
-        bf16=False,
-        use_cpu=True,
-        report_to="none",
-        save_strategy="no",
-        disable_tqdm=True,
-    )
-    trainer = trl.GRPOTrainer(
-        model,
-        lambda completion_ids, **_: [float(sum(token < LOW for token in ids)) for ids in completion_ids],
-        args,
-        train_dataset=Dataset.from_dict({"prompt": [f"{a}+{b}=" for a in range(4) for b in range(4)]}),
-        processing_class=tiny_tokenizer(),
-        peft_config=lora,
-    )
-    rt = colo.attach(trainer, engine=colo.connect(server.url, device="cpu", deadline_s=DEADLINE_S))
-    trainer.train()
-    steps = [entry for entry in trainer.state.log_history if "reward" in entry]
-    assert len(steps) == 3 and rt.weights_version == 3
+    rt, steps = train_attached(server.url, model, tmp_path, lambda token: token < LOW, lora)
     assert all(entry["sampling/sampling_logp_difference/max"] < 1e-3 for entry in steps)
-    assert all(entry["grad_norm"] > 0 for entry in steps)
-    assert all(entry["colo/sent_bytes"] > 0 for entry in steps[1:])  # before the first, as it was attached
     rt.close()
 
 

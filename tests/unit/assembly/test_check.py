@@ -61,6 +61,17 @@ def test_an_engine_that_does_what_the_trainer_does_passes_and_no_weight_changes(
         assert colo.check(rt) == found, "it draws from a seed"
 
 
+@pytest.mark.parametrize("ends_at", [None, 0, 1])
+def test_an_engine_that_ends_where_the_model_does_is_asked_no_more(ends_at):
+    """Of a greedy completion every token is the model's end in turn."""
+    with deaf(refused=("ignore_eos",)) as rt:
+        if ends_at is not None:
+            greedy = rt.generate([[1, 2, 3]], temperature=0.0, max_tokens=8)[0].token_ids
+            rt.engine.module.config.eos_token_id = greedy[ends_at]
+        found = colo.check(rt, [[1, 2, 3], [4, 5]])
+    assert {"max_tokens", "top_k", "stop_token_ids"} <= set(found.options) and found.mismatch < 1e-5
+
+
 def test_a_model_whose_passes_colo_does_not_know_is_refused():
     with shared() as rt:
         rt.model = torch.nn.ModuleList([rt.model])
