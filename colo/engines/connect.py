@@ -33,12 +33,12 @@ def connect(
 
     The server is asked which it is. `model_name` is the name that vLLM serves, by default the first one, or the path of
     LMDeploy's checkpoint, by default the name that it serves; `admin_key` is for SGLang's operations where it was
-    started with `--admin-api-key`; `http` replaces the network. `through` is the way of weights to an SGLang server
-    elsewhere, or as files to one of vLLM's: it has a device of its own, whose memory is not the trainer's to count. The
-    server stays yours: closing leaves it awake where it has weights, and its other clients may generate while weights
-    change, but for LMDeploy's. The engine starts poisoned, and awake unless the server is paused or, of LMDeploy,
-    asleep. Raises: `EngineLost` when nothing answers; `Unsupported`, with the flags to start it with, for a server that
-    cannot take weights from here; `PhaseError` for one of vLLM's that is asleep.
+    started with `--admin-api-key`; `http` replaces the network. `through` is the way of weights to a server of SGLang's
+    or vLLM's elsewhere: it has a device of its own, whose memory is not the trainer's to count. The server stays yours:
+    closing leaves it awake where it has weights, and its other clients may generate while weights change, but for
+    LMDeploy's. The engine starts poisoned, and awake unless the server is paused or, of LMDeploy, asleep. Raises:
+    `EngineLost` when nothing answers; `Unsupported`, with the flags to start it with, for a server that cannot take
+    weights from here; `PhaseError` for one of vLLM's that is asleep.
     """
     url, found = base_url(url), device_of(device)
     kind = _kind_of(url, api_key, http)
@@ -47,13 +47,11 @@ def connect(
         from colo.engines.sglang.engine import SGLangEngine
 
         return SGLangEngine(url, found, admin_key=admin_key, through=through, **common)
-    if through is not None and (kind == "lmdeploy" or not isinstance(through, WeightsFolder)):
-        taken = "WeightsFolder alone" if kind == "vllm" else "neither"
-        raise Unsupported(
-            f"the server at {url} is of {kind}: of the ways of weights to a server elsewhere it takes {taken}; leave "
-            "through out for one on the trainer's device"
-        )
     if kind == "lmdeploy":
+        if through is not None:
+            raise Unsupported(
+                f"the server at {url} is LMDeploy's, and takes weights on the trainer's device alone: leave through out"
+            )
         from colo.engines.lmdeploy.engine import LMDeployEngine
 
         return LMDeployEngine(url, found, checkpoint=model_name, **common)

@@ -2,27 +2,36 @@
 
 A version is a checkpoint of safetensors shards with a manifest, which has a checksum for every weight. It is written
 beside the others and renamed when it is whole, so that who looks for versions finds whole ones only.
+
+A process group for broadcasts has the trainer, rank 0, and an engine's ranks. Nothing of torch's own groups is touched.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import secrets
 import shutil
 import socket
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from torch import distributed
+from torch.distributed import distributed_c10d
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
-from colo.engines.buckets import buckets
+from colo.engines.buckets import buckets, bytes_of
 from colo.errors import BudgetError, TransferError
+from colo.memory.copy_plan import wait_for_queued
 from colo.memory.digest import Digest
 from colo.units import GIB, format_bytes
 
@@ -36,6 +45,12 @@ class Broadcast:
 
     address: str = field(default_factory=socket.gethostname)
     """This machine's, as servers reach it."""
+
+    def __str__(self) -> str:
+        return f"broadcasts from {self.address}"
+
+
+# ---- versions in a folder --------------------------------------------------------------------------------------------
 
 
 class WeightsFolder:
@@ -53,6 +68,9 @@ class WeightsFolder:
             raise ValueError(f"keep must be at least 1, the version that engines read, not {keep}")
         self.path = Path(path).absolute()
         self._keep, self._shard_bytes = keep, shard_bytes
+
+    def __str__(self) -> str:
+        return f"versions of weights in {self.path}"
 
     def versions(self) -> list[Path]:
         """Folders of complete versions, the oldest first."""
@@ -165,3 +183,131 @@ def _described(tensors: Mapping[str, torch.Tensor], file: str) -> dict[str, Any]
         name: {"file": file, "dtype": str(t.dtype), "shape": list(t.shape), "crc32": sums[name]}
         for name, t in tensors.items()
     }
+
+
+# ---- broadcasts ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """A place and a name by which the ranks of a group find one another."""
+
+    address: str
+    port: int
+    name: str
+    size: int  # ranks, the trainer among them
+    backend: str
+
+
+def join(meeting: Meeting, rank: int, deadline_s: float, store: Any = None) -> Any:
+    """A rank's end of a group: torch's backend. `store` is that of who holds it. Raises: `RuntimeError` as torch does.
+
+    The names of stores are nested as `init_process_group` of torch nests them, by which an SGLang server joins.
+    """
+    deadline = timedelta(seconds=deadline_s)
+    if store is None:
+        store = distributed.TCPStore(  # type: ignore[attr-defined]
+            meeting.address, meeting.port, meeting.size, is_master=False, timeout=deadline
+        )
+    # where one backend serves every kind of device, it is made once, under the name of the first
+    kind = next(
+        iter(distributed_c10d.BackendConfig(distributed_c10d.Backend(meeting.backend)).get_device_backend_map())
+    )
+    for name in (meeting.name, f"{meeting.name}/", f"{kind}/"):
+        store = distributed_c10d.PrefixStore(name, store)
+    if meeting.backend == "gloo":
+        return distributed.ProcessGroupGloo(store, rank, meeting.size, timeout=deadline)
+    options = distributed.ProcessGroupNCCL.Options()
+    options._timeout = deadline
+    return distributed.ProcessGroupNCCL(store, rank, meeting.size, options)
+
+
+def broadcast(group: Any, whole: torch.Tensor) -> Any:
+    """Begin to send what rank 0 has in `whole`, uint8, or to receive it there; returns torch's work."""
+    options = distributed.BroadcastOptions()
+    options.rootRank, options.rootTensor = 0, 0
+    return group.broadcast([whole], options)
+
+
+class Broadcaster:
+    """A trainer's end of a group with an engine's ranks.
+
+    A group in which a broadcast has failed is not used again: what it has sent may still be on its way.
+    """
+
+    def __init__(self, address: str, device: torch.device, num_ranks: int, deadline_s: float) -> None:
+        """`address` is this machine's, as the engine of `num_ranks` reaches it."""
+        self._address, self._device, self._size, self._deadline_s = address, device, 1 + num_ranks, deadline_s
+        self.backend = "nccl" if device.type == "cuda" else "gloo"
+        self.name = ""
+        self._group: Any = None  # while it is whole
+
+    @property
+    def is_whole(self) -> bool:
+        """True if there is a group, in which nothing has failed."""
+        return self._group is not None
+
+    @contextmanager
+    def meeting(self) -> Iterator[Meeting]:
+        """Make a group, which the engine is told to join within. Raises: `TransferError` where it does not."""
+        self._group, self.name, made = None, f"colo-{secrets.token_hex(4)}", list[Any]()
+        store = distributed.TCPStore(  # type: ignore[attr-defined]
+            self._address,
+            0,
+            self._size,
+            is_master=True,
+            timeout=timedelta(seconds=self._deadline_s),
+            wait_for_workers=False,
+        )
+        where = Meeting(self._address, store.port, self.name, self._size, self.backend)
+
+        def join_here() -> None:
+            with suppress(RuntimeError):  # which is noticed below
+                made.append(join(where, 0, self._deadline_s, store))
+
+        joining = threading.Thread(target=join_here, name="colo-broadcast", daemon=True)
+        joining.start()
+        yield where
+        joining.join(self._deadline_s)
+        if not made:
+            raise TransferError(f"the server has not joined the trainer's group at {self._address}:{store.port}")
+        (self._group,) = made
+
+    @contextmanager
+    def sending(self, bucket: Iterable[tuple[str, torch.Tensor]]) -> Iterator[list[tuple[str, torch.Tensor]]]:
+        """Send weights while the engine is told of them, within; they are in the order in which their bytes travel.
+
+        Raises: `TransferError` where that fails.
+        """
+        # the engine takes bytes one after another, and wide elements have to begin at multiples of their size
+        ordered = sorted(bucket, key=lambda one: -one[1].element_size())
+        whole = torch.cat([bytes_of(tensor) for _, tensor in ordered])
+        group, self._group = self._group, None  # until all of it has arrived
+        work = broadcast(group, whole)
+        try:
+            yield ordered
+            work.wait()
+        except BaseException as error:
+            # torch waits for what is under way where a group is dropped, and all of Python with it
+            threading.Thread(target=_outlast, args=(work, group), daemon=True).start()
+            if isinstance(error, RuntimeError):
+                raise TransferError(f"the broadcast of weights to the server failed: {error}") from error
+            raise
+        wait_for_queued(self._device)  # `whole` is gone by then
+        self._group = group
+
+
+def parts_of(whole: torch.Tensor, shapes: Sequence[tuple[str, torch.dtype, Sequence[int]]]) -> dict[str, torch.Tensor]:
+    """Weights by name in the bytes of a broadcast: views, one after another."""
+    parts, start = {}, 0
+    for name, dtype, shape in shapes:
+        size = torch.empty(tuple(shape), dtype=dtype, device="meta").nbytes
+        parts[name] = whole[start : start + size].view(dtype).view(tuple(shape))
+        start += size
+    return parts
+
+
+def _outlast(work: Any, group: object) -> None:
+    """Hold a group until a broadcast has ended, by its deadline at the latest."""
+    with suppress(RuntimeError):
+        work.wait()

@@ -128,8 +128,8 @@ def test_a_broadcast_that_nobody_took_is_not_taken_for_the_next(share, server, m
     proxy.once("/update_weights_from_distributed", lambda handler: handler.answer(400, b'{"message": "no"}') or True)
     with pytest.raises(TransferError, match="the server refuses /update_weights_from_distributed: no"):
         rt.generate(PROMPTS, **ALL)
-    first = rt.engine._way._name
-    assert mismatch(model, rt.generate(PROMPTS, **ALL)) < CLOSE and rt.engine._way._name != first
+    first = rt.engine._way._broadcaster.name
+    assert mismatch(model, rt.generate(PROMPTS, **ALL)) < CLOSE and rt.engine._way._broadcaster.name != first
     rt.close()
     proxy.end()
 

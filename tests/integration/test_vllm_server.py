@@ -22,7 +22,8 @@ import colo
 from colo.cli import app
 from colo.config import RuntimeConfig, Weights
 from colo.engine import AdapterWeights, EngineState
-from colo.engines.vllm.wire import BeginReload
+from colo.engines import elsewhere as ways
+from colo.engines.vllm.wire import BeginReload, ReloadBroadcast
 from colo.errors import EngineLost, PhaseError, StaleWeights, TransferError, Unsupported
 from colo.memory.share import Exported, spec_of
 from colo.memory.specs import Manifest
@@ -451,7 +452,10 @@ def elsewhere(server, model, tmp_path):
 
 def test_a_server_elsewhere_reads_versions_of_weights(elsewhere, server, prompts, mismatch):
     rt, folder = elsewhere
-    assert rt.transport.name == "local" and "the server is elsewhere, and reads versions" in rt.transport.reason
+    assert (
+        rt.transport.name == "local"
+        and "the server is elsewhere, and takes versions of weights in" in rt.transport.reason
+    )
     assert rt.engine.placement.endswith("weights in memory of another device")
     assert [segment.size_bytes for segment in rt.engine.segments] == [0, 0] and rt.engine.cache_bytes > 7_000_000
     for step in range(3):
@@ -514,6 +518,63 @@ def test_nothing_is_sampled_from_a_server_elsewhere_that_another_has_taken_over(
     with pytest.raises(EngineLost, match="another client has connected since"):
         rt.generate(prompts, **GREEDY)
     other.close()
+
+
+@pytest.fixture
+def broadcast(server, model):
+    """A runtime of the server as if it were on another machine: weights are broadcast to it."""
+    through = colo.Broadcast("127.0.0.1")
+    engine = colo.connect(server.url, deadline_s=DEADLINE_S, through=through)
+    with colo.share(engine, model, AdamW(model.parameters(), lr=1e-2)) as rt:
+        yield rt
+
+
+def test_weights_are_broadcast_to_a_server_elsewhere(broadcast, prompts, mismatch, monkeypatch):
+    rt = broadcast
+    assert "the server is elsewhere, and takes broadcasts from 127.0.0.1" in rt.transport.reason
+    monkeypatch.setattr("colo.engines.vllm.client.memory.bucket_bytes", lambda device: 20_000)
+    for step in range(3):
+        completions = rt.generate(prompts, **GREEDY)
+        assert mismatch(rt.model, completions) < CLOSE
+        assert {c.weights_version for c in completions} == {step}
+        train_step(rt)
+
+
+def test_a_weight_that_a_broadcast_spoils_is_named_and_the_next_one_arrives(broadcast, prompts, mismatch, monkeypatch):
+    rt = broadcast
+    train_step(rt)
+    send = ways.broadcast
+
+    def spoil(group, whole):
+        whole[-5] ^= 64
+        return send(group, whole)
+
+    with monkeypatch.context() as spoilt:
+        spoilt.setattr(ways, "broadcast", spoil)
+        with pytest.raises(TransferError, match=r"\S+, one of 1 weights, has not arrived at rank 0 as it was sent"):
+            rt.generate(prompts, **GREEDY)
+    assert rt.engine.weights_version is None
+    assert mismatch(rt.model, rt.generate(prompts, **GREEDY)) < CLOSE
+
+
+def test_a_server_that_has_left_the_group_is_told_to_join_another(broadcast, server, prompts, mismatch, monkeypatch):
+    """A broadcast that breaks off ends the group on both sides."""
+    rt = broadcast
+    assert mismatch(rt.model, rt.generate(prompts, **GREEDY)) < CLOSE
+    train_step(rt)
+    call = rt.engine._link.call
+
+    def fail(request):
+        if isinstance(request, ReloadBroadcast):
+            raise TransferError("out of luck")
+        return call(request)
+
+    with monkeypatch.context() as failing:
+        failing.setattr(rt.engine._link, "call", fail)
+        with pytest.raises(TransferError, match="out of luck"):
+            rt.generate(prompts, **GREEDY)
+    assert rt.engine.weights_version is None and not rt.engine._link.broadcaster.is_whole
+    assert mismatch(rt.model, rt.generate(prompts, **GREEDY)) < CLOSE
 
 
 # ---- servers started otherwise ---------------------------------------------------------------------------------------

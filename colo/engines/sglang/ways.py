@@ -7,25 +7,16 @@ BroadcastWay    a process group of trainer and server; each request tells of a b
 
 from __future__ import annotations
 
-import secrets
-import threading
 from abc import abstractmethod
 from collections.abc import Callable, Generator, Iterable
-from contextlib import suppress
-from datetime import timedelta
-from typing import Any
 
 import torch
-from torch import distributed
-from torch.distributed import distributed_c10d
 from transformers import PretrainedConfig
 
-from colo.engines.buckets import Slab, bucket_bytes, buckets, bytes_of
-from colo.engines.elsewhere import Broadcast, WeightsFolder
+from colo.engines.buckets import Slab, bucket_bytes, buckets
+from colo.engines.elsewhere import Broadcast, Broadcaster, WeightsFolder
 from colo.engines.http import Body
 from colo.engines.sglang.weights import payloads
-from colo.errors import TransferError
-from colo.memory.copy_plan import wait_for_queued
 
 Requests = Generator[tuple[str, Body], None, None]
 """Paths and bodies; the server has answered one when the next is asked for. Close it where one has failed."""
@@ -68,7 +59,8 @@ def way_of(
     if isinstance(through, WeightsFolder):
         return FolderWay(through)
     if isinstance(through, Broadcast):
-        return BroadcastWay(through.address, slab.device, num_ranks, deadline_s)
+        broadcaster = Broadcaster(through.address, slab.device, num_ranks, deadline_s)
+        return BroadcastWay(broadcaster, through.address, slab.device)
     return SlabWay(slab, fence, num_ranks)
 
 
@@ -101,90 +93,34 @@ class FolderWay(Way):
 
 
 class BroadcastWay(Way):
-    """A process group of the trainer, rank 0, and the server's ranks. Nothing of torch's own groups is touched.
+    """A process group with the server's ranks; each request tells of a broadcast that has begun."""
 
-    A group in which a broadcast has failed is not used again: what it has sent may still be on its way.
-    """
-
-    def __init__(self, address: str, device: torch.device, num_ranks: int, deadline_s: float) -> None:
-        """`address` is this machine's, as the server of `num_ranks` reaches it."""
-        self._address, self._device, self._deadline_s = address, device, deadline_s
-        self._size = 1 + num_ranks
-        self._backend = "nccl" if device.type == "cuda" else "gloo"
-        self._name = ""
-        self._group: Any = None  # torch's backend, while it is whole
-        self.words = f"by a broadcast over {self._backend}, from {address}"
+    def __init__(self, broadcaster: Broadcaster, address: str, device: torch.device) -> None:
+        self._broadcaster, self._device = broadcaster, device
+        self.words = f"by a broadcast over {broadcaster.backend}, from {address}"
 
     def meeting(self) -> Requests:
         """Make a group, which the server joins at the same time. Raises: `TransferError` where it does not."""
-        self._name, made = f"colo-{secrets.token_hex(4)}", list[Any]()
-        deadline = timedelta(seconds=self._deadline_s)
-        store = distributed.TCPStore(  # type: ignore[attr-defined]
-            self._address, 0, self._size, is_master=True, timeout=deadline, wait_for_workers=False
-        )
-
-        def join() -> None:
-            with suppress(RuntimeError):  # which is noticed below
-                made.append(self._joined(store, deadline))
-
-        joining = threading.Thread(target=join, name="colo-broadcast", daemon=True)
-        joining.start()
-        where = {"master_address": self._address, "master_port": store.port, "rank_offset": 1, "world_size": self._size}
-        yield "/init_weights_update_group", {**where, "group_name": self._name, "backend": self._backend}
-        joining.join(self._deadline_s)
-        if not made:
-            raise TransferError(f"the server has not joined the trainer's group at {self._address}:{store.port}")
-        (self._group,) = made
+        with self._broadcaster.meeting() as where:
+            told: Body = {"master_address": where.address, "master_port": where.port, "world_size": where.size}
+            told |= {"rank_offset": 1, "group_name": where.name, "backend": where.backend}
+            yield "/init_weights_update_group", told
 
     def publication(self, weights: Iterable[tuple[str, torch.Tensor]], config: PretrainedConfig) -> Requests:
         """Buckets, each of which is on its way as the server is told of it. Raises: `TransferError` where one fails."""
-        if self._group is None:
+        if not self._broadcaster.is_whole:
             yield from self.meeting()
-        group, self._group = self._group, None  # until all of it has arrived
-        options = distributed.BroadcastOptions()
-        options.rootRank, options.rootTensor = 0, 0
         for bucket in buckets(weights, bucket_bytes(self._device)):
-            # the server takes bytes one after another, and wide elements have to begin at multiples of their size
-            ordered = sorted(bucket, key=lambda one: -one[1].element_size())
-            whole = torch.cat([bytes_of(tensor) for _, tensor in ordered])
-            told: Body = {
-                "names": [name for name, _ in ordered],
-                "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in ordered],
-                "shapes": [list(tensor.shape) for _, tensor in ordered],
-            }
-            work = group.broadcast([whole], options)
-            try:
-                yield "/update_weights_from_distributed", {**told, "group_name": self._name, **_BUCKET}
-                work.wait()
-            except BaseException as error:
-                # torch waits for what is under way where a group is dropped, and all of Python with it
-                threading.Thread(target=_outlast, args=(work, group), daemon=True).start()
-                if isinstance(error, RuntimeError):
-                    raise TransferError(f"the broadcast of weights to the server failed: {error}") from error
-                raise
-            wait_for_queued(self._device)  # `whole` is gone by then
-        self._group = group
+            with self._broadcaster.sending(bucket) as ordered:
+                told: Body = {
+                    "names": [name for name, _ in ordered],
+                    "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in ordered],
+                    "shapes": [list(tensor.shape) for _, tensor in ordered],
+                }
+                group = {"group_name": self._broadcaster.name}
+                yield "/update_weights_from_distributed", {**told, **group, **_BUCKET}
 
     def parting(self) -> Requests:
         """The group's end."""
-        if self._group is not None:
-            yield "/destroy_weights_update_group", {"group_name": self._name}
-
-    def _joined(self, store: Any, deadline: timedelta) -> Any:
-        # names as torch's `init_process_group` nests them on the other side; where one backend serves every kind of
-        # device, it is made once, under the name of the first
-        backend = distributed_c10d.Backend(self._backend)
-        kind = next(iter(distributed_c10d.BackendConfig(backend).get_device_backend_map()))
-        for name in (self._name, f"{self._name}/", f"{kind}/"):
-            store = distributed_c10d.PrefixStore(name, store)
-        if self._backend == "gloo":
-            return distributed.ProcessGroupGloo(store, 0, self._size, timeout=deadline)
-        options = distributed.ProcessGroupNCCL.Options()
-        options._timeout = deadline
-        return distributed.ProcessGroupNCCL(store, 0, self._size, options)
-
-
-def _outlast(work: Any, group: object) -> None:
-    """Hold a group until a broadcast has ended, by its deadline at the latest."""
-    with suppress(RuntimeError):
-        work.wait()
+        if self._broadcaster.is_whole:
+            yield "/destroy_weights_update_group", {"group_name": self._broadcaster.name}

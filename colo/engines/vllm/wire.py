@@ -175,6 +175,24 @@ class ReloadVersion(Request):
     model_type: str | None
 
 
+class JoinGroup(Request):
+    """Join a process group of the trainer's, in place of one before."""
+
+    meeting: Mapping[str, Any]
+    """Fields of a `Meeting`."""
+
+    deadline_s: float
+
+
+class ReloadBroadcast(Request):
+    """Load a part of the weights, which is being broadcast in the group; the answer has a digest of each, by name."""
+
+    weights: Sequence[Sequence[Any]]
+    """Name, dtype and shape of each, in the order of their bytes."""
+
+    model_type: str | None
+
+
 class AbandonReload(Request):
     """End a layerwise reload that has failed, if one has begun."""
 

@@ -42,7 +42,7 @@ def test_the_key_is_sent_and_nothing_at_the_address_is_told():
     ("told", "words"),
     [
         ({"version": "0.4.9"}, "is of version 0.4.9: colo needs 0.5.21 or later"),
-        ({"tp_size": 2}, "was started with --tp-size 2: colo trains beside an engine on one GPU"),
+        ({"dp_size": 2}, "was started with --dp-size 2: each replica would have to be attested"),
         ({"weight_cache_mode": "client"}, "--weight-cache-mode client: the weights belong to another process"),
         ({"quantization": "fp8"}, "--quantization fp8: quantized weights are not the trainer's"),
         ({"speculative_algorithm": "EAGLE"}, "--speculative-algorithm EAGLE: a drafter's weights"),

@@ -21,7 +21,7 @@ import torch
 
 from colo.engine import Completion
 from colo.engines.base import EngineStatus
-from colo.engines.elsewhere import WeightsFolder
+from colo.engines.elsewhere import Broadcast, Broadcaster, WeightsFolder
 from colo.engines.sampling import check_seeds, distorting
 from colo.engines.text import check_count, check_prompts
 from colo.engines.vllm.wire import Describe, Envelope, Request, WorkerError, WorkerInfo
@@ -48,8 +48,11 @@ class WorkerLink(ABC):
     is_own: bool = False
     """This vLLM was started here and ends with the link."""
 
-    through: WeightsFolder | None = None
-    """Versions of weights that workers elsewhere read; `None` for those on the trainer's machine and device."""
+    through: WeightsFolder | Broadcast | None = None
+    """The way of weights to workers elsewhere; `None` for those on the trainer's machine and device."""
+
+    broadcaster: Broadcaster | None = None
+    """The trainer's end of a group with workers elsewhere, where weights are broadcast."""
 
     cache_bytes: int = 0
     """KV cache of a worker elsewhere."""

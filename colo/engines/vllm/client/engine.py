@@ -241,7 +241,7 @@ class VLLMEngine(EngineBase):
     def way_of_weights(self) -> str:
         """A phrase: how they reach a server."""
         if self._link.through is not None:
-            return f"as files in {self._link.through.path}"
+            return f"copied, by {self._link.through}"
         how = "copied by the workers out of the trainer's memory"
         return how if self.ipc_refusal is None else f"{how}, through host memory, since {self.ipc_refusal}"
 

@@ -10,18 +10,21 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, cast
 
 import torch
 from torch import nn
 
 from colo.engine import AdapterWeights, SleepLevel, in_all_ranks
+from colo.engines.buckets import bucket_bytes, buckets
+from colo.engines.elsewhere import Broadcaster, WeightsFolder
 from colo.engines.vllm import wire
 from colo.engines.vllm.client import NamedAdapter, WorkerLink
 from colo.engines.vllm.store import WeightStore
 from colo.errors import ColoError, EngineLost, PhaseError, TransferError, Unsupported
 from colo.memory.copy_plan import wait_for_queued
+from colo.memory.digest import Digest
 from colo.memory.load_plan import Copy, LoadPlan, Part
 from colo.memory.probe import device_id, free_device_bytes
 from colo.memory.share import Description, Exported, Staging, Wire, open_shared_memory, spec_of, view
@@ -267,9 +270,11 @@ class WorkerWeights:
             if self._link.same_process:
                 given = {name: tensor.detach() for name, tensor in checked}
                 call(wire.ReloadTensors(tensors=given, model_type=model_type, in_process=True))
-            elif self._link.through is not None:
+            elif isinstance(self._link.through, WeightsFolder):
                 version = self._link.through.write(checked)
                 call(wire.ReloadVersion(folder=str(version), model_type=model_type))
+            elif self._link.broadcaster is not None:
+                self._broadcast(self._link.broadcaster, checked)
             else:
                 for group in self._staging.put_groups(checked):
                     call(wire.ReloadTensors(tensors=group, model_type=model_type, in_process=False))
@@ -279,6 +284,23 @@ class WorkerWeights:
                 call(wire.AbandonReload())
             raise
         return call(wire.FinishReload())
+
+    def _broadcast(self, broadcaster: Broadcaster, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Send all weights to the workers, each of which says what has arrived."""
+        link = self._link
+        if not broadcaster.is_whole:
+            with broadcaster.meeting() as meeting:
+                link.call(wire.JoinGroup(meeting=asdict(meeting), deadline_s=link.deadline_s))
+        for bucket in buckets(weights, bucket_bytes(link.device)):
+            with broadcaster.sending(bucket) as sent:
+                shapes = [(name, str(t.dtype).removeprefix("torch."), list(t.shape)) for name, t in sent]
+                arrived = link.call(wire.ReloadBroadcast(weights=shapes, model_type=link.model_type))
+            expected = Digest.of({name: tensor.detach().contiguous() for name, tensor in sent}).sums
+            for rank, sums in enumerate(arrived):
+                if wrong := [name for name, value in expected.items() if sums.get(name) != value]:
+                    raise TransferError(
+                        f"{wrong[0]}, one of {len(wrong)} weights, has not arrived at rank {rank} as it was sent"
+                    )
 
     def close(self) -> None:
         """Let go of what is mapped. Idempotent."""

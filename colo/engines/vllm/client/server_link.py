@@ -6,8 +6,8 @@
     rt = colo.share(colo.connect("http://localhost:8000"), model, optimizer)
 
 Server and trainer share a machine and a device. Operations and requests travel as JSON, weights by memory that both map
-(`colo.weights.transports.ipc`). A server elsewhere (`through=colo.WeightsFolder(path)`) reads versions of weights that
-both see, by vLLM's own loader.
+(`colo.weights.transports.ipc`). A server elsewhere (`through=...`) has its own loader take them, out of versions that
+both see (`colo.WeightsFolder`) or as they are broadcast to its workers (`colo.Broadcast`).
 
 What HTTP does not carry: tensors, vLLM's own `SamplingParams`, and the answers of data-parallel replicas behind the
 first, so a server with several of them is refused.
@@ -32,7 +32,7 @@ from safetensors.torch import save_file
 
 from colo.engine import Completion, SamplingParams
 from colo.engines.base import EngineStatus
-from colo.engines.elsewhere import WeightsFolder
+from colo.engines.elsewhere import Broadcast, Broadcaster, WeightsFolder
 from colo.engines.http import DEADLINE_S, Body, HttpClient, Refused, Silent, asking, base_url
 from colo.engines.sampling import check_taken, completion_seed
 from colo.engines.vllm.client import NamedAdapter, PauseMode, WorkerLink, answers_of, check_numbers
@@ -65,7 +65,7 @@ def connect(
     deadline_s: float = DEADLINE_S,
     api_key: str | None = None,
     http: httpx.AsyncBaseTransport | None = None,
-    through: WeightsFolder | None = None,
+    through: WeightsFolder | Broadcast | None = None,
 ) -> VLLMEngine:
     """A vLLM server of yours as an engine for `colo.share`, on the same machine and device as the trainer.
 
@@ -115,14 +115,14 @@ class ServerLink(WorkerLink):
         deadline_s: float,
         api_key: str | None,
         http: httpx.AsyncBaseTransport | None,
-        through: WeightsFolder | None = None,
+        through: WeightsFolder | Broadcast | None = None,
     ) -> None:
         """Connect. `http` replaces the network. Raises: see `colo.connect`."""
         super().__init__(device, status, deadline_s)
         self.url = url
         self.through = through
         if through is not None:
-            self.why_not_shared = f"the server is elsewhere, and reads versions of weights in {through.path}"
+            self.why_not_shared = f"the server is elsewhere, and takes {through}"
         self._adapters = ServedAdapters(
             self.client,
             lambda path, body: self._ask("POST", path, dict(body), as_text=True),
@@ -259,6 +259,8 @@ class ServerLink(WorkerLink):
             ) from error
         self._check_workers(num_workers)
         if self.through is not None:
+            if isinstance(self.through, Broadcast):
+                self.broadcaster = Broadcaster(self.through.address, self.device, num_workers, self.deadline_s)
             self._count_elsewhere()
         else:  # not elsewhere: other machines number their processes, and namespaces, in the same way
             own = pid_namespace()
@@ -296,7 +298,12 @@ class ServerLink(WorkerLink):
             raise Unsupported(
                 f"the server at {self.url} runs on {', '.join(elsewhere)} and the trainer on {own}: start both with a "
                 "CUDA_VISIBLE_DEVICES in which the same GPU is first, and the server on that one GPU, or "
-                "give it files with through=colo.WeightsFolder(path)"
+                "send it weights with through=colo.WeightsFolder(path) or colo.Broadcast()"
+            )
+        if isinstance(self.through, Broadcast) and any((name == "cpu") is not (own == "cpu") for name in elsewhere):
+            raise Unsupported(
+                f"the server at {self.url} runs on {', '.join(elsewhere)} and the trainer on {own}: broadcasts go "
+                "between GPUs, or between CPUs; take through=colo.WeightsFolder(path)"
             )
         if any(info.is_asleep for info in self.infos):
             raise PhaseError(f"the server at {self.url} is asleep: POST /wake_up to it first")

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from colo import errors
-from colo.engines.elsewhere import read_version
+from colo.engines.elsewhere import Meeting, broadcast, join, parts_of, read_version
 from colo.engines.vllm import compat, plugin, wire
 from colo.engines.vllm.processes import end_with, pid_namespace
 from colo.engines.vllm.worker import adapters
@@ -27,6 +27,7 @@ from colo.engines.vllm.worker.sleep import WorkerSegments
 from colo.engines.vllm.worker.weights import Reload, check_begun, packed_weights, record
 from colo.errors import TransferError
 from colo.memory.copy_plan import wait_for_queued
+from colo.memory.digest import Digest
 from colo.memory.load_plan import LoadPlan, Part
 from colo.memory.probe import device_id, torch_pinned_bytes
 from colo.memory.share import Allocations, Description, Opened, empty, open_shared_memory, spec_of, why_not_mapped
@@ -73,6 +74,7 @@ class WorkerAgent:
         self._segments: WorkerSegments | None = None
         self._receiver: Receiver | None = None
         self._reload: Reload | None = None
+        self._group: Any = None  # of broadcasts by the trainer
         self._adapters = adapters.WorkerAdapters(worker)
         self._device = torch.device(worker.device)
         self._given = Opened(self._device)
@@ -238,6 +240,28 @@ class WorkerAgent:
         reload = check_begun(self._reload)
         for tensors in read_version(Path(asked.folder)):
             reload.load(tensors, asked.model_type, keep=True)
+
+    def _join_group(self, asked: wire.JoinGroup) -> None:
+        meeting = Meeting(**asked.meeting)
+        self._group = None  # one in which something has failed, or of a trainer before
+        try:
+            self._group = join(meeting, 1 + self._worker.rank, asked.deadline_s)
+        except RuntimeError as error:
+            raise TransferError(f"rank {self._worker.rank} cannot join the trainer's group: {error}") from error
+
+    def _reload_broadcast(self, asked: wire.ReloadBroadcast) -> dict[str, int]:
+        reload = check_begun(self._reload)
+        shapes = [(name, getattr(torch, dtype), shape) for name, dtype, shape in asked.weights]
+        size_bytes = sum(torch.empty(shape, dtype=dtype, device="meta").nbytes for _, dtype, shape in shapes)
+        whole = torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
+        try:
+            broadcast(self._group, whole).wait()
+        except RuntimeError as error:
+            raise TransferError(f"the broadcast to rank {self._worker.rank} failed: {error}") from error
+        tensors = parts_of(whole, shapes)
+        sums = Digest.of(tensors).sums
+        reload.load(tensors, asked.model_type, keep=True)
+        return sums
 
     def _abandon_reload(self, asked: wire.AbandonReload | None = None) -> None:
         reload, self._reload = self._reload, None
