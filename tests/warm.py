@@ -7,7 +7,7 @@ import signal
 import socket
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
@@ -94,6 +94,8 @@ def run_ranks(script, arguments, count, logs, *, timeout):
         if rank.is_alive():
             os.kill(rank.pid, signal.SIGABRT)  # at which it tells where it is
             rank.join()
+    for left in Path("/dev/shm").glob(f"colo-{port}-*"):  # see `_name_memory`
+        left.unlink(missing_ok=True)
     if is_late:
         return f"after {timeout} s"
     return ", ".join(f"rank {number}: {rank.exitcode}" for number, rank in enumerate(ranks) if rank.exitcode)
@@ -105,6 +107,19 @@ def _run_rank(script, arguments, environment, log):
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     faulthandler.enable()
+    with suppress(ImportError):
+        _name_memory(environment["MASTER_PORT"])
     sys.argv = [script, *arguments]
     sys.path.insert(0, str(Path(script).parent))
     runpy.run_path(script, run_name="__main__")
+
+
+def _name_memory(port):
+    """Give shared memory that vLLM's ranks meet in, where the CPU can, a name of this run.
+
+    vLLM's own is the same for every run of torchrun, and a process that was forked leaves it behind.
+    """
+    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed as Shared
+
+    name = Shared.make_group_name
+    Shared.make_group_name = staticmethod(lambda group: f"colo-{port}-{name(group).strip('/')}")

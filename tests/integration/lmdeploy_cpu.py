@@ -15,8 +15,10 @@ import argparse
 import asyncio
 import contextlib
 import copy
+import gc
 import hashlib
 import os
+import sys
 import types
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -25,6 +27,7 @@ import torch
 from checkpoint_engine import worker
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse
+from hosted import host
 from lmdeploy.messages import EngineOutput, PytorchEngineConfig, ResponseType, ScheduleMetrics
 from lmdeploy.pytorch.engine.base import EngineBase, EngineInstanceBase
 from lmdeploy.pytorch.engine.model_agent.agent import BaseModelAgent
@@ -234,7 +237,7 @@ def of_a_gpu(context, made):
     worker.DeviceManager = lambda: types.SimpleNamespace(device_module=nothing)
 
 
-if __name__ == "__main__":
+def serve():
     parser = argparse.ArgumentParser()
     parser.add_argument("--model-path")
     parser.add_argument("--port", type=int)
@@ -264,3 +267,8 @@ if __name__ == "__main__":
         server_port=args.port,
         api_keys=args.api_key and [args.api_key],
     )
+
+
+if __name__ == "__main__":
+    gc.freeze()
+    host(serve) if "--hosted" in sys.argv else serve()

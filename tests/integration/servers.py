@@ -1,5 +1,7 @@
 """Servers in processes of their own for tests, and a proxy before them that makes faults."""
 
+import atexit
+import json
 import os
 import random
 import signal
@@ -34,6 +36,34 @@ def free_port():
             return free.getsockname()[1]
 
 
+HOSTS = {}
+"""Processes that servers are forked from, by their command."""
+
+
+@atexit.register
+def end_hosts():
+    for host in HOSTS.values():
+        with host:
+            host.stdin.close()  # at which it ends
+
+
+def host_of(python, starter, environment):
+    """The process that a kind of server is forked from."""
+    command = (str(python), str(Path(__file__).parent / starter), "--hosted")
+    if command not in HOSTS:
+        inherited = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+        HOSTS[command] = subprocess.Popen(
+            command,
+            env=inherited | dict(environment),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            start_new_session=True,
+        )
+    return HOSTS[command]
+
+
 class Server:
     """A server of a folder, in a process group of its own that `end` ends in every case."""
 
@@ -47,20 +77,13 @@ class Server:
         self.folder, self.port = folder, free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = Path(log) / f"server-{self.port}.log"
-        starter = Path(__file__).parent / self.starter
-        command = [self.python, starter, "--model-path", folder, "--port", self.port, *flags]
-        environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
-        environment |= dict(self.environment)
+        arguments = ["--model-path", folder, "--port", self.port, *flags]
         began_s = time.monotonic()
-        with self.log.open("w") as log_file:
-            self.process = subprocess.Popen(
-                list(map(str, command)),
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=log_file,
-                stderr=log_file,
-                start_new_session=True,
-            )
+        host = host_of(self.python, self.starter, self.environment)
+        print(json.dumps({"arguments": list(map(str, arguments)), "log": str(self.log)}), file=host.stdin, flush=True)
+        line = next((line for line in host.stdout if line.strip().isdigit()), None)
+        assert line, f"{self.starter} has ended, with {host.wait()}: run it by hand"
+        self.process = psutil.Process(int(line))
         try:
             self._wait()
         except BaseException:
@@ -70,7 +93,7 @@ class Server:
 
     def _wait(self):
         give_up_s = time.monotonic() + START_S
-        while time.monotonic() < give_up_s and self.process.poll() is None:
+        while time.monotonic() < give_up_s and self.process.is_running():
             try:
                 if httpx.get(f"{self.url}{self.ready}", trust_env=False, timeout=10).status_code in (200, 401):
                     return
@@ -184,7 +207,7 @@ class Restarting:
 
     @property
     def is_alive(self):
-        return self.server.process.poll() is None
+        return self.server.process.is_running()
 
 
 def kill(server):

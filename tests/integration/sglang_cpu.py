@@ -24,6 +24,8 @@ import sys
 import types
 from pathlib import Path
 
+from hosted import host
+
 ENVIRONMENT = {
     "SGLANG_USE_CPU_ENGINE": "1",
     "HF_HUB_OFFLINE": "1",
@@ -157,12 +159,15 @@ def lend():
     torch.Tensor.pin_memory = lambda self, device=None: self
     for name in ("tensor", "empty", "zeros", "ones", "full", "arange", "rand", "empty_like", "zeros_like", "ones_like"):
         setattr(torch, name, without_pinning(getattr(torch, name)))
-    if "--enable-deterministic-inference" in sys.argv:
-        import sglang.srt.batch_invariant_ops as invariant
 
-        invariant.enable_batch_invariant_mode = lambda *_, **__: None  # its kernels are Triton's
-        torch.library.define("sgl_kernel::murmur_hash32_cpu", "(Tensor seed, Tensor positions, Tensor ids) -> Tensor")
-        torch.library.impl("sgl_kernel::murmur_hash32_cpu", "CPU", hashed)
+
+def lend_seeds():
+    import sglang.srt.batch_invariant_ops as invariant
+    import torch
+
+    invariant.enable_batch_invariant_mode = lambda *_, **__: None  # its kernels are Triton's
+    torch.library.define("sgl_kernel::murmur_hash32_cpu", "(Tensor seed, Tensor positions, Tensor ids) -> Tensor")
+    torch.library.impl("sgl_kernel::murmur_hash32_cpu", "CPU", hashed)
 
 
 def without_pinning(make):
@@ -185,6 +190,15 @@ def hashed(seeds, positions, ids):
     return value ^ value >> 16
 
 
+def serve():
+    if "--enable-deterministic-inference" in sys.argv:
+        lend_seeds()
+    try:
+        run_server(server_args.prepare_server_args(OPTIONS + sys.argv[1:]))
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
+
+
 if __name__ == "__main__":
     lend()
     import sglang.srt.server_args as server_args
@@ -194,7 +208,4 @@ if __name__ == "__main__":
     importlib.import_module("sglang.srt.entrypoints.http_server")
     gc.freeze()  # on a CPU every flush collects garbage, which would look at all that was imported
     server_args.DETERMINISTIC_ATTENTION_BACKEND_CHOICES.append("torch_native")
-    try:
-        run_server(server_args.prepare_server_args(OPTIONS + sys.argv[1:]))
-    finally:
-        kill_process_tree(os.getpid(), include_parent=False)
+    host(serve) if "--hosted" in sys.argv else serve()
