@@ -116,7 +116,8 @@ def use_vllm(folder):
     import vllm
 
     os.environ["VLLM_PLUGINS"] = ""
-    llm = vllm.LLM(folder, skip_tokenizer_init=True, gpu_memory_utilization=0.1, **VLLM)
+    # on a CPU that says it has AMX, and has not, its kernels of 16 bits are an illegal instruction
+    llm = vllm.LLM(folder, skip_tokenizer_init=True, gpu_memory_utilization=0.1, dtype="float32", **VLLM)
     llm.generate([{"prompt_token_ids": [1, 2]}], vllm.SamplingParams(max_tokens=2), use_tqdm=False)
     llm.llm_engine.engine_core.shutdown()
     del os.environ["VLLM_PLUGINS"]

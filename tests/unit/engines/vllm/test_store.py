@@ -1,6 +1,7 @@
 """The conversation between a vLLM worker and the store of its weights, over a real socket, without vLLM."""
 
 import errno
+import gc
 import json
 import os
 import re
@@ -298,6 +299,7 @@ def test_a_store_that_cannot_begin_leaves_no_folder_and_no_file(monkeypatch, tmp
         raise OSError(f"no {fails}")
 
     kind = type("Socket", (socket.socket,), {} if fails == "thread" else {fails: fail})
+    gc.collect()  # what earlier tests left open
     before = open_files()
     with monkeypatch.context() as patch:
         patch.setattr(module.tempfile, "tempdir", str(tmp_path))
