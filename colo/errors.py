@@ -87,7 +87,7 @@ def misfits(
     return found
 
 
-EXTRAS = {"trl": "trl", "peft": "lora"} | dict.fromkeys(
+EXTRAS = {"trl": "trl", "peft": "lora", "ray": "ray"} | dict.fromkeys(
     ("accelerate", "click", "httpx", "packaging", "rich", "safetensors", "transformers"), "launch"
 )
 """Packages that colo does without until something needs them, each with the extra that has it."""

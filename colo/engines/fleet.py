@@ -80,10 +80,13 @@ class Fleet(EngineBase):
     def add(self, engine: Engine) -> None:
         """Take another engine in: it gets the weights with all others before the next rollout samples.
 
-        Raises: `PhaseError` while the fleet generates; `ValueError` for an engine of another model or in a fleet.
+        A fleet that had lost all of its engines goes on with it. Raises: `PhaseError` while the fleet generates, or
+        after its end; `ValueError` for an engine of another model or in a fleet.
         """
-        self._status.require("take another engine in", EngineState.PAUSED, EngineState.ASLEEP, EngineState.AWAKE)
         self._check(engine)
+        if self._status.lost is not None:
+            self._status.revive()
+        self._status.require("take another engine in", EngineState.PAUSED, EngineState.ASLEEP, EngineState.AWAKE)
         self._align(engine)
         self._members.append(_Member(engine))
         self.poison("another engine has joined the fleet: publish weights to it")

@@ -17,7 +17,7 @@ LAYERS = [
     ["engines"],
     ["runtime"],
     ["assembly"],
-    ["rl", "testing"],
+    ["integrations", "rl", "testing"],
     ["trl"],
     ["doctor"],
     ["demo", "grpo"],

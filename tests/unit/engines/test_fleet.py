@@ -160,6 +160,21 @@ def test_where_none_takes_the_weights_or_all_are_lost_nothing_is_sampled_until_t
         assert len(rt.generate(PROMPTS, **GREEDY)) == 12
 
 
+def test_where_all_are_lost_another_takes_their_place(rt, engines):
+    trained(rt)
+    for counted in engines:
+        counted.fail["generate"] = colo.EngineLost("gone")
+    with pytest.raises(colo.EngineLost, match="none of its engines is left"), rt.rollout():
+        rt.generate(PROMPTS, **GREEDY)
+    rt.engine.add(make_engine())
+    for counted in engines:
+        rt.engine.remove(counted.engine)
+        counted.engine.close()
+    with rt.rollout():
+        assert len(rt.generate(PROMPTS, **GREEDY)) == 12
+    assert same_weights(*rt.engine.engines, rt.model)
+
+
 @pytest.mark.parametrize("when", ["leaving", "coming back"])
 def test_one_that_is_lost_while_its_memory_moves_leaves_and_comes_back_to_where_the_others_are(
     rt, engines, monkeypatch, when

@@ -1,0 +1,1 @@
+"""Libraries that place colo's trainers and engines on other machines."""
