@@ -223,6 +223,7 @@ def generation() -> None:
     "rollouts",
     _shapes("0.6b", "8b"),
     click.option("--prompts", type=click.IntRange(min=1), help="Groups of 8 in a step; 256 on a GPU."),
+    click.option("--train", type=click.IntRange(min=0), default=0, help="Steps of training on each, for the rewards."),
     device_option,
 )
 def rollouts() -> None:

@@ -3,29 +3,36 @@
 Both take turns, a step each, on one vLLM. One in `MEAN_TOKENS` tokens of random weights ends a completion. A step is a
 rollout of `prompts` groups of `SAMPLES`, after weights have changed. The second has a quarter more groups under way,
 which go on from the new weights.
+
+Then each trains from the same weights, `train` steps of `_TRAINED` groups at most: the reward is the share of tokens in
+the lower quarter of the vocabulary, and what each token was sampled with goes into the loss.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from benchmarks.common import Record, Row
-from benchmarks.workload import prepared
+from benchmarks.workload import Setup, prepared
 from colo.engine import Completion
+from colo.rl.loop import GRPOConfig, train_step
 from colo.trl.partial import SURPLUS
 
 SAMPLES = 8
 MEAN_TOKENS = 64
 MOST_TOKENS = 16 * MEAN_TOKENS
 _STEPS = 9  # the first of which is not measured: prompts of the second way are all new
+_TRAINED = 32
+_FEW = 5  # steps, whose rewards are averaged
+_LEARNING_RATE = 1e-3  # random weights move far
 
 
-def run(record: Record, *, shape: str, device: str, prompts: int | None = None) -> None:
+def run(record: Record, *, shape: str, device: str, prompts: int | None = None, train: int = 0) -> None:
     """Measure one shape; see `prepared`. `prompts` of a step are the device's usual ones by default."""
     with prepared(record, shape, device) as setup:
         count = prompts or setup.size.prompts
@@ -60,6 +67,45 @@ def run(record: Record, *, shape: str, device: str, prompts: int | None = None) 
         names = ("whole batches", f"{count} of {count + len(more)} groups that end first")
         record.add(*(_row(name, found[1:]) for name, found in zip(names, sides.values(), strict=True)))
         rt.close()
+        small = setup.resized(prompts=min(count, _TRAINED))
+        for name, partly in zip(names, (False, True), strict=True) if train else ():
+            setup.tell(f"training, {name}")
+            record.add(_trained(f"training, {name}", small, sampling, train, partly=partly))
+
+
+def _trained(way: str, setup: Setup, sampling: Mapping[str, Any], steps: int, *, partly: bool) -> Row:
+    """Train on whole batches, or on those that end first."""
+    torch.manual_seed(0)
+    rt = setup.launched()
+    for group in rt.optimizer.param_groups:
+        group["lr"] = _LEARNING_RATE
+    low, token_ids = rt.engine.vocab_size // 4, setup.size.token_ids
+    more = token_ids[: max(1, int(SURPLUS * len(token_ids)))] if partly else []
+    rewards, sampled_s, num_tokens = list[float](), 0.0, 0
+    for _ in range(steps):
+        with rt.rollout():
+            began_s = time.perf_counter()
+            if partly:
+                done = rt.generate(token_ids + ([] if rt.carried else more), until=len(token_ids), **sampling)
+            else:
+                done = rt.generate(token_ids, **sampling)
+            sampled_s += time.perf_counter() - began_s
+        scores = [statistics.fmean(token < low for token in completion.token_ids) for completion in done]
+        with rt.train():
+            train_step(rt, done, scores, GRPOConfig(group_size=SAMPLES, micro_batch_size=setup.size.train_sequences))
+        rewards.append(statistics.fmean(scores))
+        num_tokens += sum(len(completion.token_ids) for completion in done)
+    rt.close()
+    few = max(1, min(_FEW, steps // 3))
+    middle = (steps - few) // 2
+    return {
+        "way": way,
+        "steps": steps,
+        "tokens_per_s": num_tokens / sampled_s,
+        "first_reward": statistics.fmean(rewards[:few]),
+        "middle_reward": statistics.fmean(rewards[middle : middle + few]),
+        "last_reward": statistics.fmean(rewards[-few:]),
+    }
 
 
 def _row(way: str, steps: Sequence[tuple[list[Completion], float]]) -> Row:

@@ -58,10 +58,13 @@ def test_the_benchmark_of_generation_sets_mapped_weights_beside_stock_vllm(bench
 
 
 def test_the_benchmark_of_rollouts_sets_groups_that_end_first_beside_whole_batches(bench):
-    rows = bench("rollouts", "--shape", "0.6b", options=("--prompts", "4"))
+    rows = bench("rollouts", "--shape", "0.6b", options=("--prompts", "4", "--train", "3"))
     whole, first = rows["whole batches"], rows["4 of 5 groups that end first"]
     assert whole["carried"] == 0 and first["carried"] > 0
     assert min(whole["tokens_per_s"], first["tokens_per_s"], first["longest"]) > 0
+    for way in ("whole batches", "4 of 5 groups that end first"):
+        trained = rows[f"training, {way}"]
+        assert trained["steps"] == 3 and 0.1 < trained["first_reward"] < 0.5 and trained["last_reward"] > 0
 
 
 def test_the_benchmark_of_a_step_sets_ours_beside_two_copies(bench):
