@@ -61,8 +61,7 @@ class Watched:
 
 
 def main(model):
-    health = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 1000, "health_check_failure_threshold": 5}
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "_system_config": health})
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
     cluster.add_node(num_cpus=1)
     lost = cluster.add_node(num_cpus=1)
     ray.init(address=cluster.address, log_to_driver=False)
