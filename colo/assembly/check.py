@@ -123,9 +123,8 @@ def _sample(
     filters: dict[str, dict[str, Any]] = {"top_k": {"top_k": 1}, "top_p": {"top_p": 1e-6}, "min_p": {"min_p": 1.0}}
     filtered = {"temperature": (sampled(temperature=0.0), greedy)}
     for name, given in filters.items():
-        if not _is_refused(
-            rt, prompt, **given
-        ):  # as vLLM's are where it returns log-probabilities from before they act
+        # vLLM's are refused where it returns log-probabilities from before they act
+        if not _is_refused(rt, prompt, **given):
             filtered[name] = (sampled(**given, seed=1), greedy)
     return honoured, filtered
 

@@ -297,14 +297,15 @@ class Broadcaster:
         self._group = group
 
 
-def parts_of(whole: torch.Tensor, shapes: Sequence[tuple[str, torch.dtype, Sequence[int]]]) -> dict[str, torch.Tensor]:
-    """Weights by name in the bytes of a broadcast: views, one after another."""
-    parts, start = {}, 0
-    for name, dtype, shape in shapes:
-        size = torch.empty(tuple(shape), dtype=dtype, device="meta").nbytes
-        parts[name] = whole[start : start + size].view(dtype).view(tuple(shape))
-        start += size
-    return parts
+def receive(
+    group: Any, shapes: Sequence[tuple[str, torch.dtype, Sequence[int]]], device: torch.device
+) -> dict[str, torch.Tensor]:
+    """Receive weights, on an engine's rank: views of one piece of memory, by name. Raises: `RuntimeError`, as torch."""
+    sizes = [torch.empty(tuple(shape), dtype=dtype, device="meta").nbytes for _, dtype, shape in shapes]
+    whole = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+    broadcast(group, whole).wait()
+    parts = zip(shapes, whole.split(sizes), strict=True)
+    return {name: part.view(dtype).view(tuple(shape)) for (name, dtype, shape), part in parts}
 
 
 def _outlast(work: Any, group: object) -> None:

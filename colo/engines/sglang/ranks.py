@@ -42,7 +42,7 @@ class Ranks:
         if module in _KEYS:
             count = min(count, self.num_kv_heads)
             index = rank * count // self.tp_size
-        if module in _VOCABULARIES:
+        if module in _VOCABULARIES and len(weight) % _ROWS:
             weight = torch.cat([weight, weight.new_zeros(-len(weight) % _ROWS, *weight.shape[1:])])
         if module in _BY_ROWS or (module in _BY_COLUMNS and kind == "weight"):
             return weight.chunk(count, dim=int(module in _BY_COLUMNS))[index]

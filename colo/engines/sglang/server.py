@@ -46,10 +46,11 @@ class Facts(ServerFacts):
     def ranks(self) -> Ranks:
         """Its ranks, which share the weights."""
         text = self.config.get_text_config()
+        heads = getattr(text, "num_key_value_heads", None) or getattr(text, "num_attention_heads", None)
         return Ranks(
             tp_size=self.started_with.get("tp_size") or 1,
             ep_size=self.started_with.get("ep_size") or 1,
-            num_kv_heads=getattr(text, "num_key_value_heads", None) or 1,
+            num_kv_heads=heads or 1,
             num_experts=getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None) or 0,
         )
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from colo import errors
-from colo.engines.elsewhere import Meeting, broadcast, join, parts_of, read_version
+from colo.engines.elsewhere import Meeting, join, read_version, receive
 from colo.engines.vllm import compat, plugin, wire
 from colo.engines.vllm.processes import end_with, pid_namespace
 from colo.engines.vllm.worker import adapters
@@ -207,6 +207,7 @@ class WorkerAgent:
 
     def _release(self, asked: wire.Release | None = None) -> None:
         self._given = Opened(self._device)
+        self._group = None
         self._adapters_given.clear()
         if self._segments is not None:
             self._segments.close()
@@ -252,13 +253,10 @@ class WorkerAgent:
     def _reload_broadcast(self, asked: wire.ReloadBroadcast) -> dict[str, int]:
         reload = check_begun(self._reload)
         shapes = [(name, getattr(torch, dtype), shape) for name, dtype, shape in asked.weights]
-        size_bytes = sum(torch.empty(shape, dtype=dtype, device="meta").nbytes for _, dtype, shape in shapes)
-        whole = torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
         try:
-            broadcast(self._group, whole).wait()
+            tensors = receive(self._group, shapes, self._device)
         except RuntimeError as error:
             raise TransferError(f"the broadcast to rank {self._worker.rank} failed: {error}") from error
-        tensors = parts_of(whole, shapes)
         sums = Digest.of(tensors).sums
         reload.load(tensors, asked.model_type, keep=True)
         return sums
