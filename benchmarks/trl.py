@@ -3,7 +3,8 @@
 Each side runs in a process of its own, one after the other. A row has the most device memory that the driver saw in
 use, of colo's also what it counts itself in each phase, seconds a step (median of all but the first two), seconds in
 which weights were sent or phases changed, and the last reward. With `--card` another process holds the rest of the GPU,
-and is not counted. On a CPU the flag's side runs alone, with a tiny model.
+and is not counted. A side that memory does not suffice for has a row that says so. On a CPU the flag's side runs alone,
+with a tiny model.
 
 With `--context` completions are a fifth longer in each step, until one fails for want of memory, and `context` is the
 longest that a whole step took. Their first tokens are sampled, the others are drawn at random: every phase has what it
@@ -61,7 +62,11 @@ def run(record: Record, *, shape: str, device: str, sides: str, **options: Any) 
             record.tell(name)
             others = _others(card_bytes, context) if card_bytes else nullcontext(0)
             with others as held_bytes, ProcessPoolExecutor(1, mp_context=context) as process:  # gives its memory back
-                row = process.submit(_measured, name, str(folder), options | {"device": device}).result()
+                try:
+                    row = process.submit(_measured, name, str(folder), options | {"device": device}).result()
+                except (torch.OutOfMemoryError, BudgetError) as error:
+                    record.add({"way": name, "failed": str(error).partition("\n")[0]})
+                    continue  # the others are measured
                 record.add(row | {"peak_bytes": row["peak_bytes"] and row["peak_bytes"] - held_bytes})
                 process.submit(_end).result()  # the row is kept, whatever becomes of this
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import sys
 import tempfile
 import warnings
@@ -34,10 +35,20 @@ from colo.trl.checks import (
     checked,
     warn_of_unused,
 )
-from colo.trl.generation import ColoGeneration, PhaseCallback, keep_initial_adapter, watch_forwards
+from colo.trl.generation import (
+    ColoGeneration,
+    PhaseCallback,
+    completions_at_once,
+    keep_initial_adapter,
+    watch_forwards,
+)
+from colo.trl.partial import SURPLUS
 from colo.weights.ranks import RankGroup
 
 logger = logging.getLogger(__name__)
+
+BATCHED_TOKENS = 4096
+"""Tokens of one step of vLLM, as TRL sets them for its own."""
 
 ATTACHED = "_colo_attached"
 """Attribute of a config of which a trainer has been attached: its flag was read."""
@@ -221,6 +232,13 @@ def add_vllm_options(trainer: Any, options: dict[str, Any], folders: ExitStack) 
     choose_process(options, trainer.accelerator.num_processes, trainer.model.config)
     if args.vllm_max_model_length is not None:
         options.setdefault("max_model_len", args.vllm_max_model_length)
+    # TRL's own two: by default vLLM captures graphs and keeps buffers for 1,024 sequences and 16,384 tokens
+    at_once = completions_at_once(args)
+    if getattr(args, "colo_partial_rollouts", False):
+        at_once += math.ceil(SURPLUS * at_once)
+    options.setdefault("max_num_seqs", at_once)
+    if options.get("enable_chunked_prefill", True):  # a prompt has to fit otherwise
+        options.setdefault("max_num_batched_tokens", max(BATCHED_TOKENS, options["max_num_seqs"]))
     # vLLM's options that read text need a tokenizer, and the trainer's may have tokens that the checkpoint's has not
     given = {"structured_outputs": args.vllm_structured_outputs_regex} | (args.generation_kwargs or {})
     if needing_tokenizer(given) and "tokenizer" not in options:

@@ -122,17 +122,19 @@ class ColoGeneration:
         count = count + 1 if step == trainer.state.global_step else 0
         self._calls[mode] = trainer.state.global_step, count
         run = f"{args.seed}/{mode}/{trainer.state.global_step}/{count}"
-        if mode == "train":
-            # TRL asks at once for the prompts of all micro-batches until its next generation
-            usual = args.per_device_train_batch_size * (args.steps_per_generation or args.gradient_accumulation_steps)
-        else:
-            usual = args.per_device_eval_batch_size
+        usual = completions_at_once(args) if mode == "train" else args.per_device_eval_batch_size
         # A part of a batch, such as what tools are called for, is of another size on every rank.
         first, run = (rank * num_prompts, run) if num_prompts == usual else (0, f"{run}/{rank}/{num_prompts}")
         size = max(1, num_generations)
         # one seed for each request of `n` samples, which count up from it
         rows = range(first, first + num_prompts, n)
         return {"seed": [row_seed(run, row // size, 0) + row % size for row in rows]}
+
+
+def completions_at_once(args: Any) -> int:
+    """Number of completions that TRL asks a rank for at once: those of all micro-batches until its next generation."""
+    number: int = args.per_device_train_batch_size * (args.steps_per_generation or args.gradient_accumulation_steps)
+    return number
 
 
 class _NoLLM:

@@ -1,10 +1,12 @@
 import gc
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
 from benchmarks import trl
 from benchmarks.__main__ import app
+from benchmarks.common import Record
 
 pytest.importorskip("trl", reason="TRL is not installed: pip install 'colo-rl[trl]'")
 FLAG = next(iter(trl.SIDES))
@@ -25,3 +27,18 @@ def test_the_longest_completion_is_the_last_that_a_whole_step_took(tmp_path, mon
     trl._to_close.pop().close()
     gc.collect()
     assert (row["context"], row["ended"]) == (longest, None if limit > 256 else "no memory")
+
+
+def test_a_side_that_lacks_memory_is_a_row_and_the_others_go_on(tmp_path, monkeypatch):
+    def measured(name, folder, options):
+        if name == FLAG:
+            raise torch.OutOfMemoryError("no memory\nand where it went")
+        return {"way": name, "peak_bytes": 8}
+
+    monkeypatch.setattr(trl, "SIDES", {FLAG: {"stock": False}, "other": {"stock": False}})
+    monkeypatch.setattr(trl, "_measured", measured)
+    monkeypatch.setattr(trl, "_checkpoint", lambda *_: tmp_path)
+    monkeypatch.setattr(trl, "ProcessPoolExecutor", lambda workers, mp_context: ThreadPoolExecutor(workers))
+    record = Record("trl", "command")
+    trl.run(record, shape="8b", device="cpu", sides="", card=None, context=None, tokens=8)
+    assert record.rows == [{"way": FLAG, "failed": "no memory"}, {"way": "other", "peak_bytes": 8}]

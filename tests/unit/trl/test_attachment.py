@@ -196,6 +196,24 @@ def test_vllm_gets_the_trainers_tokenizer_where_an_option_takes_one(make, change
     assert own["tokenizer"] == "mine"
 
 
+@pytest.mark.parametrize(
+    ("changes", "options", "expected"),
+    [
+        ({}, {}, (8, 4096)),
+        ({"steps_per_generation": 4}, {}, (16, 4096)),
+        ({"per_device_train_batch_size": 4096}, {}, (8192, 8192)),
+        ({}, {"max_num_seqs": 3, "max_num_batched_tokens": 512}, (3, 512)),
+        ({}, {"enable_chunked_prefill": False}, (8, None)),
+    ],
+    ids=str,
+)
+def test_vllm_gets_room_for_the_completions_of_a_rollout(make, changes, options, expected):
+    trainer = make(**{"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2} | changes)
+    with ExitStack() as folders:
+        add_vllm_options(trainer, options := dict(options), folders)
+    assert (options["max_num_seqs"], options.get("max_num_batched_tokens")) == expected
+
+
 def test_attaching_twice_says_that_a_runtime_is_there(make, attach):
     trainer = make()
     rt = attach(trainer)
