@@ -105,7 +105,7 @@ def _run(name: str, command: str, given: dict[str, Any], *, minutes: float, json
     """Run one benchmark, print what it has measured, and return the exit code."""
     from benchmarks.common import Record, rows_tables
 
-    shape, is_small = given.get("shape"), given.get("device") == "cpu"
+    shape, is_small = given.get("shape"), given.get("device") == "cpu" and not given.get("layers")
     title = f"{name} {f'of a tiny stand-in for {shape}' if is_small else shape}" if shape else name
     code = 0
     with waiting("measuring", err) as update:
@@ -233,6 +233,17 @@ def rollouts() -> None:
 @benchmark("sync", _shapes("8b", "0.6b", "30b-a3b"), device_option)
 def sync() -> None:
     """All weights to vLLM in another process, beside what others do."""
+
+
+@benchmark(
+    "publish",
+    _shapes("0.6b", "8b"),
+    click.option("--layers", type=click.IntRange(min=1), help="So many layers of the shape, on a CPU too."),
+    click.option("--density", type=click.FloatRange(0, 1), default=0.01, help="Share of entries that a step changes."),
+    device_option,
+)
+def publish() -> None:
+    """All weights to a `vllm serve`, through each transport, beside its link."""
 
 
 @benchmark(

@@ -150,10 +150,15 @@ def clocked(function: Callable[[], Any]) -> tuple[Any, float]:
     return value, time.perf_counter() - start_s
 
 
-def shape(name: str, device: torch.device) -> PretrainedConfig:
-    """The configuration of Qwen3 `0.6b`, `8b` or `30b-a3b`; on a CPU a tiny one of the same kind."""
+def shape(name: str, device: torch.device, *, layers: int | None = None) -> PretrainedConfig:
+    """The configuration of Qwen3 `0.6b`, `8b` or `30b-a3b`; on a CPU a tiny one of the same kind.
+
+    With a number of `layers` it has those of the shape, on a CPU too, and a small vocabulary.
+    """
     kind = Qwen3MoeConfig if name == "30b-a3b" else Qwen3Config
     common: Row = {"max_position_embeddings": 8192, "eos_token_id": None, "bos_token_id": None}
+    if layers is not None:
+        return kind(**common, vocab_size=16384, head_dim=128, **_SHAPES[name] | {"num_hidden_layers": layers})
     if device.type == "cpu":
         experts = _TINY_EXPERTS if kind is Qwen3MoeConfig else {}
         return kind(**common, **_TINY, **experts, dtype=torch.float32)

@@ -325,8 +325,11 @@ class Engine(Protocol):
     def reset_prefix_cache(self) -> None:
         """Forget everything computed from earlier weights."""
 
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Load by the engine's own loader, the authority on names, fusion and padding. `PhaseError` while asleep."""
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> int | None:
+        """Load by the engine's own loader, the authority on names, fusion and padding. `PhaseError` while asleep.
+
+        Returns the bytes that were sent, unless they are those of all tensors.
+        """
 
     def commit(self, version: int) -> None:
         """Declare that the engine now holds `version`; lifts a poisoning."""

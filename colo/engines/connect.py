@@ -44,6 +44,10 @@ def connect(
     kind = _kind_of(url, api_key, http)
     common: dict[str, Any] = {"deadline_s": deadline_s, "api_key": api_key, "http": http}
     if kind == "sglang":
+        if through is not None and through.delta:
+            raise Unsupported(
+                f"the server at {url} is SGLang's, whose loader takes whole weights alone: leave delta=True out"
+            )
         from colo.engines.sglang.engine import SGLangEngine
 
         return SGLangEngine(url, found, admin_key=admin_key, through=through, **common)

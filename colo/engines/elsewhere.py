@@ -46,6 +46,9 @@ class Broadcast:
     address: str = field(default_factory=socket.gethostname)
     """This machine's, as servers reach it."""
 
+    delta: bool = False
+    """Send vLLM's servers what has changed since the last version, not all; see `colo.weights.delta`."""
+
     def __str__(self) -> str:
         return f"broadcasts from {self.address}"
 
@@ -59,18 +62,27 @@ class WeightsFolder:
     Several trainers may write to one folder, each a version of its own.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, keep: int = 2, shard_bytes: int = GIB) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], *, keep: int = 2, shard_bytes: int = GIB, delta: bool = False
+    ) -> None:
         """`path` is made when it is first written to; the newest `keep` versions stay.
 
-        A shard has `shard_bytes` at most, or one weight that is larger, and lies in host memory as it is written.
+        A shard has `shard_bytes` at most, or one weight that is larger, and lies in host memory as it is written. With
+        `delta` vLLM's servers read what has changed since the last version, from `path`/changes, once they have one.
         """
         if keep < 1:
             raise ValueError(f"keep must be at least 1, the version that engines read, not {keep}")
         self.path = Path(path).absolute()
+        self.delta = delta
         self._keep, self._shard_bytes = keep, shard_bytes
 
     def __str__(self) -> str:
         return f"versions of weights in {self.path}"
+
+    @property
+    def of_changes(self) -> WeightsFolder:
+        """The folder of what has changed from version to version."""
+        return WeightsFolder(self.path / "changes", keep=self._keep, shard_bytes=self._shard_bytes)
 
     def versions(self) -> list[Path]:
         """Folders of complete versions, the oldest first."""

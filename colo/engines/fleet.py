@@ -203,18 +203,19 @@ class Fleet(EngineBase):
         self._homes.clear()
         self._each(lambda engine: engine.reset_prefix_cache())
 
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Load into each by its own loader. Poisons until the next `commit`.
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> int:
+        """Load into each by its own loader; return the bytes that all were sent. Poisons until the next `commit`.
 
         One that refuses stays out until it has taken a later version. Raises: what the first refused, if all did.
         """
         self.poison_for_load()
         weights = list(weights)
         refused: list[Exception] = []
+        all_bytes, sent_bytes = sum(tensor.nbytes for _, tensor in weights), 0
         for member in self._present():
             member.why_out = "it has some of the weights at most"
             try:
-                member.engine.load_weights(iter(weights))
+                taken_bytes = member.engine.load_weights(iter(weights))
             except EngineLost as error:
                 self.lose(member, error)
                 refused.append(error)
@@ -224,8 +225,10 @@ class Fleet(EngineBase):
                 refused.append(error)
             else:
                 member.why_out = None
+                sent_bytes += all_bytes if taken_bytes is None else taken_bytes
         if not any(member.why_out is None for member in self._present()):
             raise refused[0] if refused else self._status.lose("all of its engines are")
+        return sent_bytes
 
     def commit(self, version: int) -> None:
         """Declare that those that took the weights hold `version`. `PhaseError` unless they are resident."""

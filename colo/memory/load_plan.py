@@ -161,7 +161,7 @@ class LoadPlan:
         return plan.num_bytes
 
     @cached_property
-    def _runs(self) -> tuple[Copy, ...]:
+    def runs(self) -> tuple[Copy, ...]:
         """The copies, merged where one continues another in source and target, such as the experts of a layer."""
         runs: list[list[Copy]] = []
         # hundreds of experts are copied one by one by a loader, and lie one after another
@@ -206,12 +206,12 @@ class LoadPlan:
         Raises: `TransferError` for a shape or strides that were not recorded, which no copy of the plan is made for.
         """
         ours = ((t.data_ptr(), t.dtype, t.stride()) for t in map(source.__getitem__, self.sources))
-        where = (*ours, *(copy.target.data_ptr() for copy in self._runs))
+        where = (*ours, *(copy.target.data_ptr() for copy in self.runs))
         if where not in self._recorded:
             # what lies elsewhere now does not come back, and a table takes device memory
             self._recorded.clear()
             self.check_source(source)
-            plan = CopyPlan([(copy.region_of(source[copy.name]), copy.target) for copy in self._runs])
+            plan = CopyPlan([(copy.region_of(source[copy.name]), copy.target) for copy in self.runs])
             if plan.holds_tensors:  # kept, it would keep the source's memory alive
                 return plan
             self._recorded[where] = plan
@@ -219,7 +219,7 @@ class LoadPlan:
 
     def named(self, flags: torch.Tensor) -> list[str]:
         """Names of the tensors whose flag is set. Waits for the flags."""
-        different = {copy.name for copy, is_other in zip(self._runs, flags.tolist(), strict=True) if is_other}
+        different = {copy.name for copy, is_other in zip(self.runs, flags.tolist(), strict=True) if is_other}
         return [name for name in self.sources if name in different]
 
     def _alias(self, name: str, copies: list[Copy]) -> torch.Tensor | None:

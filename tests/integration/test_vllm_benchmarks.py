@@ -103,3 +103,12 @@ def test_the_benchmark_of_adapters_sets_vllms_own_ways_beside_ours(bench):
 def test_the_benchmark_of_sleep_drops_the_kv_cache_on_a_cpu(bench):
     (row,) = bench("sleep").values()
     assert row["bytes"] > 0 and row["wake_s"] > 0
+
+
+def test_the_benchmark_of_transports_sets_each_beside_its_link(bench):
+    rows = bench("publish", "--shape", "0.6b")
+    whole = rows["mapped memory"]["bytes"]
+    for link in ("files", "broadcast"):
+        assert rows[link]["bytes"] == whole and 0 < rows[f"{link}, changes alone"]["bytes"] < 0.03 * whole
+        assert "faster_below_gb_per_s" in rows[f"{link}, changes alone"]
+    assert all(row["median_s"] > row["link_s"] > 0 for row in rows.values())

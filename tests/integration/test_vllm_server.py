@@ -23,7 +23,7 @@ from colo.cli import app
 from colo.config import RuntimeConfig, Weights
 from colo.engine import AdapterWeights, EngineState
 from colo.engines import elsewhere as ways
-from colo.engines.vllm.wire import BeginReload, ReloadBroadcast
+from colo.engines.vllm.wire import BeginChanges, BeginReload, ReloadBroadcast, ReloadVersion
 from colo.errors import EngineLost, PhaseError, StaleWeights, TransferError, Unsupported
 from colo.memory.share import Exported, spec_of
 from colo.memory.specs import Manifest
@@ -532,7 +532,7 @@ def broadcast(server, model):
 def test_weights_are_broadcast_to_a_server_elsewhere(broadcast, prompts, mismatch, monkeypatch):
     rt = broadcast
     assert "the server is elsewhere, and takes broadcasts from 127.0.0.1" in rt.transport.reason
-    monkeypatch.setattr("colo.engines.vllm.client.memory.bucket_bytes", lambda device: 20_000)
+    monkeypatch.setattr("colo.engines.vllm.client.elsewhere.bucket_bytes", lambda device: 20_000)
     for step in range(3):
         completions = rt.generate(prompts, **GREEDY)
         assert mismatch(rt.model, completions) < CLOSE
@@ -575,6 +575,71 @@ def test_a_server_that_has_left_the_group_is_told_to_join_another(broadcast, ser
             rt.generate(prompts, **GREEDY)
     assert rt.engine.weights_version is None and not rt.engine._link.broadcaster.is_whole
     assert mismatch(rt.model, rt.generate(prompts, **GREEDY)) < CLOSE
+
+
+@pytest.fixture(params=["folder", "broadcast"])
+def changing(request, server, model, tmp_path, monkeypatch):
+    """A runtime of the server as if it were at the end of a slow link: it is sent what has changed."""
+    monkeypatch.setattr("colo.engines.vllm.client.elsewhere.bucket_bytes", lambda device: 20_000)
+    folder = colo.WeightsFolder(tmp_path / "weights", delta=True)
+    through = folder if request.param == "folder" else colo.Broadcast("127.0.0.1", delta=True)
+    engine = colo.connect(server.url, deadline_s=DEADLINE_S, through=through)
+    with colo.share(engine, model, AdamW(model.parameters())) as rt:
+        yield rt
+
+
+def change(model, share=0.01, seed=0):
+    """Write other values to about `share` of the entries of every weight."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            here = torch.rand(parameter.shape, generator=generator) < share
+            parameter[here] += 0.25
+
+
+def test_a_server_elsewhere_is_sent_what_has_changed(changing, server, prompts, mismatch):
+    """Everything in the first version, a fraction of it in later ones, and what the engine holds is compared."""
+    rt, model = changing, changing.model
+    whole = sum(p.nbytes for p in model.parameters())
+    for step in range(4):
+        completions = rt.generate(prompts, **GREEDY)
+        assert mismatch(model, completions) < CLOSE
+        assert {c.weights_version for c in completions} == {step}
+        sent = rt.publications[-1].num_bytes
+        assert sent == whole if step == 0 else 0 < sent < 0.03 * whole
+        change(model, seed=step)
+    train_step(rt)  # every weight, and so all bytes: by the same way
+    assert mismatch(model, rt.generate(prompts, **GREEDY)) < CLOSE
+    assert 0.9 * whole < rt.publications[-1].num_bytes <= whole
+
+
+def test_changes_of_another_version_than_the_server_holds_are_not_sent(changing, prompts, mismatch):
+    rt, model = changing, changing.model
+    rt.generate(prompts, **GREEDY)
+    call, whole = rt.engine._link.call, sum(p.nbytes for p in model.parameters())
+    assert call(BeginChanges(base="another")) == [False]
+    change(model)
+    assert mismatch(model, rt.generate(prompts, **GREEDY)) < CLOSE  # all of them, since nobody knows what it holds
+    assert rt.publications[-1].num_bytes == whole
+    change(model)
+    rt.generate(prompts, **GREEDY)
+    assert rt.publications[-1].num_bytes < 0.03 * whole
+
+
+def test_a_weight_that_another_client_has_written_is_named_and_all_are_sent(changing, server, prompts, mismatch):
+    rt, model = changing, changing.model
+    rt.generate(prompts, **GREEDY)
+    link = rt.engine._link
+    name, spoil = "model.layers.0.mlp.down_proj.weight", torch.tensor([255] * 4 + [1, 0], dtype=torch.uint8)
+    folder = colo.WeightsFolder(server.log.parent / "spoil")
+    version = folder.write([(f"{name}:sparse", spoil)])  # its first entry becomes a NaN
+    link.call(ReloadVersion(folder=str(version), model_type=link.model_type, changes=True))
+    change(model, share=0.001)  # the first entry of that weight not among them
+    with pytest.raises(TransferError, match=rf"{name}, one of 1 weights, does not lie in rank 0 as it is here"):
+        rt.generate(prompts, **GREEDY)
+    assert rt.engine.weights_version is None
+    assert mismatch(model, rt.generate(prompts, **GREEDY)) < CLOSE
+    assert rt.publications[-1].num_bytes == sum(p.nbytes for p in model.parameters())
 
 
 # ---- servers started otherwise ---------------------------------------------------------------------------------------

@@ -169,10 +169,11 @@ class ReloadTensors(Request):
 
 
 class ReloadVersion(Request):
-    """Load all of the weights, out of a version that `WeightsFolder` has written."""
+    """Load all of the weights, or `changes` of them, out of a version that `WeightsFolder` has written."""
 
     folder: str
     model_type: str | None
+    changes: bool = False
 
 
 class JoinGroup(Request):
@@ -185,12 +186,44 @@ class JoinGroup(Request):
 
 
 class ReloadBroadcast(Request):
-    """Load a part of the weights, which is being broadcast in the group; the answer has a digest of each, by name."""
+    """Load a part of the weights, or of their `changes`, which is being broadcast in the group.
+
+    The answer has a digest of each, by name.
+    """
 
     weights: Sequence[Sequence[Any]]
     """Name, dtype and shape of each, in the order of their bytes."""
 
     model_type: str | None
+    changes: bool = False
+
+
+class Land(Request):
+    """Record where changes of weights will land; the answer is a `Landed`. For weights that have just been loaded."""
+
+    parameters: Sequence[Mapping[str, Any]]
+    """`TensorSpec.to_wire` of each, contiguous."""
+
+    model_type: str | None
+
+
+class Landed(Message):
+    """Answer of a worker: the regions of its weights (`DeltaTarget.regions`), or why it takes no changes."""
+
+    regions: Sequence[Sequence[Any]]
+    refusal: str | None
+
+
+class BeginChanges(Request):
+    """Begin to take changes; the answer is false if they are of another version than `base`, which a worker holds."""
+
+    base: str
+
+
+class Attest(Request):
+    """Take what lies in memory for a version; the answer has a digest of each region (`DeltaTarget.sums`)."""
+
+    version: str
 
 
 class AbandonReload(Request):

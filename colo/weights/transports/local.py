@@ -71,10 +71,10 @@ class LocalTransport(CopyingTransport):
                 wait_for_queued(device)  # what goes to another GPU ends in that one's stream
             return num_bytes
         earlier, self._given = self._given, None  # a load that fails leaves an engine that holds neither
-        self.source.given_to(self._load)
+        sent_bytes = self.source.given_to(self._load)
         if self._verify:
             self._given = Digest.of(self.source.held(), earlier)
-        return sum(tensor.nbytes for tensor in self.source.tensors().values())
+        return sum(t.nbytes for t in self.source.tensors().values()) if sent_bytes is None else sent_bytes
 
     def verify(self) -> None:
         """Compare every byte that the plan copied. Raises: `TransferError` naming the tensors that differ."""
@@ -92,9 +92,9 @@ class LocalTransport(CopyingTransport):
             differs = self._verify and (given is None or bool(given.differs(Digest.of(self.source.held(), given))))
         return not self.source.ranks.any(differs, "comparing weights")
 
-    def _load(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def _load(self, tensors: Mapping[str, torch.Tensor]) -> int | None:
         with self.source.gathered(tensors) as whole:
-            self._engine.load_weights((name, whole[name]) for name in tensors)
+            return self._engine.load_weights((name, whole[name]) for name in tensors)
 
     def _differences(self, tensors: Mapping[str, torch.Tensor]) -> list[str]:
         return [name for found in self._each(tensors, LoadPlan.differences) for name in found]

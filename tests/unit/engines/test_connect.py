@@ -59,3 +59,11 @@ def test_an_sglang_server_that_cannot_take_weights_is_refused_with_what_to_chang
     }
     with pytest.raises(Unsupported, match=words):
         connect(lambda request: httpx.Response(200, json=answers[request.url.path]))
+
+
+def test_an_sglang_server_is_sent_no_changes_alone():
+    with pytest.raises(Unsupported, match="SGLang's, whose loader takes whole weights alone: leave delta=True out"):
+        connect(
+            lambda request: httpx.Response(200, json={"weight_version": "default"}),
+            through=colo.Broadcast("a", delta=True),
+        )

@@ -500,7 +500,7 @@ def test_copies_that_continue_one_another_are_replayed_as_one():
 
     source = {name: torch.randn(6, 4) for name in engine}
     plan = LoadPlan.record(load, source, engine)
-    assert [copy.name for copy in plan._runs] == ["swapped"] * 6 + ["w"]
+    assert [copy.name for copy in plan.runs] == ["swapped"] * 6 + ["w"]
     assert plan.replay(source) == 2 * 6 * 4 * 4
     assert torch.equal(engine["w"], source["w"]) and torch.equal(engine["swapped"], source["swapped"].flip(0))
 

@@ -366,14 +366,16 @@ class VLLMEngine(EngineBase):
         self._memory.share_weights()
         return self._start is None
 
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> int | None:
         """Run vLLM's layerwise reload on all tensors of the model. Poisons until the next `commit`.
 
+        A server elsewhere may take changes alone (`delta=True`); the bytes that it was sent are returned.
         Raises: `PhaseError` while the weights are away; what a worker raised: then load all of it again.
         """
         self.poison_for_load()
-        self._weights.reload(weights)
+        sent_bytes = self._weights.reload(weights)
         self.reset_prefix_cache()
+        return sent_bytes
 
     def receive(self, operation: str, **arguments: Any) -> list[Any]:
         """Run a step of `Receiver` in every worker; see `receive_all`."""

@@ -10,21 +10,19 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
 from torch import nn
 
 from colo.engine import AdapterWeights, SleepLevel, in_all_ranks
-from colo.engines.buckets import bucket_bytes, buckets
-from colo.engines.elsewhere import Broadcaster, WeightsFolder
 from colo.engines.vllm import wire
 from colo.engines.vllm.client import NamedAdapter, WorkerLink
+from colo.engines.vllm.client.elsewhere import WeightsElsewhere
 from colo.engines.vllm.store import WeightStore
 from colo.errors import ColoError, EngineLost, PhaseError, TransferError, Unsupported
 from colo.memory.copy_plan import wait_for_queued
-from colo.memory.digest import Digest
 from colo.memory.load_plan import Copy, LoadPlan, Part
 from colo.memory.probe import device_id, free_device_bytes
 from colo.memory.share import Description, Exported, Staging, Wire, open_shared_memory, spec_of, view
@@ -192,6 +190,7 @@ class WorkerWeights:
         self._staging = staging
         self._mapped: dict[str, torch.Tensor] = {}
         self._in_slabs = link.infos[0].weights_in == "slabs"
+        self._elsewhere = WeightsElsewhere(link) if link.through is not None else None
 
     @property
     def outlive_the_engine(self) -> bool:
@@ -250,31 +249,33 @@ class WorkerWeights:
         # rank 0 answers for all: what a model leaves out is the same on every rank
         return replace(plan, unused=frozenset(recorded[0].unused))
 
-    def reload(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def reload(self, weights: Iterable[tuple[str, torch.Tensor]]) -> int | None:
         """Run vLLM's layerwise reload on all of its weights. When it fails, the model cannot compute.
 
+        Workers elsewhere may take what has changed instead. Returns the bytes that were sent there.
         Raises: what a worker raised, with its traceback; `TransferError` for weights that no worker has a place for.
         """
         specs: dict[str, torch.Tensor] = {}
         _, left_out = in_all_ranks(self._link, "loading weights", lambda: self._reload(weights, specs), lambda c: c)
         check_taken(specs, [parts for of_rank in left_out for parts in of_rank])
+        return None if self._elsewhere is None else self._elsewhere.sent_bytes
 
     def _reload(
         self, weights: Iterable[tuple[str, torch.Tensor]], specs: dict[str, torch.Tensor]
     ) -> list[dict[str, list[Part]]]:
         """See `reload`. Returns what each worker has not taken whole, and leaves in `specs` what it was given."""
-        call, model_type = self._link.call, self._link.model_type
+        call, model_type, elsewhere = self._link.call, self._link.model_type, self._elsewhere
+        if elsewhere is not None and elsewhere.takes_changes():
+            elsewhere.send_changes(weights)
+            return [{}]
         tied = any(call(wire.BeginReload()))
         checked = _checked(recording_specs(weights, specs), tied=tied)
         try:
             if self._link.same_process:
                 given = {name: tensor.detach() for name, tensor in checked}
                 call(wire.ReloadTensors(tensors=given, model_type=model_type, in_process=True))
-            elif isinstance(self._link.through, WeightsFolder):
-                version = self._link.through.write(checked)
-                call(wire.ReloadVersion(folder=str(version), model_type=model_type))
-            elif self._link.broadcaster is not None:
-                self._broadcast(self._link.broadcaster, checked)
+            elif elsewhere is not None:
+                elsewhere.send(checked)
             else:
                 for group in self._staging.put_groups(checked):
                     call(wire.ReloadTensors(tensors=group, model_type=model_type, in_process=False))
@@ -283,24 +284,10 @@ class WorkerWeights:
             with suppress(ColoError):
                 call(wire.AbandonReload())
             raise
-        return call(wire.FinishReload())
-
-    def _broadcast(self, broadcaster: Broadcaster, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Send all weights to the workers, each of which says what has arrived."""
-        link = self._link
-        if not broadcaster.is_whole:
-            with broadcaster.meeting() as meeting:
-                link.call(wire.JoinGroup(meeting=asdict(meeting), deadline_s=link.deadline_s))
-        for bucket in buckets(weights, bucket_bytes(link.device)):
-            with broadcaster.sending(bucket) as sent:
-                shapes = [(name, str(t.dtype).removeprefix("torch."), list(t.shape)) for name, t in sent]
-                arrived = link.call(wire.ReloadBroadcast(weights=shapes, model_type=link.model_type))
-            expected = Digest.of({name: tensor.detach().contiguous() for name, tensor in sent}).sums
-            for rank, sums in enumerate(arrived):
-                if wrong := [name for name, value in expected.items() if sums.get(name) != value]:
-                    raise TransferError(
-                        f"{wrong[0]}, one of {len(wrong)} weights, has not arrived at rank {rank} as it was sent"
-                    )
+        left_out = call(wire.FinishReload())
+        if elsewhere is not None:
+            elsewhere.confirm(specs)
+        return left_out
 
     def close(self) -> None:
         """Let go of what is mapped. Idempotent."""

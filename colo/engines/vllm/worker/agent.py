@@ -33,6 +33,7 @@ from colo.memory.probe import device_id, torch_pinned_bytes
 from colo.memory.share import Allocations, Description, Opened, empty, open_shared_memory, spec_of, why_not_mapped
 from colo.memory.specs import CopySpec, Place, TensorSpec
 from colo.phases.phase import ENGINE_KV_CACHE, ENGINE_WEIGHTS, Residency
+from colo.weights.delta import DeltaTarget
 from colo.weights.packed import PackedWeight
 from colo.weights.transports.receiver import Receiver, run_step
 
@@ -75,6 +76,7 @@ class WorkerAgent:
         self._receiver: Receiver | None = None
         self._reload: Reload | None = None
         self._group: Any = None  # of broadcasts by the trainer
+        self._target: DeltaTarget | None = None  # of changes of weights
         self._adapters = adapters.WorkerAdapters(worker)
         self._device = torch.device(worker.device)
         self._given = Opened(self._device)
@@ -207,7 +209,7 @@ class WorkerAgent:
 
     def _release(self, asked: wire.Release | None = None) -> None:
         self._given = Opened(self._device)
-        self._group = None
+        self._group = self._target = None
         self._adapters_given.clear()
         if self._segments is not None:
             self._segments.close()
@@ -226,6 +228,7 @@ class WorkerAgent:
 
     def _begin_reload(self, asked: wire.BeginReload) -> bool:
         self._abandon_reload()
+        self._holds(None)
         self._reload = Reload(self._model, self._worker.model_config, self._device)
         return self._reload.tied
 
@@ -238,9 +241,8 @@ class WorkerAgent:
         reload.load(self._given.tensors, asked.model_type)
 
     def _reload_version(self, asked: wire.ReloadVersion) -> None:
-        reload = check_begun(self._reload)
         for tensors in read_version(Path(asked.folder)):
-            reload.load(tensors, asked.model_type, keep=True)
+            self._take(tensors, asked)
 
     def _join_group(self, asked: wire.JoinGroup) -> None:
         meeting = Meeting(**asked.meeting)
@@ -251,15 +253,52 @@ class WorkerAgent:
             raise TransferError(f"rank {self._worker.rank} cannot join the trainer's group: {error}") from error
 
     def _reload_broadcast(self, asked: wire.ReloadBroadcast) -> dict[str, int]:
-        reload = check_begun(self._reload)
         shapes = [(name, getattr(torch, dtype), shape) for name, dtype, shape in asked.weights]
         try:
             tensors = receive(self._group, shapes, self._device)
         except RuntimeError as error:
             raise TransferError(f"the broadcast to rank {self._worker.rank} failed: {error}") from error
         sums = Digest.of(tensors).sums
-        reload.load(tensors, asked.model_type, keep=True)
+        self._take(tensors, asked)
         return sums
+
+    def _take(self, tensors: Mapping[str, torch.Tensor], asked: wire.ReloadVersion | wire.ReloadBroadcast) -> None:
+        """Load weights that have come from elsewhere, or changes of them."""
+        if not asked.changes:
+            check_begun(self._reload).load(tensors, asked.model_type, keep=True)
+        else:
+            on_device = {name: tensor.to(self._device) for name, tensor in tensors.items()}
+            self._landed().apply(on_device)
+
+    def _land(self, asked: wire.Land) -> dict[str, Any]:
+        source = {spec.name: empty(spec) for spec in map(TensorSpec.from_wire, asked.parameters)}
+        self._target = None
+        try:
+            self._target = DeltaTarget(self._plan(source, asked.model_type))
+        except errors.Unsupported as error:
+            return wire.Landed(regions=[], refusal=str(error)).to_wire()
+        return wire.Landed(regions=self._target.regions, refusal=None).to_wire()
+
+    def _begin_changes(self, asked: wire.BeginChanges) -> bool:
+        # until the changes are attested what the worker holds is unknown
+        return self._target is not None and self._holds(None) == asked.base
+
+    def _attest(self, asked: wire.Attest) -> list[int]:
+        sums = self._landed().sums()
+        self._holds(asked.version)
+        return sums
+
+    def _landed(self) -> DeltaTarget:
+        if self._target is None:
+            raise TransferError("no weights have been described that could change")
+        return self._target
+
+    def _holds(self, version: str | None) -> str | None:
+        """Note the version that the worker holds, and return the one before."""
+        if self._target is None:
+            return None
+        before, self._target.version = self._target.version, version
+        return before
 
     def _abandon_reload(self, asked: wire.AbandonReload | None = None) -> None:
         reload, self._reload = self._reload, None

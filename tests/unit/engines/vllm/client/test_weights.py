@@ -31,6 +31,7 @@ def weights_of(descriptions, *, device="cpu", is_own=False):
         device=CPU,
         same_process=False,
         why_not_shared=None,
+        through=None,
         is_own=is_own,
         model_type=None,
         call=lambda request: [answer],

@@ -1,0 +1,189 @@
+"""`publish`: all weights of a model to a `vllm serve`, through every transport, beside what the link itself takes.
+
+Each way is measured by what a publication of the runtime does, with its checks. The limit beside it is the same bytes
+over the same link without colo or vLLM: a copy of the memory, a file written and read, a broadcast to another process.
+Where changes alone are sent, `density` of the entries change before each publication; the bandwidth is the one below
+which that is faster than sending everything. The server runs on this machine: its links are fast, and what colo itself
+takes shows.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.optim import SGD
+from transformers import AutoModelForCausalLM
+
+import colo
+from benchmarks.common import Record, Row, clear, median_s, timed
+from benchmarks.common import shape as shape_of
+from benchmarks.workload import device_copy_bytes_per_s
+from colo.engines.elsewhere import Broadcaster, broadcast
+from colo.engines.vllm.client.start import save_config
+from colo.errors import EngineLost
+from colo.units import MIB
+
+START_S = 600.0
+DEADLINE_S = 120.0
+REPEATS = 5
+
+
+def run(record: Record, *, shape: str, layers: int | None, density: float, device: str) -> None:
+    """Measure one shape, or some of its layers."""
+    target = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
+    config = shape_of(shape, target, layers=layers)
+    with target:
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    num_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    record.limit["weights_mib"] = num_bytes / MIB
+    with tempfile.TemporaryDirectory(prefix="colo-") as folder:
+        save_config(config, folder)
+        record.tell("the links")
+        link_s = dict(_links(num_bytes, target, Path(folder)))
+        record.limit |= {f"{link}_gb_per_s": num_bytes / seconds / 1e9 for link, seconds in link_s.items()}
+        with ExitStack() as servers:
+            url = servers.enter_context(_server(folder, target))
+            record.tell("mapped memory")
+            record.add(_row("mapped memory", model, url, None, density, link_s["memory"] / num_bytes))
+            if device == "cuda" and torch.cuda.device_count() > 1:
+                servers.close()
+                url = servers.enter_context(_server(folder, target, elsewhere=True))
+            for link in [name for name in link_s if name != "memory"]:
+                rows = []
+                for delta in (False, True):
+                    way = f"{link}, changes alone" if delta else link
+                    record.tell(way)
+                    through: colo.Broadcast | colo.WeightsFolder = colo.Broadcast("127.0.0.1", delta=delta)
+                    if link == "files":
+                        through = colo.WeightsFolder(Path(folder) / f"versions-{delta}", delta=delta)
+                    rows.append(_row(way, model, url, through, density, link_s[link] / num_bytes))
+                record.add(rows[0], rows[1] | {"faster_below_gb_per_s": _break_even(*rows)})
+
+
+def _row(way: str, model: nn.Module, url: str, through: Any, density: float, link_s: float) -> Row:
+    """Publications of a runtime: seconds and bytes, beside what the link takes for those bytes (`link_s` a byte)."""
+    device = next(model.parameters()).device
+    engine = colo.connect(url, device=device, deadline_s=DEADLINE_S, through=through)
+    with colo.share(engine, model, SGD(model.parameters(), lr=0.0)) as rt:
+        rt.generate([[1, 2, 3]], max_tokens=1)  # the first version is always whole
+        seconds = []
+        for number in range(REPEATS):
+            change(model, density, seed=number)
+            with rt.rollout():
+                pass
+            seconds.append(rt.publications[-1].seconds)
+        sent_bytes, median = rt.publications[-1].num_bytes, sorted(seconds)[REPEATS // 2]
+    clear(device)
+    link_s *= sent_bytes
+    return {"way": way, "bytes": sent_bytes, "median_s": median, "link_s": link_s, "of_link": median / link_s}
+
+
+def change(model: nn.Module, density: float, *, seed: int) -> None:
+    """Write another last bit to about `density` of the entries of every weight, as a step of training does."""
+    with torch.no_grad():
+        for number, parameter in enumerate(model.parameters()):
+            generator = torch.Generator(parameter.device).manual_seed(seed * 10_007 + number)
+            here = torch.rand(parameter.shape, generator=generator, device=parameter.device) < density
+            parameter.copy_((parameter.view(torch.int16) ^ here.to(torch.int16)).view(parameter.dtype))
+
+
+def _break_even(whole: Row, changes: Row) -> float | None:
+    """GB/s of a link below which changes are faster than everything; `None` if they are over any."""
+    own = {row["way"]: row["median_s"] - row["link_s"] for row in (whole, changes)}
+    more_s = own[changes["way"]] - own[whole["way"]]
+    return (whole["bytes"] - changes["bytes"]) / more_s / 1e9 if more_s > 0 else None
+
+
+@contextmanager
+def _server(folder: str, device: torch.device, *, elsewhere: bool = False) -> Iterator[str]:
+    """A `vllm serve` of random weights on the trainer's device or, `elsewhere`, on the next GPU."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", folder, "--skip-tokenizer-init"]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--enforce-eager", "--max-model-len", "256"]
+    command += ["--load-format", "colo", "--model-loader-extra-config", '{"colo_load_format": "dummy"}']
+    command += ["--worker-extension-cls", "colo.engines.vllm.worker.ColoWorker"]
+    command += ["--logprobs-mode", "processed_logprobs", "--kv-cache-memory-bytes", str(64 * MIB)]
+    environment = os.environ | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+    if device.type == "cpu":
+        command += ["--dtype", "float32", "--block-size", "32"]  # some CPUs have no instructions of 16 bits
+    elif elsewhere:
+        environment["CUDA_VISIBLE_DEVICES"] = str((device.index or 0) + 1)
+    log = Path(folder) / "server.log"
+    with log.open("w") as output:
+        server = subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)
+    url, give_up_s = f"http://127.0.0.1:{port}", time.monotonic() + START_S
+    try:
+        while True:
+            with suppress(httpx.TransportError):
+                if httpx.get(f"{url}/health", trust_env=False).is_success:
+                    break
+            if server.poll() is not None or time.monotonic() > give_up_s:
+                raise EngineLost(f"the server did not start: {log.read_text()[-2000:]}")
+            time.sleep(0.5)
+        yield url
+    finally:
+        server.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            server.wait(30)
+        with suppress(ProcessLookupError):
+            os.killpg(server.pid, signal.SIGKILL)
+
+
+# ---- links -----------------------------------------------------------------------------------------------------------
+
+
+def _links(num_bytes: int, device: torch.device, folder: Path) -> Iterator[tuple[str, float]]:
+    """Seconds that each link takes for so many bytes."""
+    yield "memory", num_bytes / device_copy_bytes_per_s(device)
+    whole = torch.ones(num_bytes, dtype=torch.uint8, device=device)
+
+    def through_files() -> None:
+        save_file({"w": whole.cpu()}, folder / "w.safetensors")
+        load_file(folder / "w.safetensors")["w"].to(device, copy=True)
+
+    yield "files", median_s(through_files, device, repeats=3)
+    (folder / "w.safetensors").unlink()
+    if device.type == "cpu" or torch.cuda.device_count() > 1:  # NCCL has no two ranks on one GPU
+        yield "broadcast", _broadcast_s(whole, device)
+
+
+_RECEIVE = """
+import os, sys, torch
+from colo.engines.elsewhere import Meeting, broadcast, join
+address, port, name, backend, device, num_bytes, times = sys.argv[1:]
+group = join(Meeting(address, int(port), name, 2, backend), 1, 120.0)
+whole = torch.empty(int(num_bytes), dtype=torch.uint8, device=device)
+for _ in range(int(times)):
+    broadcast(group, whole).wait()
+    if device != "cpu":
+        torch.cuda.synchronize()
+os._exit(0)  # with the group's threads, which torch ends the process for
+"""
+
+
+def _broadcast_s(whole: torch.Tensor, device: torch.device) -> float:
+    broadcaster, times = Broadcaster("127.0.0.1", device, 1, DEADLINE_S), 4
+    other = "cpu" if device.type == "cpu" else f"cuda:{(device.index or 0) + 1}"
+    with broadcaster.meeting() as where:
+        arguments = (where.address, where.port, where.name, where.backend, other, whole.nbytes, times)
+        receiver = subprocess.Popen([sys.executable, "-c", _RECEIVE, *map(str, arguments)])
+    group = broadcaster._group
+    seconds = sorted(timed(lambda: broadcast(group, whole).wait(), device) for _ in range(times))
+    receiver.wait(DEADLINE_S)
+    return seconds[(times - 1) // 2]

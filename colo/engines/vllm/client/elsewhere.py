@@ -1,0 +1,139 @@
+"""Weights to workers of vLLM that are elsewhere: whole, by vLLM's own loader, or what has changed since the last time.
+
+Both are sets of named tensors, which travel in versions of a folder or in broadcasts. With changes (`delta=True`) what
+the workers hold afterwards is compared, byte by byte, whichever way it has come.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict
+
+import torch
+
+from colo.engines.buckets import bucket_bytes, buckets
+from colo.engines.elsewhere import WeightsFolder
+from colo.engines.vllm import wire
+from colo.engines.vllm.client import WorkerLink
+from colo.errors import TransferError
+from colo.log import logger
+from colo.memory.digest import Digest
+from colo.memory.specs import TensorSpec
+from colo.weights.delta import DeltaBase, Region, sums_of
+
+
+class WeightsElsewhere:
+    """The trainer's end. Its link has `through`, and a broadcaster where weights are broadcast."""
+
+    def __init__(self, link: WorkerLink) -> None:
+        assert link.through is not None
+        self.sent_bytes = 0
+        """Bytes of the tensors that were sent last."""
+
+        self._link = link
+        self._through = link.through
+        self._refusal: str | None = None if link.through.delta else "nobody has asked for changes"
+        self._base = DeltaBase()
+        self._version: str | None = None  # of the base, while the workers hold it
+        self._regions: list[list[Region]] = []  # of each worker's memory
+
+    def takes_changes(self) -> bool:
+        """Begin to send changes: true if the workers hold what was sent last, and take some."""
+        version, self._version = self._version, None  # until they have arrived
+        return version is not None and all(self._link.call(wire.BeginChanges(base=version)))
+
+    def send_changes(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Send what has changed, once `takes_changes`. Raises: `TransferError`, also for other weights than before."""
+        sums = self._no_sums()
+
+        def changes() -> Iterator[tuple[str, torch.Tensor]]:
+            for bucket in buckets(weights, bucket_bytes(self._link.device)):
+                self._add(sums, bucket)
+                yield from self._base.changes(bucket).items()
+
+        self._send(changes(), changes=True)
+        self._attest(sums)
+
+    def send(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Send all of them, in a reload that has begun. Raises: `TransferError`; see also `WeightsFolder.write`."""
+        self._base = DeltaBase()
+        self._send(weights if self._refusal else self._kept(weights), changes=False)
+
+    def confirm(self, specs: Mapping[str, torch.Tensor]) -> None:
+        """Compare what the workers hold after a reload of `specs`; the next time they are sent what has changed then.
+
+        Raises: `TransferError` naming a weight that is not as it was sent.
+        """
+        if self._refusal:
+            return
+        parameters = [TensorSpec(n, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for n, t in specs.items()]
+        asked = wire.Land(parameters=[spec.to_wire() for spec in parameters], model_type=self._link.model_type)
+        landed = [wire.Landed.from_wire(answer) for answer in self._link.call(asked)]
+        if refusal := next((one.refusal for one in landed if one.refusal is not None), None):
+            logger.warning("%s is sent all weights each time: %s", self._link.placement, refusal)
+            self._refusal, self._base = refusal, DeltaBase()
+            return
+        self._regions = [[tuple(region) for region in one.regions] for one in landed]
+        sums = self._no_sums()
+        for bucket in self._base.kept():
+            self._add(sums, bucket)
+        self._attest(sums)
+
+    def _kept(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        for bucket in buckets(weights, bucket_bytes(self._link.device)):
+            self._base.keep(bucket)
+            yield from bucket
+
+    def _no_sums(self) -> list[list[int]]:
+        return [[0] * len(regions) for regions in self._regions]
+
+    def _add(self, sums: list[list[int]], bucket: list[tuple[str, torch.Tensor]]) -> None:
+        """Note the sums of what each worker has of a bucket."""
+        for of_worker, regions in zip(sums, self._regions, strict=True):
+            for number, value in sums_of(bucket, regions, self._link.device).items():
+                of_worker[number] = value
+
+    def _attest(self, sums: list[list[int]]) -> None:
+        """Compare what the workers hold with what was sent, and take it for the base of changes."""
+        version = secrets.token_hex(8)
+        for rank, held in enumerate(self._link.call(wire.Attest(version=version))):
+            names = [region[0] for region in self._regions[rank]]
+            wrong = [name for name, one, other in zip(names, held, sums[rank], strict=True) if one != other]
+            if wrong:
+                raise TransferError(
+                    f"{wrong[0]}, one of {len(dict.fromkeys(wrong))} weights, does not lie in rank {rank} as it is "
+                    "here: another client may have written to it. All of them are sent the next time"
+                )
+        self._version = version
+
+    def _send(self, tensors: Iterable[tuple[str, torch.Tensor]], *, changes: bool) -> None:
+        """Bring named tensors to the workers, who take them as `changes` or as whole weights."""
+        link, broadcaster = self._link, self._link.broadcaster
+        self.sent_bytes = 0
+        tensors = self._counted(tensors)
+        if isinstance(self._through, WeightsFolder):
+            folder = self._through.of_changes if changes else self._through
+            version = folder.write(tensors)
+            link.call(wire.ReloadVersion(folder=str(version), model_type=link.model_type, changes=changes))
+            return
+        assert broadcaster is not None
+        if not broadcaster.is_whole:
+            with broadcaster.meeting() as meeting:
+                link.call(wire.JoinGroup(meeting=asdict(meeting), deadline_s=link.deadline_s))
+        for bucket in buckets(tensors, bucket_bytes(link.device)):
+            with broadcaster.sending(bucket) as sent:
+                shapes = [(name, str(t.dtype).removeprefix("torch."), list(t.shape)) for name, t in sent]
+                told = wire.ReloadBroadcast(weights=shapes, model_type=link.model_type, changes=changes)
+                arrived = link.call(told)
+            expected = Digest.of({name: tensor.detach().contiguous() for name, tensor in sent}).sums
+            for rank, sums in enumerate(arrived):
+                if wrong := [name for name, value in expected.items() if sums.get(name) != value]:
+                    raise TransferError(
+                        f"{wrong[0]}, one of {len(wrong)} weights, has not arrived at rank {rank} as it was sent"
+                    )
+
+    def _counted(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in tensors:
+            self.sent_bytes += tensor.nbytes
+            yield name, tensor
