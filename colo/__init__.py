@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from colo.planning.estimate import plan
     from colo.runtime import Runtime
     from colo.trl import attach
+    from colo.weights.routing import replay_routing
 
     __version__: str
 
@@ -47,6 +48,7 @@ __all__ = [
     "connect",
     "launch",
     "plan",
+    "replay_routing",
     "share",
     "start",
 ]
@@ -63,6 +65,7 @@ _LAZY = {
     "Fleet": "colo.engines.fleet",
     "WeightsFolder": "colo.engines.elsewhere",
     "Runtime": "colo.runtime",
+    "replay_routing": "colo.weights.routing",
 }
 """Names whose modules import torch and transformers, which takes seconds: loaded when they are first used."""
 

@@ -187,6 +187,10 @@ class Completion:
     adapter: str | None = None
     """Name of the LoRA adapter that was applied, if any."""
 
+    routed_experts: Any = None
+    """Experts that a mixture's routers chose, of an engine that returns them: a NumPy array of integers (tokens,
+    layers, experts a token), for all tokens of prompt and completion but the last. See `colo.replay_routing`."""
+
     key: Any = None
     """The caller's object for its prompt, of a call with `keys`."""
 

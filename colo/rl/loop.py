@@ -11,7 +11,7 @@ It shows how the pieces go together; a trainer of your own, or TRL's, takes its 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import fmean
@@ -32,6 +32,7 @@ from colo.rl.loss import Aggregation, GRPOLossConfig, group_advantages, grpo_los
 from colo.rl.rewards import RewardFunction, call_reward, check_columns, check_weights, checked_call, named_rewards
 from colo.units import format_bytes
 from colo.weights.mismatch import evaluating
+from colo.weights.routing import is_routed, replay_routing
 from colo.weights.sources.folded import changes_nothing
 from colo.weights.sources.heads import is_peft_model
 
@@ -217,9 +218,12 @@ def train_step(
     for start, part, reference_BT in zip(starts, parts, references_BT, strict=True):
         # micro-batches are weighted so that their sum is the loss of the whole batch
         share = _weight(part, config.loss.aggregation) / max(1, weight)
-        output = _loss(rt, Batch.of(part, rt.device), advantages_B[start : start + len(part)], config, reference_BT)
-        # backward at once: activations of one micro-batch only
-        (output.loss * share).backward()
+        batch = Batch.of(part, rt.device)
+        # a mixture of experts takes those that the engine took, where it has told them
+        with replay_routing(rt.model, part) if is_routed(part) else nullcontext():
+            output = _loss(rt, batch, advantages_B[start : start + len(part)], config, reference_BT)
+            # backward at once: activations of one micro-batch only
+            (output.loss * share).backward()
         # detached: a sum of losses would keep every graph
         totals["loss"] += float(output.loss.detach()) * share
         for name, metric in (("mismatch", "mismatch_mean"), ("kl", "kl")):

@@ -45,6 +45,7 @@ class _Row:
     spans: tuple[tuple[int, int], ...] = ()  # see `Completion.spans`
     finish_reason: str = CARRIED
     adapter: str | None = None
+    routed_experts: Any = None
 
     @property
     def is_running(self) -> bool:
@@ -61,6 +62,7 @@ class _Row:
             spans=(*spans, (version, count)),
             finish_reason=finish_reason,
             adapter=found.adapter,
+            routed_experts=found.routed_experts,
         )
 
 
@@ -93,6 +95,7 @@ class _Group:
                 weights_version=row.spans[-1][0] if row.spans else 0,
                 spans=row.spans,
                 adapter=row.adapter,
+                routed_experts=row.routed_experts,  # of the last round, which has passed over all tokens
                 key=self.key,
             )
             for sample_index, row in enumerate(self.rows)

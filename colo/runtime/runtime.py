@@ -450,6 +450,11 @@ def facts_of(rt: Runtime, side: TrainerSide, *, is_compared: bool) -> dict[str, 
     mismatch = trace.metrics.get("mismatch") or trace.metrics.get("mismatch_sampled")
     if mismatch:
         facts["mismatch"] = f"{mismatch[-1]:.2g} mean |log p(engine) - log p(trainer)| in the last step"
+        if own := trace.metrics.get("mismatch_own_routing"):
+            facts["routing"] = (
+                f"the engine tells its experts: {trace.metrics['mismatch_sampled'][-1]:.2g} with them, {own[-1]:.2g} "
+                "with those that the trainer's routers choose (colo.replay_routing)"
+            )
     elif not is_compared:
         facts["mismatch"] = "not measured, since colo runs no passes of this model: rt.log(mismatch=...) adds yours"
     return facts

@@ -395,6 +395,8 @@ class Turns:
         if found is None:
             return
         self._trace.metric("mismatch_sampled", found.mean)
+        if found.own_routing is not None:
+            self._trace.metric("mismatch_own_routing", found.own_routing)
         cause = self._mismatch.why_too_large(found)
         if cause is not None:
             # poisoned before it raises: a loop that catches the error must not sample on

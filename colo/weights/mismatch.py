@@ -6,8 +6,9 @@ weights, that differ. Where they are no numbers at all, the tensor to blame is l
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import compress
 from operator import not_
@@ -20,6 +21,7 @@ from torch import nn
 from colo import unsloth
 from colo.engine import Completion
 from colo.memory.storage import is_dtensor, local_shard
+from colo.weights.routing import is_routed, replay_routing
 from colo.weights.sources.base import WeightSource
 
 MAX_TOKENS = 64  # tokens of a completion that are compared; bounds the logits
@@ -39,12 +41,16 @@ def logprob_difference(
     temperature: float,
     device: torch.device,
     together: bool = False,
+    replay: bool = True,
 ) -> float | None:
     """Mean |log p(engine) - log p(trainer)| over the first tokens of `completions`; `None` without any.
 
     They were sampled from `softmax(logits / temperature)`, unfiltered. The model runs in evaluation mode meanwhile:
-    once for each or, `together`, for those in a row that are equally long.
+    once for each or, `together`, for those in a row that are equally long. With `replay` a mixture takes the experts
+    that the engine took, where it has told them.
     """
+    if not replay:
+        completions = [dataclasses.replace(c, routed_experts=None) for c in completions]
     differences = _of_all(model, completions, temperature, device, together=together)
     return float(differences.mean()) if len(differences) else None
 
@@ -92,9 +98,10 @@ def _passes(completions: Sequence[Completion], most_tokens: int) -> list[list[_C
         num_tokens = min(len(completion.token_ids), len(completion.logprobs), MAX_TOKENS)
         if not num_tokens:
             continue
-        new = _Compared(
-            [*completion.prompt_token_ids, *completion.token_ids[:num_tokens]], completion.logprobs[:num_tokens]
-        )
+        ids = [*completion.prompt_token_ids, *completion.token_ids[:num_tokens]]
+        routed = None if completion.routed_experts is None else completion.routed_experts[: len(ids)]
+        compared = dataclasses.replace(completion, token_ids=completion.token_ids[:num_tokens], routed_experts=routed)
+        new = _Compared(ids, completion.logprobs[:num_tokens], compared)
         last = passes[-1] if passes else []
         fits = (len(last) + 1) * len(new.token_ids) <= most_tokens
         if fits and last and last[0].lengths == new.lengths:
@@ -110,6 +117,7 @@ class _Compared:
 
     token_ids: list[int]  # the prompt's, then the first of what was sampled
     logprobs: tuple[float, ...]  # the engine's log-probabilities of the sampled tokens
+    completion: Completion  # as if no more had been sampled
 
     @property
     def lengths(self) -> tuple[int, int]:
@@ -125,7 +133,9 @@ def _differences(model: Any, same: Sequence[_Compared], temperature: float, devi
     # `{type: parameter}` asks one parameter of each type
     run = model if any(map(is_dtensor, {type(p): p for p in model.parameters()}.values())) else model.forward
     # logits at a position are of the next token: one more at the front is needed, and the last are of none
-    logits = run(input_ids=ids, logits_to_keep=num_tokens + 1, use_cache=False).logits[:, -num_tokens - 1 : -1]
+    given = [one.completion for one in same]
+    with replay_routing(model, given) if is_routed(given) else nullcontext():
+        logits = run(input_ids=ids, logits_to_keep=num_tokens + 1, use_cache=False).logits[:, -num_tokens - 1 : -1]
     tokens = ids[:, -num_tokens:, None]
     logprobs: torch.Tensor = (logits.float() / temperature).log_softmax(-1).gather(-1, tokens)[:, :, 0]
     engine = torch.tensor([one.logprobs for one in same], dtype=torch.float32, device=device)
@@ -138,6 +148,8 @@ class Mismatch:
 
     mean: float  # mean |log p(engine) - log p(trainer)| of a token
     temperature: float  # the temperature at which the tokens were sampled
+    own_routing: float | None = None
+    """The same where the trainer's routers choose, of a mixture whose engine has told its experts."""
 
 
 class MismatchCheck:
@@ -193,7 +205,14 @@ class MismatchCheck:
         )
         # FSDP2 leaves weights whole after a forward pass that no backward one follows
         source.reshard()
-        return None if difference is None else Mismatch(difference, temperature)
+        if difference is None:
+            return None
+        own_routing = None
+        if is_routed(comparable[:count]) and source.ranks.is_alone:
+            own_routing = logprob_difference(
+                model, comparable[:count], temperature=temperature, device=device, together=True, replay=False
+            )
+        return Mismatch(difference, temperature, own_routing)
 
     def why_too_large(self, mismatch: Mismatch) -> str | None:
         """The reason not to train on this engine's samples, and the remedy; `None` if the gap is allowed."""

@@ -7,7 +7,8 @@ it is, but for what this file lends it, in its process and in those that it fork
     torchvision, IPython, zstandard   are only imported
     vllm                is looked for, and would be imported where it is
     torch_memory_saver  needs CUDA's driver: here it notes which tags are away, and fails as it does when asked twice
-    torch               `pin_memory` and `torch.cuda.synchronize` fail without a GPU, where there is nothing to do
+    torch               `pin_memory`, `torch.cuda.cudart` and `synchronize` fail without a GPU, where there is nothing
+                        to do
     fork                in place of spawn, by which a start would import everything three times
     seeds               are heeded by deterministic inference alone, which refuses a CPU; its hash is Triton's
 """
@@ -157,6 +158,7 @@ def lend():
     multiprocessing.set_start_method = lambda *_, **__: None
     torch.cuda.synchronize = lambda device=None: None
     torch.Tensor.pin_memory = lambda self, device=None: self
+    torch.cuda.cudart = lambda: types.SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda *_: 0)
     for name in ("tensor", "empty", "zeros", "ones", "full", "arange", "rand", "empty_like", "zeros_like", "ones_like"):
         setattr(torch, name, without_pinning(getattr(torch, name)))
 

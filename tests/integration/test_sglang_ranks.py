@@ -9,6 +9,8 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
 
 import colo
 from colo.errors import EngineLost, TransferError
+from colo.weights.mismatch import logprob_difference
+from colo.weights.routing import routing_of
 from tests.integration.servers import Restarting, sharing, train_step
 from tests.integration.sglang_server import Server, needs_sglang
 from tests.models import SMALL
@@ -44,7 +46,7 @@ def folders(tmp_path_factory, randomize):
 
 @pytest.fixture(scope="module")
 def served(folders, tmp_path_factory):
-    made = Restarting(Server, folders, tmp_path_factory.mktemp("logs"), *TWO_RANKS)
+    made = Restarting(Server, folders, tmp_path_factory.mktemp("logs"), *TWO_RANKS, "--enable-return-routed-experts")
     yield made
     made.server.end()
     made.proxy.end()
@@ -80,6 +82,20 @@ def test_every_rank_follows_the_trainer(share, served, model, mismatch, way, tmp
     assert {name.split(".")[-2] for name in whole} == {
         *("q_norm", "k_norm", "input_layernorm", "post_attention_layernorm", "gate", "norm"),
     }
+
+
+def test_the_experts_that_sglang_took_are_told(share, model):
+    rt = share(model)
+    completions = rt.generate(PROMPTS, **ALL)
+    taken = routing_of(completions)
+    found = {}
+    for number, layer in enumerate(model.model.layers):
+        layer.mlp.gate.register_forward_hook(lambda _, __, out, number=number: found.__setitem__(number, out[2]))
+    model(input_ids=torch.tensor([c.prompt_token_ids + c.token_ids for c in completions]))
+    for number, experts in found.items():
+        own = experts.view(4, 28, 2)[:, :-1].sort().values
+        assert torch.equal(taken[:, :-1, number].sort().values, own) and (taken[:, -1] == -1).all()
+    assert logprob_difference(model, completions, temperature=1.0, device=rt.device, together=True) < CLOSE
 
 
 def test_memory_of_one_rank_is_counted(share, model):

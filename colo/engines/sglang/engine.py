@@ -15,6 +15,7 @@ trainer's, or of a server that was started again bears another one than the engi
 
 from __future__ import annotations
 
+import base64
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing, suppress
@@ -349,6 +350,8 @@ class SGLangEngine(ServerEngine[Facts]):
         settings = [self._settings(prompts[p], params, p, s) for p, s in rows]
         size = -(-len(rows) // _MAX_REQUESTS) or 1
         common: Body = {"return_logprob": True}
+        if self._facts.started_with.get("enable_return_routed_experts"):
+            common["return_routed_experts"] = True
         if adapter is not None:
             common["lora_path"] = self._adapters[adapter]
         bodies = []
@@ -391,6 +394,12 @@ class SGLangEngine(ServerEngine[Facts]):
                 f"the server has ended a request: {reason.get('message') or 'another client asked it to'}"
             )
         known = {"finish_reason": reason["type"], "weights_version": version, "adapter": adapter}
+        if meta.get("routed_experts") is not None:
+            import numpy as np
+
+            config = self._facts.config.get_text_config()
+            experts = np.frombuffer(base64.b64decode(meta["routed_experts"]), dtype=np.int32)
+            known["routed_experts"] = experts.reshape(-1, config.num_hidden_layers, config.num_experts_per_tok)
         pairs = meta["output_token_logprobs"]
         return self._made(row, prompt, answer["output_ids"], pairs, answer, text=answer.get("text"), **known)
 

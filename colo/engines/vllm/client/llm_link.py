@@ -484,6 +484,7 @@ def _completion(
         finish_reason=sample.finish_reason or "abort",
         weights_version=version,
         adapter=adapter,
+        routed_experts=getattr(sample, "routed_experts", None),
         text=text,
         output=sample,
     )

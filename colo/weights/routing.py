@@ -1,0 +1,184 @@
+"""Routing replay: a trainer's pass through a mixture of experts, by the experts that the engine has chosen.
+
+    completions = rt.generate(prompts)  # of an engine that returns routed experts
+    with colo.replay_routing(model, completions, length=ids.shape[1]):
+        loss = ...  # of `ids`: the prompts and completions as a batch
+        loss.backward()
+
+Two implementations of one model differ in the last bits of a router's scores, and so now and then in an expert; that
+token's log-probabilities are then far apart, and its importance weight is wrong. Here the trainer's router computes its
+scores, with gradients, for the engine's experts.
+
+A router calls `torch.topk`, whose answer is replaced while it runs, by a mode of torch's that its own hooks enter and
+leave: what it makes of the scores stays its own, and no class is changed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from colo.engine import Completion
+from colo.errors import Unsupported
+
+_LAYER = re.compile(r"\.(\d+)\.")
+_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+
+
+def is_routed(completions: Sequence[Completion]) -> bool:
+    """True if all of them tell the experts that their tokens took."""
+    return bool(completions) and all(c.routed_experts is not None for c in completions)
+
+
+def routing_of(
+    completions: Sequence[Completion],
+    *,
+    length: int | None = None,
+    left_padded: bool = False,
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """Experts that engines chose for a batch of prompts with their completions: int64 (B, T, layers, experts a token).
+
+    T is `length`, or that of the longest sequence; padding is on the right, or before each sequence (`left_padded`).
+    Padding, and the last token, which no engine has passed through the model, have -1: there a router chooses itself.
+    Raises: `ValueError` for completions without routing, or a `length` that is too short.
+    """
+    lacking = sum(c.routed_experts is None for c in completions)
+    if lacking or not completions:
+        raise ValueError(
+            f"{lacking} of {len(completions)} completions have no routed experts: start vLLM with "
+            "engine_options={'enable_return_routed_experts': True}, an SGLang server with "
+            "--enable-return-routed-experts"
+        )
+    import numpy as np  # which is there where such an array is; torch needs none
+
+    rows = [torch.from_numpy(np.array(c.routed_experts, dtype=np.int64)) for c in completions]
+    sizes = [len(c.prompt_token_ids) + len(c.token_ids) for c in completions]
+    wide = max(sizes) if length is None else length
+    if wide < max(sizes):
+        raise ValueError(f"length {wide} is shorter than a sequence of {max(sizes)} tokens")
+    routing = torch.full((len(rows), wide, *rows[0].shape[1:]), -1, dtype=torch.int64)
+    for into, row, size in zip(routing, rows, sizes, strict=True):
+        if not size - 1 <= len(row) <= size:
+            raise ValueError(f"routed experts of {len(row)} tokens for a sequence of {size}: the engine left some out")
+        start = wide - size if left_padded else 0
+        into[start : start + len(row)] = row
+    return routing.to(device)
+
+
+@contextmanager
+def replay_routing(
+    model: nn.Module,
+    routing: Tensor | Sequence[Completion],
+    *,
+    length: int | None = None,
+    left_padded: bool = False,
+) -> Iterator[None]:
+    """A block in which the routers of `model` choose the experts that engines have chosen for the same tokens.
+
+    Every pass in it is over a batch of `routing`: completions, padded as `routing_of` says, or a tensor that it makes,
+    (B, T, layers, experts a token), integer, in which -1 leaves the choice to the router. Backward passes that compute
+    activations again belong in it too.
+    Raises: `Unsupported` for a model without such routers, and, of a pass, where a router chooses in another way than
+    by `torch.topk`; `ValueError` as `routing_of`, and for another number of tokens, layers or experts.
+    """
+    if not isinstance(routing, Tensor):
+        routing = routing_of(routing, length=length, left_padded=left_padded)
+    num_experts, top_k = _sizes(model)
+    routers = _routers(model)
+    if not routers:
+        raise Unsupported(
+            f"{type(model).__name__} has no router that chooses by torch.topk in a module of its own: train it without "
+            "replay_routing"
+        )
+    if routing.dim() != 4 or routing.shape[-1] != top_k:
+        raise ValueError(f"routing has shape {tuple(routing.shape)}, not (B, T, layers, {top_k})")
+    if max(layer for layer, _ in routers) >= routing.shape[2]:
+        raise ValueError(f"routing has {routing.shape[2]} layers, and the model a router in layer {routers[-1][0]}")
+    with ExitStack() as hooks:
+        for layer, router in routers:
+            replay = _Replay(routing[:, :, layer].reshape(-1, top_k), num_experts, layer)
+            hooks.callback(router.register_forward_pre_hook(replay.begin).remove)
+            hooks.callback(router.register_forward_hook(replay.end, always_call=True).remove)
+        yield
+
+
+class _Replay:
+    """The choice of one router. Its hooks run in whichever thread a pass does, such as that of a backward pass."""
+
+    def __init__(self, experts: Tensor, num_experts: int, layer: int) -> None:
+        """`experts` has a row for each token."""
+        self._experts = experts
+        self._num_experts = num_experts
+        self._layer = layer
+        self._modes: list[_TopK] = []
+
+    def begin(self, router: nn.Module, inputs: Any) -> None:
+        mode = _TopK(self._experts, self._num_experts)
+        mode.__enter__()  # type: ignore[no-untyped-call]  # torch leaves the mode untyped
+        self._modes.append(mode)
+
+    def end(self, router: nn.Module, inputs: Any, output: Any) -> None:
+        mode = self._modes.pop()
+        mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        if output is not None and not mode.has_chosen:
+            raise Unsupported(
+                f"the router of layer {self._layer}, a {type(router).__name__}, chooses its experts in another way "
+                "than by torch.topk (compiled, or by a kernel): train without replay_routing"
+            )
+
+
+class _TopK(TorchFunctionMode):
+    """Answers `torch.topk` over all experts with those that are given, and their scores."""
+
+    def __init__(self, experts: Tensor, num_experts: int) -> None:
+        super().__init__()
+        self._experts, self._num_experts = experts, num_experts
+        self.has_chosen = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if func not in (torch.topk, Tensor.topk):
+            return found
+        scores, chosen = args[0] if args else kwargs["input"], found[1]
+        # others choose among groups of experts
+        if scores.shape[-1] != self._num_experts or chosen.shape[-1] != self._experts.shape[-1]:
+            return found
+        if chosen.numel() != self._experts.numel():
+            raise ValueError(
+                f"the pass is over {chosen.numel() // chosen.shape[-1]} tokens, and routing of "
+                f"{len(self._experts)} is to be replayed"
+            )
+        given = self._experts.to(chosen.device).view(chosen.shape)
+        replayed = torch.where(given >= 0, given, chosen)
+        self.has_chosen = True
+        return torch.return_types.topk((scores.gather(-1, replayed), replayed))
+
+
+def _sizes(model: Any) -> tuple[int, int]:
+    """Number of experts, and of those that a token takes."""
+    config = model.config.get_text_config()
+    counts = [int(value) for name in _NUM_EXPERTS if (value := getattr(config, name, None))]
+    top_k = getattr(config, "num_experts_per_tok", None) or getattr(config, "moe_topk", None)
+    if not counts or not top_k:
+        raise Unsupported(f"{type(model).__name__} is no mixture of experts: its config names no number of experts")
+    return counts[0], int(top_k)
+
+
+def _routers(model: nn.Module) -> list[tuple[int, nn.Module]]:
+    """The innermost modules of decoder layers that say how many experts they take, with the number of their layer."""
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        if isinstance(getattr(module, "top_k", None), int) and _LAYER.search(f".{name}."):
+            outer = name.rpartition(".")[0]
+            while outer and outer not in found:
+                outer = outer.rpartition(".")[0]
+            found.pop(outer, None)
+            found[name] = module
+    return [(int(_LAYER.search(f".{name}.")[1]), module) for name, module in found.items()]  # type: ignore[index]
