@@ -34,6 +34,7 @@ from benchmarks.common import shape as shape_of
 from benchmarks.workload import device_copy_bytes_per_s
 from colo.engines.elsewhere import Broadcaster, broadcast
 from colo.engines.vllm.client.start import save_config
+from colo.engines.vllm.compat import smallest_utilization
 from colo.errors import EngineLost
 from colo.units import MIB
 
@@ -122,7 +123,9 @@ def _server(folder: str, device: torch.device, *, elsewhere: bool = False) -> It
     environment = os.environ | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
     if device.type == "cpu":
         command += ["--dtype", "float32", "--block-size", "32"]  # some CPUs have no instructions of 16 bits
-    elif elsewhere:
+    else:
+        command += ["--gpu-memory-utilization", str(smallest_utilization())]
+    if elsewhere:
         environment["CUDA_VISIBLE_DEVICES"] = str((device.index or 0) + 1)
     log = Path(folder) / "server.log"
     with log.open("w") as output:
