@@ -36,7 +36,7 @@ from colo.engines.elsewhere import Broadcaster, broadcast
 from colo.engines.vllm.client.start import save_config
 from colo.engines.vllm.compat import smallest_utilization
 from colo.errors import EngineLost
-from colo.units import MIB
+from colo.units import GIB, MIB
 
 START_S = 600.0
 DEADLINE_S = 120.0
@@ -54,16 +54,16 @@ def run(record: Record, *, shape: str, layers: int | None, density: float, devic
     with tempfile.TemporaryDirectory(prefix="colo-") as folder:
         save_config(config, folder)
         record.tell("the links")
-        link_s = dict(_links(num_bytes, target, Path(folder)))
-        record.limit |= {f"{link}_gb_per_s": num_bytes / seconds / 1e9 for link, seconds in link_s.items()}
+        links = dict(_links(min(num_bytes, GIB), target, Path(folder)))
+        record.limit |= {f"{link}_gb_per_s": rate / 1e9 for link, rate in links.items()}
         with ExitStack() as servers:
             url = servers.enter_context(_server(folder, target))
             record.tell("mapped memory")
-            record.add(_row("mapped memory", model, url, None, density, link_s["memory"] / num_bytes))
+            record.add(_row("mapped memory", model, url, None, density, links["memory"]))
             if device == "cuda" and torch.cuda.device_count() > 1:
                 servers.close()
                 url = servers.enter_context(_server(folder, target, elsewhere=True))
-            for link in [name for name in link_s if name != "memory"]:
+            for link in [name for name in links if name != "memory"]:
                 rows = []
                 for delta in (False, True):
                     way = f"{link}, changes alone" if delta else link
@@ -71,17 +71,18 @@ def run(record: Record, *, shape: str, layers: int | None, density: float, devic
                     through: colo.Broadcast | colo.WeightsFolder = colo.Broadcast("127.0.0.1", delta=delta)
                     if link == "files":
                         through = colo.WeightsFolder(Path(folder) / f"versions-{delta}", delta=delta)
-                    rows.append(_row(way, model, url, through, density, link_s[link] / num_bytes))
+                    rows.append(_row(way, model, url, through, density, links[link]))
                 record.add(rows[0], rows[1] | {"faster_below_gb_per_s": _break_even(*rows)})
 
 
-def _row(way: str, model: nn.Module, url: str, through: Any, density: float, link_s: float) -> Row:
-    """Publications of a runtime: seconds and bytes, beside what the link takes for those bytes (`link_s` a byte)."""
+def _row(way: str, model: nn.Module, url: str, through: Any, density: float, bytes_per_s: float) -> Row:
+    """Publications of a runtime: seconds and bytes, beside what the link takes for those bytes."""
     device = next(model.parameters()).device
     engine = colo.connect(url, device=device, deadline_s=DEADLINE_S, through=through)
     with colo.share(engine, model, SGD(model.parameters(), lr=0.0)) as rt:
-        rt.generate([[1, 2, 3]], max_tokens=1)  # the first version is always whole
         seconds = []
+        with rt.rollout():  # the first version is always whole
+            pass
         for number in range(REPEATS):
             change(model, density, seed=number)
             with rt.rollout():
@@ -89,7 +90,7 @@ def _row(way: str, model: nn.Module, url: str, through: Any, density: float, lin
             seconds.append(rt.publications[-1].seconds)
         sent_bytes, median = rt.publications[-1].num_bytes, sorted(seconds)[REPEATS // 2]
     clear(device)
-    link_s *= sent_bytes
+    link_s = sent_bytes / bytes_per_s
     return {"way": way, "bytes": sent_bytes, "median_s": median, "link_s": link_s, "of_link": median / link_s}
 
 
@@ -152,18 +153,18 @@ def _server(folder: str, device: torch.device, *, elsewhere: bool = False) -> It
 
 
 def _links(num_bytes: int, device: torch.device, folder: Path) -> Iterator[tuple[str, float]]:
-    """Seconds that each link takes for so many bytes."""
-    yield "memory", num_bytes / device_copy_bytes_per_s(device)
+    """Bytes a second of each link, measured with so many bytes."""
+    yield "memory", device_copy_bytes_per_s(device)
     whole = torch.ones(num_bytes, dtype=torch.uint8, device=device)
 
     def through_files() -> None:
         save_file({"w": whole.cpu()}, folder / "w.safetensors")
         load_file(folder / "w.safetensors")["w"].to(device, copy=True)
 
-    yield "files", median_s(through_files, device, repeats=3)
+    yield "files", num_bytes / median_s(through_files, device, repeats=3)
     (folder / "w.safetensors").unlink()
     if device.type == "cpu" or torch.cuda.device_count() > 1:  # NCCL has no two ranks on one GPU
-        yield "broadcast", _broadcast_s(whole, device)
+        yield "broadcast", num_bytes / _broadcast_s(whole, device)
 
 
 _RECEIVE = """
