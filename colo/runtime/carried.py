@@ -135,6 +135,8 @@ class Carried:
         self.alike: frozenset[int] = frozenset()
         """Prompts of the last call's completions that were sampled from its own distribution, not an earlier call's."""
 
+        self.options_last_taken: Mapping[str, Any] = {}
+
     def completions(self) -> list[Completion]:
         """Everything that is under way, so far."""
         return [completion for group in self._groups.values() for completion in group.completions()]
@@ -169,26 +171,13 @@ class Carried:
         When a round fails, rows keep what they have; new prompts are under way only once one of them has tokens.
         `options` are those of `options_of`. Raises: as `Engine.generate`.
         """
-        params = engine.sampling_params(**options)
-        seeds, options = options.get("seed"), {name: value for name, value in options.items() if name != "seed"}
-        options = next((group.options for group in self._groups.values() if group.options == options), options)
-        # of the whole length, before anything is sampled
-        if (check := getattr(engine, "check_request", None)) is not None:
-            check(prompts, params)
-        longest_prompt: int | None = getattr(engine, "longest_prompt", None)
-        if keys is not None and len(keys) != len(prompts):
-            raise ValueError(f"keys has {len(keys)} for {len(prompts)} prompts: give one for each")
-        check_seeds(seeds, len(prompts))
-        if not isinstance(seeds, Sequence):
-            seeds = [seeds] * len(prompts)
-        new = self._add(prompts, keys or [None] * len(prompts), seeds, options, params)
+        new = self.add(prompts, options, engine=engine, keys=keys)
         end_s = time.monotonic() + until.total_seconds() if isinstance(until, timedelta) else math.inf
         try:
-            self._begin_anew(engine.weights_version, max_age)
+            self.begin_anew(engine.weights_version, max_age)
             wanted = _number_of(until, len(self._groups))
-            while sum(group.has_ended for group in self._groups.values()) < wanted:
-                for batch in self._batches():
-                    _sample(batch, engine, adapter, longest_prompt)
+            while self.num_ended < wanted:
+                self.sample(engine, adapter)
                 if time.monotonic() >= end_s:
                     break
         except BaseException:
@@ -196,21 +185,62 @@ class Carried:
                 self._groups = {index: group for index, group in self._groups.items() if group not in new}
                 self._num_prompts -= len(new)
             raise
-        ended = [group for group in self._groups.values() if group.has_ended]
-        if isinstance(until, int):
-            ended = ended[:until]
+        return self.take(until if isinstance(until, int) else None, options)
+
+    @property
+    def num_groups(self) -> int:
+        """Number of groups under way, those that have ended among them."""
+        return len(self._groups)
+
+    @property
+    def num_ended(self) -> int:
+        """Number of groups under way that have ended."""
+        return sum(group.has_ended for group in self._groups.values())
+
+    @property
+    def is_running(self) -> bool:
+        """True if some group has not ended."""
+        return self.num_ended < len(self._groups)
+
+    def take(self, count: int | None = None, options: Mapping[str, Any] | None = None) -> list[Completion]:
+        """Take the completions of groups that have ended out, of at most `count`, in the order of prompts.
+
+        `alike` are those that were sampled from the distribution of `options`, or of the first that is taken.
+        """
+        ended = [group for group in self._groups.values() if group.has_ended][:count]
         self._groups = {index: group for index, group in self._groups.items() if group not in ended}
+        if options is None:
+            options = ended[0].options if ended else {}
         self.alike = frozenset(g.index for g in ended if _distribution(g.options) == _distribution(options))
+        self.options_last_taken = options
         return [completion for group in ended for completion in group.completions()]
 
-    def _add(
+    def sample(self, engine: Engine, adapter: str | None) -> None:
+        """Sample one round for all rows that run."""
+        longest_prompt: int | None = getattr(engine, "longest_prompt", None)
+        for batch in self._batches():
+            _sample(batch, engine, adapter, longest_prompt)
+
+    def add(
         self,
         prompts: Sequence[Sequence[int]],
-        keys: Sequence[Any],
-        seeds: Sequence[int | None],
         options: Mapping[str, Any],
-        params: Any,
+        *,
+        engine: Engine,
+        keys: Sequence[Any] | None = None,
     ) -> list[_Group]:
+        """Begin groups of new prompts, with options of `options_of`. Raises: as `Engine.generate`; nothing is added."""
+        params = engine.sampling_params(**options)
+        seeds, options = options.get("seed"), {name: value for name, value in options.items() if name != "seed"}
+        options = next((group.options for group in self._groups.values() if group.options == options), options)
+        # of the whole length, before anything is sampled
+        if (check := getattr(engine, "check_request", None)) is not None:
+            check(prompts, params)
+        if keys is not None and len(keys) != len(prompts):
+            raise ValueError(f"keys has {len(keys)} for {len(prompts)} prompts: give one for each")
+        check_seeds(seeds, len(prompts))
+        if not isinstance(seeds, Sequence):
+            seeds = [seeds] * len(prompts)
         new = [
             _Group(
                 index=self._num_prompts + place,
@@ -221,13 +251,13 @@ class Carried:
                 seed=seed,
                 rows=[_Row()] * params.n,
             )
-            for place, (prompt, key, seed) in enumerate(zip(prompts, keys, seeds, strict=True))
+            for place, (prompt, key, seed) in enumerate(zip(prompts, keys or [None] * len(prompts), seeds, strict=True))
         ]
         self._groups = {**self._groups, **{group.index: group for group in new}}
         self._num_prompts += len(new)
         return new
 
-    def _begin_anew(self, version: int | None, max_age: int | None) -> None:
+    def begin_anew(self, version: int | None, max_age: int | None) -> None:
         """Drop the tokens of rows that have some older than allowed; those of rows that have ended as well."""
         if version is None or max_age is None:
             return

@@ -30,6 +30,7 @@ from colo.memory.parking import Kept
 from colo.memory.uninterrupted import uninterrupted
 from colo.phases.phase import ENGINE_WEIGHTS, Phase
 from colo.phases.trace import Trace
+from colo.runtime.asynchronous import AsyncRollout
 from colo.runtime.carried import Carried, Until, check_until, options_of
 from colo.runtime.construction import Parts, TrainerSide, has_logits, prepare_arena
 from colo.runtime.lifetime import Closing, check_free, collect_dropped, forget, register, runtime_of
@@ -193,6 +194,25 @@ class Runtime:
                     return self._sample(prompts, params, sampling, how)
             return self._sample(prompts, params, sampling, how)
 
+    def async_rollout(self, *, max_age: int | None = None) -> AsyncRollout:
+        """Let engines elsewhere sample while the trainer works: `with rt.async_rollout() as rollout:`.
+
+        `rollout.put(prompts, n=8, max_tokens=512)` has completions sampled in the background, `rollout.take(count)`
+        publishes the present weights and waits for so many prompts' completions. Within the block are `train()` and
+        steps, and no other rollout. Requests go on while weights change: `Completion.spans` says which tokens are of
+        which version, and a sample with tokens of more than `max_age` versions back begins anew.
+        Raises: `Unsupported` for an engine that has memory of the trainer's device; see `AsyncRollout`.
+        """
+        return AsyncRollout(
+            self.engine,
+            self._turns,
+            self.versions.publisher,
+            self._carried,
+            max_age=max_age,
+            tokenizer=self.tokenizer,
+            finish=self._finished,
+        )
+
     def _sample(
         self, prompts: Prompts, params: Any, sampling: Mapping[str, Any], how: Mapping[str, Any]
     ) -> list[Completion]:
@@ -210,26 +230,33 @@ class Runtime:
                 completions = self.engine.generate(token_ids, params, adapter=adapter)
             else:
                 completions = self._carried.run(token_ids, sampling, engine=self.engine, adapter=adapter, **how)
-                for name, value in self._carried.metrics(completions, self.weights_version).items():
-                    self.trace.metric(name, value)
         except FloatingPointError as error:
             self._name_not_finite(error)
             raise
         finally:
             self._is_sampling = False
         self.scheduler.sample()
+        # Of what a base has sampled without the adapter that it is trained with there is nothing to compare.
+        return self._finished(completions, params, is_compared=adapter == published, is_carried=bool(how))
+
+    def _finished(
+        self, completions: list[Completion], params: Any, *, is_compared: bool = True, is_carried: bool = True
+    ) -> list[Completion]:
+        """Check what an engine has sampled with `params`, keep some to compare, and add texts and metrics."""
+        if is_carried:
+            for name, value in self._carried.metrics(completions, self.weights_version).items():
+                self.trace.metric(name, value)
         for completion in completions:
             if len(completion.logprobs) != len(completion.token_ids):
                 raise ValueError(
                     f"the engine {self.engine.name} gave {len(completion.logprobs)} log-probabilities for the "
                     f"{len(completion.token_ids)} tokens of a completion: each needs its own"
                 )
-        # Of what a base has sampled without the adapter that it is trained with there is nothing to compare.
         temperature = self.engine.sampling_temperature(params)
-        if temperature is not None and adapter == published:
+        if temperature is not None and is_compared:
             # an earlier call's prompts may have been asked for at another temperature
             self._mismatch.note(
-                temperature, [c for c in completions if not how or c.prompt_index in self._carried.alike]
+                temperature, [c for c in completions if not is_carried or c.prompt_index in self._carried.alike]
             )
         return [with_text(completion, self.tokenizer) for completion in completions]
 
@@ -324,6 +351,8 @@ class Runtime:
         or to wake a `vllm.LLM` of yours: free some and close again.
         """
         self._turns.check_process()
+        if self._turns.beside is not None:
+            self._turns.beside.close()
         with self._turns.lock, torch.inference_mode(False):
             if not self._closing.has_begun:
                 with uninterrupted():

@@ -15,7 +15,7 @@ from enum import StrEnum
 from functools import partial
 from threading import RLock
 from types import MappingProxyType, TracebackType
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -102,6 +102,13 @@ def next_turn(verb: Verb, turn: Turn) -> Turn:
     )
 
 
+class Beside(Protocol):
+    """Sampling beside the trainer (colo/runtime/asynchronous.py)."""
+
+    def close(self) -> None:
+        """End it. Idempotent."""
+
+
 class Turns:
     """Lets engine and trainer work in turns; a `TrainerEvents`.
 
@@ -141,6 +148,8 @@ class Turns:
         undo.callback(self._session.close)
         self.versions = self._versions = make_versions(parts, self._scheduler)
         self.parked: list[ParkedModule] = []
+        self.beside: Beside | None = None
+        """Sampling beside the trainer, on an engine elsewhere, if there is any."""
 
     # ---- what the runtime asks --------------------------------------------------------------------------------------
 
@@ -162,6 +171,8 @@ class Turns:
         self.check_process()
         if verb in (Verb.ROLLOUT, Verb.TRAIN, Verb.RECOVER) and self._block is not None and self._block.is_over:
             self._leave()  # what ended the block did not let it leave
+        if self.beside is not None and verb in (Verb.ROLLOUT, Verb.GENERATE, Verb.RECOVER):
+            raise PhaseError(f"{verb}() while async_rollout() samples: take() from that, or leave its block first")
         next_turn(verb, self.turn)
 
     def enter(self, phase: Phase | None) -> None:
@@ -215,6 +226,47 @@ class Turns:
                 raise
             self.parked.append(parked)
             return plan
+
+    # ---- an engine that samples beside the trainer ------------------------------------------------------------------
+
+    def begin_beside(self, beside: Beside) -> None:
+        """Publish, and let the engine sample while the trainer works. Raises: `PhaseError` inside a phase."""
+        with self.lock:
+            self.require(Verb.ROLLOUT)
+            self.be_idle()
+            with uninterrupted():
+                self.beside = beside
+                try:
+                    self.publish_beside()
+                    self._engine.resume()
+                except BaseException:
+                    self.end_beside(beside)
+                    raise
+
+    def end_beside(self, beside: Beside) -> None:
+        """Pause the engine, which samples no more. Idempotent."""
+        if self.beside is beside:
+            self.beside = None
+            self._pause_unless_lost()
+
+    def require_beside(self, beside: Beside) -> None:
+        """Raise `PhaseError` outside its block, and where the trainer works."""
+        self.check_process()
+        if self.beside is not beside:
+            raise PhaseError("an async_rollout() is used within its block: `with rt.async_rollout() as rollout:`")
+        if self.turn is Turn.TRAIN:
+            raise PhaseError("put() or take() inside train(): leave the block first")
+
+    def publish_beside(self) -> None:
+        """Publish the present weights to an engine that samples nothing at the moment, unless it has them."""
+        with self.lock, uninterrupted(), torch.inference_mode(False):
+            self.be_idle()
+            self._look_again()
+            self._versions.notice_and_compare()
+            if not self._versions.is_engine_current():
+                self._versions.publish()
+                wait_for_queued(self._device)
+                self._engine.resume()  # a publication pauses it
 
     def close(self) -> None:
         """Allow nothing any more."""
@@ -372,7 +424,8 @@ class Turns:
                 self._scheduler.anticipate(Phase.ROLLOUT, but_for={TRAINER_GRADIENTS})
 
     def _pause(self) -> None:
-        if self._engine.state is EngineState.AWAKE:
+        # an engine elsewhere samples on: it has nothing that the trainer needs
+        if self.beside is None and self._engine.state is EngineState.AWAKE:
             self._engine.pause()
 
     def _pause_unless_lost(self) -> None:

