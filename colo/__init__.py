@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from colo.engines.connect import connect
     from colo.engines.elsewhere import Broadcast, WeightsFolder
     from colo.engines.fleet import Fleet
+    from colo.engines.main_rank import MainRankEngine
     from colo.planning.estimate import plan
     from colo.runtime import Runtime
     from colo.trl import attach
@@ -31,6 +32,7 @@ __all__ = [
     "Completion",
     "EngineLost",
     "Fleet",
+    "MainRankEngine",
     "Offload",
     "Phase",
     "PhaseError",
@@ -63,6 +65,7 @@ _LAZY = {
     "plan": "colo.planning.estimate",
     "Broadcast": "colo.engines.elsewhere",
     "Fleet": "colo.engines.fleet",
+    "MainRankEngine": "colo.engines.main_rank",
     "WeightsFolder": "colo.engines.elsewhere",
     "Runtime": "colo.runtime",
     "replay_routing": "colo.weights.routing",

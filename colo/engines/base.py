@@ -46,6 +46,9 @@ class EngineBase:
     longest_prompt: int | None = None
     """The most tokens of a prompt after which a position is left to sample for; `None` without a limit."""
 
+    asks_together = False
+    """All ranks of a trainer call `generate` together, as often as each other."""
+
     or_else = "leave it out"
     """Advice for the error about an option that the engine does not take."""
 

@@ -18,6 +18,7 @@ from torch import nn
 
 from colo.engine import SleepLevel
 from colo.engines.fleet import Fleet
+from colo.engines.main_rank import MainRankEngine
 from colo.errors import EngineLost, PhaseError
 from colo.memory.probe import has_room
 from colo.memory.region import close_all
@@ -119,8 +120,8 @@ def _with_stages(parts: Iterable[object]) -> Iterator[object]:
     """Yield parts and, of a list of stages, optimizers or engines, and of a fleet, each of those too."""
     for part in parts:
         yield part
-        if isinstance(part, Fleet):
-            yield from part.engines
+        if isinstance(part, (Fleet, MainRankEngine)):
+            yield from _with_stages(part.engines)
         elif isinstance(part, (nn.ModuleList, list, tuple)):
             yield from part
 

@@ -24,7 +24,7 @@ from torch import nn
 from colo.config import RuntimeConfig
 from colo.engine import Completion, Engine
 from colo.engines.text import Prompts, encode_prompts, with_text
-from colo.errors import named_extra
+from colo.errors import Unsupported, named_extra
 from colo.memory.offload import Mover
 from colo.memory.parking import Kept
 from colo.memory.uninterrupted import uninterrupted
@@ -46,6 +46,12 @@ from colo.weights.transports.base import Transport
 
 if TYPE_CHECKING:
     from colo.report import Report
+
+
+_TOGETHER = (
+    "ranks that share an engine sample in one call of all, and parts of completions end on each rank in calls of its "
+    "own: give each rank an engine, or generate without until and async_rollout()"
+)
 
 
 class Runtime:
@@ -184,6 +190,8 @@ class Runtime:
         such as penalties, with `until`; as `Engine.generate` for everything else.
         """
         check_until(until, max_age, keys)
+        if until is not None and getattr(self.engine, "asks_together", False):
+            raise Unsupported(_TOGETHER)
         how = {} if until is None else {"until": until, "max_age": max_age, "keys": keys}
         self._turns.check_process()
         # the lock covers the phase as well: another thread's `generate` must not find it half entered
@@ -203,6 +211,8 @@ class Runtime:
         which version, and a sample with tokens of more than `max_age` versions back begins anew.
         Raises: `Unsupported` for an engine that has memory of the trainer's device; see `AsyncRollout`.
         """
+        if getattr(self.engine, "asks_together", False):
+            raise Unsupported(_TOGETHER)
         return AsyncRollout(
             self.engine,
             self._turns,

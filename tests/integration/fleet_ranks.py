@@ -34,6 +34,22 @@ def through(way, folder):
     return colo.Broadcast("127.0.0.1", delta=delta) if way.endswith("broadcast") else None
 
 
+def of_the_main_rank(model, twin, urls):
+    """The largest gap of both ranks' samples where the first rank alone has both servers."""
+    rank, engine = int(os.environ["RANK"]), None
+    if rank == 0:
+        engine = colo.Fleet(
+            colo.connect(url, device="cpu", deadline_s=60, through=colo.Broadcast("127.0.0.1")) for url in urls
+        )
+    rt = colo.share(colo.MainRankEngine(engine), model, SGD(model.parameters(), lr=0.1))
+    optimizer, gaps = SGD(twin.parameters(), lr=0.1), []
+    for _ in range(2):
+        gaps.append(mismatch(twin, rt.generate(PROMPTS[rank:], **GREEDY)))
+        train(rt, twin, optimizer)
+    rt.close()
+    return max(gaps)
+
+
 def main(checkpoint, ways, sglang, vllm, spare, pid, folder, results):
     distributed.init_process_group("gloo")
     rank = int(os.environ["RANK"])
@@ -66,6 +82,7 @@ def main(checkpoint, ways, sglang, vllm, spare, pid, folder, results):
             torch.equal(p.full_tensor(), other) for p, other in zip(model.parameters(), twin.parameters(), strict=True)
         )
         rt.close()
+    found["main rank"] = of_the_main_rank(model, twin, [spare, vllm])
     Path(results, f"{rank}.json").write_text(json.dumps(found))
 
 

@@ -51,5 +51,6 @@ def test_every_way_of_weights_reaches_the_server_of_each_rank_and_one_is_replace
             # every entry changes in a step of this size, so that changes are as many bytes or a little less
             whole, later = here["bytes"]
             assert whole == weights_bytes and (later == whole or (number == 1 and "changed" in way and later < whole))
+        assert rank["main rank"] < CLOSE
     failures = [rank[WAYS[-1]]["failure"] for rank in found]
     assert failures[0].startswith("EngineLost") and failures[1].startswith("TransferError")

@@ -1,0 +1,277 @@
+"""One engine, or a fleet, for all ranks of a trainer: the first rank has it, and the others sample through that.
+
+    engine = colo.MainRankEngine(colo.connect(url, through=...) if rank == 0 else None)
+    rt = colo.share(engine, model, optimizer)  # on every rank
+
+Whole weights are gathered once, and the first rank gives them to the engine. Prompts of all ranks are sampled in one
+call. Each verb is called on every rank, and fails on all of them where it fails on one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from datetime import timedelta
+from numbers import Integral
+from typing import Any, TypeVar
+
+import torch
+
+from colo.engine import Completion, Engine, EngineState, Recovers, SamplingParams
+from colo.engines.base import EngineBase, EngineStatus
+from colo.engines.sampling import check_seeds, row_seed
+from colo.errors import EngineLost, PhaseError, TransferError, Unsupported
+from colo.phases.phase import ENGINE_KV_CACHE, ENGINE_WEIGHTS, FixedSegment, Residency, Segment
+
+T = TypeVar("T")
+
+
+class MainRankEngine(EngineBase):
+    """An `Engine` of all ranks of torch's default process group. Every rank makes the same calls, in order.
+
+    `engine` is that of rank 0, which is closed with it; `None` elsewhere.
+    """
+
+    name = "main rank"
+    called = "the engine of the main rank"
+    asks_together = True
+
+    def __init__(
+        self, engine: Engine | None, *, device: torch.device | str | None = None, deadline_s: float = 3600.0
+    ) -> None:
+        """A collective. `device` is the trainer's, by default the engine's kind; ranks wait for others `deadline_s`.
+
+        Raises: `ValueError`, on every rank, unless rank 0 alone has an engine.
+        """
+        from torch import distributed
+
+        if not distributed.is_initialized():
+            raise ValueError("MainRankEngine is for several ranks: call torch.distributed.init_process_group first")
+        self._rank = distributed.get_rank()
+        # of its own, and on the host: ranks wait in it while the engine samples, and tell each other words
+        self._group = distributed.new_group(backend="gloo", timeout=timedelta(seconds=deadline_s))
+        self.engine = engine
+        facts = None if engine is None else _facts(engine)
+        told = self._gather(facts)
+        if told[0] is None or any(facts is not None for facts in told[1:]):
+            has = [rank for rank, facts in enumerate(told) if facts is not None]
+            raise ValueError(
+                f"rank 0 has the engine of a MainRankEngine, and here ranks {has} have one: the others give None"
+            )
+        self._facts: Mapping[str, Any] = told[0]
+        if device is None:
+            kind = self._facts["device"]
+            device = torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+        nothing = [FixedSegment(name, 0, Residency.RESIDENT) for name in (ENGINE_WEIGHTS, ENGINE_KV_CACHE)]
+        status = EngineStatus(lambda: self.segments, when_lost="call recover() on every rank")
+        super().__init__(torch.device(device), nothing if engine is None else engine.segments, status=status)
+
+    @property
+    def engines(self) -> Sequence[Engine]:
+        """The engine, on rank 0."""
+        return [] if self.engine is None else [self.engine]
+
+    # ---- what a runtime asks -----------------------------------------------------------------------------------------
+
+    @property
+    def segments(self) -> Sequence[Segment]:
+        """Segments of the engine; elsewhere than on rank 0 they are empty."""
+        return self._segments if self.engine is None else self.engine.segments
+
+    @property
+    def state(self) -> EngineState:
+        """State of the engine, as all ranks have heard of it."""
+        if self.engine is not None and self.engine.state is EngineState.LOST and self._status.lost is None:
+            self._status.lost = "its process has ended, or does not answer"
+        return self._status.state
+
+    @property
+    def weights_version(self) -> int | None:
+        """Version of the weights that the engine holds; `None` while poisoned."""
+        version = self._status.version
+        return version if self.engine is None or self.engine.weights_version is not None else None
+
+    @property
+    def placement(self) -> str:
+        """A phrase for reports."""
+        return f"of rank 0: {self._facts['placement']}"
+
+    @property
+    def model_type(self) -> str | None:
+        """`model_type` of the model's configuration."""
+        kind: str | None = self._facts["model_type"]
+        return kind
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below it."""
+        return int(self._facts["vocab_size"])
+
+    @property
+    def longest_prompt(self) -> int | None:  # type: ignore[override]
+        """The most tokens of a prompt after which a position is left to sample for."""
+        most: int | None = self._facts["longest_prompt"]
+        return most
+
+    @property
+    def residual_bytes(self) -> Mapping[str, int]:
+        """Device bytes that the engine keeps when it sleeps."""
+        return {} if self.engine is None else self.engine.residual_bytes
+
+    def pause(self) -> None:
+        """Stop it. A collective."""
+        super().pause()
+        self._together("pause", lambda engine: engine.pause())
+
+    def resume(self) -> None:
+        """Let it generate again. A collective."""
+        super().resume()
+        self._together("resume", lambda engine: engine.resume())
+
+    def reset_prefix_cache(self) -> None:
+        """Forget everything computed from earlier weights. A collective."""
+        self._together("reset its prefix cache", lambda engine: engine.reset_prefix_cache())
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> int | None:
+        """Load into the engine what all ranks gather; the bytes are those of rank 0. A collective."""
+        self.poison_for_load()
+        left = iter(weights)
+
+        def load(engine: Engine | None) -> int | None:
+            try:
+                return 0 if engine is None else engine.load_weights(left)
+            finally:
+                # other ranks gather with this one until the last weight, whatever has become of the engine
+                for _ in left:
+                    pass
+
+        return self._together("load weights", load, everywhere=True)
+
+    def commit(self, version: int) -> None:
+        """Declare that the engine holds `version`. A collective."""
+        super().commit(version)
+        self._together(f"commit version {version}", lambda engine: engine.commit(version))
+
+    def poison(self, cause: str) -> None:
+        """Refuse to generate, with `cause`, until the next `commit`. Of this rank, and on rank 0 the engine's."""
+        super().poison(cause)
+        for engine in self.engines:
+            engine.poison(cause)
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, *, adapter: str | None = None
+    ) -> list[Completion]:
+        """Sample for the prompts of every rank, and return those of this one; see `Engine.generate`. A collective.
+
+        A rank without prompts calls too. What fails on rank 0 is `TransferError` elsewhere.
+        """
+
+        def check(_: Engine | None) -> int:
+            version = self.ready()
+            if adapter is not None:
+                raise ValueError(f"it has no adapters, and {adapter!r} is asked for: share with fold_adapter=True")
+            check_seeds(params.seed, len(prompts))
+            return version
+
+        version = self._together("sample", check, everywhere=True)
+        seed: Any = params.seed
+        if isinstance(seed, Integral):  # a list: what is drawn must not depend on other ranks
+            params = replace(params, seed=[row_seed(int(seed), index, 0) >> 2 for index in range(len(prompts))])
+        asked = self._gather(([tuple(prompt) for prompt in prompts], params))
+        found = self._together("generate", lambda engine: _sample(engine, asked))
+        (told,) = self._told([found])
+        return [replace(completion, weights_version=version) for completion in told[self._rank]]
+
+    def recover(self) -> None:
+        """Take the engine up again, poisoned then. A collective. Raises: `PhaseError` unless it is lost."""
+        lost = self._gather(self._status.lost)[0]
+        if lost is None:
+            raise PhaseError("the engine is not lost: nothing to recover")
+
+        def recover(engine: Engine) -> None:
+            if engine.state is not EngineState.LOST:
+                return
+            if not isinstance(engine, Recovers):
+                raise Unsupported(f"the {engine.name} engine cannot be started again from here")
+            engine.recover()
+
+        self._status.revive()
+        try:
+            self._together("recover", recover)
+        except Exception:
+            self._status.lost = lost
+            raise
+        self.poison("it was recovered: publish to it")
+
+    def _release(self) -> None:
+        for engine in self.engines:
+            with suppress(EngineLost):
+                engine.close()
+
+    # ---- ranks -------------------------------------------------------------------------------------------------------
+
+    def _together(self, verb: str, call: Callable[[Any], T], *, everywhere: bool = False) -> T:
+        """Call with the engine on rank 0, or `everywhere`; raise on every rank where it has failed on one."""
+        result: Any = None
+        error: Exception | None = None
+        try:
+            if everywhere or self.engine is not None:
+                result = call(self.engine)
+        except Exception as raised:  # noqa: BLE001 - raised below, when the others have been told
+            error = raised
+        is_lost = self.engine is not None and self.engine.state is EngineState.LOST
+        told = self._gather((verb, None if error is None else f"{type(error).__name__}: {error}", is_lost))
+        if told[0][2] and self._status.lost is None:
+            self._status.lose(told[0][1] or "its process has ended, or does not answer")
+        if error is not None:
+            raise error
+        for rank, (other, cause, _) in enumerate(told):
+            if other != verb:
+                raise TransferError(f"ranks are out of step: this one would {verb}, and rank {rank} would {other}")
+            if cause is not None:
+                raise TransferError(f"the engine of rank 0 did not {verb}, by rank {rank}: {cause}")
+        return result  # type: ignore[no-any-return]
+
+    def _gather(self, value: T) -> list[T]:
+        from torch import distributed
+
+        told: list[Any] = [None] * distributed.get_world_size(self._group)
+        distributed.all_gather_object(told, value, group=self._group)
+        return told
+
+    def _told(self, words: list[Any]) -> list[Any]:
+        """Words of rank 0, on every rank."""
+        from torch import distributed
+
+        distributed.broadcast_object_list(words, src=0, group=self._group)
+        return words
+
+
+def _facts(engine: Engine) -> dict[str, Any]:
+    names = ("placement", "model_type", "vocab_size")
+    facts: dict[str, Any] = {name: getattr(engine, name) for name in names}
+    return facts | {"longest_prompt": getattr(engine, "longest_prompt", None), "device": engine.device.type}
+
+
+def _sample(engine: Engine, asked: Sequence[tuple[list[tuple[int, ...]], SamplingParams]]) -> list[list[Completion]]:
+    """The completions of each rank; ranks that ask for the same but for seeds are one call."""
+    found: list[list[Completion]] = [[] for _ in asked]
+    left = [rank for rank, (prompts, _) in enumerate(asked) if prompts]
+    while left:
+        alike = [rank for rank in left if _unseeded(asked[rank][1]) == _unseeded(asked[left[0]][1])]
+        left = [rank for rank in left if rank not in alike]
+        rows = [(rank, index) for rank in alike for index in range(len(asked[rank][0]))]
+        params = asked[alike[0]][1]
+        if params.seed is not None:
+            seeds: Any = [seed for rank in alike for seed in asked[rank][1].seed]  # type: ignore[union-attr]
+            params = replace(params, seed=seeds)
+        prompts = [asked[rank][0][index] for rank, index in rows]
+        for completion in engine.generate(prompts, engine.sampling_params(params)):
+            rank, index = rows[completion.prompt_index]
+            found[rank].append(replace(completion, prompt_index=index, output=None))  # which may not travel
+    return found
+
+
+def _unseeded(params: SamplingParams) -> tuple[SamplingParams, bool]:
+    return replace(params, seed=None), params.seed is None
