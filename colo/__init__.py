@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from colo.assembly.launch import launch, start
     from colo.assembly.share import share
     from colo.engines.connect import connect
-    from colo.engines.elsewhere import Broadcast, WeightsFolder
+    from colo.engines.elsewhere import Broadcast, WeightsBucket, WeightsFolder
     from colo.engines.fleet import Fleet
     from colo.engines.main_rank import MainRankEngine
     from colo.planning.estimate import plan
@@ -44,6 +44,7 @@ __all__ = [
     "StaleWeights",
     "TransferError",
     "Unsupported",
+    "WeightsBucket",
     "WeightsFolder",
     "attach",
     "check",
@@ -66,6 +67,7 @@ _LAZY = {
     "Broadcast": "colo.engines.elsewhere",
     "Fleet": "colo.engines.fleet",
     "MainRankEngine": "colo.engines.main_rank",
+    "WeightsBucket": "colo.engines.elsewhere",
     "WeightsFolder": "colo.engines.elsewhere",
     "Runtime": "colo.runtime",
     "replay_routing": "colo.weights.routing",

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import torch
 
-from colo.engines.elsewhere import Broadcast, WeightsFolder
+from colo.engines.elsewhere import Broadcast, WeightsBucket, WeightsFolder
 from colo.engines.http import DEADLINE_S, HttpClient, Refused, Silent, base_url
 from colo.errors import EngineLost, Unsupported
 from colo.memory.probe import device_of
@@ -44,6 +44,10 @@ def connect(
     kind = _kind_of(url, api_key, http)
     common: dict[str, Any] = {"deadline_s": deadline_s, "api_key": api_key, "http": http}
     if kind == "sglang":
+        if isinstance(through, WeightsBucket):
+            raise Unsupported(
+                f"the server at {url} is SGLang's, which reads files of its own machine: take WeightsFolder(path)"
+            )
         if through is not None and through.delta:
             raise Unsupported(
                 f"the server at {url} is SGLang's, whose loader takes whole weights alone: leave delta=True out"

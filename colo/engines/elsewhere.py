@@ -77,7 +77,12 @@ class WeightsFolder:
         self._keep, self._shard_bytes = keep, shard_bytes
 
     def __str__(self) -> str:
-        return f"versions of weights in {self.path}"
+        return f"versions of weights in {self.place}"
+
+    @property
+    def place(self) -> str:
+        """The folder, or the URL."""
+        return str(self.path)
 
     @property
     def of_changes(self) -> WeightsFolder:
@@ -88,14 +93,13 @@ class WeightsFolder:
         """Folders of complete versions, the oldest first."""
         return sorted(path.parent for path in self.path.glob(f"v*/{MANIFEST}"))
 
-    def write(self, weights: Iterable[tuple[str, torch.Tensor]], config: Any = None) -> Path:
+    def write(self, weights: Iterable[tuple[str, torch.Tensor]], config: Any = None) -> Any:
         """Write a version, with the model's `config` where it is given; return its folder.
 
         If the newest version has these very weights already, that one is returned and nothing stays of the writing.
         Raises: `BudgetError` where the disk has no room, `TransferError` where it fails; versions stay as they were.
         """
-        self.path.mkdir(parents=True, exist_ok=True)
-        part = Path(tempfile.mkdtemp(prefix=".part-", dir=self.path))
+        part = self._begin()
         try:
             known = self._write(weights, part)
             if config is not None:
@@ -104,17 +108,22 @@ class WeightsFolder:
                 return newest
             return self._named(part)
         except OSError as error:
-            raise TransferError(f"weights could not be written to {self.path}: {error}") from error
+            raise TransferError(f"weights could not be written to {self.place}: {error}") from error
         finally:
             shutil.rmtree(part, ignore_errors=True)
 
-    def check(self, version: Path) -> None:
+    def check(self, version: Path | str) -> None:
         """Read every weight of a version. Raises: `TransferError`, with a name, for one that is not as it was written.
 
         And for a version without its manifest or a shard.
         """
         for _ in read_version(version):
             pass
+
+    def _begin(self) -> Path:
+        """Make a folder for a version to be written to."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        return Path(tempfile.mkdtemp(prefix=".part-", dir=self.path))
 
     def _write(self, weights: Iterable[tuple[str, torch.Tensor]], part: Path) -> dict[str, Any]:
         known: dict[str, Any] = {}
@@ -138,7 +147,7 @@ class WeightsFolder:
         (part / MANIFEST).write_text(json.dumps({"weights": known}))
         return known
 
-    def _newest_of(self, known: Mapping[str, Any]) -> Path | None:
+    def _newest_of(self, known: Mapping[str, Any]) -> Path | str | None:
         """The newest version, if it has these weights and is whole."""
         for newest in self.versions()[-1:]:
             try:
@@ -149,7 +158,7 @@ class WeightsFolder:
                 break  # somebody has spoilt it, or removed it: another is written
         return None
 
-    def _named(self, part: Path) -> Path:
+    def _named(self, part: Path) -> Path | str:
         """Give what has been written its name, and remove what is too old."""
         while True:
             taken = [int(path.name[1:]) for path in self.path.glob("v*") if path.name[1:].isdigit()]
@@ -166,25 +175,110 @@ class WeightsFolder:
             return target
 
 
-def read_version(version: Path) -> Iterator[dict[str, torch.Tensor]]:
+class WeightsBucket(WeightsFolder):
+    """Complete versions of weights in an object store that trainer and engines reach, the newest few of them.
+
+    A version is complete when its manifest is there, which is written last. A shard at a time lies on the disk of who
+    reads it, and a whole version on that of who writes. vLLM's servers read from one.
+    """
+
+    def __init__(self, url: str, *, keep: int = 2, shard_bytes: int = GIB, delta: bool = False) -> None:
+        """`url` is one of fsspec's, such as `s3://bucket/run`, whose package (`s3fs`, `gcsfs`) is there.
+
+        It finds credentials as usual. For the rest see `WeightsFolder`.
+        """
+        super().__init__(tempfile.gettempdir(), keep=keep, shard_bytes=shard_bytes, delta=delta)
+        self.url = url.rstrip("/")
+
+    @property
+    def place(self) -> str:
+        """The URL."""
+        return self.url
+
+    @property
+    def of_changes(self) -> WeightsFolder:
+        """The place of what has changed from version to version."""
+        return WeightsBucket(f"{self.url}/changes", keep=self._keep, shard_bytes=self._shard_bytes)
+
+    def versions(self) -> list[str]:  # type: ignore[override]
+        """URLs of complete versions, the oldest first."""
+        with _store(self.url) as (files, root):
+            files.invalidate_cache()
+            found = (manifest.rsplit("/", 2)[-2] for manifest in files.glob(f"{root}/v*/{MANIFEST}"))
+            return [f"{self.url}/{name}" for name in sorted(found)]
+
+    def _begin(self) -> Path:
+        return Path(tempfile.mkdtemp(prefix="colo-version-"))
+
+    def _named(self, part: Path) -> str:
+        """Copy it there, the manifest last, and remove what is too old."""
+        last = max((int(_base(version)[1:].partition("-")[0]) for version in self.versions()), default=0)
+        # the rest of the name is of this version alone: a store has no rename that a second trainer would lose
+        name = f"v{last + 1:08}-{secrets.token_hex(4)}"
+        with _store(self.url) as (files, root):
+            files.makedirs(f"{root}/{name}", exist_ok=True)  # which means something to a disk
+            for path in sorted(part.iterdir(), key=lambda path: path.name == MANIFEST):
+                files.put_file(str(path), f"{root}/{name}/{path.name}")
+            for old in self.versions()[: -self._keep]:
+                with suppress(Exception):  # somebody else has removed it
+                    files.rm(f"{root}/{_base(old)}", recursive=True)
+        return f"{self.url}/{name}"
+
+
+def _base(url: str) -> str:
+    return url.rpartition("/")[2]
+
+
+@contextmanager
+def _store(url: str) -> Iterator[tuple[Any, str]]:
+    """The file system of a URL, and the path in it. Raises: `OSError` for whatever a store fails of."""
+    import fsspec
+
+    try:
+        yield fsspec.url_to_fs(url)
+    except (OSError, TransferError):
+        raise
+    except Exception as error:
+        raise OSError(f"{url}: {type(error).__name__}: {error}") from error
+
+
+@contextmanager
+def _at_hand(version: Path | str, file: str) -> Iterator[Path]:
+    """A file of a version, on this machine's disk."""
+    if isinstance(version, Path):
+        yield version / file
+        return
+    with tempfile.TemporaryDirectory(prefix="colo-shard-") as folder:
+        with _store(version) as (files, root):
+            files.get_file(f"{root}/{file}", str(Path(folder, file)))
+        yield Path(folder, file)
+
+
+def version_at(place: str) -> Path | str:
+    """The version of a path or a URL, as `WeightsFolder.write` has returned it."""
+    return place if "://" in place else Path(place)
+
+
+def read_version(version: Path | str) -> Iterator[dict[str, torch.Tensor]]:
     """Read a version, a shard at a time, into host memory. Raises: as `WeightsFolder.check`."""
     try:
         told = _manifest(version)
         for file in sorted({weight["file"] for weight in told.values()}):
             tensors: dict[str, torch.Tensor] = {}
-            with safe_open(version / file, framework="pt") as shard:
+            with _at_hand(version, file) as path, safe_open(path, framework="pt") as shard:
                 held = set(shard.keys())
                 for name in (name for name, weight in told.items() if weight["file"] == file):
                     tensors |= {name: shard.get_tensor(name)} if name in held else {}
                     if name not in tensors or _described({name: tensors[name]}, file)[name] != told[name]:
-                        raise TransferError(f"{name} in {version / file} is not what was written")
+                        raise TransferError(f"{name} in {version}/{file} is not what was written")
             yield tensors
     except (OSError, SafetensorError, ValueError, KeyError) as error:
         raise TransferError(f"{version} is not a whole version of weights: {error}") from error
 
 
-def _manifest(version: Path) -> dict[str, Any]:
-    weights: dict[str, Any] = json.loads((version / MANIFEST).read_text())["weights"]
+def _manifest(version: Path | str) -> dict[str, Any]:
+    with _at_hand(version, MANIFEST) as path:
+        weights: dict[str, Any] = json.loads(path.read_text())["weights"]
     return weights
 
 

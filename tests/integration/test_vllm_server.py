@@ -510,12 +510,15 @@ def test_a_server_that_has_left_the_group_is_told_to_join_another(broadcast, ser
     assert mismatch(rt.model, rt.generate(prompts, **GREEDY)) < CLOSE
 
 
-@pytest.fixture(params=["folder", "broadcast"])
+@pytest.fixture(params=["folder", "bucket", "broadcast"])
 def changing(request, server, model, tmp_path, monkeypatch):
     """A runtime of the server as if it were at the end of a slow link: it is sent what has changed."""
     monkeypatch.setattr("colo.engines.vllm.client.elsewhere.bucket_bytes", lambda device: 20_000)
-    folder = colo.WeightsFolder(tmp_path / "weights", delta=True)
-    through = folder if request.param == "folder" else colo.Broadcast("127.0.0.1", delta=True)
+    through = {
+        "folder": colo.WeightsFolder(tmp_path / "weights", delta=True),
+        "bucket": colo.WeightsBucket(f"file://{tmp_path}/bucket", delta=True),
+        "broadcast": colo.Broadcast("127.0.0.1", delta=True),
+    }[request.param]
     engine = colo.connect(server.url, deadline_s=DEADLINE_S, through=through)
     with colo.share(engine, model, AdamW(model.parameters())) as rt:
         yield rt

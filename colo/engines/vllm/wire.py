@@ -172,6 +172,8 @@ class ReloadVersion(Request):
     """Load all of the weights, or `changes` of them, out of a version that `WeightsFolder` has written."""
 
     folder: str
+    """Path, or URL of a `WeightsBucket`."""
+
     model_type: str | None
     changes: bool = False
 

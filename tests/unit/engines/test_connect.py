@@ -67,3 +67,11 @@ def test_an_sglang_server_is_sent_no_changes_alone():
             lambda request: httpx.Response(200, json={"weight_version": "default"}),
             through=colo.Broadcast("a", delta=True),
         )
+
+
+def test_an_sglang_server_reads_from_no_object_store():
+    with pytest.raises(Unsupported, match=r"reads files of its own machine: take WeightsFolder\(path\)"):
+        connect(
+            lambda request: httpx.Response(200, json={"weight_version": "default"}),
+            through=colo.WeightsBucket("s3://weights"),
+        )

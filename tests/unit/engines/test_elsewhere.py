@@ -3,8 +3,11 @@
 import json
 import os
 import re
+import tempfile
+from pathlib import Path
 from types import SimpleNamespace
 
+import fsspec
 import pytest
 import torch
 from hypothesis import given
@@ -14,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import colo
 from colo.engines.buckets import bytes_of
-from colo.engines.elsewhere import MANIFEST
+from colo.engines.elsewhere import MANIFEST, read_version, version_at
 from colo.errors import BudgetError, TransferError
 from tests.runtimes import qwen3
 
@@ -175,3 +178,63 @@ def test_two_trainers_write_versions_of_their_own(tmp_path, monkeypatch):
 
 def folder_names(path):
     return sorted(entry.name for entry in path.iterdir())
+
+
+# ---- an object store -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["file", "memory"])
+def bucket_url(request, tmp_path):
+    return f"file://{tmp_path}/store" if request.param == "file" else f"memory://{tmp_path}/store"
+
+
+def read(version):
+    return {name: tensor for shard in read_version(version) for name, tensor in shard.items()}
+
+
+def test_versions_in_a_store_are_whole_and_the_newest_stay(bucket_url):
+    bucket = colo.WeightsBucket(bucket_url + "/", keep=2, shard_bytes=64)
+    assert bucket.versions() == [] and str(bucket) == f"versions of weights in {bucket_url}"
+    written = [bucket.write(some_weights(seed).items()) for seed in range(4)]
+    assert bucket.versions() == written[2:] and written[3].startswith(f"{bucket_url}/v00000004-")
+    assert same_bits(read(version_at(written[3])), some_weights(3))
+    assert bucket.write(some_weights(3).items()) == written[3]  # once
+    bucket.check(written[3])
+    other = colo.WeightsBucket(bucket_url, keep=3)  # of a second trainer
+    assert other.write(some_weights(5).items()) in bucket.versions() and len(bucket.versions()) == 3
+    changes = bucket.of_changes.write(some_weights(6).items())
+    assert changes.startswith(f"{bucket_url}/changes/v00000001-") and changes not in bucket.versions()
+
+
+def test_a_version_without_its_manifest_or_a_shard_is_no_version(bucket_url):
+    bucket = colo.WeightsBucket(bucket_url, shard_bytes=64)
+    first, second = (bucket.write(some_weights(seed).items()) for seed in range(2))
+    files, root = fsspec.url_to_fs(bucket_url)
+    last = f"{root}/{second.rpartition('/')[2]}"
+    data = files.cat_file(f"{last}/model-00002.safetensors")
+    files.pipe_file(f"{last}/model-00002.safetensors", data[:-1] + bytes([data[-1] ^ 1]))
+    with pytest.raises(TransferError, match=r"layer\.\d in \S+/model-00002.safetensors is not what was written"):
+        bucket.check(second)
+    files.rm_file(f"{root}/{first.rpartition('/')[2]}/model-00001.safetensors")
+    with pytest.raises(TransferError, match="is not a whole version of weights"):
+        bucket.check(first)
+    assert bucket.write(some_weights(1).items()) != second  # the spoilt one is not taken for these weights
+    files.rm_file(f"{last}/{MANIFEST}")
+    assert second not in bucket.versions()
+    with pytest.raises(TransferError, match="is not a whole version of weights"):
+        bucket.check(second)
+
+
+def test_a_store_that_cannot_be_reached_is_told(monkeypatch):
+    with pytest.raises(TransferError, match="weights could not be written to .*nowhere"):
+        colo.WeightsBucket("nowhere://weights").write(some_weights().items())
+    bucket = colo.WeightsBucket("memory://told")
+
+    def fail(self, *_, **__):
+        raise RuntimeError("403: no such key")
+
+    monkeypatch.setattr("fsspec.implementations.memory.MemoryFileSystem.put_file", fail)
+    before = set(Path(tempfile.gettempdir()).glob("colo-version-*"))
+    with pytest.raises(TransferError, match="memory://told: RuntimeError: 403: no such key"):
+        bucket.write(some_weights().items())
+    assert bucket.versions() == [] and set(Path(tempfile.gettempdir()).glob("colo-version-*")) == before

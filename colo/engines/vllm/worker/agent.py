@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from colo import errors
-from colo.engines.elsewhere import Meeting, join, read_version, receive
+from colo.engines.elsewhere import Meeting, join, read_version, receive, version_at
 from colo.engines.vllm import compat, plugin, wire
 from colo.engines.vllm.processes import end_with, pid_namespace
 from colo.engines.vllm.worker import adapters
@@ -241,7 +240,7 @@ class WorkerAgent:
         reload.load(self._given.tensors, asked.model_type)
 
     def _reload_version(self, asked: wire.ReloadVersion) -> None:
-        for tensors in read_version(Path(asked.folder)):
+        for tensors in read_version(version_at(asked.folder)):
             self._take(tensors, asked)
 
     def _join_group(self, asked: wire.JoinGroup) -> None:
