@@ -243,7 +243,7 @@ def sync() -> None:
     device_option,
 )
 def publish() -> None:
-    """All weights to a `vllm serve`, through each transport, beside its link."""
+    """Weights to a server, by each transport, beside its link."""
 
 
 @benchmark(

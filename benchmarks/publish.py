@@ -127,7 +127,9 @@ def _server(folder: str, device: torch.device, *, elsewhere: bool = False) -> It
     else:
         command += ["--gpu-memory-utilization", str(smallest_utilization())]
     if elsewhere:
-        environment["CUDA_VISIBLE_DEVICES"] = str((device.index or 0) + 1)
+        count = torch.cuda.device_count()
+        seen = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
+        environment["CUDA_VISIBLE_DEVICES"] = seen.split(",")[((device.index or 0) + 1) % count]
     log = Path(folder) / "server.log"
     with log.open("w") as output:
         server = subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)

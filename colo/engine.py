@@ -189,7 +189,8 @@ class Completion:
 
     routed_experts: Any = None
     """Experts that a mixture's routers chose, of an engine that returns them: a NumPy array of integers (tokens,
-    layers, experts a token), for all tokens of prompt and completion but the last. See `colo.replay_routing`."""
+    layers, experts a token), for all tokens of prompt and completion but the last; of one that was continued, by the
+    weights of its last part. See `colo.replay_routing`."""
 
     key: Any = None
     """The caller's object for its prompt, of a call with `keys`."""

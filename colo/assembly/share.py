@@ -23,6 +23,7 @@ from colo.assembly.arguments import check_engine, check_share, check_trainer, ch
 from colo.config import RuntimeConfig
 from colo.engine import Engine, EngineState, adapters_of, missing_members
 from colo.engines.fleet import Fleet
+from colo.engines.main_rank import MainRankEngine
 from colo.engines.text import positions_of
 from colo.errors import BudgetError, Unsupported
 from colo.memory.offload import Mover
@@ -129,6 +130,8 @@ def share(
     with Undo() as undo:
         resolved = resolve(engine, model, optimizer, placed, engine_options, dtype, config, undo)
         source = source_of(model, placed, resolved, fold=config.fold_adapter)
+        if isinstance(resolved, MainRankEngine) and source.ranks.is_alone:
+            source.ranks = resolved.ranks  # whole weights on each, which are published together all the same
         # every rank learns of it: one that goes on alone would wait in the next collective
         with source.ranks.fail_together("checking the model and its optimizer"):
             check_trainer(model, optimizer, resolved.device)

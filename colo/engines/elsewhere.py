@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,8 @@ class WeightsFolder:
         self.path = Path(path).absolute()
         self.delta = delta
         self._keep, self._shard_bytes = keep, shard_bytes
+        self._naming = threading.Lock()
+        """Held while a version gets its name: engines of a fleet write the same one at the same time."""
 
     def __str__(self) -> str:
         return f"versions of weights in {self.place}"
@@ -84,7 +87,7 @@ class WeightsFolder:
         """The folder, or the URL."""
         return str(self.path)
 
-    @property
+    @cached_property
     def of_changes(self) -> WeightsFolder:
         """The folder of what has changed from version to version."""
         return WeightsFolder(self.path / "changes", keep=self._keep, shard_bytes=self._shard_bytes)
@@ -104,9 +107,10 @@ class WeightsFolder:
             known = self._write(weights, part)
             if config is not None:
                 config.save_pretrained(part)
-            if (newest := self._newest_of(known)) is not None:
-                return newest
-            return self._named(part)
+            with self._naming:
+                if (newest := self._newest_of(known)) is not None:
+                    return newest
+                return self._named(part)
         except OSError as error:
             raise TransferError(f"weights could not be written to {self.place}: {error}") from error
         finally:
@@ -195,7 +199,7 @@ class WeightsBucket(WeightsFolder):
         """The URL."""
         return self.url
 
-    @property
+    @cached_property
     def of_changes(self) -> WeightsFolder:
         """The place of what has changed from version to version."""
         return WeightsBucket(f"{self.url}/changes", keep=self._keep, shard_bytes=self._shard_bytes)
@@ -216,9 +220,14 @@ class WeightsBucket(WeightsFolder):
         # the rest of the name is of this version alone: a store has no rename that a second trainer would lose
         name = f"v{last + 1:08}-{secrets.token_hex(4)}"
         with _store(self.url) as (files, root):
-            files.makedirs(f"{root}/{name}", exist_ok=True)  # which means something to a disk
-            for path in sorted(part.iterdir(), key=lambda path: path.name == MANIFEST):
-                files.put_file(str(path), f"{root}/{name}/{path.name}")
+            try:
+                files.makedirs(f"{root}/{name}", exist_ok=True)  # which means something to a disk
+                for path in sorted(part.iterdir(), key=lambda path: path.name == MANIFEST):
+                    files.put_file(str(path), f"{root}/{name}/{path.name}")
+            except BaseException:
+                with suppress(Exception):  # nobody would ever list it
+                    files.rm(f"{root}/{name}", recursive=True)
+                raise
             for old in self.versions()[: -self._keep]:
                 with suppress(Exception):  # somebody else has removed it
                     files.rm(f"{root}/{_base(old)}", recursive=True)

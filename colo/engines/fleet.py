@@ -9,11 +9,11 @@ nothing until it has taken a later one. One that is lost leaves; what it was ask
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from numbers import Integral
-from queue import Full, Queue
+from queue import Empty, Full, Queue
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from colo.engines.base import EngineBase, EngineStatus
 from colo.engines.sampling import check_seeds, row_seed
 from colo.errors import EngineLost, PhaseError, StaleWeights, TransferError
 from colo.log import logger
+from colo.memory.uninterrupted import end_wait
 from colo.phases.phase import ENGINE_KV_CACHE, ENGINE_WEIGHTS, Move, Residency, Segment
 
 PREFIX_TOKENS = 64
@@ -216,19 +217,25 @@ class Fleet(EngineBase):
         members, all_bytes, sent_bytes = self._present(), 0, 0
         for member in members:
             member.why_out = "it has some of the weights at most"
-        with ThreadPoolExecutor(max(1, len(members))) as pool:
-            streams = [_Stream(pool, member.engine) for member in members]
-            try:
-                for name, tensor in weights:
-                    all_bytes += tensor.nbytes
-                    for stream in streams:
-                        stream.put((name, tensor))
-            except BaseException as error:
+        pool, streams = ThreadPoolExecutor(max(1, len(members))), list[_Stream]()
+        try:
+            streams += (_Stream(pool, member.engine) for member in members)
+            for name, tensor in weights:
+                all_bytes += tensor.nbytes
                 for stream in streams:
-                    stream.put(error)
-                raise
+                    stream.put((name, tensor))
             for stream in streams:
                 stream.put(None)
+            for stream in streams:
+                stream.wait()
+        except BaseException as error:
+            for stream in streams:
+                stream.abandon(error)
+            for stream in streams:
+                stream.wait()  # each ends as it asks for the next weight
+            raise
+        finally:
+            pool.shutdown(wait=False)  # after a second interrupt one may go on
         refused: list[BaseException] = []
         for member, stream in zip(members, streams, strict=True):
             failed = stream.loading.exception()
@@ -376,12 +383,16 @@ class _Stream:
     """Weights on their way into one engine, whose `load_weights` runs in a thread: `loading` is its future."""
 
     def __init__(self, pool: ThreadPoolExecutor, engine: Engine) -> None:
-        self._waiting: Queue[tuple[str, torch.Tensor] | BaseException | None] = Queue(_MOST_WAITING)
+        self._waiting: Queue[tuple[str, torch.Tensor] | None] = Queue(_MOST_WAITING)
+        self._abandoned: BaseException | None = None
         self._engine = engine
+        # weights may be queued in a stream of the caller's
+        is_cuda = engine.device.type == "cuda"
+        self._stream = torch.cuda.current_stream(engine.device) if is_cuda else None
         self.loading = pool.submit(self._load)
 
-    def put(self, item: tuple[str, torch.Tensor] | BaseException | None) -> None:
-        """Pass on a weight, the reason why no other follows, or `None` after the last; nothing once loading has ended.
+    def put(self, item: tuple[str, torch.Tensor] | None) -> None:
+        """Pass on a weight, or `None` after the last; nothing once loading has ended.
 
         Waits while the engine has not taken those before.
         """
@@ -389,16 +400,34 @@ class _Stream:
             with suppress(Full):
                 self._waiting.put(item, timeout=_LOOK_AFTER_S)
                 return
+            end_wait(f"the {self._engine.name} engine")
+
+    def wait(self) -> None:
+        """Wait until the engine has loaded, or refused."""
+        while not wait([self.loading], timeout=_LOOK_AFTER_S).done:
+            end_wait(f"the {self._engine.name} engine")
+
+    def abandon(self, why: BaseException) -> None:
+        """Tell the engine that no other weight follows."""
+        self._abandoned = why
 
     def _load(self) -> int | None:
-        if self._engine.device.type == "cuda":
-            torch.cuda.set_device(self._engine.device)  # a thread begins with the first GPU
-        return self._engine.load_weights(self._weights())
+        if self._stream is None:
+            return self._engine.load_weights(self._weights())
+        torch.cuda.set_device(self._engine.device)  # a thread begins with the first GPU
+        with torch.cuda.stream(self._stream):
+            return self._engine.load_weights(self._weights())
 
     def _weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        while (item := self._waiting.get()) is not None:
-            if isinstance(item, BaseException):
-                raise TransferError(f"the trainer has not given all of its weights: {item}") from item
+        while True:
+            try:
+                item = self._waiting.get(timeout=_LOOK_AFTER_S)
+            except Empty:
+                if (why := self._abandoned) is None:
+                    continue
+                raise TransferError(f"the trainer has not given all of its weights: {why!r}") from why
+            if item is None:
+                return
             yield item
 
 

@@ -4,12 +4,13 @@
     rt = colo.share(engine, model, optimizer)  # on every rank
 
 Whole weights are gathered once, and the first rank gives them to the engine. Prompts of all ranks are sampled in one
-call. Each verb is called on every rank, and fails on all of them where it fails on one.
+call. Loading and sampling fail on all ranks where they fail on one; what else a runtime asks is the first rank's alone,
+within blocks in which its ranks fail together (`RankGroup`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -20,9 +21,11 @@ import torch
 
 from colo.engine import Completion, Engine, EngineState, Recovers, SamplingParams
 from colo.engines.base import EngineBase, EngineStatus
+from colo.engines.fleet import Fleet
 from colo.engines.sampling import check_seeds, row_seed
-from colo.errors import EngineLost, PhaseError, TransferError, Unsupported
+from colo.errors import EngineLost, PhaseError, Unsupported
 from colo.phases.phase import ENGINE_KV_CACHE, ENGINE_WEIGHTS, FixedSegment, Residency, Segment
+from colo.weights.ranks import RankGroup
 
 T = TypeVar("T")
 
@@ -38,11 +41,16 @@ class MainRankEngine(EngineBase):
     asks_together = True
 
     def __init__(
-        self, engine: Engine | None, *, device: torch.device | str | None = None, deadline_s: float = 3600.0
+        self,
+        engine: Engine | Sequence[Engine] | None,
+        *,
+        device: torch.device | str | None = None,
+        deadline_s: float = 3600.0,
     ) -> None:
-        """A collective. `device` is the trainer's, by default the engine's kind; ranks wait for others `deadline_s`.
+        """A collective. A list of engines is a `Fleet`; other ranks than 0 give `None`.
 
-        Raises: `ValueError`, on every rank, unless rank 0 alone has an engine.
+        `device` is the trainer's, by default one of the engine's kind; ranks wait for others `deadline_s`.
+        Raises: `ValueError`, on every rank, unless rank 0 alone has an engine; what making a fleet raises.
         """
         from torch import distributed
 
@@ -51,13 +59,18 @@ class MainRankEngine(EngineBase):
         self._rank = distributed.get_rank()
         # of its own, and on the host: ranks wait in it while the engine samples, and tell each other words
         self._group = distributed.new_group(backend="gloo", timeout=timedelta(seconds=deadline_s))
-        self.engine = engine
-        facts = None if engine is None else _facts(engine)
-        told = self._gather(facts)
+        self.ranks = RankGroup.of(self._group, torch.device("cpu"))
+        """All ranks."""
+
+        with self.ranks.fail_together("making the engine of the main rank"):
+            made: Any = Fleet(engine) if isinstance(engine, (list, tuple)) else engine
+            facts = None if made is None else _facts(made)
+        self.engine: Engine | None = made
+        told = list(self.ranks.gather(facts).values())
         if told[0] is None or any(facts is not None for facts in told[1:]):
             has = [rank for rank, facts in enumerate(told) if facts is not None]
             raise ValueError(
-                f"rank 0 has the engine of a MainRankEngine, and here ranks {has} have one: the others give None"
+                f"engines were given on ranks {has}: a MainRankEngine has that of rank 0, and other ranks give None"
             )
         self._facts: Mapping[str, Any] = told[0]
         if device is None:
@@ -65,7 +78,7 @@ class MainRankEngine(EngineBase):
             device = torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
         nothing = [FixedSegment(name, 0, Residency.RESIDENT) for name in (ENGINE_WEIGHTS, ENGINE_KV_CACHE)]
         status = EngineStatus(lambda: self.segments, when_lost="call recover() on every rank")
-        super().__init__(torch.device(device), nothing if engine is None else engine.segments, status=status)
+        super().__init__(torch.device(device), nothing if made is None else made.segments, status=status)
 
     @property
     def engines(self) -> Sequence[Engine]:
@@ -81,9 +94,10 @@ class MainRankEngine(EngineBase):
 
     @property
     def state(self) -> EngineState:
-        """State of the engine, as all ranks have heard of it."""
-        if self.engine is not None and self.engine.state is EngineState.LOST and self._status.lost is None:
-            self._status.lost = "its process has ended, or does not answer"
+        """State of the engine; elsewhere than on rank 0 nobody knows that it is lost."""
+        for engine in self.engines:
+            if engine.state is EngineState.LOST and self._status.lost is None:
+                self._status.lose("its process has ended, or does not answer")
         return self._status.state
 
     @property
@@ -120,41 +134,42 @@ class MainRankEngine(EngineBase):
         return {} if self.engine is None else self.engine.residual_bytes
 
     def pause(self) -> None:
-        """Stop it. A collective."""
+        """Stop it."""
         super().pause()
-        self._together("pause", lambda engine: engine.pause())
+        for engine in self.engines:
+            engine.pause()
 
     def resume(self) -> None:
-        """Let it generate again. A collective."""
+        """Let it generate again."""
         super().resume()
-        self._together("resume", lambda engine: engine.resume())
+        for engine in self.engines:
+            engine.resume()
 
     def reset_prefix_cache(self) -> None:
-        """Forget everything computed from earlier weights. A collective."""
-        self._together("reset its prefix cache", lambda engine: engine.reset_prefix_cache())
+        """Forget everything computed from earlier weights."""
+        for engine in self.engines:
+            engine.reset_prefix_cache()
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> int | None:
-        """Load into the engine what all ranks gather; the bytes are those of rank 0. A collective."""
-        self.poison_for_load()
+        """Load into the engine what all ranks gather; return the bytes that rank 0 sent. A collective."""
         left = iter(weights)
-
-        def load(engine: Engine | None) -> int | None:
+        with self.ranks.fail_together("loading weights"):
             try:
-                return 0 if engine is None else engine.load_weights(left)
+                self.poison_for_load()
+                return 0 if self.engine is None else self.engine.load_weights(left)
             finally:
                 # other ranks gather with this one until the last weight, whatever has become of the engine
                 for _ in left:
                     pass
 
-        return self._together("load weights", load, everywhere=True)
-
     def commit(self, version: int) -> None:
-        """Declare that the engine holds `version`. A collective."""
+        """Declare that the engine holds `version`."""
         super().commit(version)
-        self._together(f"commit version {version}", lambda engine: engine.commit(version))
+        for engine in self.engines:
+            engine.commit(version)
 
     def poison(self, cause: str) -> None:
-        """Refuse to generate, with `cause`, until the next `commit`. Of this rank, and on rank 0 the engine's."""
+        """Refuse to generate, with `cause`, until the next `commit`."""
         super().poison(cause)
         for engine in self.engines:
             engine.poison(cause)
@@ -164,88 +179,46 @@ class MainRankEngine(EngineBase):
     ) -> list[Completion]:
         """Sample for the prompts of every rank, and return those of this one; see `Engine.generate`. A collective.
 
-        A rank without prompts calls too. What fails on rank 0 is `TransferError` elsewhere.
+        A rank without prompts calls too. What fails on one rank is `TransferError` on the others.
         """
-
-        def check(_: Engine | None) -> int:
+        with self.ranks.fail_together("asking for completions"):
             version = self.ready()
             if adapter is not None:
                 raise ValueError(f"it has no adapters, and {adapter!r} is asked for: share with fold_adapter=True")
             check_seeds(params.seed, len(prompts))
-            return version
-
-        version = self._together("sample", check, everywhere=True)
         seed: Any = params.seed
         if isinstance(seed, Integral):  # a list: what is drawn must not depend on other ranks
             params = replace(params, seed=[row_seed(int(seed), index, 0) >> 2 for index in range(len(prompts))])
-        asked = self._gather(([tuple(prompt) for prompt in prompts], params))
-        found = self._together("generate", lambda engine: _sample(engine, asked))
-        (told,) = self._told([found])
-        return [replace(completion, weights_version=version) for completion in told[self._rank]]
+        asked = self.ranks.gather(([tuple(prompt) for prompt in prompts], params))
+        found: list[list[Completion]] = []
+        with self.ranks.fail_together("sampling"):
+            if self.engine is not None:
+                found = _sample(self.engine, list(asked.values()))
+        told: list[Any] = [found]
+        from torch import distributed
+
+        distributed.broadcast_object_list(told, src=0, group=self._group)
+        return [replace(completion, weights_version=version) for completion in told[0][self._rank]]
+
+    def gather(self, value: T) -> list[T]:
+        """All-gather `value` over the ranks (a collective); see `in_all_ranks`."""
+        return list(self.ranks.gather(value).values())
 
     def recover(self) -> None:
-        """Take the engine up again, poisoned then. A collective. Raises: `PhaseError` unless it is lost."""
-        lost = self._gather(self._status.lost)[0]
-        if lost is None:
+        """Take the engine up again, on rank 0. Raises: `PhaseError` unless it is lost; what the engine raises."""
+        if self.state is not EngineState.LOST:
             raise PhaseError("the engine is not lost: nothing to recover")
-
-        def recover(engine: Engine) -> None:
-            if engine.state is not EngineState.LOST:
-                return
+        for engine in self.engines:
             if not isinstance(engine, Recovers):
                 raise Unsupported(f"the {engine.name} engine cannot be started again from here")
             engine.recover()
-
         self._status.revive()
-        try:
-            self._together("recover", recover)
-        except Exception:
-            self._status.lost = lost
-            raise
         self.poison("it was recovered: publish to it")
 
     def _release(self) -> None:
         for engine in self.engines:
             with suppress(EngineLost):
                 engine.close()
-
-    # ---- ranks -------------------------------------------------------------------------------------------------------
-
-    def _together(self, verb: str, call: Callable[[Any], T], *, everywhere: bool = False) -> T:
-        """Call with the engine on rank 0, or `everywhere`; raise on every rank where it has failed on one."""
-        result: Any = None
-        error: Exception | None = None
-        try:
-            if everywhere or self.engine is not None:
-                result = call(self.engine)
-        except Exception as raised:  # noqa: BLE001 - raised below, when the others have been told
-            error = raised
-        is_lost = self.engine is not None and self.engine.state is EngineState.LOST
-        told = self._gather((verb, None if error is None else f"{type(error).__name__}: {error}", is_lost))
-        if told[0][2] and self._status.lost is None:
-            self._status.lose(told[0][1] or "its process has ended, or does not answer")
-        if error is not None:
-            raise error
-        for rank, (other, cause, _) in enumerate(told):
-            if other != verb:
-                raise TransferError(f"ranks are out of step: this one would {verb}, and rank {rank} would {other}")
-            if cause is not None:
-                raise TransferError(f"the engine of rank 0 did not {verb}, by rank {rank}: {cause}")
-        return result  # type: ignore[no-any-return]
-
-    def _gather(self, value: T) -> list[T]:
-        from torch import distributed
-
-        told: list[Any] = [None] * distributed.get_world_size(self._group)
-        distributed.all_gather_object(told, value, group=self._group)
-        return told
-
-    def _told(self, words: list[Any]) -> list[Any]:
-        """Words of rank 0, on every rank."""
-        from torch import distributed
-
-        distributed.broadcast_object_list(words, src=0, group=self._group)
-        return words
 
 
 def _facts(engine: Engine) -> dict[str, Any]:

@@ -11,7 +11,7 @@ It shows how the pieces go together; a trainer of your own, or TRL's, takes its 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import fmean
@@ -32,7 +32,7 @@ from colo.rl.loss import Aggregation, GRPOLossConfig, group_advantages, grpo_los
 from colo.rl.rewards import RewardFunction, call_reward, check_columns, check_weights, checked_call, named_rewards
 from colo.units import format_bytes
 from colo.weights.mismatch import evaluating
-from colo.weights.routing import is_routed, replay_routing
+from colo.weights.routing import replaying
 from colo.weights.sources.folded import changes_nothing
 from colo.weights.sources.heads import is_peft_model
 
@@ -220,7 +220,7 @@ def train_step(
         share = _weight(part, config.loss.aggregation) / max(1, weight)
         batch = Batch.of(part, rt.device)
         # a mixture of experts takes those that the engine took, where it has told them
-        with replay_routing(rt.model, part) if is_routed(part) else nullcontext():
+        with replaying(rt.model, part):
             output = _loss(rt, batch, advantages_B[start : start + len(part)], config, reference_BT)
             # backward at once: activations of one micro-batch only
             (output.loss * share).backward()
@@ -242,7 +242,15 @@ def _reference_logprobs(
     """Log-probabilities of the reference (B, T - 1) for each part, all of them before the first backward pass."""
     if reference is None:
         return [None] * len(parts)
-    return reference.run(lambda model: [_logprobs(model, Batch.of(part, rt.device), config) for part in parts])
+
+    def compute(model: nn.Module) -> list[Tensor]:
+        found = []
+        for part in parts:
+            with replaying(model, part):  # as the model's own passes are
+                found.append(_logprobs(model, Batch.of(part, rt.device), config))
+        return found
+
+    return reference.run(compute)
 
 
 def _num_tokens(completions: Sequence[Completion]) -> int:

@@ -23,7 +23,7 @@ import torch
 
 from colo.engine import Completion, Engine
 from colo.engines.text import Prompts, encode_prompts
-from colo.errors import StaleWeights, Unsupported
+from colo.errors import PhaseError, StaleWeights, Unsupported
 from colo.log import logger
 from colo.runtime.carried import Carried, check_until, options_of
 from colo.runtime.turns import Turns
@@ -32,7 +32,7 @@ from colo.weights.publish import Publisher
 
 
 class AsyncRollout:
-    """Sampling in the background; `rt.async_rollout` makes one. A block, of one thread but for its own.
+    """Sampling in the background: a block, which `rt.async_rollout` makes. One thread may call it.
 
     What is under way when the block ends is in `rt.carried`, and goes on in the next block, or in a call with `until`.
     """
@@ -63,9 +63,10 @@ class AsyncRollout:
         self._engine, self._turns, self._publisher, self._carried = engine, turns, publisher, carried
         self._max_age, self._tokenizer, self._finish = max_age, tokenizer, finish
         self._changed = threading.Condition()
-        self._is_sampling = self._is_over = False
+        self.is_over = False
+        self._is_sampling = False
         self._has_weights = True
-        self._num_holds = 0
+        self._is_held = False
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
 
@@ -74,7 +75,7 @@ class AsyncRollout:
     def put(self, prompts: Prompts, *, keys: Sequence[Any] | None = None, **sampling: Any) -> None:
         """Add prompts to sample completions for; see `Runtime.generate` with `until` for prompts and options.
 
-        Raises: as that; `PhaseError` outside the block.
+        Waits for the end of the round that is under way. Raises: as that; `PhaseError` outside the block.
         """
         self._turns.require_beside(self)
         options = options_of(self._engine, None, sampling)
@@ -84,10 +85,10 @@ class AsyncRollout:
     def take(self, count: int = 1) -> list[Completion]:
         """Wait until so many prompts have all of their completions, and return those, in the order of prompts.
 
-        The present weights are published first, unless the engine has them. Raises: `ValueError` when fewer prompts are
-        under way; `PhaseError` inside `train()` or outside the block; what a publication raises, and what sampling has
-        raised since the last call (`StaleWeights` only where another publication does not heal it): completions are
-        under way still, and sampling goes on.
+        The present weights are published first, unless the engine has them: a collective of a trainer's ranks.
+        Raises: `ValueError` when fewer prompts are under way; `PhaseError` inside `train()` or outside the block; what
+        a publication raises, and what sampling has raised since the last call (`StaleWeights` only where another
+        publication does not heal it): completions are under way still, and sampling goes on.
         """
         self._turns.require_beside(self)
         check_until(count, None, None)
@@ -95,7 +96,8 @@ class AsyncRollout:
             raise ValueError(
                 f"take({count}) with {self._carried.num_groups} prompts under way would wait for ever: put() more first"
             )
-        for _ in range(2):
+        # other ranks, who publish together, would not publish again
+        for _ in range(2 if self._turns.is_alone else 1):
             error = self._publish()
             # which the publication has healed, such as of a fleet that has taken an engine in
             if error is None or isinstance(error, StaleWeights):
@@ -115,9 +117,15 @@ class AsyncRollout:
         return self._carried.num_groups
 
     def __enter__(self) -> AsyncRollout:
-        self._turns.begin_beside(self)
-        self._thread = threading.Thread(target=self._run, name="colo-rollout", daemon=True)
-        self._thread.start()
+        if self.is_over:
+            raise PhaseError("this async_rollout() has ended: call rt.async_rollout() again")
+        try:
+            self._turns.begin_beside(self)
+            self._thread = threading.Thread(target=self._run, name="colo-rollout", daemon=True)
+            self._thread.start()
+        except BaseException:
+            self.close()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -125,13 +133,20 @@ class AsyncRollout:
 
     def close(self) -> None:
         """End sampling after the present round. Idempotent."""
+        if self._turns.is_elsewhere:  # a forked child, which has no thread
+            return
         with self._changed:
-            self._is_over = True
+            self.is_over = True  # first: what is interrupted below is ended by the next verb
             self._changed.notify_all()
-        if self._thread is not None:
+        if self._thread is not None and self._thread.ident is not None:
             self._thread.join()
-            self._thread = None
+        self._thread = None
         self._turns.end_beside(self)
+        error, self._error = self._error, None
+        if error is not None:
+            logger.warning(
+                "what was sampled last in an async_rollout() has failed: %s: %s", type(error).__name__, error
+            )
 
     # ---- the thread --------------------------------------------------------------------------------------------------
 
@@ -147,7 +162,7 @@ class AsyncRollout:
     def _wait_for(self, count: int) -> BaseException | None:
         """Wait for so many groups to end; returns what sampling has raised meanwhile."""
         with self._changed:
-            self._changed.wait_for(lambda: self._error is not None or self._carried.num_ended >= count)
+            self._changed.wait_for(lambda: self._error or self.is_over or self._carried.num_ended >= count)
             self._changed.notify_all()  # of an error that is told the thread need not wait any more
             return self._told()
 
@@ -158,24 +173,21 @@ class AsyncRollout:
     @contextmanager
     def _held(self) -> Iterator[None]:
         """A block between two rounds."""
-        with self._changed:
-            self._num_holds += 1
-            try:
-                self._changed.wait_for(lambda: not self._is_sampling)
-            except BaseException:
-                self._num_holds -= 1
-                self._changed.notify_all()
-                raise
+        is_held = False
         try:
+            with self._changed:
+                is_held, self._is_held = True, True
+                self._changed.wait_for(lambda: not self._is_sampling)
             yield
         finally:
-            with self._changed:
-                self._num_holds -= 1
-                self._changed.notify_all()
+            if is_held:
+                with self._changed:
+                    self._is_held = False
+                    self._changed.notify_all()
 
     @property
     def _waits(self) -> bool:
-        return bool(self._num_holds) or self._error is not None
+        return self._is_held or self._error is not None
 
     def _run(self) -> None:
         if self._engine.device.type == "cuda":
@@ -184,9 +196,9 @@ class AsyncRollout:
             with self._changed:
                 # an error waits to be told: what has failed would fail again
                 self._changed.wait_for(
-                    lambda: self._is_over or (self._has_weights and self._carried.is_running and not self._waits)
+                    lambda: self.is_over or (self._has_weights and self._carried.is_running and not self._waits)
                 )
-                if self._is_over:
+                if self.is_over:
                     return
                 self._is_sampling = True
             error: BaseException | None = None

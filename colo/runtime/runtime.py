@@ -49,8 +49,8 @@ if TYPE_CHECKING:
 
 
 _TOGETHER = (
-    "ranks that share an engine sample in one call of all, and parts of completions end on each rank in calls of its "
-    "own: give each rank an engine, or generate without until and async_rollout()"
+    "with a MainRankEngine all ranks sample in the same calls, and with until=... or async_rollout() each rank would "
+    "make another number of them: give each rank an engine of its own, or leave until out"
 )
 
 

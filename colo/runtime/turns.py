@@ -105,6 +105,9 @@ def next_turn(verb: Verb, turn: Turn) -> Turn:
 class Beside(Protocol):
     """Sampling beside the trainer (colo/runtime/asynchronous.py)."""
 
+    is_over: bool
+    """Its block has been left."""
+
     def close(self) -> None:
         """End it. Idempotent."""
 
@@ -166,13 +169,20 @@ class Turns:
                 "it: use the runtime there, and give children what they need as plain data"
             )
 
-    def require(self, verb: Verb) -> None:
-        """Raise `PhaseError` unless `verb` is allowed now. A phase whose block has ended is left first."""
+    def require(self, verb: Verb, *, called: str | None = None) -> None:
+        """Raise `PhaseError` unless `verb` is allowed now. A phase whose block has ended is left first.
+
+        So is sampling beside the trainer. `called` is what the loop has called.
+        """
         self.check_process()
+        if self.beside is not None and self.beside.is_over:
+            self.end_beside(self.beside)  # what ended its block did not let it end
         if verb in (Verb.ROLLOUT, Verb.TRAIN, Verb.RECOVER) and self._block is not None and self._block.is_over:
             self._leave()  # what ended the block did not let it leave
         if self.beside is not None and verb in (Verb.ROLLOUT, Verb.GENERATE, Verb.RECOVER):
-            raise PhaseError(f"{verb}() while async_rollout() samples: take() from that, or leave its block first")
+            raise PhaseError(
+                f"{called or verb}() while an async_rollout() samples: take() from that, or leave its block first"
+            )
         next_turn(verb, self.turn)
 
     def enter(self, phase: Phase | None) -> None:
@@ -232,22 +242,26 @@ class Turns:
     def begin_beside(self, beside: Beside) -> None:
         """Publish, and let the engine sample while the trainer works. Raises: `PhaseError` inside a phase."""
         with self.lock:
-            self.require(Verb.ROLLOUT)
-            self.be_idle()
-            with uninterrupted():
-                self.beside = beside
-                try:
+            self.require(Verb.ROLLOUT, called="async_rollout")
+            try:
+                with uninterrupted():
+                    self.be_idle()
+                    self.beside = beside
                     self.publish_beside()
-                    self._engine.resume()
-                except BaseException:
-                    self.end_beside(beside)
-                    raise
+            except BaseException:  # an interrupt that has waited until the engine was ready, too
+                self.end_beside(beside)
+                raise
 
     def end_beside(self, beside: Beside) -> None:
-        """Pause the engine, which samples no more. Idempotent."""
-        if self.beside is beside:
+        """Pause the engine, which samples no more. Idempotent. Does nothing in a forked child."""
+        if self.beside is beside and not self.is_elsewhere:
             self.beside = None
             self._pause_unless_lost()
+
+    @property
+    def is_alone(self) -> bool:
+        """True without other ranks of the trainer."""
+        return self._source.ranks.is_alone
 
     def require_beside(self, beside: Beside) -> None:
         """Raise `PhaseError` outside its block, and where the trainer works."""
@@ -266,7 +280,7 @@ class Turns:
             if not self._versions.is_engine_current():
                 self._versions.publish()
                 wait_for_queued(self._device)
-                self._engine.resume()  # a publication pauses it
+            self._engine.resume()  # a publication pauses it
 
     def close(self) -> None:
         """Allow nothing any more."""

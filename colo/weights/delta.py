@@ -32,6 +32,9 @@ SPARSE, BITMAP = ":sparse", ":bitmap"
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Dtypes of the stored bits of an entry, by its bytes."""
 
+_CHUNK = 1 << 24
+"""Entries of a weight that are picked by a mask at a time, for which torch makes indices."""
+
 _MOST = 0xFFFF
 """The longest distance; entries further apart have unchanged ones sent between them."""
 
@@ -49,25 +52,29 @@ def changes_of(name: str, new: torch.Tensor, old: torch.Tensor) -> dict[str, tor
         return {} if torch.equal(new, old) else {name: new}
     ours, base = new.reshape(-1).view(word), old.reshape(-1).view(word)
     changed = ours != base
-    index = changed.nonzero().squeeze(1)
-    if not len(index):
+    num_changed, size = int(changed.sum()), new.element_size()
+    if not num_changed:
         return {}
+    bitmap_bytes = num_changed * size + math.ceil(len(ours) / 8)
+    # indices are made of few entries only: they have eight bytes each
+    if num_changed * (size + 2) < min(bitmap_bytes, new.nbytes):
+        entries, steps = _steps(ours, changed)
+        if len(steps) * (size + 2) < bitmap_bytes:
+            return {name + SPARSE: _joined(entries, steps)}
+    if bitmap_bytes < new.nbytes:
+        pairs = zip(ours.split(_CHUNK), changed.split(_CHUNK), strict=True)
+        return {name + BITMAP: _joined(torch.cat([part[here] for part, here in pairs]), _packed(changed))}
+    return {name: new}
+
+
+def _steps(ours: torch.Tensor, changed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Entries to send, unchanged ones between those that are far apart among them, and the distance of each."""
+    index = changed.nonzero().squeeze(1)
     distances = torch.diff(index, prepend=index.new_tensor([-1]))
     between = (distances - 1) // _MOST  # unchanged entries to be sent before each
-    num_entries, num_changed = len(index) + int(between.sum()), len(index)
-    encoded_bytes = {
-        SPARSE: num_entries * (new.element_size() + 2),
-        BITMAP: num_changed * new.element_size() + math.ceil(len(ours) / 8),
-        "": new.nbytes,
-    }
-    kind = min(encoded_bytes, key=lambda one: encoded_bytes[one])
-    if kind == "":
-        return {name: new}
-    if kind == BITMAP:
-        return {name + BITMAP: _joined(ours[index], _packed(changed))}
-    steps = torch.full((num_entries,), _MOST, dtype=torch.int64, device=new.device)
+    steps = torch.full((len(index) + int(between.sum()),), _MOST, dtype=torch.int64, device=ours.device)
     steps[torch.cumsum(between + 1, 0) - 1] = distances - between * _MOST
-    return {name + SPARSE: _joined(ours[torch.cumsum(steps, 0) - 1], steps.to(torch.int16))}
+    return ours[torch.cumsum(steps, 0) - 1], steps.to(torch.int16)
 
 
 def _joined(entries: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
@@ -83,22 +90,26 @@ def _packed(mask: torch.Tensor) -> torch.Tensor:
 def entries_of(
     kind: str, sent: torch.Tensor, dtype: torch.dtype, num_elements: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Flat indices and stored bits of the entries in a delta of a weight. Raises: `ValueError` for one that is none."""
+    """A mark at each changed entry of a weight, or their flat indices, and their stored bits.
+
+    Marks (bool) are of a `BITMAP`, indices of a `SPARSE` delta. Raises: `ValueError` for one that is none.
+    """
     size, word = dtype.itemsize, _WORDS[dtype.itemsize]
     if kind == SPARSE:
         count, rest = divmod(len(sent), size + 2)
         steps = sent[count * size :].clone().view(torch.int16).long() & _MOST if not rest else sent.new_empty(0).long()
-        index = torch.cumsum(steps, 0) - 1
-        if rest or not count or int(index[-1]) >= num_elements or not bool((steps > 0).all()):
+        where = torch.cumsum(steps, 0) - 1
+        if rest or not count or int(where[-1]) >= num_elements or not bool((steps > 0).all()):
             raise ValueError(f"{len(sent)} bytes are no sparse delta of {num_elements} entries")
     else:
         count, rest = divmod(len(sent) - math.ceil(num_elements / 8), size)
         octets = sent[max(0, count) * size :].unsqueeze(1)
         bits = (octets >> torch.arange(8, dtype=torch.uint8, device=sent.device)) & 1
-        index = bits.reshape(-1).nonzero().squeeze(1)
-        if rest or len(index) != count or (count and int(index[-1]) >= num_elements):
+        where = bits.reshape(-1).bool()
+        if rest or int(where.sum()) != count or bool(where[num_elements:].any()):
             raise ValueError(f"{len(sent)} bytes are no delta of {num_elements} entries with a bit for each")
-    return index, sent[: count * size].clone().view(word)
+        where = where[:num_elements]
+    return where, sent[: count * size].clone().view(word)
 
 
 # ---- the trainer's end -----------------------------------------------------------------------------------------------
@@ -229,23 +240,37 @@ class DeltaTarget:
             for copy in self._by_name.get(name, ()):
                 copy.target.copy_(copy.region_of(sent.view(shape)))
             return
-        num_elements = math.prod(shape)
-        index, bits = entries_of(kind, sent, dtype, num_elements)
-        entries = bits.view(dtype)
+        where, bits = entries_of(kind, sent, dtype, math.prod(shape))
         spread: tuple[torch.Tensor, torch.Tensor] | None = None  # all entries, and a mark at those that have changed
         for copy in self._by_name.get(name, ()):
             # by their bits: not every dtype can be written to by index, or chosen from
             target, word = copy.target, _WORDS[copy.target.dtype.itemsize]
             if copy.stride == contiguous_strides(copy.shape) and target.is_contiguous():
-                bounds = index.new_tensor([copy.offset, copy.offset + target.numel()])
-                first, end = torch.searchsorted(index, bounds).tolist()
-                given = entries[first:end].to(target.dtype).view(word)
-                target.view(-1).view(word)[index[first:end] - copy.offset] = given
+                here, given = _within(where, bits, copy.offset, target.numel())
+                _write(target.view(-1).view(word), here, given.view(dtype).to(target.dtype).view(word))
                 continue
             if spread is None:
-                whole = torch.zeros(num_elements, dtype=bits.dtype, device=sent.device)
-                marks = torch.zeros(num_elements, dtype=torch.bool, device=sent.device)
-                whole[index], marks[index] = bits, True
+                whole = torch.zeros(math.prod(shape), dtype=bits.dtype, device=sent.device)
+                marks = torch.zeros(math.prod(shape), dtype=torch.bool, device=sent.device)
+                _write(whole, where, bits)
+                _write(marks, where, torch.ones_like(bits, dtype=torch.bool))
                 spread = whole.view(dtype).view(shape), marks.view(shape)
-            given, is_new = (copy.region_of(one) for one in spread)
-            target.view(word).copy_(torch.where(is_new, given.to(target.dtype).view(word), target.view(word)))
+            entries, is_new = (copy.region_of(one) for one in spread)
+            target.view(word).copy_(torch.where(is_new, entries.to(target.dtype).view(word), target.view(word)))
+
+
+def _within(where: torch.Tensor, bits: torch.Tensor, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Changes of `count` entries from the `first` on."""
+    if where.dtype == torch.bool:
+        here = where[first : first + count]
+        before = int(where[:first].sum())
+        return here, bits[before : before + int(here.sum())]
+    begin, end = torch.searchsorted(where, where.new_tensor([first, first + count])).tolist()
+    return where[begin:end] - first, bits[begin:end]
+
+
+def _write(into: torch.Tensor, where: torch.Tensor, entries: torch.Tensor) -> None:
+    if where.dtype == torch.bool:
+        into.masked_scatter_(where, entries)
+    else:
+        into[where] = entries

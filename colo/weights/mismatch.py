@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import compress
 from operator import not_
@@ -21,7 +21,7 @@ from torch import nn
 from colo import unsloth
 from colo.engine import Completion
 from colo.memory.storage import is_dtensor, local_shard
-from colo.weights.routing import is_routed, replay_routing
+from colo.weights.routing import is_routed, replaying
 from colo.weights.sources.base import WeightSource
 
 MAX_TOKENS = 64  # tokens of a completion that are compared; bounds the logits
@@ -134,7 +134,7 @@ def _differences(model: Any, same: Sequence[_Compared], temperature: float, devi
     run = model if any(map(is_dtensor, {type(p): p for p in model.parameters()}.values())) else model.forward
     # logits at a position are of the next token: one more at the front is needed, and the last are of none
     given = [one.completion for one in same]
-    with replay_routing(model, given) if is_routed(given) else nullcontext():
+    with replaying(model, given):
         logits = run(input_ids=ids, logits_to_keep=num_tokens + 1, use_cache=False).logits[:, -num_tokens - 1 : -1]
     tokens = ids[:, -num_tokens:, None]
     logprobs: torch.Tensor = (logits.float() / temperature).log_softmax(-1).gather(-1, tokens)[:, :, 0]

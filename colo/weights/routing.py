@@ -16,16 +16,18 @@ leave: what it makes of the scores stays its own, and no class is changed.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
 from colo.engine import Completion
 from colo.errors import Unsupported
+from colo.log import logger
 
 _LAYER = re.compile(r"\.(\d+)\.")
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -85,41 +87,75 @@ def replay_routing(
     Every pass in it is over a batch of `routing`: completions, padded as `routing_of` says, or a tensor that it makes,
     (B, T, layers, experts a token), integer, in which -1 leaves the choice to the router. Backward passes that compute
     activations again belong in it too.
-    Raises: `Unsupported` for a model without such routers, and, of a pass, where a router chooses in another way than
-    by `torch.topk`; `ValueError` as `routing_of`, and for another number of tokens, layers or experts.
+    Raises: `Unsupported` for a model without such routers; of a pass, where a router chooses in another way than by
+    `torch.topk`; and at the end where none has run, as in a compiled pass. `ValueError` as `routing_of`, and for
+    another number of tokens, layers or experts.
     """
     if not isinstance(routing, Tensor):
         routing = routing_of(routing, length=length, left_padded=left_padded)
+    with _replayed(model, routing, _raise):
+        yield
+
+
+@contextmanager
+def replaying(model: nn.Module, completions: Sequence[Completion]) -> Iterator[None]:
+    """`replay_routing` of completions that tell their experts, for passes that nobody has asked that for.
+
+    Where it cannot be done the routers choose for themselves, and the log says why, once.
+    """
+    with ExitStack() as block:
+        if is_routed(completions):
+            try:
+                block.enter_context(_replayed(model, routing_of(completions), _warn))
+            except (Unsupported, ValueError) as error:
+                _warn(str(error))
+        yield
+
+
+def _raise(why: str) -> None:
+    raise Unsupported(f"{why}: train it without replay_routing")
+
+
+@cache
+def _warn(why: str) -> None:
+    logger.warning("experts that the engine has told are not replayed: %s", why)
+
+
+@contextmanager
+def _replayed(model: nn.Module, routing: Tensor, object_to: Callable[[str], None]) -> Iterator[None]:
     num_experts, top_k = _sizes(model)
     routers = _routers(model)
     if not routers:
-        raise Unsupported(
-            f"{type(model).__name__} has no router that chooses by torch.topk in a module of its own: train it without "
-            "replay_routing"
-        )
+        raise Unsupported(f"{type(model).__name__} has no router that chooses by torch.topk in a module of its own")
     if routing.dim() != 4 or routing.shape[-1] != top_k:
         raise ValueError(f"routing has shape {tuple(routing.shape)}, not (B, T, layers, {top_k})")
     if max(layer for layer, _ in routers) >= routing.shape[2]:
         raise ValueError(f"routing has {routing.shape[2]} layers, and the model a router in layer {routers[-1][0]}")
+    replays = [_Replay(routing[:, :, n].reshape(-1, top_k), num_experts, n, object_to) for n, _ in routers]
     with ExitStack() as hooks:
-        for layer, router in routers:
-            replay = _Replay(routing[:, :, layer].reshape(-1, top_k), num_experts, layer)
+        for replay, (_, router) in zip(replays, routers, strict=True):
+            hooks.callback(replay.leave)
             hooks.callback(router.register_forward_pre_hook(replay.begin).remove)
             hooks.callback(router.register_forward_hook(replay.end, always_call=True).remove)
         yield
+    if not any(replay.has_run for replay in replays):
+        object_to(f"no router of {type(model).__name__} ran, since a compiled pass runs without hooks")
 
 
 class _Replay:
     """The choice of one router. Its hooks run in whichever thread a pass does, such as that of a backward pass."""
 
-    def __init__(self, experts: Tensor, num_experts: int, layer: int) -> None:
+    def __init__(self, experts: Tensor, num_experts: int, layer: int, object_to: Callable[[str], None]) -> None:
         """`experts` has a row for each token."""
+        self.has_run = False
         self._experts = experts
         self._num_experts = num_experts
         self._layer = layer
+        self._object = object_to
         self._modes: list[_TopK] = []
 
     def begin(self, router: nn.Module, inputs: Any) -> None:
+        self.has_run = True
         mode = _TopK(self._experts, self._num_experts)
         mode.__enter__()  # type: ignore[no-untyped-call]  # torch leaves the mode untyped
         self._modes.append(mode)
@@ -128,10 +164,18 @@ class _Replay:
         mode = self._modes.pop()
         mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         if output is not None and not mode.has_chosen:
-            raise Unsupported(
+            self._object(
                 f"the router of layer {self._layer}, a {type(router).__name__}, chooses its experts in another way "
-                "than by torch.topk (compiled, or by a kernel): train without replay_routing"
+                "than by torch.topk"
             )
+
+    def leave(self) -> None:
+        """Let go of modes that an interrupt within a router has left: torch calls no hook then."""
+        while self._modes:
+            mode = self._modes.pop()
+            mode.is_over = True
+            if _get_current_function_mode() is mode:
+                mode.__exit__(None, None, None)
 
 
 class _TopK(TorchFunctionMode):
@@ -140,11 +184,11 @@ class _TopK(TorchFunctionMode):
     def __init__(self, experts: Tensor, num_experts: int) -> None:
         super().__init__()
         self._experts, self._num_experts = experts, num_experts
-        self.has_chosen = False
+        self.has_chosen = self.is_over = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
-        if func not in (torch.topk, Tensor.topk):
+        if self.is_over or func not in (torch.topk, Tensor.topk):
             return found
         scores, chosen = args[0] if args else kwargs["input"], found[1]
         # others choose among groups of experts
@@ -163,7 +207,10 @@ class _TopK(TorchFunctionMode):
 
 def _sizes(model: Any) -> tuple[int, int]:
     """Number of experts, and of those that a token takes."""
-    config = model.config.get_text_config()
+    config: Any = getattr(model, "config", None)
+    if not hasattr(config, "get_text_config"):
+        raise Unsupported(f"{type(model).__name__} is no model of transformers, whose routers are known")
+    config = config.get_text_config()
     counts = [int(value) for name in _NUM_EXPERTS if (value := getattr(config, name, None))]
     top_k = getattr(config, "num_experts_per_tok", None) or getattr(config, "moe_topk", None)
     if not counts or not top_k:

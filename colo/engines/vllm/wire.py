@@ -217,7 +217,7 @@ class Landed(Message):
 
 
 class BeginChanges(Request):
-    """Begin to take changes; the answer is false if they are of another version than `base`, which a worker holds."""
+    """Begin to take changes from the version `base`; the answer is false if a worker does not hold that."""
 
     base: str
 

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -238,3 +239,30 @@ def test_a_store_that_cannot_be_reached_is_told(monkeypatch):
     with pytest.raises(TransferError, match="memory://told: RuntimeError: 403: no such key"):
         bucket.write(some_weights().items())
     assert bucket.versions() == [] and set(Path(tempfile.gettempdir()).glob("colo-version-*")) == before
+
+
+@pytest.mark.parametrize("kind", ["folder", "bucket"])
+def test_engines_of_a_fleet_write_one_version_at_the_same_time(tmp_path, kind):
+    place = colo.WeightsFolder(tmp_path) if kind == "folder" else colo.WeightsBucket(f"file://{tmp_path}/store")
+    for seed in range(3):
+        with ThreadPoolExecutor(4) as pool:
+            written = set(pool.map(lambda _, seed=seed: place.write(some_weights(seed).items()), range(4)))
+        assert written == {place.versions()[-1]}
+        place.check(written.pop())
+    assert len(place.versions()) == 2
+
+
+def test_a_failed_upload_leaves_nothing(bucket_url, monkeypatch):
+    bucket = colo.WeightsBucket(bucket_url, shard_bytes=64)
+    files, root = fsspec.url_to_fs(bucket_url)
+    put = type(files).put_file
+
+    def fail(self, path, target, **how):
+        if target.endswith(MANIFEST):
+            raise RuntimeError("the connection is gone")
+        return put(self, path, target, **how)
+
+    monkeypatch.setattr(type(files), "put_file", fail)
+    with pytest.raises(TransferError, match="the connection is gone"):
+        bucket.write(some_weights().items())
+    assert files.glob(f"{root}/v*") == []

@@ -1,5 +1,7 @@
 """Several engines as one, with embedded engines: who gets what, who is out, and what a loss leaves."""
 
+import os
+import signal
 import threading
 import time
 
@@ -330,3 +332,34 @@ def test_weights_that_end_early_leave_every_engine_out(rt, engines):
     assert rt.engine.weights_version is None and set(rt.engine.out) == {counted.engine for counted in engines}
     rt.generate(PROMPTS, **GREEDY)
     assert all(same_weights(counted.engine, rt.model) for counted in engines)
+
+
+@pytest.mark.parametrize("at", [0, 3, None])
+def test_an_interrupt_while_weights_are_loaded_keeps_no_thread(rt, engines, at):
+    """In the middle, or as the last engine is waited for."""
+    load = engines[1].engine.load_weights
+
+    def slowly(weights):
+        load(weights)
+        time.sleep(0.5)
+
+    def interrupting():
+        for number, weight in enumerate(rt.model.named_parameters()):
+            if number == at:
+                raise KeyboardInterrupt
+            yield weight
+        if at is None:
+            threading.Timer(0.1, os.kill, [os.getpid(), signal.SIGINT]).start()
+
+    engines[1].engine.load_weights = slowly
+    rt.engine.pause()
+    with pytest.raises(KeyboardInterrupt):
+        rt.engine.load_weights(interrupting())
+    assert rt.engine.weights_version is None and len(rt.engine.out) >= 1
+    engines[1].engine.load_weights = load
+    rt.generate(PROMPTS, **GREEDY)
+    assert all(same_weights(counted.engine, rt.model) for counted in engines)
+    deadline_s = time.monotonic() + 30
+    while any("ThreadPool" in t.name for t in threading.enumerate()) and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    assert not any("ThreadPool" in t.name for t in threading.enumerate())

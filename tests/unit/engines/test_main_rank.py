@@ -12,7 +12,8 @@ import colo
 from colo.engine import EngineState, SamplingParams
 from colo.engines.fleet import Fleet
 from colo.engines.main_rank import MainRankEngine
-from colo.errors import ColoError
+from colo.errors import BudgetError, ColoError
+from colo.phases.phase import Phase
 from tests.runtimes import PROMPTS, adamw, make_engine, qwen3, train_step
 from tests.unit.runtime.test_carried import recomputed
 
@@ -25,6 +26,13 @@ def failure(call):
     except (ColoError, ValueError, RuntimeError) as error:
         return f"{type(error).__name__}: {error}"
     return None
+
+
+@pytest.fixture(autouse=True)
+def short_deadline(monkeypatch):
+    """A rank that waits for ever fails its test."""
+    make = MainRankEngine.__init__
+    monkeypatch.setattr(MainRankEngine, "__init__", lambda self, engine: make(self, engine, deadline_s=20.0))
 
 
 def shared(rank, *, sharded=True, engine=None):
@@ -121,8 +129,8 @@ def test_what_fails_on_the_first_rank_fails_on_all_and_the_next_call_goes_on(bot
     assert first[:4] == [f"RuntimeError: no {verb}" for verb in verbs]
     for words, verb in zip(second, verbs, strict=False):
         assert words.startswith("TransferError: ") and f"RuntimeError: no {verb}" in words
-    assert "prompt 0 is empty" in second[4] or "is empty" in first[4]
-    assert all("ranks that share an engine sample in one call of all" in words for words in first[5:] + second[5:])
+    assert all("is empty" in words for words in (first[4], second[4]))
+    assert all("with a MainRankEngine all ranks sample in the same calls" in words for words in first[5:] + second[5:])
 
 
 def test_a_lost_engine_is_lost_to_all_and_recovered_by_all(both):
@@ -145,7 +153,7 @@ def test_a_lost_engine_is_lost_to_all_and_recovered_by_all(both):
 
     def of_rank(rank):
         rt, _ = shared(rank, engine=engine)
-        told = [failure(lambda: rt.generate(PROMPTS, **GREEDY)), rt.engine.state]
+        told = [failure(lambda: rt.generate(PROMPTS, **GREEDY)), rt.engine.weights_version]
         told.append(failure(lambda: rt.generate(PROMPTS, **GREEDY)))
         rt.recover()
         found = rt.generate(PROMPTS, **GREEDY)
@@ -154,11 +162,43 @@ def test_a_lost_engine_is_lost_to_all_and_recovered_by_all(both):
         return told
 
     first, second = both(of_rank)
-    assert first[0].startswith("EngineLost") and second[0].startswith("TransferError: the engine of rank 0 did not gen")
-    assert first[1] == second[1] == EngineState.LOST
+    assert first[0].startswith("EngineLost") and second[0].startswith(
+        "TransferError: sampling failed on rank 0: Engine"
+    )
+    assert first[1] is None
     assert all("EngineLost" in words for words in (first[2], second[2]))
     assert first[3] == second[3] == 3
     assert "the engine is not lost: nothing to recover" in first[4] and "nothing to recover" in second[4]
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+def test_a_rank_that_cannot_enter_a_phase_keeps_no_other_waiting(both, sharded):
+    """Such as the first one, which alone has a KV cache to find room for."""
+
+    def of_rank(rank):
+        rt, _ = shared(rank, sharded=sharded)
+        enter, told = rt.scheduler.enter, []
+
+        def fail(phase):
+            if phase is Phase.ROLLOUT:
+                rt.scheduler.enter = enter
+                raise BudgetError("no room", needed_bytes=2, free_bytes=1)
+            return enter(phase)
+
+        for failing in (0, 1):
+            if rank == failing:
+                rt.scheduler.enter = fail
+            told.append(failure(lambda: rt.generate(PROMPTS, **GREEDY)))
+            assert len(rt.generate(PROMPTS, **GREEDY)) == 3
+        if rank == 0:
+            rt.engine.engine.poison("another engine has joined the fleet")
+        assert len(rt.generate(PROMPTS, **GREEDY)) == 3
+        rt.close()
+        return told
+
+    first, second = both(of_rank)
+    assert first[0].startswith("BudgetError") and second[1].startswith("BudgetError")
+    assert all("entering a rollout failed on rank" in words for words in (first[1], second[0]))
 
 
 def test_it_takes_one_engine_of_the_first_rank(both):
@@ -166,6 +206,6 @@ def test_it_takes_one_engine_of_the_first_rank(both):
         return [failure(lambda given=given: MainRankEngine(given)) for given in (None, make_engine())]
 
     for none, several in both(of_rank):
-        assert "here ranks [] have one" in none and "here ranks [0, 1] have one: the others give None" in several
+        assert "engines were given on ranks []" in none and "ranks [0, 1]: a MainRankEngine has that of" in several
     with pytest.raises(ValueError, match="call torch.distributed.init_process_group first"):
         MainRankEngine(make_engine())

@@ -1,12 +1,14 @@
 """The reference loop's pieces: batches, and a training step against the loss computed from full logits."""
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from peft import LoraConfig
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 import colo
 from colo.config import RuntimeConfig
@@ -14,9 +16,10 @@ from colo.engine import Completion
 from colo.rl.loop import Batch, GRPOConfig, Problem, Reference, grpo, train_step
 from colo.rl.loss import Aggregation, GRPOLossConfig
 from colo.units import MIB
+from colo.weights.routing import routing_of
 from colo.weights.sources.base import plain_name
 from tests.checkpoints import char_tokenizer, save_checkpoint
-from tests.models import tiny_qwen3
+from tests.models import SMALL, tiny_qwen3
 from tests.runtimes import make_engine
 
 PROMPTS = [(5, 6, 7), (8, 9)]
@@ -498,3 +501,32 @@ def test_an_error_of_a_reward_names_it_its_step_and_its_line(rt):
         list(grpo(rt, batches(1), [broken], CONFIG))
     assert isinstance(caught.value.__cause__, KeyError)
     assert rt.weights_version == 0
+
+
+def test_a_mixture_is_trained_through_the_experts_that_the_engine_took():
+    config = Qwen3MoeConfig(**SMALL, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
+    with colo.launch(config, optimizer=sgd, device="cpu", config=RuntimeConfig(kv_cache_bytes=MIB)) as rt:
+        draw = np.random.default_rng(0)
+        routed = [
+            replace(
+                c,
+                routed_experts=np.array(
+                    [
+                        [draw.permutation(4)[:2] for _ in range(config.num_hidden_layers)]
+                        for _ in range(len(c.prompt_token_ids) + len(c.token_ids) - 1)
+                    ],
+                    dtype=np.uint8,
+                ),
+            )
+            for c in COMPLETIONS
+        ]
+        taken = []
+        rt.model.model.layers[1].mlp.gate.register_forward_hook(lambda _, __, out: taken.append(out[2].detach()))
+        for completions in (COMPLETIONS, routed):
+            with rt.train():
+                train_step(rt, completions, REWARDS, GRPOConfig(group_size=2, micro_batch_size=4))
+        own, replayed = taken
+        given = routing_of(routed)[:, :, 1]
+        known = given[..., 0] >= 0
+        assert torch.equal(replayed.view(given.shape)[known].sort().values, given[known].sort().values)
+        assert not torch.equal(own.view(given.shape)[known].sort().values, given[known].sort().values)

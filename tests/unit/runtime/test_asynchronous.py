@@ -206,7 +206,7 @@ def test_other_rollouts_wait_until_the_block_has_ended(rt):
             verb()
     with rollout:
         for refused in (rt.rollout().__enter__, lambda: rt.generate(PROMPTS), rt.recover, rt.async_rollout().__enter__):
-            with pytest.raises(PhaseError, match="while async_rollout\\(\\) samples: take\\(\\) from that"):
+            with pytest.raises(PhaseError, match="while an async_rollout\\(\\) samples: take\\(\\) from that"):
                 refused()
         with rt.train(), pytest.raises(PhaseError, match=r"put\(\) or take\(\) inside train\(\)"):
             rollout.put(PROMPTS, **MANY)
@@ -238,3 +238,61 @@ def test_an_engine_on_the_trainers_device_takes_turns():
         rt.async_rollout()
     with pytest.raises(ValueError, match="max_age must be a whole number"), launch() as rt:
         rt.async_rollout(max_age=-1)
+
+
+def interrupt_in(monkeypatch, owner, name):
+    """Make one call of a function end in Ctrl-C."""
+    function = getattr(owner, name)
+
+    def interrupted(*given, **named):
+        monkeypatch.setattr(owner, name, function)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(owner, name, interrupted)
+
+
+@pytest.mark.parametrize("where", ["resume", "start", "join"])
+def test_an_interrupt_on_the_way_in_or_out_leaves_a_runtime_that_goes_on(rt, monkeypatch, where):
+    with rt.train():
+        train_step(rt)
+    owner = rt.engine if where == "resume" else threading.Thread
+    rollout = rt.async_rollout()
+    with pytest.raises(KeyboardInterrupt):
+        if where != "join":
+            interrupt_in(monkeypatch, owner, where)
+        with rollout:
+            rollout.put(PROMPTS, **MANY)
+            interrupt_in(monkeypatch, owner, where)
+    assert len(rt.generate(PROMPTS, max_tokens=4)) == 3
+    assert rt.engine.state is EngineState.PAUSED
+    with pytest.raises(PhaseError, match="has ended: call rt.async_rollout"):
+        rollout.__enter__()
+    with rt.async_rollout() as again:
+        again.put(PROMPTS, **MANY)
+        assert len(again.take(3)) == 6
+
+
+def test_an_engine_that_was_left_paused_goes_on_with_the_next_call(rt, monkeypatch):
+    with rt.async_rollout() as rollout:
+        rollout.put(PROMPTS, **MANY)
+        with rt.train():
+            train_step(rt)
+        resume = rt.engine.resume
+
+        def fail():
+            rt.engine.resume = resume
+            raise RuntimeError("no answer")
+
+        rt.engine.resume = fail
+        with pytest.raises(RuntimeError, match="no answer"):
+            rollout.take(1)
+        assert len(rollout.take(3)) == 6
+
+
+def test_what_fails_and_nobody_takes_is_in_the_log(rt, caplog):
+    with rt.async_rollout() as rollout:
+        rt.engine.fail = RuntimeError("out of luck")
+        rollout.put(PROMPTS, **MANY)
+        while rollout._error is None:
+            time.sleep(0.001)
+    assert "has failed: RuntimeError: out of luck" in caplog.text

@@ -123,14 +123,14 @@ def test_entries_that_are_far_apart_arrive(at):
 
 def test_values_are_converted_as_the_loader_converts_them():
     source = random_bits((6, 4), torch.float32, 5)
-    target = torch.zeros(6, 4, dtype=torch.bfloat16)
-    plan = LoadPlan.record(lambda weights: [target.copy_(w) for _, w in weights], {"w": source}, {"w": target})
+    held = torch.zeros(6, 4, dtype=torch.bfloat16)
+    plan = LoadPlan.record(lambda weights: [held.copy_(w) for _, w in weights], {"w": source}, {"w": held})
     target, base = DeltaTarget(plan), DeltaBase()
     base.keep([("w", source)])
-    target.copy_(source)
+    held.copy_(source)
     source = changed(source, 0.1, 6) + 1
     target.apply(base.changes([("w", source)]))
-    assert same(target, source.to(torch.bfloat16))
+    assert same(held, source.to(torch.bfloat16))
     assert list(sums_of([("w", source)], target.regions, CPU).values()) == target.sums()
 
 

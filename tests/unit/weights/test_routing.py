@@ -1,5 +1,7 @@
 """Routing replay: a pass goes through the experts that are given, with the router's own scores and gradients."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 import torch
@@ -18,7 +20,7 @@ import colo
 from colo.engine import Completion
 from colo.errors import Unsupported
 from colo.weights.mismatch import logprob_difference
-from colo.weights.routing import routing_of
+from colo.weights.routing import replaying, routing_of
 from tests.runtimes import qwen3
 
 SIZES = {
@@ -189,6 +191,13 @@ def test_what_cannot_be_replayed_is_refused_with_the_reason(model):
     dense = AutoModelForCausalLM.from_config(qwen3())
     with pytest.raises(Unsupported, match="is no mixture of experts"), colo.replay_routing(dense, routing):
         pass
+    with pytest.raises(Unsupported, match="ModuleList is no model of transformers"):
+        colo.replay_routing(torch.nn.ModuleList([model]), routing).__enter__()
+    with (
+        pytest.raises(Unsupported, match="no router of .* ran, since a compiled pass runs without hooks"),
+        colo.replay_routing(model, routing),
+    ):
+        pass
     router = routers_of(model)[2]
     plain, router.forward = router.forward, lambda hidden: (hidden, hidden, hidden)
     try:
@@ -199,3 +208,49 @@ def test_what_cannot_be_replayed_is_refused_with_the_reason(model):
             model(input_ids=IDS)
     finally:
         router.forward = plain
+
+
+def test_a_compiled_model_is_refused():
+    kind, options = FAMILIES["qwen3"]
+    model = AutoModelForCausalLM.from_config(kind(**SIZES | options), dtype=torch.float32, attn_implementation="eager")
+    compiled = torch.compile(model, backend="eager")
+    with torch.no_grad():
+        compiled(input_ids=IDS)
+        with (
+            pytest.raises(Unsupported, match="a compiled pass runs without hooks"),
+            colo.replay_routing(model, random_routing()),
+        ):
+            compiled(input_ids=IDS)
+
+
+@torch.no_grad()
+def test_an_interrupt_within_a_router_leaves_nothing_behind(model):
+    plain = model(input_ids=IDS).logits
+    router = routers_of(model)[2]
+    run, router.forward = router.forward, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)
+    with pytest.raises(KeyboardInterrupt), colo.replay_routing(model, random_routing()):
+        model(input_ids=IDS)
+    router.forward = run
+    assert torch.equal(model(input_ids=IDS).logits, plain)
+    assert torch.overrides._get_current_function_mode() is None
+
+
+def elsewhere(run, hidden):
+    """A router's choice, made where no mode sees it."""
+    with ThreadPoolExecutor(1) as pool, torch.no_grad():
+        return pool.submit(torch.no_grad()(run), hidden).result()
+
+
+@torch.no_grad()
+def test_passes_that_nobody_has_asked_that_for_go_on_with_the_routers_own_choice(model):
+    """Where the engine's experts cannot be replayed, or are not all there."""
+    found = sampled(model, routed_experts=random_routing()[0, :6].numpy())
+    lacking = colo.engine.replace(found, routed_experts=found.routed_experts[:2])
+    assert logprob_difference(model, [lacking], temperature=1.0, device=IDS.device) < 1e-6
+    router = routers_of(model)[2]
+    run, router.forward = router.forward, lambda hidden: elsewhere(run, hidden)
+    assert logprob_difference(model, [found], temperature=1.0, device=IDS.device) > 0
+    router.forward = run
+    dense = AutoModelForCausalLM.from_config(qwen3())
+    with replaying(dense, [found]):
+        dense(input_ids=IDS)

@@ -33,8 +33,10 @@ class WeightsElsewhere:
 
         self._link = link
         self._through = link.through
-        self._refusal: str | None = None if link.through.delta else "nobody has asked for changes"
         self._base = DeltaBase()
+        self._refusal: str | None = None if link.through.delta else "nobody has asked for changes"
+        if link.through.delta and any((info.device == "cpu") is not (link.device.type == "cpu") for info in link.infos):
+            self._refuse("checksums of a CPU's memory and a GPU's are of different kinds")
         self._version: str | None = None  # of the base, while the workers hold it
         self._regions: list[list[Region]] = []  # of each worker's memory
 
@@ -71,14 +73,17 @@ class WeightsElsewhere:
         asked = wire.Land(parameters=[spec.to_wire() for spec in parameters], model_type=self._link.model_type)
         landed = [wire.Landed.from_wire(answer) for answer in self._link.call(asked)]
         if refusal := next((one.refusal for one in landed if one.refusal is not None), None):
-            logger.warning("%s is sent all weights each time: %s", self._link.placement, refusal)
-            self._refusal, self._base = refusal, DeltaBase()
+            self._refuse(refusal)
             return
         self._regions = [[tuple(region) for region in one.regions] for one in landed]
         sums = self._no_sums()
         for bucket in self._base.kept():
             self._add(sums, bucket)
         self._attest(sums)
+
+    def _refuse(self, why: str) -> None:
+        logger.warning("%s is sent all weights each time: %s", self._link.placement, why)
+        self._refusal, self._base = why, DeltaBase()
 
     def _kept(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         for bucket in buckets(weights, bucket_bytes(self._link.device)):

@@ -274,8 +274,8 @@ class WorkerAgent:
         self._target = None
         try:
             self._target = DeltaTarget(self._plan(source, asked.model_type))
-        except errors.Unsupported as error:
-            return wire.Landed(regions=[], refusal=str(error)).to_wire()
+        except Exception as error:  # noqa: BLE001 - of a loader that copies otherwise; weights have been loaded whole
+            return wire.Landed(regions=[], refusal=f"{type(error).__name__}: {error}").to_wire()
         return wire.Landed(regions=self._target.regions, refusal=None).to_wire()
 
     def _begin_changes(self, asked: wire.BeginChanges) -> bool:

@@ -5,6 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import colo
+from colo.engines.vllm.client.elsewhere import WeightsElsewhere
 from colo.engines.vllm.client.memory import WorkerWeights
 from colo.memory.share import SharedMemory
 from colo.memory.specs import CopySpec, Place, TensorSpec
@@ -65,3 +67,15 @@ def test_memory_that_cannot_be_mapped_is_a_fallback(slab):
     slab.close()
     plan = weights_of([description]).record_plan(SOURCE)
     assert plan.copies == () and "cannot map" in plan.fallbacks["a.weight"]
+
+
+@pytest.mark.parametrize(("server", "sums"), [("cpu", True), ("GPU-1234", False)])
+def test_changes_are_sent_where_checksums_are_of_one_kind(server, sums, caplog):
+    link = SimpleNamespace(
+        through=colo.WeightsFolder("weights", delta=True),
+        device=CPU,
+        infos=[SimpleNamespace(device=server)],
+        placement="a vLLM server",
+    )
+    assert (WeightsElsewhere(link)._refusal is None) is sums
+    assert ("is sent all weights each time: checksums of a CPU" in caplog.text) is not sums
