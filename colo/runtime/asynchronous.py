@@ -117,8 +117,8 @@ class AsyncRollout:
         return self._carried.num_groups
 
     def __enter__(self) -> AsyncRollout:
-        if self.is_over:
-            raise PhaseError("this async_rollout() has ended: call rt.async_rollout() again")
+        if self.is_over or self._thread is not None:
+            raise PhaseError("this async_rollout() has begun before: call rt.async_rollout() again")
         try:
             self._turns.begin_beside(self)
             self._thread = threading.Thread(target=self._run, name="colo-rollout", daemon=True)

@@ -176,7 +176,7 @@ class Turns:
         """
         self.check_process()
         if self.beside is not None and self.beside.is_over:
-            self.end_beside(self.beside)  # what ended its block did not let it end
+            self.beside.close()  # what ended its block did not let it end
         if verb in (Verb.ROLLOUT, Verb.TRAIN, Verb.RECOVER) and self._block is not None and self._block.is_over:
             self._leave()  # what ended the block did not let it leave
         if self.beside is not None and verb in (Verb.ROLLOUT, Verb.GENERATE, Verb.RECOVER):

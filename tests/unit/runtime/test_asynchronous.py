@@ -265,9 +265,11 @@ def test_an_interrupt_on_the_way_in_or_out_leaves_a_runtime_that_goes_on(rt, mon
             interrupt_in(monkeypatch, owner, where)
     assert len(rt.generate(PROMPTS, max_tokens=4)) == 3
     assert rt.engine.state is EngineState.PAUSED
-    with pytest.raises(PhaseError, match="has ended: call rt.async_rollout"):
+    with pytest.raises(PhaseError, match="has begun before: call rt.async_rollout"):
         rollout.__enter__()
     with rt.async_rollout() as again:
+        with pytest.raises(PhaseError, match="has begun before: call rt.async_rollout"):
+            again.__enter__()
         again.put(PROMPTS, **MANY)
         assert len(again.take(3)) == 6
 
