@@ -2,6 +2,7 @@
 
 import faulthandler
 import os
+import random
 import runpy
 import signal
 import socket
@@ -69,13 +70,22 @@ def engines():
 # ---- ranks -----------------------------------------------------------------------------------------------------------
 
 
+def _free_port():
+    """A port that no connection of this machine takes by itself before a rank listens: those begin at 32768."""
+    while True:
+        with (
+            suppress(OSError),
+            socket.create_server(("127.0.0.1", random.SystemRandom().randrange(15000, 32000))) as free,
+        ):
+            return free.getsockname()[1]
+
+
 def run_ranks(script, arguments, count, logs, *, timeout):
     """Run a script on `count` ranks, as torchrun does; returns what went wrong, "" if nothing did.
 
     What rank N writes goes to `logs`/N.log.
     """
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+    port = _free_port()
     world = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     ranks = []
     for number in range(count):
