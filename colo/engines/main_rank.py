@@ -219,6 +219,10 @@ class MainRankEngine(EngineBase):
         for engine in self.engines:
             with suppress(EngineLost):
                 engine.close()
+        from torch import distributed
+
+        with suppress(ValueError, AssertionError):  # torch's groups have been destroyed
+            distributed.destroy_process_group(self._group)
 
 
 def _facts(engine: Engine) -> dict[str, Any]:

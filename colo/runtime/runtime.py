@@ -48,12 +48,6 @@ if TYPE_CHECKING:
     from colo.report import Report
 
 
-_TOGETHER = (
-    "with a MainRankEngine all ranks sample in the same calls, and with until=... or async_rollout() each rank would "
-    "make another number of them: give each rank an engine of its own, or leave until out"
-)
-
-
 class Runtime:
     """An engine, a model and its optimizer on one device. Made by `colo.launch` or `colo.share`.
 
@@ -190,8 +184,8 @@ class Runtime:
         such as penalties, with `until`; as `Engine.generate` for everything else.
         """
         check_until(until, max_age, keys)
-        if until is not None and getattr(self.engine, "asks_together", False):
-            raise Unsupported(_TOGETHER)
+        if until is not None:
+            self._check_own_calls()
         how = {} if until is None else {"until": until, "max_age": max_age, "keys": keys}
         self._turns.check_process()
         # the lock covers the phase as well: another thread's `generate` must not find it half entered
@@ -211,8 +205,7 @@ class Runtime:
         which version, and a sample with tokens of more than `max_age` versions back begins anew.
         Raises: `Unsupported` for an engine that has memory of the trainer's device; see `AsyncRollout`.
         """
-        if getattr(self.engine, "asks_together", False):
-            raise Unsupported(_TOGETHER)
+        self._check_own_calls()
         return AsyncRollout(
             self.engine,
             self._turns,
@@ -269,6 +262,14 @@ class Runtime:
                 temperature, [c for c in completions if not is_carried or c.prompt_index in self._carried.alike]
             )
         return [with_text(completion, self.tokenizer) for completion in completions]
+
+    def _check_own_calls(self) -> None:
+        """Raise `Unsupported` where this rank cannot call the engine as often as it likes."""
+        if getattr(self.engine, "asks_together", False):
+            raise Unsupported(
+                "with a MainRankEngine all ranks sample in the same calls, and with until=... or async_rollout() each "
+                "rank would make another number of them: give each rank an engine of its own, or leave until out"
+            )
 
     def _before_generate(self) -> None:
         """Refresh the weights for a call of the engine's own `generate`, which need not come from `_sample`."""

@@ -84,6 +84,9 @@ EDGES: Mapping[tuple[Verb, Turn], Turn] = MappingProxyType(
 )
 """Next turn by verb and present turn; a pair that is missing is refused with `PhaseError`."""
 
+NOT_BESIDE = frozenset({Verb.ROLLOUT, Verb.GENERATE, Verb.RECOVER})
+"""Verbs that are refused in every turn while an engine elsewhere samples beside the trainer."""
+
 _CALLS = {Verb.STEP: "optimizer.step()"}
 _INSTEAD = {Verb.GENERATE: "`with rt.rollout():`", Verb.STEP: "`with rt.train():`", Verb.BACKWARD: "`with rt.train():`"}
 
@@ -179,7 +182,7 @@ class Turns:
             self.beside.close()  # what ended its block did not let it end
         if verb in (Verb.ROLLOUT, Verb.TRAIN, Verb.RECOVER) and self._block is not None and self._block.is_over:
             self._leave()  # what ended the block did not let it leave
-        if self.beside is not None and verb in (Verb.ROLLOUT, Verb.GENERATE, Verb.RECOVER):
+        if self.beside is not None and verb in NOT_BESIDE:
             raise PhaseError(
                 f"{called or verb}() while an async_rollout() samples: take() from that, or leave its block first"
             )

@@ -116,16 +116,14 @@ def entries_of(
 
 
 class DeltaBase:
-    """Host copies of the weights that an engine was sent last, pinned for a GPU: as many bytes as the weights have."""
+    """Host copies of the weights that an engine was sent last, pinned for a GPU."""
 
     def __init__(self) -> None:
         self._copies: dict[tuple[Any, ...], list[torch.Tensor]] = {}
 
     def keep(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """Copy weights to the host, in place of what is kept of the same ones."""
-        copies = self._copies.get(_key(bucket))
-        if copies is None:
-            copies = self._copies[_key(bucket)] = _like(bucket)
+        """Copy weights to the host."""
+        copies = self._copies[_key(bucket)] = _like(bucket)
         for copy, (_, tensor) in zip(copies, bucket, strict=True):
             copy.copy_(tensor.detach(), non_blocking=True)
         _settle(bucket)

@@ -6,7 +6,6 @@ WAY is how weights reach a server: memory, files, broadcast, or changes of both 
 0, it is killed, and the spare takes its place.
 """
 
-import copy
 import json
 import os
 import sys
@@ -17,13 +16,10 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import torch
 from tensor_parallel import GREEDY, PROMPTS, mismatch
 from torch import distributed
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.optim import SGD
-from transformers import AutoModelForCausalLM
 
 import colo
-from tests.integration.sharded_vllm import failure, kill, train
+from tests.integration.sharded_vllm import failure, kill, sharded, train
 
 
 def through(way, folder):
@@ -53,12 +49,7 @@ def of_the_main_rank(model, twin, urls):
 def main(checkpoint, ways, sglang, vllm, spare, pid, folder, results):
     distributed.init_process_group("gloo")
     rank = int(os.environ["RANK"])
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-    twin = copy.deepcopy(model)
-    mesh = init_device_mesh("cpu", (2,))
-    for layer in model.model.layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    model, twin = sharded(checkpoint)
     found = {}
     for way in ways.split(","):
         engine = colo.connect((sglang, vllm)[rank], device="cpu", deadline_s=60, through=through(way, folder))

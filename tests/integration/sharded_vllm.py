@@ -36,6 +36,17 @@ SLICES = {"own_process": False, "distributed_executor_backend": "external_launch
 APART = {"distributed_executor_backend": warm.IN_ONE_PROCESS, "deadline_s": 60.0}
 
 
+def sharded(checkpoint):
+    """A model that is spread over both ranks, and a whole copy of it."""
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    twin = copy.deepcopy(model)
+    mesh = init_device_mesh("cpu", (2,))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model, twin
+
+
 def train(rt, twin, optimizer):
     ids = torch.tensor(PROMPTS)
     with rt.train():
@@ -67,12 +78,7 @@ def main(checkpoint, way, results):
     if way != "slices":
         distributed.init_process_group("gloo")
     engine = VLLMEngine(checkpoint, **OPTIONS, **(SLICES if way == "slices" else APART))
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-    twin = copy.deepcopy(model)
-    mesh = init_device_mesh("cpu", (2,))
-    for layer in model.model.layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    model, twin = sharded(checkpoint)
     config = RuntimeConfig(weights="staged" if way == "staged" else "auto")
     found = {"mismatches": []}
     if way == "staged":

@@ -5,6 +5,7 @@ import os
 import signal
 import threading
 import time
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -14,8 +15,9 @@ import colo
 from colo.engine import EngineState, replace
 from colo.engines.base import EngineBase
 from colo.errors import EngineLost, PhaseError, StaleWeights, Unsupported
-from colo.phases.phase import ENGINE_KV_CACHE, ENGINE_WEIGHTS, FixedSegment, Residency
+from colo.phases.phase import ENGINE_KV_CACHE, ENGINE_WEIGHTS, FixedSegment, Phase, Residency
 from colo.runtime import carried
+from colo.runtime.turns import NOT_BESIDE, Turn, Verb
 from tests.runtimes import PROMPTS, adamw, launch, make_engine, qwen3, train_step
 from tests.unit.runtime.test_carried import recomputed, sampled_at
 
@@ -221,6 +223,30 @@ def test_other_rollouts_wait_until_the_block_has_ended(rt):
         rt.async_rollout().__enter__()
     with rt.rollout():
         assert len(rt.generate(PROMPTS, max_tokens=2)) == 3
+
+
+@pytest.mark.parametrize("verb", Verb)
+@pytest.mark.parametrize("turn", [Turn.IDLE, Turn.TRAIN])
+def test_a_verb_is_allowed_or_refused_beside_it(rt, verb, turn):
+    calls = {
+        Verb.ROLLOUT: lambda: rt.rollout().__enter__(),
+        Verb.TRAIN: lambda: rt.train().__enter__(),
+        Verb.LEAVE: lambda: rt.enter(None),
+        Verb.GENERATE: lambda: rt.generate(PROMPTS, max_tokens=2),
+        Verb.BACKWARD: lambda: rt.model(input_ids=torch.tensor([[1, 2]])).logits.sum().backward(),
+        Verb.STEP: lambda: train_step(rt),
+        Verb.RECOVER: rt.recover,
+        Verb.CLOSE: rt.close,
+    }
+    with rt.async_rollout() as rollout:
+        rollout.put(PROMPTS, **MANY)
+        rt.enter(Phase.TRAIN if turn is Turn.TRAIN else None)
+        is_refused = verb in NOT_BESIDE or (verb is Verb.TRAIN and turn is Turn.TRAIN)
+        with pytest.raises(PhaseError) if is_refused else nullcontext():
+            calls[verb]()
+        if verb is not Verb.CLOSE:
+            rt.enter(None)
+            assert len(rollout.take(3)) == 6
 
 
 def test_a_runtime_that_closes_ends_it(rt):
