@@ -32,7 +32,7 @@ import colo
 from benchmarks.common import Record, Row, clear, median_s, timed
 from benchmarks.common import shape as shape_of
 from benchmarks.workload import device_copy_bytes_per_s
-from colo.engines.elsewhere import Broadcaster, broadcast
+from colo.engines.elsewhere import Broadcaster
 from colo.engines.vllm.client.start import save_config
 from colo.engines.vllm.compat import smallest_utilization
 from colo.errors import EngineLost
@@ -171,14 +171,13 @@ def _links(num_bytes: int, device: torch.device, folder: Path) -> Iterator[tuple
 
 _RECEIVE = """
 import os, sys, torch
-from colo.engines.elsewhere import Meeting, broadcast, join
+from colo.weights.meeting import Meeting, join
 address, port, name, backend, device, num_bytes, times = sys.argv[1:]
-group = join(Meeting(address, int(port), name, 2, backend), 1, 120.0)
+end = join(Meeting(address, int(port), name, 2, backend), 1, 120.0)
 whole = torch.empty(int(num_bytes), dtype=torch.uint8, device=device)
 for _ in range(int(times)):
-    broadcast(group, whole).wait()
-    if device != "cpu":
-        torch.cuda.synchronize()
+    end.broadcast(whole)
+    end.settle(torch.device(device))
 os._exit(0)  # with the group's threads, which torch ends the process for
 """
 
@@ -189,7 +188,13 @@ def _broadcast_s(whole: torch.Tensor, device: torch.device) -> float:
     with broadcaster.meeting() as where:
         arguments = (where.address, where.port, where.name, where.backend, other, whole.nbytes, times)
         receiver = subprocess.Popen([sys.executable, "-c", _RECEIVE, *map(str, arguments)])
-    group = broadcaster._group
-    seconds = sorted(timed(lambda: broadcast(group, whole).wait(), device) for _ in range(times))
+    end = broadcaster.end
+    assert end is not None
+
+    def send() -> None:
+        end.broadcast(whole)
+        end.settle(device)
+
+    seconds = sorted(timed(send, device) for _ in range(times))
     receiver.wait(DEADLINE_S)
     return seconds[(times - 1) // 2]

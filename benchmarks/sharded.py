@@ -130,8 +130,8 @@ def _measure(rank: int, *, count: int, trainer: str, shape_name: str, kind: str,
 def _ways(source: WeightSource, plan: LoadPlan, load: Callable[[Weights], None]) -> Iterator[tuple[str, Row]]:
     targets = [copy.target for copy in plan.copies]
     device = targets[0].device
-    limit = {"bucket_bytes": CPU_BUCKET_BYTES} if device.type == "cpu" else {}
-    slices = SlicesTransport(source, plan, device=device, why_not_shared="measured", **limit)
+    bucket_bytes = CPU_BUCKET_BYTES if device.type == "cpu" else None
+    slices = SlicesTransport(source, plan, device=device, why_not_shared="measured", bucket_bytes=bucket_bytes)
     seconds = _median_s(slices.transfer, device)
     stages_s, in_all_s = dict(slices.seconds), sum(slices.seconds.values())
     row: Row = {"median_s": seconds, "received_bytes": slices.received_bytes // (REPEATS + 1)}
@@ -146,7 +146,7 @@ def _ways(source: WeightSource, plan: LoadPlan, load: Callable[[Weights], None])
     others: dict[str, Callable[[], Any]] = {
         "whole": whole.transfer,
         "as verl": partial(_one_by_one, gather, load),
-        "as slime": partial(_in_buckets, gather, load, limit.get("bucket_bytes", BUCKET_BYTES)),
+        "as slime": partial(_in_buckets, gather, load, bucket_bytes or BUCKET_BYTES),
     }
     for way, transfer in others.items():
         for target in targets:

@@ -253,7 +253,8 @@ class Engine(Protocol):
     """An inference engine that takes turns with a trainer, in this process, in another, or behind HTTP.
 
     What only some engines can do is a small protocol of its own below, asked for by `isinstance`: `LoadPlans`,
-    `Adapters`, `Recovers`, `PacksWeights`, `Gathers`, and `Peer` in colo/weights/transports/ipc.py.
+    `Adapters`, `Recovers`, `PacksWeights`, `Gathers`, and in colo/weights/transports/ `Peer` (ipc.py) and `TakesSlices`
+    (remote.py).
     colo/engines/base.py has a base class for the states and the sleep levels.
     """
 

@@ -18,6 +18,8 @@ with suppress(ImportError):  # tests of a GPU do without
 # Tiny models gain nothing from more threads, and on busy cores OpenMP's threads wait for one another for seconds.
 torch.set_num_threads(1)
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# torch looks up the name of whoever connects to a store: a name server that does not answer costs 1 s rather than 10
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 # `pytest -m gpu -n 2 --dist loadfile` gives each of its workers a GPU of its own; files that need two are skipped then.
 if "PYTEST_XDIST_WORKER" in os.environ and torch.cuda.device_count() > 1:

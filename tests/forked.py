@@ -3,6 +3,8 @@
 import os
 import pickle
 
+import torch
+
 
 def start(function):
     """Begin to run `function` in a forked process; returns what waits for it and gives its result, or its error."""
@@ -10,6 +12,8 @@ def start(function):
     child = os.fork()
     if not child:
         try:
+            # makes torch's pool of threads anew, which two threads of a forked process cannot do at once
+            torch.set_num_threads(1)
             try:
                 found = function()
             except Exception as error:  # noqa: BLE001 - which the test compares

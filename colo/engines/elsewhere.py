@@ -3,7 +3,7 @@
 A version is a checkpoint of safetensors shards with a manifest, which has a checksum for every weight. It is written
 beside the others and renamed when it is whole, so that who looks for versions finds whole ones only.
 
-A process group for broadcasts has the trainer, rank 0, and an engine's ranks. Nothing of torch's own groups is touched.
+A process group for broadcasts has the trainer, rank 0, and an engine's ranks (colo/weights/meeting.py).
 """
 
 from __future__ import annotations
@@ -18,23 +18,20 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from datetime import timedelta
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import distributed
-from torch.distributed import distributed_c10d
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from colo.engines.buckets import buckets, bytes_of
 from colo.errors import BudgetError, TransferError
-from colo.memory.copy_plan import wait_for_queued
 from colo.memory.digest import Digest
 from colo.units import GIB, format_bytes
+from colo.weights.meeting import GroupEnd, Meeting, in_thread, join, meet_at, result
 
 MANIFEST = "colo.json"
 """Name of a version's manifest: `weights` has the file, dtype, shape and CRC-32 of each."""
@@ -42,13 +39,17 @@ MANIFEST = "colo.json"
 
 @dataclass(frozen=True)
 class Broadcast:
-    """Broadcasts from this process, NCCL between GPUs and gloo between CPUs. Each server has a group of its own."""
+    """A process group with each server, NCCL between GPUs and gloo between CPUs.
+
+    Workers of vLLM's servers are sent the parts of weights that they take, straight from each rank of the trainer that
+    holds some. Whole weights are broadcast to SGLang's servers, and where vLLM's loader does more than copy.
+    """
 
     address: str = field(default_factory=socket.gethostname)
     """This machine's, as servers reach it."""
 
     delta: bool = False
-    """Send vLLM's servers what has changed since the last version, not all; see `colo.weights.delta`."""
+    """Broadcast to vLLM's servers what has changed since the last version, not all; see `colo.weights.delta`."""
 
     def __str__(self) -> str:
         return f"broadcasts from {self.address}"
@@ -303,47 +304,6 @@ def _described(tensors: Mapping[str, torch.Tensor], file: str) -> dict[str, Any]
 # ---- broadcasts ------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Meeting:
-    """A place and a name by which the ranks of a group find one another."""
-
-    address: str
-    port: int
-    name: str
-    size: int  # ranks, the trainer among them
-    backend: str
-
-
-def join(meeting: Meeting, rank: int, deadline_s: float, store: Any = None) -> Any:
-    """A rank's end of a group: torch's backend. `store` is that of who holds it. Raises: `RuntimeError` as torch does.
-
-    The names of stores are nested as `init_process_group` of torch nests them, by which an SGLang server joins.
-    """
-    deadline = timedelta(seconds=deadline_s)
-    if store is None:
-        store = distributed.TCPStore(  # type: ignore[attr-defined]
-            meeting.address, meeting.port, meeting.size, is_master=False, timeout=deadline
-        )
-    # where one backend serves every kind of device, it is made once, under the name of the first
-    kind = next(
-        iter(distributed_c10d.BackendConfig(distributed_c10d.Backend(meeting.backend)).get_device_backend_map())
-    )
-    for name in (meeting.name, f"{meeting.name}/", f"{kind}/"):
-        store = distributed_c10d.PrefixStore(name, store)
-    if meeting.backend == "gloo":
-        return distributed.ProcessGroupGloo(store, rank, meeting.size, timeout=deadline)
-    options = distributed.ProcessGroupNCCL.Options()
-    options._timeout = deadline
-    return distributed.ProcessGroupNCCL(store, rank, meeting.size, options)
-
-
-def broadcast(group: Any, whole: torch.Tensor) -> Any:
-    """Begin to send what rank 0 has in `whole`, uint8, or to receive it there; returns torch's work."""
-    options = distributed.BroadcastOptions()
-    options.rootRank, options.rootTensor = 0, 0
-    return group.broadcast([whole], options)
-
-
 class Broadcaster:
     """A trainer's end of a group with an engine's ranks.
 
@@ -355,38 +315,26 @@ class Broadcaster:
         self._address, self._device, self._size, self._deadline_s = address, device, 1 + num_ranks, deadline_s
         self.backend = "nccl" if device.type == "cuda" else "gloo"
         self.name = ""
-        self._group: Any = None  # while it is whole
+        self.end: GroupEnd | None = None
+        """This process's end of the group, while there is one."""
 
     @property
     def is_whole(self) -> bool:
         """True if there is a group, in which nothing has failed."""
-        return self._group is not None
+        return self.end is not None and self.end.is_whole
 
     @contextmanager
     def meeting(self) -> Iterator[Meeting]:
         """Make a group, which the engine is told to join within. Raises: `TransferError` where it does not."""
-        self._group, self.name, made = None, f"colo-{secrets.token_hex(4)}", list[Any]()
-        store = distributed.TCPStore(  # type: ignore[attr-defined]
-            self._address,
-            0,
-            self._size,
-            is_master=True,
-            timeout=timedelta(seconds=self._deadline_s),
-            wait_for_workers=False,
-        )
-        where = Meeting(self._address, store.port, self.name, self._size, self.backend)
-
-        def join_here() -> None:
-            with suppress(RuntimeError):  # which is noticed below
-                made.append(join(where, 0, self._deadline_s, store))
-
-        joining = threading.Thread(target=join_here, name="colo-broadcast", daemon=True)
-        joining.start()
+        where, store = meet_at(self._address, self._device, self._size, self._deadline_s)
+        self.end, self.name = None, where.name
+        joining = in_thread(lambda: join(where, 0, self._deadline_s, store))
         yield where
-        joining.join(self._deadline_s)
-        if not made:
-            raise TransferError(f"the server has not joined the trainer's group at {self._address}:{store.port}")
-        (self._group,) = made
+        try:
+            self.end = result(joining, "the server")
+        except RuntimeError as error:
+            said = f"the server has not joined the trainer's group at {self._address}:{where.port}: {error}"
+            raise TransferError(said) from error
 
     @contextmanager
     def sending(self, bucket: Iterable[tuple[str, torch.Tensor]]) -> Iterator[list[tuple[str, torch.Tensor]]]:
@@ -397,33 +345,27 @@ class Broadcaster:
         # the engine takes bytes one after another, and wide elements have to begin at multiples of their size
         ordered = sorted(bucket, key=lambda one: -one[1].element_size())
         whole = torch.cat([bytes_of(tensor) for _, tensor in ordered])
-        group, self._group = self._group, None  # until all of it has arrived
-        work = broadcast(group, whole)
+        assert self.end is not None, "a server has joined"
         try:
+            # NCCL connects in the first broadcast of a group, in which a server joins once it is told of one
+            begun = in_thread(partial(self.end.broadcast, whole), self._device)
             yield ordered
-            work.wait()
+            result(begun, "the server")
+            self.end.settle(self._device)  # `whole` is gone by then
         except BaseException as error:
-            # torch waits for what is under way where a group is dropped, and all of Python with it
-            threading.Thread(target=_outlast, args=(work, group), daemon=True).start()
+            self.end.give_up(error)
             if isinstance(error, RuntimeError):
                 raise TransferError(f"the broadcast of weights to the server failed: {error}") from error
             raise
-        wait_for_queued(self._device)  # `whole` is gone by then
-        self._group = group
 
 
 def receive(
-    group: Any, shapes: Sequence[tuple[str, torch.dtype, Sequence[int]]], device: torch.device
+    end: GroupEnd, shapes: Sequence[tuple[str, torch.dtype, Sequence[int]]], device: torch.device
 ) -> dict[str, torch.Tensor]:
-    """Receive weights, on an engine's rank: views of one piece of memory, by name. Raises: `RuntimeError`, as torch."""
+    """Receive weights, on an engine's rank: views of one piece of memory, by name. Raises: as `GroupEnd.settle`."""
     sizes = [torch.empty(tuple(shape), dtype=dtype, device="meta").nbytes for _, dtype, shape in shapes]
     whole = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
-    broadcast(group, whole).wait()
+    end.broadcast(whole)
+    end.settle(device)
     parts = zip(shapes, whole.split(sizes), strict=True)
     return {name: part.view(dtype).view(tuple(shape)) for (name, dtype, shape), part in parts}
-
-
-def _outlast(work: Any, group: object) -> None:
-    """Hold a group until a broadcast has ended, by its deadline at the latest."""
-    with suppress(RuntimeError):
-        work.wait()

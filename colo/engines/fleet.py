@@ -2,35 +2,43 @@
 
     rt = colo.share([colo.connect(url_of_sglang), colo.connect(url_of_vllm)], model, optimizer)
 
-Each engine has a copy of the weights, which go through its own `load_weights`. One that did not take a version samples
+Each engine has a copy of the weights, which go through its own `load_weights`, or as slices to all of them where all
+take those (colo/weights/transports/remote.py). One that did not take a version samples
 nothing until it has taken a later one. One that is lost leaves; what it was asked is sampled by the others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+import math
+import time
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from numbers import Integral
 from queue import Empty, Full, Queue
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from colo.engine import Completion, Engine, EngineState, Recovers, SamplingParams
 from colo.engines.base import EngineBase, EngineStatus
 from colo.engines.sampling import check_seeds, row_seed
-from colo.errors import EngineLost, PhaseError, StaleWeights, TransferError
+from colo.errors import EngineLost, PhaseError, StaleWeights, TransferError, Unsupported
 from colo.log import logger
 from colo.memory.uninterrupted import end_wait
 from colo.phases.phase import ENGINE_KV_CACHE, ENGINE_WEIGHTS, Move, Residency, Segment
+from colo.weights.meeting import Meeting
+from colo.weights.transports.remote import PlanWords, SliceTaker, Taken, TakesSlices
+
+T = TypeVar("T")
 
 PREFIX_TOKENS = 64
 """Prompts that begin with the same so many tokens go to one engine, which computes those once."""
 
 _MOST_WAITING = 4  # weights that an engine has been given and not taken yet
 _LOOK_AFTER_S = 0.05
+_GRACE_S = 2.0  # that engines have to answer once one has failed
 _MOST_AHEAD = 1.25  # times the load of the least busy engine, up to which another prompt of a prefix follows the first
 
 
@@ -133,7 +141,7 @@ class Fleet(EngineBase):
         """Bring an engine to where the others are: paused, with the same memory away."""
         if self._status.paused and engine.state is EngineState.AWAKE:
             engine.pause()
-        for ours in self.segments if self._present() else ():
+        for ours in self.segments if self.present() else ():
             for segment in engine.segments:
                 if segment.name == ours.name and segment.residency is not ours.residency:
                     segment.begin(ours.residency).wait()
@@ -166,7 +174,7 @@ class Fleet(EngineBase):
     def residual_bytes(self) -> Mapping[str, int]:
         """Device bytes that members keep when they sleep, added up by kind."""
         found: dict[str, int] = {}
-        for member in self._present():
+        for member in self.present():
             for kind, num_bytes in member.engine.residual_bytes.items():
                 found[kind] = found.get(kind, 0) + num_bytes
         return found
@@ -188,7 +196,7 @@ class Fleet(EngineBase):
 
     def check_request(self, prompts: Sequence[Sequence[int]], params: Any) -> None:
         """Raise what `generate` would raise for these prompts and parameters."""
-        for member in self._present():
+        for member in self.present():
             if (check := getattr(member.engine, "check_request", None)) is not None:
                 check(prompts, member.engine.sampling_params(params))
 
@@ -214,7 +222,7 @@ class Fleet(EngineBase):
         has taken a later version. Raises: what the first refused, if all did; whatever `weights` raises.
         """
         self.poison_for_load()
-        members, all_bytes, sent_bytes = self._present(), 0, 0
+        members, all_bytes, sent_bytes = self.present(), 0, 0
         for member in members:
             member.why_out = "it has some of the weights at most"
         pool, streams = ThreadPoolExecutor(max(1, len(members))), list[_Stream]()
@@ -249,14 +257,20 @@ class Fleet(EngineBase):
                 continue
             member.why_out = f"it did not take the weights: {failed}"
             logger.warning("an engine of the fleet is out: %s %s", member.engine.name, member.why_out)
-        if not any(member.why_out is None for member in self._present()):
-            raise refused[0] if refused else self._status.lose("all of its engines are")
+        if not any(member.why_out is None for member in self.present()):
+            raise refused[0] if refused else self.none_left()
         return sent_bytes
+
+    @property
+    def slice_taker(self) -> SliceTaker | None:
+        """The taker of slices for all of its engines; `None` where one takes whole weights only."""
+        takers = {member: _taker_of(member.engine) for member in self.present()}
+        return FleetTakesSlices(self) if takers and None not in takers.values() else None
 
     def commit(self, version: int) -> None:
         """Declare that those that took the weights hold `version`. `PhaseError` unless they are resident."""
         super().commit(version)
-        self._each(lambda engine: engine.commit(version), [m for m in self._present() if m.why_out is None])
+        self._each(lambda engine: engine.commit(version), [m for m in self.present() if m.why_out is None])
 
     def poison(self, cause: str) -> None:
         """Refuse to generate, with `cause`, until the next `commit`."""
@@ -284,7 +298,7 @@ class Fleet(EngineBase):
         left, found = list(range(len(prompts))), list[Completion]()
         while left:
             members = self._holding()
-            if not members and self._present():
+            if not members and self.present():
                 self.poison(f"none of its engines holds version {version} any more: {'; '.join(self.out.values())}")
                 self._status.require_version()
             if not members:
@@ -329,7 +343,8 @@ class Fleet(EngineBase):
 
     # ---- members -----------------------------------------------------------------------------------------------------
 
-    def _present(self) -> list[_Member]:
+    def present(self) -> list[_Member]:
+        """Members that are not lost."""
         for member in self._members:
             if member.lost is None and member.engine.state is EngineState.LOST:
                 self.lose(member, "its process has ended, or does not answer")
@@ -337,20 +352,20 @@ class Fleet(EngineBase):
 
     def _holding(self) -> list[_Member]:
         """Members that hold the fleet's version."""
-        for member in self._present():
+        for member in self.present():
             if member.why_out is None and member.engine.weights_version != self._status.version:
                 member.why_out = "its weights have been dropped"
-        return [member for member in self._present() if member.why_out is None]
+        return [member for member in self.present() if member.why_out is None]
 
     def _each(self, call: Callable[[Engine], object], members: Sequence[_Member] | None = None) -> None:
         """Call for each that is there; who turns out to be lost leaves. Raises: `EngineLost` when none is left."""
-        for member in self._present() if members is None else members:
+        for member in self.present() if members is None else members:
             try:
                 call(member.engine)
             except EngineLost as error:
                 self.lose(member, error)
-        if not self._present():
-            raise self._status.lose("all of its engines are")
+        if not self.present():
+            raise self.none_left()
 
     def lose(self, member: _Member, why: object) -> None:
         """Let a lost member leave."""
@@ -358,9 +373,13 @@ class Fleet(EngineBase):
         self._homes.clear()
         logger.warning("an engine of the fleet is lost: %s", why)
 
+    def none_left(self) -> EngineLost:
+        """The error to raise where all are lost, as the fleet is then."""
+        return self._status.lose("all of its engines are")
+
     def parts(self, name: str) -> list[tuple[_Member, Segment]]:
         """Segments of one name, of the members that are there."""
-        return [(m, segment) for m in self._present() for segment in m.engine.segments if segment.name == name]
+        return [(m, segment) for m in self.present() for segment in m.engine.segments if segment.name == name]
 
     def _release(self) -> None:
         for member in self._members:
@@ -429,6 +448,102 @@ class _Stream:
             if item is None:
                 return
             yield item
+
+
+def _taker_of(engine: Engine) -> SliceTaker | None:
+    return engine.slice_taker if isinstance(engine, TakesSlices) else None
+
+
+class FleetTakesSlices:
+    """A `SliceTaker` of all engines of a fleet, one after another in a plan. One that is lost leaves the fleet."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self._takers: dict[_Member, SliceTaker] = {}
+        self._counts: dict[_Member, int] = {}  # of ranks of each, as planned
+        self._look()
+
+    @property
+    def members(self) -> Hashable:
+        """Changes as engines come and go."""
+        return tuple(map(id, self._fleet.present()))
+
+    @property
+    def address(self) -> str:
+        """This machine's, as the first engine reaches it."""
+        return next((taker.address for taker in self._takers.values()), "")
+
+    @property
+    def deadline_s(self) -> float:
+        """Seconds of silence after which the most patient counts an engine as lost."""
+        return max((taker.deadline_s for taker in self._takers.values()), default=0.0)
+
+    def taken(self, weights: Mapping[str, torch.Tensor]) -> list[list[Taken]]:
+        """Ask each engine what its ranks take. Raises: `Unsupported` for an engine that takes whole weights only."""
+        self._look()
+        found = self._each(lambda taker, _: taker.taken(weights))
+        self._counts = {member: sum(map(len, of_member)) for member, of_member in found.items()}
+        return [of_engine for of_member in found.values() for of_engine in of_member]
+
+    def plan(self, words: PlanWords, first: int) -> None:
+        """Plan in each."""
+        self._each(lambda taker, number: taker.plan(words, number), first)
+
+    def meet(self, meeting: Meeting, first: int, deadline_s: float) -> None:
+        """Join a group in each, all at once: each waits for the others."""
+        self._each(lambda taker, place: taker.meet(meeting, place, deadline_s), first)
+
+    def begin(self) -> None:
+        """Poison all of them: slices are about to come."""
+        for member in self._takers:
+            member.why_out = "it has some of the weights at most"
+        self._each(lambda taker, _: taker.begin())
+
+    def take(self) -> None:
+        """Receive everything that is planned, all at once."""
+        self._each(lambda taker, _: taker.take())
+        for member in self._takers:
+            member.why_out = None
+
+    def sums(self) -> list[list[int]]:
+        """Digests of what lies in each rank of each."""
+        found = self._each(lambda taker, _: taker.sums())
+        return [of_rank for of_engine in found.values() for of_rank in of_engine]
+
+    def _look(self) -> None:
+        takers = {member: _taker_of(member.engine) for member in self._fleet.present()}
+        for member, taker in takers.items():
+            if taker is None:
+                raise Unsupported(
+                    f"the {member.engine.name} engine ({member.engine.placement}) takes whole weights only, and the "
+                    "others of the fleet are sent slices: connect all of its engines with the same `through`, and "
+                    "share them anew"
+                )
+        if not takers:
+            raise self._fleet.none_left()
+        self._takers = {member: taker for member, taker in takers.items() if taker is not None}
+
+    def _each(self, call: Callable[[SliceTaker, int], T], first: int = 0) -> dict[_Member, T]:
+        """Call for all engines at once, with the number of each one's first rank. One that is lost leaves."""
+        pool, asked = ThreadPoolExecutor(max(1, len(self._takers))), dict[_Member, Future[T]]()
+        for member, taker in self._takers.items():
+            asked[member] = pool.submit(call, taker, first)
+            first += self._counts.get(member, 0)
+        pool.shutdown(wait=False)
+        left, give_up_s = set(asked.values()), math.inf
+        while left and time.monotonic() < give_up_s:
+            done, left = wait(left, timeout=_LOOK_AFTER_S, return_when=FIRST_EXCEPTION)
+            if any(answer.exception() is not None for answer in done):
+                # others may wait for this one, or have lost sight of one that is not yet known to be lost
+                give_up_s = min(give_up_s, time.monotonic() + _GRACE_S)
+            end_wait("engines of the fleet")
+        failed = {m: e for m, answer in asked.items() if answer.done() and (e := answer.exception()) is not None}
+        for member, error in failed.items():
+            if isinstance(error, EngineLost):
+                self._fleet.lose(member, error)
+        if failed:
+            raise next((e for e in failed.values() if isinstance(e, EngineLost)), next(iter(failed.values())))
+        return {member: answer.result() for member, answer in asked.items()}
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------

@@ -3,7 +3,8 @@
     engine = colo.MainRankEngine(colo.connect(url, through=...) if rank == 0 else None)
     rt = colo.share(engine, model, optimizer)  # on every rank
 
-Whole weights are gathered once, and the first rank gives them to the engine. Prompts of all ranks are sampled in one
+Whole weights are gathered once, and the first rank gives them to the engine; or every rank sends it slices, where it
+takes those (colo/weights/transports/remote.py). Prompts of all ranks are sampled in one
 call. Loading and sampling fail on all ranks where they fail on one; what else a runtime asks is the first rank's alone,
 within blocks in which its ranks fail together (`RankGroup`).
 """
@@ -26,6 +27,7 @@ from colo.engines.sampling import check_seeds, row_seed
 from colo.errors import EngineLost, PhaseError, Unsupported
 from colo.phases.phase import ENGINE_KV_CACHE, ENGINE_WEIGHTS, FixedSegment, Residency, Segment
 from colo.weights.ranks import RankGroup
+from colo.weights.transports.remote import NoEngine, SliceTaker, TakesSlices
 
 T = TypeVar("T")
 
@@ -150,6 +152,13 @@ class MainRankEngine(EngineBase):
         for engine in self.engines:
             engine.reset_prefix_cache()
 
+    @property
+    def slice_taker(self) -> SliceTaker | None:
+        """The engine's taker, which every rank sends slices to; `None` where it takes whole weights only."""
+        if not self._facts["takes_slices"]:
+            return None
+        return self.engine.slice_taker if isinstance(self.engine, TakesSlices) else NoEngine()
+
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> int | None:
         """Load into the engine what all ranks gather; return the bytes that rank 0 sent. A collective."""
         left = iter(weights)
@@ -228,6 +237,7 @@ class MainRankEngine(EngineBase):
 def _facts(engine: Engine) -> dict[str, Any]:
     names = ("placement", "model_type", "vocab_size")
     facts: dict[str, Any] = {name: getattr(engine, name) for name in names}
+    facts["takes_slices"] = isinstance(engine, TakesSlices) and engine.slice_taker is not None
     return facts | {"longest_prompt": getattr(engine, "longest_prompt", None), "device": engine.device.type}
 
 

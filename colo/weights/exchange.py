@@ -19,7 +19,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMappin
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Protocol
 
 import torch
 
@@ -75,13 +76,13 @@ class Told:
     taken: tuple[Slice, ...]
 
 
-def agree(ranks: RankGroup, words: Told) -> dict[int, Told]:
-    """Tell every rank; return the words of all, by rank in order. A collective.
+def agree(ranks: RankGroup, words: Told, others: Mapping[int, Told] = MappingProxyType({})) -> dict[int, Told]:
+    """Tell every rank; return the words of all, by rank in order, and of `others`, elsewhere. A collective.
 
     Raises: `TransferError`, on every rank the same, where ranks have other weights than the first, or hold what is no
     part of them.
     """
-    told = ranks.gather(words)
+    told = {**ranks.gather(words), **others}
     check_told(told)
     ranks.connect(len(told))
     return told
@@ -217,6 +218,22 @@ def _difference(expected: Mapping[str, TensorSpec], words: Told) -> str:
     return "they are in another order"
 
 
+class Wire(Protocol):
+    """One rank's way to the others, for an `Exchange`."""
+
+    @property
+    def rank(self) -> int:
+        """Number of this rank in the plan."""
+
+    def send_and_receive(
+        self, sends: Sequence[tuple[int, torch.Tensor]], receives: Sequence[tuple[int, torch.Tensor]]
+    ) -> list[Any]:
+        """Begin to send memory to ranks, and to receive from them; returns torch's works. Raises: `RuntimeError`."""
+
+    def report_failure(self, operation: str, error: Exception | None) -> None:
+        """Tell the other ranks how `operation` has ended here. `TransferError` when it has failed elsewhere only."""
+
+
 _NUM_BUFFERS = 2
 
 _View = Callable[[Delivery], torch.Tensor]
@@ -231,9 +248,7 @@ class Exchange:
     the others wait until its process ends, or for the group's deadline.
     """
 
-    def __init__(
-        self, plan: ExchangePlan, ranks: RankGroup, targets: Sequence[Target], *, device: torch.device
-    ) -> None:
+    def __init__(self, plan: ExchangePlan, ranks: Wire, targets: Sequence[Target], *, device: torch.device) -> None:
         """`targets` are the places of what this rank takes, in the plan's order; buffers are memory of `device`."""
         self._ranks = ranks
         self._targets = targets
@@ -298,13 +313,8 @@ class Exchange:
         self, sends: Sequence[tuple[int, torch.Tensor]], receives: Sequence[tuple[int, torch.Tensor]], said: str
     ) -> list[Any]:
         """Begin to send to peers and receive from them, as one group."""
-        from torch import distributed
-
-        group, kinds = self._ranks.wire, ((distributed.isend, sends), (distributed.irecv, receives))
-        # in one group: ranks that sent first and received then would wait for each other
-        operations = [distributed.P2POp(kind, data, peer, group) for kind, pairs in kinds for peer, data in pairs]
         try:
-            return list(distributed.batch_isend_irecv(operations)) if operations else []
+            return self._ranks.send_and_receive(sends, receives)
         except RuntimeError as error:
             raise _broken(said, error) from error
 

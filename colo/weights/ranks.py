@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -127,6 +127,17 @@ class RankGroup:
         if not self.is_alone and distributed.get_world_size(self.wire) == num_ranks:
             with self._named("meeting"):
                 _wait(distributed.all_reduce(torch.zeros(1, device=self.device), group=self.wire, async_op=True))
+
+    def send_and_receive(
+        self, sends: Sequence[tuple[int, torch.Tensor]], receives: Sequence[tuple[int, torch.Tensor]]
+    ) -> list[Any]:
+        """Begin to send memory to ranks, and to receive from them, as one group. Raises: `RuntimeError`, as torch."""
+        from torch import distributed
+
+        # in one group: ranks that sent first and received then would wait for each other
+        kinds = ((distributed.isend, sends), (distributed.irecv, receives))
+        operations = [distributed.P2POp(kind, data, peer, self.wire) for kind, pairs in kinds for peer, data in pairs]
+        return list(distributed.batch_isend_irecv(operations)) if operations else []
 
     @contextmanager
     def _named(self, at: str) -> Iterator[None]:

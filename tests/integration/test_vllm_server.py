@@ -16,12 +16,24 @@ import colo
 from colo.cli import app
 from colo.config import RuntimeConfig, Weights
 from colo.engine import AdapterWeights, EngineState
-from colo.engines import elsewhere as ways
-from colo.engines.vllm.wire import BeginChanges, BeginReload, ReloadBroadcast, ReloadVersion
+from colo.engines.vllm.client.elsewhere import WorkersTakeSlices
+from colo.engines.vllm.wire import (
+    BeginChanges,
+    BeginReload,
+    BeginSlices,
+    MeetForSlices,
+    PlanSlices,
+    ReloadBroadcast,
+    ReloadVersion,
+    SumSlices,
+    TakeSlices,
+)
 from colo.errors import EngineLost, PhaseError, StaleWeights, TransferError, Unsupported
 from colo.memory.share import Exported, spec_of
 from colo.memory.specs import Manifest
+from colo.weights.meeting import GroupEnd
 from colo.weights.transports.buffer import SenderBuffer
+from colo.weights.transports.remote import Taken
 from tests.integration.vllm_server import FLAGS, Server
 from tests.unit.runtime.test_carried import recomputed, sampled_at
 
@@ -453,43 +465,106 @@ def test_nothing_is_sampled_from_a_server_elsewhere_that_another_has_taken_over(
     other.close()
 
 
-@pytest.fixture
-def broadcast(server, model):
-    """A runtime of the server as if it were on another machine: weights are broadcast to it."""
+@pytest.fixture(params=["slices", "local"])
+def through_a_group(request, server, model, monkeypatch):
+    """A runtime of the server as if it were on another machine, which takes slices, or whole weights."""
+    if request.param == "local":  # as of weights that vLLM's loader computes with
+        taken = Taken((), {}, "its loader computes with the weights")
+        monkeypatch.setattr(WorkersTakeSlices, "taken", lambda taker, weights: [[taken]])
     through = colo.Broadcast("127.0.0.1")
     engine = colo.connect(server.url, deadline_s=DEADLINE_S, through=through)
     with colo.share(engine, model, AdamW(model.parameters(), lr=1e-2)) as rt:
+        assert rt.transport.name == request.param
         yield rt
 
 
-def test_weights_are_broadcast_to_a_server_elsewhere(broadcast, prompts, mismatch, monkeypatch):
-    rt = broadcast
-    assert "the server is elsewhere, and takes broadcasts from 127.0.0.1" in rt.transport.reason
+@pytest.fixture
+def broadcast(through_a_group):
+    """The runtime whose server takes whole weights, which are broadcast."""
+    return through_a_group
+
+
+whole_weights = pytest.mark.parametrize("through_a_group", ["local"], indirect=True)
+
+
+def test_weights_reach_a_server_elsewhere_through_a_process_group(through_a_group, prompts, mismatch, monkeypatch):
+    rt = through_a_group
+    if rt.transport.name == "local":
+        assert "the server is elsewhere, and takes broadcasts from 127.0.0.1" in rt.transport.reason
+        assert "rank 0 of the engine takes whole weights: its loader computes with the weights" in rt.transport.reason
+    else:
+        assert "slices go from 1 of the trainer's ranks to 1 of engines" in rt.transport.reason
     monkeypatch.setattr("colo.engines.vllm.client.elsewhere.bucket_bytes", lambda device: 20_000)
     for step in range(3):
         completions = rt.generate(prompts, **GREEDY)
         assert mismatch(rt.model, completions) < CLOSE
         assert {c.weights_version for c in completions} == {step}
+        assert rt.publications[-1].num_bytes == sum(p.nbytes for p in rt.model.parameters())
         train_step(rt)
 
 
+@pytest.mark.parametrize("through_a_group", ["slices"], indirect=True)
+def test_a_slice_that_is_spoilt_on_its_way_is_named_and_the_next_ones_arrive(through_a_group, prompts, mismatch):
+    rt = through_a_group
+    rt.generate(prompts, **GREEDY)
+    train_step(rt)
+    send = rt.transport.send_and_receive
+
+    def spoil(sends, receives):
+        sends[0][1][-5] ^= 64
+        rt.transport.send_and_receive = send
+        return send(sends, receives)
+
+    rt.transport.send_and_receive = spoil
+    with pytest.raises(TransferError, match=r"1 tensors differ after the transfer, \S+\.weight for one"):
+        rt.generate(prompts, **GREEDY)
+    assert rt.engine.weights_version is None
+    assert mismatch(rt.model, rt.generate(prompts, **GREEDY)) < CLOSE
+
+
+@pytest.mark.parametrize("through_a_group", ["slices"], indirect=True)
+@pytest.mark.parametrize("step", [PlanSlices, MeetForSlices, BeginSlices, TakeSlices, SumSlices])
+def test_whatever_step_of_slices_fails_the_next_publication_goes_through(
+    through_a_group, prompts, mismatch, monkeypatch, step
+):
+    rt = through_a_group
+    assert mismatch(rt.model, rt.generate(prompts, **GREEDY)) < CLOSE
+    train_step(rt)
+    rt.transport.reconnect()  # so that all of them are taken
+    call = rt.engine._link.call
+
+    def fail(request):
+        if isinstance(request, step):
+            raise TransferError("out of luck")
+        return call(request)
+
+    with monkeypatch.context() as failing:
+        failing.setattr(rt.engine._link, "call", fail)
+        with pytest.raises(TransferError, match="out of luck"):
+            rt.generate(prompts, **GREEDY)
+    assert rt.engine.weights_version is None
+    assert mismatch(rt.model, rt.generate(prompts, **GREEDY)) < CLOSE
+
+
+@whole_weights
 def test_a_weight_that_a_broadcast_spoils_is_named_and_the_next_one_arrives(broadcast, prompts, mismatch, monkeypatch):
     rt = broadcast
     train_step(rt)
-    send = ways.broadcast
+    send = GroupEnd.broadcast
 
     def spoil(group, whole):
         whole[-5] ^= 64
         return send(group, whole)
 
     with monkeypatch.context() as spoilt:
-        spoilt.setattr(ways, "broadcast", spoil)
+        spoilt.setattr(GroupEnd, "broadcast", spoil)
         with pytest.raises(TransferError, match=r"\S+, one of 1 weights, has not arrived at rank 0 as it was sent"):
             rt.generate(prompts, **GREEDY)
     assert rt.engine.weights_version is None
     assert mismatch(rt.model, rt.generate(prompts, **GREEDY)) < CLOSE
 
 
+@whole_weights
 def test_a_server_that_has_left_the_group_is_told_to_join_another(broadcast, server, prompts, mismatch, monkeypatch):
     """A broadcast that breaks off ends the group on both sides."""
     rt = broadcast

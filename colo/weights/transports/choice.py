@@ -23,13 +23,17 @@ from colo.weights.sources.module import ModuleSource, check_taken
 from colo.weights.transports.base import Transport
 from colo.weights.transports.ipc import IpcTransport, Peer
 from colo.weights.transports.local import LocalTransport
+from colo.weights.transports.remote import RemoteSlices, TakesSlices, what_is_taken
 from colo.weights.transports.slices import SlicesTransport, why_not_sliced
 
 
 def transport_for(source: WeightSource, engine: Engine, config: RuntimeConfig) -> Transport:
     """Share memory where every parameter can be the engine's own, and copy, with the reason, where not."""
+    remote = _remote(source, engine)
+    if isinstance(remote, RemoteSlices):
+        return remote
     with source.ranks.fail_together("choosing how weights reach the engine"):
-        chosen = _choose(source, engine, config)
+        chosen = _choose(source, engine, config, why_whole=remote)
         source.settle_names()
     if len(set(source.ranks.gather(chosen.name).values())) > 1:  # each exchanges or gathers in an order of its own
         if not isinstance(chosen, _Sliced):
@@ -52,7 +56,36 @@ class _Sliced:
     name = SlicesTransport.name
 
 
-def _choose(source: WeightSource, engine: Engine, config: RuntimeConfig) -> Transport | _Sliced:
+def _remote(source: WeightSource, engine: Engine) -> RemoteSlices | str | None:
+    """Choose slices for engines elsewhere, or say why they are sent whole weights; `None` where none take slices."""
+    taker = engine.slice_taker if isinstance(engine, TakesSlices) else None
+    addresses = source.ranks.gather(None if taker is None else taker.address).values()
+    if taker is None or None in addresses or not any(addresses):
+        return None
+    refusal = ""
+    with source.ranks.fail_together("choosing how weights reach engines elsewhere"):
+        _check_packed(source.tensors(), engine)
+        if isinstance(source, FoldedSource):
+            source.allocate()
+        try:
+            what_is_taken(source, taker)
+        except Unsupported as error:
+            refusal = str(error)
+    for why, foreign in source.ranks.gather((refusal, source.foreign)).values():
+        source.foreign |= foreign  # engines that do not know some buffer are asked on their ranks alone
+        refusal = refusal or why
+    if refusal:
+        return refusal
+    chosen = RemoteSlices(
+        source, taker, device=engine.device, why_not_shared=f"the engine is elsewhere ({engine.placement})"
+    )
+    source.settle_names()
+    return chosen
+
+
+def _choose(
+    source: WeightSource, engine: Engine, config: RuntimeConfig, *, why_whole: str | None
+) -> Transport | _Sliced:
     """Choose for this rank alone; asks no other rank of the trainer."""
     _check_packed(source.tensors(), engine)
     tensors, plan = record_plan(engine, source)
@@ -85,11 +118,13 @@ def _choose(source: WeightSource, engine: Engine, config: RuntimeConfig) -> Tran
         except Unsupported as error:
             why_not = f"{why_not}; recorded copies will not do ({error})"
     if source.is_sharded:
-        why_whole = why_not_sliced(plan)
-        if why_whole is None:
+        why_not_slices = why_not_sliced(plan)
+        if why_not_slices is None:
             return _Sliced(plan, why_not)
         if not plan.fallbacks:
-            why_not = f"{why_not}; they are gathered whole, because {why_whole}"
+            why_not = f"{why_not}; they are gathered whole, because {why_not_slices}"
+    if why_whole is not None:
+        why_not = f"{why_not}, whole, because {why_whole}"
     return LocalTransport(source, engine, plan, why_not_shared=why_not, verify=config.verify)
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections import defaultdict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,7 +25,18 @@ from colo.memory.share import dtype_name
 from colo.memory.specs import TensorSpec
 from colo.units import MIB, format_bytes
 from colo.weights.boxes import Box, PlacedPart, Slice, landings, slices_of
-from colo.weights.exchange import Delivery, Exchange, ExchangePlan, Target, Told, agree, held_view, make_plan, timed
+from colo.weights.exchange import (
+    Delivery,
+    Exchange,
+    ExchangePlan,
+    Target,
+    Told,
+    Wire,
+    agree,
+    held_view,
+    make_plan,
+    timed,
+)
 from colo.weights.ranks import RankGroup
 from colo.weights.sources.base import WeightSource
 from colo.weights.transports.base import CopyingTransport
@@ -55,13 +66,19 @@ class SlicesTransport(CopyingTransport):
         device: torch.device,
         why_not_shared: str,
         bucket_bytes: int | None = None,
+        ranks: RankGroup | None = None,
+        wire: Wire | None = None,
     ) -> None:
         """`plan` is what this rank's engine copies, without fallbacks; buffers are memory of `device`.
 
+        `ranks`, those of the source by default, plan together; what goes through buffers goes by `wire`, by default
+        theirs too. With one, no rank is asked whether it can map another's engine.
         Raises: `TransferError`, on every rank, where ranks do not have parts of the same weights, or not all of them;
         `Unsupported` for weights with gaps between their elements.
         """
         self.source = source
+        self._ranks = source.ranks if ranks is None else ranks
+        self._wire = wire
         self._plan = plan
         self._device = torch.empty(0, device=device).device  # with a number, as tensors' devices have
         self._bucket_bytes = BUCKET_BYTES if bucket_bytes is None else bucket_bytes
@@ -78,7 +95,7 @@ class SlicesTransport(CopyingTransport):
     @property
     def bytes_to_receive(self) -> int:
         """Bytes that each transfer brings to this rank from others, by the plan."""
-        return self._route.plan.received_bytes(self.source.ranks.rank)
+        return self._route.plan.received_bytes(self._ranks.rank)
 
     @property
     def working_bytes(self) -> int:
@@ -90,13 +107,17 @@ class SlicesTransport(CopyingTransport):
         self._meet()
         route = self._route
         if route.exchange is not None:
-            route.exchange.send(self.source.parts(), self.seconds)
+            self._exchange(route.exchange)
             # through buffers nothing was digested: `verify` reads both sides
             self._sent = None
         else:
             self._sent = [self._write(stage) for stage in route.stages]
         self.received_bytes += self.bytes_to_receive
         return route.num_bytes
+
+    def _exchange(self, exchange: Exchange) -> None:
+        """Send through buffers."""
+        exchange.send(self.source.parts(), self.seconds)
 
     def _write(self, stage: CopyPlan) -> torch.Tensor:
         """Write to all engines; returns digests of what was read. When it returns, all ranks have written."""
@@ -110,7 +131,7 @@ class SlicesTransport(CopyingTransport):
             except Exception as caught:  # noqa: BLE001 - the others wait for an answer
                 error = caught
         with timed(self.seconds, "meet"):
-            self.source.ranks.report_failure("sending slices of the weights", error)
+            self._ranks.report_failure("sending slices of the weights", error)
         if error is not None:
             raise error
         return sums
@@ -120,7 +141,8 @@ class SlicesTransport(CopyingTransport):
 
         Raises: `TransferError` with a name.
         """
-        different, found = self._differences()
+        found = self._differences()
+        different = list(dict.fromkeys(self._names_of(found)))
         if different:
             raise TransferError(f"{len(different)} tensors differ after the transfer, {different[0]} for one")
         if found.apart:
@@ -134,15 +156,20 @@ class SlicesTransport(CopyingTransport):
         """True if the engines of all ranks hold what the trainer does, by digests."""
         # what the last transfer has read says nothing of now
         self._sent = None
-        return not self._differences()[1].anywhere
+        return not self._differences().different
 
     def close(self) -> None:
         """Let go of what is mapped and recorded. Ordering: no rank writes any more."""
         self._route.let_go()
         self._where = ([], [])
 
-    def _differences(self) -> tuple[list[str], Differences]:
-        """Compare; return names that differ in this rank's engine, and the findings of all ranks."""
+    def _names_of(self, found: Differences) -> Iterator[str]:
+        """Weights that differ in this rank's engine."""
+        own = (delivery for delivery in found.different if delivery.receiver == self._ranks.rank)
+        return (self._names[delivery.taken] for delivery in own)
+
+    def _differences(self) -> Differences:
+        """Compare; return the findings of all ranks."""
         if self._sent is None:
             self._meet()
         route, digests, error = self._route, None, None
@@ -153,14 +180,14 @@ class SlicesTransport(CopyingTransport):
             error = caught
         found = route.comparison.of(digests)
         if found.failed:
-            self.source.ranks.report_failure("comparing slices of the weights", error)
+            self._ranks.report_failure("comparing slices of the weights", error)
         if error is not None:
             raise error
-        return list(dict.fromkeys(self._names[index] for index in found.taken)), found
+        return found
 
     def _meet(self) -> None:
         """Wait until every rank is here, and plan anew, on every rank, where tensors of one have moved."""
-        ranks = self.source.ranks
+        ranks = self._ranks
         with timed(self.seconds, "look"):
             try:
                 (tensors, places), (known, known_places) = self._whereabouts(), self._where
@@ -178,17 +205,24 @@ class SlicesTransport(CopyingTransport):
         tensors, places = self.source.places()
         return tensors, [*places, *[copy.target.data_ptr() for copy in self._plan.copies]]
 
+    def _elsewhere(self, specs: Sequence[TensorSpec]) -> Mapping[int, Told]:
+        """Words of engines elsewhere, by ranks behind those of the trainer. A collective."""
+        return {}
+
+    def _settle(self, told: Mapping[int, Told]) -> None:
+        """Make engines elsewhere ready for the plan of what has been told. A collective."""
+
     def _connect(self) -> _Route:
-        ranks = self.source.ranks
+        ranks = self._ranks
         with ranks.fail_together("planning slices of the weights"):
             self._where = self._whereabouts()
             specs, parts = self.source.specs(), self.source.parts()
             for spec in specs:
                 _check_spec(spec, self._plan)
-            held, named = slices_of(parts), _targets(self._plan)
+            held, named = slices_of(parts), targets_of(self._plan)
             taken = [Slice(name, target.landing.box, dtype_name(target.memory)) for name, target in named]
         self._names, self._sent = [name for name, _ in named], None
-        told = agree(ranks, Told(tuple(specs), tuple(held), tuple(taken)))
+        told = agree(ranks, Told(tuple(specs), tuple(held), tuple(taken)), self._elsewhere(specs))
         # what this raises every rank raises: it depends on nothing but what all have told
         plan = make_plan(
             {rank: words.held for rank, words in told.items()},
@@ -196,18 +230,23 @@ class SlicesTransport(CopyingTransport):
             order=[spec.name for spec in specs],
             bucket_bytes=self._bucket_bytes,
         )
-        route = _Route(ranks, told, plan, [target for _, target in named], parts, self._device)
-        own_bytes = sum(d.num_bytes for d in plan.local if d.receiver == ranks.rank)
-        received = {rank: plan.received_bytes(rank) for rank in told}
-        by_rank = ", ".join(f"rank {rank} receives {format_bytes(size)}" for rank, size in received.items())
+        route = _Route(ranks, told, plan, [target for _, target in named], parts, self._device, self._wire)
+        self._settle(told)
+        self.reason = f"{self._why_not_shared}; {self._said(route, told)}"
+        return route
+
+    def _said(self, route: _Route, told: Mapping[int, Told]) -> str:
+        plan, rank = route.plan, self._ranks.rank
+        own_bytes = sum(d.num_bytes for d in plan.local if d.receiver == rank)
+        received = {other: plan.received_bytes(other) for other in told}
+        by_rank = ", ".join(f"rank {other} receives {format_bytes(size)}" for other, size in received.items())
         if len(received) > _NAMED_RANKS:
             least, most = (format_bytes(of(received.values())) for of in (min, max))
             by_rank = f"{len(received)} ranks receive {least} to {most} each"
-        self.reason = (
-            f"{self._why_not_shared}; of {len(self._plan.copies)} recorded copies {own_bytes} bytes are this rank's "
-            f"own and {received[ranks.rank]} come from other ranks, as slices ({by_rank}), {route.how}"
+        return (
+            f"of {len(self._plan.copies)} recorded copies {own_bytes} bytes are this rank's own and {received[rank]} "
+            f"come from other ranks, as slices ({by_rank}), {route.how}"
         )
-        return route
 
 
 class _Route:
@@ -225,6 +264,7 @@ class _Route:
         targets: Sequence[Target],
         parts: Sequence[PlacedPart],
         device: torch.device,
+        wire: Wire | None,
     ) -> None:
         self.plan = plan
         self.comparison = Comparison(plan, {rank: words.held for rank, words in told.items()}, ranks)
@@ -240,12 +280,13 @@ class _Route:
         to: dict[int, torch.Tensor | Strided] = {n: taken[n] for n in sent if n in taken}
         others = {n: d for n, d in every if n in sent and n not in taken}
         if any(plan.buckets):
-            reached = reach(ranks, plan.every, targets, [(d, sent[n]) for n, d in others.items()], device)
+            far = [(d, sent[n]) for n, d in others.items()]
+            reached = reach(ranks, plan.every, targets, far, device) if wire is None else "engines are elsewhere"
             if isinstance(reached, Peers):
                 self._peers, self.how = reached, "written straight into every rank's engine"
             else:
                 self.how = f"through buffers: {reached}"
-                self.exchange = Exchange(plan, ranks, targets, device=device)
+                self.exchange = Exchange(plan, wire or ranks, targets, device=device)
             to |= {n: _nowhere(d) if self._peers is None else self._peers.target(d) for n, d in others.items()}
         with ranks.fail_together("planning slices of the weights"):
             stage_of = _stages(plan, told, _STAGES if self._peers is not None else 1)
@@ -308,13 +349,13 @@ def why_not_sliced(plan: LoadPlan) -> str | None:
         name, cause = next(iter(plan.fallbacks.items()))
         return f"{name}: {cause}"
     try:
-        _targets(plan)
+        targets_of(plan)
     except Unsupported as error:
         return str(error)
     return None
 
 
-def _targets(plan: LoadPlan) -> list[tuple[str, Target]]:
+def targets_of(plan: LoadPlan) -> list[tuple[str, Target]]:
     """Every box that the plan's copies read, by name, and where it goes."""
     return [
         (copy.name, Target(copy.target, landing))
@@ -339,11 +380,10 @@ def _check_spec(spec: TensorSpec, plan: LoadPlan) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Differences:
-    """Findings of a comparison; `failed` and `anywhere` are the same on every rank."""
+    """Findings of a comparison, the same on every rank."""
 
     failed: bool  # true if a rank could not compute its digests
-    anywhere: bool  # true if some rank's engine holds other bytes than were sent
-    taken: list[int]  # indices of what differs among the targets of this rank
+    different: list[Delivery]  # those of which the taking engine holds other bytes than were sent
     apart: list[str]  # parts of which ranks have different values: the weight and the ranks, in words
 
 
@@ -398,7 +438,7 @@ class Comparison:
         flags = torch.cat([flags, rows[:, 0].any()[None]])
         # the usual case reads one number from the device
         if not flags.any():
-            return Differences(failed=False, anywhere=False, taken=[], apart=[])
+            return Differences(failed=False, different=[], apart=[])
         others = flags.nonzero().flatten().tolist()
         failed = others[-1] == len(flags) - 1
         sent = [self._every[n] for n in others if n < num_deliveries]
@@ -407,7 +447,6 @@ class Comparison:
         )
         return Differences(
             failed=failed,
-            anywhere=bool(sent),
-            taken=[delivery.taken for delivery in sent if delivery.receiver == self._ranks.rank],
+            different=sent,
             apart=[f"{name} on ranks {', '.join(map(str, of))}" for name, of in (self._shared[n] for n in apart)],
         )

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import tempfile
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import colo
 from colo.engines.buckets import bytes_of
-from colo.engines.elsewhere import MANIFEST, read_version, version_at
+from colo.engines.elsewhere import MANIFEST, Broadcaster, read_version, version_at
 from colo.errors import BudgetError, TransferError
 from tests.runtimes import qwen3
 
@@ -266,3 +267,43 @@ def test_a_failed_upload_leaves_nothing(bucket_url, monkeypatch):
     with pytest.raises(TransferError, match="the connection is gone"):
         bucket.write(some_weights().items())
     assert files.glob(f"{root}/v*") == []
+
+
+def test_a_request_goes_out_while_a_broadcast_waits_for_who_is_asked_to_take_part():
+    """NCCL connects in the first broadcast of a group, and returns once all of its ranks are in it."""
+    asked, did = threading.Event(), []
+
+    class End:
+        is_whole = True
+
+        def broadcast(self, whole):
+            did.append(asked.wait(10))
+
+        def settle(self, device):
+            did.append("settled")
+
+    broadcaster = Broadcaster("127.0.0.1", torch.device("cpu"), 1, 10.0)
+    broadcaster.end = End()
+    with broadcaster.sending([("w", torch.ones(3))]) as ordered:
+        asked.set()
+    assert [name for name, _ in ordered] == ["w"] and did == [True, "settled"]
+
+
+def test_a_broadcast_that_fails_ends_the_group():
+    told = []
+
+    class End:
+        is_whole = True
+
+        def broadcast(self, whole):
+            raise RuntimeError("no such device")
+
+        def give_up(self, why):
+            told.append(str(why))
+
+    broadcaster = Broadcaster("127.0.0.1", torch.device("cpu"), 1, 10.0)
+    broadcaster.end = End()
+    with pytest.raises(TransferError, match="the broadcast of weights to the server failed: no such device"):
+        with broadcaster.sending([("w", torch.ones(3))]):
+            pass
+    assert told == ["no such device"]

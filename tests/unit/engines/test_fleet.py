@@ -1,5 +1,6 @@
 """Several engines as one, with embedded engines: who gets what, who is out, and what a loss leaves."""
 
+import gc
 import os
 import signal
 import threading
@@ -15,7 +16,9 @@ from colo.engine import EngineState
 from colo.engines.fleet import _MOST_WAITING, PREFIX_TOKENS, Fleet
 from colo.phases.phase import Residency
 from colo.testing import check_engine
+from colo.weights.transports.remote import SliceTarget
 from tests.runtimes import adamw, make_engine, qwen3, train_step
+from tests.unit.weights.transports.test_remote import Threads, travelled
 
 PROMPTS = [[i, i + 1, i + 2] for i in range(1, 13)]
 GREEDY = {"max_tokens": 4, "temperature": 0}
@@ -363,3 +366,112 @@ def test_an_interrupt_while_weights_are_loaded_keeps_no_thread(rt, engines, at):
     while set(threading.enumerate()) - before and time.monotonic() < deadline_s:
         time.sleep(0.01)
     assert set(threading.enumerate()) <= before
+
+
+# ---- slices, to engines that take them -------------------------------------------------------------------------------
+
+
+class Taker(Threads):
+    """A `SliceTaker` of an embedded engine."""
+
+    def __init__(self, engine):
+        super().__init__()
+        self.engine, self.members = engine, id(engine)
+
+    def taken(self, weights):
+        for target in self.targets:
+            target.let_go("asked anew")
+        self.targets = [SliceTarget(self.engine.record_plan(weights), torch.device("cpu"))]
+        return [[travelled(target.taken) for target in self.targets]]
+
+    def begin(self):
+        super().begin()
+        self.engine.poison_for_load()
+
+
+@pytest.fixture
+def taking(monkeypatch):
+    """Makes an engine one that is elsewhere, where it takes slices."""
+    takers = []
+
+    def make(engine):
+        takers.append(Taker(engine))
+        monkeypatch.setattr(engine, "slice_taker", takers[-1], raising=False)
+        return engine
+
+    yield make
+    for target in (target for taker in takers for target in taker.targets):
+        target.let_go("the test is over")
+    takers.clear()
+    gc.collect()  # a process that is forked from this one must not collect groups, whose threads it has not
+
+
+@pytest.fixture
+def far(engines, taking):
+    for counted in engines:
+        taking(counted.engine)
+    model = AutoModelForCausalLM.from_config(qwen3())
+    rt = colo.share([counted.engine for counted in engines], model, adamw(model.parameters()))
+    yield rt
+    rt.close()
+
+
+def test_slices_reach_all_engines_that_take_them(far, engines):
+    rt, whole = far, sum(p.nbytes for p in far.model.parameters())
+    assert rt.transport.name == "slices"
+    for step in range(3):
+        found = rt.generate(PROMPTS, **GREEDY)
+        assert {c.weights_version for c in found} == {step} == {counted.engine.weights_version for counted in engines}
+        assert all(same_weights(counted.engine, rt.model) for counted in engines)
+        assert rt.publications[-1].num_bytes == 3 * whole
+        trained(rt)
+
+
+@pytest.mark.parametrize("verb", ["taken", "plan", "meet", "begin", "take", "sums"])
+def test_one_that_is_lost_at_any_step_of_slices_leaves_and_the_others_get_them(far, engines, taking, monkeypatch, verb):
+    rt, lost = far, engines[1].engine
+    rt.generate(PROMPTS, **GREEDY)
+    trained(rt)
+    rt.transport.reconnect()  # so that every step is taken
+
+    def die(*arguments):
+        raise lost._status.lose("its process has ended")
+
+    monkeypatch.setattr(lost.slice_taker, verb, die)
+    if verb == "sums":  # all has arrived, and is compared without it
+        with pytest.raises((colo.EngineLost, colo.TransferError), match="its process has ended"):
+            rt.generate(PROMPTS, **GREEDY)
+    assert {c.weights_version for c in rt.generate(PROMPTS, **GREEDY)} == {1}
+    assert all(same_weights(counted.engine, rt.model) for counted in (engines[0], engines[2]))
+    assert list(rt.engine.out) == [lost]
+    other = taking(make_engine())
+    rt.engine.add(other)
+    trained(rt)
+    assert {c.weights_version for c in rt.generate(PROMPTS, **GREEDY)} == {2} == {other.weights_version}
+    assert same_weights(other, rt.model)
+
+
+def test_where_all_that_take_slices_are_lost_nothing_is_sampled_until_another_has_come(
+    far, engines, taking, monkeypatch
+):
+    rt = far
+    rt.generate(PROMPTS, **GREEDY)
+    trained(rt)
+    for counted in engines:
+        die = counted.engine._status.lose
+        monkeypatch.setattr(counted.engine.slice_taker, "take", lambda die=die: (_ for _ in ()).throw(die("gone")))
+    with pytest.raises(colo.EngineLost, match="all of its engines are"):
+        rt.generate(PROMPTS, **GREEDY)
+    rt.engine.add(taking(make_engine()))
+    assert {c.weights_version for c in rt.generate(PROMPTS, **GREEDY)} == {1}
+
+
+def test_one_that_takes_whole_weights_does_not_join_those_that_take_slices(far):
+    rt, other = far, make_engine()
+    rt.generate(PROMPTS, **GREEDY)
+    rt.engine.add(other)
+    with pytest.raises(colo.Unsupported, match="takes whole weights only, and the others of the fleet are sent slices"):
+        rt.generate(PROMPTS, **GREEDY)
+    rt.engine.remove(other)
+    assert {c.weights_version for c in rt.generate(PROMPTS, **GREEDY)} == {0}
+    other.close()

@@ -1,13 +1,14 @@
 """Weights to workers of vLLM that are elsewhere: whole, by vLLM's own loader, or what has changed since the last time.
 
 Both are sets of named tensors, which travel in versions of a folder or in broadcasts. With changes (`delta=True`) what
-the workers hold afterwards is compared, byte by byte, whichever way it has come.
+the workers hold afterwards is compared, byte by byte, whichever way it has come. Where vLLM's loader does nothing but
+copy, slices come to the workers over a process group instead (`colo.weights.transports.remote`).
 """
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict
 
 import torch
@@ -19,8 +20,11 @@ from colo.engines.vllm.client import WorkerLink
 from colo.errors import TransferError
 from colo.log import logger
 from colo.memory.digest import Digest
+from colo.memory.share import spec_of
 from colo.memory.specs import TensorSpec
 from colo.weights.delta import DeltaBase, Region, sums_of
+from colo.weights.meeting import Meeting
+from colo.weights.transports.remote import PlanWords, Taken
 
 
 class WeightsElsewhere:
@@ -142,3 +146,41 @@ class WeightsElsewhere:
         for name, tensor in tensors:
             self.sent_bytes += tensor.nbytes
             yield name, tensor
+
+
+class WorkersTakeSlices:
+    """A `SliceTaker`: workers of a link, which are asked for each step."""
+
+    def __init__(self, link: WorkerLink, address: str, poison: Callable[[], None]) -> None:
+        """`address` is this machine's, as the workers reach it; `poison` is called before the first byte comes."""
+        self.address = address
+        self.deadline_s = link.deadline_s
+        self.members = link.client
+        self._link, self._poison = link, poison
+
+    def taken(self, weights: Mapping[str, torch.Tensor]) -> list[list[Taken]]:
+        """Ask what each worker takes of weights, given whole and without data. Raises: what vLLM's loader raises."""
+        parameters = [spec_of(name, tensor).to_wire() for name, tensor in weights.items()]
+        answers = self._link.call(wire.ListSlices(parameters=parameters, model_type=self._link.model_type))
+        return [list(map(Taken.from_wire, answers))]
+
+    def plan(self, words: PlanWords, first: int) -> None:
+        """Plan in each worker, whose numbers in the plan begin with `first`."""
+        self._link.call(wire.PlanSlices(words=words.to_wire(), first=first))
+
+    def meet(self, meeting: Meeting, first: int, deadline_s: float) -> None:
+        """Join a group in each worker, whose places there begin with `first`."""
+        self._link.call(wire.MeetForSlices(meeting=asdict(meeting), first=first, deadline_s=deadline_s))
+
+    def begin(self) -> None:
+        """Poison the engine: slices are about to come. Raises: `TransferError` for workers without a plan."""
+        self._link.call(wire.BeginSlices())
+        self._poison()
+
+    def take(self) -> None:
+        """Receive everything that is planned; returns when it lies in the workers' memory."""
+        self._link.call(wire.TakeSlices())
+
+    def sums(self) -> list[list[int]]:
+        """Digests of what lies in each worker, in the order of the plan."""
+        return self._link.call(wire.SumSlices())

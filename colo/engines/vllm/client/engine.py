@@ -21,9 +21,11 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from colo.engine import AdapterWeights, Completion, EngineState, SleepLevel
 from colo.engines.base import EngineBase, EngineStatus
+from colo.engines.elsewhere import Broadcast
 from colo.engines.sampling import sampling_temperature
 from colo.engines.vllm import compat, plugin, wire
 from colo.engines.vllm.client import PauseMode, WorkerLink
+from colo.engines.vllm.client.elsewhere import WorkersTakeSlices
 from colo.engines.vllm.client.llm_link import DEADLINE_S
 from colo.engines.vllm.client.memory import AdapterRegistry, WorkerMemory, WorkerWeights
 from colo.engines.vllm.client.start import (
@@ -45,6 +47,7 @@ from colo.memory.probe import device_of
 from colo.memory.share import Staging
 from colo.phases.phase import ENGINE_WEIGHTS, Residency, Segment
 from colo.weights.packed import PackedWeight
+from colo.weights.transports.remote import SliceTaker
 
 
 class VLLMEngine(EngineBase):
@@ -376,6 +379,14 @@ class VLLMEngine(EngineBase):
         sent_bytes = self._weights.reload(weights)
         self.reset_prefix_cache()
         return sent_bytes
+
+    @property
+    def slice_taker(self) -> SliceTaker | None:
+        """The taker of slices in a server elsewhere that is sent all weights over a process group, else `None`."""
+        through = self._link.through
+        if not isinstance(through, Broadcast) or through.delta:
+            return None
+        return WorkersTakeSlices(self._link, through.address, self.poison_for_load)
 
     def receive(self, operation: str, **arguments: Any) -> list[Any]:
         """Run a step of `Receiver` in every worker; see `receive_all`."""

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from colo import errors
-from colo.engines.elsewhere import Meeting, join, read_version, receive, version_at
+from colo.engines.elsewhere import read_version, receive, version_at
 from colo.engines.vllm import compat, plugin, wire
 from colo.engines.vllm.processes import end_with, pid_namespace
 from colo.engines.vllm.worker import adapters
@@ -33,8 +33,10 @@ from colo.memory.share import Allocations, Description, Opened, empty, open_shar
 from colo.memory.specs import CopySpec, Place, TensorSpec
 from colo.phases.phase import ENGINE_KV_CACHE, ENGINE_WEIGHTS, Residency
 from colo.weights.delta import DeltaTarget
+from colo.weights.meeting import GroupEnd, Meeting, join
 from colo.weights.packed import PackedWeight
 from colo.weights.transports.receiver import Receiver, run_step
+from colo.weights.transports.remote import PlanWords, SliceTarget
 
 plugin.register()
 
@@ -74,7 +76,8 @@ class WorkerAgent:
         self._segments: WorkerSegments | None = None
         self._receiver: Receiver | None = None
         self._reload: Reload | None = None
-        self._group: Any = None  # of broadcasts by the trainer
+        self._group: GroupEnd | None = None  # of broadcasts by the trainer
+        self._slices: SliceTarget | None = None  # of the trainer's ranks
         self._target: DeltaTarget | None = None  # of changes of weights
         self._adapters = adapters.WorkerAdapters(worker)
         self._device = torch.device(worker.device)
@@ -208,7 +211,9 @@ class WorkerAgent:
 
     def _release(self, asked: wire.Release | None = None) -> None:
         self._given = Opened(self._device)
-        self._group = self._target = None
+        self._leave_group()
+        self._drop_slices()
+        self._target = None
         self._adapters_given.clear()
         if self._segments is not None:
             self._segments.close()
@@ -245,18 +250,22 @@ class WorkerAgent:
 
     def _join_group(self, asked: wire.JoinGroup) -> None:
         meeting = Meeting(**asked.meeting)
-        self._group = None  # one in which something has failed, or of a trainer before
+        self._leave_group()  # one in which something has failed, or of a trainer before
         try:
             self._group = join(meeting, 1 + self._worker.rank, asked.deadline_s)
         except RuntimeError as error:
             raise TransferError(f"rank {self._worker.rank} cannot join the trainer's group: {error}") from error
 
+    def _leave_group(self) -> None:
+        if self._group is not None:
+            self._group.give_up(TransferError("the engine has left the group"))
+        self._group = None
+
     def _reload_broadcast(self, asked: wire.ReloadBroadcast) -> dict[str, int]:
         shapes = [(name, getattr(torch, dtype), shape) for name, dtype, shape in asked.weights]
-        try:
-            tensors = receive(self._group, shapes, self._device)
-        except RuntimeError as error:
-            raise TransferError(f"the broadcast to rank {self._worker.rank} failed: {error}") from error
+        if self._group is None:
+            raise TransferError("this worker is in no group, or another client has connected since")
+        tensors = receive(self._group, shapes, self._device)
         sums = Digest.of(tensors).sums
         self._take(tensors, asked)
         return sums
@@ -268,6 +277,44 @@ class WorkerAgent:
         else:
             on_device = {name: tensor.to(self._device) for name, tensor in tensors.items()}
             self._landed().apply(on_device)
+
+    # ---- slices from a trainer's ranks -------------------------------------------------------------------------------
+
+    def _list_slices(self, asked: wire.ListSlices) -> dict[str, Any]:
+        source = {spec.name: empty(spec) for spec in map(TensorSpec.from_wire, asked.parameters)}
+        self._drop_slices()
+        self._slices = SliceTarget(self._plan(source, asked.model_type), self._device)
+        return self._slices.taken.to_wire()
+
+    def _plan_slices(self, asked: wire.PlanSlices) -> None:
+        self._slices_now().plan(PlanWords.from_wire(asked.words), asked.first + self._worker.rank)
+
+    def _meet_for_slices(self, asked: wire.MeetForSlices) -> None:
+        place = asked.first + self._worker.rank
+        self._slices_now().meet(Meeting(**asked.meeting), place, asked.deadline_s)
+
+    def _begin_slices(self, asked: wire.BeginSlices) -> None:
+        self._slices_now().begin()
+        self._abandon_reload()
+        self._holds(None)
+
+    def _take_slices(self, asked: wire.TakeSlices) -> None:
+        self._slices_now().take()
+
+    def _sum_slices(self, asked: wire.SumSlices) -> list[int]:
+        return self._slices_now().sums()
+
+    def _slices_now(self) -> SliceTarget:
+        if self._slices is None:
+            raise TransferError("no slices have been planned with this worker, or another client has connected since")
+        return self._slices
+
+    def _drop_slices(self) -> None:
+        if self._slices is not None:
+            self._slices.let_go("the engine has left the group")
+        self._slices = None
+
+    # ---- changes of weights ------------------------------------------------------------------------------------------
 
     def _land(self, asked: wire.Land) -> dict[str, Any]:
         source = {spec.name: empty(spec) for spec in map(TensorSpec.from_wire, asked.parameters)}

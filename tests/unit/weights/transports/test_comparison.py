@@ -17,7 +17,7 @@ BOXES = {  # of which ranks hold what
 }
 
 
-NOTHING = Differences(failed=False, anywhere=False, taken=[], apart=[])
+NOTHING = Differences(failed=False, different=[], apart=[])
 
 
 def held():
@@ -46,7 +46,7 @@ def test_a_difference_between_replicas_is_named_on_every_rank_and_parts_of_one_r
         def apart():
             shared = [parts[index].tensor for index in comparison.shared]
             found = comparison.of([CopyPlan([(part, part) for part in shared]).digests()])
-            assert not found.failed and not found.anywhere and not found.taken
+            assert not found.failed and not found.different
             return found.apart
 
         said.append(apart())
@@ -61,7 +61,7 @@ def test_a_difference_between_replicas_is_named_on_every_rank_and_parts_of_one_r
     assert ranks(body, 3) == [[[], [], [whole], [whole, two]]] * 3
 
 
-def test_what_an_engine_lacks_is_known_to_all_and_named_where_it_is(ranks):
+def test_what_an_engine_lacks_is_known_to_all(ranks):
     """Rank 2 takes all of "cut" from the other two, rank 0 its own half."""
     taken = {
         0: [Slice("cut", Box((0, 0), (2, 3)), "float32")],
@@ -77,26 +77,22 @@ def test_what_an_engine_lacks_is_known_to_all_and_named_where_it_is(ranks):
         for changed in (None, 0, 2):
             other = there + 7 if rank == changed else there
             found = comparison.of([sent, other])
-            said.append((found.failed, found.anywhere, found.taken))
+            said.append((found.failed, [(d.receiver, d.taken) for d in found.different]))
         return said
 
-    fine = (False, False, [])
-    first, second, third = ranks(body, 3)
-    assert first == [fine, (False, True, [0]), (False, True, [])]
-    assert second == [fine, (False, True, []), (False, True, [])]
-    assert third == [fine, (False, True, []), (False, True, [0, 0])]
+    assert ranks(body, 3) == [[(False, []), (False, [(0, 0)]), (False, [(2, 0), (2, 0)])]] * 3
 
 
 def test_a_rank_without_digests_has_failed_for_all(ranks):
     def body(rank):
         comparison = Comparison(ExchangePlan(buckets=(), local=()), held(), all_ranks())
         found = comparison.of(None if rank == 1 else [torch.zeros(len(comparison.shared), dtype=torch.int64)])
-        return found.failed, found.anywhere
+        return found.failed, found.different
 
-    assert ranks(body, 3) == [(True, False)] * 3
+    assert ranks(body, 3) == [(True, [])] * 3
 
 
 def test_a_rank_alone_compares_its_own():
     alone = Comparison(ExchangePlan(buckets=(), local=()), {0: [Slice("w", Box((0,), (1,)), "float32")]}, RankGroup())
     assert alone.of([]) == NOTHING
-    assert alone.of(None) == Differences(failed=True, anywhere=False, taken=[], apart=[])
+    assert alone.of(None) == Differences(failed=True, different=[], apart=[])

@@ -1,0 +1,290 @@
+"""Slices to engines elsewhere, from ranks of a trainer that are processes to ranks of engines that are threads."""
+
+import json
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import nn
+
+from colo.errors import TransferError, Unsupported
+from colo.memory.load_plan import LoadPlan
+from colo.weights import exchange
+from colo.weights.sources.module import ModuleSource
+from colo.weights.transports.remote import NoEngine, PlanWords, RemoteSlices, SliceTarget, Taken, what_is_taken
+from tests.unit.weights.transports.test_slices import LAYOUTS, Net, engine_memory, is_same, loaded
+
+CPU = torch.device("cpu")
+
+
+def travelled(message):
+    """A message after its way as JSON."""
+    return type(message).from_wire(json.loads(json.dumps(message.to_wire())))
+
+
+class Threads:
+    """A `SliceTaker` of an engine whose `tp` ranks are threads of this process."""
+
+    address, members = "127.0.0.1", 0
+
+    def __init__(self, tp=1, dtype=torch.float32, deadline_s=60.0):
+        self.deadline_s = deadline_s
+        self.memories = [engine_memory(rank, tp, dtype) for rank in range(tp)]
+        self.targets = []
+
+    def taken(self, weights):
+        source = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in weights.items()}
+        for target in self.targets:
+            target.let_go("asked anew")
+        tp = len(self.memories)
+        self.targets = []
+        for rank, memory in enumerate(self.memories):
+            plan = LoadPlan.record(
+                lambda given, rank=rank, memory=memory: loaded(given, rank, tp, memory), source, memory
+            )
+            self.targets.append(SliceTarget(plan, CPU))
+        return [[travelled(target.taken) for target in self.targets]]
+
+    def plan(self, words, first):
+        for number, target in enumerate(self.targets):
+            target.plan(travelled(words), first + number)
+
+    def meet(self, meeting, first, deadline_s):
+        self.each(lambda number, target: target.meet(meeting, first + number, deadline_s))
+
+    def begin(self):
+        self.each(lambda _, target: target.begin())
+
+    def take(self):
+        self.each(lambda _, target: target.take())
+
+    def sums(self):
+        return [target.sums() for target in self.targets]
+
+    def each(self, call):
+        with ThreadPoolExecutor(len(self.targets)) as pool:
+            list(pool.map(call, range(len(self.targets)), self.targets))
+
+    def expected(self, whole):
+        """What the memories have to hold of a whole model."""
+        found = [{name: t.clone() for name, t in memory.items()} for memory in self.memories]
+        for rank, memory in enumerate(found):
+            loaded(ModuleSource(whole), rank, len(found), memory)
+        return found
+
+    def holds(self, whole):
+        return all(map(is_same, self.memories, self.expected(whole)))
+
+
+def models(shard=None, size=1, dtype=torch.float32):
+    torch.manual_seed(0)
+    whole = Net(dtype)
+    torch.manual_seed(0)
+    model = Net(dtype)
+    if shard is not None:
+        shard(model, size)
+    return whole, model
+
+
+def change(whole, model, step):
+    with torch.no_grad():
+        for one in (whole, model):
+            for parameter in one.parameters():
+                parameter.mul_(-1 - step)
+
+
+def transport_to(taker, model, bucket_bytes=200):
+    return RemoteSlices(
+        ModuleSource(model), taker, device=CPU, why_not_shared="it is elsewhere", bucket_bytes=bucket_bytes
+    )
+
+
+@pytest.mark.parametrize("tp", [1, 3])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_rank_of_an_engine_holds_what_its_loader_would_have_copied(ranks, layout, tp):
+    size, shard = LAYOUTS[layout]
+
+    def body(rank):
+        whole, model = models(shard, size)
+        taker = Threads(tp) if rank == 0 else NoEngine()
+        transport = transport_to(taker, model)
+        held = []
+        for step in range(3):
+            sent_bytes = transport.transfer(step)
+            transport.verify()
+            held.append((rank > 0 or taker.holds(whole), transport.is_current()))
+            change(whole, model, step)
+            held.append(transport.is_current())
+        transport.close()
+        return held, transport.reason, sent_bytes
+
+    found = ranks(body, size)
+    received = sum(t.nbytes for memory in Threads(tp).memories for t in memory.values())
+    assert sum(sent_bytes for _, _, sent_bytes in found) == received
+    for held, reason, _ in found:
+        assert held == [(True, True), False] * 3
+        assert f"slices go from {size} of the trainer's ranks to {tp} of engines" in reason
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [("bfloat16", "float32"), ("float32", "bfloat16"), ("float16", "float16")])
+def test_dtypes_are_converted_as_a_copy_converts_them(ranks, ours, theirs):
+    def body(rank):
+        whole, model = models(dtype=getattr(torch, ours))
+        taker = Threads(2, getattr(torch, theirs))
+        transport = transport_to(taker, model)
+        transport.transfer()
+        transport.verify()
+        return taker.holds(whole)
+
+    assert ranks(body, 1) == [True]
+
+
+def test_engines_of_several_ranks_are_filled_at_once(ranks):
+    size, shard = LAYOUTS["1-D"]
+
+    def body(rank):
+        whole, model = models(shard, size)
+        taker = Threads(2 + rank)
+        transport = transport_to(taker, model)
+        transport.transfer()
+        transport.verify()
+        return taker.holds(whole), transport.reason.partition("; ")[2].partition(",")[0]
+
+    assert ranks(body, 2) == [(True, "slices go from 2 of the trainer's ranks to 5 of engines")] * 2
+
+
+def test_bytes_that_an_engine_does_not_hold_are_named_on_every_rank(ranks):
+    size, shard = LAYOUTS["1-D"]
+
+    def body(rank):
+        _, model = models(shard, size)
+        taker = Threads(2) if rank == 1 else NoEngine()
+        transport = transport_to(taker, model)
+        transport.transfer()
+        if rank == 1:
+            taker.memories[1]["down"].view(torch.uint8)[3, 1] ^= 1
+        with pytest.raises(TransferError, match="1 tensors differ after the transfer, down.weight for one"):
+            transport.verify()
+        return transport.is_current()
+
+    assert ranks(body, 2) == [False, False]
+
+
+@pytest.mark.parametrize("step", ["taken", "plan", "meet", "begin", "take", "sums"])
+def test_a_failure_of_an_engine_is_told_on_every_rank_and_the_next_transfer_goes_through(ranks, step):
+    size, shard = LAYOUTS["1-D"]
+
+    def body(rank):
+        whole, model = models(shard, size)
+        taker = Threads(2) if rank == 0 else NoEngine()
+        transport = transport_to(taker, model)
+
+        def transferred():
+            transport.transfer()
+            transport.verify()
+
+        transferred()
+        change(whole, model, 1)
+        transport.reconnect()  # so that every step is taken
+
+        def fail(*arguments):
+            del taker.__dict__[step]
+            raise TransferError("out of luck")
+
+        if rank == 0:
+            taker.__dict__[step] = fail
+        started_s = time.monotonic()
+        with pytest.raises(TransferError, match="out of luck"):
+            transferred()
+        took_s = time.monotonic() - started_s
+        transferred()
+        return took_s < 15, rank > 0 or taker.holds(whole)
+
+    assert ranks(body, 2, limit_s=60) == [(True, True)] * 2
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_failure_of_a_rank_is_told_on_every_other(ranks, failing, monkeypatch):
+    size, shard = LAYOUTS["1-D"]
+
+    def body(rank):
+        whole, model = models(shard, size)
+        taker = Threads(2) if rank == 0 else NoEngine()
+        transport = transport_to(taker, model)
+        transport.transfer()
+        change(whole, model, 1)
+
+        def fail(*arguments):
+            raise ValueError("no memory for it")
+
+        with monkeypatch.context() as broken:
+            if rank == failing:
+                broken.setattr(exchange, "_pack", fail)
+            with pytest.raises((TransferError, ValueError), match="no memory for it"):
+                transport.transfer()
+        transport.transfer()
+        transport.verify()
+        return rank > 0 or taker.holds(whole)
+
+    assert ranks(body, 2) == [True, True]
+
+
+def test_an_engine_that_receives_nothing_is_waited_for_no_longer_than_its_deadline(ranks):
+    size, shard = LAYOUTS["1-D"]
+
+    def body(rank):
+        whole, model = models(shard, size)
+        taker = Threads(2, deadline_s=8.0) if rank == 0 else NoEngine()
+        transport = transport_to(taker, model, bucket_bytes=100)
+        over = threading.Event()
+
+        def wait():
+            over.wait(60)
+            raise TransferError("it has waited")
+
+        if rank == 0:
+            taker.take = wait
+            threading.Timer(12, over.set).start()
+        started_s = time.monotonic()
+        with pytest.raises(TransferError):
+            transport.transfer()
+        waited_s = time.monotonic() - started_s
+        taker.__dict__.pop("take", None)
+        transport.transfer()
+        transport.verify()
+        return waited_s < 20, rank > 0 or taker.holds(whole)
+
+    assert ranks(body, 2, limit_s=60) == [(True, True), (True, True)]
+
+
+def test_weights_that_an_engine_takes_whole_or_not_at_all_are_refused():
+    _, model = models()
+
+    class Refuses(NoEngine):
+        def __init__(self, *taken):
+            self.found = [list(taken)]
+
+        def taken(self, weights):
+            return self.found
+
+    with pytest.raises(Unsupported, match="rank 1 of the engine takes whole weights: it computes"):
+        what_is_taken(ModuleSource(model), Refuses(Taken((), {}, None), Taken((), {}, "it computes")))
+    left_out = {"k.weight": [(0, (3, 6), (6, 1))]}
+    with pytest.raises(TransferError, match=r"takes 18 of the 54 elements of k.weight"):
+        what_is_taken(ModuleSource(model), Refuses(Taken((), left_out, None), Taken((), left_out, None)))
+
+
+def test_an_engine_whose_loader_computes_says_why_it_takes_no_slices():
+    source = dict(ModuleSource(nn.Linear(3, 3)))
+    target = SliceTarget(LoadPlan.of(source, fallbacks={"bias": "it is scaled"}), CPU)
+    assert (target.taken.slices, target.taken.refusal) == ((), "bias: it is scaled")
+    with pytest.raises(TransferError, match="no slices have been planned with this engine"):
+        target.begin()
+
+
+def test_words_that_are_no_plan_are_refused_with_the_reason():
+    for kind, words in ((PlanWords, {"held": {"x": []}}), (Taken, {"slices": [["w"]], "left_out": {}})):
+        with pytest.raises(TransferError, match=kind.__name__):
+            kind.from_wire(words)
