@@ -73,7 +73,30 @@ def main(checkpoint, of_two, of_one, spare, pid, results):
     found["failure"] = failure(lambda: rt.generate(PROMPTS[rank:], **GREEDY))
     cycle()
     rt.close()
+    found["four calls"] = by_four_calls(model, of_two, rank)
     Path(results, f"{rank}.json").write_text(json.dumps(found))
+
+
+def by_four_calls(model, url, rank):
+    """Tell if a server of two workers holds weights that vLLM's own trainer engine has sent from both ranks."""
+    from vllm.distributed.weight_transfer import ModuleSource, WeightTransferTrainerFactory
+    from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
+
+    from colo.engines.vllm import plugin
+    from colo.engines.vllm.trainer import ColoTrainerInitInfo
+
+    plugin.register()
+    info = ColoTrainerInitInfo(rank=rank, address="127.0.0.1", num_workers=2, deadline_s=60)
+    client = HTTPVLLMWeightSyncClient(url)
+    sender = WeightTransferTrainerFactory.trainer_init(info, client=client, source=ModuleSource(model))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5)
+    sender.send_weights("5")
+    sender.shutdown()
+    engine = colo.MainRankEngine(connected(url) if rank == 0 else None)
+    with colo.share(engine, model, SGD(model.parameters(), lr=0.1)) as rt:
+        return rt.transport.name, rt.transport.is_current()
 
 
 def spoil(rt):

@@ -20,7 +20,8 @@ def servers(saved_model):
     """A server of two workers, and two of one."""
     checkpoint = Path(saved_model[1])
     with ExitStack() as started:
-        flags = (["--tensor-parallel-size", "2"], [], [])
+        by_hand = ["--weight-transfer-config", '{"backend": "colo"}']
+        flags = (["--tensor-parallel-size", "2", *by_hand], [], [])
         servers = [Server(checkpoint, *FLAGS, *more, VLLM_SERVER_DEV_MODE="1") for more in flags]
         for server in servers:
             started.enter_context(closing(server))
@@ -35,6 +36,7 @@ def test_slices_go_to_the_workers_of_servers_elsewhere_of_which_one_dies_in_a_tr
         assert "slices go from 2 of the trainer's ranks to 3 of engines" in rank["reason"]
         assert len(rank["mismatches"]) == 6 and max(rank["mismatches"]) < CLOSE
         assert "TransferError" in rank["failure"]
+        assert rank["four calls"] == ["slices", True]
     whole = sum(p.nbytes for p in weights.values())
     replicated = sum(p.nbytes for name, p in weights.items() if "norm" in name)
     to_one, to_two = whole, whole + replicated  # no byte goes twice to a worker, and most of them to one of two

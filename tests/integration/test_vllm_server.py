@@ -135,6 +135,40 @@ def test_weights_arrive_through_a_buffer_by_the_four_calls(server, model, comple
     assert completes(model) < CLOSE
 
 
+def test_slices_arrive_from_vllms_own_trainer_engine(server, model, completes, randomize):
+    """As SkyRL and others drive it: both ends of the backend are in vLLM's registries."""
+    from vllm.distributed.weight_transfer import ModuleSource, WeightTransferTrainerFactory
+    from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
+
+    from colo.engines.vllm import plugin
+    from colo.engines.vllm.trainer import ColoTrainerInitInfo
+
+    plugin.register()  # as `vllm.LLM` and `vllm serve` do
+    client = HTTPVLLMWeightSyncClient(server.url)
+    info = ColoTrainerInitInfo(rank=0, address="127.0.0.1", num_workers=1, deadline_s=DEADLINE_S)
+    sender = WeightTransferTrainerFactory.trainer_init(info, client=client, source=ModuleSource(model))
+    for version in (7, 8):
+        randomize(model, seed=version)
+        assert completes(model) > CLOSE
+        sender.send_weights(str(version))
+        assert completes(model) < CLOSE
+        assert server.http.get("/weight_info").json() == {"weight_version": str(version)}
+    randomize(model, seed=9)
+    send = sender._transport.send_and_receive
+
+    def spoil(sends, receives):
+        sends[0][1][-5] ^= 64
+        return send(sends, receives)
+
+    sender._transport.send_and_receive = spoil
+    with pytest.raises(TransferError, match="1 tensors differ after the transfer"):
+        sender.send_weights()
+    sender._transport.send_and_receive = send
+    sender.send_weights()
+    assert completes(model) < CLOSE
+    sender.shutdown()
+
+
 class Staged:
     """A buffer with a quarter of the weights in each half, whose turns the calls are."""
 

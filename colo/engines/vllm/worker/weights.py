@@ -5,6 +5,7 @@ Also the backend by which clients of vLLM's own four calls bring them.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
@@ -21,10 +22,14 @@ from colo.engines.vllm.wire import BITSANDBYTES, error_in_words
 from colo.engines.vllm.worker.loader import placement_of
 from colo.errors import ColoError, PhaseError, TransferError, Unsupported
 from colo.memory.load_plan import Copy, LoadPlan, Part, num_covered, tensors_in
+from colo.memory.share import empty
+from colo.memory.specs import TensorSpec
 from colo.memory.storage import storage_key
+from colo.weights.meeting import Meeting, store_of
 from colo.weights.packed import PackedWeight
 from colo.weights.sources.names import checkpoint_views
 from colo.weights.transports.receiver import Receiver, run_step
+from colo.weights.transports.remote import PlanWords, SliceTarget
 
 
 def record(
@@ -273,9 +278,14 @@ def check_begun(reload: Reload | None) -> Reload:
 #
 # Steps and arguments are those of `Receiver`, in JSON; errors come back, and nothing else. A step that fails ends the
 # update. Pause generation before, reset the prefix cache after. `colo.connect` does without all this.
+#
+# Other steps take slices from the ranks of a trainer elsewhere: colo/engines/vllm/trainer.py sends them.
 
 _INIT_STEPS = ("bind", "stage", "release")
 _UPDATE_STEPS = ("begin", "copy", "finish")
+_INIT_SLICES = ("list_slices", "plan_slices", "meet_for_slices")
+_UPDATE_SLICES = ("begin_slices", "take_slices", "sum_slices", "accept_slices", "abandon_slices")
+_ANSWER_S = 60.0
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "bind": {"model_type": None},
     "copy": {"verify": True},
@@ -286,7 +296,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 
 @dataclass
 class TransferStep(WeightTransferInitInfo, WeightTransferUpdateInfo):  # type: ignore[misc]  # vLLM ships no types for mypy
-    """A step of `Receiver`."""
+    """A step of `Receiver`, or of slices."""
 
     step: str
     arguments: dict[str, Any] = field(default_factory=dict)
@@ -304,10 +314,16 @@ class ColoWeightTransferEngine(Base):  # type: ignore[misc]  # as above
         parallel = self.parallel_config
         number = parallel.data_parallel_rank * parallel.world_size + parallel.rank
         self._receiver = Receiver(self.device, self._record, number=number)
+        self._slices = _SliceSteps(self.device, self._record, number)
         self._attested = False
 
     def init_transfer_engine(self, init_info: TransferStep) -> None:
         """Run a step outside an update. Raises: `Unsupported` from `bind` for a model that cannot be copied to."""
+        if init_info.step in _INIT_SLICES:
+            self._run_slices(init_info)
+            return
+        if init_info.step == "release":
+            self._slices.release()
         bound = self._run(init_info, _INIT_STEPS)
         if init_info.step == "bind" and bound["fallbacks"]:
             name, why = next(iter(bound["fallbacks"].items()))
@@ -329,8 +345,11 @@ class ColoWeightTransferEngine(Base):  # type: ignore[misc]  # as above
         """Run a step of an update. Raises: what is wrong with it; vLLM ends the update then."""
         # a step after `finish` writes again: only the last may attest
         self._attested = False
-        self._run(update_info, _UPDATE_STEPS)
-        self._attested = update_info.step == "finish"
+        if update_info.step in _UPDATE_SLICES:
+            self._run_slices(update_info)
+        else:
+            self._run(update_info, _UPDATE_STEPS)
+        self._attested = update_info.step in ("finish", "accept_slices")
 
     def finish_weight_update(self) -> None:
         """End an update. Raises: `TransferError` unless its last step has attested what is in the engine."""
@@ -342,13 +361,22 @@ class ColoWeightTransferEngine(Base):  # type: ignore[misc]  # as above
             )
 
     def shutdown(self) -> None:
-        """Let go of the sender's memory."""
+        """Let go of the sender's memory, and of the group with its ranks."""
         self._receiver.release()
+        self._slices.release()
 
     @staticmethod
     def trainer_send_weights(iterator: Iterator[Any], trainer_args: Any) -> NoReturn:
         """Refuse (vLLM 0.26 asks for this; 0.30 does not)."""
         raise Unsupported("the trainer's end of this backend is colo.connect(url), passed to colo.share")
+
+    def _run_slices(self, asked: TransferStep) -> None:
+        try:
+            getattr(self._slices, asked.step)(**asked.arguments)
+        except ColoError:
+            raise
+        except Exception as error:
+            raise TransferError(error_in_words(error)) from error
 
     def _run(self, asked: TransferStep, steps: tuple[str, ...]) -> Any:
         if asked.step not in steps:
@@ -363,3 +391,61 @@ class ColoWeightTransferEngine(Base):  # type: ignore[misc]  # as above
     def _record(self, source: dict[str, torch.Tensor], model_type: str | None) -> LoadPlan:
         kind = model_type or getattr(self.model_config.hf_config, "model_type", None)
         return record(self.model, self.model_config, self.device, source, kind)
+
+
+class _SliceSteps:
+    """The steps of slices, on a worker of this `number`."""
+
+    def __init__(self, device: torch.device, record: Callable[..., LoadPlan], number: int) -> None:
+        self._device, self._record, self._number = device, record, number
+        self._target: SliceTarget | None = None
+
+    def list_slices(self, *, parameters: list[dict[str, Any]], answer: dict[str, Any]) -> None:
+        """Record which parts of weights this worker takes."""
+        self.release()
+        source = {spec.name: empty(spec) for spec in map(TensorSpec.from_wire, parameters)}
+        self._target = SliceTarget(self._record(source, None), self._device)
+        self._answer(answer, self._target.taken.to_wire())
+
+    def plan_slices(self, *, words: dict[str, Any], first: int) -> None:
+        """Plan what comes from the trainer's ranks."""
+        self._planned().plan(PlanWords.from_wire(words), first + self._number)
+
+    def meet_for_slices(self, *, meeting: dict[str, Any], first: int, deadline_s: float) -> None:
+        """Join a process group with them."""
+        self._planned().meet(Meeting(**meeting), first + self._number, deadline_s)
+
+    def begin_slices(self) -> None:
+        """Make sure that there are a plan and a group."""
+        self._planned().begin()
+
+    def take_slices(self) -> None:
+        """Receive everything that is planned."""
+        self._planned().take()
+
+    def sum_slices(self, *, answer: dict[str, Any]) -> None:
+        """Digest what lies where slices have come."""
+        self._answer(answer, self._planned().sums())
+
+    def accept_slices(self) -> None:
+        """Take the trainer's word that what was received is what was sent."""
+        self._planned().begin()
+
+    def abandon_slices(self) -> None:
+        """End the update, as vLLM does where a step fails. Raises: `TransferError`, always."""
+        raise TransferError("the trainer has given the update up")
+
+    def release(self) -> None:
+        """Leave the group."""
+        if self._target is not None:
+            self._target.let_go("the engine has left the group")
+        self._target = None
+
+    def _planned(self) -> SliceTarget:
+        if self._target is None:
+            raise TransferError("no slices have been listed for this worker")
+        return self._target
+
+    def _answer(self, where: dict[str, Any], value: Any) -> None:
+        meeting = Meeting(**where["meeting"])
+        store_of(meeting, _ANSWER_S).set(f"{where['key']}-{self._number}", json.dumps(value))
